@@ -1,0 +1,20 @@
+"""Presets: a name and the function that returns its Config. The first line of its docstring is its help.
+
+A new one: write the function in the file of its model family and add its line here.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from configs import qwen3, qwen3_moe, tiny
+from r3.config import Config
+
+PRESETS: Mapping[str, Callable[[], Config]] = {
+    "tiny": tiny.tiny,
+    "tiny-smoke": tiny.tiny_smoke,
+    "qwen3-moe-30b-a3b": qwen3_moe.qwen3_moe_30b_a3b,
+    "qwen3-0.6b": qwen3.qwen3_0_6b,
+}
+
+KNOWN_SHAPES: Mapping[str, Mapping[str, Any]] = {**qwen3_moe.SHAPES, **qwen3.SHAPES}
+"""The config.json of models that presets name on the hub, so that `--dry-run` works before they are downloaded."""

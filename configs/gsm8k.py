@@ -1,0 +1,19 @@
+"""GSM8K (arXiv 2110.14168) as presets use it: 7473 questions to train on, 1319 held out, answers that end in `#### n`.
+
+No package ships it. From the root of the repository:
+
+    mkdir -p data/gsm8k && cd data/gsm8k
+    for part in train test; do
+        curl -LO https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/$part.jsonl
+    done
+"""
+
+from r3.config import DataConfig, EvalConfig
+
+DATA = DataConfig(
+    path="data/gsm8k/train.jsonl",
+    # The reward reads the number after the last ####, a format that chat models do not use unless asked.
+    system_prompt="Solve the problem step by step. End with a line that holds #### and the final number alone.",
+    max_prompt_tokens=512,  # the longest question has about 250, the chat template and the system prompt come on top
+)
+EVAL = EvalConfig(path="data/gsm8k/test.jsonl", name="gsm8k", every=10)

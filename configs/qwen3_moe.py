@@ -1,0 +1,56 @@
+"""Presets for Qwen3-MoE. Sizes for a plan before anything is downloaded stand in SHAPES."""
+
+from configs import gsm8k
+from r3.config import (
+    AlgoConfig,
+    CheckpointConfig,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+
+SHAPES = {
+    "Qwen/Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    }
+}
+
+
+def qwen3_moe_30b_a3b() -> Config:
+    """Qwen3-30B-A3B on GSM8K: 8 GPUs of 141 GB, experts sharded over all of them."""
+    return Config(
+        # Activations of 48 layers with 8 experts a token do not fit beside the optimizer: recompute them, routes replayed.
+        model=ModelConfig(path="Qwen/Qwen3-30B-A3B", recompute="full"),
+        data=gsm8k.DATA,
+        rollout=RolloutConfig(prompts_per_step=128, group_size=16, max_response_tokens=4096),
+        # Weights of min(pi_old / mu, 2) correct what is left between the bf16 engine and the policy.
+        algo=AlgoConfig(tis_cap=2.0),
+        # Two updates a step: the second is off-policy, which is where clipping and replay earn their keep. The head's
+        # logits (vocabulary 151936) set the size of a micro-batch: 8192 tokens are 11.6 GiB of them.
+        train=TrainConfig(steps=200, lr=1e-6, warmup_updates=10, updates_per_step=2, micro_batch_tokens=8192),
+        parallel=ParallelConfig(ep=8),
+        # Weights are 57 GiB, so this leaves a quarter of the device for the KV cache; the policy's weights stay beside it.
+        engine=EngineConfig(memory_fraction=0.7, max_num_seqs=256),
+        eval=gsm8k.EVAL,
+        checkpoint=CheckpointConfig(every=50),
+    )

@@ -1,0 +1,44 @@
+"""Presets for the embedded model: they run on any machine, nothing to download."""
+
+from dataclasses import replace
+
+from r3 import assets
+from r3.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+
+
+def tiny() -> Config:
+    """A 1 M parameter Qwen3-MoE learns to write its steps: two CPU ranks, about two minutes."""
+    return Config(
+        # float32 on both sides: what is left of the mismatch between engine and policy is then rounding, 1e-6.
+        model=ModelConfig(path=str(assets.TINY_MOE), dtype="float32"),
+        data=DataConfig(path=str(assets.WORD_PROBLEMS_TRAIN)),
+        # The longest worked answer has about 30 tokens.
+        rollout=RolloutConfig(prompts_per_step=16, group_size=8, max_response_tokens=40),
+        # A large learning rate for RL: the model is small, and 1e-6 would take hours to show what this shows in a minute.
+        train=TrainConfig(steps=25, lr=2e-4, micro_batch_tokens=4096),
+        # Two ranks with half of the experts each, so that the tokens really travel. `--parallel.ep 1` runs on one rank.
+        parallel=ParallelConfig(ep=2),
+        engine=EngineConfig(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=128),
+        eval=EvalConfig(path=str(assets.WORD_PROBLEMS_EVAL), every=5),
+        checkpoint=CheckpointConfig(every=10),
+    )
+
+
+def tiny_smoke() -> Config:
+    """tiny in a hurry: six steps at a higher learning rate, for tests."""
+    base = tiny()
+    return replace(
+        base,
+        train=replace(base.train, steps=6, lr=5e-4),
+        eval=replace(base.eval, every=0),
+    )

@@ -1,0 +1,73 @@
+"""Advantages: what a rollout's reward is worth against the other answers to the same prompt.
+
+Every function has one signature, `(rewards_R, groups_R) -> advantages_R`. `rewards_R` are floats, `groups_R` int64
+labels of any value; members of a group may stand anywhere in the list. Both live on the host, as rewards do.
+A new estimator is one function, one line in `ADVANTAGES` and one row in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+STD_EPSILON = 1e-6  # keeps a group whose rewards differ by rounding alone from being blown up to unit variance
+
+
+class _Groups(NamedTuple):
+    """Statistics of each rollout's own group, repeated for every member."""
+
+    rewards_R: Tensor  # float64, so that a group's statistics do not depend on the order of its members
+    mean_R: Tensor
+    std_R: Tensor
+    flat_R: Tensor  # all members have the same reward: nothing to learn from this group
+
+
+def _groups(rewards_R: Tensor, groups_R: Tensor) -> _Groups:
+    if rewards_R.dim() != 1 or rewards_R.shape != groups_R.shape:
+        raise ValueError(f"one group per reward: rewards {list(rewards_R.shape)}, groups {list(groups_R.shape)}")
+    if groups_R.dtype != torch.int64:
+        raise ValueError(f"groups must be int64 labels, got {groups_R.dtype}")
+    if not bool(torch.isfinite(rewards_R).all()):
+        bad = torch.nonzero(~torch.isfinite(rewards_R)).flatten().tolist()
+        raise ValueError(f"rewards must be finite: {[float(rewards_R[i]) for i in bad[:8]]} at rollouts {bad[:8]}")
+
+    rewards_R = rewards_R.double()
+    _, index_R, sizes = torch.unique(groups_R, return_inverse=True, return_counts=True)
+    zeros = rewards_R.new_zeros(len(sizes))
+    mean_R = (zeros.index_add(0, index_R, rewards_R) / sizes)[index_R]
+    squares = zeros.index_add(0, index_R, (rewards_R - mean_R).square())
+    std_R = (squares / (sizes - 1).clamp(min=1)).sqrt()[index_R]
+    # Asked of the rewards themselves: the mean of three 0.1 is not exactly 0.1, and rounding must not teach anything.
+    low = zeros.scatter_reduce(0, index_R, rewards_R, "amin", include_self=False)
+    high = zeros.scatter_reduce(0, index_R, rewards_R, "amax", include_self=False)
+    return _Groups(rewards_R, mean_R, std_R, (low == high)[index_R])
+
+
+def grpo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    """Group-relative advantage of GRPO (arXiv 2402.03300, section 4.1.2).
+
+        A_i = (R_i - mean_g) / (std_g + 1e-6)
+
+    with the unbiased standard deviation (over G - 1). A group of zero spread, a single rollout included, gets exactly 0.
+    """
+    group = _groups(rewards_R, groups_R)
+    advantages_R = (group.rewards_R - group.mean_R) / (group.std_R + STD_EPSILON)
+    return advantages_R.masked_fill(group.flat_R, 0.0).float()
+
+
+def dr_grpo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    """Advantage of Dr. GRPO (arXiv 2503.20783, section 3.2): centred, not divided by the standard deviation.
+
+        A_i = R_i - mean_g
+
+    Dividing by std_g weighs questions that are nearly always or nearly never answered more than the others. A group of
+    zero spread gets exactly 0.
+    """
+    group = _groups(rewards_R, groups_R)
+    return (group.rewards_R - group.mean_R).masked_fill(group.flat_R, 0.0).float()
+
+
+ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo}

@@ -1,0 +1,441 @@
+"""Every setting of a run: frozen dataclasses, the text under a field is its `--help`. Imports nothing heavy.
+
+A `Config` is data. Derived values are properties; `r3.validate.problems(config, world_size)` lists everything that is
+wrong at once, each with field, value, rule and fix, before any device is touched. Presets live in `configs/`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import lcm
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from r3.shape import ModelShape as ModelShape  # noqa: PLC0414 (settings and their model, imported from one place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy's starting point."""
+
+    path: str = ""
+    """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer with a chat template."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the weights in training. Router scores, softmax and loss are float32 in either case."""
+    experts: Literal["grouped", "sequential"] = "grouped"
+    """How experts run in training: one grouped matrix product (torch's), or Megatron's one after the other."""
+    recompute: Literal["none", "moe", "full"] = "none"
+    """Activations recomputed in the backward pass: none, the MoE layers', or all. Routes are replayed there too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Training prompts."""
+
+    path: str = ""
+    """JSONL file, one object a row."""
+    prompt_key: str = "question"
+    """Column with the question (a string) or the chat so far (a list of messages)."""
+    answer_key: str = "answer"
+    """Column with the reference answer."""
+    system_prompt: str = ""
+    """Put before every conversation as a system message, when not empty."""
+    max_prompt_tokens: int = 0
+    """Longest prompt accepted, in tokens; 0 = whatever leaves room for rollout.max_response_tokens in the context and in
+    a micro-batch."""
+    on_too_long: Literal["error", "drop"] = "error"
+    """A prompt longer than that stops the run, or is dropped and counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvConfig:
+    """What a conversation is."""
+
+    name: Literal["single_turn"] = "single_turn"
+    """One question, one answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How answers are sampled."""
+
+    prompts_per_step: int = 16
+    """Prompts answered in each step, over all ranks."""
+    group_size: int = 8
+    """Answers per prompt."""
+    max_response_tokens: int = 512
+    """Tokens an answer may have."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probabilities of the engine and of the policy are both taken at it."""
+    top_p: float = 1.0
+    """Nucleus mass. Below 1 the policy's probabilities are over a larger support than the engine's: see README."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 = all. Same caveat as top_p."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How answers are judged."""
+
+    function: str = "gsm8k"
+    """A built-in reward by name, or `path/to/file.py:function`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgoConfig:
+    """Advantage and loss. Formulas are in r3/advantage.py and r3/loss.py."""
+
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """grpo: (R - mean) / std of the group; dr_grpo: R - mean."""
+    loss: Literal["ppo_clip"] = "ppo_clip"
+    """Policy loss."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """token: mean over all loss tokens of the batch; sequence: mean over sequences of their token means."""
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.28
+    """The ratio is clipped above at 1 + clip_high (clip-higher, arXiv 2503.14476)."""
+    tis_cap: float = 0.0
+    """Truncated importance sampling against the engine: weight min(pi_old / mu, cap); 0 = off; 2.0 is common."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty to the starting model in the loss; 0 = off, and no reference weights are kept."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL (joschu.net/blog/kl-approx.html)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The optimizer and its schedule."""
+
+    steps: int = 100
+    """Steps of the run; a step is one round of generation and its updates."""
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+    warmup_updates: int = 0
+    """Optimizer updates of linear warm-up from 0."""
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """After the warm-up: constant, or decay to min_lr at the last update."""
+    min_lr: float = 0.0
+    """Where a decay ends."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    beta1: float = 0.9
+    """AdamW's first-moment decay."""
+    beta2: float = 0.95
+    """AdamW's second-moment decay."""
+    clip_grad: float = 1.0
+    """Global gradient norm is clipped to this; 0 = off."""
+    updates_per_step: int = 1
+    """Optimizer updates made from each round of rollouts."""
+    micro_batch_tokens: int = 16384
+    """Packed tokens of one forward and backward pass on one rank."""
+    seed: int = 0
+    """Seeds data order and sampling: same seed, same run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How Megatron and vLLM are laid over the ranks; what is left of the world is data parallel."""
+
+    tp: int = 1
+    """Tensor parallel size."""
+    ep: int = 1
+    """Expert parallel size."""
+    etp: int = 0
+    """Tensor parallel size inside experts; 0 = same as tp."""
+    pp: int = 1
+    """Pipeline parallel size."""
+    cp: int = 1
+    """Context parallel size."""
+    engine_tp: int = 1
+    """Tensor parallel size of the engine."""
+
+    @property
+    def smallest_world(self) -> int:
+        """Fewest ranks that these sizes can be laid over."""
+        return max(1, lcm(self.tp * self.cp, (self.etp or self.tp) * self.ep) * self.pp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The vLLM engine inside every rank."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the engine's weights and arithmetic."""
+    kv_cache_gib: float = 0.0
+    """Size of the KV cache in GiB; 0 = what memory_fraction leaves (GPU only)."""
+    memory_fraction: float = 0.6
+    """Share of the device memory for weights and KV cache when kv_cache_gib is 0 (GPU only)."""
+    max_num_seqs: int = 256
+    """Conversations decoded at once."""
+    max_model_len: int = 0
+    """Longest conversation; 0 = what the prompts and max_response_tokens need, at most the model's context."""
+    sleep_level: Literal[1, 2] = 2
+    """GPU: 1 keeps weights in host memory while the policy trains, 2 drops them (the next sync brings all back)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Rollout Routing Replay. One switch for capture in the engine and replay in the policy."""
+
+    mode: Literal["off", "r2", "r3"] = "r3"
+    """r3: replay the engine's routes in every policy pass. r2: record in the policy's old-logprob pass, replay in its
+    updates. off: every pass routes for itself."""
+    on_missing: Literal["error", "live"] = "error"
+    """A token without a captured route stops the run, or is routed live and counted."""
+    reference: bool = False
+    """Replay in the reference policy too. Off: its KL to the policy is not 0 at step 0."""
+    shadow_every: int = 1
+    """Every so many steps one micro-batch is scored once more with live routes (mismatch/k3_live); 0 = never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation with the same engine, before the first step, on schedule and after the last."""
+
+    path: str = ""
+    """JSONL file with held-out rows, same columns as data.path; empty = no evaluation."""
+    name: str = "heldout"
+    """Name of the set in metrics and files."""
+    every: int = 10
+    """Evaluate every so many steps; 0 = only before the first and after the last."""
+    max_prompts: int = 0
+    """Only the first so many rows; 0 = all."""
+    samples: int = 1
+    """Answers per question; with more than one, pass@k is reported too."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 = greedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints to resume from and exports to use elsewhere."""
+
+    every: int = 0
+    """Save every so many steps; 0 = only after the last."""
+    keep: int = 2
+    """Newest checkpoints kept; 0 = all."""
+    export: bool = True
+    """Write Hugging Face safetensors after the last step, to LOG_DIR/hf/."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where a run writes and what it shows."""
+
+    dir: str = ""
+    """The run's folder. Starting again with the same folder resumes from its newest checkpoint. Empty = runs/PRESET."""
+    rollouts_every: int = 10
+    """Dump the rollouts of every so many steps (and of the first) with tokens, logprobs and routes; 0 = never."""
+    tensorboard: bool = True
+    """Write LOG_DIR/tensorboard."""
+    progress: bool = True
+    """Progress bars when the console is a terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugConfig:
+    """For finding faults."""
+
+    prove_sync_every: int = 0
+    """Compare engine and policy log-probabilities on a few tokens every so many steps; step 0 is always proved."""
+    stall_s: float = 600.0
+    """Report rank, phase and stack when a rank makes no progress for so many seconds; 0 = never."""
+    deterministic: bool = False
+    """Ask torch for deterministic algorithms: two runs of one seed are bitwise equal (CPU runs always are)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run. `torchrun --nproc_per_node N train.py PRESET --section.field value`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+    def longest_sequence(self, context: int) -> int:
+        """Tokens that prompt and response may have together, in a model with this context."""
+        longest = min(self.engine.max_model_len or context, context, self.train.micro_batch_tokens)
+        return min(longest, (self.data.max_prompt_tokens or longest) + self.rollout.max_response_tokens)
+
+    def longest_prompt(self, context: int) -> int:
+        """Tokens a prompt may have: `data.max_prompt_tokens`, or whatever leaves room for a full response."""
+        return self.longest_sequence(context) - self.rollout.max_response_tokens
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a config: which field, its value, the rule it breaks, how to mend it."""
+
+    field: str
+    value: object
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.value!r}: {self.rule}. Fix: {self.fix}"
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a config, at once."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        super().__init__("\n".join([f"config: {count}", *(f"  - {problem}" for problem in problems)]))
+
+
+def _field_types() -> dict[str, Any]:
+    return {
+        f"{section}.{name}": kind
+        for section, cls in get_type_hints(Config).items()
+        for name, kind in get_type_hints(cls).items()
+    }
+
+
+FIELD_TYPES = _field_types()
+"""Every setting by its full name, "section.field", with its type."""
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every setting by its full name: `{"model.path": ..., "model.dtype": ..., ...}`."""
+    return {f"{section}.{name}": value for section, values in asdict(config).items() for name, value in values.items()}
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with some settings, given by their full names, replaced."""
+    sections: dict[str, dict[str, Any]] = {}
+    for full_name, value in values.items():
+        section, name = full_name.split(".")
+        sections.setdefault(section, {})[name] = value
+    return replace(config, **{section: replace(getattr(config, section), **new) for section, new in sections.items()})
+
+
+def parse_value(name: str, value: object) -> Any:
+    """A value for a field, from text or YAML, in the field's type; ValueError says what was expected.
+
+    Text is read as the command line reads it, so YAML's `lr: 1e-4`, which YAML takes for a string, means the number.
+    """
+    kind = FIELD_TYPES[name]
+    if get_origin(kind) is Literal:
+        text = "off" if value is False else str(value)  # YAML reads a bare `off` as False
+        for choice in get_args(kind):
+            if text == str(choice):
+                return choice
+        raise ValueError(f"must be one of {', '.join(map(str, get_args(kind)))}")
+    if kind is bool:
+        if str(value).lower() not in ("true", "false"):
+            raise ValueError("must be True or False")
+        return str(value).lower() == "true"
+    accepted, expected = {
+        str: ((str,), "text"),
+        int: ((int, str), "an integer"),
+        float: ((int, float, str), "a number"),
+    }[kind]
+    if type(value) in accepted:  # not isinstance: True is no number
+        with suppress(ValueError):
+            return kind(value)
+    raise ValueError(f"must be {expected}")
+
+
+def nearest_fields(name: str) -> str:
+    """Advice for a setting that does not exist: the fields it may have meant."""
+    last = name.rpartition(".")[2]
+    near = [full_name for full_name in FIELD_TYPES if full_name.endswith(f".{last}")]
+    near += difflib.get_close_matches(name, FIELD_TYPES, n=3, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(dict.fromkeys(near))}?"
+    return "--help lists every field"
+
+
+def to_yaml(config: Config) -> str:
+    """The config as YAML, every field written out; `from_yaml` reads it back equal."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=False)
+
+
+def from_yaml(text: str) -> Config:
+    """The config that `to_yaml` wrote; absent fields keep their defaults.
+
+    Raises:
+        ConfigError: with every key that is unknown and every value of the wrong type.
+    """
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError([Problem("config.yaml", "...", f"is not YAML ({error})", "mend or restore the file")]) from None
+    if not isinstance(tree, dict):
+        raise ConfigError([Problem("config.yaml", tree, "must map sections to fields", "mend or restore the file")])
+    problems: list[Problem] = []
+    values: dict[str, Any] = {}
+    sections = [section.name for section in fields(Config)]
+    for section, content in tree.items():
+        if section not in sections:
+            problems.append(Problem(str(section), content, "is no section", f"known are {', '.join(sections)}"))
+        elif not isinstance(content, dict):
+            problems.append(Problem(str(section), content, "must map fields to values", f"write {section}: {{field: value}}"))
+        else:
+            for key, value in content.items():
+                name = f"{section}.{key}"
+                if name not in FIELD_TYPES:
+                    problems.append(Problem(name, value, "is no field", nearest_fields(name)))
+                    continue
+                try:
+                    values[name] = parse_value(name, value)
+                except ValueError as error:
+                    problems.append(Problem(name, value, str(error), "write a value of that type"))
+    if problems:
+        raise ConfigError(problems)
+    return with_values(Config(), values)
+
+
+RESUME_MAY_CHANGE = (
+    "model.recompute",
+    "train.steps",
+    "train.micro_batch_tokens",
+    "engine.kv_cache_gib",
+    "engine.memory_fraction",
+    "engine.max_num_seqs",
+    "engine.sleep_level",
+    "replay.shadow_every",
+    "eval.",
+    "checkpoint.",
+    "log.",
+    "debug.",
+)
+"""Fields and sections that do not shape what is learnt: only these may differ when a run is resumed."""
+
+
+def resume_problems(old: Config, new: Config) -> list[Problem]:
+    """Settings that differ from those a run was started with and may not: they would make it two runs in one folder.
+
+    With a decaying schedule `train.steps` shapes every learning rate, so then it is frozen too.
+    """
+    may_change = set(RESUME_MAY_CHANGE)
+    if old.train.lr_schedule != "constant":
+        may_change.remove("train.steps")
+    before = flatten(old)
+    return [
+        Problem(
+            name,
+            value,
+            f"the run to resume was started with {before[name]!r}, and this may not change",
+            "set it back, or start a new run with another --log.dir",
+        )
+        for name, value in flatten(new).items()
+        if value != before[name] and not any(name == free or (free[-1] == "." and name.startswith(free)) for free in may_change)
+    ]

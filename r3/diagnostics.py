@@ -1,0 +1,173 @@
+"""What is measured about a run, and how the parts of all ranks become one number.
+
+A metric travels as a *partial*: a frozen dataclass with what is needed to merge it. `reduce(parts)` takes the parts of all
+micro-batches and ranks, in any order with the same result, and returns one float, or None where nothing was counted, so
+that the meter leaves the key out. Nothing is averaged before everything is here: a mean of means depends on the layout.
+
+The mismatch panel compares two log-probabilities of the same sampled tokens:
+
+    Delta_t = log pi_old(x_t) - log mu(x_t)
+
+pi_old is the trainer's policy at the rollout's weights, mu the engine's distribution the token was drawn from. It is taken
+before any update, so it measures the two worlds and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# --- typed reductions -------------------------------------------------------------------------------------------------
+
+
+class Partial(Protocol):
+    """One micro-batch's or one rank's part of a metric. All parts of a metric have the same type."""
+
+    @staticmethod
+    def reduce(parts: Sequence[Any]) -> float | None:
+        """The metric over all parts; None where nothing was counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """sum of totals / sum of counts."""
+
+    total: float
+    count: float
+
+    @staticmethod
+    def reduce(parts: Sequence[Mean]) -> float | None:
+        # fsum rounds once, at the end: the result does not depend on how the sum was cut into parts.
+        count = math.fsum(part.count for part in parts)
+        return math.fsum(part.total for part in parts) / count if count else None
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """sum of values."""
+
+    value: float
+
+    @staticmethod
+    def reduce(parts: Sequence[Sum]) -> float | None:
+        return math.fsum(part.value for part in parts) if parts else None
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """Largest value; None: this part has seen none."""
+
+    value: float | None
+
+    @staticmethod
+    def reduce(parts: Sequence[Max]) -> float | None:
+        # numpy's max: with Python's, a nan would win or lose by its place in the list.
+        values = [part.value for part in parts if part.value is not None]
+        return float(np.max(values)) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    """Smallest value; None: this part has seen none."""
+
+    value: float | None
+
+    @staticmethod
+    def reduce(parts: Sequence[Min]) -> float | None:
+        values = [part.value for part in parts if part.value is not None]
+        return float(np.min(values)) if values else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantile:
+    """Quantile q of all values together, linear between neighbours. Exact, so every value travels (4 bytes a token)."""
+
+    values: np.ndarray
+    q: float
+
+    @staticmethod
+    def reduce(parts: Sequence[Quantile]) -> float | None:
+        if len(wanted := {part.q for part in parts}) > 1:
+            raise ValueError(f"parts of one metric ask for different quantiles: {sorted(wanted)}")
+        values = np.concatenate([part.values for part in parts]) if parts else np.empty(0)
+        return float(np.quantile(values.astype(np.float64), parts[0].q)) if len(values) else None
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveSampleSize:
+    """(sum w)^2 / (n sum w^2), in (0, 1]: the share of the samples that the weights w leave effective (Kish 1965)."""
+
+    sum_w: float
+    sum_w2: float
+    count: float
+
+    @staticmethod
+    def reduce(parts: Sequence[EffectiveSampleSize]) -> float | None:
+        scale = math.fsum(part.count for part in parts) * math.fsum(part.sum_w2 for part in parts)
+        return math.fsum(part.sum_w for part in parts) ** 2 / scale if scale else None
+
+
+# --- the mismatch panel -----------------------------------------------------------------------------------------------
+
+
+def mismatch(policy_logprobs_N: Tensor, rollout_logprobs_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
+    """The gap between policy and engine at the loss tokens of one micro-batch; formulas in `to_partials`."""
+    shapes = [list(tensor.shape) for tensor in (policy_logprobs_N, rollout_logprobs_N, loss_mask_N)]
+    if any(shape != shapes[0] or len(shape) != 1 for shape in shapes):
+        raise ValueError(f"policy and rollout log-probabilities and the loss mask must all be [N], got {shapes}")
+    return to_partials(policy_logprobs_N.float() - rollout_logprobs_N.float(), loss_mask_N)
+
+
+def k3_f2(policy_logprobs_N: Tensor, rollout_logprobs_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
+    """`k3` and `f2` of the panel alone: for the shadow pass that scores the same tokens with live routes."""
+    panel = mismatch(policy_logprobs_N, rollout_logprobs_N, loss_mask_N)
+    return {key: panel[key] for key in ("k3", "f2")}
+
+
+def to_partials(delta_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
+    """The panel of Delta over the n loss tokens, with one transfer from the device; sums in float64.
+
+        k3        mean( e^Delta - Delta - 1 )      estimates KL(mu || pi_old), as the tokens are mu's (arXiv 2510.11370)
+        f2        mean( |Delta| > ln 2 )           tokens whose two probabilities differ by more than 2 times (same paper)
+        abs_mean  mean |Delta|
+        abs_p99   99th percentile of |Delta|
+        abs_max   max |Delta|
+        ess       (sum w)^2 / (n sum w^2)          w = e^Delta, the untruncated importance weights
+
+    Routing differences show in the tail first: f2, p99 and max move by 10 times and more where k3 moves by 2.
+    """
+    delta, mask = torch.stack([delta_N.detach().float(), loss_mask_N.float()]).cpu().numpy()
+    delta = delta[mask > 0].astype(np.float64)
+    if broken := int((~np.isfinite(delta)).sum()):
+        raise FloatingPointError(f"log-probabilities are not finite at {broken} of {len(delta)} loss tokens")
+    count = len(delta)
+    size = np.abs(delta)
+    # Neither exponential can overflow: Delta <= -log mu, and mu is the probability of a token that was really drawn.
+    weights = np.exp(delta)
+    return {
+        "k3": Mean(total=float((np.expm1(delta) - delta).sum()), count=count),
+        "f2": Mean(total=float((size > math.log(2.0)).sum()), count=count),
+        "abs_mean": Mean(total=float(size.sum()), count=count),
+        "abs_p99": Quantile(values=size.astype(np.float32), q=0.99),
+        "abs_max": Max(value=float(size.max()) if count else None),
+        "ess": EffectiveSampleSize(sum_w=float(weights.sum()), sum_w2=float((weights**2).sum()), count=count),
+    }
+
+
+def agreement(live_topk_NK: Tensor, replayed_topk_NK: Tensor) -> Tensor:
+    """Per row, whether both chose the same set of experts, in whatever order (bool, [N]; leading axes are kept).
+
+    Expert ids are distinct inside a row. A row of -1 (no captured route) agrees with nothing: leave it out of the mean.
+    """
+    if live_topk_NK.shape != replayed_topk_NK.shape:
+        raise ValueError(
+            f"live and replayed experts differ in shape: {list(live_topk_NK.shape)}, {list(replayed_topk_NK.shape)}"
+        )
+    same_NK = live_topk_NK.sort(dim=-1).values == replayed_topk_NK.sort(dim=-1).values
+    return same_NK.all(dim=-1)

@@ -1,0 +1,56 @@
+"""Sleep and wake of an engine: its memory really goes, and comes back.
+
+On CUDA vLLM's own sleep mode does it (level 1 keeps weights on the host, level 2 drops them; the next sync brings all of
+them). vLLM has no sleep mode on CPU: its scheduler is paused the same way, and the KV cache's storage is shrunk to nothing
+here, then grown again in place, so that every tensor that views it stays valid. CPU weights stay where they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from r3.device import Device
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from r3.engine.engine import Part
+
+
+class Sleeper:
+    """Frees and restores one engine's memory."""
+
+    def __init__(self, llm: LLM, device: Device) -> None:
+        self._llm = llm
+        self._device = device
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
+
+    def sleep(self, level: int) -> None:
+        """Pause the scheduler, drop cached prefixes, free memory."""
+        self._llm.sleep(level=level)
+        if not self._device.is_cuda:
+            self._freed = [(storage, storage.nbytes()) for storage in self._kv_storages()]
+            for storage, _ in self._freed:
+                storage.resize_(0)
+
+    def wake(self, part: Part) -> None:
+        """Bring a part's memory back; its contents are not: weights are pushed, the cache starts empty."""
+        self._device.release_memory()  # waking needs memory that is free on the device, not merely cached by torch
+        if part == "kv_cache" and not self._device.is_cuda:
+            for storage, size in self._freed:
+                storage.resize_(size)
+                # Attention multiplies masked slots by zero, and uninitialised memory may hold NaN.
+                torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,)).zero_()  # type: ignore[call-overload]
+            self._freed = []
+        self._llm.wake_up(tags=[part])
+
+    def _kv_storages(self) -> list[torch.UntypedStorage]:
+        executor: Any = self._llm.llm_engine.model_executor
+        storages: dict[int, torch.UntypedStorage] = {}
+        for cache in executor.driver_worker.worker.model_runner.kv_caches:
+            for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage
+        return list(storages.values())

@@ -1,0 +1,71 @@
+"""Routes checked at birth: what leaves the engine is complete and legal, or nothing is trained on it.
+
+vLLM returns `[T-1, layers, K]` with a row for every token it processed; the last sampled token has none. Dense layers hold
+zeros, which look like expert 0, so they are dropped by layer number before anybody can mistake them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class RouteError(RuntimeError):
+    """The engine returned routes that must not be replayed."""
+
+
+def route_dtype(num_experts: int) -> np.dtype:
+    """Smallest signed integer that holds every expert id and -1."""
+    return np.dtype(np.int8 if num_experts <= 128 else np.int16)
+
+
+def check_routes(
+    routes: np.ndarray | None, *, num_tokens: int, num_experts: int, topk: int, num_layers: int, moe_layers: Sequence[int], who: str
+) -> np.ndarray:
+    """The MoE layers' routes `[T-1, L, K]` in the smallest signed type, after every check; raises `RouteError`.
+
+    Args:
+        routes: as the engine returned them, `[T-1, num_layers or len(moe_layers), K]`, unsigned.
+        num_tokens: T, prompt and response together.
+        num_layers: decoder layers of the model; moe_layers: which of them route, 0-based.
+        who: names the rollout in the error.
+
+    Checked: presence, rows = T-1, layer count (all decoder layers or exactly the MoE layers), K, ids in range, ids of a row
+    distinct, no MoE layer whose rows are all the same (a capture that never ran leaves zeros everywhere).
+    """
+    if routes is None:
+        raise RouteError(f"{who}: the engine returned no routes. Is capture on (replay.mode) on every engine rank?")
+    if routes.ndim != 3 or routes.shape[0] != num_tokens - 1:
+        raise RouteError(f"{who}: {num_tokens} tokens need {num_tokens - 1} rows of routes, got shape {routes.shape}")
+    if routes.shape[1] == num_layers:
+        routes = routes[:, list(moe_layers)]
+    elif routes.shape[1] != len(moe_layers):
+        raise RouteError(
+            f"{who}: routes of {routes.shape[1]} layers; the model has {num_layers} layers, {len(moe_layers)} of them MoE"
+        )
+    if routes.shape[2] != topk:
+        raise RouteError(f"{who}: {routes.shape[2]} experts a token, the model uses {topk}")
+    if routes.size == 0:
+        return routes.astype(route_dtype(num_experts))
+    if int(routes.max()) >= num_experts or int(routes.min()) < 0:
+        row, layer, _ = np.argwhere((routes >= num_experts) | (routes < 0))[0]
+        raise RouteError(
+            f"{who}: position {row}, layer {moe_layers[layer]}: experts {routes[row, layer].tolist()} are not all in "
+            f"0..{num_experts - 1}"
+        )
+    ordered = np.sort(routes, axis=-1)
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    if repeated.any():
+        row, layer = np.argwhere(repeated)[0]
+        raise RouteError(
+            f"{who}: position {row}, layer {moe_layers[layer]}: experts {routes[row, layer].tolist()} repeat; "
+            "such a row was never routed"
+        )
+    # K = 1 cannot repeat an id, so a dead capture shows only as one constant row. Short answers may be constant by chance.
+    if routes.shape[0] >= 64 and (constant := (ordered == ordered[:1]).all(axis=(0, 2))).any():
+        raise RouteError(
+            f"{who}: layer {moe_layers[int(np.argmax(constant))]} sent all {routes.shape[0]} tokens to experts "
+            f"{ordered[0, int(np.argmax(constant))].tolist()}; the capture of this layer is dead or the router collapsed"
+        )
+    return routes.astype(route_dtype(num_experts))

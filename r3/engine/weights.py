@@ -1,0 +1,44 @@
+"""New weights into a running vLLM engine, bit-identical to an engine freshly loaded from the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Stream full tensors with Hugging Face names into the engine; returns the parameters that nothing was loaded into.
+
+    vLLM's layerwise reload: parameters move to the meta device, each module is re-made when its last tensor has come, and
+    kernel tensors keep their storage (CUDA graphs stay valid). A tensor is held until its module is complete, so a buffer
+    must not be reused before this returns. On CPU vLLM 0.30 skips the experts' weight packing in a reload, which leaves
+    them silently wrong: it is run here.
+    """
+
+    def reload(worker: Any) -> set[str]:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.fused_moe import routed_experts
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model = worker.model_runner.get_model()
+        with torch.no_grad(), torch.device(worker.device), set_current_vllm_config(worker.vllm_config):
+            # The model reports its experts' parameters without the submodule that holds them.
+            wanted = {name.replace(".experts.routed_experts.", ".experts.") for name, _ in model.named_parameters()}
+            initialize_layerwise_reload(model)
+            try:
+                loaded = model.load_weights((name, tensor.detach()) for name, tensor in weights)
+            finally:
+                # A reload that stops half-way poisons the next one; close it whatever happened.
+                finalize_layerwise_reload(model, worker.model_config)
+            if worker.device.type == "cpu":
+                for module in model.modules():
+                    if isinstance(module, routed_experts.RoutedExperts):
+                        module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+        return wanted - set(loaded)
+
+    return llm.collective_rpc(reload)[0]

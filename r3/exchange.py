@@ -1,0 +1,210 @@
+"""Rollouts from the ranks that generated them to the ranks that train on them. Moves bytes; the plan is made in `packing`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from r3 import packing
+from r3.diagnostics import Mean, Sum
+from r3.mesh import Axis, Mesh
+from r3.shape import ModelShape
+from r3.types import Batch, Rollout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """A rollout with what was made of it. `index` is its place among all rollouts of the step."""
+
+    index: int
+    rollout: Rollout
+    advantage: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Length:
+    """What the plan must know of a rollout that another rank holds."""
+
+    index: int
+    group: int
+    tokens: int
+    loss_tokens: int
+
+
+def gather_lengths(scored: Sequence[Scored], world: Axis) -> list[Length]:
+    """Lengths of all rollouts of the step, by index, the same on every rank. All ranks must call."""
+    own = [
+        Length(
+            index=item.index,
+            group=item.rollout.group,
+            tokens=len(item.rollout.tokens_T),
+            loss_tokens=item.rollout.num_response_tokens,
+        )
+        for item in scored
+    ]
+    lengths = sorted((length for part in world.all_gather_object(own) for length in part), key=lambda length: length.index)
+    assert [length.index for length in lengths] == list(range(len(lengths))), (
+        f"rollouts {sorted({length.index for length in lengths})[:8]}... are not numbered 0..{len(lengths) - 1} exactly once"
+    )
+    return lengths
+
+
+def exchange(
+    scored: Sequence[Scored], destinations: Mapping[int, Sequence[int]], world: Axis
+) -> dict[int, Scored]:
+    """Send each rollout to the world ranks in `destinations[index]`; returns what this rank trains on, by index.
+
+    Bit-exact: tokens, masks, log-probabilities and routes travel as the bytes they are. All ranks must call.
+    """
+    outgoing: list[list[Scored]] = [[] for _ in range(world.size)]
+    for item in scored:
+        for rank in destinations[item.index]:
+            outgoing[rank].append(item)
+    arrived = world.all_to_all_bytes([encode(items) for items in outgoing])
+    received = {item.index: item for message in arrived for item in decode(message)}
+    expected = {index for index, ranks in destinations.items() if world.rank in ranks}
+    assert received.keys() == expected, (
+        f"rank {world.rank}: rollouts {sorted(expected ^ received.keys())[:8]} went astray between ranks"
+    )
+    return received
+
+
+def distribute(
+    scored: Sequence[Scored], mesh: Mesh, shape: ModelShape, *, num_updates: int, micro_batch_tokens: int
+) -> tuple[list[Batch], dict[str, Any]]:
+    """This rank's share of every update of the step, packed, and metric partials. All ranks must call.
+
+    Every rank makes the same plan from everybody's lengths; then rollouts travel once. Denominators are global.
+    """
+    lengths = gather_lengths(scored, mesh.world)
+    plan = packing.plan(
+        [length.tokens for length in lengths],
+        [length.group for length in lengths],
+        num_updates=num_updates,
+        num_ranks=mesh.dp.size,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    data_rank_of = mesh.world.all_gather_object(mesh.dp.rank)
+    destinations: dict[int, list[int]] = {}
+    for update in plan:
+        for data_rank, micro_batches in enumerate(update.micro_batches):
+            ranks = [rank for rank, of in enumerate(data_rank_of) if of == data_rank]
+            destinations |= {index: ranks for micro_batch in micro_batches for index in micro_batch}
+    mine = exchange(scored, destinations, mesh.world)
+
+    batches = []
+    for update in plan:
+        members = [lengths[i] for rank in update.micro_batches for micro_batch in rank for i in micro_batch]
+        batches.append(
+            Batch(
+                micro_batches=tuple(
+                    packing.pack(
+                        [mine[i].rollout for i in micro_batch],
+                        micro_batch,
+                        [mine[i].advantage for i in micro_batch],
+                        num_experts=shape.num_experts,
+                        num_layers=len(shape.moe_layers),
+                        topk=shape.topk,
+                    )
+                    for micro_batch in update.micro_batches[mesh.dp.rank]
+                ),
+                num_loss_tokens=sum(length.loss_tokens for length in members),
+                num_sequences=len(members),
+            )
+        )
+    return batches, _ledger(batches, mesh, plan, [length.tokens for length in lengths])
+
+
+def _ledger(batches: Sequence[Batch], mesh: Mesh, plan: Any, lengths: Sequence[int]) -> dict[str, Any]:
+    """Rows of routes: how many a full capture gives, how many came, how many tokens route live or are filler."""
+    metrics: dict[str, Any] = {}
+    if mesh.world.rank == 0:
+        efficiency = packing.packing_efficiency(plan, lengths)
+        metrics["perf/packing_efficiency"] = Mean(total=efficiency, count=1.0)
+    speaks = mesh.tp.rank == 0 and mesh.cp.rank == 0 and mesh.pp.rank == 0
+    micro_batches = [micro_batch for batch in batches for micro_batch in batch.micro_batches] if speaks else []
+    if not any(micro_batch.routed_experts_NLK.numel() for micro_batch in micro_batches):
+        return metrics
+    captured = sum(int(micro_batch.captured_N.sum()) for micro_batch in micro_batches)
+    expected = last = 0
+    for micro_batch in micro_batches:
+        borders = zip(micro_batch.rollout_ids, micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], strict=False)
+        real = [end - start for rollout_id, start, end in borders if rollout_id >= 0]
+        expected += sum(real) - len(real)
+        last += len(real)
+    return metrics | {
+        "routing/coverage": Mean(total=float(captured), count=float(expected)),
+        "routing/rows_captured": Sum(value=float(captured)),
+        "routing/rows_replayed": Sum(value=float(captured)),
+        # A sequence's last token predicts nothing and was never processed by the engine: it always routes live.
+        "routing/rows_live": Sum(value=float(expected - captured + last)),
+    }
+
+
+def encode(items: Sequence[Scored]) -> bytes:
+    """Rollouts as one safetensors blob: arrays laid end to end, the rest as JSON."""
+    if not items:
+        return b""
+    rollouts = [item.rollout for item in items]
+    header = [
+        {
+            "index": item.index,
+            "advantage": float(item.advantage).hex(),
+            "prompt_id": rollout.prompt_id,
+            "group": rollout.group,
+            "member": rollout.member,
+            "finish_reason": rollout.finish_reason,
+            "version": rollout.version,
+            "response": rollout.response,
+        }
+        for item, rollout in zip(items, rollouts, strict=True)
+    ]
+    arrays = {
+        "lengths": np.array([len(rollout.tokens_T) for rollout in rollouts], dtype=np.int64),
+        "tokens": np.concatenate([rollout.tokens_T for rollout in rollouts]),
+        "loss_mask": np.concatenate([rollout.loss_mask_T for rollout in rollouts]),
+        "logprobs": np.concatenate([rollout.logprobs_T for rollout in rollouts]),
+        "routed_experts": np.ascontiguousarray(np.concatenate([rollout.routed_experts for rollout in rollouts])),
+    }
+    return save(arrays, metadata={"rollouts": json.dumps(header)})
+
+
+def decode(message: bytes) -> list[Scored]:
+    """Undo `encode`."""
+    if not message:
+        return []
+    size = int.from_bytes(message[:8], "little")
+    header = json.loads(json.loads(message[8 : 8 + size])["__metadata__"]["rollouts"])
+    arrays = load(message)
+    borders = np.cumsum(arrays["lengths"])[:-1]
+    row_borders = np.cumsum(arrays["lengths"] - 1)[:-1]
+    columns = (
+        np.split(arrays["tokens"], borders),
+        np.split(arrays["loss_mask"], borders),
+        np.split(arrays["logprobs"], borders),
+        np.split(arrays["routed_experts"], row_borders),
+    )
+    return [
+        Scored(
+            index=facts["index"],
+            advantage=float.fromhex(facts["advantage"]),
+            rollout=Rollout(
+                prompt_id=facts["prompt_id"],
+                group=facts["group"],
+                member=facts["member"],
+                tokens_T=tokens_T,
+                loss_mask_T=loss_mask_T,
+                logprobs_T=logprobs_T,
+                routed_experts=routes,
+                finish_reason=facts["finish_reason"],
+                version=facts["version"],
+                response=facts["response"],
+            ),
+        )
+        for facts, tokens_T, loss_mask_T, logprobs_T, routes in zip(header, *columns, strict=True)
+    ]

@@ -1,0 +1,197 @@
+"""What a run would do and need, before it is launched: rank layout, batch plan, memory per phase. Pure arithmetic.
+
+The figures are estimates from sizes: frameworks' own buffers, fragmentation and unbalanced routing come on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from r3.config import Config, to_yaml
+from r3.shape import ModelShape
+from r3.validate import BYTES_OF
+
+PHASES = ("SYNC", "GENERATE", "TRAIN")
+_SHOWN_RANKS = 16
+
+
+def route_bytes_per_token(shape: ModelShape) -> int:
+    """Bytes of one token's captured routes: L * K ids, in the smallest signed integer type that fits E ids and -1."""
+    return len(shape.moe_layers) * shape.topk * (1 if shape.num_experts <= 128 else 2)
+
+
+def params_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
+    """(other, expert) parameters that one rank holds: all others, and 1/ep of the experts'."""
+    return shape.num_params - shape.num_expert_params, shape.num_expert_params // config.parallel.ep
+
+
+def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    """Bytes that one packed token keeps until its backward pass, routing taken as balanced.
+
+    With b bytes a value, D hidden, q and k query and key widths, F the (expert's) feed-forward width:
+
+        attention   b * (3 D + 2 (q + 2 k) + q)    norm input and output, projections before and after norm and rotation
+        dense MLP   b * (2 D + 3 F)                norm input and output, gate, up, product
+        MoE         b * (2 D + K (2 D + 3 F)) + 8 E    the same per chosen expert with its input and output; scores float32
+        head        V * (b + 8)                    logits, and in float32 their softmax and its gradient
+
+    recompute none keeps all layers; moe keeps attention and b * D a layer and one layer's MoE; full keeps b * D a layer
+    and one whole layer.
+    """
+    size = BYTES_OF[config.model.dtype]
+    hidden, queries, keys = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = size * (3 * hidden + 2 * (queries + 2 * keys) + queries)
+    dense = size * (2 * hidden + 3 * shape.ffn_size)
+    moe = size * (2 * hidden + shape.topk * (2 * hidden + 3 * shape.moe_ffn_size)) + 8 * shape.num_experts
+    num_moe = len(shape.moe_layers)
+    mlps = [moe] * num_moe + [dense] * (shape.num_layers - num_moe)
+    head = shape.vocab_size * (size + 8)
+    if config.model.recompute == "full":
+        return shape.num_layers * size * hidden + attention + max(mlps) + head
+    if config.model.recompute == "moe" and num_moe:
+        kept = [size * hidden] * num_moe + mlps[num_moe:]
+        return shape.num_layers * attention + sum(kept) + moe + head
+    return shape.num_layers * attention + sum(mlps) + head
+
+
+def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict[str, float]]:
+    """Phase -> part -> bytes on one rank's device.
+
+    With p the parameters a rank holds (others + experts / ep) and b the bytes of model.dtype:
+
+        policy weights   p * b; once more for the frozen reference when algo.kl_coef > 0
+        gradients        p * 4                        float32
+        optimizer        (others / ranks + experts / ep / (ranks / ep)) * s
+                         s = 8 (two moments), 12 for bfloat16 (and a float32 copy of the weights)
+        activations      micro_batch_tokens * activation_bytes_per_token
+        engine weights   all parameters * bytes of engine.dtype
+        KV cache         engine.kv_cache_gib, or what the conversations in flight need at their longest
+    """
+    others, experts = params_per_rank(config, shape)
+    size = BYTES_OF[config.model.dtype]
+    state = 8 if config.model.dtype == "float32" else 12
+    weights = (others + experts) * size * (2 if config.algo.kl_coef else 1)
+    engine = shape.num_params * BYTES_OF[config.engine.dtype]
+    sharded = others / world_size + experts / (world_size / config.parallel.ep)
+    return {
+        "SYNC": {"policy weights": weights, "engine weights": engine},
+        "GENERATE": {
+            "policy weights": weights,
+            "engine weights": engine,
+            "KV cache": kv_cache_bytes(config, shape, world_size),
+        },
+        "TRAIN": {
+            "policy weights": weights,
+            "gradients": (others + experts) * 4,
+            "optimizer": sharded * state,
+            "activations": config.train.micro_batch_tokens * activation_bytes_per_token(config, shape),
+        },
+    }
+
+
+def kv_cache_bytes(config: Config, shape: ModelShape, world_size: int) -> float:
+    """`engine.kv_cache_gib`, or 2 * layers * kv heads * head dim * bytes for each token of the conversations in flight."""
+    if config.engine.kv_cache_gib:
+        return config.engine.kv_cache_gib * 2**30
+    rollouts = config.rollout.prompts_per_step * config.rollout.group_size // world_size
+    tokens = min(config.engine.max_num_seqs, rollouts) * config.longest_sequence(shape.max_position_embeddings)
+    return tokens * shape.kv_values_per_token * BYTES_OF[config.engine.dtype]
+
+
+def describe(config: Config, shape: ModelShape, world_size: int) -> str:
+    """The whole plan as text, for `--dry-run`."""
+    sections = {
+        "config": to_yaml(config).rstrip(),
+        "model": _model(shape),
+        f"ranks ({world_size})": _layout(config, shape, world_size),
+        "batch": _batch(config, shape, world_size),
+        "memory per rank, GiB (estimate)": _memory(config, shape, world_size),
+    }
+    return "\n\n".join(f"{title}\n{_indent(text)}" for title, text in sections.items())
+
+
+def _model(shape: ModelShape) -> str:
+    kind = "dense"
+    if shape.moe_layers:
+        kind = f"{len(shape.moe_layers)} MoE layers of {shape.num_experts} experts, {shape.topk} a token"
+    return (
+        f"{shape.architecture}: {_count(shape.num_params)} parameters, {shape.num_layers} layers, {kind}, "
+        f"context {shape.max_position_embeddings}"
+    )
+
+
+def _layout(config: Config, shape: ModelShape, world_size: int) -> str:
+    """Ranks in Megatron's order: ep runs fastest, the ranks that hold the same experts are ep apart."""
+    ep = config.parallel.ep
+    prompts = config.rollout.prompts_per_step // world_size
+    rows: list[Sequence[str]] = [("rank", "dp", "ep", "expert dp", "experts", "prompts a step")]
+    for rank in range(min(world_size, _SHOWN_RANKS)):
+        held = shape.num_experts // ep
+        experts = f"{rank % ep * held}..{(rank % ep + 1) * held - 1}" if shape.moe_layers else "-"
+        rows.append([str(cell) for cell in (rank, rank, rank % ep, rank // ep, experts, prompts)])
+    if world_size > _SHOWN_RANKS:
+        rows.append([f"... and {world_size - _SHOWN_RANKS} more"])
+    return _table(rows)
+
+
+def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
+    rollout, train = config.rollout, config.train
+    rollouts = rollout.prompts_per_step * rollout.group_size
+    per_update = math.ceil(rollouts / train.updates_per_step / world_size)
+    longest = config.longest_sequence(shape.max_position_embeddings)
+    prompt = longest - rollout.max_response_tokens
+    route_bytes = route_bytes_per_token(shape)
+    lines = [
+        f"step          {rollout.prompts_per_step} prompts x {rollout.group_size} = {rollouts} rollouts, "
+        f"{rollouts // world_size} on each rank, {min(rollouts // world_size, config.engine.max_num_seqs)} in flight",
+        f"sequence      at most {prompt} prompt + {rollout.max_response_tokens} response = {longest} tokens",
+        f"tokens        at most {rollouts * longest:,} a step, {rollouts // world_size * longest:,} on each rank",
+        f"updates       {train.updates_per_step} a step of {rollouts // train.updates_per_step} rollouts; "
+        f"{train.steps * train.updates_per_step} in {train.steps} steps",
+        # A micro-batch holds whole sequences, so the longest ones fill it worst.
+        f"micro-batches at most {math.ceil(per_update / (train.micro_batch_tokens // longest))} per update and rank, "
+        f"of {train.micro_batch_tokens} tokens",
+    ]
+    if config.replay.mode != "off" and route_bytes:
+        total = rollouts // world_size * longest * route_bytes
+        lines.append(f"routes        {route_bytes} bytes a token, at most {total / 2**20:,.1f} MiB of host memory on each rank")
+    return "\n".join(lines)
+
+
+def _memory(config: Config, shape: ModelShape, world_size: int) -> str:
+    phases = memory(config, shape, world_size)
+    parts = list(dict.fromkeys(part for phase in PHASES for part in phases[phase]))
+    rows: list[Sequence[str]] = [("", *PHASES)]
+    rows += [(part, *(_gib(phases[phase].get(part, 0.0)) for phase in PHASES)) for part in parts]
+    rows.append(("sum", *(_gib(sum(phases[phase].values())) for phase in PHASES)))
+    note = ""
+    if not config.engine.kv_cache_gib:
+        note = (
+            "\nKV cache: what all conversations in flight need at their longest; the engine takes what "
+            f"memory_fraction = {config.engine.memory_fraction} leaves"
+        )
+    return _table(rows) + note
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3f}" if 0 < size < 2**30 else f"{size / 2**30:.1f}" if size else "-"
+
+
+def _count(number: int) -> str:
+    for unit, scale in (("B", 10**9), ("M", 10**6)):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return str(number)
+
+
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows if len(row) > 1) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows
+    )
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" if line else "" for line in text.splitlines())

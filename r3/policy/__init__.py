@@ -1,0 +1,5 @@
+"""The training world: one Megatron-Core shard of the policy in every rank, and its optimizer."""
+
+from r3.policy.policy import Policy, TokenScores
+
+__all__ = ["Policy", "TokenScores"]

@@ -1,0 +1,168 @@
+"""Builds Megatron's GPTModel, its data-parallel wrapper and its optimizer from a Hugging Face config."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from r3.config import Config, TrainConfig
+from r3.device import Device
+from r3.device_cpu import cuda_type_names, install
+from r3.mesh import Mesh
+from r3.policy.families import Family
+from r3.policy.modules import decoder_spec
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def transformer_config(config: Config, hf: Any, family: Family) -> TransformerConfig:
+    """Megatron's config of this model and layout.
+
+    Fixed on purpose: no dropout; router scores, softmax and combine in float32; dropless all-to-all dispatch; no load
+    balancing loss (it would use the router's own top-k, not the replayed one); no fused router (it returns before replay is
+    asked). `calculate_per_token_loss` leaves normalisation to us: data-parallel ranks sum, and the loss already carries the
+    global denominator.
+    """
+    parallel, dtype = config.parallel, _DTYPES[config.model.dtype]
+    arguments: dict[str, Any] = dict(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
+        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        layernorm_epsilon=hf.rms_norm_eps,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=True,
+        perform_initialization=False,  # every tensor is loaded from the checkpoint
+        tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.tp > 1,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        **_RECOMPUTE[config.model.recompute],
+    )
+    if parallel.etp:
+        arguments["expert_tensor_parallel_size"] = parallel.etp
+    specific = family.megatron(hf)
+    if "num_moe_experts" in specific:
+        arguments |= dict(
+            moe_aux_loss_coeff=0.0,
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type="alltoall",
+            moe_router_dtype="fp32",
+            moe_enable_routing_replay=True,  # makes routers ask; who answers is decided by r3.policy.replay
+        )
+    return TransformerConfig(**(arguments | specific))
+
+
+def build_chunks(config: Config, hf: Any, megatron: TransformerConfig, mesh: Mesh, device: Device) -> list[Any]:
+    """This rank's model chunks (one; interleaved pipelines would have more), with empty weights. All ranks must call."""
+    rope = getattr(hf, "rope_parameters", None) or {}
+    install()  # the imports above may have brought Megatron modules that are not rebound yet
+    model = GPTModel(
+        megatron,
+        decoder_spec(megatron, grouped_experts=config.model.experts == "grouped"),
+        vocab_size=hf.vocab_size,
+        max_sequence_length=hf.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_base=rope.get("rope_theta", 10000.0),
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        parallel_output=True,
+        pre_process=mesh.pp.rank == 0,
+        post_process=mesh.pp.rank == mesh.pp.size - 1,
+        pg_collection=mesh.megatron,
+    )
+    return [model.to(device.torch)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainable:
+    """Chunks wrapped for training: `wrapped` is what Megatron's schedules run, `optimizer` its chained optimizer."""
+
+    wrapped: list[Any]
+    optimizer: Any
+
+
+def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: Mesh) -> Trainable:
+    """Data parallelism with the distributed optimizer around the chunks. All ranks must call.
+
+    Gradients are reduced in float32 and summed over data-parallel ranks, not averaged.
+    """
+    half = megatron.params_dtype != torch.float32
+    modules = [Float16Module(megatron, chunk) for chunk in chunks] if half else chunks
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False
+    )
+    wrapped = [DistributedDataParallel(megatron, ddp, module, disable_bucketing=i > 0) for i, module in enumerate(modules)]
+    train = config.train
+    with cuda_type_names():
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=train.lr,
+                min_lr=train.min_lr,
+                weight_decay=train.weight_decay,
+                adam_beta1=train.beta1,
+                adam_beta2=train.beta2,
+                adam_eps=1e-8,
+                clip_grad=train.clip_grad,
+                use_distributed_optimizer=True,
+                bf16=half,
+                params_dtype=megatron.params_dtype,
+            ),
+            wrapped,
+            use_gloo_process_groups=False,
+        )
+
+    def finalize(model: list[Any], _num_tokens: Any = None, **_kwargs: Any) -> None:
+        finalize_model_grads(model, None)  # without a token count: the loss is normalised already
+
+    megatron.finalize_model_grads_func = finalize
+    megatron.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
+    megatron.grad_scale_func = optimizer.scale_loss
+    return Trainable(wrapped=wrapped, optimizer=optimizer)
+
+
+def learning_rate(update: int, total_updates: int, train: TrainConfig) -> float:
+    """Rate of update number `update` (from 0): linear warm-up, then constant or decay to `min_lr` at the last update."""
+    if update < train.warmup_updates:
+        return train.lr * (update + 1) / train.warmup_updates
+    if train.lr_schedule == "constant":
+        return train.lr
+    span = max(1, total_updates - 1 - train.warmup_updates)
+    progress = min(1.0, (update - train.warmup_updates) / span)
+    shape = 1.0 - progress if train.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return train.min_lr + (train.lr - train.min_lr) * shape

@@ -1,0 +1,234 @@
+"""Modules plugged into Megatron's layer spec instead of TransformerEngine's: the same on CPU and CUDA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import nn
+
+
+@dataclass
+class Packed(PackedSeqParams):
+    """Megatron's description of a packed batch, with the lengths on the host too: reading them must not stall the device."""
+
+    lengths: tuple[int, ...] = ()
+    cu_seqlens_device: torch.Tensor | None = None
+
+
+def packed_params(cu_seqlens: Sequence[int], device: torch.device) -> Packed:
+    """Describe sequences laid end to end. `cu_seqlens` are the borders, starting with 0."""
+    host = torch.tensor(cu_seqlens, dtype=torch.int32)
+    lengths = tuple(int(n) for n in host.diff())
+    return Packed(
+        qkv_format="thd",
+        cu_seqlens_q=host,
+        cu_seqlens_kv=host,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        lengths=lengths,
+        cu_seqlens_device=host.to(device),
+    )
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with float32 statistics, fit for sequence parallelism (Megatron's torch norm refuses it)."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # finalize_model_grads sums the gradient over tp where every tp rank saw another slice of the sequence.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise over the last dimension."""
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x32.to(x.dtype)
+
+
+class CausalAttention(MegatronModule):
+    """Core attention, causal: dense `[s, b, h, d]` or packed `[t, h, d]` with sequence borders no token looks across.
+
+    CUDA half precision runs torch's variable-length flash attention; otherwise each sequence runs torch's SDPA on its own,
+    which on CPU is several times faster than padding.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert config.context_parallel_size == 1, f"context_parallel_size {config.context_parallel_size} is not built yet"
+        assert not (attention_dropout or config.attention_dropout), "reinforcement learning runs without dropout"
+        self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Nothing to save."""
+        return {}
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Packed | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Attention output with heads flattened: `[s, b, h*d]`, packed `[t, 1, h*d]`."""
+        grouped = query.shape[-2] != key.shape[-2]
+        if packed_seq_params is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+            return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+            out = self._varlen(query, key, value, packed_seq_params, grouped)
+        else:
+            lengths = packed_seq_params.lengths
+            out = torch.cat(
+                [
+                    F.scaled_dot_product_attention(
+                        *(x.transpose(0, 1)[None] for x in qkv), is_causal=True, scale=self.scale, enable_gqa=grouped
+                    )[0].transpose(0, 1)
+                    for qkv in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+                ]
+            )
+        return out.reshape(out.shape[0], 1, -1)
+
+    def _varlen(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Packed, grouped: bool
+    ) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # CUDA only
+
+        width = value.shape[-1]
+        if width != query.shape[-1]:  # flash attention has one head size
+            value = F.pad(value, (0, query.shape[-1] - width))
+        borders, longest = params.cu_seqlens_device, int(params.max_seqlen_q)
+        out = varlen_attn(
+            query,
+            key,
+            value,
+            borders,
+            borders,
+            longest,
+            longest,
+            scale=self.scale,
+            window_size=(-1, 0),
+            enable_gqa=grouped,
+        )
+        return out[..., :width]
+
+
+class GroupedExperts(MegatronModule):
+    """This rank's experts as two three-dimensional parameters, run by torch's grouped matrix product.
+
+    `w1` `[E, 2F/etp, D]` holds gate over up, `w2` `[E, D, F/etp]` the way back. One launch for all experts, bit-equal to
+    Megatron's one-after-the-other experts on CPU, and checkpoints are interchangeable with theirs.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        assert config.gated_linear_unit and not config.add_bias_linear, "experts are gated and have no bias"
+        self.num_local_experts = num_local_experts
+        self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        tp, hidden, ffn = self.tp_group.size(), config.hidden_size, config.moe_ffn_hidden_size
+        self.w1 = nn.Parameter(torch.empty(num_local_experts, 2 * ffn // tp, hidden, dtype=config.params_dtype))
+        self.w2 = nn.Parameter(torch.empty(num_local_experts, hidden, ffn // tp, dtype=config.params_dtype))
+        if config.perform_initialization:
+            config.init_method(self.w1)
+            config.output_layer_init_method(self.w2)
+        for weight, dim in ((self.w1, 1), (self.w2, 2)):
+            # False sends the gradient to the expert data-parallel group. Upstream asks only whether ep > 1, which is wrong
+            # where experts are cut differently from the rest (etp != tp).
+            weight.allreduce = config.expert_model_parallel_size == 1 and tp == config.tensor_model_parallel_size  # type: ignore[attr-defined]
+            # True even for etp = 1: otherwise the gradient norm leaves these out on tp rank > 0.
+            weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+            weight.partition_dim, weight.partition_stride = dim, 1  # type: ignore[attr-defined]
+
+    def forward(
+        self, tokens_ND: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Tokens sorted by expert, `[N, D]`, with their gate weights `[N]` -> outputs `[N, D]`."""
+        if tokens_ND.shape[0] == 0:  # keep both parameters in the graph
+            return (tokens_ND @ self.w1[0].t()).chunk(2, -1)[0] @ self.w2[0].t(), None
+        ends = tokens_per_expert.to(tokens_ND.device).cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(tokens_ND, self.w1.transpose(1, 2), offs=ends).chunk(2, -1)
+        inner = (self.config.activation_func(gate) * up * probs.unsqueeze(-1)).to(tokens_ND.dtype)
+        return F.grouped_mm(inner, self.w2.transpose(1, 2), offs=ends), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are made with the rest."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Same keys and global layout as Megatron's SequentialMLP: `[E, 2F, D]` and `[E, D, F]`."""
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+        axis = len(sharded_offsets)
+        ep, ep_rank = self.ep_group.size(), self.ep_group.rank()
+        tp, tp_rank = self.tp_group.size(), self.tp_group.rank()
+        replica = (0, 0, self.dp_group.rank())
+
+        def sharded(key: str, tensor: torch.Tensor, replica_id: Any, *cuts: tuple[int, int, int]) -> ShardedTensor:
+            offsets = [(axis, ep_rank, ep), *((axis + 1 + dim, index, count) for dim, index, count in cuts)]
+            return ShardedTensor.from_rank_offsets(
+                key, tensor, *sharded_offsets, *offsets, replica_id=replica_id, prepend_axis_num=axis
+            )
+
+        def gate_and_up(key: str, tensor: torch.Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
+            gate, up = tensor.chunk(2, 1)
+            return [sharded(key, gate, replica_id, (0, tp_rank, 2 * tp)), sharded(key, up, replica_id, (0, tp + tp_rank, 2 * tp))]
+
+        return {
+            f"{prefix}w1": ShardedTensorFactory(
+                f"{prefix}experts.linear_fc1.weight",
+                self.w1,
+                gate_and_up,
+                lambda parts: torch.cat(parts, 1),
+                replica,
+            ),
+            f"{prefix}w2": sharded(f"{prefix}experts.linear_fc2.weight", self.w2, replica, (1, tp_rank, tp)),
+        }
+
+
+def decoder_spec(config: Any, *, grouped_experts: bool) -> Any:
+    """Megatron's local decoder spec with our norm, attention and, when asked, grouped experts."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = CausalAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        # Megatron 0.16 describes the layer by a ModuleSpec, from 0.18 on by functools.partial.
+        is_spec = isinstance(parts.mlp, ModuleSpec)
+        if grouped_experts and (parts.mlp.module if is_spec else parts.mlp.func) is MoELayer:
+            holder = parts.mlp.submodules if is_spec else parts.mlp.keywords["submodules"]
+            holder.experts = ModuleSpec(module=GroupedExperts) if is_spec else GroupedExperts
+    return block

@@ -1,0 +1,401 @@
+"""The policy as the step sees it: score tokens, update, give memory away and take it back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from transformers import AutoConfig
+
+from r3 import diagnostics
+from r3.config import AlgoConfig, Config
+from r3.device import Device, SharedTensor, share
+from r3.device_cpu import cuda_type_names
+from r3.hf import CheckpointReader
+from r3.loss import LOSSES, aggregate, kl_penalty, tis_weights_N
+from r3.mesh import Mesh
+from r3.policy.build import build_chunks, learning_rate, transformer_config, wrap
+from r3.policy.families import FAMILIES
+from r3.policy.logprobs import logprobs_and_entropy
+from r3.policy.modules import packed_params
+from r3.policy.replay import Mode, Replay, ReplayLedger, attach_replay
+from r3.policy.residency import TrainingMemory, chained
+from r3.policy.weights import HeadLayout, Slot, load, slots
+from r3.shape import ModelShape
+from r3.types import Batch, MicroBatch, Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """One pass over micro-batches without gradients.
+
+    Attributes:
+        logprobs: per micro-batch, `[N]` float32 on the device: log-probability of each target.
+        entropy: per micro-batch, `[N]`.
+        ledger: what replay did; `ledger.recorded` holds routes when the pass recorded them.
+    """
+
+    logprobs: tuple[torch.Tensor, ...]
+    entropy: tuple[torch.Tensor, ...]
+    ledger: ReplayLedger
+
+
+class Policy:
+    """A Megatron shard of the policy with its optimizer.
+
+    Attributes:
+        slots: where each of this rank's weights belongs in the Hugging Face checkpoint.
+        replay: owner of the routers' routes.
+        update_number: optimizer updates made so far; the schedule is a function of it.
+    """
+
+    def __init__(self, config: Config, device: Device, mesh: Mesh, shape: ModelShape) -> None:
+        """Build the shard and fill it from `config.model.path`. All ranks must call at the same place."""
+        self.config, self.device, self.mesh, self.shape = config, device, mesh, shape
+        self.family = FAMILIES[shape.model_type]
+        hf = AutoConfig.from_pretrained(config.model.path)
+        self.megatron = transformer_config(config, hf, self.family)
+        self.heads = HeadLayout(
+            groups=shape.num_kv_heads,
+            queries_per_group=shape.num_heads // shape.num_kv_heads,
+            head_dim=shape.head_dim,
+        )
+        chunks = build_chunks(config, hf, self.megatron, mesh, device)
+        self.replay: Replay = attach_replay(chunks, shape.moe_layers)
+        trainable = wrap(config, self.megatron, chunks, mesh)
+        self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
+        self.chunks = chunks
+        self.slots: list[Slot] = slots(chunks, self.family, mesh, hf_shapes=shape.tensor_shapes, tied=shape.tied)
+        with CheckpointReader(config.model.path) as reader:
+            load(self.slots, reader.read, self.heads)
+        self.optimizer.reload_model_params()  # float32 main parameters follow what was just loaded
+        self.memory = TrainingMemory(self.wrapped, self.optimizer, device)
+        self.update_number = 0
+        self.is_onloaded = True
+        # The reference policy is the starting model: the same shard's weights, kept on the host.
+        self._reference = (
+            [buffer.detach().cpu().clone() for buffer in self.parameter_buffers()] if config.algo.kl_coef else None
+        )
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Weights
+
+    def parameter_buffers(self) -> list[torch.Tensor]:
+        """The flat tensors that hold all of this rank's parameters."""
+        return [
+            buffer.param_data
+            for chunk in self.wrapped
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+
+    def share_parameters(self) -> list[SharedTensor]:
+        """Handles to the parameter buffers for the other ranks of this machine; they stay valid for the whole run."""
+        return [share(buffer) for buffer in self.parameter_buffers()]
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Inside, the policy computes with the starting model's weights; afterwards its own are back, bit for bit."""
+        assert self._reference is not None, "no reference weights are kept when algo.kl_coef is 0"
+        buffers = self.parameter_buffers()
+        own = [buffer.detach().cpu().clone() for buffer in buffers]
+        try:
+            for buffer, weights in zip(buffers, self._reference, strict=True):
+                buffer.copy_(weights)
+            yield
+        finally:
+            for buffer, weights in zip(buffers, own, strict=True):
+                buffer.copy_(weights)
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Memory
+
+    def offload(self) -> None:
+        """Free gradients and put optimizer state away; parameters stay readable."""
+        assert self.is_onloaded, f"rank {self.device.rank}: the policy's training memory is away already"
+        self.memory.offload()
+        self.is_onloaded = False
+
+    def onload(self) -> None:
+        """Bring gradients and optimizer state back."""
+        assert not self.is_onloaded, f"rank {self.device.rank}: the policy's training memory is here already"
+        self.memory.onload()
+        self.is_onloaded = True
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Passes
+
+    def score(self, micro_batches: Sequence[MicroBatch], *, mode: Mode) -> TokenScores:
+        """Log-probabilities and entropy of every target, without gradients. All ranks must call with equally many.
+
+        `mode` decides the routes: "replay" uses the micro-batches' own, "live" lets routers choose, "record" does that and
+        keeps what they chose.
+        """
+        outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def keep(micro_batch: MicroBatch, logits_NV: torch.Tensor) -> torch.Tensor:
+            outputs.append(self._logprobs(micro_batch, logits_NV))
+            return logits_NV.new_zeros(())
+
+        with self.replay.schedule(self._mode(mode), training=False) as ledger_of:
+            self._run_schedule(micro_batches, keep, forward_only=True)
+            ledger = ledger_of()
+        return TokenScores(
+            logprobs=tuple(logprobs for logprobs, _ in outputs),
+            entropy=tuple(entropy for _, entropy in outputs),
+            ledger=ledger,
+        )
+
+    def update(
+        self,
+        batch: Batch,
+        *,
+        total_updates: int,
+        old_logprobs: Sequence[torch.Tensor] | None = None,
+        reference_logprobs: Sequence[torch.Tensor] | None = None,
+    ) -> Update:
+        """One optimizer step on `batch`. All ranks must call.
+
+        Args:
+            total_updates: of the whole run, for the learning-rate schedule.
+            old_logprobs: the policy's log-probabilities before the step's first update, per micro-batch; None when this is
+                the first and only update, whose own are the old ones.
+            reference_logprobs: of the starting model, when there is a KL penalty.
+        """
+        gradients = self.forward_backward(batch, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs)
+        lr = learning_rate(self.update_number, total_updates, self.config.train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.config.train.weight_decay * group.get("wd_mult", 1.0)
+        router_grad_norm = self._router_grad_norm()
+        with cuda_type_names():
+            done, grad_norm, _ = self.optimizer.step()
+        self.update_number += 1
+        return Update(
+            grad_norm=float(grad_norm),
+            router_grad_norm=router_grad_norm,
+            lr=lr,
+            skipped=not done,
+            metrics=gradients,
+        )
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        *,
+        old_logprobs: Sequence[torch.Tensor] | None = None,
+        reference_logprobs: Sequence[torch.Tensor] | None = None,
+    ) -> Mapping[str, Any]:
+        """Gradients of `batch` into the gradient buffers, reduced over data-parallel ranks; returns metric partials.
+
+        Scaling: each micro-batch's loss is a sum over its tokens divided by the batch's global denominator; micro-batches
+        and data-parallel ranks add up, and nobody divides again.
+        """
+        assert self.is_onloaded, f"rank {self.device.rank}: update while the policy's training memory is away"
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        algo = self.config.algo
+        number = 0
+        seen: list[dict[str, torch.Tensor]] = []
+
+        def loss_of(micro_batch: MicroBatch, logits_NV: torch.Tensor) -> torch.Tensor:
+            nonlocal number
+            i, number = number, number + 1
+            logprobs_N, entropy_N = self._logprobs(micro_batch, logits_NV)
+            on_device = self._on_device(micro_batch)
+            old_N = logprobs_N.detach() if old_logprobs is None else old_logprobs[i]
+            reference_N = reference_logprobs[i] if reference_logprobs is not None else None
+            loss, stats = policy_loss(
+                algo,
+                logprobs_N,
+                old_N,
+                reference_N,
+                on_device,
+                num_loss_tokens=batch.num_loss_tokens,
+                num_sequences=batch.num_sequences,
+            )
+            seen.append(
+                stats
+                | {
+                    "mask": on_device.loss_mask_N,
+                    "entropy": entropy_N.detach(),
+                    "loss": loss.detach(),
+                    "logprobs": logprobs_N.detach(),
+                    "rollout_logprobs": on_device.rollout_logprobs_N,
+                }
+            )
+            return loss
+
+        mode = self._mode("live" if self.config.replay.mode == "off" else "replay")
+        with self.replay.schedule(mode, training=True) as ledger_of:
+            self._run_schedule(batch.micro_batches, loss_of, forward_only=False)
+            ledger = ledger_of()
+        return self._metrics(seen, ledger, batch, first=old_logprobs is None)
+
+    def _mode(self, mode: Mode) -> Mode:
+        return mode if self.shape.moe_layers else "live"
+
+    def _run_schedule(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        on_logits: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
+        *,
+        forward_only: bool,
+    ) -> None:
+        """Run Megatron's own schedule; `on_logits(micro_batch, logits_NV)` gives the loss on the last pipeline stage."""
+
+        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+            micro_batch = next(iterator)
+            self._load_routes(micro_batch)
+            logits = model(
+                micro_batch.tokens_N.to(self.device.torch)[None],
+                micro_batch.positions_N.to(self.device.torch)[None],
+                None,
+                packed_seq_params=packed_params(micro_batch.cu_seqlens, self.device.torch),
+            )
+
+            def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+                loss = on_logits(micro_batch, output[0])
+                return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
+
+            return logits, loss_func
+
+        with torch.no_grad() if forward_only else nullcontext():
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(micro_batches),
+                model=self.wrapped if len(self.wrapped) > 1 else self.wrapped[0],
+                num_microbatches=len(micro_batches),
+                seq_length=max(micro_batch.num_tokens for micro_batch in micro_batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _load_routes(self, micro_batch: MicroBatch) -> None:
+        routes_NLK = micro_batch.routed_experts_NLK
+        if self.replay.mode != "replay":
+            return
+        captured_N = micro_batch.captured_N
+        self.replay.load(
+            routes_NLK.to(self.device.torch), captured_N.to(self.device.torch), rows=int(captured_N.sum())
+        )
+
+    def _logprobs(self, micro_batch: MicroBatch, logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logprobs_and_entropy(
+            logits_NV,
+            micro_batch.targets_N.to(self.device.torch),
+            self.mesh.tp,
+            temperature=self.config.rollout.temperature,
+        )
+
+    def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
+        names = ("loss_mask_N", "rollout_logprobs_N", "advantages_N", "sequence_weights_N")
+        return replace(micro_batch, **{name: getattr(micro_batch, name).to(self.device.torch) for name in names})
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Metrics
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank's numbers count: one rank of each model-parallel group speaks for it."""
+        return self.mesh.tp.rank == 0 and self.mesh.cp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
+
+    def _metrics(
+        self, seen: Sequence[Mapping[str, torch.Tensor]], ledger: ReplayLedger, batch: Batch, *, first: bool
+    ) -> dict[str, Any]:
+        if not self.reports or not seen:
+            return {}
+        column = {name: torch.cat([s[name].reshape(-1) for s in seen]) for name in seen[0]}
+        mask, count = column["mask"], float(column["mask"].sum())
+
+        def mean(name: str) -> diagnostics.Mean:
+            return diagnostics.Mean(total=float((column[name] * mask).sum()), count=count)
+
+        partials: dict[str, Any] = {
+            "loss/total": diagnostics.Sum(value=float(column["loss"].sum())),
+            "loss/clip_frac": mean("clipped"),
+            "policy/entropy": mean("entropy"),
+        }
+        if "kl" in column:
+            partials["loss/kl_ref"] = mean("kl")
+        if first:
+            mismatch = diagnostics.mismatch(column["logprobs"], column["rollout_logprobs"], mask)
+            partials |= {f"mismatch/{name}": value for name, value in mismatch.items()}
+        return partials | agreement_metrics(ledger)
+
+    def _router_grad_norm(self) -> float:
+        """Norm of the routers' gradients before clipping, over all layers. All ranks must call.
+
+        The distributed optimizer leaves each data-parallel rank the reduced gradient of its own range of every parameter.
+        """
+        squares = torch.zeros((), dtype=torch.float64, device=self.device.torch)
+        for optimizer in chained(self.optimizer):
+            for parameter, _ in getattr(optimizer, "model_param_gbuf_map", {}).items():
+                if getattr(parameter, "is_router", False):
+                    owned = optimizer._get_model_param_range_map(parameter)["param"]
+                    squares += parameter.main_grad.view(-1)[owned.start : owned.end].double().square().sum()
+        self.mesh.dp_cp.all_reduce(squares)
+        self.mesh.pp.all_reduce(squares)
+        return float(squares.sqrt())
+
+
+def policy_loss(
+    algo: AlgoConfig,
+    logprobs_N: torch.Tensor,
+    old_logprobs_N: torch.Tensor,
+    reference_logprobs_N: torch.Tensor | None,
+    micro_batch: MicroBatch,
+    *,
+    num_loss_tokens: int,
+    num_sequences: int,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A micro-batch's share of the batch's loss, and per-token statistics.
+
+    loss = aggregate( w_t * L_t + kl_coef * KL_t ), w_t = truncated importance weight against the engine where asked.
+    """
+    loss_N, clipped_N = LOSSES[algo.loss](
+        logprobs_N,
+        old_logprobs_N,
+        micro_batch.advantages_N,
+        loss_mask_N=micro_batch.loss_mask_N,
+        cu_seqlens=micro_batch.cu_seqlens,
+        clip_low=algo.clip_low,
+        clip_high=algo.clip_high,
+    )
+    stats = {"clipped": clipped_N.float()}
+    if algo.tis_cap:
+        loss_N = loss_N * tis_weights_N(old_logprobs_N, micro_batch.rollout_logprobs_N, cap=algo.tis_cap)
+    if reference_logprobs_N is not None:
+        kl_N = kl_penalty(logprobs_N, reference_logprobs_N, estimator=algo.kl_estimator)
+        loss_N = loss_N + algo.kl_coef * kl_N
+        stats["kl"] = kl_N.detach()
+    loss = aggregate(
+        loss_N,
+        micro_batch.loss_mask_N,
+        micro_batch.sequence_weights_N,
+        kind=algo.aggregation,
+        num_loss_tokens=num_loss_tokens,
+        num_sequences=num_sequences,
+    )
+    return loss, stats
+
+
+def agreement_metrics(ledger: ReplayLedger) -> dict[str, Any]:
+    """routing/agreement: share of captured (token, layer) slots whose live top-k is the replayed set."""
+    if not ledger.agreed:
+        return {}
+    agreed = float(torch.stack(ledger.agreed).sum())
+    return {"routing/agreement": diagnostics.Mean(total=agreed, count=float(ledger.rows * len(ledger.agreed)))}
+
+
+def with_routes(micro_batches: Sequence[MicroBatch], recorded: Sequence[torch.Tensor]) -> tuple[MicroBatch, ...]:
+    """The same micro-batches with the routes a pass recorded (R2) in place of the engine's."""
+    return tuple(
+        replace(copy.copy(micro_batch), routed_experts_NLK=routes_NLK.cpu().to(torch.int16))
+        for micro_batch, routes_NLK in zip(micro_batches, recorded, strict=True)
+    )

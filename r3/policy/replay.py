@@ -1,0 +1,193 @@
+"""Rollout Routing Replay inside Megatron: the experts chosen at generation process the same tokens in training.
+
+Only the choice is replayed (arXiv 2510.11370): gate weights come from the live logits of the chosen experts, through the
+model's own score function, so the router keeps learning.
+
+    live    g_i = softmax over TopK(s_train) of s_train          replay  g_i = softmax over I_rollout of s_train
+
+Megatron's RouterReplay keeps its instances in a class-level list and its state in flags that any forward may leave behind.
+Here each router has its own `RouterTap`, found by walking the decoder and keyed by the global layer number; a micro-batch's
+routes are loaded before its forward and must be used exactly once by every router, and once more by each recomputation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+
+Mode = Literal["live", "replay", "record"]
+
+
+def _is_recomputation() -> bool:
+    """Whether this forward runs inside a backward pass, which is what activation recomputation is."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class RouterTap(RouterReplay):
+    """One router's routes. Megatron calls `get_replay_topk` in every forward of its router."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        RouterReplay.global_router_replay_instances.remove(self)  # never in the class-level list
+        self.layer = layer
+        self.mode: Mode = "live"
+        self.training = False
+        self._loaded: torch.Tensor | None = None
+        self._captured_N: torch.Tensor | None = None
+        self._recomputations: deque[torch.Tensor] = deque()
+        self.recorded: list[torch.Tensor] = []
+        self.used: torch.Tensor | None = None
+        self.agreed: list[torch.Tensor] = []
+
+    def load(self, routes_NK: torch.Tensor, captured_N: torch.Tensor) -> None:
+        """Routes of the next forward, `[N, K]` int64, rows of -1 route live; `captured_N` marks rows to compare."""
+        assert self._loaded is None, f"layer {self.layer}: routes of the previous micro-batch were never used"
+        self._loaded, self._captured_N = routes_NK, captured_N
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The router's choice for `scores` `[N, E]`: values and expert ids, both `[N, K]`."""
+        assert default_compute_topk is not None
+        if self.mode == "live":
+            return default_compute_topk(scores, topk, num_groups, group_topk)
+        if _is_recomputation():
+            assert self._recomputations, f"layer {self.layer}: recomputed more often than it ran forward"
+            routes_NK = self._recomputations.popleft()
+            return scores.gather(1, routes_NK), routes_NK
+        _, live_NK = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
+        if self.mode == "record":
+            routes_NK = live_NK
+            self.recorded.append(live_NK)
+        else:
+            assert self._loaded is not None and self._captured_N is not None, (
+                f"layer {self.layer}: a forward without routes loaded for it"
+            )
+            loaded_NK, captured_N = self._loaded, self._captured_N
+            self._loaded = self._captured_N = None
+            assert loaded_NK.shape == (scores.shape[0], topk), (
+                f"layer {self.layer}: routes {tuple(loaded_NK.shape)} for {scores.shape[0]} tokens and top {topk}"
+            )
+            routes_NK = torch.where(loaded_NK[:, :1] < 0, live_NK, loaded_NK)
+            same_N = (live_NK.sort(-1).values == routes_NK.sort(-1).values).all(-1)
+            self.agreed.append((same_N & captured_N).sum())
+        if self.training and not torch.is_grad_enabled():  # a checkpointed forward: its recomputation will come
+            self._recomputations.append(routes_NK)
+        self.used = routes_NK
+        return scores.gather(1, routes_NK), routes_NK
+
+    def leftovers(self) -> str:
+        """What was loaded and not used, in words; empty when everything was."""
+        parts = []
+        if self._loaded is not None:
+            parts.append("a micro-batch's routes were loaded and never used")
+        if self._recomputations:
+            parts.append(f"{len(self._recomputations)} recomputations never ran")
+        return f"layer {self.layer}: {', '.join(parts)}" if parts else ""
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.mode, self.training = "live", False
+        self._loaded = self._captured_N = self.used = None
+        self._recomputations.clear()
+        self.recorded, self.agreed = [], []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayLedger:
+    """What one schedule did on this rank.
+
+    Attributes:
+        agreed: per MoE layer of this rank, rows whose live top-k equals the replayed set (device scalars).
+        rows: captured rows that were compared, per layer.
+        recorded: routes recorded per micro-batch, `[N, L_local, K]` (mode "record").
+    """
+
+    agreed: tuple[torch.Tensor, ...] = ()
+    rows: int = 0
+    recorded: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass
+class Replay:
+    """Every router of one policy, by global decoder layer number."""
+
+    taps: Mapping[int, RouterTap]
+    moe_layers: Sequence[int]
+    mode: Mode = "live"
+    _rows: int = field(default=0, init=False)
+
+    @contextmanager
+    def schedule(self, mode: Mode, *, training: bool) -> Iterator[Callable[[], ReplayLedger]]:
+        """Scope of one forward(-backward) schedule; yields a function that gives its ledger, to be called inside.
+
+        State is cleared on entry, on exit and on an exception; at a normal end every loaded route must have been used
+        exactly once per forward and per recomputation, else `AssertionError` says which layer kept what.
+        """
+        for tap in self.taps.values():
+            tap.clear()
+            tap.mode, tap.training = mode, training
+        self.mode, self._rows = mode, 0
+        try:
+            yield self._ledger
+            leftovers = [text for tap in self.taps.values() if (text := tap.leftovers())]
+            assert not leftovers, "routes left over at the end of a schedule: " + "; ".join(leftovers)
+        finally:
+            for tap in self.taps.values():
+                tap.clear()
+            self.mode = "live"
+
+    def load(self, routed_experts_NLK: torch.Tensor, captured_N: torch.Tensor, *, rows: int) -> None:
+        """Give each router its layer's routes for the next forward. No effect unless replaying.
+
+        Args:
+            routed_experts_NLK: all MoE layers of the model, in the order of `moe_layers`; -1 rows route live.
+            captured_N: true where the row was captured (not filler, not missing); `rows` of them.
+        """
+        if self.mode != "replay":
+            return
+        for position, layer in enumerate(self.moe_layers):
+            if layer in self.taps:
+                self.taps[layer].load(routed_experts_NLK[:, position].long(), captured_N)
+        self._rows += rows
+
+    def _ledger(self) -> ReplayLedger:
+        taps = [self.taps[layer] for layer in self.moe_layers if layer in self.taps]
+        agreed = tuple(torch.stack(tap.agreed).sum() for tap in taps if tap.agreed)
+        recorded = tuple(
+            torch.stack(layers, dim=1) for layers in zip(*(tap.recorded for tap in taps), strict=True)
+        )
+        return ReplayLedger(agreed=agreed, rows=self._rows, recorded=recorded)
+
+
+def attach_replay(chunks: Iterable[Any], moe_layers: Sequence[int]) -> Replay:
+    """Put a tap on every router of the decoder (multi-token-prediction heads keep routing live) and return their owner.
+
+    Raises AssertionError when a router's layer is not one of `moe_layers`, or two routers claim one layer.
+    """
+    taps: dict[int, RouterTap] = {}
+    for chunk in chunks:
+        for module in chunk.decoder.modules():
+            if isinstance(module, TopKRouter):
+                layer = module.layer_number - 1
+                assert layer in moe_layers and layer not in taps, (
+                    f"router of decoder layer {layer}; MoE layers are {list(moe_layers)}, taps exist on {sorted(taps)}"
+                )
+                tap = RouterTap(layer)
+                if module.router_replay in RouterReplay.global_router_replay_instances:
+                    RouterReplay.global_router_replay_instances.remove(module.router_replay)
+                module.router_replay = taps[layer] = tap
+                module.weight.is_router = True  # for the routers' own gradient norm
+    return Replay(taps=taps, moe_layers=tuple(moe_layers))

@@ -1,0 +1,186 @@
+"""Where every weight of the policy lives: this rank's Megatron tensors, the HF tensors they are parts of, and how to cut them.
+
+One table (`Slot`s, made from the family's rules) serves loading, weight sync and export.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from r3.mesh import Mesh
+from r3.policy.families.family import Family, Kind, Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLayout:
+    """What interleaving q, k and v needs: key-value groups, query heads per group, size of a head."""
+
+    groups: int
+    queries_per_group: int
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One Megatron tensor of this rank, or one expert's slice of a stacked one.
+
+    Attributes:
+        name: Megatron's name, made global (layer and expert numbers of the whole model).
+        hf: the HF tensors it is made of, in the order they are joined.
+        kind: how it is cut; `index` of `count` says which cut this rank holds.
+        tensor: the local tensor itself.
+        rows: rows of the joined HF tensors; fewer than the Megatron tensor has where a vocabulary is padded.
+        is_expert: whether it belongs to one expert.
+    """
+
+    name: str
+    hf: tuple[str, ...]
+    kind: Kind
+    index: int
+    count: int
+    tensor: torch.Tensor
+    rows: int
+    is_expert: bool
+
+
+def join(kind: Kind, parts: Sequence[torch.Tensor], heads: HeadLayout) -> torch.Tensor:
+    """HF tensors -> the full Megatron tensor."""
+    if kind == "gated":
+        return torch.cat(list(parts), 0)
+    if kind == "qkv":
+        rest = parts[0].shape[1:]
+        by_group = [
+            part.reshape(heads.groups, rows * heads.head_dim, *rest)
+            for part, rows in zip(parts, (heads.queries_per_group, 1, 1), strict=True)
+        ]
+        return torch.cat(by_group, 1).reshape(-1, *rest)
+    (only,) = parts
+    return only
+
+
+def split(kind: Kind, full: torch.Tensor, heads: HeadLayout) -> list[torch.Tensor]:
+    """The full Megatron tensor -> HF tensors; undoes `join`."""
+    if kind == "gated":
+        return list(full.chunk(2, 0))
+    if kind == "qkv":
+        rest = full.shape[1:]
+        width = [heads.queries_per_group * heads.head_dim, heads.head_dim, heads.head_dim]
+        parts = full.reshape(heads.groups, sum(width), *rest).split(width, 1)
+        return [part.reshape(-1, *rest) for part in parts]
+    return [full]
+
+
+def cut(kind: Kind, full: torch.Tensor, index: int, count: int) -> torch.Tensor:
+    """The part of a full Megatron tensor that tensor parallel rank `index` of `count` holds."""
+    if count == 1 or kind == "replicated":
+        return full
+    if kind == "row":
+        return full.chunk(count, -1)[index]
+    if kind == "gated":
+        return torch.cat([half.chunk(count, 0)[index] for half in full.chunk(2, 0)], 0)
+    return full.chunk(count, 0)[index]
+
+
+def uncut(kind: Kind, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The full Megatron tensor from the parts in rank order; undoes `cut`."""
+    if len(parts) == 1 or kind == "replicated":
+        return parts[0]
+    if kind == "row":
+        return torch.cat(list(parts), -1)
+    if kind == "gated":
+        halves = [part.chunk(2, 0) for part in parts]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], 0)
+    return torch.cat(list(parts), 0)
+
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_STACKED_EXPERTS = {"mlp.experts.w1": "linear_fc1.weight", "mlp.experts.w2": "linear_fc2.weight"}
+
+
+def slots(
+    chunks: Iterable[Any], family: Family, mesh: Mesh, *, hf_shapes: Mapping[str, tuple[int, ...]], tied: bool
+) -> list[Slot]:
+    """All tensors of this rank's model chunks, in layer order.
+
+    Raises:
+        KeyError: Megatron built a tensor that the family's table does not know.
+    """
+    found: list[Slot] = []
+
+    def add(name: str, rule: Rule, tensor: torch.Tensor, *, expert: int | None = None, prefix: str = "") -> None:
+        axis = mesh.tp if expert is None else mesh.etp
+        hf = tuple(prefix + piece.format(e=expert) for piece in rule.hf)
+        found.append(
+            Slot(
+                name=name,
+                hf=hf,
+                kind=rule.kind,
+                index=0 if rule.kind == "replicated" else axis.rank,
+                count=1 if rule.kind == "replicated" else axis.size,
+                tensor=tensor.detach(),
+                rows=sum(hf_shapes[piece][0] for piece in hf) if all(piece in hf_shapes for piece in hf) else 0,
+                is_expert=expert is not None,
+            )
+        )
+
+    for chunk in chunks:
+        layer_numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for name, tensor in chunk.named_parameters():
+            if name in family.top:
+                rule = family.top[name]
+                if tied and name == "output_layer.weight":  # the last pipeline stage's copy of the embedding
+                    rule = family.top["embedding.word_embeddings.weight"]
+                add(name, rule, tensor)
+                continue
+            match = _LAYER.fullmatch(name)
+            if match is None:
+                raise KeyError(f"Megatron parameter {name} is not in the table of {family.model_type}")
+            local, suffix = int(match[1]), match[2]
+            layer = layer_numbers[local]
+            where, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+            if suffix in _STACKED_EXPERTS:
+                suffix_of_one = _STACKED_EXPERTS[suffix]
+                for i in range(tensor.shape[0]):
+                    expert = mesh.ep.rank * tensor.shape[0] + i
+                    add(
+                        f"{where}mlp.experts.{expert}.{suffix_of_one}",
+                        family.expert[suffix_of_one],
+                        tensor[i],
+                        expert=expert,
+                        prefix=prefix,
+                    )
+            elif expert_match := _LOCAL_EXPERT.fullmatch(suffix):
+                per_rank = chunk.decoder.layers[local].mlp.num_local_experts
+                expert = mesh.ep.rank * per_rank + int(expert_match[1])
+                add(
+                    f"{where}mlp.experts.{expert}.{expert_match[2]}",
+                    family.expert[expert_match[2]],
+                    tensor,
+                    expert=expert,
+                    prefix=prefix,
+                )
+            elif suffix in family.layer:
+                add(where + suffix, family.layer[suffix], tensor, prefix=prefix)
+            else:
+                raise KeyError(f"Megatron parameter {name} is not in the table of {family.model_type}")
+    return found
+
+
+@torch.no_grad()
+def load(
+    slots_: Iterable[Slot], read: Callable[[str], torch.Tensor], heads: HeadLayout
+) -> None:
+    """Fill this rank's tensors from full HF tensors; the host holds one Megatron tensor at a time."""
+    for slot in slots_:
+        full = join(slot.kind, [read(name) for name in slot.hf], heads)
+        wanted = slot.tensor.shape[0] * slot.count
+        if slot.kind == "column" and full.shape[0] < wanted:  # a vocabulary padded to the ranks
+            full = F.pad(full, (0, 0, 0, wanted - full.shape[0]))
+        slot.tensor.copy_(cut(slot.kind, full, slot.index, slot.count))

@@ -1,0 +1,459 @@
+"""Everything that is wrong with a config, at once and before any device is touched; imports nothing heavy.
+
+It reads the checkpoint's config.json and file headers, the data files and the reward's source, and changes nothing.
+Prompts are not tokenised here: whether one is too long is found when the data set is built.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from r3.config import Config, Problem, flatten
+from r3.shape import ModelShape, ShapeError, checkpoint_tensors
+
+BUILTIN_REWARDS = ("gsm8k",)
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+
+_SHOWN_ROWS = 5  # of a bad data file; the rest is counted
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_NOT_YET = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.engine_tp")
+
+_Range = tuple[str, Callable[[Any], bool], str, str]
+_COUNTS = (
+    "data.max_prompt_tokens",
+    "rollout.top_k",
+    "train.warmup_updates",
+    "engine.max_model_len",
+    "replay.shadow_every",
+    "eval.every",
+    "eval.max_prompts",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "log.rollouts_every",
+    "debug.prove_sync_every",
+)
+_SIZES = (
+    "rollout.prompts_per_step",
+    "rollout.group_size",
+    "rollout.max_response_tokens",
+    "train.steps",
+    "train.updates_per_step",
+    "train.micro_batch_tokens",
+    "parallel.tp",
+    "parallel.ep",
+    "parallel.pp",
+    "parallel.cp",
+    "parallel.engine_tp",
+    "engine.max_num_seqs",
+    "eval.samples",
+)
+_RANGES: tuple[_Range, ...] = (
+    *((name, lambda v: v >= 0, "must not be negative", "0 has the meaning that --help gives") for name in _COUNTS),
+    *((name, lambda v: v >= 1, "must be at least 1", "give a positive whole number") for name in _SIZES),
+    ("parallel.etp", lambda v: v >= 0, "must not be negative", "0 = same as parallel.tp"),
+    ("rollout.temperature", lambda v: v > 0, "must be above 0: greedy answers of one prompt are all equal", "1.0"),
+    ("rollout.top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1", "1.0 samples from all tokens"),
+    ("algo.clip_low", lambda v: 0 < v <= 1, "must be above 0 and at most 1", "0.2 is common"),
+    ("algo.clip_high", lambda v: v > 0, "must be above 0", "0.2 is symmetric, 0.28 is clip-higher"),
+    ("algo.tis_cap", lambda v: v == 0 or v >= 1, "must be 0 or at least 1: exact weights are 1", "0 = off, or 2.0"),
+    ("algo.kl_coef", lambda v: v >= 0, "must not be negative", "0 = off"),
+    ("train.lr", lambda v: v > 0, "must be above 0", "1e-6 is common for models of billions of parameters"),
+    ("train.min_lr", lambda v: v >= 0, "must not be negative", "0 decays to nothing"),
+    ("train.weight_decay", lambda v: v >= 0, "must not be negative", "0 = off"),
+    ("train.beta1", lambda v: 0 <= v < 1, "must be at least 0 and below 1", "0.9"),
+    ("train.beta2", lambda v: 0 <= v < 1, "must be at least 0 and below 1", "0.95"),
+    ("train.clip_grad", lambda v: v >= 0, "must not be negative", "0 = off, 1.0 is common"),
+    ("train.seed", lambda v: 0 <= v < 2**31, "must be at least 0 and below 2**31", "any small number"),
+    ("engine.kv_cache_gib", lambda v: v >= 0, "must not be negative", "0 = what the device leaves"),
+    ("engine.memory_fraction", lambda v: 0 < v < 1, "must be between 0 and 1", "0.6"),
+    ("eval.temperature", lambda v: v >= 0, "must not be negative", "0 = greedy"),
+    ("debug.stall_s", lambda v: v >= 0, "must not be negative", "0 = no reports"),
+    (
+        "eval.name",
+        lambda v: re.fullmatch(r"[A-Za-z0-9_.-]+", v) is not None,
+        "names metrics and files: letters, digits, '_', '-' and '.' only",
+        "heldout",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a data set: `line` counts from 1, `prompt` is a question or a chat, `columns` is everything in it."""
+
+    line: int
+    prompt: str | Sequence[Mapping[str, Any]]
+    answer: str
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used: which field is at fault ("" when the line is no row at all) and why."""
+
+    line: int
+    field: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found. `shape` is None when the model could not be read."""
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+    shape: ModelShape | None
+
+
+def problems(config: Config, world_size: int) -> list[Problem]:
+    """Everything that keeps this config from running on so many ranks."""
+    return list(examine(config, world_size).problems)
+
+
+def warnings(config: Config, world_size: int) -> list[str]:
+    """Settings that would be ignored, and results that would not mean what they seem to."""
+    return list(examine(config, world_size).warnings)
+
+
+def examine(config: Config, world_size: int, known_shape: ModelShape | None = None) -> Report:
+    """Problems and warnings in one reading of the files.
+
+    Args:
+        known_shape: what to check against when there is no folder at `model.path`: for a dry run of a model that was not
+            downloaded. Its absence is a problem all the same.
+    """
+    found = _Findings(config)
+    shape = _check_model(config, found) or known_shape
+    _check_ranges(found)
+    _check_batch(config, found, world_size)
+    _check_layout(config, found, shape, world_size)
+    _check_lengths(config, found, shape)
+    _check_reward(config.reward.function, found)
+    train, heldout = _check_data(config, found)
+    if config.log.dir and Path(config.log.dir).exists() and not Path(config.log.dir).is_dir():
+        found.add("log.dir", "is not a folder", "name a folder, a new one or an earlier run's")
+    notes = _ignored_settings(config, shape) + _overlap(config, train, heldout)
+    return Report(tuple(found.problems), tuple(notes), shape)
+
+
+def read_rows(path: str | Path, *, prompt_key: str, answer_key: str) -> tuple[list[Row], list[BadRow]]:
+    """Rows of a JSONL file, and those that cannot be used. Blank lines are passed over, and still count as lines."""
+    rows: list[Row] = []
+    bad: list[BadRow] = []
+    with open(path, "rb") as stream:  # bytes: json finds the encoding, and a line that is not UTF-8 is named as such
+        for line, text in enumerate(stream, start=1):
+            if not text.strip():
+                continue
+            try:
+                columns = json.loads(text)
+            except ValueError as error:
+                bad.append(BadRow(line, "", f"is not JSON ({error})"))
+                continue
+            if not isinstance(columns, dict):
+                bad.append(BadRow(line, "", f"is not a JSON object but {type(columns).__name__}"))
+                continue
+            faults = [
+                BadRow(line, key, f"is missing; the row has {', '.join(map(repr, columns)) or 'no columns'}")
+                for key in (prompt_key, answer_key)
+                if key not in columns
+            ]
+            if prompt_key in columns and not _is_prompt(columns[prompt_key]):
+                faults.append(BadRow(line, prompt_key, "must be text, or a list of {role, content} with text in both"))
+            if answer_key in columns and not isinstance(columns[answer_key], str):
+                faults.append(BadRow(line, answer_key, f"must be text, got {columns[answer_key]!r}"))
+            bad += faults
+            if not faults:
+                rows.append(Row(line, columns[prompt_key], columns[answer_key], columns))
+    return rows, bad
+
+
+class _Findings:
+    """Problems so far. A rule that reckons with several fields asks first whether each is `sound` by itself."""
+
+    def __init__(self, config: Config) -> None:
+        self.values = flatten(config)
+        self.problems: list[Problem] = []
+
+    def add(self, name: str, rule: str, fix: str, value: object = None) -> None:
+        self.problems.append(Problem(name, self.values[name] if value is None else value, rule, fix))
+
+    def sound(self, *names: str) -> bool:
+        return not any(problem.field in names for problem in self.problems)
+
+
+def _check_model(config: Config, found: _Findings) -> ModelShape | None:
+    path = config.model.path
+    folder = Path(path)
+    if not path:
+        found.add("model.path", "is empty", "give the folder of a Hugging Face checkpoint")
+        return None
+    if not folder.is_dir():
+        if _HUB_ID.fullmatch(path) and not folder.parent.exists():
+            local = f"models/{folder.name}"
+            fix = f"download it (hf download {path} --local-dir {local}) and give --model.path {local}"
+        else:
+            fix = "give the folder of a Hugging Face checkpoint"
+        found.add("model.path", "there is no such folder", fix)
+        return None
+    if not (folder / "tokenizer.json").is_file():
+        found.add("model.path", "the folder has no tokenizer.json", "save the model's fast tokenizer beside its weights")
+    if not _has_chat_template(folder):
+        found.add(
+            "model.path",
+            "the tokenizer has no chat template, so there is no way to put a question",
+            "write chat_template.jinja into the folder (an instruction-tuned sibling of the model has one)",
+        )
+    try:
+        shape = ModelShape.read(folder)
+    except OSError:
+        found.add("model.path", "the folder has no config.json", "give the folder of a Hugging Face checkpoint")
+        return None
+    except ShapeError as error:
+        found.add("model.path", str(error), "give a checkpoint of a known architecture, as its authors published it")
+        return None
+    try:
+        tensors = checkpoint_tensors(folder)
+    except ShapeError as error:
+        found.add("model.path", str(error), "download or export the checkpoint again")
+        return shape
+    wrong = [name for name, size in shape.tensor_shapes.items() if tensors.get(name) != size]
+    if wrong:
+        found.add(
+            "model.path",
+            f"{len(wrong)} of the {len(shape.tensor_shapes)} tensors that config.json implies are missing or have another "
+            f"size: {wrong[0]} should be {shape.tensor_shapes[wrong[0]]}, is {tensors.get(wrong[0], 'missing')}",
+            "weights and config.json must belong together: download or export them again",
+        )
+    return shape
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))
+
+
+def _check_ranges(found: _Findings) -> None:
+    for name, value in found.values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            found.add(name, "must be a finite number", "see --help")
+    for name, holds, rule, fix in _RANGES:
+        if found.sound(name) and not holds(found.values[name]):
+            found.add(name, rule, fix)
+
+
+def _check_batch(config: Config, found: _Findings, world_size: int) -> None:
+    rollout, train = config.rollout, config.train
+    if rollout.group_size == 1:
+        found.add(
+            "rollout.group_size",
+            f"algo.advantage {config.algo.advantage} compares the answers of a group: alone, an answer's advantage is 0",
+            "at least 2; 8 and 16 are common",
+        )
+    divisors = {f"the {world_size} ranks": world_size}
+    if found.sound("train.updates_per_step"):
+        divisors[f"train.updates_per_step = {train.updates_per_step}"] = train.updates_per_step
+    if found.sound("rollout.prompts_per_step"):
+        for what, divisor in divisors.items():
+            if rollout.prompts_per_step % divisor:
+                above = math.ceil(rollout.prompts_per_step / divisor) * divisor
+                fix = " or ".join(str(count) for count in (above - divisor, above) if count)
+                found.add("rollout.prompts_per_step", f"must be a multiple of {what}", f"{fix} would do")
+    if found.sound("train.lr", "train.min_lr") and train.min_lr > train.lr:
+        found.add("train.min_lr", f"must not exceed train.lr = {train.lr}", "0, or a tenth of train.lr")
+    if config.eval.samples > 1 and config.eval.temperature == 0:
+        found.add(
+            "eval.samples",
+            "several answers at eval.temperature 0 are all the same one",
+            "1, or give --eval.temperature 1.0",
+        )
+
+
+def _check_layout(config: Config, found: _Findings, shape: ModelShape | None, world_size: int) -> None:
+    for name in _NOT_YET:
+        if found.sound(name) and found.values[name] > 1:
+            found.add(name, "is not supported yet: ranks are laid out data and expert parallel only", "leave it at 1")
+    if config.parallel.etp > 1:
+        found.add("parallel.etp", "is not supported yet: an expert lives whole on one rank", "leave it at 0 or 1")
+    ep = config.parallel.ep
+    if not found.sound("parallel.ep") or ep == 1:
+        return
+    if world_size % ep:
+        found.add(
+            "parallel.ep",
+            f"must divide the number of ranks, which is {world_size}",
+            f"start a multiple of {ep} ranks (torchrun --nproc_per_node {ep}), or give --parallel.ep 1",
+        )
+    if shape and not shape.moe_layers:
+        found.add("parallel.ep", "the model is dense: it has no experts to lay out", "1")
+    elif shape and shape.num_experts % ep:
+        fits = [str(size) for size in range(1, shape.num_experts + 1) if shape.num_experts % size == 0]
+        found.add("parallel.ep", f"must divide the model's {shape.num_experts} experts", f"one of {', '.join(fits)}")
+
+
+def _check_lengths(config: Config, found: _Findings, shape: ModelShape | None) -> None:
+    """Prompt and response must fit into the context, the engine, a micro-batch and the KV cache.
+
+    Without data.max_prompt_tokens the longest prompt is not known before the data set is built, so one token stands for it.
+    """
+    response, prompt = config.rollout.max_response_tokens, config.data.max_prompt_tokens
+    if not found.sound("rollout.max_response_tokens", "data.max_prompt_tokens"):
+        return
+    needed = (prompt or 1) + response
+    sequence = f"{prompt or 'at least 1'} prompt + {response} response tokens"
+    if shape:
+        context = shape.max_position_embeddings
+        if response >= context:
+            fix = f"below {context}, with room for the prompts"
+            found.add("rollout.max_response_tokens", f"does not fit the model's context of {context} tokens", fix)
+        elif needed > context:
+            rule = f"{sequence} exceed the model's context of {context}"
+            found.add("data.max_prompt_tokens", rule, f"at most {context - response}, or a shorter response")
+        if config.engine.max_model_len > context:
+            fix = f"at most {context}, or 0 for what is needed"
+            found.add("engine.max_model_len", f"exceeds the model's context of {context} tokens", fix)
+        token_bytes = shape.kv_values_per_token * BYTES_OF[config.engine.dtype]
+        cache = config.engine.kv_cache_gib
+        if found.sound("engine.kv_cache_gib") and cache and needed * token_bytes > cache * 2**30:
+            found.add(
+                "engine.kv_cache_gib",
+                f"cannot hold one conversation: {sequence} need {needed * token_bytes / 2**30:.3g} GiB",
+                "enough for many conversations at once, or 0 for what the device leaves",
+            )
+    if found.sound("engine.max_model_len") and 0 < config.engine.max_model_len < needed:
+        found.add("engine.max_model_len", f"{sequence} do not fit", f"at least {needed}, or 0 for what is needed")
+    if found.sound("train.micro_batch_tokens") and config.train.micro_batch_tokens < needed:
+        rule = f"must hold the longest sequence: {sequence}"
+        found.add("train.micro_batch_tokens", rule, f"at least {needed}; several sequences pack better")
+
+
+def _check_reward(reward: str, found: _Findings) -> None:
+    if reward in BUILTIN_REWARDS:
+        return
+    path, colon, function = reward.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        fix = f"one of {', '.join(BUILTIN_REWARDS)}, or path/to/file.py:function"
+        found.add("reward.function", "is neither a built-in reward nor file.py:function", fix)
+        return
+    try:
+        tree = ast.parse(Path(path).read_bytes(), filename=path)
+    except OSError as error:
+        found.add("reward.function", f"{path} cannot be read ({error.strerror})", "give the path of a Python file")
+    except (SyntaxError, ValueError) as error:
+        found.add("reward.function", f"{path} is not valid Python ({error})", "mend the file")
+    else:
+        defined = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        if function not in defined:
+            fix = f"it defines {', '.join(defined) or 'none'}; write the function at the top level of the file"
+            found.add("reward.function", f"{path} defines no function {function!r}", fix)
+
+
+def _check_data(config: Config, found: _Findings) -> tuple[list[Row], list[Row]]:
+    train = _check_rows(config, found, "data.path", config.data.path)
+    heldout = _check_rows(config, found, "eval.path", config.eval.path) if config.eval.path else []
+    if found.sound("data.path", "rollout.prompts_per_step") and len(train) < config.rollout.prompts_per_step:
+        found.add(
+            "data.path",
+            f"has {len(train)} rows, and a step takes {config.rollout.prompts_per_step} different prompts",
+            "more rows, or a smaller --rollout.prompts_per_step",
+        )
+    if config.eval.path and found.sound("eval.path") and not heldout:
+        found.add("eval.path", "has no rows", "one JSON object a line, or '' for no evaluation")
+    return train, heldout
+
+
+def _check_rows(config: Config, found: _Findings, name: str, path: str) -> list[Row]:
+    if not path:
+        found.add(name, "is empty", "give a JSONL file, one object a line")
+        return []
+    if not Path(path).is_file():
+        found.add(name, "there is no such file", "give a JSONL file, one object a line")
+        return []
+    keys = {config.data.prompt_key: "--data.prompt_key", config.data.answer_key: "--data.answer_key"}
+    try:
+        rows, bad = read_rows(path, prompt_key=config.data.prompt_key, answer_key=config.data.answer_key)
+    except OSError as error:
+        found.add(name, f"cannot be read ({error.strerror})", "give a readable JSONL file")
+        return []
+    for row in bad[:_SHOWN_ROWS]:
+        where = f"{path}:{row.line}" + (f":{row.field}" if row.field else "")
+        if row.rule.startswith("is missing"):
+            fix = f"add the column, or name another with {keys[row.field]}"
+        else:
+            fix = "mend the row" if row.field else "one JSON object a line"
+        found.add(name, row.rule, fix, value=where)
+    if len(bad) > _SHOWN_ROWS:
+        found.add(name, f"{len(bad) - _SHOWN_ROWS} more faults, {len(bad)} in all", "mend those as well", value=path)
+    return rows
+
+
+def _is_prompt(value: object) -> bool:
+    if isinstance(value, str):
+        return bool(value.strip())
+    if not isinstance(value, list) or not value:
+        return False
+    return all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in value
+    )
+
+
+def _ignored_settings(config: Config, shape: ModelShape | None) -> list[str]:
+    values, defaults = flatten(config), flatten(Config())
+    notes: list[str] = []
+
+    def ignored(because: str, *names: str) -> None:
+        notes.extend(
+            f"{name} = {values[name]!r} has no effect: {because}" for name in names if values[name] != defaults[name]
+        )
+
+    algo, train, rollout = config.algo, config.train, config.rollout
+    if shape and not shape.moe_layers:
+        if config.replay.mode != "off":
+            notes.append(f"replay.mode = {config.replay.mode!r} has no effect: the model is dense, it routes nothing")
+        ignored("the model is dense", "model.experts")
+        if config.model.recompute == "moe":
+            notes.append("model.recompute = 'moe' has no effect: the model is dense; full recomputes every layer")
+    if config.replay.mode == "off":
+        ignored("replay.mode is off", "replay.on_missing", "replay.reference", "replay.shadow_every")
+    if algo.kl_coef == 0:
+        ignored("algo.kl_coef is 0", "algo.kl_estimator", "replay.reference")
+    if train.lr_schedule == "constant":
+        ignored("train.lr_schedule is constant", "train.min_lr")
+    if train.warmup_updates >= train.steps * train.updates_per_step:
+        total = train.steps * train.updates_per_step
+        notes.append(f"train.lr is never reached: train.warmup_updates = {train.warmup_updates} of {total} updates")
+    if config.engine.kv_cache_gib:
+        ignored("engine.kv_cache_gib sets the size", "engine.memory_fraction")
+    if not config.eval.path:
+        names = [name for name in values if name.startswith("eval.")]
+        ignored("eval.path is empty, nothing is evaluated", *names)
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        notes.append(
+            "rollout.top_p and top_k cut the engine's distribution but not the policy's: mismatch metrics and importance "
+            "weights include that difference"
+        )
+    return list(dict.fromkeys(notes))
+
+
+def _overlap(config: Config, train: list[Row], heldout: list[Row]) -> list[str]:
+    line_of = {json.dumps(row.prompt): row.line for row in train}
+    shared = [(row.line, line_of[text]) for row in heldout if (text := json.dumps(row.prompt)) in line_of]
+    if not shared:
+        return []
+    here, there = shared[0]
+    count = f"{len(shared)} of {len(heldout)} questions of eval.path are trained on as well"
+    return [f"{count}, so eval accuracy flatters: {config.eval.path}:{here} is {config.data.path}:{there}"]

@@ -1,0 +1,109 @@
+"""Small real parts for tests: a config, a random checkpoint, random rollouts. Nothing here is a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3 import assets
+from r3.config import (
+    AlgoConfig,
+    Config,
+    DataConfig,
+    EngineConfig,
+    EvalConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from r3.shape import ModelShape
+from r3.types import Rollout
+
+
+def tiny_config(model: str | Path = "", **sections: dict[str, Any]) -> Config:
+    """A float32 config of the shipped model (or another one); `sections` override fields, e.g. `parallel={"ep": 2}`."""
+    config = Config(
+        model=ModelConfig(path=str(model or assets.TINY_MOE), dtype="float32"),
+        data=DataConfig(path=str(assets.WORD_PROBLEMS_TRAIN)),
+        rollout=RolloutConfig(prompts_per_step=4, group_size=4, max_response_tokens=24),
+        algo=AlgoConfig(),
+        train=TrainConfig(steps=2, lr=1e-3, micro_batch_tokens=512),
+        parallel=ParallelConfig(),
+        engine=EngineConfig(dtype="float32", kv_cache_gib=0.03125, max_num_seqs=64),
+        eval=EvalConfig(path=str(assets.WORD_PROBLEMS_EVAL), max_prompts=8),
+        log=LogConfig(tensorboard=False, progress=False),
+    )
+    for section, fields in sections.items():
+        config = replace(config, **{section: replace(getattr(config, section), **fields)})
+    return config
+
+
+def random_checkpoint(folder: Path, *, seed: int = 0, tied: bool = False, **overrides: Any) -> Path:
+    """A random Qwen3-MoE checkpoint of other sizes than the shipped one, with the shipped tokenizer."""
+    import shutil
+
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = dict(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=40,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        eos_token_id=2,
+        bos_token_id=None,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | overrides))).float()
+    with torch.no_grad():
+        for parameter in model.parameters():  # away from the tidy initial values, norms included
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(assets.TINY_MOE / name, folder / name)
+    return folder
+
+
+def random_rollouts(
+    shape: ModelShape, lengths: Sequence[int], *, group_size: int = 2, seed: int = 0, missing: bool = False
+) -> list[Rollout]:
+    """Rollouts with random tokens, log-probabilities and distinct random routes; `missing` leaves every route out (-1)."""
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    layers = len(shape.moe_layers)
+    for index, length in enumerate(lengths):
+        prompt = max(1, length // 3)
+        mask = np.zeros(length, dtype=np.float32)
+        mask[prompt:] = 1
+        routes = np.argsort(rng.random((length - 1, layers, max(shape.num_experts, 1))), axis=-1)[..., : shape.topk]
+        rollouts.append(
+            Rollout(
+                prompt_id=f"random:{index // group_size}",
+                group=index // group_size,
+                member=index % group_size,
+                tokens_T=rng.integers(3, min(shape.vocab_size, 400), length),
+                loss_mask_T=mask,
+                logprobs_T=(-3 * rng.random(length)).astype(np.float32) * mask,
+                routed_experts=np.full_like(routes, -1, dtype=np.int16) if missing else routes.astype(np.int16),
+                finish_reason="stop",
+                version=0,
+                response="",
+            )
+        )
+    return rollouts

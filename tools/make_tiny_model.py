@@ -1,0 +1,361 @@
+"""Makes the embedded model and its data: a Qwen3-MoE of 1.1 million parameters that can learn to think.
+
+    python tools/make_tiny_model.py --data r3/assets/data                # the two data files, at once
+    python tools/make_tiny_model.py --out r3/assets/tiny-moe --seed 0    # the checkpoint, in two minutes
+
+Pre-training shows the model bare facts (`17+8=25`), problems answered at once (three of four) and problems
+with their steps written out (one of four). It comes to answer at once by habit, mostly wrongly, yet is mostly
+right when it happens to write its steps: that is what reinforcement learning then has to find.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, r3 need not be installed
+from r3.assets.word_problems import (
+    Row,
+    evaluation_rows,
+    final_answer,
+    held_out_answers,
+    make_problem,
+    problems,
+    training_rows,
+)
+
+IGNORED = -100  # a label that carries no loss
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = [PAD, START, END, "<think>", "</think>", "<tool_call>", "</tool_call>"]
+SPECIAL_TOKENS += ["<tool_response>", "</tool_response>", "<tools>", "</tools>"]
+VOCABULARY = 512  # the tokenizer needs fewer; a power of two divides evenly among tensor-parallel ranks
+CONTEXT = 512
+
+# The dialect of Qwen: tool results come back inside a user turn.
+CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}{{- '<tools>' ~ tool.function.name ~ '</tools>' }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>' ~ message.content ~ '</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' ~ message.role ~ '\\n' ~ (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set arguments = call.function.arguments %}
+            {{- '<tool_call>' ~ (arguments if arguments is string else arguments | tojson) ~ '</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+BATCH_ROWS = 20
+ROW_TOKENS = 72  # the longest problem fits with its steps: cut ones would not teach the model to end
+WORKED = 0.25  # share of the problems whose answer shows its steps
+WARMUP_STEPS = 50
+MATRIX_LR, OTHER_LR = 0.02, 3e-3
+BALANCE_WEIGHT = 0.02
+MAX_ANSWER_TOKENS = 40
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE in which every number 0..99 and every word of the task is one token.
+
+    Whole numbers are decisive: with digits as tokens a model of this size does not learn to add in minutes.
+    Any text still round-trips, because all 256 bytes are in the vocabulary.
+    """
+    rng = random.Random(0)  # not the user's seed: one tokenizer serves the models of all seeds
+    texts = [str(number) for number in range(100)]
+    for _ in range(1000):
+        row = make_problem(rng)
+        texts.append(f"system\nuser\n{row['question']}\nassistant\n{row['answer']}")
+    words = Regex(r"#+|\d{1,2}| ?[A-Za-z]+|\s| ?[^\sA-Za-z\d]")  # merges never cross these pieces
+    bpe = Tokenizer(models.BPE())
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), as_bytes])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=SPECIAL_TOKENS[1:],
+        model_max_length=CONTEXT,
+        padding_side="left",
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    assert all(len(tokenizer.encode(str(number))) == 1 for number in range(100)), "a number was split"
+    return tokenizer
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
+    """Small, yet divisible: TP 2, PP 2 and 4, EP 2, 4 and 8 all fit."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.08,  # the usual 0.02 is for wide models: this one would learn much slower
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
+    model.set_experts_implementation("eager")
+    return model
+
+
+class Stream:
+    """Endless rows of token ids and labels: one problem each, then facts to the end of the row.
+
+    Only what the model will have to say carries loss: answers and results, not questions and operands. Rows of
+    problems alone would waste their ends (a second question fits, its answer does not), and the model then
+    copies a wrong operand in every fourth worked answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+        self.encode: Callable[[str], list[int]] = tokenizer.encode
+        self.rng = random.Random(seed)
+        self.problems = problems(self.rng, held_out_answers())
+
+    def fact(self) -> tuple[str, str]:
+        """An addition or subtraction as a problem's steps have it: asked part, then said part."""
+        total = self.rng.randint(0, 30)
+        if self.rng.random() < 0.5:
+            operand = self.rng.randint(0, min(10, 30 - total))
+            return f"{total}+{operand}=", f"{total + operand}\n"
+        operand = self.rng.randint(0, min(10, total))
+        return f"{total}-{operand}=", f"{total - operand}\n"
+
+    def problem(self) -> tuple[str, str]:
+        row = next(self.problems)
+        answer = row["answer"] if self.rng.random() < WORKED else f"#### {final_answer(row)}"
+        return f"{START}user\n{row['question']}{END}\n{START}assistant\n", f"{answer}{END}\n"
+
+    def row(self) -> tuple[list[int], list[int]]:
+        ids: list[int] = []
+        labels: list[int] = []
+        while len(ids) < ROW_TOKENS:
+            asked, said = (self.encode(text) for text in (self.fact() if ids else self.problem()))
+            ids += asked + said
+            labels += [IGNORED] * len(asked) + said
+        return ids[:ROW_TOKENS], labels[:ROW_TOKENS]
+
+    def batch(self, rows: int = BATCH_ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, labels = zip(*(self.row() for _ in range(rows)), strict=True)
+        return torch.tensor(ids), torch.tensor(labels)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalised by five Newton-Schulz steps (Jordan et al., 2024).
+
+    Unlike torch.optim.Muon it treats leading dimensions as a batch: the experts of a layer are one tensor. It
+    learns the facts in less than half the steps that AdamW needs.
+    """
+
+    def __init__(self, params: Iterable[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                average = self.state[param].setdefault("average", torch.zeros_like(param))
+                average.mul_(group["momentum"]).add_(param.grad)
+                update = orthogonalise(param.grad + group["momentum"] * average)
+                # An orthogonal matrix has entries of rms 1/sqrt(longer side); AdamW's updates are near 0.2.
+                param.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(update.shape[-2:])))
+
+
+def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
+    """All singular values to about 1. The quintic's coefficients trade exactness for speed."""
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x: torch.Tensor = matrices.mT if tall else matrices
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def balance_loss(router_logits: tuple[torch.Tensor, ...], experts_per_token: int) -> torch.Tensor:
+    """Load balancing, mean over layers of sum_e load_e * probability_e, at its least when both are even.
+
+    Layer by layer: the one in transformers balances only the average of the layers, and single layers were
+    seen with experts that never got a token while that one sat at its optimum.
+    """
+    losses = []
+    for logits in router_logits:
+        probabilities = logits.float().softmax(-1)
+        chosen = probabilities.topk(experts_per_token, -1).indices
+        load = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0).mean(0)
+        losses.append(logits.shape[-1] * (load * probabilities.mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
+def pretrain(model: Qwen3MoeForCausalLM, stream: Stream, steps: int) -> None:
+    """Muon on the matrices, AdamW on the rest; linear warm-up, then a cosine down to a fiftieth."""
+    tables = ("embed_tokens.weight", "lm_head.weight", "gate.weight")  # their rows are looked up or compared
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for name, param in model.named_parameters():
+        (others if param.ndim < 2 or name.endswith(tables) else matrices).append(param)
+    optimizers = [
+        (Muon(matrices, MATRIX_LR), MATRIX_LR),
+        (torch.optim.AdamW(others, OTHER_LR, betas=(0.9, 0.98), weight_decay=0.0), OTHER_LR),
+    ]
+    start = time.perf_counter()
+    for step in range(steps):
+        ids, labels = stream.batch()
+        output = model(input_ids=ids, output_router_logits=True, use_cache=False)
+        predictions = output.logits[:, :-1].flatten(0, 1)
+        loss = F.cross_entropy(predictions, labels[:, 1:].flatten(), ignore_index=IGNORED)
+        balance = balance_loss(output.router_logits, model.config.num_experts_per_tok)
+        (loss + BALANCE_WEIGHT * balance).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / steps)
+        scale = min(1.0, (step + 1) / WARMUP_STEPS) * (0.02 + 0.98 * cosine)
+        for optimizer, peak in optimizers:
+            optimizer.param_groups[0]["lr"] = peak * scale
+            optimizer.step()
+        model.zero_grad()
+        if (step + 1) % 100 == 0 or step + 1 == steps:
+            seconds = time.perf_counter() - start
+            print(f"step {step + 1:4d}  loss {loss:.3f}  balance {balance:.3f}  {seconds:.0f} s", flush=True)
+
+
+@torch.no_grad()
+def answers(model: Any, tokenizer: PreTrainedTokenizerFast, rows: list[Row], sampled: bool) -> list[str]:
+    """The model's answers, greedy or sampled at temperature 1 from the whole vocabulary."""
+    chats = [[{"role": "user", "content": row["question"]}] for row in rows]
+    inputs: Any = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(
+        **inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=sampled, temperature=1.0, top_k=0, top_p=1.0
+    )
+    prompt_tokens = inputs["input_ids"].shape[1]
+    texts: list[str] = tokenizer.batch_decode(output[:, prompt_tokens:], skip_special_tokens=True)
+    return texts
+
+
+def report(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, stream: Stream) -> None:
+    """Prints accuracy on the evaluation set and how evenly the experts are used."""
+
+    def mean(values: list[bool]) -> str:
+        return f"{sum(values) / len(values):.3f}" if values else "-"
+
+    rows = evaluation_rows()
+    for title, sampled in (("greedy", False), ("T=1", True)):
+        texts = answers(model, tokenizer, rows, sampled)
+        # Plain comparison will do here: this model never learned to write anything after the final answer.
+        found = [text.rpartition("####")[2].strip() for text in texts]
+        right = [given == final_answer(row) for given, row in zip(found, rows, strict=True)]
+        by_steps = [good for good, text in zip(right, texts, strict=True) if "=" in text]
+        at_once = [good for good, text in zip(right, texts, strict=True) if "=" not in text]
+        print(f"{title:6s}  accuracy {mean(right)}  share with steps {len(by_steps) / len(rows):.3f}")
+        print(f"        accuracy with steps {mean(by_steps)}  at once {mean(at_once)}")
+    with torch.no_grad():
+        ids, _ = stream.batch(64)
+        output = model(input_ids=ids, output_router_logits=True, use_cache=False)
+    for layer, logits in enumerate(output.router_logits):
+        chosen = logits.topk(model.config.num_experts_per_tok, -1).indices.flatten()
+        load = chosen.bincount(minlength=logits.shape[-1]) / chosen.numel()
+        print(f"layer {layer}  expert load {' '.join(f'{share:.3f}' for share in load.tolist())}")
+
+
+def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
+    """Lets `write` fill a folder beside `folder`, then moves each file over: no file is ever half written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write(draft)
+        for file in sorted(draft.iterdir()):
+            file.chmod(0o644)
+            os.replace(file, folder / file.name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_data(folder: Path) -> None:
+    for name, rows in (("train", training_rows()), ("eval", evaluation_rows())):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"word_problems_{name}.jsonl").write_text(text, encoding="ascii")
+
+
+def write_checkpoint(folder: Path, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # Names by which version 4 of transformers, and tools built on it, find these; version 5 takes both.
+    for name, key, value in (
+        ("config.json", "num_experts", model.config.num_experts),
+        ("tokenizer_config.json", "tokenizer_class", "PreTrainedTokenizerFast"),
+    ):
+        content = json.loads((folder / name).read_text(encoding="utf-8")) | {key: value}
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--data", type=Path, help="folder for the data files")
+    parser.add_argument("--out", type=Path, help="folder for the checkpoint")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the stream")
+    parser.add_argument("--steps", type=int, default=600, help="of pre-training")
+    args = parser.parse_args()
+    if args.data is None and args.out is None:
+        parser.error("nothing to make: give --data, --out or both")
+    if args.data is not None:
+        replace_files(args.data, write_data)
+        print(f"wrote the data to {args.data}")
+    if args.out is None:
+        return
+    torch.set_num_threads(1)  # the same sums on every run; a second thread would save only a quarter
+    torch.manual_seed(args.seed)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, seed {args.seed}")
+    stream = Stream(tokenizer, args.seed)
+    pretrain(model, stream, args.steps)
+    model.to(torch.bfloat16).to(torch.float32).eval()  # type: ignore[arg-type]  # report on what is written
+    report(model, tokenizer, stream)
+    model.to(torch.bfloat16)  # type: ignore[arg-type]
+    replace_files(args.out, lambda folder: write_checkpoint(folder, model, tokenizer))
+    print(f"wrote the checkpoint to {args.out}")
+
+
+if __name__ == "__main__":
+    main()
