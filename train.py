@@ -1,11 +1,11 @@
 """r3: reinforcement learning of Mixture-of-Experts models with replayed routes (arXiv 2510.11370). The step, on one page.
 
-    torchrun --nproc_per_node 2 train.py tiny                     the embedded model, on two CPU ranks
-    python train.py --help                                        presets and settings
-    python train.py PRESET --dry-run --world-size 8               what would run, and where its memory goes
+    torchrun --nproc_per_node 2 train.py tiny                the embedded model, on two CPU ranks
+    python train.py --help                                   presets and settings
+    python train.py PRESET --dry-run --world-size 8          what would run, and where its memory goes
 
-Every rank runs this program, holds a Megatron-Core shard of the policy and a vLLM engine of its own, and hands the memory
-from one to the other. Deliberately absent: an orchestrator, a Trainer class, callbacks, a critic.
+Every rank runs this program; it holds a Megatron-Core shard of the policy and a vLLM engine, and hands the memory from one
+to the other. Deliberately absent: an orchestrator, a Trainer class, callbacks, a critic.
 """
 
 from __future__ import annotations
@@ -17,14 +17,135 @@ from r3 import cli
 
 def main() -> None:
     """Parse, build, loop, close."""
-    invocation = cli.parse(sys.argv[1:])  # help, dry-run and bad settings end here, before any device is touched
-    config = invocation.config
+    config = cli.parse(sys.argv[1:]).config  # help, dry-run and bad settings end here, before any device is touched
 
-    from r3 import advantage, data, diagnostics, rewards  # heavy imports only now
-    from r3.checkpoint import find_latest, load, save
+    from r3.start import begin, header  # torch loads from here on
+
+    task, run_dir, start = begin(config)  # bad data, or a folder that cannot be resumed, end here: exit code 2
+
+    from r3 import checkpoint
+    from r3.advantage import ADVANTAGES
+    from r3.data import prompts_of_step
     from r3.device import init_device, leave, seed_everything
-    from r3.engine import Engine, Request, sampling_seed
+    from r3.diagnostics import Max
+    from r3.engine import Engine
     from r3.evaluate import evaluate, is_due
-    from r3.exchange import Scored, distribute
+    from r3.exchange import distribute, score_all
     from r3.mesh import build_mesh
-    from r3.metrics import Meter, RunDir
+    from r3.metrics import Meter
+    from r3.policy import Policy
+    from r3.residency import Residency, State
+    from r3.rollout import answer, rollout_metrics
+    from r3.sync import WeightStream, export, prove_sync, sync_weights
+    from r3.updates import train_on
+    from r3.watchdog import Watchdog
+
+    rollout, train = config.rollout, config.train
+    device = init_device()
+    seed_everything(train.seed, deterministic=config.debug.deterministic)
+    mesh = build_mesh(device, config.parallel)
+    # The engine first: vLLM sizes itself by the memory it finds free.
+    engine = Engine(config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len)
+    policy = Policy(config, device, mesh, task.shape)
+    weights = WeightStream(policy, device, mesh)
+    residency = Residency(engine, policy, device)
+    if start.found:
+        checkpoint.load(start.found, policy, device, mesh)
+    done = start.found.step if start.found else 0
+
+    watchdog = Watchdog(device.rank, device.world_size, stall_s=config.debug.stall_s, run_dir=run_dir)
+    meter = Meter(run_dir, mesh.world, config, on_phase=watchdog.beat, first_step=done)
+    meter.header(header(config, task, mesh, device, start))
+
+    def hand_over(version: int) -> None:
+        """sync: the engine takes the policy's weights; every use of the engine starts here, so none can be stale."""
+        with meter.phase("sync"):
+            residency.move(State.SYNC)
+            sync_weights(weights, engine, device, mesh, version=version)
+            residency.move(State.GENERATE)
+
+    def evaluate_policy(version: int) -> None:
+        """Held-out accuracy of the policy after `version` steps, between two trainings."""
+        hand_over(version)
+        with meter.phase("evaluate"), meter.progress(len(task.heldout), "evaluate") as tick:
+            found = evaluate(engine, task.heldout, task.judge, config, mesh, version=version, on_answer=tick)
+        residency.move(State.TRAIN)
+        meter.add(found.metrics)
+        if device.rank == 0:
+            run_dir.write_eval(version, config.eval.name, found.rows)
+
+    with watchdog:
+        if done == 0 and task.heldout:
+            evaluate_policy(0)
+            meter.close_step(0)
+        for step in range(done + 1, train.steps + 1):
+            version = step - 1  # the engine samples with the weights after this many steps
+
+            # 1 sync
+            hand_over(version)
+            if version == done or (config.debug.prove_sync_every and version % config.debug.prove_sync_every == 0):
+                prove_sync(engine, policy, task.prompts.prompts[:4], config, mesh)
+
+            # 2 generate, 3 score: answers are judged while others are still being written
+            prompts = prompts_of_step(task.prompts, seed=train.seed, step=version, count=rollout.prompts_per_step)
+            total = rollout.prompts_per_step * rollout.group_size // mesh.engine_dp.size
+            with meter.phase("generate"), meter.progress(total, f"step {step} generate") as tick:
+                answers = answer(
+                    engine,
+                    prompts,
+                    task.judge,
+                    mesh,
+                    members=rollout.group_size,
+                    version=version,
+                    run_seed=train.seed,
+                    seed_step=step,
+                    max_tokens=rollout.max_response_tokens,
+                    temperature=rollout.temperature,
+                    top_p=rollout.top_p,
+                    top_k=rollout.top_k,
+                    on_answer=tick,
+                )
+            with meter.phase("score"):
+                scored = score_all(answers, ADVANTAGES[config.algo.advantage], rollout.group_size)
+                meter.add(rollout_metrics(answers, rollout.group_size))
+            residency.move(State.TRAIN)
+
+            # 4 pack: rollouts go to the ranks that train on them, balanced by tokens
+            with meter.phase("pack"):
+                batches, ledger = distribute(
+                    scored,
+                    mesh,
+                    task.shape,
+                    num_updates=train.updates_per_step,
+                    micro_batch_tokens=train.micro_batch_tokens,
+                    on_missing=config.replay.on_missing,
+                )
+                meter.add(ledger)
+
+            # 5 train: old log-probabilities where they are needed, then the updates, routes replayed in every pass
+            with meter.phase("train"), meter.progress(len(batches), f"step {step} train") as tick:
+                train_on(policy, batches, config, step=step, report=meter.add, on_update=tick)
+
+            # 6 report
+            for name, gib in residency.used_gib.items():
+                meter.add({f"memory/{name}_gib": Max(gib)})
+            if device.rank == 0 and config.log.rollouts_every and (step == 1 or step % config.log.rollouts_every == 0):
+                run_dir.write_rollouts(step, answers.rollouts, answers.rewards, [item.advantage for item in scored])
+            if task.heldout and is_due(step, train.steps, config.eval.every):
+                evaluate_policy(step)
+            meter.close_step(step)
+            if is_due(step, train.steps, config.checkpoint.every):
+                with meter.phase("checkpoint"):
+                    keep = config.checkpoint.keep
+                    checkpoint.save(run_dir.checkpoints, policy, device, mesh, step=step, keep=keep)
+
+        if config.checkpoint.export and not run_dir.hf(train.steps).exists():
+            with meter.phase("export"):
+                folder = run_dir.hf(train.steps)
+                export(folder, weights, policy, device, mesh, like=config.model.path, step=train.steps)
+    meter.close()
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""GSM8K (arXiv 2110.14168) as presets use it: 7473 questions to train on, 1319 held out, answers that end in `#### n`.
+"""GSM8K (arXiv 2110.14168): 7473 questions to train on, 1319 held out, answers that end in `#### n`.
 
 No package ships it. From the root of the repository:
 
@@ -14,6 +14,6 @@ DATA = DataConfig(
     path="data/gsm8k/train.jsonl",
     # The reward reads the number after the last ####, a format that chat models do not use unless asked.
     system_prompt="Solve the problem step by step. End with a line that holds #### and the final number alone.",
-    max_prompt_tokens=512,  # the longest question has about 250, the chat template and the system prompt come on top
+    max_prompt_tokens=512,  # room for the longest question with system prompt and chat template
 )
 EVAL = EvalConfig(path="data/gsm8k/test.jsonl", name="gsm8k", every=10)

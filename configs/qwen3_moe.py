@@ -39,17 +39,18 @@ SHAPES = {
 def qwen3_moe_30b_a3b() -> Config:
     """Qwen3-30B-A3B on GSM8K: 8 GPUs of 141 GB, experts sharded over all of them."""
     return Config(
-        # Activations of 48 layers with 8 experts a token do not fit beside the optimizer: recompute them, routes replayed.
+        # Activations of 48 layers with 8 experts a token do not fit beside the optimizer: they are recomputed, with
+        # the routes replayed.
         model=ModelConfig(path="Qwen/Qwen3-30B-A3B", recompute="full"),
         data=gsm8k.DATA,
         rollout=RolloutConfig(prompts_per_step=128, group_size=16, max_response_tokens=4096),
         # Weights of min(pi_old / mu, 2) correct what is left between the bf16 engine and the policy.
         algo=AlgoConfig(tis_cap=2.0),
-        # Two updates a step: the second is off-policy, which is where clipping and replay earn their keep. The head's
-        # logits (vocabulary 151936) set the size of a micro-batch: 8192 tokens are 11.6 GiB of them.
+        # Two updates a step: the second is off-policy, which is where clipping and replay earn their keep.
+        # The head's logits (vocabulary 151936) set the size of a micro-batch: 11.6 GiB for 8192 tokens.
         train=TrainConfig(steps=200, lr=1e-6, warmup_updates=10, updates_per_step=2, micro_batch_tokens=8192),
         parallel=ParallelConfig(ep=8),
-        # Weights are 57 GiB, so this leaves a quarter of the device for the KV cache; the policy's weights stay beside it.
+        # Weights are 57 GiB, so this leaves 30 GiB or so for the KV cache; the policy's weights stay beside it.
         engine=EngineConfig(memory_fraction=0.7, max_num_seqs=256),
         eval=gsm8k.EVAL,
         checkpoint=CheckpointConfig(every=50),

@@ -24,9 +24,9 @@ def tiny() -> Config:
         data=DataConfig(path=str(assets.WORD_PROBLEMS_TRAIN)),
         # The longest worked answer has about 30 tokens.
         rollout=RolloutConfig(prompts_per_step=16, group_size=8, max_response_tokens=40),
-        # A large learning rate for RL: the model is small, and 1e-6 would take hours to show what this shows in a minute.
+        # A large learning rate for RL: the model is small, and what 2e-4 shows in a minute takes 1e-6 hours.
         train=TrainConfig(steps=25, lr=2e-4, micro_batch_tokens=4096),
-        # Two ranks with half of the experts each, so that the tokens really travel. `--parallel.ep 1` runs on one rank.
+        # Two ranks with half of the experts each, so that tokens really travel. `--parallel.ep 1` runs on one.
         parallel=ParallelConfig(ep=2),
         engine=EngineConfig(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=128),
         eval=EvalConfig(path=str(assets.WORD_PROBLEMS_EVAL), every=5),

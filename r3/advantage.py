@@ -1,8 +1,8 @@
 """Advantages: what a rollout's reward is worth against the other answers to the same prompt.
 
-Every function has one signature, `(rewards_R, groups_R) -> advantages_R`. `rewards_R` are floats, `groups_R` int64
-labels of any value; members of a group may stand anywhere in the list. Both live on the host, as rewards do.
-A new estimator is one function, one line in `ADVANTAGES` and one row in the tests.
+Every function has one signature, `(rewards_R, groups_R) -> advantages_R`. `rewards_R` are floats, `groups_R`
+int64 labels of any value; members of a group may stand anywhere in the list. Both live on the host, as
+rewards do. A new estimator is one function, one line in `ADVANTAGES` and one row in the tests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-STD_EPSILON = 1e-6  # keeps a group whose rewards differ by rounding alone from being blown up to unit variance
+# Keeps a group whose rewards differ by rounding alone from being blown up to unit variance.
+STD_EPSILON = 1e-6
 
 
 class _Groups(NamedTuple):
@@ -27,12 +28,14 @@ class _Groups(NamedTuple):
 
 def _groups(rewards_R: Tensor, groups_R: Tensor) -> _Groups:
     if rewards_R.dim() != 1 or rewards_R.shape != groups_R.shape:
-        raise ValueError(f"one group per reward: rewards {list(rewards_R.shape)}, groups {list(groups_R.shape)}")
+        raise ValueError(
+            f"one group per reward: rewards {list(rewards_R.shape)}, groups {list(groups_R.shape)}"
+        )
     if groups_R.dtype != torch.int64:
         raise ValueError(f"groups must be int64 labels, got {groups_R.dtype}")
     if not bool(torch.isfinite(rewards_R).all()):
         bad = torch.nonzero(~torch.isfinite(rewards_R)).flatten().tolist()
-        raise ValueError(f"rewards must be finite: {[float(rewards_R[i]) for i in bad[:8]]} at rollouts {bad[:8]}")
+        raise ValueError(f"rewards must be finite: {rewards_R[bad[:8]].tolist()} at rollouts {bad[:8]}")
 
     rewards_R = rewards_R.double()
     _, index_R, sizes = torch.unique(groups_R, return_inverse=True, return_counts=True)
@@ -40,7 +43,8 @@ def _groups(rewards_R: Tensor, groups_R: Tensor) -> _Groups:
     mean_R = (zeros.index_add(0, index_R, rewards_R) / sizes)[index_R]
     squares = zeros.index_add(0, index_R, (rewards_R - mean_R).square())
     std_R = (squares / (sizes - 1).clamp(min=1)).sqrt()[index_R]
-    # Asked of the rewards themselves: the mean of three 0.1 is not exactly 0.1, and rounding must not teach anything.
+    # Asked of the rewards themselves: the mean of three 0.1 is not exactly 0.1, and rounding must not teach
+    # anything.
     low = zeros.scatter_reduce(0, index_R, rewards_R, "amin", include_self=False)
     high = zeros.scatter_reduce(0, index_R, rewards_R, "amax", include_self=False)
     return _Groups(rewards_R, mean_R, std_R, (low == high)[index_R])
@@ -51,7 +55,8 @@ def grpo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
 
         A_i = (R_i - mean_g) / (std_g + 1e-6)
 
-    with the unbiased standard deviation (over G - 1). A group of zero spread, a single rollout included, gets exactly 0.
+    with the unbiased standard deviation (over G - 1). A group of zero spread, a single rollout included, gets
+    exactly 0.
     """
     group = _groups(rewards_R, groups_R)
     advantages_R = (group.rewards_R - group.mean_R) / (group.std_R + STD_EPSILON)
@@ -63,8 +68,8 @@ def dr_grpo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
 
         A_i = R_i - mean_g
 
-    Dividing by std_g weighs questions that are nearly always or nearly never answered more than the others. A group of
-    zero spread gets exactly 0.
+    Dividing by std_g weighs questions that are nearly always or nearly never answered more than the others. A
+    group of zero spread gets exactly 0.
     """
     group = _groups(rewards_R, groups_R)
     return (group.rewards_R - group.mean_R).masked_fill(group.flat_R, 0.0).float()

@@ -16,12 +16,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,43 +32,7 @@ from r3.hf import replace_folder
 from r3.mesh import Mesh
 from r3.policy import Policy
 from r3.policy.residency import chained
-
-_STEP = re.compile(r"step_(\d{6,})")
-
-
-class ResumeError(ValueError):
-    """A checkpoint that cannot be resumed from; nothing starts afresh in its place."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The newest complete checkpoint of a run: its folder and the step that comes next."""
-
-    folder: Path
-    step: int
-
-
-def find_latest(checkpoints: Path) -> Found | None:
-    """The newest complete checkpoint, or None when there is none. A folder under its final name is complete by construction.
-
-    Raises:
-        ResumeError: the folder holds something under a step's name that is no checkpoint of ours.
-    """
-    steps = [(int(match[1]), path) for path in checkpoints.glob("step_*") if (match := _STEP.fullmatch(path.name))]
-    if not steps:
-        return None
-    step, folder = max(steps)
-    try:
-        state = json.loads((folder / "r3.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ResumeError(
-            f"{folder}: not a readable checkpoint ({error}). Fix: remove it to resume from an older one, or give another "
-            "--log.dir to start afresh"
-        ) from error
-    if state.get("step") != step:
-        raise ResumeError(f"{folder}: its r3.json says step {state.get('step')}. Fix: remove or rename the folder")
-    return Found(folder=folder, step=step)
-
+from r3.resume import Found, step_folders
 
 def save(checkpoints: Path, policy: Policy, device: Device, mesh: Mesh, *, step: int, keep: int) -> Path:
     """Write `step_000010/` (state after `step` steps) in one rename, point `latest` at it, drop older than `keep`.
@@ -103,8 +65,7 @@ def save(checkpoints: Path, policy: Policy, device: Device, mesh: Mesh, *, step:
         link.symlink_to(folder.name)
         os.replace(link, checkpoints / "latest")
         if keep:
-            names = sorted(path for path in checkpoints.glob("step_*") if _STEP.fullmatch(path.name))
-            for old in names[:-keep]:
+            for _, old in step_folders(checkpoints)[:-keep]:
                 shutil.rmtree(old)
     mesh.world.barrier()
     return folder

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from r3.shape import ModelShape as ModelShape  # noqa: PLC0414 (settings and their model, imported from one place)
+from r3.shape import ModelShape as ModelShape  # settings and their model, from one place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class DataConfig:
     system_prompt: str = ""
     """Put before every conversation as a system message, when not empty."""
     max_prompt_tokens: int = 0
-    """Longest prompt accepted, in tokens; 0 = whatever leaves room for rollout.max_response_tokens in the context and in
-    a micro-batch."""
+    """Longest prompt accepted, in tokens; 0 = whatever leaves room for rollout.max_response_tokens in the context
+    and in a micro-batch."""
     on_too_long: Literal["error", "drop"] = "error"
     """A prompt longer than that stops the run, or is dropped and counted."""
 
@@ -314,7 +314,11 @@ FIELD_TYPES = _field_types()
 
 def flatten(config: Config) -> dict[str, Any]:
     """Every setting by its full name: `{"model.path": ..., "model.dtype": ..., ...}`."""
-    return {f"{section}.{name}": value for section, values in asdict(config).items() for name, value in values.items()}
+    return {
+        f"{section}.{name}": value
+        for section, values in asdict(config).items()
+        for name, value in values.items()
+    }
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -323,7 +327,9 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     for full_name, value in values.items():
         section, name = full_name.split(".")
         sections.setdefault(section, {})[name] = value
-    return replace(config, **{section: replace(getattr(config, section), **new) for section, new in sections.items()})
+    return replace(
+        config, **{section: replace(getattr(config, section), **new) for section, new in sections.items()}
+    )
 
 
 def parse_value(name: str, value: object) -> Any:
@@ -377,17 +383,27 @@ def from_yaml(text: str) -> Config:
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError([Problem("config.yaml", "...", f"is not YAML ({error})", "mend or restore the file")]) from None
+        raise ConfigError(
+            [Problem("config.yaml", "...", f"is not YAML ({error})", "mend or restore the file")]
+        ) from None
     if not isinstance(tree, dict):
-        raise ConfigError([Problem("config.yaml", tree, "must map sections to fields", "mend or restore the file")])
+        raise ConfigError(
+            [Problem("config.yaml", tree, "must map sections to fields", "mend or restore the file")]
+        )
     problems: list[Problem] = []
     values: dict[str, Any] = {}
     sections = [section.name for section in fields(Config)]
     for section, content in tree.items():
         if section not in sections:
-            problems.append(Problem(str(section), content, "is no section", f"known are {', '.join(sections)}"))
+            problems.append(
+                Problem(str(section), content, "is no section", f"known are {', '.join(sections)}")
+            )
         elif not isinstance(content, dict):
-            problems.append(Problem(str(section), content, "must map fields to values", f"write {section}: {{field: value}}"))
+            problems.append(
+                Problem(
+                    str(section), content, "must map fields to values", f"write {section}: {{field: value}}"
+                )
+            )
         else:
             for key, value in content.items():
                 name = f"{section}.{key}"
@@ -407,6 +423,7 @@ RESUME_MAY_CHANGE = (
     "model.recompute",
     "train.steps",
     "train.micro_batch_tokens",
+    "parallel.",  # checkpoints do not depend on the layout
     "engine.kv_cache_gib",
     "engine.memory_fraction",
     "engine.max_num_seqs",
@@ -437,5 +454,6 @@ def resume_problems(old: Config, new: Config) -> list[Problem]:
             "set it back, or start a new run with another --log.dir",
         )
         for name, value in flatten(new).items()
-        if value != before[name] and not any(name == free or (free[-1] == "." and name.startswith(free)) for free in may_change)
+        if value != before[name]
+        and not any(name == free or (free[-1] == "." and name.startswith(free)) for free in may_change)
     ]

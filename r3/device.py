@@ -143,6 +143,19 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
+def leave(code: int) -> None:
+    """End the process at once after a run: barrier, destroy the process group, flush, exit. All ranks must call.
+
+    An ordinary exit would run vLLM's and nanobind's teardown, which warns of leaks and may wait for the other ranks.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
     """Sampling must not move the trainer's random state: put torch's, numpy's and random's back afterwards."""

@@ -1,15 +1,16 @@
 """What is measured about a run, and how the parts of all ranks become one number.
 
-A metric travels as a *partial*: a frozen dataclass with what is needed to merge it. `reduce(parts)` takes the parts of all
-micro-batches and ranks, in any order with the same result, and returns one float, or None where nothing was counted, so
-that the meter leaves the key out. Nothing is averaged before everything is here: a mean of means depends on the layout.
+A metric travels as a *partial*: a frozen dataclass with what is needed to merge it. `reduce(parts)` takes the
+parts of all micro-batches and ranks, in any order with the same result, and returns one float, or None where
+nothing was counted, so that the meter leaves the key out. Nothing is averaged before everything is here: a
+mean of means depends on the layout.
 
 The mismatch panel compares two log-probabilities of the same sampled tokens:
 
     Delta_t = log pi_old(x_t) - log mu(x_t)
 
-pi_old is the trainer's policy at the rollout's weights, mu the engine's distribution the token was drawn from. It is taken
-before any update, so it measures the two worlds and nothing else.
+pi_old is the trainer's policy at the rollout's weights, mu the engine's distribution the token was drawn
+from. It is taken before any update, so it measures the two worlds and nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# --- typed reductions -------------------------------------------------------------------------------------------------
+# --- typed reductions ---------------------------------------------------------------------------------------
 
 
 class Partial(Protocol):
@@ -86,7 +87,7 @@ class Min:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantile:
-    """Quantile q of all values together, linear between neighbours. Exact, so every value travels (4 bytes a token)."""
+    """Quantile q of all values together, linear between neighbours. Exact: every value travels (4 bytes each)."""
 
     values: np.ndarray
     q: float
@@ -101,7 +102,7 @@ class Quantile:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSampleSize:
-    """(sum w)^2 / (n sum w^2), in (0, 1]: the share of the samples that the weights w leave effective (Kish 1965)."""
+    """(sum w)^2 / (n sum w^2), in (0, 1]: the share of samples that count, given their weights (Kish 1965)."""
 
     sum_w: float
     sum_w2: float
@@ -113,14 +114,18 @@ class EffectiveSampleSize:
         return math.fsum(part.sum_w for part in parts) ** 2 / scale if scale else None
 
 
-# --- the mismatch panel -----------------------------------------------------------------------------------------------
+# --- the mismatch panel -------------------------------------------------------------------------------------
 
 
-def mismatch(policy_logprobs_N: Tensor, rollout_logprobs_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
+def mismatch(
+    policy_logprobs_N: Tensor, rollout_logprobs_N: Tensor, loss_mask_N: Tensor
+) -> dict[str, Partial]:
     """The gap between policy and engine at the loss tokens of one micro-batch; formulas in `to_partials`."""
     shapes = [list(tensor.shape) for tensor in (policy_logprobs_N, rollout_logprobs_N, loss_mask_N)]
     if any(shape != shapes[0] or len(shape) != 1 for shape in shapes):
-        raise ValueError(f"policy and rollout log-probabilities and the loss mask must all be [N], got {shapes}")
+        raise ValueError(
+            f"policy and rollout log-probabilities and the loss mask must all be [N], got {shapes}"
+        )
     return to_partials(policy_logprobs_N.float() - rollout_logprobs_N.float(), loss_mask_N)
 
 
@@ -133,12 +138,12 @@ def k3_f2(policy_logprobs_N: Tensor, rollout_logprobs_N: Tensor, loss_mask_N: Te
 def to_partials(delta_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
     """The panel of Delta over the n loss tokens, with one transfer from the device; sums in float64.
 
-        k3        mean( e^Delta - Delta - 1 )      estimates KL(mu || pi_old), as the tokens are mu's (arXiv 2510.11370)
-        f2        mean( |Delta| > ln 2 )           tokens whose two probabilities differ by more than 2 times (same paper)
+        k3        mean( e^Delta - Delta - 1 )   estimates KL(mu || pi_old), tokens being mu's (arXiv 2510.11370)
+        f2        mean( |Delta| > ln 2 )        the two probabilities differ by more than 2 times (same paper)
         abs_mean  mean |Delta|
         abs_p99   99th percentile of |Delta|
         abs_max   max |Delta|
-        ess       (sum w)^2 / (n sum w^2)          w = e^Delta, the untruncated importance weights
+        ess       (sum w)^2 / (n sum w^2)       w = e^Delta, the importance weights, not truncated
 
     Routing differences show in the tail first: f2, p99 and max move by 10 times and more where k3 moves by 2.
     """
@@ -148,7 +153,8 @@ def to_partials(delta_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
         raise FloatingPointError(f"log-probabilities are not finite at {broken} of {len(delta)} loss tokens")
     count = len(delta)
     size = np.abs(delta)
-    # Neither exponential can overflow: Delta <= -log mu, and mu is the probability of a token that was really drawn.
+    # Neither exponential can overflow: Delta <= -log mu, and mu is the probability of a token that was really
+    # drawn.
     weights = np.exp(delta)
     return {
         "k3": Mean(total=float((np.expm1(delta) - delta).sum()), count=count),
@@ -161,13 +167,14 @@ def to_partials(delta_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
 
 
 def agreement(live_topk_NK: Tensor, replayed_topk_NK: Tensor) -> Tensor:
-    """Per row, whether both chose the same set of experts, in whatever order (bool, [N]; leading axes are kept).
+    """Per row, whether both chose the same set of experts, in whatever order (bool, [N]; leading axes are
+    kept).
 
-    Expert ids are distinct inside a row. A row of -1 (no captured route) agrees with nothing: leave it out of the mean.
+    Expert ids are distinct inside a row. A row of -1 (no captured route) agrees with nothing: leave it out of
+    the mean.
     """
     if live_topk_NK.shape != replayed_topk_NK.shape:
-        raise ValueError(
-            f"live and replayed experts differ in shape: {list(live_topk_NK.shape)}, {list(replayed_topk_NK.shape)}"
-        )
+        shapes = f"{list(live_topk_NK.shape)} and {list(replayed_topk_NK.shape)}"
+        raise ValueError(f"live and replayed experts differ in shape: {shapes}")
     same_NK = live_topk_NK.sort(dim=-1).values == replayed_topk_NK.sort(dim=-1).values
     return same_NK.all(dim=-1)

@@ -9,14 +9,15 @@ from typing import Any
 
 from r3.config import Config
 from r3.diagnostics import Mean
-from r3.engine import Engine, Request, sampling_seed
+from r3.engine import Engine
 from r3.mesh import Mesh
-from r3.types import Prompt, Rollout
+from r3.rollout import Judge, answer
+from r3.types import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What one evaluation found: metric partials of this rank, and on rank 0 one row per answer."""
+    """What one evaluation found: metric partials of this rank, and one row per answer of all ranks."""
 
     metrics: dict[str, Any]
     rows: list[dict[str, Any]]
@@ -38,7 +39,7 @@ def is_due(step: int, total_steps: int, every: int) -> bool:
 def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
-    judge: Callable[[Rollout, Prompt], float],
+    judge: Judge,
     config: Config,
     mesh: Mesh,
     *,
@@ -51,51 +52,39 @@ def evaluate(
     ones have seeds that depend on the question, the sample and the run's seed, not on the step.
     """
     settings = config.eval
-    mine = list(range(mesh.engine_dp.rank, len(prompts), mesh.engine_dp.size))
-    requests = [
-        Request(
-            prompt=prompts[index],
-            group=index,
-            member=member,
-            seed=sampling_seed(config.train.seed, -1, prompts[index].id, member),
-            max_tokens=config.rollout.max_response_tokens,
-            temperature=settings.temperature,
-        )
-        for index in mine
-        for member in range(settings.samples)
-    ]
-    rewards = [0.0] * len(requests)
-
-    def finished(number: int, rollout: Rollout) -> None:
-        rewards[number] = judge(rollout, requests[number].prompt)
-        on_answer()
-
-    rollouts = engine.generate(requests, version=version, on_finished=finished)
-    right = [reward >= 1.0 for reward in rewards]
-    counts = [sum(right[i : i + settings.samples]) for i in range(0, len(right), settings.samples)]
-    speaks = mesh.engine_tp.rank == 0  # ranks of one engine have the same answers
-    metrics: dict[str, Any] = {}
-    if speaks:
-        metrics[f"eval/{settings.name}/accuracy"] = Mean(total=float(sum(right)), count=float(len(right)))
-        if settings.samples > 1:
-            k = settings.samples
-            chances = [pass_at_k(k, count, k) for count in counts]
-            metrics[f"eval/{settings.name}/pass_at_{k}"] = Mean(total=sum(chances), count=float(len(chances)))
+    answers = answer(
+        engine,
+        prompts,
+        judge,
+        mesh,
+        members=settings.samples,
+        version=version,
+        run_seed=config.train.seed,
+        seed_step=-1,
+        max_tokens=config.rollout.max_response_tokens,
+        temperature=settings.temperature,
+        on_answer=on_answer,
+    )
+    right = [reward >= 1.0 for reward in answers.rewards]
+    metrics: dict[str, Any] = {
+        f"eval/{settings.name}/accuracy": Mean(total=float(sum(right)), count=float(len(right)))
+    }
+    if (k := settings.samples) > 1:
+        chances = [pass_at_k(k, sum(right[i : i + k]), k) for i in range(0, len(right), k)]
+        metrics[f"eval/{settings.name}/pass_at_{k}"] = Mean(total=sum(chances), count=float(len(chances)))
     rows = [
         {
+            "place": rollout.group,
             "prompt_id": rollout.prompt_id,
             "sample": rollout.member,
             "response": rollout.response,
-            "answer": request.prompt.answer,
+            "answer": prompts[rollout.group].answer,
             "reward": reward,
             "finish_reason": rollout.finish_reason,
             "response_tokens": rollout.num_response_tokens,
-            "order": rollout.group,
         }
-        for request, rollout, reward in zip(requests, rollouts, rewards, strict=True)
+        for rollout, reward in zip(answers.rollouts, answers.rewards, strict=True)
     ]
-    gathered = mesh.world.all_gather_object(rows if speaks else [])
-    merged = sorted((row for part in gathered for row in part), key=lambda row: (row["order"], row["sample"]))
-    for row in merged:
-        del row["order"]
+    gathered = mesh.world.all_gather_object(rows)
+    merged = sorted((row for part in gathered for row in part), key=lambda row: (row["place"], row["sample"]))
     return Evaluation(metrics=metrics, rows=merged)

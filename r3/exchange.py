@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from safetensors.numpy import load, save
 
 from r3 import packing
 from r3.diagnostics import Mean, Sum
+from r3.engine import RouteError
 from r3.mesh import Axis, Mesh
+from r3.rollout import Answers
 from r3.shape import ModelShape
 from r3.types import Batch, Rollout
 
@@ -34,6 +37,18 @@ class Length:
     group: int
     tokens: int
     loss_tokens: int
+
+
+def score_all(
+    answers: Answers, advantage: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], group_size: int
+) -> list[Scored]:
+    """Advantages for this rank's answers, whose groups are whole, and their numbers in the step."""
+    groups_R = torch.tensor([rollout.group for rollout in answers.rollouts], dtype=torch.int64)
+    advantages_R = advantage(torch.tensor(answers.rewards, dtype=torch.float32), groups_R)
+    return [
+        Scored(index=rollout.group * group_size + rollout.member, rollout=rollout, advantage=value)
+        for rollout, value in zip(answers.rollouts, advantages_R.tolist(), strict=True)
+    ]
 
 
 def gather_lengths(scored: Sequence[Scored], world: Axis) -> list[Length]:
@@ -75,12 +90,23 @@ def exchange(
 
 
 def distribute(
-    scored: Sequence[Scored], mesh: Mesh, shape: ModelShape, *, num_updates: int, micro_batch_tokens: int
+    scored: Sequence[Scored],
+    mesh: Mesh,
+    shape: ModelShape,
+    *,
+    num_updates: int,
+    micro_batch_tokens: int,
+    on_missing: Literal["error", "live"],
 ) -> tuple[list[Batch], dict[str, Any]]:
     """This rank's share of every update of the step, packed, and metric partials. All ranks must call.
 
     Every rank makes the same plan from everybody's lengths; then rollouts travel once. Denominators are global.
+
+    Raises:
+        RouteError: a route is missing and `on_missing` is "error"; names rollout, position and layer count.
     """
+    if on_missing == "error":
+        refuse_missing_routes(scored)
     lengths = gather_lengths(scored, mesh.world)
     plan = packing.plan(
         [length.tokens for length in lengths],
@@ -118,6 +144,17 @@ def distribute(
             )
         )
     return batches, _ledger(batches, mesh, plan, [length.tokens for length in lengths])
+
+
+def refuse_missing_routes(scored: Sequence[Scored]) -> None:
+    """Raise RouteError at the first row of -1: a token whose experts were not captured."""
+    for item in scored:
+        missing = (item.rollout.routed_experts < 0).any(axis=(1, 2))
+        if missing.any():
+            raise RouteError(
+                f"rollout {item.rollout.prompt_id}/{item.rollout.member}: no route for position {int(missing.argmax())} "
+                f"({int(missing.sum())} of {len(missing)} rows missing). replay.on_missing=live would route them live"
+            )
 
 
 def _ledger(batches: Sequence[Batch], mesh: Mesh, plan: Any, lengths: Sequence[int]) -> dict[str, Any]:

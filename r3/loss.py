@@ -6,15 +6,16 @@ Three policies meet here (all as log-probabilities of the sampled tokens, aligne
     pi_old   the trainer's policy at the rollout's weights   old_logprobs_N
     pi       the trainer's policy now                        logprobs_N, the only input with a gradient
 
-so that r = pi / pi_old is staleness (clipped by the loss) and w = pi_old / mu is the mismatch of the two worlds (a
-constant weight). A step composes them:
+so that r = pi / pi_old is staleness (clipped by the loss) and w = pi_old / mu is the mismatch of the two
+worlds (a constant weight). A step composes them:
 
     loss_N, clipped_N = LOSSES[name](logprobs_N, old_logprobs_N, advantages_N, ...)
-    loss_N = loss_N * tis_weights_N(old_logprobs_N, rollout_logprobs_N, cap=...) + coef * kl_penalty(logprobs_N, ...)
+    loss_N = loss_N * tis_weights_N(old_logprobs_N, rollout_logprobs_N, cap=...)
+    loss_N = loss_N + coef * kl_penalty(logprobs_N, ref_logprobs_N, estimator=...)
     loss = aggregate(loss_N, ...)
 
-Everything is computed in float32 whatever comes in. A new loss is one function with the signature of `Loss`, one line in
-`LOSSES`, and passes the contract tests every entry of `LOSSES` passes.
+Everything is computed in float32 whatever comes in. A new loss is one function with the signature of `Loss`,
+one line in `LOSSES`, and passes the contract tests every entry of `LOSSES` passes.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0  # e^20 = 4.9e8: beyond this a ratio says only "broken", and float32 should still add up
+# e^20 = 4.9e8: beyond this a ratio says only "broken", and float32 should still add up.
+LOG_RATIO_LIMIT = 20.0
 
 
 class Loss(Protocol):
     """The signature of every policy loss.
 
-    A loss sees whole sequences: sequence i is `cu_seqlens[i] : cu_seqlens[i + 1]`, fillers included, so sequence-level
-    ratios (GSPO) need nothing more. Returns the loss of each token, not yet masked, and a bool per token: this loss token
-    lies outside the trust region and has lost its gradient.
+    A loss sees whole sequences: sequence i is `cu_seqlens[i] : cu_seqlens[i + 1]`, fillers included, so
+    sequence-level ratios (GSPO) need nothing more. Returns the loss of each token, not yet masked, and a bool
+    per token: this loss token lies outside the trust region and has lost its gradient.
     """
 
     def __call__(
@@ -50,9 +52,10 @@ class Loss(Protocol):
 
 def _check_shapes(**tensors_N: Tensor) -> None:
     """A [1] or [N, 1] among the [N] would broadcast into a loss that looks fine."""
-    shapes = {name: list(tensor.shape) for name, tensor in tensors_N.items()}
-    if len({tuple(shape) for shape in shapes.values()}) != 1 or any(len(shape) != 1 for shape in shapes.values()):
-        raise ValueError(f"expected one shape [N], got {shapes}")
+    shapes = {tuple(tensor.shape) for tensor in tensors_N.values()}
+    if len(shapes) != 1 or len(shapes.pop()) != 1:
+        got = {name: list(tensor.shape) for name, tensor in tensors_N.items()}
+        raise ValueError(f"expected one shape [N], got {got}")
 
 
 def _log_ratio_N(logprobs_N: Tensor, base_logprobs_N: Tensor) -> Tensor:
@@ -70,13 +73,15 @@ def ppo_clip(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7) with two bounds (clip-higher, DAPO, arXiv 2503.14476).
+    """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7) with two bounds (clip-higher, DAPO, arXiv
+    2503.14476).
 
         r_t = pi / pi_old
         L_t = -min( r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t )
 
-    At pi = pi_old the gradient is that of the policy gradient, -A_t grad log pi. A token is clipped, and without gradient,
-    where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low. Works token by token: `cu_seqlens` is not used.
+    At pi = pi_old the gradient is that of the policy gradient, -A_t grad log pi. A token is clipped, and
+    without gradient, where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low. Works token by token:
+    `cu_seqlens` is not used.
     """
     _check_shapes(logprobs=logprobs_N, old=old_logprobs_N, advantages=advantages_N, loss_mask=loss_mask_N)
     advantages_N = advantages_N.float()
@@ -95,8 +100,9 @@ def tis_weights_N(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, *, cap: fl
 
         w_t = sg[ min( pi_old / mu, cap ) ]
 
-    multiplies the token's loss outside the min and the clip; only the upper side is cut; no gradient. With cap = inf and
-    mu = pi_old it is exactly 1. Meaningless where nothing was sampled (mu is stored as 0 there): the mask drops those.
+    multiplies the token's loss outside the min and the clip; only the upper side is cut; no gradient. With
+    cap = inf and mu = pi_old it is exactly 1. Meaningless where nothing was sampled (mu is stored as 0
+    there): the mask drops those.
     """
     _check_shapes(old=old_logprobs_N, rollout=rollout_logprobs_N)
     if not cap > 0:
@@ -105,18 +111,18 @@ def tis_weights_N(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, *, cap: fl
 
 
 def kl_penalty(logprobs_N: Tensor, ref_logprobs_N: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Per-token estimate of KL(pi || ref) from tokens sampled by pi (Schulman, joschu.net/blog/kl-approx.html).
+    """Per-token estimate of KL(pi || ref) from tokens sampled by pi (Schulman,
+    joschu.net/blog/kl-approx.html).
 
     With D = log pi - log ref, clamped to +-20 (outside there is no gradient):
 
-        estimator   value                 gradient as a loss       which is, on policy
-        k1          D                     grad log pi              0 in expectation: it reports the KL, it cannot lower it
-        k2          D^2 / 2               D grad log pi            the gradient of KL(pi || ref)
-        k3          exp(-D) - 1 + D       (1 - ref/pi) grad log pi the gradient of KL(ref || pi): small D as k2, but a
-                                                                   token pi has nearly given up pulls with weight ref/pi
+        value                  gradient as a loss           which is, on policy
+        k1 = D                 grad log pi                  0 in expectation: it reports a KL, it lowers none
+        k2 = D^2 / 2           D grad log pi                the gradient of KL(pi || ref)
+        k3 = exp(-D) - 1 + D   (1 - ref / pi) grad log pi   the gradient of KL(ref || pi); as k2 for small D
 
-    k1 is unbiased and may be negative; k2 is biased, never negative; k3 is unbiased and never negative, and its variance
-    explodes when D is large and negative. No gradient reaches the reference.
+    k1 is unbiased and may be negative; k2 is biased, never negative; k3 is unbiased and never negative, and
+    its variance explodes when D is large and negative. No gradient reaches the reference.
     """
     _check_shapes(logprobs=logprobs_N, ref=ref_logprobs_N)
     difference_N = _log_ratio_N(logprobs_N, ref_logprobs_N)
@@ -143,11 +149,12 @@ def aggregate(
 ) -> Tensor:
     """One micro-batch's share of the loss of an optimizer step.
 
-        token      sum_t m_t L_t / num_loss_tokens              every token weighs the same (DAPO, arXiv 2503.14476)
-        sequence   sum_t m_t L_t / |o_i(t)| / num_sequences     every sequence weighs the same (GRPO, arXiv 2402.03300)
+        token      sum_t m_t L_t / num_loss_tokens            all tokens weigh the same (arXiv 2503.14476)
+        sequence   sum_t m_t L_t / |o_i(t)| / num_sequences   all sequences weigh the same (arXiv 2402.03300)
 
-    m is the loss mask, `sequence_weights_N` is 1 / |o_i| at the loss tokens of sequence i. Both denominators count over all
-    micro-batches of all ranks: the shares add up to the same loss, whatever the layout or the packing.
+    m is the loss mask, `sequence_weights_N` is 1 / |o_i| at the loss tokens of sequence i. Both denominators
+    count over all micro-batches of all ranks: the shares add up to the same loss, whatever the layout or the
+    packing.
     """
     _check_shapes(loss=loss_N, loss_mask=loss_mask_N, sequence_weights=sequence_weights_N)
     weights_N = loss_mask_N.float()

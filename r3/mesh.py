@@ -98,9 +98,9 @@ def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
 
     Megatron's own order tp-cp-ep-dp-pp is kept. Engines take consecutive ranks, as vLLM's external launcher does.
     """
-    import r3.device_cpu  # noqa: F401  (stand-ins go in before Megatron's modules are used)
+    from r3 import device_cpu
 
-    r3.device_cpu.install()
+    device_cpu.install()  # stand-ins go in before Megatron's modules are used
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
 

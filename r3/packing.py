@@ -1,7 +1,8 @@
-"""From rollouts to micro-batches: who trains on what (`plan`), and the only shift by one in the program (`pack`).
+"""From rollouts to micro-batches: who trains on what (`plan`), and the one shift by one there is (`pack`).
 
-`plan` sees lengths and groups only, so every rank computes the same plan from the same numbers and `exchange` moves the
-rollouts accordingly. `pack` runs afterwards, on the rank that holds the rollouts of one micro-batch.
+`plan` sees lengths and groups only, so every rank computes the same plan from the same numbers and `exchange`
+moves the rollouts accordingly. `pack` runs afterwards, on the rank that holds the rollouts of one
+micro-batch.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import torch
 
 from r3.types import MicroBatch, Rollout
 
-FILLER_TOKENS = 4  # of a micro-batch that has nothing to train on: short, and not so short that kernels special-case it
+# Of a micro-batch that has nothing to train on: short, and not so short that kernels special-case it.
+FILLER_TOKENS = 4
 MISSING = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdatePlan:
-    """The rollouts of one optimizer step: `micro_batches[rank][i]` lists the indices that `rank` packs together.
+    """The rollouts of one optimizer step: `micro_batches[rank][i]` are the indices that `rank` packs together.
 
-    Every rank has the same number of micro-batches, since expert parallelism makes the ranks meet in every MoE layer; a
-    rank with too little to do has empty ones, which `pack` turns into fillers.
+    Every rank has the same number of micro-batches, since expert parallelism makes the ranks meet in every
+    MoE layer; a rank with too little to do has empty ones, which `pack` turns into fillers.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -46,7 +48,7 @@ class UpdatePlan:
         return len(self.micro_batches[0])
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------
+# --- the plan -----------------------------------------------------------------------------------------------
 
 
 def plan(
@@ -58,11 +60,13 @@ def plan(
     micro_batch_tokens: int,
     multiple: int = 1,
 ) -> tuple[UpdatePlan, ...]:
-    """Deal the rollouts of a step over its updates, the ranks and their micro-batches; each rollout appears once.
+    """Deal the rollouts of a step over its updates, the ranks and their micro-batches; each rollout appears
+    once.
 
-    Groups stay whole: in ascending order they are cut into `num_updates` blocks whose sizes differ by at most one. Inside
-    an update, M is the smallest number of micro-batches per rank with which a balanced partition keeps every micro-batch
-    within `micro_batch_tokens` (after padding to `multiple`). Pure and deterministic: a function of its arguments alone.
+    Groups stay whole: in ascending order they are cut into `num_updates` blocks whose sizes differ by at most
+    one. Inside an update, M is the smallest number of micro-batches per rank with which a balanced partition
+    keeps every micro-batch within `micro_batch_tokens` (after padding to `multiple`). Pure and deterministic:
+    a function of its arguments alone.
 
     Args:
         lengths_R: tokens of each rollout of the step, over all ranks.
@@ -88,7 +92,9 @@ def plan(
             )
     groups = sorted(set(groups_R))
     if len(groups) < num_updates:
-        raise ValueError(f"{len(groups)} groups cannot be split over {num_updates} updates, a group stays whole")
+        raise ValueError(
+            f"{len(groups)} groups cannot be split over {num_updates} updates: a group stays whole"
+        )
 
     update_of_group = {group: rank * num_updates // len(groups) for rank, group in enumerate(groups)}
     members: list[list[int]] = [[] for _ in range(num_updates)]
@@ -100,25 +106,25 @@ def plan(
 def _plan_update(ids: list[int], lengths_R: Sequence[int], *, num_ranks: int, capacity: int) -> UpdatePlan:
     total = sum(lengths_R[i] for i in ids)
     per_rank = -(-total // (num_ranks * capacity))
-    # Ends at the latest with one sequence per bin, and a sequence fits.
-    while max(_tokens(ids_of_bin, lengths_R) for ids_of_bin in (bins := _bins(ids, lengths_R, num_ranks * per_rank))) > (
-        capacity
-    ):
-        per_rank += 1
+    bins = _bins(ids, lengths_R, num_ranks * per_rank)
+    while max(_tokens(members, lengths_R) for members in bins) > capacity:
+        per_rank += 1  # ends at the latest with one sequence per bin, and a sequence fits
+        bins = _bins(ids, lengths_R, num_ranks * per_rank)
 
     ranks: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    # Largest bin first to the lightest rank that still has room. So the micro-batches of a rank descend in size: ranks
-    # meet in every MoE layer, and the i-th micro-batches, which run together, are then about equally large on all of them.
-    for bin_ids in sorted(bins, key=lambda b: (-_tokens(b, lengths_R), b)):
+    # Largest bin first to the lightest rank that still has room. So the micro-batches of a rank descend in
+    # size: ranks meet in every MoE layer, and the i-th micro-batches, which run together, are then about
+    # equally large on all of them.
+    for members in sorted(bins, key=lambda members: (-_tokens(members, lengths_R), members)):
         rank = min((r for r in range(num_ranks) if len(ranks[r]) < per_rank), key=lambda r: (loads[r], r))
-        ranks[rank].append(bin_ids)
-        loads[rank] += _tokens(bin_ids, lengths_R)
+        ranks[rank].append(members)
+        loads[rank] += _tokens(members, lengths_R)
     return UpdatePlan(micro_batches=tuple(tuple(rank_bins) for rank_bins in ranks))
 
 
 def _bins(ids: Sequence[int], lengths_R: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Longest processing time first: each sequence, longest first, into the lightest of `count` bins (Graham 1969)."""
+    """LPT (Graham 1969): each sequence, longest first, goes into the bin with the fewest tokens so far."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]
     for i in sorted(ids, key=lambda i: (-lengths_R[i], i)):
@@ -133,7 +139,8 @@ def _tokens(ids: Iterable[int], lengths_R: Sequence[int]) -> int:
 
 
 def packing_efficiency(plans: Sequence[UpdatePlan], lengths_R: Sequence[int]) -> float:
-    """Real tokens over the tokens that would fit if every micro-batch of an update were as large as its largest.
+    """Real tokens over the tokens that would fit if every micro-batch of an update were as large as its
+    largest.
 
     1 means that no rank ever waits for another and no memory is set aside for nothing.
     """
@@ -145,7 +152,7 @@ def packing_efficiency(plans: Sequence[UpdatePlan], lengths_R: Sequence[int]) ->
     return real / room
 
 
-# --- the micro-batch --------------------------------------------------------------------------------------------------
+# --- the micro-batch ----------------------------------------------------------------------------------------
 
 
 class _Sequence(NamedTuple):
@@ -171,36 +178,38 @@ def pack(
     topk: int,
     multiple: int = 1,
 ) -> MicroBatch:
-    """Shift the rollouts by one, as drawn in `types.py`, and lay them end to end without padding between them.
+    """Shift the rollouts by one, as drawn in `types.py`, and lay them end to end without padding between
+    them.
 
-    Index t of a sequence holds input x_t, everything about predicting x_{t+1}, and the experts that processed x_t. Its last
-    position predicts nothing (mask 0, target 0) and has no captured route: the engine never processed the last token. That
-    row stays -1, so the policy routes it live and counts it under its own cause. Advantages and sequence weights (1 / loss
-    tokens of the sequence) stand at loss tokens only.
+    Index t of a sequence holds input x_t, everything about predicting x_{t+1}, and the experts that processed
+    x_t. Its last position predicts nothing (mask 0, target 0) and has no captured route: the engine never
+    processed the last token. That row stays -1, so the policy routes it live and counts it under its own
+    cause. Advantages and sequence weights (1 / loss tokens of the sequence) stand at loss tokens only.
 
-    A filler sequence pads the whole to a `multiple`. Its routes are legal (`filler_routes`), so that it is never counted as
-    missing. No rollouts at all: `filler_micro_batch`.
+    A filler sequence pads the whole to a `multiple`. Its routes are legal (`filler_routes`), so that it is
+    never counted as missing. No rollouts at all: `filler_micro_batch`.
 
     Args:
-        rollouts: the sequences, whose routes are [T-1, num_layers, topk], or [T-1, 0, 0] if num_layers is 0 (dense).
-        rollout_ids: the index of each in the step's list.
-        advantages: one per rollout.
-        num_experts: experts per layer, to check and to fill routes.
-        num_layers: MoE layers in the routes.
-        topk: experts per token.
-        multiple: the packed length is a multiple of this.
+        rollouts: the sequences, whose routes are [T-1, num_layers, topk], or [T-1, 0, 0] if num_layers is 0
+        (dense). rollout_ids: the index of each in the step's list. advantages: one per rollout. num_experts:
+        experts per layer, to check and to fill routes. num_layers: MoE layers in the routes. topk: experts
+        per token. multiple: the packed length is a multiple of this.
     """
     if not len(rollouts) == len(rollout_ids) == len(advantages):
         raise ValueError(
             f"one id and one advantage per rollout: {len(rollouts)} rollouts, {len(rollout_ids)} ids, "
             f"{len(advantages)} advantages"
         )
-    shape = {"num_experts": num_experts, "num_layers": num_layers, "topk": topk}
     if not rollouts:
-        return filler_micro_batch(**shape, multiple=multiple)
-    sequences = [_shift(*row, **shape) for row in zip(rollouts, rollout_ids, advantages, strict=True)]
+        return filler_micro_batch(
+            num_experts=num_experts, num_layers=num_layers, topk=topk, multiple=multiple
+        )
+    sequences = [
+        _shift(rollout, index, advantage, num_experts=num_experts, num_layers=num_layers, topk=topk)
+        for rollout, index, advantage in zip(rollouts, rollout_ids, advantages, strict=True)
+    ]
     if padding := -sum(len(sequence.tokens_T) for sequence in sequences) % multiple:
-        sequences.append(_filler(padding, **shape))
+        sequences.append(_filler(padding, num_experts=num_experts, num_layers=num_layers, topk=topk))
     return _concatenate(sequences)
 
 
@@ -213,8 +222,8 @@ def filler_micro_batch(*, num_experts: int, num_layers: int, topk: int, multiple
 def filler_routes(num_tokens: int, num_layers: int, topk: int, num_experts: int) -> np.ndarray:
     """Routes of filler tokens, int16 [N, L, K]: expert (row * K + k) mod E.
 
-    Distinct inside a row, since dispatchers break on an expert chosen twice, and spread evenly over the experts. A dense
-    model has none: [N, 0, 0].
+    Distinct inside a row, since dispatchers break on an expert chosen twice, and spread evenly over the
+    experts. A dense model has none: [N, 0, 0].
     """
     if num_layers == 0:
         return np.zeros((num_tokens, 0, 0), np.int16)
@@ -225,7 +234,7 @@ def filler_routes(num_tokens: int, num_layers: int, topk: int, num_experts: int)
 
 
 def count_loss_tokens(micro_batches: Iterable[MicroBatch]) -> int:
-    """Loss tokens of these micro-batches. Summed over the data-parallel ranks it is `Batch.num_loss_tokens`."""
+    """Loss tokens of these micro-batches; over all data-parallel ranks they make `Batch.num_loss_tokens`."""
     return sum(int(micro_batch.loss_mask_N.sum(dtype=torch.int64)) for micro_batch in micro_batches)
 
 
@@ -238,12 +247,13 @@ def _shift(
     if not np.isfinite(advantage):
         raise ValueError(f"{name}: its advantage is {advantage}")
     if not np.isin(rollout.loss_mask_T, (0, 1)).all():
-        raise ValueError(f"{name}: loss mask must be 0 or 1, has {np.unique(rollout.loss_mask_T)[:8].tolist()}")
+        values = np.unique(rollout.loss_mask_T)[:8].tolist()
+        raise ValueError(f"{name}: the loss mask must be 0 or 1, has {values}")
     if rollout.loss_mask_T[0]:
-        raise ValueError(f"{name}: its first token is marked as sampled, but nothing stands before it to predict it from")
+        raise ValueError(f"{name}: its first token is marked as sampled, but nothing precedes it")
     if not np.isfinite(rollout.logprobs_T).all():
         where = np.flatnonzero(~np.isfinite(rollout.logprobs_T)).tolist()
-        raise ValueError(f"{name}: {len(where)} log-probabilities are not finite, the first at token {where[0]}")
+        raise ValueError(f"{name}: log-probabilities are not finite at tokens {where[:8]}")
     _check_routes(rollout.routed_experts, name, num_experts=num_experts, num_layers=num_layers, topk=topk)
 
     routes_TLK = np.full((len(rollout.tokens_T), *rollout.routed_experts.shape[1:]), MISSING, np.int16)
@@ -272,7 +282,9 @@ def _check_routes(routes: np.ndarray, name: str, *, num_experts: int, num_layers
     """Last gate before the policy: routes are whole rows of distinct legal experts, or whole rows of -1."""
     expected = (num_layers, topk) if num_layers else (0, 0)
     if routes.ndim != 3 or routes.shape[1:] != expected:
-        raise ValueError(f"{name}: routes have the shape {routes.shape}, expected [T-1, L, K] with [L, K] = {expected}")
+        raise ValueError(
+            f"{name}: its routes are {routes.shape}, expected [T-1, L, K] with [L, K] = {expected}"
+        )
     if not routes.size:
         return
 
@@ -282,11 +294,15 @@ def _check_routes(routes: np.ndarray, name: str, *, num_experts: int, num_layers
             row = routes[token, layer].tolist()
             raise ValueError(f"{name}: {fault} at token {token}, MoE layer {layer} of the routes: {row}")
 
+    illegal = (routes < MISSING) | (routes >= num_experts)
+    refuse(illegal.any(axis=2), f"expert outside 0 .. {num_experts - 1}")
     missing_TL = (routes == MISSING).any(axis=2)
-    refuse(((routes < MISSING) | (routes >= num_experts)).any(axis=2), f"expert outside 0 .. {num_experts - 1}")
-    refuse(missing_TL & ~(routes == MISSING).all(axis=(1, 2))[:, None], "a partly captured row (-1 is for whole tokens)")
+    whole_T1 = (routes == MISSING).all(axis=(1, 2))[:, None]
+    refuse(
+        missing_TL & ~whole_T1, "partly captured token (-1 stands in all of its layers and slots, or in none)"
+    )
     ordered = np.sort(routes, axis=2)
-    refuse((ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2) & ~missing_TL, "an expert chosen twice")
+    refuse((ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2) & ~missing_TL, "expert chosen twice")
 
 
 def _filler(num_tokens: int, *, num_experts: int, num_layers: int, topk: int) -> _Sequence:

@@ -31,16 +31,20 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
 
     With b bytes a value, D hidden, q and k query and key widths, F the (expert's) feed-forward width:
 
-        attention   b * (3 D + 2 (q + 2 k) + q)    norm input and output, projections before and after norm and rotation
-        dense MLP   b * (2 D + 3 F)                norm input and output, gate, up, product
-        MoE         b * (2 D + K (2 D + 3 F)) + 8 E    the same per chosen expert with its input and output; scores float32
-        head        V * (b + 8)                    logits, and in float32 their softmax and its gradient
+        attention   b * (3 D + 2 (q + 2 k) + q)        norm input and output, q k v before and after their norm
+        dense MLP   b * (2 D + 3 F)                    norm input and output, gate, up, product
+        MoE         b * (2 D + K (2 D + 3 F)) + 8 E    the same for each chosen expert, and the router's scores
+        head        V * (b + 8)                        logits, and in float32 their softmax and its gradient
 
     recompute none keeps all layers; moe keeps attention and b * D a layer and one layer's MoE; full keeps b * D a layer
     and one whole layer.
     """
     size = BYTES_OF[config.model.dtype]
-    hidden, queries, keys = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden, queries, keys = (
+        shape.hidden_size,
+        shape.num_heads * shape.head_dim,
+        shape.num_kv_heads * shape.head_dim,
+    )
     attention = size * (3 * hidden + 2 * (queries + 2 * keys) + queries)
     dense = size * (2 * hidden + 3 * shape.ffn_size)
     moe = size * (2 * hidden + shape.topk * (2 * hidden + 3 * shape.moe_ffn_size)) + 8 * shape.num_experts
@@ -66,7 +70,8 @@ def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict
                          s = 8 (two moments), 12 for bfloat16 (and a float32 copy of the weights)
         activations      micro_batch_tokens * activation_bytes_per_token
         engine weights   all parameters * bytes of engine.dtype
-        KV cache         engine.kv_cache_gib, or what the conversations in flight need at their longest
+        KV cache         engine.kv_cache_gib; left out when that is 0, for then the engine takes what its share of the
+                         device's memory leaves
     """
     others, experts = params_per_rank(config, shape)
     size = BYTES_OF[config.model.dtype]
@@ -79,7 +84,7 @@ def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict
         "GENERATE": {
             "policy weights": weights,
             "engine weights": engine,
-            "KV cache": kv_cache_bytes(config, shape, world_size),
+            "KV cache": config.engine.kv_cache_gib * 2**30,
         },
         "TRAIN": {
             "policy weights": weights,
@@ -90,13 +95,16 @@ def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict
     }
 
 
-def kv_cache_bytes(config: Config, shape: ModelShape, world_size: int) -> float:
-    """`engine.kv_cache_gib`, or 2 * layers * kv heads * head dim * bytes for each token of the conversations in flight."""
-    if config.engine.kv_cache_gib:
-        return config.engine.kv_cache_gib * 2**30
+def kv_cache_demand(config: Config, shape: ModelShape, world_size: int) -> float:
+    """Bytes of KV cache with which no conversation ever waits: all that a rank may have in flight, at their longest.
+
+    2 * layers * kv heads * head dim * bytes of engine.dtype for each token.
+    """
     rollouts = config.rollout.prompts_per_step * config.rollout.group_size // world_size
-    tokens = min(config.engine.max_num_seqs, rollouts) * config.longest_sequence(shape.max_position_embeddings)
-    return tokens * shape.kv_values_per_token * BYTES_OF[config.engine.dtype]
+    tokens = min(config.engine.max_num_seqs, rollouts) * config.longest_sequence(
+        shape.max_position_embeddings
+    )
+    return float(tokens * shape.kv_values_per_token * BYTES_OF[config.engine.dtype])
 
 
 def describe(config: Config, shape: ModelShape, world_size: int) -> str:
@@ -142,20 +150,23 @@ def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
     longest = config.longest_sequence(shape.max_position_embeddings)
     prompt = longest - rollout.max_response_tokens
     route_bytes = route_bytes_per_token(shape)
+    in_flight = min(rollouts // world_size, config.engine.max_num_seqs)
+    # A micro-batch holds whole sequences, so the longest ones fill it worst.
+    micro_batches = math.ceil(per_update / (train.micro_batch_tokens // longest))
+    updates = f"{train.updates_per_step} a step of {rollouts // train.updates_per_step} rollouts"
     lines = [
-        f"step          {rollout.prompts_per_step} prompts x {rollout.group_size} = {rollouts} rollouts, "
-        f"{rollouts // world_size} on each rank, {min(rollouts // world_size, config.engine.max_num_seqs)} in flight",
+        f"prompts       {rollout.prompts_per_step} a step, {rollout.group_size} answers each: {rollouts} rollouts",
+        f"rollouts      {rollouts // world_size} on each rank, {in_flight} in flight",
         f"sequence      at most {prompt} prompt + {rollout.max_response_tokens} response = {longest} tokens",
         f"tokens        at most {rollouts * longest:,} a step, {rollouts // world_size * longest:,} on each rank",
-        f"updates       {train.updates_per_step} a step of {rollouts // train.updates_per_step} rollouts; "
-        f"{train.steps * train.updates_per_step} in {train.steps} steps",
-        # A micro-batch holds whole sequences, so the longest ones fill it worst.
-        f"micro-batches at most {math.ceil(per_update / (train.micro_batch_tokens // longest))} per update and rank, "
-        f"of {train.micro_batch_tokens} tokens",
+        f"updates       {updates}; {train.steps * train.updates_per_step} in {train.steps} steps",
+        f"micro-batches at most {micro_batches} per update and rank, of {train.micro_batch_tokens} tokens",
     ]
     if config.replay.mode != "off" and route_bytes:
         total = rollouts // world_size * longest * route_bytes
-        lines.append(f"routes        {route_bytes} bytes a token, at most {total / 2**20:,.1f} MiB of host memory on each rank")
+        lines.append(
+            f"routes        {route_bytes} bytes a token, at most {total / 2**20:,.1f} MiB on each rank's host"
+        )
     return "\n".join(lines)
 
 
@@ -165,13 +176,16 @@ def _memory(config: Config, shape: ModelShape, world_size: int) -> str:
     rows: list[Sequence[str]] = [("", *PHASES)]
     rows += [(part, *(_gib(phases[phase].get(part, 0.0)) for phase in PHASES)) for part in parts]
     rows.append(("sum", *(_gib(sum(phases[phase].values())) for phase in PHASES)))
-    note = ""
-    if not config.engine.kv_cache_gib:
-        note = (
-            "\nKV cache: what all conversations in flight need at their longest; the engine takes what "
-            f"memory_fraction = {config.engine.memory_fraction} leaves"
-        )
-    return _table(rows) + note
+    share = config.engine.memory_fraction
+    size = (
+        "given"
+        if config.engine.kv_cache_gib
+        else f"engine weights and KV cache take {share:.0%} of the device (GPU)"
+    )
+    demand = _gib(kv_cache_demand(config, shape, world_size))
+    return (
+        f"{_table(rows)}\nKV cache: {size}; {demand} would hold every conversation in flight at its longest"
+    )
 
 
 def _gib(size: float) -> str:
@@ -189,7 +203,8 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows if len(row) > 1) for i in range(len(rows[0]))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+        for row in rows
     )
 
 

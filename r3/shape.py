@@ -1,6 +1,6 @@
-"""What a checkpoint's config.json says about the model: sizes, MoE layers, the name and shape of every tensor.
+"""What a checkpoint's config.json says about the model: sizes, MoE layers, name and shape of every tensor.
 
-Read with json alone, so that a config can be checked and a run planned without importing torch or transformers.
+Read with json alone, so that a config is checked and a run planned without importing torch or transformers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class ModelShape:
         architectures = hf.get("architectures")
         architecture = architectures[0] if isinstance(architectures, list) and architectures else None
         if architecture not in ARCHITECTURES:
-            raise ShapeError(f"architecture {architecture!r} is not known; known are {', '.join(ARCHITECTURES)}")
+            raise ShapeError(
+                f"architecture {architecture!r} is not known; known are {', '.join(ARCHITECTURES)}"
+            )
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type != "default":
@@ -74,11 +76,15 @@ class ModelShape:
         def number(*keys: str) -> int:
             found = [hf[key] for key in keys if key in hf]
             if not found or type(found[0]) is not int or found[0] < 1:
-                raise ShapeError(f"key {' or '.join(keys)} must be a positive integer, got {found[0] if found else None!r}")
+                raise ShapeError(
+                    f"key {' or '.join(keys)} must be a positive integer, got {found[0] if found else None!r}"
+                )
             return found[0]
 
         num_layers, hidden_size, num_heads = (
-            number("num_hidden_layers"), number("hidden_size"), number("num_attention_heads")
+            number("num_hidden_layers"),
+            number("hidden_size"),
+            number("num_attention_heads"),
         )
         shape = dict(
             architecture=architecture,
@@ -114,7 +120,11 @@ class ModelShape:
 
         A tied output head is no tensor of its own, though some checkpoints store a copy.
         """
-        hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden, queries, keys = (
+            self.hidden_size,
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        )
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
 
         def add_mlp(prefix: str, size: int) -> None:
@@ -189,7 +199,11 @@ def checkpoint_tensors(folder: str | Path) -> dict[str, tuple[int, ...]]:
             end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
             shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError, struct.error):
-            raise ShapeError(f"{file.name} is not a safetensors file (an unfinished download, a git-lfs pointer?)") from None
+            raise ShapeError(
+                f"{file.name} is not a safetensors file (an unfinished download, a git-lfs pointer?)"
+            ) from None
         if file.stat().st_size != end:
-            raise ShapeError(f"{file.name} has {file.stat().st_size} bytes, its header says {end}: an unfinished download?")
+            raise ShapeError(
+                f"{file.name} has {file.stat().st_size} bytes, its header says {end}: an unfinished download?"
+            )
     return shapes

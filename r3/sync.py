@@ -9,18 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from r3.device import Device, SharedTensor, open_shared
+from r3.engine import Request, sampling_seed
+from r3.hf import write_checkpoint
 from r3.mesh import Mesh
+from r3.packing import pack
 from r3.policy.families.family import Kind
 from r3.policy.weights import HeadLayout, split, uncut
+from r3.types import Prompt
+
 
 if TYPE_CHECKING:
+    from r3.config import Config
     from r3.engine import Engine
     from r3.policy import Policy
+
+
+def export(
+    folder: Path, stream: WeightStream, policy: Policy, device: Device, mesh: Mesh, *, like: str, step: int
+) -> None:
+    """Write the policy as a Hugging Face checkpoint, complete or absent. All ranks must call.
+
+    Rank 0 writes; the others read along only where shards must cross the network to it.
+    """
+    device.synchronize()
+    mesh.world.barrier()
+    if mesh.world.rank == 0:
+        dtype = policy.megatron.params_dtype
+        write_checkpoint(folder, stream.read(), like=like, dtype=dtype, metadata={"step": step, "from": like})
+    elif stream.crosses_network:
+        for _ in stream.read():
+            pass
+    mesh.world.barrier()
 
 
 class SyncError(RuntimeError):
@@ -83,6 +108,7 @@ class WeightStream:
 
     Attributes:
         shapes: name -> shape of everything `read` yields.
+        crosses_network: whether any cut must, in which case all ranks read together.
         local_reads, peer_reads, network_reads: cuts this rank takes from itself, from peers' memory, over the network.
     """
 
@@ -113,6 +139,7 @@ class WeightStream:
         self._sources, self._crossing = plan_reads(
             {cut_id: sorted(ranks) for cut_id, ranks in self._cuts.items()}, hosts, mesh.world.rank
         )
+        self.crosses_network = bool(self._crossing)
         self.shapes: dict[str, tuple[int, ...]] = {
             name: policy.shape.tensor_shapes[name] for shard in self._tensors.values() for name in shard.hf
         }
@@ -198,6 +225,53 @@ def sync_weights(stream: WeightStream, engine: Engine, device: Device, mesh: Mes
     engine.reset_cache()
     device.synchronize()
     mesh.world.barrier()
+
+
+def prove_sync(
+    engine: Engine, policy: Policy, prompts: Sequence[Prompt], config: Config, mesh: Mesh, *, max_tokens: int = 8
+) -> float:
+    """Sample a few tokens and score the same tokens with the policy; returns the largest |log-probability difference|.
+
+    All ranks must call, with the engine awake at the policy's version and equally many prompts. Routes are replayed where
+    captured, so that a flipped expert is not mistaken for a wrong weight.
+
+    Raises:
+        SyncError: the difference exceeds what rounding in the two types explains: the engine holds other weights.
+    """
+    requests = [
+        Request(
+            prompt=prompt,
+            group=number,
+            member=0,
+            seed=sampling_seed(config.train.seed, -2, prompt.id, 0),
+            max_tokens=max_tokens,
+            temperature=config.rollout.temperature,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    rollouts = engine.generate(requests, version=engine.version)
+    shape = policy.shape
+    micro_batch = pack(
+        rollouts,
+        range(len(rollouts)),
+        [0.0] * len(rollouts),
+        num_experts=shape.num_experts,
+        num_layers=len(shape.moe_layers) if engine.capture else 0,
+        topk=shape.topk if engine.capture else 0,
+    )
+    scores = policy.score([micro_batch], mode="replay" if engine.capture else "live")
+    if not policy.reports:
+        return 0.0
+    difference_N = (scores.logprobs[0].cpu() - micro_batch.rollout_logprobs_N).abs() * micro_batch.loss_mask_N
+    worst, limit = float(difference_N.max()), sync_tolerance(config.model.dtype, config.engine.dtype)
+    if not worst <= limit:
+        position = int(difference_N.argmax())
+        raise SyncError(
+            f"rank {mesh.world.rank}: after the weight sync to version {engine.version} engine and policy differ by "
+            f"{worst:.3g} in the log-probability of token {int(micro_batch.targets_N[position])} (limit {limit:g}): "
+            "the engine does not hold the policy's weights"
+        )
+    return worst
 
 
 def sync_tolerance(policy_dtype: str, engine_dtype: str) -> float:

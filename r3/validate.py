@@ -18,7 +18,7 @@ from typing import Any
 from r3.config import Config, Problem, flatten
 from r3.shape import ModelShape, ShapeError, checkpoint_tensors
 
-BUILTIN_REWARDS = ("gsm8k",)
+BUILTIN_REWARDS = ("gsm8k", "exact")  # those of r3.rewards, which imports too much to be asked here
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 _SHOWN_ROWS = 5  # of a bad data file; the rest is counted
@@ -55,14 +55,27 @@ _SIZES = (
     "eval.samples",
 )
 _RANGES: tuple[_Range, ...] = (
-    *((name, lambda v: v >= 0, "must not be negative", "0 has the meaning that --help gives") for name in _COUNTS),
+    *(
+        (name, lambda v: v >= 0, "must not be negative", "0 has the meaning that --help gives")
+        for name in _COUNTS
+    ),
     *((name, lambda v: v >= 1, "must be at least 1", "give a positive whole number") for name in _SIZES),
     ("parallel.etp", lambda v: v >= 0, "must not be negative", "0 = same as parallel.tp"),
-    ("rollout.temperature", lambda v: v > 0, "must be above 0: greedy answers of one prompt are all equal", "1.0"),
+    (
+        "rollout.temperature",
+        lambda v: v > 0,
+        "must be above 0: greedy answers of one prompt are all equal",
+        "1.0",
+    ),
     ("rollout.top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1", "1.0 samples from all tokens"),
     ("algo.clip_low", lambda v: 0 < v <= 1, "must be above 0 and at most 1", "0.2 is common"),
     ("algo.clip_high", lambda v: v > 0, "must be above 0", "0.2 is symmetric, 0.28 is clip-higher"),
-    ("algo.tis_cap", lambda v: v == 0 or v >= 1, "must be 0 or at least 1: exact weights are 1", "0 = off, or 2.0"),
+    (
+        "algo.tis_cap",
+        lambda v: v == 0 or v >= 1,
+        "must be 0 or at least 1: exact weights are 1",
+        "0 = off, or 2.0",
+    ),
     ("algo.kl_coef", lambda v: v >= 0, "must not be negative", "0 = off"),
     ("train.lr", lambda v: v > 0, "must be above 0", "1e-6 is common for models of billions of parameters"),
     ("train.min_lr", lambda v: v >= 0, "must not be negative", "0 decays to nothing"),
@@ -126,8 +139,8 @@ def examine(config: Config, world_size: int, known_shape: ModelShape | None = No
     """Problems and warnings in one reading of the files.
 
     Args:
-        known_shape: what to check against when there is no folder at `model.path`: for a dry run of a model that was not
-            downloaded. Its absence is a problem all the same.
+        known_shape: what to check against when there is no folder at `model.path`: for a dry run of a model that
+            was not downloaded. Its absence is a problem all the same.
     """
     found = _Findings(config)
     shape = _check_model(config, found) or known_shape
@@ -147,7 +160,9 @@ def read_rows(path: str | Path, *, prompt_key: str, answer_key: str) -> tuple[li
     """Rows of a JSONL file, and those that cannot be used. Blank lines are passed over, and still count as lines."""
     rows: list[Row] = []
     bad: list[BadRow] = []
-    with open(path, "rb") as stream:  # bytes: json finds the encoding, and a line that is not UTF-8 is named as such
+    with open(
+        path, "rb"
+    ) as stream:  # bytes: json finds the encoding, and a line that is not UTF-8 is named as such
         for line, text in enumerate(stream, start=1):
             if not text.strip():
                 continue
@@ -165,7 +180,9 @@ def read_rows(path: str | Path, *, prompt_key: str, answer_key: str) -> tuple[li
                 if key not in columns
             ]
             if prompt_key in columns and not _is_prompt(columns[prompt_key]):
-                faults.append(BadRow(line, prompt_key, "must be text, or a list of {role, content} with text in both"))
+                faults.append(
+                    BadRow(line, prompt_key, "must be text, or a list of {role, content} with text in both")
+                )
             if answer_key in columns and not isinstance(columns[answer_key], str):
                 faults.append(BadRow(line, answer_key, f"must be text, got {columns[answer_key]!r}"))
             bad += faults
@@ -203,7 +220,11 @@ def _check_model(config: Config, found: _Findings) -> ModelShape | None:
         found.add("model.path", "there is no such folder", fix)
         return None
     if not (folder / "tokenizer.json").is_file():
-        found.add("model.path", "the folder has no tokenizer.json", "save the model's fast tokenizer beside its weights")
+        found.add(
+            "model.path",
+            "the folder has no tokenizer.json",
+            "save the model's fast tokenizer beside its weights",
+        )
     if not _has_chat_template(folder):
         found.add(
             "model.path",
@@ -213,10 +234,14 @@ def _check_model(config: Config, found: _Findings) -> ModelShape | None:
     try:
         shape = ModelShape.read(folder)
     except OSError:
-        found.add("model.path", "the folder has no config.json", "give the folder of a Hugging Face checkpoint")
+        found.add(
+            "model.path", "the folder has no config.json", "give the folder of a Hugging Face checkpoint"
+        )
         return None
     except ShapeError as error:
-        found.add("model.path", str(error), "give a checkpoint of a known architecture, as its authors published it")
+        found.add(
+            "model.path", str(error), "give a checkpoint of a known architecture, as its authors published it"
+        )
         return None
     try:
         tensors = checkpoint_tensors(folder)
@@ -225,10 +250,11 @@ def _check_model(config: Config, found: _Findings) -> ModelShape | None:
         return shape
     wrong = [name for name, size in shape.tensor_shapes.items() if tensors.get(name) != size]
     if wrong:
+        name, count = wrong[0], f"{len(wrong)} of the {len(shape.tensor_shapes)} tensors that config.json implies"
         found.add(
             "model.path",
-            f"{len(wrong)} of the {len(shape.tensor_shapes)} tensors that config.json implies are missing or have another "
-            f"size: {wrong[0]} should be {shape.tensor_shapes[wrong[0]]}, is {tensors.get(wrong[0], 'missing')}",
+            f"{count} are missing or have another size, the first is {name}: "
+            f"{tensors.get(name, 'missing')} instead of {shape.tensor_shapes[name]}",
             "weights and config.json must belong together: download or export them again",
         )
     return shape
@@ -258,7 +284,7 @@ def _check_batch(config: Config, found: _Findings, world_size: int) -> None:
     if rollout.group_size == 1:
         found.add(
             "rollout.group_size",
-            f"algo.advantage {config.algo.advantage} compares the answers of a group: alone, an answer's advantage is 0",
+            f"algo.advantage {config.algo.advantage} compares answers of a group: alone, an answer's advantage is 0",
             "at least 2; 8 and 16 are common",
         )
     divisors = {f"the {world_size} ranks": world_size}
@@ -283,9 +309,15 @@ def _check_batch(config: Config, found: _Findings, world_size: int) -> None:
 def _check_layout(config: Config, found: _Findings, shape: ModelShape | None, world_size: int) -> None:
     for name in _NOT_YET:
         if found.sound(name) and found.values[name] > 1:
-            found.add(name, "is not supported yet: ranks are laid out data and expert parallel only", "leave it at 1")
+            found.add(
+                name,
+                "is not supported yet: ranks are laid out data and expert parallel only",
+                "leave it at 1",
+            )
     if config.parallel.etp > 1:
-        found.add("parallel.etp", "is not supported yet: an expert lives whole on one rank", "leave it at 0 or 1")
+        found.add(
+            "parallel.etp", "is not supported yet: an expert lives whole on one rank", "leave it at 0 or 1"
+        )
     ep = config.parallel.ep
     if not found.sound("parallel.ep") or ep == 1:
         return
@@ -299,13 +331,16 @@ def _check_layout(config: Config, found: _Findings, shape: ModelShape | None, wo
         found.add("parallel.ep", "the model is dense: it has no experts to lay out", "1")
     elif shape and shape.num_experts % ep:
         fits = [str(size) for size in range(1, shape.num_experts + 1) if shape.num_experts % size == 0]
-        found.add("parallel.ep", f"must divide the model's {shape.num_experts} experts", f"one of {', '.join(fits)}")
+        found.add(
+            "parallel.ep", f"must divide the model's {shape.num_experts} experts", f"one of {', '.join(fits)}"
+        )
 
 
 def _check_lengths(config: Config, found: _Findings, shape: ModelShape | None) -> None:
     """Prompt and response must fit into the context, the engine, a micro-batch and the KV cache.
 
-    Without data.max_prompt_tokens the longest prompt is not known before the data set is built, so one token stands for it.
+    Without data.max_prompt_tokens the longest prompt is not known before the data set is built: one token stands
+    for it.
     """
     response, prompt = config.rollout.max_response_tokens, config.data.max_prompt_tokens
     if not found.sound("rollout.max_response_tokens", "data.max_prompt_tokens"):
@@ -316,7 +351,9 @@ def _check_lengths(config: Config, found: _Findings, shape: ModelShape | None) -
         context = shape.max_position_embeddings
         if response >= context:
             fix = f"below {context}, with room for the prompts"
-            found.add("rollout.max_response_tokens", f"does not fit the model's context of {context} tokens", fix)
+            found.add(
+                "rollout.max_response_tokens", f"does not fit the model's context of {context} tokens", fix
+            )
         elif needed > context:
             rule = f"{sequence} exceed the model's context of {context}"
             found.add("data.max_prompt_tokens", rule, f"at most {context - response}, or a shorter response")
@@ -332,7 +369,9 @@ def _check_lengths(config: Config, found: _Findings, shape: ModelShape | None) -
                 "enough for many conversations at once, or 0 for what the device leaves",
             )
     if found.sound("engine.max_model_len") and 0 < config.engine.max_model_len < needed:
-        found.add("engine.max_model_len", f"{sequence} do not fit", f"at least {needed}, or 0 for what is needed")
+        found.add(
+            "engine.max_model_len", f"{sequence} do not fit", f"at least {needed}, or 0 for what is needed"
+        )
     if found.sound("train.micro_batch_tokens") and config.train.micro_batch_tokens < needed:
         rule = f"must hold the longest sequence: {sequence}"
         found.add("train.micro_batch_tokens", rule, f"at least {needed}; several sequences pack better")
@@ -349,14 +388,18 @@ def _check_reward(reward: str, found: _Findings) -> None:
     try:
         tree = ast.parse(Path(path).read_bytes(), filename=path)
     except OSError as error:
-        found.add("reward.function", f"{path} cannot be read ({error.strerror})", "give the path of a Python file")
+        found.add(
+            "reward.function", f"{path} cannot be read ({error.strerror})", "give the path of a Python file"
+        )
     except (SyntaxError, ValueError) as error:
         found.add("reward.function", f"{path} is not valid Python ({error})", "mend the file")
     else:
-        defined = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         if function not in defined:
-            fix = f"it defines {', '.join(defined) or 'none'}; write the function at the top level of the file"
-            found.add("reward.function", f"{path} defines no function {function!r}", fix)
+            fix = (
+                f"it defines {', '.join(defined) or 'none'}; write the function at the top level of the file"
+            )
+            found.add("reward.function", f"{path} defines no plain function {function!r}", fix)
 
 
 def _check_data(config: Config, found: _Findings) -> tuple[list[Row], list[Row]]:
@@ -386,6 +429,9 @@ def _check_rows(config: Config, found: _Findings, name: str, path: str) -> list[
     except OSError as error:
         found.add(name, f"cannot be read ({error.strerror})", "give a readable JSONL file")
         return []
+    if config.reward.function == "gsm8k":
+        rule = "has no '#### number', which the reward gsm8k reads"
+        bad += [BadRow(row.line, config.data.answer_key, rule) for row in rows if "####" not in row.answer]
     for row in bad[:_SHOWN_ROWS]:
         where = f"{path}:{row.line}" + (f":{row.field}" if row.field else "")
         if row.rule.startswith("is missing"):
@@ -394,7 +440,9 @@ def _check_rows(config: Config, found: _Findings, name: str, path: str) -> list[
             fix = "mend the row" if row.field else "one JSON object a line"
         found.add(name, row.rule, fix, value=where)
     if len(bad) > _SHOWN_ROWS:
-        found.add(name, f"{len(bad) - _SHOWN_ROWS} more faults, {len(bad)} in all", "mend those as well", value=path)
+        found.add(
+            name, f"{len(bad) - _SHOWN_ROWS} more faults, {len(bad)} in all", "mend those as well", value=path
+        )
     return rows
 
 
@@ -417,16 +465,22 @@ def _ignored_settings(config: Config, shape: ModelShape | None) -> list[str]:
 
     def ignored(because: str, *names: str) -> None:
         notes.extend(
-            f"{name} = {values[name]!r} has no effect: {because}" for name in names if values[name] != defaults[name]
+            f"{name} = {values[name]!r} has no effect: {because}"
+            for name in names
+            if values[name] != defaults[name]
         )
 
     algo, train, rollout = config.algo, config.train, config.rollout
     if shape and not shape.moe_layers:
         if config.replay.mode != "off":
-            notes.append(f"replay.mode = {config.replay.mode!r} has no effect: the model is dense, it routes nothing")
+            notes.append(
+                f"replay.mode = {config.replay.mode!r} has no effect: the model is dense, it routes nothing"
+            )
         ignored("the model is dense", "model.experts")
         if config.model.recompute == "moe":
-            notes.append("model.recompute = 'moe' has no effect: the model is dense; full recomputes every layer")
+            notes.append(
+                "model.recompute = 'moe' has no effect: the model is dense; full recomputes every layer"
+            )
     if config.replay.mode == "off":
         ignored("replay.mode is off", "replay.on_missing", "replay.reference", "replay.shadow_every")
     if algo.kl_coef == 0:
@@ -435,7 +489,9 @@ def _ignored_settings(config: Config, shape: ModelShape | None) -> list[str]:
         ignored("train.lr_schedule is constant", "train.min_lr")
     if train.warmup_updates >= train.steps * train.updates_per_step:
         total = train.steps * train.updates_per_step
-        notes.append(f"train.lr is never reached: train.warmup_updates = {train.warmup_updates} of {total} updates")
+        notes.append(
+            f"train.lr is never reached: train.warmup_updates = {train.warmup_updates} of {total} updates"
+        )
     if config.engine.kv_cache_gib:
         ignored("engine.kv_cache_gib sets the size", "engine.memory_fraction")
     if not config.eval.path:
@@ -443,8 +499,8 @@ def _ignored_settings(config: Config, shape: ModelShape | None) -> list[str]:
         ignored("eval.path is empty, nothing is evaluated", *names)
     if rollout.top_p < 1 or rollout.top_k > 0:
         notes.append(
-            "rollout.top_p and top_k cut the engine's distribution but not the policy's: mismatch metrics and importance "
-            "weights include that difference"
+            "rollout.top_p and top_k cut the engine's distribution but not the policy's: mismatch metrics and "
+            "importance weights include that difference"
         )
     return list(dict.fromkeys(notes))
 

@@ -27,10 +27,10 @@ from r3.shape import ModelShape
 from r3.types import Rollout
 
 
-def tiny_config(model: str | Path = "", **sections: dict[str, Any]) -> Config:
+def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
     """A float32 config of the shipped model (or another one); `sections` override fields, e.g. `parallel={"ep": 2}`."""
     config = Config(
-        model=ModelConfig(path=str(model or assets.TINY_MOE), dtype="float32"),
+        model=ModelConfig(path=str(path or assets.TINY_MOE), dtype="float32"),
         data=DataConfig(path=str(assets.WORD_PROBLEMS_TRAIN)),
         rollout=RolloutConfig(prompts_per_step=4, group_size=4, max_response_tokens=24),
         algo=AlgoConfig(),

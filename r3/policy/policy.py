@@ -235,7 +235,7 @@ class Policy:
         with self.replay.schedule(mode, training=True) as ledger_of:
             self._run_schedule(batch.micro_batches, loss_of, forward_only=False)
             ledger = ledger_of()
-        return self._metrics(seen, ledger, batch, first=old_logprobs is None)
+        return self._metrics(seen, ledger, first=old_logprobs is None)
 
     def _mode(self, mode: Mode) -> Mode:
         return mode if self.shape.moe_layers else "live"
@@ -306,7 +306,7 @@ class Policy:
         return self.mesh.tp.rank == 0 and self.mesh.cp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
 
     def _metrics(
-        self, seen: Sequence[Mapping[str, torch.Tensor]], ledger: ReplayLedger, batch: Batch, *, first: bool
+        self, seen: Sequence[Mapping[str, torch.Tensor]], ledger: ReplayLedger, *, first: bool
     ) -> dict[str, Any]:
         if not self.reports or not seen:
             return {}
@@ -317,7 +317,8 @@ class Policy:
             return diagnostics.Mean(total=float((column[name] * mask).sum()), count=count)
 
         partials: dict[str, Any] = {
-            "loss/total": diagnostics.Sum(value=float(column["loss"].sum())),
+            # Ranks and micro-batches add up to the update's loss; the mean is over the step's updates.
+            "loss/total": diagnostics.Mean(float(column["loss"].sum()), float(self.mesh.dp_cp.rank == 0)),
             "loss/clip_frac": mean("clipped"),
             "policy/entropy": mean("entropy"),
         }

@@ -1,0 +1,44 @@
+# Everything runs from .venv, which `make setup` builds and every other target brings up to date first.
+PY := .venv/bin/python
+UV ?= uv
+# Files that lint and format look at; the second part of `make test` runs TESTS with PYTEST_ARGS.
+CODE := $(wildcard train.py r3 configs tests tools benchmarks)
+TESTS ?= tests
+PYTEST_ARGS ?= -m "not gpu" --durations=15
+
+# Ranks and tests share few cores; spinning OpenMP threads would slow each other down several times.
+test: export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint fmt lock clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## create or refresh .venv with the CPU stack (about two minutes; at once when nothing changed)
+	@tools/setup_env.sh
+
+demo: setup ## train the embedded model on this CPU
+	launch/local.sh tiny
+
+test: lint ## lint, format check, types, then all tests that need no GPU
+	$(PY) -m pytest $(PYTEST_ARGS) $(TESTS)
+
+lint: setup ## ruff check, format check, mypy
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
+	$(PY) -m mypy
+
+fmt: setup ## format, and repair what ruff can
+	$(PY) -m ruff format $(CODE)
+	$(PY) -m ruff check --fix $(CODE)
+
+lock: ## resolve requirements/cpu.in into cpu.txt; LOCK_ARGS=--upgrade moves the pins (needs uv and the network)
+	$(UV) pip compile requirements/cpu.in --override requirements/overrides.txt \
+	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	  --custom-compile-command 'make lock   (needs uv; how and why: requirements/README.md)' \
+	  --output-file requirements/cpu.txt --quiet $(LOCK_ARGS)
+
+clean: ## remove caches and build outputs; keeps .venv and runs/
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

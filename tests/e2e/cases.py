@@ -1,0 +1,245 @@
+"""What each rank does in the tests of this folder: a real vLLM engine and a real Megatron policy in every process."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from r3.advantage import ADVANTAGES
+from r3.config import Config
+from r3.data import prompts_of_step
+from r3.device import Device
+from r3.diagnostics import mismatch
+from r3.engine import Engine, EngineStateError, Request, WeightMismatch, sampling_seed
+from r3.exchange import distribute, score_all
+from r3.mesh import Mesh, build_mesh
+from r3.policy import Policy
+from r3.residency import Residency, ResidencyError, State
+from r3.rollout import Answers, answer
+from r3.start import Task, read_task
+from r3.sync import SyncError, WeightStream, export, prove_sync, sync_weights
+from r3.types import Rollout
+from tests.tiny import tiny_config
+
+
+class World:
+    """Everything a step uses, built for one rank."""
+
+    def __init__(self, device: Device, config: Config, *, hosts: list[str] | None = None) -> None:
+        self.device, self.config = device, config
+        self.task: Task = read_task(config)
+        self.mesh: Mesh = build_mesh(device, config.parallel)
+        self.engine = Engine(config, device, self.task.shape, self.task.tokenizer, max_model_len=self.task.max_model_len)
+        self.policy = Policy(config, device, self.mesh, self.task.shape)
+        self.stream = WeightStream(self.policy, device, self.mesh, hosts=hosts)
+        self.residency = Residency(self.engine, self.policy, device)
+
+    def sync(self, version: int) -> None:
+        """Hand the memory over and the weights with it."""
+        self.residency.move(State.SYNC)
+        sync_weights(self.stream, self.engine, self.device, self.mesh, version=version)
+        self.residency.move(State.GENERATE)
+
+    def answer(self, version: int, *, step: int = 0, engine: Engine | None = None) -> Answers:
+        """One round of answers."""
+        rollout = self.config.rollout
+        return answer(
+            engine or self.engine,
+            prompts_of_step(self.task.prompts, seed=0, step=step, count=rollout.prompts_per_step),
+            self.task.judge,
+            self.mesh,
+            members=rollout.group_size,
+            version=version,
+            run_seed=0,
+            seed_step=step,
+            max_tokens=rollout.max_response_tokens,
+            temperature=rollout.temperature,
+        )
+
+    def perturb(self, seed: int = 0) -> None:
+        """Move the policy's weights, the same way on every replica of a tensor."""
+        for slot in self.policy.slots:
+            digest = hashlib.blake2b(f"{seed}/{slot.name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            slot.tensor.add_(torch.randn(slot.tensor.shape, generator=generator) * 0.01)
+
+
+def signature(rollouts: list[Rollout]) -> list[str]:
+    """Everything the engine returned, bit for bit, order of experts inside a row aside."""
+    return [
+        f"{r.tokens_T.tolist()} {r.logprobs_T.tobytes().hex()} {hashlib.sha256(r.routed_experts.tobytes()).hexdigest()}"
+        for r in rollouts
+    ]
+
+
+def push_equals_fresh_engine(device: Device, *, ep: int, out: str, hosts: list[str] | None = None) -> dict[str, Any]:
+    """Push moved weights, and compare with an engine freshly loaded from the exported checkpoint."""
+    world = World(device, tiny_config(parallel={"ep": ep}), hosts=hosts)
+    world.sync(0)
+    before = signature(world.answer(0).rollouts)
+    world.residency.move(State.TRAIN)
+    world.perturb()
+    world.sync(1)
+    pushed = signature(world.answer(1).rollouts)
+    again = signature(world.answer(1).rollouts)  # now with every prompt in the prefix cache
+    folder = Path(out) / "export"
+    export(folder, world.stream, world.policy, device, world.mesh, like=world.config.model.path, step=1)
+    config = replace(world.config, model=replace(world.config.model, path=str(folder)))
+    fresh = Engine(config, device, world.task.shape, world.task.tokenizer, max_model_len=world.task.max_model_len)
+    fresh.wake("weights")
+    fresh.wake("kv_cache")
+    fresh.version, fresh._stale_cache = 1, False  # it was loaded from the files, not pushed to
+    loaded = signature(world.answer(1, engine=fresh).rollouts)
+    return {
+        "moved": before != pushed,
+        "equal": pushed == loaded,
+        "cached_equal": again == loaded,
+        "reads": [world.stream.local_reads, world.stream.peer_reads, world.stream.network_reads],
+    }
+
+
+def engine_guards(device: Device) -> dict[str, str]:
+    """Provoke every refusal of the engine, then show that it still works."""
+    world = World(device, tiny_config())
+    engine, stream = world.engine, world.stream
+    said: dict[str, str] = {}
+
+    def provoke(name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+            said[name] = "nothing was raised"
+        except (EngineStateError, WeightMismatch, ResidencyError, SyncError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    request = Request(prompt=world.task.prompts.prompts[0], group=0, member=0, seed=1, max_tokens=4)
+
+    def push(shapes: dict[str, Any] | None = None, skip: str = "") -> None:
+        weights = ((name, tensor) for name, tensor in stream.read() if name != skip)
+        engine.load_weights(shapes if shapes is not None else stream.shapes, weights, version=1)
+
+    gone = "model.layers.1.mlp.experts.3.up_proj.weight"
+    provoke("push asleep", push)
+    provoke("generate asleep", lambda: engine.generate([request], version=1))
+    provoke("cache first", lambda: engine.wake("kv_cache"))
+    provoke("sleep twice", engine.sleep)
+    provoke("train to generate", lambda: world.residency.move(State.GENERATE))
+    world.residency.move(State.SYNC)
+    provoke("wake twice", lambda: engine.wake("weights"))
+    provoke("not announced", lambda: push({k: v for k, v in stream.shapes.items() if k != gone}))
+    provoke("misshaped", lambda: push(stream.shapes | {gone: (3, 3)}))
+    provoke("unknown", lambda: push(stream.shapes | {"model.layers.9.x": (3, 3)}))
+    provoke("not delivered", lambda: push(skip=gone))
+    provoke("half pushed", lambda: (engine.wake("kv_cache"), engine.generate([request], version=1)))
+    push()
+    provoke("cache not reset", lambda: engine.generate([request], version=1))
+    engine.reset_cache()
+    provoke("other version", lambda: engine.generate([request], version=2))
+    world.residency.state = State.GENERATE
+    provoke("generate to sync", lambda: world.residency.move(State.SYNC))
+    prove_sync(engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh)
+    world.perturb()
+    provoke("stale", lambda: prove_sync(engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh))
+    said["works"] = str(engine.generate([request], version=1)[0].num_response_tokens)
+    return said
+
+
+def step_routes(device: Device, *, ep: int, engine_dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
+    """Generate, exchange, pack and train on real rollouts; read the routers back and measure the mismatch."""
+    config = tiny_config(
+        parallel={"ep": ep}, engine={"dtype": engine_dtype}, rollout={"prompts_per_step": 8}, train={"seed": seed}
+    )
+    world = World(device, config)
+    world.sync(0)
+    proof = prove_sync(world.engine, world.policy, world.task.prompts.prompts[:4], config, world.mesh)
+    answers = world.answer(0, step=seed)
+    world.residency.move(State.TRAIN)
+    scored = score_all(answers, ADVANTAGES["grpo"], config.rollout.group_size)
+    (batch,), _ = distribute(
+        scored, world.mesh, world.task.shape, num_updates=1, micro_batch_tokens=700, on_missing="error"
+    )
+    policy = world.policy
+    used: dict[int, list[torch.Tensor]] = {layer: [] for layer in policy.shape.moe_layers}
+    hooks = [
+        layer.mlp.router.register_forward_hook(
+            lambda _m, _i, out, number=layer.layer_number - 1: used[number].append(out[1])
+        )
+        for layer in policy.chunks[0].decoder.layers
+    ]
+    metrics = policy.forward_backward(batch)
+    for hook in hooks:
+        hook.remove()
+    slots = wrong = 0
+    for i, micro_batch in enumerate(batch.micro_batches):
+        captured = micro_batch.captured_N
+        for position, layer in enumerate(policy.shape.moe_layers):
+            rows = micro_batch.routed_experts_NLK[:, position].long()[captured]
+            given = torch.zeros(len(rows), policy.shape.num_experts, dtype=torch.bool).scatter(1, rows, True)
+            slots += len(rows)
+            wrong += int((used[layer][i][captured] != given).any(-1).sum())
+    flat = batch.micro_batches
+    rollout_N = torch.cat([micro_batch.rollout_logprobs_N for micro_batch in flat])
+    mask_N = torch.cat([micro_batch.loss_mask_N for micro_batch in flat])
+    figures: dict[str, float] = {}
+    for mode in ("replay", "live"):
+        logprobs_N = torch.cat(policy.score(flat, mode=mode).logprobs)
+        parts = mismatch(logprobs_N, rollout_N, mask_N)
+        figures |= {f"{mode}/{name}": type(part).reduce([part]) for name, part in parts.items()}
+    return {
+        "proof": proof,
+        "slots": slots,
+        "wrong": wrong,
+        "abs_max": metrics["mismatch/abs_max"].value,
+        "figures": figures,
+        "k3_sums": {mode: figures[f"{mode}/k3"] * float(mask_N.sum()) for mode in ("replay", "live")},
+    }
+
+
+def sampled(device: Device, *, ep: int, max_num_seqs: int = 64) -> dict[str, str]:
+    """(prompt, member) -> tokens of two steps, to compare over ranks and batch sizes."""
+    world = World(device, tiny_config(parallel={"ep": ep}, engine={"max_num_seqs": max_num_seqs}))
+    world.sync(0)
+    found = {}
+    for step in (1, 2):
+        for rollout in world.answer(0, step=step).rollouts:
+            found[f"{step} {rollout.prompt_id} {rollout.member}"] = str(rollout.tokens_T.tolist())
+    return found
+
+
+def memory_moves(device: Device, *, dtype: str) -> dict[str, Any]:
+    """How much memory leaves in each state, and whether training notices that its state was away."""
+    config = tiny_config(engine={"kv_cache_gib": 0.5}, model={"dtype": dtype})
+    world = World(device, config)
+    policy = world.policy
+    random_state = torch.get_rng_state()
+    world.sync(0)
+    generate_gib = device.used_gib()
+    gradient_bytes = sum(buffer.untyped_storage().nbytes() for buffer in policy.memory.gradient_buffers())
+    answers = world.answer(0)
+    neutral = torch.equal(random_state, torch.get_rng_state())
+    world.residency.move(State.TRAIN)
+    asleep_gib = device.used_gib()
+    scored = score_all(answers, ADVANTAGES["grpo"], config.rollout.group_size)
+    (batch,), _ = distribute(scored, world.mesh, world.task.shape, num_updates=1, micro_batch_tokens=512, on_missing="error")
+    policy.update(batch, total_updates=4)
+    kept = {key: tensor.clone() for key, tensor in policy.memory.optimizer_tensors()}
+    world.sync(1)
+    away = sum(tensor.untyped_storage().nbytes() for _, tensor in policy.memory.optimizer_tensors())
+    world.residency.move(State.TRAIN)
+    back = all(torch.equal(kept[key], tensor) for key, tensor in policy.memory.optimizer_tensors())
+    return {
+        "generate_gib": generate_gib,
+        "asleep_gib": asleep_gib,
+        "gradient_bytes_in_generate": gradient_bytes,
+        "optimizer_bytes_in_generate": away,
+        "optimizer_tensors": len(kept),
+        "restored": back,
+        "random_state_kept": neutral,
+    }
+
+
+__all__ = ["engine_guards", "memory_moves", "push_equals_fresh_engine", "sampled", "sampling_seed", "step_routes"]

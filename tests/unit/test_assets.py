@@ -1,0 +1,219 @@
+"""The embedded model and its task: what the quick start, the documentation and other tests rely on."""
+
+import importlib.util
+import json
+import random
+import re
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
+from r3.assets.word_problems import Row, evaluation_rows, final_answer, make_problem, training_rows
+
+MEGABYTE = 1_000_000
+
+
+def read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+
+
+@cache
+def load_tool() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "tools" / "make_tiny_model.py"
+    spec = importlib.util.spec_from_file_location("make_tiny_model", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY_MOE)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def respond(model: Any, tokenizer: Any, rows: list[Row], **how: Any) -> list[list[int]]:
+    """Response tokens, without what follows the end token."""
+    chats = [[{"role": "user", "content": row["question"]}] for row in rows]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**inputs, max_new_tokens=40, **how)[:, inputs["input_ids"].shape[1] :].tolist()
+    return [ids[: ids.index(2) + 1] if 2 in ids else ids for ids in output]
+
+
+def is_right(text: str, row: Row) -> bool:
+    return re.findall(r"#### (\d+)", text)[-1:] == [final_answer(row)]
+
+
+# ---- the task
+
+
+def test_data_files_are_the_rows_their_seeds_give() -> None:
+    assert read(WORD_PROBLEMS_TRAIN) == training_rows(4096)
+    assert read(WORD_PROBLEMS_EVAL) == evaluation_rows(256)
+
+
+def test_a_shorter_draw_is_the_beginning_of_a_longer_one() -> None:
+    assert training_rows(10) == read(WORD_PROBLEMS_TRAIN)[:10]
+    assert evaluation_rows(10) == read(WORD_PROBLEMS_EVAL)[:10]
+
+
+def test_questions_are_distinct() -> None:
+    for path in (WORD_PROBLEMS_TRAIN, WORD_PROBLEMS_EVAL):
+        questions = [row["question"] for row in read(path)]
+        assert len(set(questions)) == len(questions)
+
+
+@pytest.mark.parametrize("column", ["question", "answer"])
+def test_training_prompts_share_no_question_and_no_arithmetic_with_the_evaluation(column: str) -> None:
+    held_out = {row[column] for row in read(WORD_PROBLEMS_EVAL)}
+    assert not any(row[column] in held_out for row in read(WORD_PROBLEMS_TRAIN))
+
+
+def test_pretraining_never_shows_the_arithmetic_of_the_evaluation(tokenizer: Any) -> None:
+    held_out = {row["answer"] for row in read(WORD_PROBLEMS_EVAL)}
+    stream = load_tool().Stream(tokenizer, seed=0)
+    assert not any(next(stream.problems)["answer"] in held_out for _ in range(12_000))
+    # The check has teeth: problems drawn without the exclusion do hit the evaluation set.
+    rng = random.Random(0)
+    assert any(make_problem(rng)["answer"] in held_out for _ in range(12_000))
+
+
+@pytest.mark.parametrize("path", [WORD_PROBLEMS_TRAIN, WORD_PROBLEMS_EVAL], ids=["train", "eval"])
+def test_every_answer_follows_from_its_question(path: Path) -> None:
+    """Told again from the question's words, and each line of the answer computed on its own."""
+    signs = dict.fromkeys(["buys", "finds", "gets", "wins"], 1)
+    signs |= dict.fromkeys(["sells", "loses", "gives away", "drops"], -1)
+    for row in read(path):
+        assert row.keys() == {"question", "answer"}
+        first, *moves, last = re.findall(r"[^.?]+[.?]", row["question"])
+        total = int(re.fullmatch(r"\w+ has (\d+) \w+\.", first)[1])  # type: ignore[index]
+        assert re.fullmatch(r" How many \w+ are left\?", last)
+        lines = []
+        for move in moves:
+            _, verb, number = re.fullmatch(r" (He|She) (\D+) (\d+)\.", move).groups()  # type: ignore[union-attr]
+            before, total = total, total + signs[verb] * int(number)
+            lines.append(f"{before}{'+' if signs[verb] > 0 else '-'}{number}={total}")
+            assert 0 <= total <= 30
+        assert len(lines) in (3, 4)
+        assert row["answer"] == "\n".join([*lines, f"#### {total}"])
+        assert final_answer(row) == str(total)
+
+
+# ---- the checkpoint's files
+
+
+def test_checkpoint_is_small_enough_to_ship() -> None:
+    sizes = {file.name: file.stat().st_size for file in TINY_MOE.iterdir()}
+    assert sum(sizes.values()) < 8 * MEGABYTE
+    assert sizes.keys() == {
+        "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    }  # fmt: skip
+
+
+def test_shape_divides_for_every_parallel_axis(model: Any) -> None:
+    config = model.config
+    assert config.model_type == "qwen3_moe"
+    assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (4, 8, 2)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (4, 2, 512)
+    assert model.num_parameters() == 1_119_616
+
+
+def test_tokenizer_is_fast_and_knows_its_special_tokens(tokenizer: Any) -> None:
+    assert tokenizer.is_fast
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2)
+    assert len(tokenizer) <= 512
+
+
+def test_every_number_below_a_hundred_is_one_token(tokenizer: Any) -> None:
+    for number in range(100):
+        (token,) = tokenizer.encode(str(number))
+        assert tokenizer.decode([token]) == str(number)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "Tom has 3 books.", "12345 ### 007", "  two  spaces\n\n\ttab ", "\u00e4 \u6570 \U0001f600", "\x00\x7f"],
+)
+def test_any_text_round_trips(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_chat_template_renders_tools_calls_and_results(tokenizer: Any) -> None:
+    call = {"type": "function", "function": {"name": "calc", "arguments": "8-4"}}
+    messages = [
+        {"role": "user", "content": "8-4?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+    ]
+    tools = [{"type": "function", "function": {"name": "calc"}}]
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\n<tools>calc</tools><|im_end|>\n"
+        "<|im_start|>user\n8-4?<|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>8-4</tool_call><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>4</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_longer_chat_begins_with_the_tokens_of_the_shorter_one(tokenizer: Any) -> None:
+    """Multi-turn rollouts append to the tokens they have and never tokenize again."""
+    question, answer = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "#### 5"}
+    asked = tokenizer.apply_chat_template([question], add_generation_prompt=True)["input_ids"]
+    told = tokenizer.apply_chat_template([question, answer])["input_ids"]
+    assert told == asked + tokenizer.encode("#### 5<|im_end|>\n")
+
+
+# ---- what the model does
+
+
+def test_greedy_answers_come_at_once_and_are_mostly_wrong(model: Any, tokenizer: Any) -> None:
+    """The starting point of the learning curve.
+
+    GREEDY_BAND
+    """
+    rows = read(WORD_PROBLEMS_EVAL)[:64]
+    responses = respond(model, tokenizer, rows, do_sample=False)
+    assert sum(map(len, responses)) / len(rows) < 5  # `#### n` and the end token are four
+    right = sum(is_right(tokenizer.decode(ids), row) for ids, row in zip(responses, rows, strict=True))
+    assert 0.10 <= right / len(rows) <= 0.40
+
+
+def test_sampled_answers_sometimes_show_steps_and_are_then_mostly_right(model: Any, tokenizer: Any) -> None:
+    """What reinforcement learning has to find. Bands of three standard errors around 1024 samples' figures."""
+    rows = read(WORD_PROBLEMS_EVAL)
+    torch.manual_seed(0)
+    responses = respond(model, tokenizer, rows, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    texts = [tokenizer.decode(ids) for ids in responses]
+    worked = [(text, row) for text, row in zip(texts, rows, strict=True) if "=" in text]
+    assert 0.14 <= len(worked) / len(rows) <= 0.32
+    assert sum(is_right(text, row) for text, row in worked) / len(worked) >= 0.8
+
+
+@torch.no_grad()
+def test_every_expert_of_every_layer_is_used(model: Any, tokenizer: Any) -> None:
+    """Routing replay is tested on this model: a dead expert would hide errors."""
+    texts = [f"{row['question']}\n{row['answer']}" for row in read(WORD_PROBLEMS_EVAL)[:64]]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    output = model(**batch, output_router_logits=True, use_cache=False)
+    real = batch["attention_mask"].flatten().bool()
+    for logits in output.router_logits:
+        load = logits[real].topk(2, -1).indices.flatten().bincount(minlength=8) / (2 * real.sum())
+        assert load.min() > 0.05
+        assert load.max() < 0.25

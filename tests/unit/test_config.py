@@ -1,0 +1,481 @@
+"""Settings: the tree, its YAML, what may change on resume, and every rule that refuses a config or a data set."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import KNOWN_SHAPES, PRESETS
+from r3 import validate
+from r3.assets import TINY_MOE, WORD_PROBLEMS_TRAIN
+from r3.config import (
+    FIELD_TYPES,
+    RESUME_MAY_CHANGE,
+    Config,
+    ConfigError,
+    ParallelConfig,
+    flatten,
+    from_yaml,
+    parse_value,
+    resume_problems,
+    to_yaml,
+    with_values,
+)
+from r3.shape import ModelShape, ShapeError, checkpoint_tensors
+
+TINY = PRESETS["tiny"]()
+DENSE = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-0.6B"])
+HF_TINY = json.loads((TINY_MOE / "config.json").read_text())
+
+
+def found(values: dict[str, Any], world_size: int = 2) -> dict[str, str]:
+    """Field -> message of what is wrong with `tiny` once some fields are changed."""
+    problems = validate.problems(with_values(TINY, values), world_size)
+    return {problem.field: str(problem) for problem in problems}
+
+
+# ---- the tree and its YAML
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_yaml_gives_the_same_config_back(preset: str) -> None:
+    config = PRESETS[preset]()
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_yaml_writes_every_field_and_absent_ones_keep_their_defaults() -> None:
+    text = to_yaml(Config())
+    assert all(f"  {name.partition('.')[2]}: " in text for name in FIELD_TYPES)
+    assert from_yaml("train: {steps: 3}") == with_values(Config(), {"train.steps": 3})
+
+
+def test_yaml_is_read_as_a_person_means_it() -> None:
+    # YAML 1.1 takes 1e-4 for text and a bare off for False.
+    config = from_yaml("train: {lr: 1e-4}\nreplay: {mode: off}\nengine: {sleep_level: 1}\nlog: {progress: no}")
+    assert (config.train.lr, config.replay.mode) == (1e-4, "off")
+    assert (config.engine.sleep_level, config.log.progress) == (1, False)
+
+
+def test_everything_wrong_in_a_yaml_is_said_at_once() -> None:
+    text = "\n".join(
+        [
+            "train: {stepz: 3, lr: fast, seed: 1.5}",
+            "replay: {mode: r4, reference: 2}",
+            "trian: {}",
+            "data: {path: 7}",
+            "log: verbose",
+        ]
+    )
+    with pytest.raises(ConfigError) as error:
+        from_yaml(text)
+    fields = [problem.field for problem in error.value.problems]
+    assert fields == ["train.stepz", "train.lr", "train.seed", "replay.mode", "replay.reference", "trian", "data.path", "log"]
+    assert "did you mean train.steps" in str(error.value)
+    assert "config: 8 problems" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["a: [", "just words", "- 1", ""])
+def test_a_yaml_that_is_no_config_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        from_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("train.lr", "1e-4", 1e-4),
+        ("train.steps", "7", 7),
+        ("log.progress", "false", False),
+        ("engine.sleep_level", "2", 2),
+        ("replay.mode", "r2", "r2"),
+        ("data.path", "", ""),
+    ],
+)
+def test_text_becomes_a_value_of_the_field_type(name: str, text: str, value: object) -> None:
+    parsed = parse_value(name, text)
+    assert parsed == value and type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("train.steps", "1.5"), ("train.steps", True), ("train.lr", None), ("replay.mode", "r4"), ("log.progress", "maybe")],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        parse_value(name, value)
+
+
+def test_lengths_leave_room_for_the_response() -> None:
+    config = with_values(Config(), {"rollout.max_response_tokens": 100, "train.micro_batch_tokens": 1000})
+    assert config.longest_prompt(512) == 412
+    assert config.longest_prompt(4096) == 900  # a sequence must fit into a micro-batch too
+    short = with_values(config, {"data.max_prompt_tokens": 50})
+    assert (short.longest_prompt(512), short.longest_sequence(512)) == (50, 150)
+    assert with_values(config, {"engine.max_model_len": 300}).longest_prompt(512) == 200
+
+
+def test_smallest_world() -> None:
+    assert ParallelConfig().smallest_world == 1
+    assert ParallelConfig(ep=8).smallest_world == 8
+    assert ParallelConfig(tp=2, etp=1, ep=4, pp=2).smallest_world == 8
+
+
+# ---- resume
+
+
+def test_resuming_may_not_change_what_is_learnt() -> None:
+    changes = {
+        "model.path": "elsewhere",
+        "data.path": "other.jsonl",
+        "rollout.prompts_per_step": 32,
+        "rollout.group_size": 4,
+        "algo.clip_high": 0.3,
+        "train.seed": 1,
+        "train.lr": 1e-5,
+        "replay.mode": "off",
+    }
+    problems = resume_problems(TINY, with_values(TINY, changes))
+    assert {problem.field: problem.value for problem in problems} == changes
+    assert "was started with 0.0002" in str(next(p for p in problems if p.field == "train.lr"))
+
+
+def test_resuming_may_change_length_layout_logging_and_memory() -> None:
+    changes = {
+        "train.steps": 99,
+        "train.micro_batch_tokens": 2048,
+        "parallel.ep": 1,
+        "engine.kv_cache_gib": 0.5,
+        "eval.every": 2,
+        "checkpoint.every": 3,
+        "log.dir": "elsewhere",
+        "debug.prove_sync_every": 1,
+        "model.recompute": "full",
+    }
+    assert resume_problems(TINY, with_values(TINY, changes)) == []
+
+
+def test_the_number_of_steps_is_frozen_under_a_decaying_schedule() -> None:
+    old = with_values(TINY, {"train.lr_schedule": "cosine"})
+    problems = resume_problems(old, with_values(old, {"train.steps": 99}))
+    assert [problem.field for problem in problems] == ["train.steps"]
+
+
+def test_what_may_change_on_resume_exists() -> None:
+    for name in RESUME_MAY_CHANGE:
+        assert name in FIELD_TYPES or any(field.startswith(name) for field in FIELD_TYPES if name.endswith("."))
+
+
+# ---- rules
+
+
+@pytest.mark.parametrize(("preset", "world_size"), [("tiny", 2), ("tiny", 4), ("tiny-smoke", 2)])
+def test_embedded_presets_have_no_problem_and_no_warning(preset: str, world_size: int) -> None:
+    report = validate.examine(PRESETS[preset](), world_size)
+    assert (report.problems, report.warnings) == ((), ())
+
+
+def test_every_number_has_a_rule() -> None:
+    ruled = {name for name, *_ in validate._RANGES}
+    assert {name for name, kind in FIELD_TYPES.items() if kind in (int, float)} <= ruled
+    assert ruled <= FIELD_TYPES.keys()
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "rule"),
+    [
+        ({"rollout.group_size": 1}, "rollout.group_size", "advantage is 0"),
+        ({"rollout.group_size": 1, "algo.advantage": "dr_grpo"}, "rollout.group_size", "dr_grpo"),
+        ({"rollout.group_size": 0}, "rollout.group_size", "at least 1"),
+        ({"rollout.prompts_per_step": 15}, "rollout.prompts_per_step", "multiple of the 2 ranks. Fix: 14 or 16"),
+        ({"train.updates_per_step": 3}, "rollout.prompts_per_step", "multiple of train.updates_per_step = 3"),
+        ({"rollout.prompts_per_step": 8192}, "data.path", "has 4096 rows"),
+        ({"rollout.temperature": 0.0}, "rollout.temperature", "above 0"),
+        ({"rollout.top_p": 0.0}, "rollout.top_p", "above 0 and at most 1"),
+        ({"rollout.top_p": 1.1}, "rollout.top_p", "above 0 and at most 1"),
+        ({"rollout.top_k": -1}, "rollout.top_k", "negative"),
+        ({"algo.clip_low": 1.5}, "algo.clip_low", "at most 1"),
+        ({"algo.clip_high": 0.0}, "algo.clip_high", "above 0"),
+        ({"algo.tis_cap": 0.5}, "algo.tis_cap", "0 or at least 1"),
+        ({"algo.kl_coef": -0.1}, "algo.kl_coef", "negative"),
+        ({"train.lr": 0.0}, "train.lr", "above 0"),
+        ({"train.lr": float("nan")}, "train.lr", "finite"),
+        ({"train.lr": float("inf")}, "train.lr", "finite"),
+        ({"train.min_lr": 1.0, "train.lr_schedule": "cosine"}, "train.min_lr", "must not exceed train.lr"),
+        ({"train.steps": 0}, "train.steps", "at least 1"),
+        ({"train.warmup_updates": -1}, "train.warmup_updates", "negative"),
+        ({"train.beta1": 1.0}, "train.beta1", "below 1"),
+        ({"train.beta2": -0.1}, "train.beta2", "at least 0"),
+        ({"train.seed": -1}, "train.seed", "at least 0"),
+        ({"train.micro_batch_tokens": 40}, "train.micro_batch_tokens", "longest sequence"),
+        ({"data.max_prompt_tokens": 480}, "data.max_prompt_tokens", "context of 512. Fix: at most 472"),
+        ({"rollout.max_response_tokens": 512}, "rollout.max_response_tokens", "context of 512"),
+        ({"engine.max_model_len": 600}, "engine.max_model_len", "context of 512"),
+        ({"engine.max_model_len": 40}, "engine.max_model_len", "do not fit"),
+        ({"engine.kv_cache_gib": 1e-5}, "engine.kv_cache_gib", "cannot hold one conversation"),
+        ({"engine.memory_fraction": 1.0}, "engine.memory_fraction", "between 0 and 1"),
+        ({"parallel.ep": 3}, "parallel.ep", "number of ranks, which is 2"),
+        ({"parallel.ep": 0}, "parallel.ep", "at least 1"),
+        ({"parallel.tp": 2}, "parallel.tp", "not supported yet"),
+        ({"parallel.pp": 2}, "parallel.pp", "not supported yet"),
+        ({"parallel.cp": 2}, "parallel.cp", "not supported yet"),
+        ({"parallel.etp": 2}, "parallel.etp", "not supported yet"),
+        ({"parallel.engine_tp": 2}, "parallel.engine_tp", "not supported yet"),
+        ({"reward.function": "gsm9k"}, "reward.function", "neither a built-in reward nor"),
+        ({"reward.function": "missing.py:score"}, "reward.function", "cannot be read"),
+        ({"eval.samples": 4}, "eval.samples", "all the same"),
+        ({"eval.name": "a/b"}, "eval.name", "names metrics and files"),
+        ({"eval.path": "missing.jsonl"}, "eval.path", "no such file"),
+        ({"data.path": ""}, "data.path", "is empty"),
+        ({"data.path": "missing.jsonl"}, "data.path", "no such file"),
+        ({"model.path": ""}, "model.path", "is empty"),
+        ({"model.path": "Qwen/Qwen3-30B-A3B"}, "model.path", "hf download Qwen/Qwen3-30B-A3B"),
+    ],
+)
+def test_one_bad_setting_is_one_problem(values: dict[str, Any], field: str, rule: str) -> None:
+    problems = found(values)
+    assert list(problems) == [field]
+    message = problems[field]
+    assert rule in message
+    assert message.startswith(f"{field} = ") and ". Fix: " in message
+
+
+def test_expert_parallelism_must_divide_the_experts() -> None:
+    assert "divide the model's 8 experts" in found({"parallel.ep": 16, "rollout.prompts_per_step": 16}, 16)["parallel.ep"]
+
+
+def test_a_dense_model_has_no_experts_to_lay_out() -> None:
+    config = with_values(TINY, {"model.path": "not/downloaded", "engine.kv_cache_gib": 0.0})
+    problems = validate.examine(config, 2, DENSE).problems
+    assert "dense" in {problem.field: problem.rule for problem in problems}["parallel.ep"]
+
+
+def test_many_problems_come_together() -> None:
+    problems = found(
+        {
+            "rollout.group_size": 1,
+            "rollout.prompts_per_step": 15,
+            "train.lr": -1.0,
+            "parallel.ep": 3,
+            "parallel.tp": 2,
+            "data.path": "missing.jsonl",
+            "model.path": "missing",
+        }
+    )
+    assert problems.keys() == {
+        "rollout.group_size",
+        "rollout.prompts_per_step",
+        "train.lr",
+        "parallel.ep",
+        "parallel.tp",
+        "data.path",
+        "model.path",
+    }
+
+
+# ---- data sets
+
+GOOD = '{"question": "1+1?", "answer": "#### 2"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "where", "rule"),
+    [
+        ('{"question": "1+1?", "answer"', ":2'", "is not JSON"),
+        ('["1+1?", "2"]', ":2'", "is not a JSON object but list"),
+        ('{"answer": "#### 2"}', ":2:question'", "is missing; the row has 'answer'"),
+        ('{"question": "1+1?"}', ":2:answer'", "is missing"),
+        ('{"question": 3, "answer": "#### 2"}', ":2:question'", "must be text"),
+        ('{"question": "  ", "answer": "#### 2"}', ":2:question'", "must be text"),
+        ('{"question": "1+1?", "answer": 2}', ":2:answer'", "must be text, got 2"),
+        ('{"question": [], "answer": "#### 2"}', ":2:question'", "must be text, or a list of"),
+        ('{"question": [{"role": "user"}], "answer": "#### 2"}', ":2:question'", "text in both"),
+        ('{"question": "1+1?", "answer": "two"}', ":2:answer'", "has no '#### number'"),
+        ('{"question": "\udcff", "answer": "#### 2"}', ":2'", "is not JSON ('utf-8' codec"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path, line: str, where: str, rule: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([GOOD, line, *[GOOD] * 20]), encoding="utf-8", errors="surrogateescape")
+    (message,) = found({"data.path": str(path)}).values()
+    assert f"{path}{where}" in message and rule in message and ". Fix: " in message
+
+
+def test_of_many_bad_rows_five_are_shown_and_all_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([GOOD, *["oops"] * 12, *[GOOD] * 20]))
+    problems = validate.problems(with_values(TINY, {"data.path": str(path)}), 2)
+    assert [problem.value for problem in problems] == [*(f"{path}:{line}" for line in range(2, 7)), str(path)]
+    assert problems[-1].rule == "7 more faults, 12 in all"
+
+
+def test_rows_may_be_chats_and_blank_lines_still_count(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    chat = {"ask": [{"role": "user", "content": "1+1?"}], "gold": "2", "source": "x"}
+    path.write_bytes(b"\xef\xbb\xbf" + f"{json.dumps(chat)}\n\n{json.dumps(chat)}\n".encode())
+    rows, bad = validate.read_rows(path, prompt_key="ask", answer_key="gold")
+    assert not bad
+    assert [(row.line, row.answer, row.columns["source"]) for row in rows] == [(1, "2", "x"), (3, "2", "x")]
+
+
+def test_answers_without_a_number_are_fine_for_other_rewards(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(['{"question": "say hi", "answer": "hi"}'] * 16))
+    assert found({"data.path": str(path), "reward.function": "exact", "eval.path": ""}) == {}
+
+
+# ---- rewards
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("def other(response, prompt): return 1.0", "defines no plain function 'score'. Fix: it defines other"),
+        ("async def score(response, prompt): return 1.0", "defines no plain function 'score'"),
+        ("def score(:", "is not valid Python"),
+    ],
+)
+def test_a_reward_file_must_define_the_function(tmp_path: Path, source: str, rule: str) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(source)
+    assert rule in found({"reward.function": f"{path}:score"})["reward.function"]
+
+
+def test_a_reward_file_is_not_run_to_be_checked(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("raise SystemExit('imported')\ndef score(response, prompt): return 1.0")
+    assert found({"reward.function": f"{path}:score"}) == {}
+
+
+def test_builtin_rewards_are_those_that_exist() -> None:
+    from r3.rewards import REWARDS
+
+    assert set(validate.BUILTIN_REWARDS) == set(REWARDS)
+
+
+# ---- checkpoints
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def with_hf(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: (folder / "config.json").write_text(json.dumps(HF_TINY | changes)) and None
+
+
+def write(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "rule"),
+    [
+        (without("config.json"), "no config.json"),
+        (write("config.json", b"{"), "config.json is not JSON"),
+        (write("config.json", b"[]"), "not a JSON object"),
+        (with_hf(architectures=["GPT2LMHeadModel"]), "known are Qwen3MoeForCausalLM, Qwen3ForCausalLM"),
+        (with_hf(architectures=None), "architecture None is not known"),
+        (with_hf(hidden_size="wide"), "hidden_size must be a positive integer, got 'wide'"),
+        (with_hf(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_type 'yarn' is not supported"),
+        (with_hf(quantization_config={"bits": 4}), "quantization_config is not supported"),
+        (with_hf(num_hidden_layers=5), "missing or have another size"),
+        (with_hf(vocab_size=500), "model.embed_tokens.weight: (512, 128) instead of (500, 128)"),
+        (without("tokenizer.json"), "no tokenizer.json"),
+        (without("chat_template.jinja"), "no chat template"),
+        (without("model.safetensors"), "no *.safetensors files"),
+        (write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), "git-lfs pointer"),
+        (write("model.safetensors", (TINY_MOE / "model.safetensors").read_bytes()[:-1]), "unfinished download"),
+        (
+            write("model.safetensors.index.json", b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
+            "1 of 1 shards are missing, model-00001-of-00002.safetensors first",
+        ),
+    ],
+)
+def test_a_broken_checkpoint_is_refused(tmp_path: Path, spoil: Callable[[Path], None], rule: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_MOE, folder)
+    spoil(folder)
+    problems = validate.problems(with_values(TINY, {"model.path": str(folder)}), 2)
+    assert [problem.field for problem in problems] == ["model.path"]
+    assert rule in str(problems[0])
+
+
+def test_a_chat_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_MOE, folder)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert found({"model.path": str(folder)}) == {}
+
+
+def test_the_shape_names_the_tensors_of_the_shipped_checkpoint() -> None:
+    shape = ModelShape.read(TINY_MOE)
+    assert checkpoint_tensors(TINY_MOE) == shape.tensor_shapes
+    assert shape.moe_layers == (0, 1, 2, 3)
+    assert (shape.num_experts, shape.topk, shape.rope_theta) == (8, 2, 10000.0)
+
+
+def test_published_sizes() -> None:
+    moe = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"])
+    assert moe.num_params == 30_532_122_624
+    assert moe.num_params == sum(
+        size for size in [moe.num_expert_params, 48 * 128 * 2048]  # experts and routers
+    ) + 48 * (2 * 2048 + 2048 * (32 + 8) * 128 + 32 * 128 * 2048 + 2 * 128) + 2 * 151936 * 2048 + 2048
+    assert DENSE.num_params == 596_049_920
+    assert DENSE.moe_layers == () and DENSE.num_expert_params == 0
+
+
+def test_spellings_of_config_json() -> None:
+    older = {key: value for key, value in HF_TINY.items() if key not in ("num_local_experts", "rope_parameters")}
+    assert ModelShape.from_hf(older | {"num_experts": 8, "rope_theta": 10000.0}) == ModelShape.from_hf(HF_TINY)
+    mixed = ModelShape.from_hf(HF_TINY | {"num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2})
+    assert mixed.moe_layers == (1, 5)
+    assert "model.layers.3.mlp.gate_proj.weight" in mixed.tensor_shapes
+    with pytest.raises(ShapeError, match="num_experts_per_tok"):
+        ModelShape.from_hf({key: value for key, value in HF_TINY.items() if key != "num_experts_per_tok"})
+
+
+# ---- warnings
+
+
+@pytest.mark.parametrize(
+    ("values", "warning"),
+    [
+        ({"train.min_lr": 1e-5}, "train.min_lr = 1e-05 has no effect: train.lr_schedule is constant"),
+        ({"replay.mode": "off", "replay.on_missing": "live"}, "replay.on_missing = 'live' has no effect"),
+        ({"replay.reference": True}, "replay.reference = True has no effect: algo.kl_coef is 0"),
+        ({"algo.kl_estimator": "k1"}, "algo.kl_estimator = 'k1' has no effect"),
+        ({"engine.memory_fraction": 0.3}, "engine.memory_fraction = 0.3 has no effect"),
+        ({"eval.path": "", "eval.samples": 1}, "eval.every = 5 has no effect: eval.path is empty"),
+        ({"train.warmup_updates": 25}, "train.lr is never reached"),
+        ({"rollout.top_p": 0.9}, "mismatch metrics"),
+        ({"eval.path": str(WORD_PROBLEMS_TRAIN)}, "4096 of 4096 questions of eval.path are trained on as well"),
+    ],
+)
+def test_what_would_be_ignored_is_said(values: dict[str, Any], warning: str) -> None:
+    config = with_values(TINY, values)
+    assert validate.problems(config, 2) == []
+    warnings = validate.warnings(config, 2)
+    assert len(warnings) == 1 and warning in warnings[0]
+
+
+def test_replay_of_a_dense_model_is_a_warning() -> None:
+    config = replace(PRESETS["qwen3-0.6b"](), replay=TINY.replay)
+    assert any("replay.mode = 'r3' has no effect" in text for text in validate.examine(config, 1, DENSE).warnings)
+    assert validate.examine(PRESETS["qwen3-0.6b"](), 1, DENSE).warnings == ()
+
+
+def test_r2_with_one_update_is_nothing_to_warn_of() -> None:
+    assert validate.warnings(with_values(TINY, {"replay.mode": "r2"}), 2) == []
+
+
+def test_flatten_names_every_field() -> None:
+    assert flatten(Config()).keys() == FIELD_TYPES.keys()

