@@ -361,12 +361,15 @@ def parse_value(name: str, value: object) -> Any:
 
 def nearest_fields(name: str) -> str:
     """Advice for a setting that does not exist: the fields it may have meant."""
-    last = name.rpartition(".")[2]
-    near = [full_name for full_name in FIELD_TYPES if full_name.endswith(f".{last}")]
-    near += difflib.get_close_matches(name, FIELD_TYPES, n=3, cutoff=0.6)
-    if near:
-        return f"did you mean {' or '.join(dict.fromkeys(near))}?"
-    return "--help lists every field"
+    section, _, last = name.rpartition(".")
+    lasts = dict.fromkeys(field.partition(".")[2] for field in FIELD_TYPES)
+    near = difflib.get_close_matches(last, lasts, n=2, cutoff=0.7)
+    meant = [field for word in near for field in FIELD_TYPES if field.partition(".")[2] == word]
+    meant = [field for field in meant if field.startswith(f"{section}.")] or meant
+    if meant:
+        return f"did you mean {' or '.join(meant)}?"
+    siblings = [field.partition(".")[2] for field in FIELD_TYPES if field.startswith(f"{section}.")]
+    return f"{section} has {', '.join(siblings)}" if siblings else "--help lists every field"
 
 
 def to_yaml(config: Config) -> str:

@@ -249,7 +249,8 @@ class Stash:
             if file is None:
                 file = self.files[key] = tempfile.TemporaryFile(prefix="r3-stash-")  # noqa: SIM115 (lives with the run)
             file.seek(0)
-            file.write(tensor.detach().contiguous().view(torch.uint8).numpy().data)
+            # A copy: a tensor that lent its memory to numpy can never be resized again.
+            file.write(tensor.detach().clone().view(-1).view(torch.uint8).numpy().data)
             file.flush()
         self.sizes[key] = size
         storage.resize_(0)

@@ -87,7 +87,7 @@ class Min:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantile:
-    """Quantile q of all values together, linear between neighbours. Exact: every value travels (4 bytes each)."""
+    """Quantile q of all values together, linear between neighbours. Exact, so every value travels."""
 
     values: np.ndarray
     q: float
@@ -102,7 +102,7 @@ class Quantile:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSampleSize:
-    """(sum w)^2 / (n sum w^2), in (0, 1]: the share of samples that count, given their weights (Kish 1965)."""
+    """(sum w)^2 / (n sum w^2), in (0, 1]: the share of samples that carry the weight (Kish 1965)."""
 
     sum_w: float
     sum_w2: float
@@ -138,7 +138,7 @@ def k3_f2(policy_logprobs_N: Tensor, rollout_logprobs_N: Tensor, loss_mask_N: Te
 def to_partials(delta_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
     """The panel of Delta over the n loss tokens, with one transfer from the device; sums in float64.
 
-        k3        mean( e^Delta - Delta - 1 )   estimates KL(mu || pi_old), tokens being mu's (arXiv 2510.11370)
+        k3        mean( e^Delta - Delta - 1 )   of KL(mu || pi_old), tokens being mu's (arXiv 2510.11370)
         f2        mean( |Delta| > ln 2 )        the two probabilities differ by more than 2 times (same paper)
         abs_mean  mean |Delta|
         abs_p99   99th percentile of |Delta|
@@ -153,11 +153,11 @@ def to_partials(delta_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
         raise FloatingPointError(f"log-probabilities are not finite at {broken} of {len(delta)} loss tokens")
     count = len(delta)
     size = np.abs(delta)
-    # Neither exponential can overflow: Delta <= -log mu, and mu is the probability of a token that was really
-    # drawn.
-    weights = np.exp(delta)
+    # Nothing sane comes near this limit; beyond it the squared weight would overflow, and ess be a nan.
+    limited = np.minimum(delta, 300.0)
+    weights = np.exp(limited)
     return {
-        "k3": Mean(total=float((np.expm1(delta) - delta).sum()), count=count),
+        "k3": Mean(total=float((np.expm1(limited) - delta).sum()), count=count),
         "f2": Mean(total=float((size > math.log(2.0)).sum()), count=count),
         "abs_mean": Mean(total=float(size.sum()), count=count),
         "abs_p99": Quantile(values=size.astype(np.float32), q=0.99),
@@ -167,8 +167,7 @@ def to_partials(delta_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
 
 
 def agreement(live_topk_NK: Tensor, replayed_topk_NK: Tensor) -> Tensor:
-    """Per row, whether both chose the same set of experts, in whatever order (bool, [N]; leading axes are
-    kept).
+    """Per row, whether both chose the same set of experts, in whatever order: bool [N], leading axes kept.
 
     Expert ids are distinct inside a row. A row of -1 (no captured route) agrees with nothing: leave it out of
     the mean.

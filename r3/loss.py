@@ -73,8 +73,7 @@ def ppo_clip(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7) with two bounds (clip-higher, DAPO, arXiv
-    2503.14476).
+    """Clipped surrogate of PPO (arXiv 1707.06347, eq. 7) with two bounds (clip-higher, arXiv 2503.14476).
 
         r_t = pi / pi_old
         L_t = -min( r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t )
@@ -95,14 +94,13 @@ LOSSES: dict[str, Loss] = {"ppo_clip": ppo_clip}
 
 
 def tis_weights_N(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, *, cap: float) -> Tensor:
-    """Truncated importance sampling of the trainer against the engine (Yao et al., August 2025,
-    fengyao.notion.site/off-policy-rl).
+    """Truncated importance sampling of the trainer against the engine.
 
         w_t = sg[ min( pi_old / mu, cap ) ]
 
-    multiplies the token's loss outside the min and the clip; only the upper side is cut; no gradient. With
-    cap = inf and mu = pi_old it is exactly 1. Meaningless where nothing was sampled (mu is stored as 0
-    there): the mask drops those.
+    (Yao et al., August 2025, fengyao.notion.site/off-policy-rl.) It multiplies the token's loss outside the
+    min and the clip; only the upper side is cut; no gradient. With cap = inf and mu = pi_old it is exactly 1.
+    It means nothing where nothing was sampled (mu is stored as 0 there): the loss mask drops those.
     """
     _check_shapes(old=old_logprobs_N, rollout=rollout_logprobs_N)
     if not cap > 0:
@@ -111,8 +109,7 @@ def tis_weights_N(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, *, cap: fl
 
 
 def kl_penalty(logprobs_N: Tensor, ref_logprobs_N: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Per-token estimate of KL(pi || ref) from tokens sampled by pi (Schulman,
-    joschu.net/blog/kl-approx.html).
+    """Per-token estimate of KL(pi || ref) from tokens sampled by pi (joschu.net/blog/kl-approx.html).
 
     With D = log pi - log ref, clamped to +-20 (outside there is no gradient):
 

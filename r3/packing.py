@@ -1,8 +1,7 @@
 """From rollouts to micro-batches: who trains on what (`plan`), and the one shift by one there is (`pack`).
 
 `plan` sees lengths and groups only, so every rank computes the same plan from the same numbers and `exchange`
-moves the rollouts accordingly. `pack` runs afterwards, on the rank that holds the rollouts of one
-micro-batch.
+moves the rollouts accordingly. `pack` runs afterwards, on the rank that trains on them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MISSING = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdatePlan:
-    """The rollouts of one optimizer step: `micro_batches[rank][i]` are the indices that `rank` packs together.
+    """The rollouts of one optimizer step: `micro_batches[rank][i]` are the indices `rank` packs together.
 
     Every rank has the same number of micro-batches, since expert parallelism makes the ranks meet in every
     MoE layer; a rank with too little to do has empty ones, which `pack` turns into fillers.
@@ -60,8 +59,7 @@ def plan(
     micro_batch_tokens: int,
     multiple: int = 1,
 ) -> tuple[UpdatePlan, ...]:
-    """Deal the rollouts of a step over its updates, the ranks and their micro-batches; each rollout appears
-    once.
+    """Deal the rollouts of a step over updates, ranks and micro-batches; each rollout appears once.
 
     Groups stay whole: in ascending order they are cut into `num_updates` blocks whose sizes differ by at most
     one. Inside an update, M is the smallest number of micro-batches per rank with which a balanced partition
@@ -96,7 +94,7 @@ def plan(
             f"{len(groups)} groups cannot be split over {num_updates} updates: a group stays whole"
         )
 
-    update_of_group = {group: rank * num_updates // len(groups) for rank, group in enumerate(groups)}
+    update_of_group = {group: place * num_updates // len(groups) for place, group in enumerate(groups)}
     members: list[list[int]] = [[] for _ in range(num_updates)]
     for index, group in enumerate(groups_R):
         members[update_of_group[group]].append(index)
@@ -139,8 +137,7 @@ def _tokens(ids: Iterable[int], lengths_R: Sequence[int]) -> int:
 
 
 def packing_efficiency(plans: Sequence[UpdatePlan], lengths_R: Sequence[int]) -> float:
-    """Real tokens over the tokens that would fit if every micro-batch of an update were as large as its
-    largest.
+    """Real tokens over the tokens there would be if every micro-batch were as large as its update's largest.
 
     1 means that no rank ever waits for another and no memory is set aside for nothing.
     """
@@ -178,8 +175,7 @@ def pack(
     topk: int,
     multiple: int = 1,
 ) -> MicroBatch:
-    """Shift the rollouts by one, as drawn in `types.py`, and lay them end to end without padding between
-    them.
+    """Shift the rollouts by one, as drawn in `types.py`, and lay them end to end, nothing between them.
 
     Index t of a sequence holds input x_t, everything about predicting x_{t+1}, and the experts that processed
     x_t. Its last position predicts nothing (mask 0, target 0) and has no captured route: the engine never
@@ -190,10 +186,13 @@ def pack(
     never counted as missing. No rollouts at all: `filler_micro_batch`.
 
     Args:
-        rollouts: the sequences, whose routes are [T-1, num_layers, topk], or [T-1, 0, 0] if num_layers is 0
-        (dense). rollout_ids: the index of each in the step's list. advantages: one per rollout. num_experts:
-        experts per layer, to check and to fill routes. num_layers: MoE layers in the routes. topk: experts
-        per token. multiple: the packed length is a multiple of this.
+        rollouts: the sequences; their routes are [T-1, num_layers, topk].
+        rollout_ids: the index of each in the step's list.
+        advantages: one per rollout.
+        num_experts: experts per layer, to check and to fill routes.
+        num_layers: MoE layers in the routes; 0 if there are none (dense, or not captured): then [T-1, 0, 0].
+        topk: experts per token.
+        multiple: the packed length is a multiple of this.
     """
     if not len(rollouts) == len(rollout_ids) == len(advantages):
         raise ValueError(
@@ -279,7 +278,7 @@ def _next(values_T: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
 
 
 def _check_routes(routes: np.ndarray, name: str, *, num_experts: int, num_layers: int, topk: int) -> None:
-    """Last gate before the policy: routes are whole rows of distinct legal experts, or whole rows of -1."""
+    """Last gate before the policy: every token has distinct legal experts in all its layers, or -1 in all."""
     expected = (num_layers, topk) if num_layers else (0, 0)
     if routes.ndim != 3 or routes.shape[1:] != expected:
         raise ValueError(
@@ -288,21 +287,19 @@ def _check_routes(routes: np.ndarray, name: str, *, num_experts: int, num_layers
     if not routes.size:
         return
 
-    def refuse(bad_TL: np.ndarray, fault: str) -> None:
-        if bad_TL.any():
-            token, layer = (int(i) for i in np.argwhere(bad_TL)[0])
-            row = routes[token, layer].tolist()
-            raise ValueError(f"{name}: {fault} at token {token}, MoE layer {layer} of the routes: {row}")
-
-    illegal = (routes < MISSING) | (routes >= num_experts)
-    refuse(illegal.any(axis=2), f"expert outside 0 .. {num_experts - 1}")
-    missing_TL = (routes == MISSING).any(axis=2)
-    whole_T1 = (routes == MISSING).all(axis=(1, 2))[:, None]
-    refuse(
-        missing_TL & ~whole_T1, "partly captured token (-1 stands in all of its layers and slots, or in none)"
-    )
+    missing = routes == MISSING
+    partly = missing & ~missing.all(axis=(1, 2), keepdims=True)
     ordered = np.sort(routes, axis=2)
-    refuse((ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2) & ~missing_TL, "expert chosen twice")
+    faults = {
+        f"an expert outside 0 .. {num_experts - 1}": (routes < MISSING) | (routes >= num_experts),
+        "-1 in some of the token's layers and slots, not in all": partly,
+        "an expert chosen twice": (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != MISSING),
+    }
+    for fault, bad in faults.items():
+        if bad.any():
+            token, layer, _ = (int(i) for i in np.argwhere(bad)[0])
+            row = routes[token, layer].tolist()
+            raise ValueError(f"{name}: {fault}, at token {token} in MoE layer number {layer}: {row}")
 
 
 def _filler(num_tokens: int, *, num_experts: int, num_layers: int, topk: int) -> _Sequence:

@@ -250,7 +250,10 @@ def _check_model(config: Config, found: _Findings) -> ModelShape | None:
         return shape
     wrong = [name for name, size in shape.tensor_shapes.items() if tensors.get(name) != size]
     if wrong:
-        name, count = wrong[0], f"{len(wrong)} of the {len(shape.tensor_shapes)} tensors that config.json implies"
+        name, count = (
+            wrong[0],
+            f"{len(wrong)} of the {len(shape.tensor_shapes)} tensors that config.json implies",
+        )
         found.add(
             "model.path",
             f"{count} are missing or have another size, the first is {name}: "

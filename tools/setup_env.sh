@@ -16,7 +16,7 @@ torch_index=${R3_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 
 say() { echo "setup: $*"; }
 # `python -m pip`, not bin/pip: that script names the folder it was made in, and breaks when the tree moves.
-pip_install() { "$py" -m pip install --disable-pip-version-check --quiet "$@"; }
+pip_install() { "$py" -m pip install --disable-pip-version-check -qq "$@"; }
 new_enough() { "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 # The folder is part of the key: an editable install points at it.

@@ -91,6 +91,6 @@ def test_memory_leaves_and_comes_back_bit_for_bit(dtype: str) -> None:
     assert result["generate_gib"] - result["asleep_gib"] >= 0.4
     assert result["gradient_bytes_in_generate"] == 0
     assert result["optimizer_bytes_in_generate"] == 0
-    assert result["optimizer_tensors"] > 100
+    assert result["optimizer_tensors"] > 50
     assert result["restored"]
     assert result["random_state_kept"]

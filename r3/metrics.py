@@ -1,0 +1,275 @@
+"""Metrics of a run: what each key means, how the ranks' parts become one row a step, and where rows go."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TextIO
+
+from r3.config import Config
+from r3.console import Console, step_line
+from r3.diagnostics import Max, Partial
+from r3.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a metric is: its formula in words or symbols, and the code or paper it comes from."""
+
+    formula: str
+    source: str
+
+
+PHASES: dict[str, str] = {
+    "sync": "weights from policy to engine",
+    "prove_sync": "log-probabilities of engine and policy compared after a sync",
+    "generate": "sampling, rewards judged meanwhile",
+    "score": "advantages",
+    "pack": "rollouts moved to the ranks that train on them, packed",
+    "train": "old log-probabilities and updates",
+    "evaluate": "answers to held-out questions",
+    "checkpoint": "checkpoint written; counted in the row after it",
+    "export": "Hugging Face files written",
+}
+
+_R3 = "arXiv 2510.11370"
+_TOKENS = "over the loss tokens; D = log pi_old - log mu: policy at the rollout's weights against engine"
+
+GLOSSARY: dict[str, Entry] = {
+    "reward/mean": Entry("mean reward of the step's rollouts", "r3/rollout.py"),
+    "reward/std": Entry("standard deviation of the rewards of the step's rollouts", "r3/rollout.py"),
+    "reward/group_zero_std_frac": Entry("share of groups whose rewards are all equal: they teach nothing", "r3/rollout.py"),
+    "eval/SET/accuracy": Entry("share of answers to the held-out questions with reward >= 1", "r3/evaluate.py"),
+    "eval/SET/pass_at_K": Entry("mean of 1 - C(n-c, K) / C(n, K), c of n answers right", "arXiv 2107.03374, eq. 1"),
+    "rollout/response_tokens_mean": Entry("mean of sampled tokens per rollout", "r3/rollout.py"),
+    "rollout/truncated_frac": Entry("share of rollouts that ended at max_response_tokens", "r3/rollout.py"),
+    "rollout/tokens": Entry("tokens of all rollouts, prompts included", "r3/rollout.py"),
+    "mismatch/k3": Entry(f"mean(e^D - D - 1) {_TOKENS}; estimates KL(mu || pi_old)", f"r3/diagnostics.py; {_R3}"),
+    "mismatch/f2": Entry(f"mean(|D| > ln 2) {_TOKENS}", f"r3/diagnostics.py; {_R3}"),
+    "mismatch/abs_mean": Entry(f"mean |D| {_TOKENS}", "r3/diagnostics.py"),
+    "mismatch/abs_p99": Entry(f"99th percentile of |D| {_TOKENS}", "r3/diagnostics.py"),
+    "mismatch/abs_max": Entry(f"max |D| {_TOKENS}", "r3/diagnostics.py"),
+    "mismatch/ess": Entry(f"(sum w)^2 / (n sum w^2), w = e^D, {_TOKENS}", "r3/diagnostics.py; Kish 1965"),
+    "mismatch/k3_live": Entry("mismatch/k3 of a micro-batch scored with live routes", "r3/updates.py"),
+    "mismatch/f2_live": Entry("mismatch/f2 of a micro-batch scored with live routes", "r3/updates.py"),
+    "routing/coverage": Entry("routes captured / routes a full capture has (tokens - 1 a rollout)", "r3/exchange.py"),
+    "routing/agreement": Entry(
+        "share of replayed (token, layer) slots whose live top-k is the replayed set", "r3/policy/replay.py"
+    ),
+    "routing/rows_captured": Entry("tokens that came with routes", "r3/exchange.py"),
+    "routing/rows_replayed": Entry("tokens routed as the engine routed them", "r3/exchange.py"),
+    "routing/rows_live": Entry(
+        "tokens routed live: routes missing, or last of a sequence (never processed)", "r3/exchange.py"
+    ),
+    "loss/total": Entry("loss, global denominators, mean over the step's updates", "r3/loss.py"),
+    "loss/clip_frac": Entry("share of loss tokens whose ratio was clipped", "r3/loss.py"),
+    "loss/kl_ref": Entry("mean of the KL estimate to the starting model over loss tokens", "r3/loss.py"),
+    "policy/entropy": Entry("mean over loss tokens of -sum_v p_v log p_v", "r3/policy"),
+    "optim/grad_norm": Entry("global gradient norm before clipping, mean over updates", "r3/policy"),
+    "optim/router_grad_norm": Entry("the same over router weights alone", "r3/policy"),
+    "optim/lr": Entry("learning rate, mean over updates", "r3/policy"),
+    "optim/skipped": Entry("updates skipped because a gradient was not finite", "r3/policy"),
+    "time/step_s": Entry("seconds from the row's first phase to its end, slowest rank", "r3/metrics.py"),
+    **{f"time/{phase}_s": Entry(f"seconds of: {what}; slowest rank", "r3/metrics.py") for phase, what in PHASES.items()},
+    "perf/tokens_per_s": Entry("rollout/tokens / time/step_s", "r3/metrics.py"),
+    "perf/packing_efficiency": Entry("tokens of rollouts / packed tokens computed, fillers included", "r3/packing.py"),
+    "memory/peak_gib": Entry("largest memory in use in the step, fullest rank", "r3/residency.py"),
+    "memory/residue_gib": Entry("memory in use when both worlds have given up theirs, fullest rank", "r3/residency.py"),
+    **{
+        f"memory/{phase}_gib": Entry(f"memory in use in {phase}, fullest rank", "r3/residency.py")
+        for phase in ("sync", "generate", "train")
+    },
+}
+
+_PATTERNS = {
+    re.compile(re.escape(key).replace("SET", "[A-Za-z0-9_.-]+").replace("_K", r"_[1-9][0-9]*")): key
+    for key in GLOSSARY
+    if "SET" in key
+}
+
+
+class UnknownMetricError(ValueError):
+    """A key that GLOSSARY does not explain."""
+
+
+def explain(key: str) -> Entry:
+    """The entry of a key, its SET and K filled in or not."""
+    if key in GLOSSARY:
+        return GLOSSARY[key]
+    for pattern, name in _PATTERNS.items():
+        if pattern.fullmatch(key):
+            return GLOSSARY[name]
+    near = difflib.get_close_matches(key, GLOSSARY, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "give it a line in r3.metrics.GLOSSARY"
+    raise UnknownMetricError(f"unknown metric {key!r}: {hint}")
+
+
+def is_wall_clock(key: str) -> bool:
+    """Whether a metric depends on the machine's speed and memory, and so differs between two equal runs."""
+    explain(key)
+    return key.startswith(("time/", "memory/")) or key == "perf/tokens_per_s"
+
+
+def tensorboard_layout(eval_name: str) -> dict[str, dict[str, list[Any]]]:
+    """TensorBoard's custom scalars: the page to watch, then what replay is worth in this very run."""
+    pages = {
+        "1 health": {
+            "reward and evaluation": ["reward/mean", f"eval/{eval_name}/accuracy"],
+            "mismatch k3": ["mismatch/k3"],
+            "mismatch tail": ["mismatch/f2", "mismatch/abs_p99", "mismatch/abs_max"],
+            "routes": ["routing/agreement", "routing/coverage"],
+            "importance-weight ESS": ["mismatch/ess"],
+            "gradient norms": ["optim/grad_norm", "optim/router_grad_norm"],
+            "entropy": ["policy/entropy"],
+            "response length": ["rollout/response_tokens_mean"],
+        },
+        "2 replay against live routes": {
+            "k3": ["mismatch/k3", "mismatch/k3_live"],
+            "f2": ["mismatch/f2", "mismatch/f2_live"],
+        },
+    }
+    # TensorBoard reads tags as regular expressions that need only match the beginning: mismatch/f2 would draw f2_live too.
+    return {
+        page: {chart: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for chart, tags in charts.items()}
+        for page, charts in pages.items()
+    }
+
+
+class Gathering(Protocol):
+    """The axis over which rows are gathered; `r3.mesh.Axis` is one."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def all_gather_object(self, item: Any) -> list[Any]: ...
+
+
+class Meter:
+    """Collects the parts of metrics on every rank; once a step they meet, and rank 0 writes and shows the row.
+
+    Args:
+        run_dir: where rank 0 writes metrics.jsonl and TensorBoard's events; None = nowhere.
+        axis: the ranks whose parts make a row. All of them call `close_step`.
+        config: of the run.
+        on_phase: told the phase whenever it changes or proceeds: the watchdog's `beat`.
+        first_step: steps that a resumed run has behind it; its rows go on from there.
+        stream: the console; None = stdout.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir | None,
+        axis: Gathering,
+        config: Config,
+        *,
+        on_phase: Callable[[str], None] = lambda phase: None,
+        first_step: int = 0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._axis = axis
+        self._steps = config.train.steps
+        self._on_phase = on_phase
+        self._console = Console(speaks=axis.rank == 0, progress=config.log.progress, stream=stream)
+        self._run_dir = run_dir if axis.rank == 0 else None
+        self._events: Any = None
+        if self._run_dir and config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # A resumed run hides what the killed one wrote after the checkpoint it resumes from.
+            purge_step = first_step + 1 if first_step else None
+            self._events = SummaryWriter(str(self._run_dir.tensorboard), purge_step=purge_step)
+            self._events.add_custom_scalars(tensorboard_layout(config.eval.name))
+        self._last_step = first_step if first_step else -1  # a fresh run may report a step 0
+        self._parts: dict[str, list[Partial]] = {}
+        self._seconds: dict[str, float] = {}
+        self._open_phases: list[str] = []
+        self._began: float | None = None
+
+    def header(self, lines: Sequence[str]) -> None:
+        """Show what runs."""
+        self._console.header(lines)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase. Phases may nest (the outer one's time includes the inner one's) and repeat (times add up)."""
+        explain(f"time/{name}_s")
+        began = time.perf_counter()
+        self._began = began if self._began is None else self._began
+        self._open_phases.append(name)
+        self._on_phase(name)
+        try:
+            yield
+        finally:
+            self._open_phases.pop()
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+            self._beat()
+
+    @contextmanager
+    def progress(self, total: int, label: str) -> Iterator[Callable[..., None]]:
+        """A progress bar on rank 0's terminal; the yielded `tick(count=1)` moves it, and tells the watchdog."""
+        with self._console.progress(total, label) as advance:
+
+            def tick(count: int = 1) -> None:
+                advance(count)
+                self._beat()
+
+            yield tick
+
+    def add(self, parts: Mapping[str, Partial]) -> None:
+        """Take this rank's parts of some metrics. May be called any number of times a step, on any ranks."""
+        for key, part in parts.items():
+            explain(key)
+            if not callable(getattr(part, "reduce", None)):
+                raise TypeError(f"{key}: {part!r} is no partial of r3.diagnostics, so nobody knows how to merge it")
+            self._parts.setdefault(key, []).append(part)
+
+    def close_step(self, step: int) -> dict[str, float]:
+        """Merge everything since the last row into one, in one collective; all ranks call and get the same row."""
+        if step <= self._last_step:
+            raise ValueError(f"a row of step {step} after one of step {self._last_step} would repeat the step")
+        self._on_phase("report")
+        now = time.perf_counter()
+        mine: dict[str, list[Partial]] = self._parts | {
+            f"time/{name}_s": [Max(seconds)] for name, seconds in self._seconds.items()
+        }
+        if self._began is not None:
+            mine["time/step_s"] = [Max(now - self._began)]
+        self._parts, self._seconds, self._began, self._last_step = {}, {}, None, step
+
+        row = _merge(self._axis.all_gather_object(mine))
+        if row.get("time/step_s") and "rollout/tokens" in row:
+            row["perf/tokens_per_s"] = row["rollout/tokens"] / row["time/step_s"]
+        row = dict(sorted(row.items()))
+        if self._run_dir:
+            self._run_dir.append_metrics({"step": step, **row})
+        if self._events:
+            for key, value in row.items():
+                self._events.add_scalar(key, value, global_step=step)
+            self._events.flush()
+        self._console.line(step_line(row, step, self._steps))
+        self._beat()
+        return row
+
+    def close(self) -> None:
+        """Write out what TensorBoard still holds."""
+        if self._events:
+            self._events.close()
+
+    def _beat(self) -> None:
+        self._on_phase(self._open_phases[-1] if self._open_phases else "between phases")
+
+
+def _merge(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, float]:
+    row = {}
+    for key in set().union(*ranks):
+        parts = [part for rank in ranks for part in rank.get(key, ())]
+        if len(kinds := {type(part) for part in parts}) > 1:
+            raise TypeError(f"{key}: its parts are of different kinds: {sorted(kind.__name__ for kind in kinds)}")
+        value = type(parts[0]).reduce(parts)
+        if value is not None:
+            row[key] = value
+    return row

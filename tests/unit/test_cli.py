@@ -1,0 +1,379 @@
+"""The command line: help, dry runs, and one clear message with exit code 2 for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from configs import PRESETS
+from r3 import cli
+from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
+from r3.config import FIELD_TYPES, to_yaml, with_values
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "vllm", "megatron", "transformers", "numpy")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths, runs/ among them, are the test's own; no torchrun around it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The message with which a command line is refused; nothing may be written, to disk or to stdout."""
+    before = sorted(Path.cwd().rglob("*"))
+    with pytest.raises(SystemExit) as end:
+        cli.parse(argv)
+    output = capsys.readouterr()
+    assert (end.value.code, output.out) == (2, "")
+    assert sorted(Path.cwd().rglob("*")) == before
+    return output.err
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command line prints before it ends well."""
+    with pytest.raises(SystemExit) as end:
+        cli.parse(argv)
+    output = capsys.readouterr()
+    assert end.value.code == 0, output.err
+    assert output.err == ""
+    return output.out
+
+
+# ---- runs
+
+
+def test_a_preset_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    argv = [
+        "tiny",
+        "--train.lr",
+        "1e-4",
+        "--parallel.ep=1",
+        "--log.progress",
+        "false",
+        "--eval.max-prompts",
+        "8",
+    ]
+    invocation = cli.parse([*argv, "--engine.sleep_level", "1"])
+    expected = {
+        "train.lr": 1e-4,
+        "parallel.ep": 1,
+        "log.progress": False,
+        "eval.max_prompts": 8,
+        "engine.sleep_level": 1,
+        "log.dir": "runs/tiny",
+    }
+    assert invocation.config == with_values(PRESETS["tiny"](), expected)
+    assert (invocation.preset, invocation.world_size) == ("tiny", 2)
+
+
+def test_one_process_without_torchrun() -> None:
+    assert cli.parse(["tiny", "--parallel.ep", "1"]).world_size == 1
+
+
+def test_a_value_may_be_empty_or_hold_spaces_and_equal_signs() -> None:
+    config = cli.parse(
+        ["tiny", "--parallel.ep", "1", "--eval.path", "", "--data.system_prompt", "a = b"]
+    ).config
+    assert (config.eval.path, config.data.system_prompt) == ("", "a = b")
+
+
+def test_warnings_are_printed_and_do_not_stop_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.parse(["tiny", "--parallel.ep", "1", "--train.min_lr", "1e-6"])
+    assert (
+        capsys.readouterr().err
+        == "warning: train.min_lr = 1e-06 has no effect: train.lr_schedule is constant\n"
+    )
+
+
+# ---- going on with a run
+
+
+def started_run(folder: Path, *, seed: int = 0, checkpoint: bool = True) -> Path:
+    config = with_values(PRESETS["tiny"](), {"parallel.ep": 1, "log.dir": str(folder), "train.seed": seed})
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    if checkpoint:
+        (folder / "checkpoints" / "step_000010").mkdir(parents=True)
+    return folder
+
+
+def test_from_takes_config_and_folder_of_the_run(tmp_path: Path) -> None:
+    run = started_run(tmp_path / "old", seed=7)
+    moved = run.rename(tmp_path / "moved")
+    invocation = cli.parse(["--from", str(moved), "--train.steps", "50"])
+    config = invocation.config
+    assert (config.train.seed, config.train.steps, config.log.dir) == (7, 50, str(moved))
+    assert invocation.preset == ""
+
+
+def test_from_may_start_a_run_elsewhere(tmp_path: Path) -> None:
+    run = started_run(tmp_path / "old")
+    config = cli.parse(["--from", str(run), "--train.lr", "1e-3", "--log.dir", "new"]).config
+    assert (config.train.lr, config.log.dir) == (1e-3, "new")
+
+
+def test_a_resumed_run_may_not_change_what_is_learnt(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = started_run(tmp_path / "old")
+    message = refusal(
+        capsys, "--from", str(run), "--train.lr", "1e-3", "--rollout.group_size", "4", "--eval.every", "1"
+    )
+    assert "config: 2 problems" in message
+    assert "train.lr = 0.001: the run to resume was started with 0.0002" in message
+    assert "rollout.group_size = 4: the run to resume was started with 8" in message
+
+
+def test_the_same_folder_resumes_under_a_preset_too(capsys: pytest.CaptureFixture[str]) -> None:
+    started_run(Path("runs/tiny"))
+    assert cli.parse(["tiny", "--parallel.ep", "1"]).config.log.dir == "runs/tiny"
+    assert "train.seed = 1" in refusal(capsys, "tiny", "--parallel.ep", "1", "--train.seed", "1")
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume() -> None:
+    run = started_run(Path("runs/tiny"), checkpoint=False)
+    (run / "checkpoints" / ".step_000010.partial").mkdir(parents=True)
+    assert cli.parse(["tiny", "--parallel.ep", "1", "--train.seed", "1"]).config.train.seed == 1
+
+
+def test_a_run_whose_config_is_damaged_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = started_run(tmp_path / "old")
+    (run / "config.yaml").write_text("train: {stepz: 3, lr: high}")
+    message = refusal(capsys, "--from", str(run))
+    assert "train.stepz = 3: is no field" in message and "train.lr = 'high': must be a number" in message
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["tinyy"], "PRESET = 'tinyy': there is no such preset. Fix: one of tiny, tiny-smoke"),
+        (["--train.lr", "1"], "PRESET = '': no preset is named"),
+        (["tiny", "5"], "PRESET = '5': is neither a flag nor a flag's value"),
+        (
+            ["tiny", "--train.learning_rate", "1"],
+            "--train.learning_rate = '1': there is no such flag. Fix: train has steps, lr,",
+        ),
+        (["tiny", "--lr", "1"], "--lr = '1': there is no such flag. Fix: did you mean train.lr?"),
+        (["tiny", "--data.pth", "x"], "Fix: did you mean data.path?"),
+        (["tiny", "--trian.lr", "1"], "Fix: did you mean train.lr?"),
+        (["tiny", "--colour", "red"], "Fix: --help lists every field"),
+        (["tiny", "-x"], "-x = '': there is no such flag"),
+        (["tiny", "--train.steps", "many"], "train.steps = 'many': must be an integer"),
+        (["tiny", "--train.steps", "2.5"], "train.steps = '2.5': must be an integer"),
+        (["tiny", "--train.lr", "fast"], "train.lr = 'fast': must be a number"),
+        (["tiny", "--train.lr", "-1e-4"], "train.lr = -0.0001: must be above 0"),
+        (["tiny", "--log.progress", "maybe"], "log.progress = 'maybe': must be True or False"),
+        (["tiny", "--log.progress"], "--log.progress = '': has no value. Fix: write --log.progress VALUE"),
+        (["tiny", "--replay.mode", "r4"], "replay.mode = 'r4': must be one of off, r2, r3"),
+        (["tiny", "--train.lr", "1", "--train.lr", "2"], "train.lr = '2': is given twice, '1' before"),
+        (["tiny", "--rollout.group_size", "1"], "rollout.group_size = 1: algo.advantage grpo compares"),
+        (["tiny", "--rollout.group_size", "many"], "rollout.group_size = 'many': must be an integer"),
+        (["tiny", "--parallel.ep", "3"], "parallel.ep = 3: must divide the number of ranks"),
+        (["tiny", "--parallel.tp", "2"], "parallel.tp = 2: is not supported yet"),
+        (["tiny", "--model.path", "nowhere"], "model.path = 'nowhere': there is no such folder"),
+        (["tiny", "--data.path", "nowhere.jsonl"], "data.path = 'nowhere.jsonl': there is no such file"),
+        (["tiny", "--data.prompt_key", "task"], "4091 more faults, 4096 in all"),
+        (["tiny", "--rollout.max_response_tokens", "600"], "does not fit the model's context of 512 tokens"),
+        (["tiny", "--data.max_prompt_tokens", "500"], "exceed the model's context of 512"),
+        (["tiny", "--world-size", "2"], "--world-size = '2': is for --dry-run only"),
+        (["tiny", "--dry-run", "--world-size", "two"], "--world-size = 'two': must be a positive integer"),
+        (
+            ["tiny", "--dry-run", "--world-size", "3"],
+            "rollout.prompts_per_step = 16: must be a multiple of the 3 ranks",
+        ),
+        (["--from", "nowhere"], "--from = 'nowhere': there is no config.yaml to read"),
+        (["tiny", "--from", "nowhere"], "a run's folder and a preset are given"),
+        (["qwen3-0.6b"], "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"),
+    ],
+)
+def test_one_message_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], argv: list[str], expected: str
+) -> None:
+    message = refusal(capsys, *argv)
+    assert expected in message
+    assert message.startswith("config: ") and message.count("config: ") == 1
+    assert all(line.startswith("  - ") and ". Fix: " in line for line in message.splitlines()[1:])
+
+
+def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"\n' * 10)
+    flags = {
+        "--train.lrr": "3",
+        "--train.steps": "x",
+        "--rollout.group_size": "1",
+        "--parallel.ep": "3",
+        "--data.path": "rows.jsonl",
+    }
+    argv = [word for flag in flags.items() for word in flag]
+    message = refusal(capsys, "tiny", *argv)
+    assert "--train.lrr = '3'" in message  # an unknown flag
+    assert "train.steps = 'x'" in message  # a value of the wrong type
+    assert "rollout.group_size = 1" in message  # a rule
+    assert "parallel.ep = 3" in message
+    assert "data.path = 'rows.jsonl:2': is not JSON" in message  # a row
+
+
+def test_a_row_is_named_by_file_line_and_field(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in WORD_PROBLEMS_TRAIN.read_text().splitlines()[:20]]
+    del rows[16]["answer"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    message = refusal(capsys, "tiny", "--parallel.ep", "1", "--data.path", "rows.jsonl")
+    assert "data.path = 'rows.jsonl:17:answer': is missing; the row has 'question'" in message
+
+
+def test_a_tokenizer_without_chat_template(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in TINY_MOE.iterdir():
+        if file.name != "chat_template.jinja":
+            (folder / file.name).symlink_to(file)
+    message = refusal(capsys, "tiny", "--parallel.ep", "1", "--model.path", str(folder))
+    assert "the tokenizer has no chat template" in message and "config: 1 problem\n" in message
+
+
+def test_under_torchrun_the_first_rank_speaks_for_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert refusal(capsys, "tiny", "--train.steps", "0") == ""
+    assert waited == [5]  # or torchrun might stop rank 0 before it has spoken
+    assert (
+        printed(capsys, "--help")
+        == printed(capsys, "tiny", "--help")
+        == printed(capsys, "tiny", "--dry-run")
+        == ""
+    )
+    cli.parse(["tiny", "--train.min_lr", "1e-6"])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    assert "train.steps = 0" in refusal(capsys, "tiny", "--train.steps", "0")
+
+
+# ---- help and dry runs
+
+
+def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys) == printed(capsys, "--help")
+
+
+def test_help_lists_presets_and_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--help")
+    for preset, build in PRESETS.items():
+        assert build.__doc__ and f"{preset}  " in text and build.__doc__ in text
+    for section in {name.partition(".")[0] for name in FIELD_TYPES}:
+        assert f"\n  {section} " in text
+    assert "--from RUN_DIR" in text and "--dry-run" in text
+
+
+def test_help_of_a_preset_has_every_field_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "tiny", "--help")
+    missing = [name for name in FIELD_TYPES if f"--{name} " not in text]
+    assert not missing
+    assert "(default: 0.0002)" in text
+
+
+def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(printed(capsys, "tiny", "--help").replace("│", " ").split())
+    for name in FIELD_TYPES:
+        after = text.split(f"--{name} ", 1)[1]
+        metavar, _, rest = after.partition(" ")
+        assert not rest.startswith("(default"), f"{name} {metavar} has no docstring"
+
+
+@pytest.mark.parametrize(
+    ("preset", "world_size"), [("tiny", 2), ("tiny-smoke", 2), ("qwen3-moe-30b-a3b", 8), ("qwen3-0.6b", 1)]
+)
+def test_every_preset_dry_runs_where_nothing_is_downloaded(
+    capsys: pytest.CaptureFixture[str], preset: str, world_size: int
+) -> None:
+    text = printed(capsys, preset, "--dry-run")
+    assert text.startswith(f"{preset}: dry run on {world_size} rank")
+    for title in ("config", "model", f"ranks ({world_size})", "batch", "memory per rank, GiB (estimate)"):
+        assert f"\n{title}\n" in text
+    assert ("needs (not here yet" in text) == (not preset.startswith("tiny"))
+    assert not Path("runs").exists()
+    assert "dry run on 16 ranks" in printed(capsys, preset, "--dry-run", "--world-size", "16")
+
+
+def test_the_table_above_has_every_preset() -> None:
+    marks = test_every_preset_dry_runs_where_nothing_is_downloaded.pytestmark  # type: ignore[attr-defined]
+    assert {preset for preset, _ in marks[0].args[1]} == set(PRESETS)
+
+
+def test_a_dry_run_shows_changed_settings_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "tiny", "--dry-run", "--rollout.group_size", "4", "--train.min_lr", "1e-6")
+    assert "group_size: 4" in text and "16 a step, 4 answers each: 64 rollouts" in text
+    assert "warning: train.min_lr = 1e-06 has no effect" in text
+
+
+def test_a_dry_run_excuses_only_what_the_preset_itself_names(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, "qwen3-0.6b", "--dry-run", "--data.path", "mine.jsonl")
+    assert "data.path = 'mine.jsonl': there is no such file" in message
+    assert "model.path" in refusal(capsys, "tiny", "--dry-run", "--model.path", "Qwen/Qwen3-0.6B")
+    message = refusal(capsys, "qwen3-0.6b", "--dry-run", "--rollout.group_size", "1")
+    assert "config: 4 problems" in message  # what is missing is said beside what is wrong
+
+
+def test_a_dry_run_reads_the_data_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for part, source in (("train", WORD_PROBLEMS_TRAIN), ("test", WORD_PROBLEMS_EVAL)):
+        path = Path(f"data/gsm8k/{part}.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source.read_text())
+    text = printed(capsys, "qwen3-0.6b", "--dry-run")
+    assert "model.path = 'Qwen/Qwen3-0.6B'" in text and "data.path = " not in text
+
+
+# ---- as a program
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["tiny", "--help"], ["qwen3-moe-30b-a3b", "--dry-run"], ["tiny", "--dry-run"]]
+)
+def test_it_answers_at_once_and_imports_nothing_heavy(argv: list[str]) -> None:
+    program = f"""
+import sys
+from r3 import cli
+try:
+    cli.parse({argv!r})
+except SystemExit as end:
+    heavy = [name for name in {HEAVY!r} if name in sys.modules]
+    sys.exit(f"imported {{heavy}}" if heavy else end.code)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "tiny" in ended.stdout or "qwen3" in ended.stdout
+    assert time.monotonic() - started < 5  # about 0.3 s on a quiet machine
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["tiny", "--dry-run"], 0), (["tiny", "--train.steps", "0"], 2)])
+def test_the_module_runs_as_a_program(tmp_path: Path, argv: list[str], code: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "r3.cli", *argv]
+    ended = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == code
+    assert ("dry run on 2 ranks" in ended.stdout) if code == 0 else ("train.steps = 0" in ended.stderr)
+    assert "Traceback" not in ended.stderr
