@@ -26,7 +26,7 @@ def main() -> None:
     from r3 import checkpoint
     from r3.advantage import ADVANTAGES
     from r3.data import prompts_of_step
-    from r3.device import init_device, leave, seed_everything
+    from r3.device import init_device, leave, seed_everything, settle
     from r3.diagnostics import Max
     from r3.engine import Engine
     from r3.evaluate import evaluate, is_due
@@ -52,6 +52,7 @@ def main() -> None:
     if start.found:
         checkpoint.load(start.found, policy, device, mesh)
     done = start.found.step if start.found else 0
+    settle()
 
     watchdog = Watchdog(device.rank, device.world_size, stall_s=config.debug.stall_s, run_dir=run_dir)
     meter = Meter(run_dir, mesh.world, config, on_phase=watchdog.beat, first_step=done)
@@ -127,8 +128,8 @@ def main() -> None:
                 train_on(policy, batches, config, step=step, report=meter.add, on_update=tick)
 
             # 6 report
-            for name, gib in residency.used_gib.items():
-                meter.add({f"memory/{name}_gib": Max(gib)})
+            meter.add({f"memory/{name}_gib": Max(gib) for name, gib in residency.used_gib.items()})
+            meter.add({"memory/peak_gib": Max(max(residency.used_gib.values()))})
             if device.rank == 0 and config.log.rollouts_every and (step == 1 or step % config.log.rollouts_every == 0):
                 run_dir.write_rollouts(step, answers.rollouts, answers.rewards, [item.advantage for item in scored])
             if task.heldout and is_due(step, train.steps, config.eval.every):

@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RowProblem:
-    """One thing that is wrong with a data set: where, which rule it breaks, how to mend it. Line 0 is the whole file."""
+    """One thing that is wrong with a data set: where (line 0: the whole file), which rule, how to mend it."""
 
     file: str
     line: int
@@ -80,15 +80,13 @@ def load_prompts(
     path = Path(path)
     reader = _Reader(path.name, tokenizer, prompt_key, answer_key, system_prompt)
     if not tokenizer.chat_template:
-        raise DataError(
-            [reader.problem(0, "tokenizer", "has no chat template", "use a model whose tokenizer has chat_template.jinja")]
-        )
+        fix = "use a model folder with chat_template.jinja"
+        raise DataError([reader.problem(0, "tokenizer", "has no chat template", fix)])
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(
-            [RowProblem(file=str(path), line=0, field="file", rule=f"cannot be read ({error.strerror})", fix="data.path")]
-        ) from error
+        rule = f"{path} cannot be read ({error.strerror})"
+        raise DataError([reader.problem(0, "file", rule, "give the path of a JSONL file")]) from error
 
     prompts: list[Prompt] = []
     problems: list[RowProblem] = []
@@ -153,10 +151,12 @@ class _Reader:
             rule = f"is not JSON at column {error.colno} ({error.msg})"
             return self.problem(line, "row", rule, "write one JSON object a line")
         if not isinstance(row, dict):
-            return self.problem(line, "row", f"is a {type(row).__name__}, not an object", "write one JSON object a line")
+            rule = f"is a {type(row).__name__}, not an object"
+            return self.problem(line, "row", rule, "write one JSON object a line")
         for key, setting in ((self.prompt_key, "data.prompt_key"), (self.answer_key, "data.answer_key")):
             if key not in row:
-                return self.problem(line, key, f"is missing; the row has {', '.join(row) or 'nothing'}", f"set {setting}")
+                rule = f"is missing; the row has {', '.join(row) or 'no column'}"
+                return self.problem(line, key, rule, f"mend the row, or set {setting}")
         if not isinstance(row[self.answer_key], str):
             rule = f"is a {type(row[self.answer_key]).__name__}, not a string"
             return self.problem(line, self.answer_key, rule, "put the answer in quotes")
@@ -176,12 +176,13 @@ class _Reader:
         except TemplateError as error:
             rule = f"is refused by the model's chat template ({error})"
             return self.problem(line, self.prompt_key, rule, "use roles in the order the template takes")
+        named = (self.prompt_key, self.answer_key)
         return Prompt(
             id=f"{self.file}:{line}",
             messages=messages,
             tokens_T=tuple(tokens),
             answer=row[self.answer_key],
-            metadata={key: value for key, value in row.items() if key not in (self.prompt_key, self.answer_key)},
+            metadata={key: value for key, value in row.items() if key not in named},
         )
 
     def _messages(self, value: Any) -> tuple[Message, ...] | str:

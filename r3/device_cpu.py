@@ -14,7 +14,6 @@ import importlib
 import logging
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -192,8 +191,6 @@ def install() -> None:
     """Put the stand-ins in. Idempotent; call before Megatron is used, and again after importing more of it."""
     global _proxy
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)  # "CPU RNG state changed"
-    # One warning a module that TransformerEngine and apex are absent: they are, on purpose.
-    warnings.filterwarnings("ignore", message="(Transformer Engine|Apex)", category=UserWarning)
     if torch.cuda.is_available():
         _repair_without_transformer_engine()
         return

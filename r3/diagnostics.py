@@ -61,6 +61,21 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
+class StandardDeviation:
+    """sqrt( sum of squares / count - mean^2 ), from the values themselves so that it is exact over any split."""
+
+    values: tuple[float, ...]
+
+    @staticmethod
+    def reduce(parts: Sequence[StandardDeviation]) -> float | None:
+        values = [value for part in parts for value in part.values]
+        if not values:
+            return None
+        mean = math.fsum(values) / len(values)
+        return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+
+
+@dataclass(frozen=True, slots=True)
 class Max:
     """Largest value; None: this part has seen none."""
 

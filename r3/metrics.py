@@ -42,13 +42,19 @@ _TOKENS = "over the loss tokens; D = log pi_old - log mu: policy at the rollout'
 GLOSSARY: dict[str, Entry] = {
     "reward/mean": Entry("mean reward of the step's rollouts", "r3/rollout.py"),
     "reward/std": Entry("standard deviation of the rewards of the step's rollouts", "r3/rollout.py"),
-    "reward/group_zero_std_frac": Entry("share of groups whose rewards are all equal: they teach nothing", "r3/rollout.py"),
-    "eval/SET/accuracy": Entry("share of answers to the held-out questions with reward >= 1", "r3/evaluate.py"),
-    "eval/SET/pass_at_K": Entry("mean of 1 - C(n-c, K) / C(n, K), c of n answers right", "arXiv 2107.03374, eq. 1"),
+    "reward/group_zero_std_frac": Entry("share of groups whose rewards are all equal", "r3/rollout.py"),
+    "eval/SET/accuracy": Entry(
+        "share of answers to the held-out questions with reward >= 1", "r3/evaluate.py"
+    ),
+    "eval/SET/pass_at_K": Entry(
+        "mean of 1 - C(n-c, K) / C(n, K), c of n answers right", "arXiv 2107.03374, eq. 1"
+    ),
     "rollout/response_tokens_mean": Entry("mean of sampled tokens per rollout", "r3/rollout.py"),
     "rollout/truncated_frac": Entry("share of rollouts that ended at max_response_tokens", "r3/rollout.py"),
     "rollout/tokens": Entry("tokens of all rollouts, prompts included", "r3/rollout.py"),
-    "mismatch/k3": Entry(f"mean(e^D - D - 1) {_TOKENS}; estimates KL(mu || pi_old)", f"r3/diagnostics.py; {_R3}"),
+    "mismatch/k3": Entry(
+        f"mean(e^D - D - 1) {_TOKENS}; estimates KL(mu || pi_old)", f"r3/diagnostics.py; {_R3}"
+    ),
     "mismatch/f2": Entry(f"mean(|D| > ln 2) {_TOKENS}", f"r3/diagnostics.py; {_R3}"),
     "mismatch/abs_mean": Entry(f"mean |D| {_TOKENS}", "r3/diagnostics.py"),
     "mismatch/abs_p99": Entry(f"99th percentile of |D| {_TOKENS}", "r3/diagnostics.py"),
@@ -56,7 +62,9 @@ GLOSSARY: dict[str, Entry] = {
     "mismatch/ess": Entry(f"(sum w)^2 / (n sum w^2), w = e^D, {_TOKENS}", "r3/diagnostics.py; Kish 1965"),
     "mismatch/k3_live": Entry("mismatch/k3 of a micro-batch scored with live routes", "r3/updates.py"),
     "mismatch/f2_live": Entry("mismatch/f2 of a micro-batch scored with live routes", "r3/updates.py"),
-    "routing/coverage": Entry("routes captured / routes a full capture has (tokens - 1 a rollout)", "r3/exchange.py"),
+    "routing/coverage": Entry(
+        "routes captured / routes a full capture has (tokens - 1 a rollout)", "r3/exchange.py"
+    ),
     "routing/agreement": Entry(
         "share of replayed (token, layer) slots whose live top-k is the replayed set", "r3/policy/replay.py"
     ),
@@ -74,11 +82,18 @@ GLOSSARY: dict[str, Entry] = {
     "optim/lr": Entry("learning rate, mean over updates", "r3/policy"),
     "optim/skipped": Entry("updates skipped because a gradient was not finite", "r3/policy"),
     "time/step_s": Entry("seconds from the row's first phase to its end, slowest rank", "r3/metrics.py"),
-    **{f"time/{phase}_s": Entry(f"seconds of: {what}; slowest rank", "r3/metrics.py") for phase, what in PHASES.items()},
+    **{
+        f"time/{phase}_s": Entry(f"seconds of: {what}; slowest rank", "r3/metrics.py")
+        for phase, what in PHASES.items()
+    },
     "perf/tokens_per_s": Entry("rollout/tokens / time/step_s", "r3/metrics.py"),
-    "perf/packing_efficiency": Entry("tokens of rollouts / packed tokens computed, fillers included", "r3/packing.py"),
+    "perf/packing_efficiency": Entry(
+        "tokens of rollouts / packed tokens computed, fillers included", "r3/packing.py"
+    ),
     "memory/peak_gib": Entry("largest memory in use in the step, fullest rank", "r3/residency.py"),
-    "memory/residue_gib": Entry("memory in use when both worlds have given up theirs, fullest rank", "r3/residency.py"),
+    "memory/residue_gib": Entry(
+        "memory in use when both worlds have given up theirs, fullest rank", "r3/residency.py"
+    ),
     **{
         f"memory/{phase}_gib": Entry(f"memory in use in {phase}, fullest rank", "r3/residency.py")
         for phase in ("sync", "generate", "train")
@@ -132,9 +147,11 @@ def tensorboard_layout(eval_name: str) -> dict[str, dict[str, list[Any]]]:
             "f2": ["mismatch/f2", "mismatch/f2_live"],
         },
     }
-    # TensorBoard reads tags as regular expressions that need only match the beginning: mismatch/f2 would draw f2_live too.
+    # TensorBoard takes a tag for the beginning of a regular expression's match: mismatch/f2 would draw f2_live too.
     return {
-        page: {chart: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for chart, tags in charts.items()}
+        page: {
+            chart: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for chart, tags in charts.items()
+        }
         for page, charts in pages.items()
     }
 
@@ -224,13 +241,17 @@ class Meter:
         for key, part in parts.items():
             explain(key)
             if not callable(getattr(part, "reduce", None)):
-                raise TypeError(f"{key}: {part!r} is no partial of r3.diagnostics, so nobody knows how to merge it")
+                raise TypeError(
+                    f"{key}: {part!r} is no partial of r3.diagnostics, so nobody knows how to merge it"
+                )
             self._parts.setdefault(key, []).append(part)
 
     def close_step(self, step: int) -> dict[str, float]:
         """Merge everything since the last row into one, in one collective; all ranks call and get the same row."""
         if step <= self._last_step:
-            raise ValueError(f"a row of step {step} after one of step {self._last_step} would repeat the step")
+            raise ValueError(
+                f"a row of step {step} after one of step {self._last_step} would repeat the step"
+            )
         self._on_phase("report")
         now = time.perf_counter()
         mine: dict[str, list[Partial]] = self._parts | {
@@ -268,7 +289,9 @@ def _merge(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, float]
     for key in set().union(*ranks):
         parts = [part for rank in ranks for part in rank.get(key, ())]
         if len(kinds := {type(part) for part in parts}) > 1:
-            raise TypeError(f"{key}: its parts are of different kinds: {sorted(kind.__name__ for kind in kinds)}")
+            raise TypeError(
+                f"{key}: its parts are of different kinds: {sorted(kind.__name__ for kind in kinds)}"
+            )
         value = type(parts[0]).reduce(parts)
         if value is not None:
             row[key] = value

@@ -58,6 +58,7 @@ class Residency:
             self._policy.offload()
             self.note("residue")
             self._engine.wake("weights")
+            self.note(State.SYNC.value)
         elif to is State.GENERATE:
             self._engine.wake("kv_cache")
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from r3.diagnostics import Mean, Sum
+from r3.diagnostics import Mean, StandardDeviation, Sum
 from r3.engine import Engine, Request, sampling_seed
 from r3.mesh import Mesh
 from r3.types import Prompt, Rollout
@@ -81,6 +81,7 @@ def rollout_metrics(answers: Answers, group_size: int) -> dict[str, Any]:
     truncated = float(sum(rollout.finish_reason == "length" for rollout in answers.rollouts))
     return {
         "reward/mean": Mean(total=sum(rewards), count=count),
+        "reward/std": StandardDeviation(tuple(rewards)),
         "reward/group_zero_std_frac": Mean(
             total=float(sum(max(group) == min(group) for group in groups)), count=float(len(groups))
         ),

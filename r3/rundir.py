@@ -1,7 +1,7 @@
 """The folder of a run: where everything lies, written so that a reader never meets a half-written file.
 
-Whole files appear under a temporary name and are renamed into place. `metrics.jsonl` is the one file that grows: a line is
-synced before the step counts as reported, and a line that a kill tore is recognised, left out, and said.
+Whole files appear under a temporary name and are renamed into place. `metrics.jsonl` is the one file that grows:
+a line is synced before the step counts as reported, and a line that a kill tore is recognised, left out, and said.
 """
 
 from __future__ import annotations
@@ -210,16 +210,19 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], list[float], list[float]]:
 def truncate_metrics(run_dir: RunDir, step: int) -> list[str]:
     """Drop the rows of `step` and later, and a torn last line; returns what a person should know about it."""
     if not run_dir.metrics.exists():
-        return [f"{run_dir.metrics.name} is missing: rows before step {step} are lost"] if step > 0 else []
+        return [f"{run_dir.metrics.name} is missing: rows before step {step} are lost"] if step > 1 else []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rows = read_metrics(run_dir.metrics)
     said = [str(warning.message) for warning in caught]
     kept = [row for row in rows if row["step"] < step]
-    if len(kept) < len(rows):
-        said.append(f"{run_dir.metrics.name}: dropped {len(rows) - len(kept)} rows from step {step} on, to be redone")
-    if kept and kept[-1]["step"] + 1 < step:
-        said.append(f"{run_dir.metrics.name}: rows between step {kept[-1]['step']} and step {step} are missing")
+    if dropped := len(rows) - len(kept):
+        said.append(
+            f"{run_dir.metrics.name}: {dropped} rows from step {step} on were dropped, to be made again"
+        )
+    last = kept[-1]["step"] if kept else -1
+    if last + 1 < step:
+        said.append(f"{run_dir.metrics.name}: rows of steps {last + 1:.0f} to {step - 1} are missing")
     with replacing(run_dir.metrics) as temporary:
         temporary.write_bytes(b"".join(map(_line, kept)))
     return said

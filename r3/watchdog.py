@@ -1,6 +1,6 @@
 """Heartbeats and stall reports: a rank that makes no progress says so, with its phase, its stacks, and who lags.
 
-A hang in a collective looks the same on every rank that waits in it. What tells them apart is how far each rank came, so
+A hang in a collective looks the same on every rank that waits in it. What tells them apart is how far each rank came:
 every rank keeps a small file with its phase beside the others', and a report reads them all. Nothing is ever killed.
 """
 
@@ -32,17 +32,23 @@ class _Beat:
 
 
 class Watchdog:
-    """Reports when this rank stalls. `with Watchdog(...) as watchdog:` and `watchdog.beat(phase)` wherever work proceeds.
+    """Reports when this rank stalls: `with Watchdog(...) as watchdog:`, `watchdog.beat(phase)` where work proceeds.
 
     Args:
         rank, size: of this process in the run.
-        stall_s: seconds without a beat that make a stall; the report repeats after twice, four times ... that; 0 = never.
+        stall_s: seconds without a beat that make a stall; reported again after twice, four times ... that; 0 = never.
         run_dir: where heartbeats lie; None keeps none and cannot name laggards.
         stream: where reports go; None = stderr.
     """
 
     def __init__(
-        self, rank: int, size: int, *, stall_s: float, run_dir: RunDir | None = None, stream: TextIO | None = None
+        self,
+        rank: int,
+        size: int,
+        *,
+        stall_s: float,
+        run_dir: RunDir | None = None,
+        stream: TextIO | None = None,
     ) -> None:
         self._rank = rank
         self._size = size
@@ -112,30 +118,35 @@ class Watchdog:
         # One write, so that the reports of several ranks on one terminal do not mix line by line.
         self._say(
             f"r3 watchdog: rank {self._rank} made no progress for {silent_s:.1f} s in phase {last.phase!r}\n"
-            f"{''.join(f'  {line}{chr(10)}' for line in self._standing())}"
+            f"{''.join(self._standing())}"
             f"stacks of rank {self._rank}:\n{_stacks()}"
             f"r3 watchdog: end of report of rank {self._rank}\n"
         )
 
     def _standing(self) -> list[str]:
-        """Where the ranks are, those that lag first."""
+        """Where the ranks are, a line each, those that lag first."""
         if self._run_dir is None or self._size == 1:
             return []
         states = {rank: self._read_heartbeat(rank) for rank in range(self._size)}
-        missing = [f"rank {rank}: no heartbeat, it never started or cannot write" for rank in states if not states[rank]]
+        lines = [
+            f"  rank {rank}: no heartbeat, it never started or cannot write\n"
+            for rank in states
+            if not states[rank]
+        ]
         known = sorted((state for state in states.values() if state), key=lambda s: (s["phases"], s["rank"]))
         furthest = max((state["phases"] for state in known), default=0)
-        lines = missing
         for state in known:
             age_s = time.time() - state["written_at"]
             behind = furthest - state["phases"]
-            line = f"rank {state['rank']}: phase {state['phase']!r}, silent for {state['silent_s'] + age_s:.1f} s"
+            line = f"  rank {state['rank']}: phase {state['phase']!r}, silent for {state['silent_s'] + age_s:.1f} s"
             line += f", LAGS by {behind} phase{'s' * (behind > 1)}" if behind else ""
             # Its watchdog writes even while the program waits, so an old file says more than a silent rank.
             if age_s > max(4 * _MAX_TICK_S, self._stall_s):
                 line += f", heartbeat {age_s:.0f} s old: process dead, stopped, or locked inside native code"
-            lines.append(f"{line} (pid {state['pid']} on {state['host']})")
-        return lines[:_MAX_NAMED] + ([f"... and {len(lines) - _MAX_NAMED} more"] if len(lines) > _MAX_NAMED else [])
+            lines.append(f"{line} (pid {state['pid']} on {state['host']})\n")
+        if len(lines) > _MAX_NAMED:
+            lines[_MAX_NAMED:] = [f"  ... and {len(lines) - _MAX_NAMED} ranks that came further\n"]
+        return lines
 
     def _read_heartbeat(self, rank: int) -> dict[str, Any] | None:
         assert self._run_dir is not None

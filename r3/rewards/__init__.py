@@ -42,7 +42,7 @@ def gsm8k(response: str, prompt: Prompt) -> float:
     """
     expected = _final_number(prompt.answer)
     if expected is None:
-        raise ValueError(f"the reference answer of {prompt.id} has no '#### number': {prompt.answer[-200:]!r}")
+        raise ValueError(f"the reference answer has no '#### number': {prompt.answer[-200:]!r}")
     return float(_final_number(response) == expected)
 
 
@@ -60,7 +60,8 @@ def resolve(spec: str) -> Reward:
         return REWARDS[spec]
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py"):
-        raise _problem(spec, "names no built-in reward and is not path/to/file.py:function", f"one of {sorted(REWARDS)}")
+        rule = "names no built-in reward and is not path/to/file.py:function"
+        raise _problem(spec, rule, f"one of {', '.join(sorted(REWARDS))}, or a file and its function")
     path = Path(file)
     if not path.is_file():
         raise _problem(spec, f"there is no file {file}", "give the path from the folder the run starts in")
@@ -69,11 +70,13 @@ def resolve(spec: str) -> Reward:
         defined = "is not a function" if function is not None else "is not defined"
         raise _problem(spec, f"{name} {defined} in {file}", f"write `def {name}(response, prompt)` there")
     if inspect.iscoroutinefunction(function):
-        raise _problem(spec, f"{name} is async, rewards are plain functions", f"write `def {name}(response, prompt)`")
+        rule = f"{name} is async, rewards are plain functions"
+        raise _problem(spec, rule, f"write `def {name}(response, prompt)`")
     try:
         inspect.signature(function).bind("response", "prompt")
     except TypeError as error:
-        raise _problem(spec, f"{name} cannot be called as {name}(response, prompt): {error}", "mend its parameters") from None
+        rule = f"{name} cannot be called as {name}(response, prompt): {error}"
+        raise _problem(spec, rule, "mend its parameters") from None
     return function
 
 
@@ -83,11 +86,12 @@ def score(function: Reward, response: str, prompt: Prompt, member: int) -> float
     name = getattr(function, "__name__", repr(function))
     try:
         reward: Any = function(response, prompt)
-    except Exception as error:  # noqa: BLE001 - a user's own code may raise anything; it is re-raised with the sample
+    except Exception as error:  # a user's own code may raise anything; it goes on with its sample
         raise RewardError(f"reward {name} raised {type(error).__name__}: {error}\n  {sample}") from error
     # numpy's numbers are Real too; tensors and strings are not.
     if not isinstance(reward, Real):
-        raise RewardError(f"reward {name} returned {reward!r} ({type(reward).__name__}), not a number\n  {sample}")
+        kind = type(reward).__name__
+        raise RewardError(f"reward {name} returned {reward!r} ({kind}), not a number\n  {sample}")
     if not math.isfinite(reward):
         raise RewardError(f"reward {name} returned {reward}, not a finite number\n  {sample}")
     return float(reward)
@@ -109,7 +113,7 @@ def _load(spec: str, path: Path) -> object:
     sys.modules[name] = module  # dataclasses and pickle look their module up while it is still loading
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - importing a user's file may raise anything too
+    except Exception as error:  # so may importing it
         del sys.modules[name]
         raise _problem(spec, f"{path} raised {type(error).__name__}: {error}", "mend the file") from error
     return module

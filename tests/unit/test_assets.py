@@ -184,33 +184,42 @@ def test_a_longer_chat_begins_with_the_tokens_of_the_shorter_one(tokenizer: Any)
 
 
 def test_greedy_answers_come_at_once_and_are_mostly_wrong(model: Any, tokenizer: Any) -> None:
-    """The starting point of the learning curve.
+    """The starting point of the learning curve: well above chance (one in thirty), with most still to be gained.
 
-    GREEDY_BAND
+    The shipped weights answer 21 of these 64 rightly, whatever the kernels (float32 noise would have to flip a
+    near tie). The band is wider, because a rebuild on another processor gives another model: those seen scored
+    0.19 to 0.39 on 256 questions, and 64 of them add a standard error of 0.06.
     """
     rows = read(WORD_PROBLEMS_EVAL)[:64]
     responses = respond(model, tokenizer, rows, do_sample=False)
     assert sum(map(len, responses)) / len(rows) < 5  # `#### n` and the end token are four
     right = sum(is_right(tokenizer.decode(ids), row) for ids, row in zip(responses, rows, strict=True))
-    assert 0.10 <= right / len(rows) <= 0.40
+    assert 0.10 <= right / len(rows) <= 0.50
 
 
 def test_sampled_answers_sometimes_show_steps_and_are_then_mostly_right(model: Any, tokenizer: Any) -> None:
-    """What reinforcement learning has to find. Bands of three standard errors around 1024 samples' figures."""
+    """What reinforcement learning has to find.
+
+    On 1024 problems 0.23 of the answers show steps, and of those 0.94 are right; the bands are three standard
+    errors of 256 samples (and of the 60 with steps) to either side.
+    """
     rows = read(WORD_PROBLEMS_EVAL)
     torch.manual_seed(0)
     responses = respond(model, tokenizer, rows, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
     texts = [tokenizer.decode(ids) for ids in responses]
     worked = [(text, row) for text, row in zip(texts, rows, strict=True) if "=" in text]
-    assert 0.14 <= len(worked) / len(rows) <= 0.32
-    assert sum(is_right(text, row) for text, row in worked) / len(worked) >= 0.8
+    assert 0.15 <= len(worked) / len(rows) <= 0.31
+    assert sum(is_right(text, row) for text, row in worked) / len(worked) >= 0.84
 
 
 @torch.no_grad()
 def test_every_expert_of_every_layer_is_used(model: Any, tokenizer: Any) -> None:
     """Routing replay is tested on this model: a dead expert would hide errors."""
-    texts = [f"{row['question']}\n{row['answer']}" for row in read(WORD_PROBLEMS_EVAL)[:64]]
-    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    chats = [
+        [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+        for row in read(WORD_PROBLEMS_EVAL)[:64]
+    ]
+    batch = tokenizer.apply_chat_template(chats, padding=True, return_tensors="pt", return_dict=True)
     output = model(**batch, output_router_logits=True, use_cache=False)
     real = batch["attention_mask"].flatten().bool()
     for logits in output.router_logits:

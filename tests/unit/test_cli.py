@@ -291,7 +291,7 @@ def test_help_of_a_preset_has_every_field_with_its_default(capsys: pytest.Captur
 
 
 def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(printed(capsys, "tiny", "--help").replace("│", " ").split())
+    text = " ".join(printed(capsys, "tiny", "--help").replace("\u2502", " ").split())
     for name in FIELD_TYPES:
         after = text.split(f"--{name} ", 1)[1]
         metavar, _, rest = after.partition(" ")

@@ -1,0 +1,106 @@
+"""Advantages against values worked out by hand and a loop over groups."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from torch import Tensor
+
+from r3.advantage import ADVANTAGES, dr_grpo, grpo
+
+pytestmark = pytest.mark.unit
+
+# Two groups, interleaved. Group 7: rewards 0 1 1 0, mean 1/2, unbiased std sqrt(1/3). Group -3: 2 5, std 3/sqrt(2).
+REWARDS_R = torch.tensor([0.0, 2.0, 1.0, 1.0, 5.0, 0.0])
+GROUPS_R = torch.tensor([7, -3, 7, 7, -3, 7])
+
+
+def ragged(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    groups_R = torch.randint(-5, 5, (64,), generator=generator)  # sizes differ, single rollouts may occur
+    rewards_R = torch.randint(0, 3, (64,), generator=generator).float()  # ties and groups of zero spread occur
+    return rewards_R, groups_R
+
+
+def slow(name: str, rewards_R: Tensor, groups_R: Tensor) -> list[float]:
+    """The formulas in Python floats, one rollout at a time."""
+    rewards, groups = rewards_R.tolist(), groups_R.tolist()
+    advantages = []
+    for reward, group in zip(rewards, groups, strict=True):
+        mine = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        scale = statistics.stdev(mine) + 1e-6 if name == "grpo" and len(mine) > 1 else 1.0
+        advantages.append(0.0 if min(mine) == max(mine) else (reward - statistics.mean(mine)) / scale)
+    return advantages
+
+
+def test_grpo_by_hand() -> None:
+    a = 0.5 / (1 / 3**0.5 + 1e-6)  # 0.866
+    b = 1.5 / (3 / 2**0.5 + 1e-6)  # 0.707
+    # Exact up to the rounding of the result to float32: 2^-24 relative.
+    torch.testing.assert_close(
+        grpo(REWARDS_R, GROUPS_R), torch.tensor([-a, -b, a, a, b, -a]), rtol=1e-7, atol=0.0
+    )
+
+
+def test_dr_grpo_by_hand() -> None:
+    expected_R = torch.tensor([-0.5, -1.5, 0.5, 0.5, 1.5, -0.5])  # all exact in float32
+    torch.testing.assert_close(dr_grpo(REWARDS_R, GROUPS_R), expected_R, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("seed", range(5))
+def test_equals_a_loop_over_groups(name: str, seed: int) -> None:
+    rewards_R, groups_R = ragged(seed)
+    advantages_R = ADVANTAGES[name](rewards_R, groups_R)
+    assert advantages_R.dtype == torch.float32
+    # Both compute in float64; the result is rounded to float32 once, values are of order 1.
+    expected_R = torch.tensor(slow(name, rewards_R, groups_R), dtype=torch.float64)
+    torch.testing.assert_close(advantages_R.double(), expected_R, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_rollouts_may_come_in_any_order(name: str) -> None:
+    rewards_R, groups_R = ragged(0)
+    order = torch.randperm(len(rewards_R), generator=torch.Generator().manual_seed(1))
+    shuffled_R = ADVANTAGES[name](rewards_R[order], groups_R[order])
+    # Small integers add up exactly in float64, in whatever order.
+    torch.testing.assert_close(shuffled_R, ADVANTAGES[name](rewards_R, groups_R)[order], rtol=1e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("rewards", [[0.1] * 3, [1.0] * 4, [-0.7], [1e8 / 3] * 7], ids=str)
+def test_a_group_of_zero_spread_is_exactly_zero(name: str, rewards: list[float]) -> None:
+    """Also where the mean of equal floats is not that float: (0.1 + 0.1 + 0.1) / 3 != 0.1."""
+    rewards_R = torch.tensor([*rewards, 0.0, 1.0], dtype=torch.float64)
+    groups_R = torch.tensor([0] * len(rewards) + [1, 1])
+    advantages_R = ADVANTAGES[name](rewards_R, groups_R)
+    assert advantages_R[:-2].tolist() == [0.0] * len(rewards)
+    assert (advantages_R[-2:] != 0).all()
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_groups_are_centred(name: str) -> None:
+    rewards_R, groups_R = ragged(3)
+    advantages_R = ADVANTAGES[name](rewards_R, groups_R)
+    for group in groups_R.unique():
+        assert abs(float(advantages_R[groups_R == group].sum())) < 1e-5  # some ten float32 roundings of values near 1
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_no_rollouts(name: str) -> None:
+    assert ADVANTAGES[name](torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_guards(name: str) -> None:
+    advantage = ADVANTAGES[name]
+    with pytest.raises(ValueError, match=r"rewards \[6\], groups \[5\]"):
+        advantage(REWARDS_R, GROUPS_R[:5])
+    with pytest.raises(ValueError, match=r"\[1, 6\]"):
+        advantage(REWARDS_R[None], GROUPS_R[None])
+    with pytest.raises(ValueError, match="float32"):
+        advantage(REWARDS_R, GROUPS_R.float())
+    with pytest.raises(ValueError, match=r"nan.* at rollouts \[1\]"):
+        advantage(REWARDS_R.clone().index_fill(0, torch.tensor([1]), torch.nan), GROUPS_R)
