@@ -119,6 +119,7 @@ def main() -> None:
                     task.shape,
                     num_updates=train.updates_per_step,
                     micro_batch_tokens=train.micro_batch_tokens,
+                    captured=engine.capture,
                     on_missing=config.replay.on_missing,
                 )
                 meter.add(ledger)

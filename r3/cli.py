@@ -77,6 +77,8 @@ def parse(argv: Sequence[str]) -> Invocation:
     if words.help and base:
         _leave_with_fields(preset, base)
     config = _with_flags(base or Config(), words.flags, problems)
+    if base and not config.log.dir:
+        config = with_values(config, {"log.dir": base.log.dir or f"runs/{preset}"})
     world_size = _world_size(words, config, problems)
     if base is None:
         _leave(2, str(ConfigError(problems)))
@@ -167,8 +169,7 @@ def _base(words: _Words, problems: list[Problem]) -> tuple[str, Config | None]:
     if preset not in PRESETS:
         problems.append(Problem("PRESET", preset, "there is no such preset", f"one of {known}"))
         return preset, None
-    config = PRESETS[preset]()
-    return preset, with_values(config, {"log.dir": config.log.dir or f"runs/{preset}"})
+    return preset, PRESETS[preset]()
 
 
 def _with_flags(base: Config, flags: dict[str, str], problems: list[Problem]) -> Config:

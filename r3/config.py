@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from r3.shape import ModelShape as ModelShape  # settings and their model, from one place
 
 
 @dataclass(frozen=True, kw_only=True)

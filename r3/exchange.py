@@ -96,11 +96,13 @@ def distribute(
     *,
     num_updates: int,
     micro_batch_tokens: int,
-    on_missing: Literal["error", "live"],
+    captured: bool = True,
+    on_missing: Literal["error", "live"] = "error",
 ) -> tuple[list[Batch], dict[str, Any]]:
     """This rank's share of every update of the step, packed, and metric partials. All ranks must call.
 
-    Every rank makes the same plan from everybody's lengths; then rollouts travel once. Denominators are global.
+    Every rank makes the same plan from everybody's lengths; then rollouts travel once. Denominators are global. `captured`
+    says whether the engine captures routes at all (it does in replay mode r3).
 
     Raises:
         RouteError: a route is missing and `on_missing` is "error"; names rollout, position and layer count.
@@ -134,8 +136,8 @@ def distribute(
                         micro_batch,
                         [mine[i].advantage for i in micro_batch],
                         num_experts=shape.num_experts,
-                        num_layers=len(shape.moe_layers),
-                        topk=shape.topk,
+                        num_layers=len(shape.moe_layers) if captured else 0,
+                        topk=shape.topk if captured else 0,
                     )
                     for micro_batch in update.micro_batches[mesh.dp.rank]
                 ),

@@ -52,7 +52,8 @@ def answer(
             prompt=prompts[group],
             group=group,
             member=member,
-            seed=sampling_seed(run_seed, seed_step, prompts[group].id, member),
+            # The group too: at the border of two epochs one question may come twice in a step.
+            seed=sampling_seed(run_seed, seed_step, f"{prompts[group].id}/{group}", member),
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,

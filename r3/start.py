@@ -47,7 +47,7 @@ def read_task(config: Config) -> Task:
 
     shape = ModelShape.read(config.model.path)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    room = shape.max_position_embeddings - config.rollout.max_response_tokens
+    room = config.longest_prompt(shape.max_position_embeddings)
     data = config.data
 
     def read(path: str) -> Dataset:

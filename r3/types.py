@@ -122,6 +122,8 @@ class MicroBatch:
     @property
     def captured_N(self) -> torch.Tensor:
         """True where the experts that processed the token were captured: neither missing (-1) nor of a filler."""
+        if not self.routed_experts_NLK.numel():
+            return torch.zeros(self.num_tokens, dtype=torch.bool)
         captured_N = (self.routed_experts_NLK >= 0).flatten(1).all(1)
         for rollout_id, first, last in zip(self.rollout_ids, self.cu_seqlens, self.cu_seqlens[1:], strict=False):
             if rollout_id < 0:

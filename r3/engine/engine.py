@@ -16,8 +16,9 @@ from r3.types import Rollout
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from r3.config import Config, ModelShape
+    from r3.config import Config
     from r3.device import Device
+    from r3.shape import ModelShape
 
 Part = Literal["weights", "kv_cache"]
 

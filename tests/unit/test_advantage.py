@@ -20,7 +20,9 @@ GROUPS_R = torch.tensor([7, -3, 7, 7, -3, 7])
 def ragged(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     groups_R = torch.randint(-5, 5, (64,), generator=generator)  # sizes differ, single rollouts may occur
-    rewards_R = torch.randint(0, 3, (64,), generator=generator).float()  # ties and groups of zero spread occur
+    rewards_R = torch.randint(
+        0, 3, (64,), generator=generator
+    ).float()  # ties and groups of zero spread occur
     return rewards_R, groups_R
 
 
@@ -85,7 +87,9 @@ def test_groups_are_centred(name: str) -> None:
     rewards_R, groups_R = ragged(3)
     advantages_R = ADVANTAGES[name](rewards_R, groups_R)
     for group in groups_R.unique():
-        assert abs(float(advantages_R[groups_R == group].sum())) < 1e-5  # some ten float32 roundings of values near 1
+        assert (
+            abs(float(advantages_R[groups_R == group].sum())) < 1e-5
+        )  # some ten float32 roundings of values near 1
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

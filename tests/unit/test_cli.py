@@ -88,6 +88,10 @@ def test_a_value_may_be_empty_or_hold_spaces_and_equal_signs() -> None:
     assert (config.eval.path, config.data.system_prompt) == ("", "a = b")
 
 
+def test_an_empty_folder_name_is_the_preset_s() -> None:
+    assert cli.parse(["tiny", "--parallel.ep", "1", "--log.dir", ""]).config.log.dir == "runs/tiny"
+
+
 def test_warnings_are_printed_and_do_not_stop_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     cli.parse(["tiny", "--parallel.ep", "1", "--train.min_lr", "1e-6"])
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -25,7 +26,7 @@ def random_batch(seed: int, num_tokens: int = 60) -> dict[str, Any]:
     mask_N = torch.ones(num_tokens)
     cu_seqlens = (0, 17, 41, num_tokens)
     weights_N = torch.zeros(num_tokens)
-    for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+    for start, end in itertools.pairwise(cu_seqlens):
         mask_N[start : start + 5] = 0.0
         mask_N[end - 1] = 0.0
         weights_N[start + 5 : end - 1] = 1.0 / (end - start - 6)
@@ -154,7 +155,7 @@ def test_the_signature_admits_sequence_level_ratios() -> None:
         log_ratio_N = (logprobs_N - old_logprobs_N) * loss_mask_N
         means = [
             log_ratio_N[a:b].sum() / loss_mask_N[a:b].sum()
-            for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)
+            for a, b in itertools.pairwise(cu_seqlens)
         ]
         sizes = torch.tensor(cu_seqlens).diff()
         return -torch.stack(means).exp().repeat_interleave(sizes) * advantages_N, loss_mask_N < 0
@@ -241,16 +242,22 @@ def test_kl_gradients_are_those_of_the_divergences_they_claim() -> None:
     forward = (ref_V.exp() * (ref_V - logprobs_V)).sum()
     for estimator, divergence in (("k1", 0.0 * reverse), ("k2", reverse), ("k3", forward)):
         penalty_V = kl_penalty(logprobs_V, ref_V, estimator=estimator)  # type: ignore[arg-type]
-        sampled = (logprobs_V.detach().exp() * penalty_V).sum()  # pi weighs, as sampling would, without gradient
+        sampled = (
+            logprobs_V.detach().exp() * penalty_V
+        ).sum()  # pi weighs, as sampling would, without gradient
         (gradient_V,) = torch.autograd.grad(sampled, logits_V, retain_graph=True)
         (expected_V,) = torch.autograd.grad(divergence, logits_V, retain_graph=True)
-        torch.testing.assert_close(gradient_V, expected_V, rtol=1e-5, atol=1e-6)  # a softmax more than elsewhere
+        torch.testing.assert_close(
+            gradient_V, expected_V, rtol=1e-5, atol=1e-6
+        )  # a softmax more than elsewhere
 
 
 def test_k3_keeps_its_digits_where_policies_are_close() -> None:
     """D = 1e-4: k3 = 5e-9, a twelfth of what float32's exp(-D) - 1 + D can resolve."""
     kl_N = kl_penalty(torch.tensor([1e-4]), torch.tensor([0.0]), estimator="k3")
-    torch.testing.assert_close(kl_N, torch.tensor([5e-9]), rtol=5e-3, atol=0.0)  # last bit of D itself is 1.5e-3 of it
+    torch.testing.assert_close(
+        kl_N, torch.tensor([5e-9]), rtol=5e-3, atol=0.0
+    )  # last bit of D itself is 1.5e-3 of it
 
 
 def test_kl_is_finite_for_absurd_inputs_and_refuses_unknown_names() -> None:
@@ -273,7 +280,9 @@ def test_aggregate_by_hand() -> None:
     weights_N = torch.tensor([0.0, 1.0, 0.0, 1 / 3, 1 / 3, 1 / 3])
     counts: dict[str, int] = {"num_loss_tokens": 4, "num_sequences": 2}
     assert float(aggregate(loss_N, mask_N, weights_N, kind="token", **counts)) == 3.5
-    assert float(aggregate(loss_N, mask_N, weights_N, kind="sequence", **counts)) == pytest.approx(5.0, rel=1e-6)
+    assert float(aggregate(loss_N, mask_N, weights_N, kind="sequence", **counts)) == pytest.approx(
+        5.0, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence"])
@@ -298,7 +307,7 @@ def test_shares_add_up_however_the_sequences_are_split(kind: Any, seed: int) -> 
         (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
         return loss.detach(), gradient_N
 
-    first, second, third = zip(batch["cu_seqlens"], batch["cu_seqlens"][1:], strict=False)
+    first, second, third = itertools.pairwise(batch["cu_seqlens"])
     whole = share([first, second, third])
     for split in ([[third], [first], [second]], [[second, first], [third]], [[third, second, first]]):
         shares = [share(pieces) for pieces in split]
@@ -321,7 +330,7 @@ def test_a_local_mean_would_have_been_noticed() -> None:
             num_loss_tokens=int(mask_N[a:b].sum()),
             num_sequences=1,
         )
-        for a, b in zip(batch["cu_seqlens"], batch["cu_seqlens"][1:], strict=False)
+        for a, b in itertools.pairwise(batch["cu_seqlens"])
     ]
     assert abs(float(sum(local)) / 3 - float(whole)) > 1e-3
 

@@ -1,0 +1,225 @@
+"""Reductions and the mismatch panel against closed forms."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from r3.diagnostics import (
+    EffectiveSampleSize,
+    Max,
+    Mean,
+    Min,
+    Partial,
+    Quantile,
+    Sum,
+    agreement,
+    k3_f2,
+    mismatch,
+    to_partials,
+)
+
+pytestmark = pytest.mark.unit
+
+
+def values(panel: dict[str, Partial]) -> dict[str, float | None]:
+    return {key: part.reduce([part]) for key, part in panel.items()}
+
+
+def floats(*numbers: float) -> np.ndarray:
+    return np.array(numbers, np.float32)
+
+
+# --- reductions ---------------------------------------------------------------------------------------------
+
+EXAMPLES: list[tuple[list[Any], float]] = [
+    (
+        [Mean(6.0, 2), Mean(0.0, 0), Mean(2.0, 2)],
+        2.0,
+    ),  # not the mean of means, (3 + 1) / 2 only by luck of counts
+    ([Mean(9.0, 1), Mean(3.0, 3)], 3.0),  # a mean of means would say 5
+    ([Sum(1.0), Sum(2.5)], 3.5),
+    ([Max(-3.0), Max(None), Max(-1.0)], -1.0),
+    ([Min(3.0), Min(None), Min(1.0)], 1.0),
+    ([Quantile(floats(4, 1), 0.5), Quantile(floats(), 0.5), Quantile(floats(3, 2), 0.5)], 2.5),
+    ([Quantile(floats(*range(51)), 0.99), Quantile(floats(*range(51, 101)), 0.99)], 99.0),
+    ([EffectiveSampleSize(1.0, 1.0, 1), EffectiveSampleSize(3.0, 9.0, 1)], 16 / 20),  # weights 1 and 3
+]
+
+
+@pytest.mark.parametrize(("parts", "expected"), EXAMPLES)
+def test_reduce_by_hand_in_every_order(parts: list[Any], expected: float) -> None:
+    for order in itertools.permutations(parts):
+        assert type(parts[0]).reduce(order) == expected  # equal, not close: rank order must not show
+
+
+@pytest.mark.parametrize(
+    "nothing", [Mean(0.0, 0), Max(None), Min(None), Quantile(floats(), 0.9), EffectiveSampleSize(0.0, 0.0, 0)]
+)
+def test_nothing_counted_is_none_and_changes_nothing(nothing: Any) -> None:
+    assert nothing.reduce([nothing, nothing]) is None
+    assert nothing.reduce([]) is None
+    for parts, expected in EXAMPLES:
+        if type(parts[0]) is type(nothing) and getattr(parts[0], "q", 0.9) == getattr(nothing, "q", 0.9):
+            assert nothing.reduce([nothing, *parts]) == expected
+
+
+def test_parts_add_up_however_they_are_cut() -> None:
+    """Bitwise: 0.1 + 0.2 + 0.3 depends on the order, the sum of a metric must not."""
+    parts = [Mean(x, 1) for x in (0.1, 0.2, 0.3, 1e16, -1e16, 1e-9)]
+    assert len({Mean.reduce(order) for order in itertools.permutations(parts)}) == 1
+    assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
+
+
+def test_a_nan_that_was_put_in_is_never_hidden_by_its_place() -> None:
+    for order in itertools.permutations([Max(1.0), Max(math.nan), Max(2.0)]):
+        assert math.isnan(Max.reduce(order) or 0.0)
+
+
+def test_quantiles_of_one_metric_must_agree() -> None:
+    with pytest.raises(ValueError, match=r"\[0\.5, 0\.9\]"):
+        Quantile.reduce([Quantile(floats(1), 0.5), Quantile(floats(1), 0.9)])
+
+
+# --- the mismatch panel -------------------------------------------------------------------------------------
+
+
+def test_panel_by_hand() -> None:
+    """Delta = 0, ln 3, -ln 2 - 0.01 at loss tokens; what stands elsewhere does not count."""
+    delta = [0.0, math.log(3.0), -math.log(2.0) - 0.01]
+    rollout_N = torch.tensor([-1.0, 0.0, -2.0, -3.0])
+    policy_N = rollout_N + torch.tensor([delta[0], 55.0, delta[1], delta[2]])
+    panel = values(mismatch(policy_N, rollout_N, torch.tensor([1.0, 0.0, 1.0, 1.0])))
+    weights = [math.exp(d) for d in delta]
+    expected = {
+        "k3": sum(w - d - 1 for w, d in zip(weights, delta, strict=True)) / 3,
+        "f2": 2 / 3,
+        "abs_mean": (math.log(3.0) + math.log(2.0) + 0.01) / 3,
+        "abs_p99": 0.02 * (math.log(2.0) + 0.01) + 0.98 * math.log(3.0),  # at 1.98 of 0 .. 2
+        "abs_max": math.log(3.0),
+        "ess": sum(weights) ** 2 / (3 * sum(w * w for w in weights)),
+    }
+    # Log-probabilities near -3 are given in float32: 2e-7 absolute on a Delta of order 1.
+    assert panel == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_token_that_separates_the_estimators() -> None:
+    """mu = e^-5, pi_old = e^-15: k3 is 9.000 (the reverse direction would say 22,015)."""
+    panel = values(mismatch(torch.tensor([-15.0]), torch.tensor([-5.0]), torch.ones(1)))
+    assert panel["k3"] == pytest.approx(9.000, abs=5e-4)
+    assert panel["f2"] == 1.0
+    assert panel["abs_max"] == 10.0
+    assert panel["ess"] == pytest.approx(1.0)
+    reverse = values(mismatch(torch.tensor([-5.0]), torch.tensor([-15.0]), torch.ones(1)))
+    assert reverse["k3"] == pytest.approx(22015.47, rel=1e-5)
+
+
+def test_no_mismatch() -> None:
+    logprobs_N = -torch.rand(50, generator=torch.Generator().manual_seed(0))
+    panel = values(mismatch(logprobs_N, logprobs_N, torch.ones(50)))
+    assert panel == {"k3": 0.0, "f2": 0.0, "abs_mean": 0.0, "abs_p99": 0.0, "abs_max": 0.0, "ess": 1.0}
+
+
+def test_f2_counts_beyond_a_factor_of_two_and_not_at_it() -> None:
+    delta_N = torch.tensor([0.69, -0.69, 0.70, -0.70])  # ln 2 = 0.693
+    assert values(to_partials(delta_N, torch.ones(4)))["f2"] == 0.5
+
+
+def test_k3_resolves_a_tiny_mismatch() -> None:
+    """Delta = 1e-4 everywhere: 5e-9, which float32's e^Delta - Delta - 1 rounds to 0 or 6e-8."""
+    panel = values(to_partials(torch.full((100,), 1e-4), torch.ones(100)))
+    assert panel["k3"] == pytest.approx(5e-9, rel=1e-4)
+
+
+def random_tokens(seed: int, count: int = 300) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rollout_N = -torch.rand(count, generator=generator) * 3
+    policy_N = rollout_N + 0.2 * torch.randn(count, generator=generator)
+    return policy_N, rollout_N, (torch.rand(count, generator=generator) > 0.3).float()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_panel_does_not_depend_on_micro_batches_or_ranks(seed: int) -> None:
+    tokens = random_tokens(seed)
+    whole = values(mismatch(*tokens))
+    pieces = [(200, 300), (0, 0), (50, 200), (0, 50)]  # another order, and one rank without tokens
+    panels = [mismatch(*(tensor[a:b] for tensor in tokens)) for a, b in pieces]
+    merged = {key: panels[0][key].reduce([panel[key] for panel in panels]) for key in panels[0]}
+    assert merged == pytest.approx(whole, rel=1e-12)  # float64 sums in another order
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_panel_equals_a_loop_over_tokens(seed: int) -> None:
+    policy_N, rollout_N, mask_N = random_tokens(seed)
+    delta = [
+        float(p - r) for p, r, m in zip(policy_N, rollout_N, mask_N, strict=True) if m
+    ]  # subtracted in float32, as there
+    panel = values(mismatch(policy_N, rollout_N, mask_N))
+    assert panel["k3"] == pytest.approx(math.fsum(math.exp(d) - d - 1 for d in delta) / len(delta), rel=1e-9)
+    assert panel["f2"] == sum(abs(d) > math.log(2) for d in delta) / len(delta)
+    assert panel["abs_mean"] == pytest.approx(math.fsum(map(abs, delta)) / len(delta), rel=1e-9)
+    assert panel["abs_max"] == max(map(abs, delta))
+    ordered = sorted(map(abs, delta))
+    place = 0.99 * (len(ordered) - 1)
+    below = int(place)
+    p99 = ordered[below] + (place - below) * (ordered[below + 1] - ordered[below])
+    assert panel["abs_p99"] == pytest.approx(p99, rel=1e-9)
+
+
+def test_k3_f2_is_part_of_the_panel() -> None:
+    tokens = random_tokens(0)
+    panel = values(mismatch(*tokens))
+    assert values(k3_f2(*tokens)) == {"k3": panel["k3"], "f2": panel["f2"]}
+
+
+def test_no_loss_tokens_report_nothing() -> None:
+    panel = values(mismatch(torch.zeros(3), torch.zeros(3), torch.zeros(3)))
+    assert set(panel.values()) == {None}
+
+
+def test_broken_log_probabilities_are_refused_at_loss_tokens_only() -> None:
+    policy_N = torch.tensor([-1.0, math.nan, -math.inf])
+    rollout_N = torch.full((3,), -1.0)
+    assert values(mismatch(policy_N, rollout_N, torch.tensor([1.0, 0.0, 0.0])))["k3"] == 0.0
+    with pytest.raises(FloatingPointError, match="at 2 of 3 loss tokens"):
+        mismatch(policy_N, rollout_N, torch.ones(3))
+
+
+def test_absurd_log_probabilities_give_finite_numbers() -> None:
+    panel = values(mismatch(torch.tensor([0.0, -1.0]), torch.tensor([-5e4, -5e4]), torch.ones(2)))
+    assert all(value is not None and math.isfinite(value) for value in panel.values())
+
+
+def test_panel_takes_any_float_and_leaves_the_graph_alone() -> None:
+    policy_N = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True)
+    panel = values(mismatch(policy_N, torch.tensor([-1.5, -2.0]), torch.ones(2)))
+    assert panel["abs_max"] == 0.5
+
+
+def test_panel_refuses_what_would_broadcast() -> None:
+    with pytest.raises(ValueError, match=r"\[\[3\], \[1\], \[3\]\]"):
+        mismatch(torch.zeros(3), torch.zeros(1), torch.ones(3))
+    with pytest.raises(ValueError, match=r"\[3, 1\]"):
+        mismatch(torch.zeros(3, 1), torch.zeros(3, 1), torch.ones(3, 1))
+
+
+# --- agreement ----------------------------------------------------------------------------------------------
+
+
+def test_agreement_is_about_sets() -> None:
+    live_NK = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
+    replayed_NK = torch.tensor([[3, 1, 2], [1, 2, 3], [1, 2, 4], [-1, -1, -1]])
+    assert agreement(live_NK, replayed_NK).tolist() == [True, True, False, False]
+    assert agreement(live_NK, replayed_NK.to(torch.int16)).tolist() == [True, True, False, False]
+    assert agreement(live_NK.view(2, 2, 3), replayed_NK.view(2, 2, 3)).shape == (2, 2)
+
+
+def test_agreement_refuses_other_shapes() -> None:
+    with pytest.raises(ValueError, match=r"\[4, 2\] and \[4, 3\]"):
+        agreement(torch.zeros(4, 2), torch.zeros(4, 3))

@@ -1,0 +1,393 @@
+"""The drawing in `types.py` checked literally, and what a plan must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from r3.packing import (
+    UpdatePlan,
+    count_loss_tokens,
+    filler_micro_batch,
+    filler_routes,
+    pack,
+    packing_efficiency,
+    plan,
+)
+from r3.types import Rollout
+
+pytestmark = pytest.mark.unit
+
+MOE: dict[str, int] = {"num_experts": 8, "num_layers": 2, "topk": 2}
+DENSE: dict[str, int] = {"num_experts": 0, "num_layers": 0, "topk": 0}
+
+
+def rollout(tokens: Sequence[int], num_response: int, *, seed: int = 0, dense: bool = False) -> Rollout:
+    """`num_response` sampled tokens at the end; log-probability -t/10 at index t; random distinct experts."""
+    length = len(tokens)
+    mask_T = np.zeros(length, np.float32)
+    mask_T[length - num_response :] = 1.0
+    rng = np.random.default_rng(seed)
+    experts = rng.permuted(np.tile(np.arange(8, dtype=np.int8), (length - 1, 2, 1)), axis=2)[:, :, :2]
+    return Rollout(
+        prompt_id=f"prompt{seed}",
+        group=seed,
+        member=0,
+        tokens_T=np.array(tokens, np.int64),
+        loss_mask_T=mask_T,
+        logprobs_T=(mask_T * -0.1 * np.arange(length)).astype(np.float32),
+        routed_experts=np.zeros((length - 1, 0, 0), np.int8) if dense else experts,
+        finish_reason="stop",
+        version=1,
+        response="",
+    )
+
+
+def log_normal_lengths(seed: int, count: int = 256) -> list[int]:
+    """Ragged as answers are: median 665, a tail cut at 4,096."""
+    lengths = np.random.default_rng(seed).lognormal(6.5, 0.8, count)
+    return [int(length) for length in np.clip(lengths, 16, 4096)]
+
+
+def in_groups_of(size: int, count: int) -> list[int]:
+    return [index // size for index in range(count)]
+
+
+# --- pack ---------------------------------------------------------------------------------------------------
+
+
+def test_alignment_is_the_one_drawn_in_types() -> None:
+    """x0 x1 are the prompt, x2 x3 x4 were sampled with p2 p3 p4, e0 .. e3 processed x0 .. x3."""
+    answer = rollout([10, 11, 12, 13, 14], 3)
+    packed = pack([answer], [6], [1.5], **MOE)
+
+    assert packed.tokens_N.tolist() == [10, 11, 12, 13, 14]
+    assert packed.targets_N.tolist() == [11, 12, 13, 14, 0]
+    assert packed.positions_N.tolist() == [0, 1, 2, 3, 4]
+    assert packed.loss_mask_N.tolist() == [0, 1, 1, 1, 0]
+    expected_N = torch.tensor([0.0, -0.2, -0.3, -0.4, 0.0])  # p_t stands at t - 1
+    torch.testing.assert_close(
+        packed.rollout_logprobs_N, expected_N, rtol=1e-7, atol=0.0
+    )  # both round to float32
+    assert packed.advantages_N.tolist() == [0, 1.5, 1.5, 1.5, 0]
+    third = np.float32(1) / np.float32(3)
+    assert packed.sequence_weights_N.tolist() == [0, third, third, third, 0]
+    assert packed.routed_experts_NLK[:4].tolist() == answer.routed_experts.tolist()
+    assert (packed.routed_experts_NLK[4] == -1).all()
+    assert packed.cu_seqlens == (0, 5)
+    assert packed.rollout_ids == (6,)
+
+    assert packed.tokens_N.dtype == packed.targets_N.dtype == packed.positions_N.dtype == torch.int64
+    assert packed.routed_experts_NLK.dtype == torch.int16
+    floats = (packed.loss_mask_N, packed.rollout_logprobs_N, packed.advantages_N, packed.sequence_weights_N)
+    assert {tensor.dtype for tensor in floats} == {torch.float32}
+
+
+def test_sequences_stand_end_to_end_and_a_filler_pads() -> None:
+    answers = [rollout([1, 2, 3, 4], 2, seed=1), rollout([5, 6, 7], 1, seed=2)]
+    packed = pack(answers, [9, 3], [1.0, -2.0], **MOE, multiple=4)
+    assert packed.num_tokens == 8
+    assert packed.cu_seqlens == (0, 4, 7, 8)
+    assert packed.rollout_ids == (9, 3, -1)
+    assert packed.tokens_N.tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
+    assert packed.targets_N.tolist() == [2, 3, 4, 0, 6, 7, 0, 0]
+    assert packed.positions_N.tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
+    assert packed.loss_mask_N.tolist() == [0, 1, 1, 0, 0, 1, 0, 0]
+    assert packed.advantages_N.tolist() == [0, 1, 1, 0, 0, -2, 0, 0]
+    assert packed.sequence_weights_N.tolist() == [0, 0.5, 0.5, 0, 0, 1, 0, 0]
+    missing_N = (packed.routed_experts_NLK == -1).all(dim=2).all(dim=1)
+    assert missing_N.tolist() == [False, False, False, True, False, False, True, False]
+    # Captured: processed by the engine. The filler's routes are legal, but nobody captured them.
+    assert packed.captured_N.tolist() == [True, True, True, False, True, True, False, False]
+    assert count_loss_tokens([packed, packed]) == 6
+
+
+def test_a_multiple_that_divides_needs_no_filler() -> None:
+    packed = pack([rollout([1, 2, 3, 4], 2)], [0], [1.0], **MOE, multiple=4)
+    assert packed.rollout_ids == (0,)
+    assert packed.num_tokens == 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pack_equals_a_loop_over_tokens(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    answers = []
+    for number, length in enumerate(rng.integers(2, 30, 6)):
+        tokens = rng.integers(0, 100, length).tolist()
+        answers.append(rollout(tokens, int(rng.integers(1, length)), seed=number))
+    advantages = rng.normal(size=6).tolist()
+    packed = pack(answers, range(6), advantages, **MOE, multiple=16)
+    n = 0
+    for answer, advantage in zip(answers, advantages, strict=True):
+        length = len(answer.tokens_T)
+        for t in range(length):
+            assert packed.tokens_N[n] == answer.tokens_T[t]
+            assert packed.positions_N[n] == t
+            if t + 1 < length:
+                sampled = answer.loss_mask_T[t + 1]
+                assert packed.targets_N[n] == answer.tokens_T[t + 1]
+                assert packed.loss_mask_N[n] == sampled
+                assert packed.rollout_logprobs_N[n] == answer.logprobs_T[t + 1]
+                assert packed.advantages_N[n] == np.float32(advantage) * sampled
+                assert packed.routed_experts_NLK[n].tolist() == answer.routed_experts[t].tolist()
+            n += 1
+    assert packed.num_tokens == -(-n // 16) * 16
+    assert float(packed.sequence_weights_N.sum()) == pytest.approx(6, rel=1e-6)  # each sequence weighs 1
+
+
+def test_multi_turn_masks_keep_their_holes() -> None:
+    """A tool's answer between two sampled parts: no loss on it, and the mask moves with its tokens."""
+    answer = replace(rollout([1, 2, 3, 4, 5, 6], 5), loss_mask_T=np.array([0, 1, 0, 0, 1, 1], np.float32))
+    packed = pack([answer], [0], [1.0], **MOE)
+    assert packed.loss_mask_N.tolist() == [1, 0, 0, 1, 1, 0]
+
+
+def test_missing_rows_stay_missing() -> None:
+    answer = rollout([1, 2, 3, 4, 5], 2)
+    routes = answer.routed_experts.copy()
+    routes[1] = -1
+    packed = pack([replace(answer, routed_experts=routes)], [0], [1.0], **MOE)
+    assert packed.captured_N.tolist() == [True, False, True, True, False]
+
+
+def test_dense_models_have_no_routes() -> None:
+    packed = pack([rollout([1, 2, 3], 1, dense=True)], [0], [1.0], **DENSE, multiple=8)
+    assert packed.routed_experts_NLK.shape == (8, 0, 0)
+    assert filler_micro_batch(**DENSE).routed_experts_NLK.shape == (4, 0, 0)
+
+
+def test_pack_does_not_alias_or_change_the_rollout() -> None:
+    answer = rollout([1, 2, 3, 4], 2)
+    before = [array.copy() for array in (answer.tokens_T, answer.loss_mask_T, answer.routed_experts)]
+    packed = pack([answer], [0], [1.0], **MOE)
+    for tensor in (packed.tokens_N, packed.loss_mask_N, packed.routed_experts_NLK):
+        tensor.fill_(7)
+    for array, old in zip((answer.tokens_T, answer.loss_mask_T, answer.routed_experts), before, strict=True):
+        assert (array == old).all()
+
+
+@pytest.mark.parametrize(("multiple", "tokens"), [(1, 4), (4, 4), (3, 6), (16, 16)])
+def test_filler_micro_batch(multiple: int, tokens: int) -> None:
+    filler = filler_micro_batch(**MOE, multiple=multiple)
+    assert filler.num_tokens == tokens
+    assert filler.rollout_ids == (-1,)
+    assert not filler.captured_N.any()
+    assert not filler.loss_mask_N.any()
+    assert not filler.advantages_N.any()
+    assert (filler.routed_experts_NLK >= 0).all()
+    assert count_loss_tokens([filler]) == 0
+    empty = pack([], [], [], **MOE, multiple=multiple)
+    assert empty.rollout_ids == (-1,)
+    assert empty.num_tokens == tokens
+
+
+def test_filler_routes_are_distinct_and_spread() -> None:
+    assert filler_routes(3, 1, 2, 5)[:, 0].tolist() == [[0, 1], [2, 3], [4, 0]]
+    routes = filler_routes(64, 3, 8, 128)
+    assert routes.shape == (64, 3, 8)
+    assert routes.dtype == np.int16
+    assert all(len(set(row)) == 8 for row in routes.reshape(-1, 8).tolist())
+    assert (np.bincount(routes.ravel(), minlength=128) == 64 * 3 * 8 // 128).all()
+    with pytest.raises(ValueError, match="topk 3 and 2 experts"):
+        filler_routes(4, 1, 3, 2)
+
+
+def with_route(token: int, layer: int, experts: list[int]) -> Rollout:
+    answer = rollout([1, 2, 3, 4, 5], 2)
+    routes = answer.routed_experts.copy()
+    routes[token, layer] = experts
+    return replace(answer, routed_experts=routes)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (with_route(2, 1, [3, 8]), r"outside 0 \.\. 7, at token 2 in MoE layer number 1: \[3, 8\]"),
+        (with_route(1, 0, [-2, 3]), r"outside 0 \.\. 7, at token 1 in MoE layer number 0: \[-2, 3\]"),
+        (with_route(3, 1, [-1, 3]), r"-1 in some .* at token 3 in MoE layer number 1: \[-1, 3\]"),
+        (with_route(0, 1, [-1, -1]), r"-1 in some .* at token 0 in MoE layer number 1: \[-1, -1\]"),
+        (with_route(2, 0, [5, 5]), r"chosen twice, at token 2 in MoE layer number 0: \[5, 5\]"),
+        (rollout([1, 2, 3, 4, 5], 2, dense=True), r"routes are \(4, 0, 0\), expected .* \(2, 2\)"),
+        (rollout([1, 2, 3], 3), "first token is marked as sampled"),
+        (
+            replace(rollout([1, 2, 3], 1), loss_mask_T=np.array([0, 0.5, 1], np.float32)),
+            r"0 or 1, has \[0\.0, 0\.5, 1\.0\]",
+        ),
+        (
+            replace(rollout([1, 2, 3], 1), logprobs_T=np.array([0, 0, np.nan], np.float32)),
+            r"not finite at tokens \[2\]",
+        ),
+    ],
+)
+def test_pack_refuses(answer: Rollout, fault: str) -> None:
+    with pytest.raises(ValueError, match=rf"rollout 4 \(prompt0/0\): .*{fault}"):
+        pack([answer], [4], [1.0], **MOE)
+
+
+def test_pack_refuses_wrong_arguments() -> None:
+    answer = rollout([1, 2, 3], 1)
+    with pytest.raises(ValueError, match="2 rollouts, 1 ids, 2 advantages"):
+        pack([answer, answer], [0], [1.0, 1.0], **MOE)
+    with pytest.raises(ValueError, match="its advantage is nan"):
+        pack([answer], [0], [float("nan")], **MOE)
+    with pytest.raises(ValueError, match=r"rollout -1 .* marks a filler"):
+        pack([answer], [-1], [1.0], **MOE)
+    with pytest.raises(ValueError, match=r"expected .* \(0, 0\)"):
+        pack([answer], [0], [1.0], **DENSE)
+
+
+# --- plan ---------------------------------------------------------------------------------------------------
+
+
+def sizes(update: UpdatePlan, lengths: Sequence[int]) -> np.ndarray:
+    """Tokens of each micro-batch, [ranks, M]."""
+    return np.array([[sum(lengths[i] for i in ids) for ids in rank] for rank in update.micro_batches])
+
+
+def test_plan_by_hand() -> None:
+    """Longest first into the lightest bin: 5 and 4, then 4 + 3, 5 + 2, and 1 joins the first of the equal two."""
+    (update,) = plan([1, 2, 3, 4, 5], [0, 0, 0, 0, 0], num_updates=1, num_ranks=2, micro_batch_tokens=8)
+    assert update == UpdatePlan(micro_batches=(((0, 1, 4),), ((2, 3),)))
+    assert update.rollout_ids == (0, 1, 2, 3, 4)
+    assert (update.num_sequences, update.num_micro_batches) == (5, 1)
+    assert packing_efficiency([update], [1, 2, 3, 4, 5]) == 15 / 16
+
+
+@pytest.mark.parametrize("num_updates", [1, 2, 5])
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+@pytest.mark.parametrize(("micro_batch_tokens", "multiple"), [(4096, 1), (4100, 64), (16384, 8)])
+def test_every_rollout_once_groups_whole_within_the_limit(
+    num_updates: int, num_ranks: int, micro_batch_tokens: int, multiple: int
+) -> None:
+    lengths, groups = log_normal_lengths(0), in_groups_of(8, 256)
+    updates = plan(
+        lengths,
+        groups,
+        num_updates=num_updates,
+        num_ranks=num_ranks,
+        micro_batch_tokens=micro_batch_tokens,
+        multiple=multiple,
+    )
+    assert len(updates) == num_updates
+    assert sorted(i for update in updates for i in update.rollout_ids) == list(range(256))
+    groups_of = [sorted({groups[i] for i in update.rollout_ids}) for update in updates]
+    assert [group for block in groups_of for group in block] == list(range(32))  # whole, in order, contiguous
+    assert max(map(len, groups_of)) - min(map(len, groups_of)) <= 1
+    for update in updates:
+        assert len(update.micro_batches) == num_ranks
+        assert {len(rank) for rank in update.micro_batches} == {update.num_micro_batches}
+        assert (-(-sizes(update, lengths) // multiple) * multiple <= micro_batch_tokens).all()
+        for rank in update.micro_batches:
+            assert all(list(ids) == sorted(ids) for ids in rank)
+        assert (
+            np.diff(sizes(update, lengths), axis=1) <= 0
+        ).all()  # the large ones of all ranks run together
+
+
+def test_groups_need_not_be_contiguous_or_start_at_zero() -> None:
+    updates = plan([5] * 8, [9, 2, 9, 2, 30, 4, 30, 4], num_updates=2, num_ranks=1, micro_batch_tokens=20)
+    assert [update.rollout_ids for update in updates] == [(1, 3, 5, 7), (0, 2, 4, 6)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("micro_batch_tokens", [8192, 16384, 32768])
+@pytest.mark.parametrize("seed", range(5))
+def test_efficiency_and_balance(num_ranks: int, micro_batch_tokens: int, seed: int) -> None:
+    """256 log-normal lengths up to 4,096, in micro-batches of at least twice that: the figures we promise."""
+    lengths = log_normal_lengths(seed)
+    updates = plan(
+        lengths,
+        in_groups_of(8, 256),
+        num_updates=1,
+        num_ranks=num_ranks,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    assert packing_efficiency(updates, lengths) >= 0.97
+    totals = sizes(updates[0], lengths).sum(axis=1)
+    assert totals.max() / totals.mean() <= 1.05
+    least = -(-sum(lengths) // (num_ranks * micro_batch_tokens))
+    assert updates[0].num_micro_batches <= least + 1
+
+
+def test_in_the_order_of_arrival_it_would_have_been_worse() -> None:
+    """Negative control: the same sequences dealt round-robin miss the promised figure."""
+    lengths = log_normal_lengths(0)
+    dealt = UpdatePlan(
+        micro_batches=tuple(tuple(tuple(range(8 * i + rank, 256, 32)) for i in range(4)) for rank in range(8))
+    )
+    assert dealt.rollout_ids == tuple(range(256))
+    assert packing_efficiency([dealt], lengths) < 0.8
+
+
+def test_the_plan_is_a_function_of_its_arguments() -> None:
+    lengths, groups = [7] * 40, in_groups_of(4, 40)  # ties everywhere: nothing but the index decides
+    options: dict[str, Any] = {"num_updates": 2, "num_ranks": 3, "micro_batch_tokens": 30}
+    assert plan(lengths, groups, **options) == plan(tuple(lengths), np.array(groups).tolist(), **options)
+
+
+def test_a_rank_with_nothing_to_do_gets_an_empty_micro_batch() -> None:
+    (update,) = plan([10, 20], [0, 0], num_updates=1, num_ranks=4, micro_batch_tokens=64)
+    assert update.micro_batches == (((1,),), ((0,),), ((),), ((),))
+    assert packing_efficiency([update], [10, 20]) == 30 / 80
+
+
+def test_a_sequence_as_long_as_a_micro_batch_fits() -> None:
+    (update,) = plan([64, 64, 64], [0, 0, 0], num_updates=1, num_ranks=1, micro_batch_tokens=64, multiple=64)
+    assert update.micro_batches == (((0,), (1,), (2,)),)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"micro_batch_tokens": 19}, "rollout 1 has 20 tokens .* micro_batch_tokens = 19"),
+        (
+            {"micro_batch_tokens": 23, "multiple": 8},
+            "rollout 1 has 20 tokens .* = 23, padded to a multiple of 8",
+        ),
+        ({"lengths_R": [10, 20, 0, 5]}, "rollout 2 has 0 tokens"),
+        ({"groups_R": [0, 0, 1]}, "4 lengths, 3 groups"),
+        ({"num_updates": 3}, "2 groups cannot be split over 3 updates"),
+        ({"num_updates": 0}, "num_updates must be at least 1, got 0"),
+        ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
+        ({"multiple": 0}, "multiple must be at least 1, got 0"),
+    ],
+)
+def test_plan_refuses(change: dict[str, Any], fault: str) -> None:
+    good: dict[str, Any] = {
+        "lengths_R": [10, 20, 30, 5],
+        "groups_R": [0, 0, 1, 1],
+        "num_updates": 1,
+        "num_ranks": 2,
+        "micro_batch_tokens": 40,
+    }
+    plan(**good)
+    with pytest.raises(ValueError, match=fault):
+        plan(**{**good, **change})
+
+
+def test_plan_and_pack_together_keep_every_loss_token() -> None:
+    """From lengths to micro-batches of all ranks and updates: nothing is lost, nothing is doubled."""
+    rng = np.random.default_rng(0)
+    answers = [
+        rollout(rng.integers(0, 99, n).tolist(), int(n) // 2, seed=i)
+        for i, n in enumerate(rng.integers(4, 40, 24))
+    ]
+    lengths = [len(answer.tokens_T) for answer in answers]
+    updates = plan(
+        lengths, in_groups_of(4, 24), num_updates=2, num_ranks=3, micro_batch_tokens=64, multiple=8
+    )
+    micro_batches = [
+        pack([answers[i] for i in ids], ids, [1.0] * len(ids), **MOE, multiple=8)
+        for update in updates
+        for rank in update.micro_batches
+        for ids in rank
+    ]
+    assert max(micro_batch.num_tokens for micro_batch in micro_batches) <= 64
+    assert count_loss_tokens(micro_batches) == sum(answer.num_response_tokens for answer in answers)
+    packed = [i for micro_batch in micro_batches for i in micro_batch.rollout_ids if i >= 0]
+    assert sorted(packed) == list(range(24))
