@@ -324,6 +324,12 @@ def test_in_the_order_of_arrival_it_would_have_been_worse() -> None:
     assert packing_efficiency([dealt], lengths) < 0.8
 
 
+def test_bins_are_dealt_so_that_ranks_get_the_same_total() -> None:
+    """Four bins of 10, 9, 2 and 1: the rank with the 10 gets the 1."""
+    (update,) = plan([10, 9, 2, 1], [0] * 4, num_updates=1, num_ranks=2, micro_batch_tokens=10)
+    assert update.micro_batches == (((0,), (3,)), ((1,), (2,)))
+
+
 def test_the_plan_is_a_function_of_its_arguments() -> None:
     lengths, groups = [7] * 40, in_groups_of(4, 40)  # ties everywhere: nothing but the index decides
     options: dict[str, Any] = {"num_updates": 2, "num_ranks": 3, "micro_batch_tokens": 30}

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Run r3 on this machine: one rank per GPU, or two ranks on CPU.
+#
+#   launch/local.sh PRESET [--section.field value ...]
+#
+# NPROC   number of ranks (default: the GPUs that torch sees, or 2 without any)
+# PYTHON  interpreter (default: .venv/bin/python of this checkout, else python3)
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+if [ -z "${PYTHON:-}" ] && [ ! -x "$python" ]; then python=python3; fi
+
+for word in "$@"; do
+  case $word in
+    -h | --help | --dry-run) exec "$python" "$root/train.py" "$@" ;; # these need no ranks
+  esac
+done
+
+gpus=0
+if command -v nvidia-smi >/dev/null; then # torch is asked, which takes a second: it may be a CPU build
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+fi
+if [ "$gpus" -gt 0 ]; then
+  ranks=${NPROC:-$gpus}
+else
+  ranks=${NPROC:-2}
+  # Ranks share the cores. Threads that spin while they wait take them from each other: ten times slower.
+  cores=$(env -u OMP_NUM_THREADS nproc) # nproc would answer with that variable
+  threads=$((cores / ranks))
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+  export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 KMP_BLOCKTIME=0
+fi
+
+# A config with mistakes ends here, in a second, with one message and exit code 2, instead of once per rank.
+"$python" "$root/train.py" "$@" --dry-run --world-size "$ranks" >/dev/null
+# `-m torch.distributed.run` is torchrun, without a script whose first line names the folder it was installed in.
+exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" "$root/train.py" "$@"

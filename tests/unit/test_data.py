@@ -1,0 +1,199 @@
+"""Rows become prompts or are named; the order of prompts is a pure function of (seed, step)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from r3 import assets
+from r3.data import DataError, Dataset, load_prompts, prompts_of_step
+from r3.types import Prompt
+
+pytestmark = pytest.mark.unit
+
+OPTIONS: dict[str, Any] = {
+    "prompt_key": "question",
+    "answer_key": "answer",
+    "system_prompt": "",
+    "max_prompt_tokens": 100,
+    "on_too_long": "error",
+}
+GOOD = '{"question": "Tom has 3 books. How many?", "answer": "#### 3"}'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(assets.TINY_MOE)
+
+
+def write(folder: Path, *lines: str | bytes) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines) + b"\n")
+    return path
+
+
+def test_the_shipped_questions_load(tokenizer: Any) -> None:
+    dataset = load_prompts(assets.WORD_PROBLEMS_EVAL, tokenizer, **OPTIONS)
+    lines = assets.WORD_PROBLEMS_EVAL.read_text().splitlines()
+    assert len(dataset) == len(lines)
+    assert dataset.dropped_too_long == 0
+    row, prompt = json.loads(lines[1]), dataset.prompts[1]
+    assert prompt.id == "word_problems_eval.jsonl:2"
+    assert prompt.answer == row["answer"]
+    assert prompt.messages == ({"role": "user", "content": row["question"]},)
+    text = f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(prompt.tokens_T) == text
+    assert all(type(token) is int for token in prompt.tokens_T)
+
+
+def test_what_a_row_may_be(tokenizer: Any, tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    rows = [GOOD, "", json.dumps({"question": chat, "answer": "", "level": 3}), "  "]
+    dataset = load_prompts(
+        write(tmp_path, b"\xef\xbb\xbf" + rows[0].encode(), *rows[1:]), tokenizer, **OPTIONS
+    )
+    assert [prompt.id for prompt in dataset.prompts] == ["rows.jsonl:1", "rows.jsonl:3"]  # blank lines count
+    assert dataset.prompts[1].messages == tuple(chat)
+    assert dataset.prompts[1].metadata == {"level": 3}
+
+
+def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    (prompt,) = load_prompts(path, tokenizer, **OPTIONS | {"system_prompt": "Be brief."}).prompts
+    assert prompt.messages[0] == {"role": "system", "content": "Be brief."}
+    assert tokenizer.decode(prompt.tokens_T).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "rule"),
+    [
+        ('{"question": "a", "answer": ', "row", "not JSON at column 29"),
+        (b'{"question": "\xff", "answer": "b"}', "row", "not UTF-8 at byte 14"),
+        ("[1, 2]", "row", "is a list, not an object"),
+        ('{"answer": "b"}', "question", "is missing; the row has answer"),
+        ('{"question": "a", "solution": "b"}', "answer", "is missing; the row has question, solution"),
+        ("{}", "question", "is missing; the row has no column"),
+        ('{"question": "a", "answer": 3}', "answer", "is a int, not a string"),
+        ('{"question": 3, "answer": "b"}', "question", "is a int, neither a string nor a list"),
+        ('{"question": " ", "answer": "b"}', "question", "is empty"),
+        ('{"question": [], "answer": "b"}', "question", "is an empty list"),
+        ('{"question": ["a"], "answer": "b"}', "question", "message 0 is a str"),
+        ('{"question": [{"role": "user"}], "answer": "b"}', "question", "message 0 has no 'content'"),
+        ('{"question": [{"role": 1, "content": ""}], "answer": "b"}', "question", "message 0 has no 'role'"),
+        (
+            json.dumps({"question": "book " * 200, "answer": "b"}),
+            "question",
+            "tokens with its chat template, at most",
+        ),
+    ],
+)
+def test_a_bad_row_is_named(line: str | bytes, field: str, rule: str, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        load_prompts(write(tmp_path, GOOD, line, GOOD), tokenizer, **OPTIONS)
+    (problem,) = caught.value.problems
+    assert (problem.file, problem.line, problem.field) == ("rows.jsonl", 2, field)
+    assert rule in problem.rule
+    assert f"rows.jsonl:2: {field}: " in str(caught.value)
+    assert problem.fix
+
+
+def test_all_bad_rows_are_counted_and_ten_named(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        load_prompts(write(tmp_path, GOOD, *["nonsense"] * 13), tokenizer, **OPTIONS)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "data: 13 problems"
+    assert len(lines) == 1 + 10 + 1
+    assert "rows.jsonl:11:" in lines[10]
+    assert lines[11].endswith("and 3 more")
+
+
+def test_too_long_rows_are_dropped_and_counted_when_asked(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD, json.dumps({"question": "book " * 200, "answer": "b"}), GOOD)
+    dataset = load_prompts(path, tokenizer, **OPTIONS | {"on_too_long": "drop"})
+    assert (len(dataset), dataset.dropped_too_long) == (2, 1)
+    tokens = len(dataset.prompts[0].tokens_T)
+    assert len(load_prompts(write(tmp_path, GOOD), tokenizer, **OPTIONS | {"max_prompt_tokens": tokens})) == 1
+    with pytest.raises(DataError, match=f"all 1 rows are longer than {tokens - 1} tokens"):
+        options = OPTIONS | {"max_prompt_tokens": tokens - 1, "on_too_long": "drop"}
+        load_prompts(write(tmp_path, GOOD), tokenizer, **options)
+
+
+def test_two_system_messages_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+    row = {"question": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "answer": ""}
+    path = write(tmp_path, json.dumps(row))
+    with pytest.raises(DataError, match=r"system message while data\.system_prompt is set"):
+        load_prompts(path, tokenizer, **OPTIONS | {"system_prompt": "Be brief."})
+
+
+def test_whole_files_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+    for path, rule in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(DataError, match=rule) as caught:
+            load_prompts(path, tokenizer, **OPTIONS)
+        assert str(path) in str(caught.value)
+    with pytest.raises(DataError, match="holds no row"):
+        load_prompts(write(tmp_path, "", ""), tokenizer, **OPTIONS)
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
+    bare = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    bare.chat_template = None
+    with pytest.raises(DataError, match="tokenizer: has no chat template"):
+        load_prompts(write(tmp_path, GOOD), bare, **OPTIONS)
+
+
+def test_a_conversation_the_template_refuses_is_named(tmp_path: Path) -> None:
+    strict = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    strict.chat_template = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}hello"
+    )
+    row = {"question": [{"role": "assistant", "content": "b"}], "answer": ""}
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: question: is refused .* \(user first\)"):
+        load_prompts(write(tmp_path, json.dumps(row)), strict, **OPTIONS)
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def numbered(count: int) -> Dataset:
+    return Dataset(
+        prompts=tuple(Prompt(id=str(i), messages=(), tokens_T=(i,), answer="") for i in range(count)),
+        dropped_too_long=0,
+    )
+
+
+def walk(dataset: Dataset, *, seed: int, steps: int, count: int) -> list[str]:
+    return [
+        p.id for step in range(steps) for p in prompts_of_step(dataset, seed=seed, step=step, count=count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "count", [1, 3, 7, 10, 23]
+)  # divides, does not divide, equals and exceeds the 10 rows
+def test_each_epoch_is_a_permutation(count: int) -> None:
+    dataset = numbered(10)
+    order = walk(dataset, seed=1, steps=30, count=count)
+    assert len(order) == 30 * count
+    epochs = [order[i : i + 10] for i in range(0, len(order) - 9, 10)]
+    assert all(sorted(epoch, key=int) == [str(i) for i in range(10)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == len(epochs)  # 10! orders: epochs are shuffled anew
+
+
+def test_the_order_depends_on_seed_and_step_alone() -> None:
+    dataset = numbered(50)
+    order = walk(dataset, seed=1, steps=20, count=8)
+    assert [p.id for p in prompts_of_step(dataset, seed=1, step=13, count=8)] == order[13 * 8 : 14 * 8]
+    assert walk(dataset, seed=2, steps=20, count=8) != order
+
+
+def test_no_prompts_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no prompt"):
+        prompts_of_step(numbered(0), seed=0, step=0, count=1)

@@ -1,0 +1,148 @@
+"""Rewards judge by value, and a failing reward names its sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from r3.config import ConfigError
+from r3.rewards import REWARDS, RewardError, exact, gsm8k, resolve, score
+from r3.types import Prompt
+
+pytestmark = pytest.mark.unit
+
+
+def prompt(answer: str) -> Prompt:
+    return Prompt(id="rows.jsonl:7", messages=(), tokens_T=(1,), answer=answer)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("3+4=7\n#### 7", "steps\n#### 7", 1.0),
+        ("####7", "#### 7", 1.0),
+        ("#### 1,234.50", "#### 1234.5", 1.0),
+        ("#### $18.00", "#### 18", 1.0),
+        ("#### -$5", "#### -5", 1.0),
+        ("#### $-5", "#### -5", 1.0),
+        ("#### .5", "#### 0.50", 1.0),
+        ("#### 7.", "#### 7", 1.0),
+        ("#### 7%", "#### 7", 1.0),
+        ("#### 3\nno: #### 7", "#### 7", 1.0),  # the last one counts
+        ("#### 7\nno: #### 3", "#### 7", 0.0),
+        ("#### 0.1", "#### 0.10000000000000001", 0.0),  # equal as floats, not as numbers
+        ("the answer is 7", "#### 7", 0.0),
+        ("", "#### 7", 0.0),
+        ("#### 1/2", "#### 1", 0.0),
+        ("#### 1e5", "#### 1", 0.0),
+        ("#### 12abc", "#### 12", 0.0),
+        ("#### 12.5x", "#### 12", 0.0),
+        ("#### --5", "#### 5", 0.0),
+        ("####\n7", "#### 7", 0.0),
+        ("#### \u0667", "#### 7", 0.0),  # a digit of another script
+    ],
+)
+def test_gsm8k(response: str, answer: str, reward: float) -> None:
+    assert gsm8k(response, prompt(answer)) == reward
+
+
+def test_gsm8k_refuses_an_answer_without_number() -> None:
+    with pytest.raises(ValueError, match="has no '#### number': 'seven'"):
+        gsm8k("#### 7", prompt("seven"))
+
+
+def test_exact_ignores_outer_white_space_only() -> None:
+    assert exact(" a b\n", prompt("a b")) == 1.0
+    assert exact("ab", prompt("a b")) == 0.0
+
+
+def test_score_passes_numbers_on() -> None:
+    for value in (1, 0.25, True, np.float32(0.5), np.int64(2)):
+        reward = score(lambda response, prompt, value=value: value, "", prompt(""), 0)
+        assert reward == float(value)
+        assert type(reward) is float
+
+
+@pytest.mark.parametrize("name", sorted(REWARDS))
+def test_every_built_in_resolves_and_gives_a_number(name: str) -> None:
+    assert resolve(name) is REWARDS[name]
+    assert score(resolve(name), "#### 7", prompt("#### 7"), 0) == 1.0
+    assert score(resolve(name), "#### 8", prompt("#### 7"), 0) == 0.0
+
+
+def test_a_crash_names_the_sample() -> None:
+    def crash(response: str, prompt: Prompt) -> float:
+        return 1 / 0
+
+    with pytest.raises(RewardError) as caught:
+        score(crash, "r" * 300, prompt(""), 3)
+    message = str(caught.value)
+    assert "crash raised ZeroDivisionError: division by zero" in message
+    assert "prompt rows.jsonl:7, member 3" in message
+    assert f"'{'r' * 200}'" in message
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_interrupts_are_not_rewards() -> None:
+    def interrupted(response: str, prompt: Prompt) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(interrupted, "", prompt(""), 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        (float("nan"), "nan, not a finite number"),
+        (float("-inf"), "-inf, not a finite number"),
+        ("1", r"'1' \(str\), not a number"),
+        (None, r"None \(NoneType\), not a number"),
+        (torch.tensor(1.0), r"\(Tensor\), not a number"),
+    ],
+)
+def test_score_refuses_what_is_no_finite_number(value: Any, rule: str) -> None:
+    with pytest.raises(RewardError, match=rule) as caught:
+        score(lambda response, prompt: value, "text", prompt(""), 2)
+    assert "prompt rows.jsonl:7, member 2" in str(caught.value)
+
+
+def test_resolve_loads_a_function_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Weight:\n    value: float = 0.5\n"
+        "def length(response, prompt):\n    return Weight().value * len(response)\n"
+    )
+    assert score(resolve(f"{file}:length"), "abcd", prompt(""), 0) == 2.0
+    (tmp_path / "other").mkdir()
+    twin = tmp_path / "other" / "mine.py"
+    twin.write_text("def length(response, prompt):\n    return -1\n")
+    assert score(resolve(f"{twin}:length"), "abcd", prompt(""), 0) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "body", "rule"),
+    [
+        ("gsm9k", "", "names no built-in reward"),
+        ("{folder}/mine.py", "", "names no built-in reward"),
+        ("{folder}/absent.py:reward", "", "there is no file"),
+        ("{folder}/mine.py:reward", "other = 1", "reward is not defined"),
+        ("{folder}/mine.py:reward", "reward = 1", "reward is not a function"),
+        ("{folder}/mine.py:reward", "def reward(response): ...", "cannot be called as"),
+        ("{folder}/mine.py:reward", "async def reward(response, prompt): ...", "is async"),
+        ("{folder}/mine.py:reward", "import no_such_module", "raised ModuleNotFoundError"),
+        ("{folder}/mine.py:reward", "def reward(", "raised SyntaxError"),
+    ],
+)
+def test_resolve_says_what_is_wrong(spec: str, body: str, rule: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(body)
+    with pytest.raises(ConfigError, match=rule) as caught:
+        resolve(spec.format(folder=tmp_path))
+    assert "reward.function" in str(caught.value)
+    assert "Fix:" in str(caught.value)

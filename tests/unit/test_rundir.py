@@ -1,0 +1,226 @@
+"""Files of a run are whole or absent, read back bit for bit, and a torn last line is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from r3.rundir import (
+    RunDir,
+    read_jsonl,
+    read_metrics,
+    read_rollouts,
+    replacing,
+    truncate_metrics,
+    write_json,
+    write_text,
+)
+from r3.types import Rollout
+
+pytestmark = pytest.mark.unit
+
+
+def rollout(member: int, tokens: int, *, layers: int = 4, response: str = "") -> Rollout:
+    rng = np.random.default_rng(member)
+    return Rollout(
+        prompt_id="rows.jsonl:3",
+        group=1,
+        member=member,
+        tokens_T=rng.integers(0, 512, tokens),
+        loss_mask_T=(np.arange(tokens) >= 2).astype(np.float32),
+        logprobs_T=-rng.random(tokens).astype(np.float32),
+        routed_experts=rng.integers(-1, 8, (tokens - 1, layers, 2 if layers else 0)).astype(np.int8),
+        finish_reason="stop",
+        version=5,
+        response=response,
+    )
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_names_are_those_of_the_design(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    names = [
+        run_dir.config,
+        run_dir.metrics,
+        run_dir.tensorboard,
+        run_dir.rollouts(1),
+        run_dir.eval(0),
+        run_dir.checkpoint(10),
+        run_dir.hf(10),
+        run_dir.heartbeat(3),
+    ]
+    assert [path.relative_to(tmp_path).as_posix() for path in names] == [
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "rollouts/step_000001.jsonl",
+        "eval/step_000000.jsonl",
+        "checkpoints/step_000010",
+        "hf/step_000010",
+        "heartbeats/rank_00003.json",
+    ]
+    assert files(tmp_path) == []  # naming writes nothing
+
+
+def test_rollouts_read_back_exactly(tmp_path: Path) -> None:
+    written = [
+        rollout(0, 7, response="3+4=7\n#### 7"),
+        rollout(1, 3),
+        rollout(2, 11, response="\u00fc \u2028 \ud800"),
+    ]
+    path = RunDir(tmp_path).write_rollouts(1, written, [1.0, 0.1 + 0.2, 0.0], [0.5, -1 / 3, 2.0])
+    assert files(tmp_path) == ["rollouts/step_000001.jsonl", "rollouts/step_000001.safetensors"]
+    read, rewards, advantages = read_rollouts(path)
+    assert rewards == [1.0, 0.1 + 0.2, 0.0]
+    assert advantages == [0.5, -1 / 3, 2.0]
+    for before, after in zip(written, read, strict=True):
+        for name in ("prompt_id", "group", "member", "finish_reason", "version", "response"):
+            assert getattr(before, name) == getattr(after, name)
+        for name in ("tokens_T", "loss_mask_T", "logprobs_T", "routed_experts"):
+            assert getattr(before, name).dtype == getattr(after, name).dtype
+            np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
+    row = read_jsonl(path)[0]
+    assert (row["tokens"], row["response_tokens"]) == (7, 5)
+
+
+def test_a_dense_model_has_no_routes_to_dump(tmp_path: Path) -> None:
+    path = RunDir(tmp_path).write_rollouts(1, [rollout(0, 4, layers=0)], [0.0], [0.0])
+    assert read_rollouts(path)[0][0].routed_experts.shape == (3, 0, 0)
+
+
+def test_a_dump_without_its_parallel_lists_is_refused(tmp_path: Path) -> None:
+    for rollouts, rewards in (([rollout(0, 4)], []), ([], [])):
+        with pytest.raises(ValueError, match="a reward and an advantage for each"):
+            RunDir(tmp_path).write_rollouts(1, rollouts, rewards, [0.0] * len(rollouts))
+    assert files(tmp_path) == []
+
+
+def test_a_dump_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    unwritable = replace(rollout(0, 4), response=object())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        RunDir(tmp_path).write_rollouts(1, [unwritable], [0.0], [0.0])
+    assert files(tmp_path) == []
+
+
+def test_eval_sets_of_one_step_share_a_file(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.write_eval(0, "easy", [{"reward": 0.0}])
+    run_dir.write_eval(0, "hard", [{"reward": 0.5}])
+    path = run_dir.write_eval(0, "easy", [{"reward": 1.0}, {"reward": 0.0}])  # done again after a resume
+    assert [(row["set"], row["reward"]) for row in read_jsonl(path)] == [
+        ("hard", 0.5),
+        ("easy", 1.0),
+        ("easy", 0.0),
+    ]
+
+
+def test_a_write_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file.txt"
+    write_text(path, "old")
+    with pytest.raises(RuntimeError, match="disk"), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError("disk")
+    assert path.read_text() == "old"
+    assert files(tmp_path) == ["deep/file.txt"]
+    write_json(path, {"a": [1, None]})
+    assert json.loads(path.read_text()) == {"a": [1, None]}
+
+
+def test_a_kill_in_the_middle_of_a_write_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    write_text(path, "old")
+    program = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom r3.rundir import replacing\n"
+        "with replacing(Path(sys.argv[1])) as temporary:\n"
+        "    temporary.write_text('half')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode == -9
+    assert path.read_text() == "old"
+
+
+def test_floats_survive_the_file(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    row = {
+        "step": 0,
+        "a": 0.1 + 0.2,
+        "b": 5e-324,
+        "c": 1.7976931348623157e308,
+        "d": -0.0,
+        "e": math.inf,
+        "f": math.nan,
+    }
+    run_dir.append_metrics(row)
+    (read,) = read_metrics(tmp_path)
+    assert {key: float(value).hex() for key, value in read.items()} == {
+        k: float(v).hex() for k, v in row.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 2, "a": 0.', b'{"step": 2, "a": "\xc3', b"\0" * 20, b"\0" * 20 + b"\n", b"2"]
+)
+def test_a_torn_last_line_is_left_out_and_said(torn: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step": 1}\n' + torn)
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl:3: the last line is torn"):
+        assert read_metrics(path) == [{"step": 0}, {"step": 1}]
+
+
+def test_a_last_line_that_lacks_only_its_end_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step": 1}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_metrics(path) == [{"step": 0}, {"step": 1}]
+
+
+def test_a_bad_line_before_the_last_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\nnonsense\n{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a JSON object"):
+        read_metrics(path)
+
+
+def test_a_torn_dump_gives_the_rollouts_that_are_whole(tmp_path: Path) -> None:
+    path = RunDir(tmp_path).write_rollouts(1, [rollout(0, 7), rollout(1, 3)], [1.0, 0.0], [1.0, -1.0])
+    os.truncate(path, path.stat().st_size - 5)
+    with pytest.warns(UserWarning, match="torn"):
+        rollouts, rewards, _ = read_rollouts(path)
+    assert ([r.member for r in rollouts], rewards) == ([0], [1.0])
+
+
+def test_truncation_drops_the_steps_to_be_made_again(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in range(5):
+        run_dir.append_metrics({"step": step, "a": step / 3})
+    before = run_dir.metrics.read_bytes().splitlines(keepends=True)
+    with run_dir.metrics.open("ab") as file:
+        file.write(b'{"step": 5, "a"')
+    said = truncate_metrics(run_dir, 3)
+    assert run_dir.metrics.read_bytes() == b"".join(before[:3])  # untouched rows, byte for byte
+    assert len(said) == 2
+    assert "metrics.jsonl:6: the last line is torn" in said[0]
+    assert "2 rows from step 3 on were dropped" in said[1]
+    assert truncate_metrics(run_dir, 3) == []
+    run_dir.append_metrics({"step": 3})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_truncation_says_which_rows_are_missing(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert truncate_metrics(run_dir, 0) == []
+    assert truncate_metrics(run_dir, 4) == ["metrics.jsonl is missing: rows before step 4 are lost"]
+    run_dir.append_metrics({"step": 1})
+    assert truncate_metrics(run_dir, 4) == ["metrics.jsonl: rows of steps 2 to 3 are missing"]
