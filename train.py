@@ -17,11 +17,15 @@ from r3 import cli
 
 def main() -> None:
     """Parse, build, loop, close."""
-    config = cli.parse(sys.argv[1:]).config  # help, dry-run and bad settings end here, before any device is touched
+    config = cli.parse(
+        sys.argv[1:]
+    ).config  # help, dry-run and bad settings end here, before any device is touched
 
     from r3.start import begin, header  # torch loads from here on
 
-    task, run_dir, start = begin(config)  # bad data, or a folder that cannot be resumed, end here: exit code 2
+    task, run_dir, start = begin(
+        config
+    )  # bad data, or a folder that cannot be resumed, end here: exit code 2
 
     from r3 import checkpoint
     from r3.advantage import ADVANTAGES
@@ -84,11 +88,15 @@ def main() -> None:
 
             # 1 sync
             hand_over(version)
-            if version == done or (config.debug.prove_sync_every and version % config.debug.prove_sync_every == 0):
+            if version == done or (
+                config.debug.prove_sync_every and version % config.debug.prove_sync_every == 0
+            ):
                 prove_sync(engine, policy, task.prompts.prompts[:4], config, mesh)
 
             # 2 generate, 3 score: answers are judged while others are still being written
-            prompts = prompts_of_step(task.prompts, seed=train.seed, step=version, count=rollout.prompts_per_step)
+            prompts = prompts_of_step(
+                task.prompts, seed=train.seed, step=version, count=rollout.prompts_per_step
+            )
             total = rollout.prompts_per_step * rollout.group_size // mesh.engine_dp.size
             with meter.phase("generate"), meter.progress(total, f"step {step} generate") as tick:
                 answers = answer(
@@ -131,8 +139,14 @@ def main() -> None:
             # 6 report
             meter.add({f"memory/{name}_gib": Max(gib) for name, gib in residency.used_gib.items()})
             meter.add({"memory/peak_gib": Max(max(residency.used_gib.values()))})
-            if device.rank == 0 and config.log.rollouts_every and (step == 1 or step % config.log.rollouts_every == 0):
-                run_dir.write_rollouts(step, answers.rollouts, answers.rewards, [item.advantage for item in scored])
+            if (
+                device.rank == 0
+                and config.log.rollouts_every
+                and (step == 1 or step % config.log.rollouts_every == 0)
+            ):
+                run_dir.write_rollouts(
+                    step, answers.rollouts, answers.rewards, [item.advantage for item in scored]
+                )
             if task.heldout and is_due(step, train.steps, config.eval.every):
                 evaluate_policy(step)
             meter.close_step(step)

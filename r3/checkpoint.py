@@ -34,6 +34,7 @@ from r3.policy import Policy
 from r3.policy.residency import chained
 from r3.resume import Found, step_folders
 
+
 def save(checkpoints: Path, policy: Policy, device: Device, mesh: Mesh, *, step: int, keep: int) -> Path:
     """Write `step_000010/` (state after `step` steps) in one rename, point `latest` at it, drop older than `keep`.
 
@@ -93,14 +94,18 @@ def load(found: Found, policy: Policy, device: Device, mesh: Mesh) -> None:
     policy.update_number = facts["update_number"]
     randoms = found.folder / f"random_{device.rank:05d}.pt"
     if randoms.exists():
-        kept = torch.load(randoms, weights_only=False)  # our own file: python's and numpy's states are no tensors
+        kept = torch.load(
+            randoms, weights_only=False
+        )  # our own file: python's and numpy's states are no tensors
         torch.set_rng_state(kept["torch"])
         np.random.set_state(kept["numpy"])
         random.setstate(kept["python"])
 
 
 def _named_chunks(policy: Policy) -> list[tuple[str, Any]]:
-    return [("model" if len(policy.chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(policy.chunks)]
+    return [
+        ("model" if len(policy.chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(policy.chunks)
+    ]
 
 
 def _sharded_state(policy: Policy, mesh: Mesh, *, loading: bool) -> dict[str, Any]:

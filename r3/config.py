@@ -16,7 +16,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The policy's starting point."""

@@ -116,7 +116,9 @@ def init_device(*, timeout_s: float = 1800.0) -> Device:
     elif "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=timeout_s)
+        )
     return Device(
         torch=torch.device("cuda", local_rank) if is_cuda else torch.device("cpu"),
         is_cuda=is_cuda,
@@ -221,7 +223,7 @@ def open_shared(handle: SharedTensor) -> torch.Tensor:
         storage = torch.UntypedStorage._new_shared_fd_cpu(mapped, size)
     finally:
         os.close(mapped)
-    return torch.empty(0, dtype=handle.dtype).set_(storage, 0, (handle.numel,))  # type: ignore[call-overload]
+    return torch.empty(0, dtype=handle.dtype).set_(storage, 0, (handle.numel,))
 
 
 # --------------------------------------------------------------------------------------------------------------------

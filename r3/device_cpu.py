@@ -38,8 +38,7 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *_args: Any) -> bool:
-        return False
+    def __exit__(self, *_args: Any) -> None: ...
 
 
 class _Event:
@@ -69,7 +68,9 @@ class _Cuda(types.ModuleType):
             setattr(self, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
         nothing: Callable[..., None] = lambda *_a, **_k: None  # noqa: E731
         stand_ins: dict[str, Callable[..., Any]] = {
-            "current_device": lambda: _CPU,  # param_and_grad_buffer.py, rope, p2p_communication.py, tp/layers.py, router.py
+            "current_device": lambda: (
+                _CPU
+            ),  # param_and_grad_buffer.py, rope, p2p_communication.py, tp/layers.py, router.py
             "device_count": lambda: 0,
             "is_available": lambda: False,
             "is_initialized": lambda: False,
@@ -107,7 +108,9 @@ class _Distributed(types.ModuleType):
         return getattr(torch.distributed, name)
 
     @staticmethod
-    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(
+        outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         real = torch.distributed
         if real.get_backend(group) != "gloo" or len({tuple(out.shape) for out in outputs}) == 1:
             return real.all_gather(outputs, tensor, group=group, async_op=async_op)
@@ -137,9 +140,23 @@ class _Distributed(types.ModuleType):
         return None
 
 
-_FACTORIES = (
-    "tensor zeros ones empty full arange randn rand empty_like zeros_like ones_like as_tensor randint linspace eye"
-).split()
+_FACTORIES = [
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "randn",
+    "rand",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "as_tensor",
+    "randint",
+    "linspace",
+    "eye",
+]
 
 
 def _names_cuda(device: Any) -> bool:
@@ -176,21 +193,49 @@ class _Torch(types.ModuleType):
 _proxy: _Torch | None = None
 
 # Modules that r3 causes to load; a module imported later is rebound by the next install().
-_MODULES = """parallel_state tensor_parallel tensor_parallel.random transformer models.gpt models.gpt.gpt_layer_specs
-models.gpt.gpt_model models.common.embeddings.rotary_pos_embedding models.common.embeddings.yarn_rotary_pos_embedding
-models.common.language_module.language_module transformer.moe.moe_layer transformer.moe.experts transformer.moe.router
-transformer.multi_latent_attention transformer.dot_product_attention pipeline_parallel.schedules
-pipeline_parallel.p2p_communication distributed optimizer optimizer.distrib_optimizer optimizer.clip_grads
-optimizer.grad_scaler optimizer.cpu_offloading dist_checkpointing dist_checkpointing.strategies.torch
-dist_checkpointing.strategies.fully_parallel dist_checkpointing.strategies.async_utils
-dist_checkpointing.strategies.filesystem_async dist_checkpointing.strategies.state_dict_saver
-dist_checkpointing.exchange_utils rerun_state_machine timers utils""".split()
+_MODULES = [
+    "parallel_state",
+    "tensor_parallel",
+    "tensor_parallel.random",
+    "transformer",
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "models.gpt.gpt_model",
+    "models.common.embeddings.rotary_pos_embedding",
+    "models.common.embeddings.yarn_rotary_pos_embedding",
+    "models.common.language_module.language_module",
+    "transformer.moe.moe_layer",
+    "transformer.moe.experts",
+    "transformer.moe.router",
+    "transformer.multi_latent_attention",
+    "transformer.dot_product_attention",
+    "pipeline_parallel.schedules",
+    "pipeline_parallel.p2p_communication",
+    "distributed",
+    "optimizer",
+    "optimizer.distrib_optimizer",
+    "optimizer.clip_grads",
+    "optimizer.grad_scaler",
+    "optimizer.cpu_offloading",
+    "dist_checkpointing",
+    "dist_checkpointing.strategies.torch",
+    "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "dist_checkpointing.exchange_utils",
+    "rerun_state_machine",
+    "timers",
+    "utils",
+]
 
 
 def install() -> None:
     """Put the stand-ins in. Idempotent; call before Megatron is used, and again after importing more of it."""
     global _proxy
-    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)  # "CPU RNG state changed"
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(
+        logging.ERROR
+    )  # "CPU RNG state changed"
     if torch.cuda.is_available():
         _repair_without_transformer_engine()
         return
@@ -219,7 +264,7 @@ def _serve_without_cuda() -> None:
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = to_host  # type: ignore[attr-defined]
     # Raises on a CPU build of torch; many places of Megatron call it on fresh tensors.
-    torch.Tensor.cuda = lambda self, *_a, **_k: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *_a, **_k: self
 
 
 def _repair_without_transformer_engine() -> None:
@@ -249,10 +294,14 @@ def cuda_type_names() -> Iterator[None]:
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = real(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) and ".cuda." not in answer else answer
+        return (
+            answer.replace("torch.", "torch.cuda.", 1)
+            if isinstance(answer, str) and ".cuda." not in answer
+            else answer
+        )
 
-    torch.Tensor.type = named  # type: ignore[method-assign,assignment]
+    torch.Tensor.type = named
     try:
         yield
     finally:
-        torch.Tensor.type = real  # type: ignore[method-assign]
+        torch.Tensor.type = real

@@ -62,7 +62,9 @@ def gather_lengths(scored: Sequence[Scored], world: Axis) -> list[Length]:
         )
         for item in scored
     ]
-    lengths = sorted((length for part in world.all_gather_object(own) for length in part), key=lambda length: length.index)
+    lengths = sorted(
+        (length for part in world.all_gather_object(own) for length in part), key=lambda length: length.index
+    )
     assert [length.index for length in lengths] == list(range(len(lengths))), (
         f"rollouts {sorted({length.index for length in lengths})[:8]}... are not numbered 0..{len(lengths) - 1} exactly once"
     )
@@ -151,7 +153,7 @@ def distribute(
 def refuse_missing_routes(scored: Sequence[Scored]) -> None:
     """Raise RouteError at the first row of -1: a token whose experts were not captured."""
     for item in scored:
-        missing = (item.rollout.routed_experts < 0).any(axis=(1, 2))
+        missing = np.asarray((item.rollout.routed_experts < 0).any(axis=(1, 2)))
         if missing.any():
             raise RouteError(
                 f"rollout {item.rollout.prompt_id}/{item.rollout.member}: no route for position {int(missing.argmax())} "
@@ -166,13 +168,17 @@ def _ledger(batches: Sequence[Batch], mesh: Mesh, plan: Any, lengths: Sequence[i
         efficiency = packing.packing_efficiency(plan, lengths)
         metrics["perf/packing_efficiency"] = Mean(total=efficiency, count=1.0)
     speaks = mesh.tp.rank == 0 and mesh.cp.rank == 0 and mesh.pp.rank == 0
-    micro_batches = [micro_batch for batch in batches for micro_batch in batch.micro_batches] if speaks else []
+    micro_batches = (
+        [micro_batch for batch in batches for micro_batch in batch.micro_batches] if speaks else []
+    )
     if not any(micro_batch.routed_experts_NLK.numel() for micro_batch in micro_batches):
         return metrics
     captured = sum(int(micro_batch.captured_N.sum()) for micro_batch in micro_batches)
     expected = last = 0
     for micro_batch in micro_batches:
-        borders = zip(micro_batch.rollout_ids, micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], strict=False)
+        borders = zip(
+            micro_batch.rollout_ids, micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], strict=False
+        )
         real = [end - start for rollout_id, start, end in borders if rollout_id >= 0]
         expected += sum(real) - len(real)
         last += len(real)
@@ -208,7 +214,9 @@ def encode(items: Sequence[Scored]) -> bytes:
         "tokens": np.concatenate([rollout.tokens_T for rollout in rollouts]),
         "loss_mask": np.concatenate([rollout.loss_mask_T for rollout in rollouts]),
         "logprobs": np.concatenate([rollout.logprobs_T for rollout in rollouts]),
-        "routed_experts": np.ascontiguousarray(np.concatenate([rollout.routed_experts for rollout in rollouts])),
+        "routed_experts": np.ascontiguousarray(
+            np.concatenate([rollout.routed_experts for rollout in rollouts])
+        ),
     }
     return save(arrays, metadata={"rollouts": json.dumps(header)})
 

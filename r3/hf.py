@@ -42,12 +42,14 @@ class CheckpointReader:
         self.folder = Path(folder)
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(f"{self.folder}: no *.safetensors file. Fix: give the folder of a HF checkpoint")
+            raise CheckpointError(
+                f"{self.folder}: no *.safetensors file. Fix: give the folder of a HF checkpoint"
+            )
         self._file_of: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._open = [safe_open(str(file), framework="pt") for file in files]
         for file, handle in zip(files, self._open, strict=True):
-            for name in handle.keys():
+            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no dict)
                 if name in self._file_of:
                     raise CheckpointError(f"{file}: tensor {name} stands in another file of the folder too")
                 self._file_of[name] = handle

@@ -54,13 +54,17 @@ class Axis:
 
     def all_to_all_bytes(self, outgoing: list[bytes]) -> list[bytes]:
         """Send `outgoing[r]` to axis rank r and return what each rank sent here. All ranks of the axis must call."""
-        assert len(outgoing) == self.size, f"axis {self.name} has {self.size} ranks, {len(outgoing)} messages given"
+        assert len(outgoing) == self.size, (
+            f"axis {self.name} has {self.size} ranks, {len(outgoing)} messages given"
+        )
         if self.size == 1:
             return list(outgoing)
         sizes_out = torch.tensor([len(message) for message in outgoing], dtype=torch.int64)
         sizes_in = torch.empty_like(sizes_out)
         dist.all_to_all_single(sizes_in, sizes_out, group=self.group)
-        sent = torch.frombuffer(bytearray(b"".join(outgoing)) or bytearray(1), dtype=torch.uint8)[: int(sizes_out.sum())]
+        sent = torch.frombuffer(bytearray(b"".join(outgoing)) or bytearray(1), dtype=torch.uint8)[
+            : int(sizes_out.sum())
+        ]
         received = torch.empty(int(sizes_in.sum()), dtype=torch.uint8)
         dist.all_to_all_single(received, sent, sizes_in.tolist(), sizes_out.tolist(), group=self.group)
         return [part.numpy().tobytes() for part in received.split(sizes_in.tolist())]
@@ -132,7 +136,9 @@ def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
         etp=Axis.of("etp", groups.expt_tp),
         expert_dp=Axis.of("expert_dp", groups.expt_dp),
         # Engines talk through vLLM's own groups; these two only number ranks.
-        engine_tp=Axis(name="engine_tp", group=None, rank=device.rank % parallel.engine_tp, size=parallel.engine_tp),
+        engine_tp=Axis(
+            name="engine_tp", group=None, rank=device.rank % parallel.engine_tp, size=parallel.engine_tp
+        ),
         engine_dp=Axis(name="engine_dp", group=None, rank=device.rank // parallel.engine_tp, size=engines),
         megatron=groups,
     )

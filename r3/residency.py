@@ -1,9 +1,9 @@
 """Who owns the device's memory now. TRAIN -> SYNC -> GENERATE -> TRAIN; any other move is an error that says the state.
 
-    state      policy                                      engine
-    TRAIN      weights, gradients, optimizer state         asleep
-    SYNC       weights                                     weights awake, being replaced
-    GENERATE   weights                                     weights and KV cache awake
+state      policy                                      engine
+TRAIN      weights, gradients, optimizer state         asleep
+SYNC       weights                                     weights awake, being replaced
+GENERATE   weights                                     weights and KV cache awake
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Residency:
     """
 
     def __init__(self, engine: Engine, policy: Policy, device: Device) -> None:
-        assert engine.is_asleep and policy.is_onloaded, "a run begins in TRAIN: engine asleep, policy onloaded"
+        assert engine.is_asleep and policy.is_onloaded, (
+            "a run begins in TRAIN: engine asleep, policy onloaded"
+        )
         self._engine, self._policy, self._device = engine, policy, device
         self.state = State.TRAIN
         self.used_gib: dict[str, float] = {State.TRAIN.value: device.used_gib()}

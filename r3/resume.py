@@ -36,7 +36,9 @@ class Start:
 
 def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
     """Complete checkpoints, oldest first. A folder under its final name is complete by construction."""
-    return sorted((int(match[1]), path) for path in checkpoints.glob("step_*") if (match := _STEP.fullmatch(path.name)))
+    return sorted(
+        (int(match[1]), path) for path in checkpoints.glob("step_*") if (match := _STEP.fullmatch(path.name))
+    )
 
 
 def find_latest(checkpoints: Path) -> Found | None:
@@ -57,7 +59,9 @@ def find_latest(checkpoints: Path) -> Found | None:
             "--log.dir to start afresh"
         ) from error
     if state.get("step") != step:
-        raise ResumeError(f"{folder}: its r3.json says step {state.get('step')}. Fix: remove or rename the folder")
+        raise ResumeError(
+            f"{folder}: its r3.json says step {state.get('step')}. Fix: remove or rename the folder"
+        )
     return Found(folder=folder, step=step)
 
 
@@ -72,7 +76,9 @@ def open_run(run_dir: RunDir, config: Config, *, writes: bool) -> Start:
     """
     found = find_latest(run_dir.checkpoints)
     if found is not None:
-        if run_dir.config.exists() and (problems := resume_problems(from_yaml(run_dir.config.read_text()), config)):
+        if run_dir.config.exists() and (
+            problems := resume_problems(from_yaml(run_dir.config.read_text()), config)
+        ):
             raise ConfigError(problems)
         said = [f"resuming from {found.folder} after step {found.step}"]
         if writes:
@@ -88,6 +94,8 @@ def open_run(run_dir: RunDir, config: Config, *, writes: bool) -> Start:
             aside.mkdir()
             for path in left:
                 path.rename(aside / path.name)
-            said.append(f"{run_dir.path} held an unfinished run without a checkpoint: set aside in {aside}, starting afresh")
+            said.append(
+                f"{run_dir.path} held an unfinished run without a checkpoint: set aside in {aside}, starting afresh"
+            )
         write_text(run_dir.config, to_yaml(config))
     return Start(found=None, said=tuple(said))

@@ -81,7 +81,7 @@ class RunDir:
         """Dump a step: text and figures as jsonl, tokens, logprobs and routes as safetensors.
 
         Arrays are concatenated over rollouts: rollout i has tokens `cu_tokens[i] : cu_tokens[i + 1]` and routes
-        `cu_rows[i] : cu_rows[i + 1]`. The arrays are written first, so where the jsonl is, the whole dump is.
+        `cu_rows[i] : cu_rows[i + 1]`. Where the jsonl is, the whole dump is.
         """
         if not (len(rollouts) == len(rewards) == len(advantages)) or not rollouts:
             raise ValueError(
@@ -113,10 +113,10 @@ class RunDir:
             for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True)
         ]
         path = self.rollouts(step)
-        with replacing(path.with_suffix(".safetensors")) as temporary:
-            save_file(arrays, temporary)
-        with replacing(path) as temporary:
-            temporary.write_bytes(b"".join(map(_line, rows)))
+        # Both are whole before either appears; the inner one, the arrays, appears first.
+        with replacing(path) as text, replacing(path.with_suffix(".safetensors")) as tensors:
+            save_file(arrays, tensors)
+            text.write_bytes(b"".join(map(_line, rows)))
         return path
 
     def write_eval(self, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:

@@ -103,7 +103,11 @@ def begin(config: Config) -> tuple[Task, RunDir, Start]:
 def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start) -> list[str]:
     """What a person should know before the first step, a line each."""
     shape, parallel = task.shape, config.parallel
-    moe = f", {shape.num_experts} experts top-{shape.topk} in {len(shape.moe_layers)} layers" if shape.moe_layers else ", dense"
+    moe = (
+        f", {shape.num_experts} experts top-{shape.topk} in {len(shape.moe_layers)} layers"
+        if shape.moe_layers
+        else ", dense"
+    )
     replay = config.replay.mode if shape.moe_layers else "off (a dense model has no routes)"
     return [
         f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",

@@ -23,7 +23,6 @@ from r3.policy.families.family import Kind
 from r3.policy.weights import HeadLayout, split, uncut
 from r3.types import Prompt
 
-
 if TYPE_CHECKING:
     from r3.config import Config
     from r3.engine import Engine
@@ -112,7 +111,9 @@ class WeightStream:
         local_reads, peer_reads, network_reads: cuts this rank takes from itself, from peers' memory, over the network.
     """
 
-    def __init__(self, policy: Policy, device: Device, mesh: Mesh, *, hosts: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, policy: Policy, device: Device, mesh: Mesh, *, hosts: Sequence[str] | None = None
+    ) -> None:
         """Publish this rank's buffers and learn everybody's. All ranks must call.
 
         `hosts` overrides the machine of each rank, to take the network path where there is only one machine.
@@ -144,7 +145,8 @@ class WeightStream:
             name: policy.shape.tensor_shapes[name] for shard in self._tensors.values() for name in shard.hf
         }
         counts = [
-            (source == mesh.world.rank, hosts[source] == hosts[mesh.world.rank]) for source in self._sources.values()
+            (source == mesh.world.rank, hosts[source] == hosts[mesh.world.rank])
+            for source in self._sources.values()
         ]
         self.local_reads = sum(own for own, _ in counts)
         self.peer_reads = sum(near and not own for own, near in counts)
@@ -152,9 +154,13 @@ class WeightStream:
 
     def _shards(self) -> Iterator[Shard]:
         for slot in self._policy.slots:
-            for number, buffer in enumerate(self._own_buffers):
+            for number, buffer in enumerate(self._own_buffers):  # noqa: B007 (used after the loop)
                 offset, rest = divmod(slot.tensor.data_ptr() - buffer.data_ptr(), buffer.element_size())
-                if rest == 0 and 0 <= offset <= buffer.numel() - slot.tensor.numel() and slot.tensor.dtype == buffer.dtype:
+                if (
+                    rest == 0
+                    and 0 <= offset <= buffer.numel() - slot.tensor.numel()
+                    and slot.tensor.dtype == buffer.dtype
+                ):
                     break
             else:
                 raise AssertionError(f"{slot.name} lies in none of the parameter buffers")
@@ -199,11 +205,19 @@ class WeightStream:
             assert mine is not None
             part = self._view(me, mine)
         else:
-            part = torch.empty(shard.shape, dtype=self._published[source].buffers[shard.buffer].dtype, device=self._device.torch)
+            part = torch.empty(
+                shard.shape,
+                dtype=self._published[source].buffers[shard.buffer].dtype,
+                device=self._device.torch,
+            )
         return self._mesh.world.broadcast(part, sender)
 
     def _view(self, rank: int, shard: Shard) -> torch.Tensor:
-        buffer = self._own_buffers[shard.buffer] if rank == self._mesh.world.rank else self._open(rank, shard.buffer)
+        buffer = (
+            self._own_buffers[shard.buffer]
+            if rank == self._mesh.world.rank
+            else self._open(rank, shard.buffer)
+        )
         size = torch.Size(shard.shape).numel()
         return buffer.detach()[shard.offset : shard.offset + size].view(shard.shape)
 
@@ -228,7 +242,13 @@ def sync_weights(stream: WeightStream, engine: Engine, device: Device, mesh: Mes
 
 
 def prove_sync(
-    engine: Engine, policy: Policy, prompts: Sequence[Prompt], config: Config, mesh: Mesh, *, max_tokens: int = 8
+    engine: Engine,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    config: Config,
+    mesh: Mesh,
+    *,
+    max_tokens: int = 8,
 ) -> float:
     """Sample a few tokens and score the same tokens with the policy; returns the largest |log-probability difference|.
 

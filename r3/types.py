@@ -125,7 +125,9 @@ class MicroBatch:
         if not self.routed_experts_NLK.numel():
             return torch.zeros(self.num_tokens, dtype=torch.bool)
         captured_N = (self.routed_experts_NLK >= 0).flatten(1).all(1)
-        for rollout_id, first, last in zip(self.rollout_ids, self.cu_seqlens, self.cu_seqlens[1:], strict=False):
+        for rollout_id, first, last in zip(
+            self.rollout_ids, self.cu_seqlens, self.cu_seqlens[1:], strict=False
+        ):
             if rollout_id < 0:
                 captured_N[first:last] = False
         return captured_N

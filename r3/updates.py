@@ -11,7 +11,11 @@ import torch
 from r3 import diagnostics
 from r3.config import Config
 from r3.policy import Policy, TokenScores, with_routes
+from r3.policy.replay import Mode
 from r3.types import Batch, MicroBatch
+
+# What routes do in the pass that scores old log-probabilities, by replay.mode.
+_OLD_PASS: dict[str, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
 
 
 def train_on(
@@ -35,11 +39,16 @@ def train_on(
     if mode != "off" and config.replay.shadow_every and (step - 1) % config.replay.shadow_every == 0:
         # The same tokens with live routes, before anything changes: what replay is worth in this very run.
         live = policy.score(flat[:1], mode="live")
-        report({f"mismatch/{name}_live": part for name, part in _mismatch(policy, flat[:1], live, k3_f2=True).items()})
+        report(
+            {
+                f"mismatch/{name}_live": part
+                for name, part in _mismatch(policy, flat[:1], live, k3_f2=True).items()
+            }
+        )
 
     old: Sequence[torch.Tensor] | None = None
     if len(batches) > 1 or mode == "r2":
-        scores = policy.score(flat, mode={"off": "live", "r2": "record", "r3": "replay"}[mode])
+        scores = policy.score(flat, mode=_OLD_PASS[mode])
         old = scores.logprobs
         report({f"mismatch/{name}": part for name, part in _mismatch(policy, flat, scores).items()})
         if mode == "r2" and scores.ledger.recorded:
@@ -89,4 +98,6 @@ def _mismatch(
 
 def _batches_with(batches: Sequence[Batch], micro_batches: Sequence[MicroBatch]) -> list[Batch]:
     remaining = iter(micro_batches)
-    return [replace(batch, micro_batches=tuple(next(remaining) for _ in batch.micro_batches)) for batch in batches]
+    return [
+        replace(batch, micro_batches=tuple(next(remaining) for _ in batch.micro_batches)) for batch in batches
+    ]

@@ -91,7 +91,9 @@ def random_rollouts(
         prompt = max(1, length // 3)
         mask = np.zeros(length, dtype=np.float32)
         mask[prompt:] = 1
-        routes = np.argsort(rng.random((length - 1, layers, max(shape.num_experts, 1))), axis=-1)[..., : shape.topk]
+        routes = np.argsort(rng.random((length - 1, layers, max(shape.num_experts, 1))), axis=-1)[
+            ..., : shape.topk
+        ]
         rollouts.append(
             Rollout(
                 prompt_id=f"random:{index // group_size}",
@@ -100,7 +102,9 @@ def random_rollouts(
                 tokens_T=rng.integers(3, min(shape.vocab_size, 400), length),
                 loss_mask_T=mask,
                 logprobs_T=(-3 * rng.random(length)).astype(np.float32) * mask,
-                routed_experts=np.full_like(routes, -1, dtype=np.int16) if missing else routes.astype(np.int16),
+                routed_experts=np.full_like(routes, -1, dtype=np.int16)
+                if missing
+                else routes.astype(np.int16),
                 finish_reason="stop",
                 version=0,
                 response="",

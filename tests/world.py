@@ -21,7 +21,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_world(case: Callable[..., Any], world_size: int, *, timeout_s: float = 240.0, **arguments: Any) -> list[Any]:
+def run_world(
+    case: Callable[..., Any], world_size: int, *, timeout_s: float = 240.0, **arguments: Any
+) -> list[Any]:
     """Run `case` on `world_size` ranks and return what each returned; fails with the ranks' output when one fails."""
     from r3.device import free_port
 
@@ -54,7 +56,12 @@ def run_world(case: Callable[..., Any], world_size: int, *, timeout_s: float = 2
             with outputs[rank].open("w") as out:
                 processes.append(
                     subprocess.Popen(
-                        command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                        command,
+                        cwd=ROOT,
+                        env=environment,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
                     )
                 )
         failed = None
@@ -71,7 +78,9 @@ def run_world(case: Callable[..., Any], world_size: int, *, timeout_s: float = 2
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         if failed is not None:
-            shown = "\n".join(f"--- rank {rank}\n{output.read_text()[-4000:]}" for rank, output in enumerate(outputs))
+            shown = "\n".join(
+                f"--- rank {rank}\n{output.read_text()[-4000:]}" for rank, output in enumerate(outputs)
+            )
             raise AssertionError(f"{case.__name__} on {world_size} ranks: {failed}\n{shown}")
         return [json.loads(result.read_text()) for result in results]
 

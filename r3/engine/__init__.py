@@ -4,4 +4,12 @@ from r3.engine.engine import Engine, EngineStateError, WeightMismatch
 from r3.engine.generate import Request, sampling_seed
 from r3.engine.routes import RouteError, check_routes
 
-__all__ = ["Engine", "EngineStateError", "Request", "RouteError", "WeightMismatch", "check_routes", "sampling_seed"]
+__all__ = [
+    "Engine",
+    "EngineStateError",
+    "Request",
+    "RouteError",
+    "WeightMismatch",
+    "check_routes",
+    "sampling_seed",
+]

@@ -41,7 +41,9 @@ class Engine:
         capture: whether it returns routed experts.
     """
 
-    def __init__(self, config: Config, device: Device, shape: ModelShape, tokenizer: Any, *, max_model_len: int) -> None:
+    def __init__(
+        self, config: Config, device: Device, shape: ModelShape, tokenizer: Any, *, max_model_len: int
+    ) -> None:
         """Build it asleep. All ranks must call at the same place."""
         self.shape = shape
         self.tokenizer = tokenizer
@@ -65,12 +67,18 @@ class Engine:
         if part in self._awake:
             raise EngineStateError(f"wake({part!r}): it is awake already")
         if part == "kv_cache" and "weights" not in self._awake:
-            raise EngineStateError("wake('kv_cache') before wake('weights'): the cache comes last, when weights are in")
+            raise EngineStateError(
+                "wake('kv_cache') before wake('weights'): the cache comes last, when weights are in"
+            )
         self._sleeper.wake(part)
         self._awake.add(part)
 
     def load_weights(
-        self, shapes: Mapping[str, tuple[int, ...]], weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        version: int,
     ) -> None:
         """Replace all weights by `weights` (Hugging Face names, full tensors) and become `version`.
 
@@ -133,9 +141,13 @@ class Engine:
         if asleep := sorted({"weights", "kv_cache"} - self._awake):
             raise EngineStateError(f"generate while {' and '.join(asleep)} sleep: wake them first")
         if self.version != version:
-            raise EngineStateError(f"generate for policy version {version}, but the engine holds version {self.version}")
+            raise EngineStateError(
+                f"generate for policy version {version}, but the engine holds version {self.version}"
+            )
         if self._stale_cache:
-            raise EngineStateError("generate after new weights without reset_cache(): old KV and old routes would be served")
+            raise EngineStateError(
+                "generate after new weights without reset_cache(): old KV and old routes would be served"
+            )
         return generate(self, requests, on_finished)
 
     def sleep(self) -> None:

@@ -47,7 +47,9 @@ def sampling_seed(run_seed: int, step: int, prompt_id: str, member: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
-def generate(engine: Engine, requests: Sequence[Request], on_finished: Callable[[int, Rollout], None]) -> list[Rollout]:
+def generate(
+    engine: Engine, requests: Sequence[Request], on_finished: Callable[[int, Rollout], None]
+) -> list[Rollout]:
     """Answer all requests and return rollouts in their order; `on_finished(index, rollout)` runs as each one ends.
 
     All ranks of one engine must call with the same requests; ranks of different engines are independent. The caller's random

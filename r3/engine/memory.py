@@ -42,7 +42,7 @@ class Sleeper:
             for storage, size in self._freed:
                 storage.resize_(size)
                 # Attention multiplies masked slots by zero, and uninitialised memory may hold NaN.
-                torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,)).zero_()  # type: ignore[call-overload]
+                torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,)).zero_()
             self._freed = []
         self._llm.wake_up(tags=[part])
 

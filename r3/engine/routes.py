@@ -21,7 +21,14 @@ def route_dtype(num_experts: int) -> np.dtype:
 
 
 def check_routes(
-    routes: np.ndarray | None, *, num_tokens: int, num_experts: int, topk: int, num_layers: int, moe_layers: Sequence[int], who: str
+    routes: np.ndarray | None,
+    *,
+    num_tokens: int,
+    num_experts: int,
+    topk: int,
+    num_layers: int,
+    moe_layers: Sequence[int],
+    who: str,
 ) -> np.ndarray:
     """The MoE layers' routes `[T-1, L, K]` in the smallest signed type, after every check; raises `RouteError`.
 
@@ -35,9 +42,13 @@ def check_routes(
     distinct, no MoE layer whose rows are all the same (a capture that never ran leaves zeros everywhere).
     """
     if routes is None:
-        raise RouteError(f"{who}: the engine returned no routes. Is capture on (replay.mode) on every engine rank?")
+        raise RouteError(
+            f"{who}: the engine returned no routes. Is capture on (replay.mode) on every engine rank?"
+        )
     if routes.ndim != 3 or routes.shape[0] != num_tokens - 1:
-        raise RouteError(f"{who}: {num_tokens} tokens need {num_tokens - 1} rows of routes, got shape {routes.shape}")
+        raise RouteError(
+            f"{who}: {num_tokens} tokens need {num_tokens - 1} rows of routes, got shape {routes.shape}"
+        )
     if routes.shape[1] == num_layers:
         routes = routes[:, list(moe_layers)]
     elif routes.shape[1] != len(moe_layers):

@@ -23,12 +23,17 @@ def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     def reload(worker: Any) -> set[str]:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.fused_moe import routed_experts
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
 
         model = worker.model_runner.get_model()
         with torch.no_grad(), torch.device(worker.device), set_current_vllm_config(worker.vllm_config):
             # The model reports its experts' parameters without the submodule that holds them.
-            wanted = {name.replace(".experts.routed_experts.", ".experts.") for name, _ in model.named_parameters()}
+            wanted = {
+                name.replace(".experts.routed_experts.", ".experts.") for name, _ in model.named_parameters()
+            }
             initialize_layerwise_reload(model)
             try:
                 loaded = model.load_weights((name, tensor.detach()) for name, tensor in weights)

@@ -88,7 +88,9 @@ def transformer_config(config: Config, hf: Any, family: Family) -> TransformerCo
     return TransformerConfig(**(arguments | specific))
 
 
-def build_chunks(config: Config, hf: Any, megatron: TransformerConfig, mesh: Mesh, device: Device) -> list[Any]:
+def build_chunks(
+    config: Config, hf: Any, megatron: TransformerConfig, mesh: Mesh, device: Device
+) -> list[Any]:
     """This rank's model chunks (one; interleaved pipelines would have more), with empty weights. All ranks must call."""
     rope = getattr(hf, "rope_parameters", None) or {}
     install()  # the imports above may have brought Megatron modules that are not rebound yet
@@ -126,7 +128,10 @@ def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: M
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False
     )
-    wrapped = [DistributedDataParallel(megatron, ddp, module, disable_bucketing=i > 0) for i, module in enumerate(modules)]
+    wrapped = [
+        DistributedDataParallel(megatron, ddp, module, disable_bucketing=i > 0)
+        for i, module in enumerate(modules)
+    ]
     train = config.train
     with cuda_type_names():
         optimizer = get_megatron_optimizer(

@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # finalize_model_grads sums the gradient over tp where every tp rank saw another slice of the sequence.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise over the last dimension."""
@@ -79,11 +79,17 @@ class CausalAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        assert config.context_parallel_size == 1, f"context_parallel_size {config.context_parallel_size} is not built yet"
-        assert not (attention_dropout or config.attention_dropout), "reinforcement learning runs without dropout"
+        assert config.context_parallel_size == 1, (
+            f"context_parallel_size {config.context_parallel_size} is not built yet"
+        )
+        assert not (attention_dropout or config.attention_dropout), (
+            "reinforcement learning runs without dropout"
+        )
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """Nothing to save."""
         return {}
 
@@ -102,7 +108,9 @@ class CausalAttention(MegatronModule):
         grouped = query.shape[-2] != key.shape[-2]
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped
+            )
             return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             out = self._varlen(query, key, value, packed_seq_params, grouped)
@@ -111,7 +119,10 @@ class CausalAttention(MegatronModule):
             out = torch.cat(
                 [
                     F.scaled_dot_product_attention(
-                        *(x.transpose(0, 1)[None] for x in qkv), is_causal=True, scale=self.scale, enable_gqa=grouped
+                        *(x.transpose(0, 1)[None] for x in qkv),
+                        is_causal=True,
+                        scale=self.scale,
+                        enable_gqa=grouped,
                     )[0].transpose(0, 1)
                     for qkv in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
                 ]
@@ -155,9 +166,15 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         assert config.gated_linear_unit and not config.add_bias_linear, "experts are gated and have no bias"
         self.num_local_experts = num_local_experts
-        self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        self.ep_group, self.tp_group, self.dp_group = (
+            pg_collection.ep,
+            pg_collection.expt_tp,
+            pg_collection.expt_dp,
+        )
         tp, hidden, ffn = self.tp_group.size(), config.hidden_size, config.moe_ffn_hidden_size
-        self.w1 = nn.Parameter(torch.empty(num_local_experts, 2 * ffn // tp, hidden, dtype=config.params_dtype))
+        self.w1 = nn.Parameter(
+            torch.empty(num_local_experts, 2 * ffn // tp, hidden, dtype=config.params_dtype)
+        )
         self.w2 = nn.Parameter(torch.empty(num_local_experts, hidden, ffn // tp, dtype=config.params_dtype))
         if config.perform_initialization:
             config.init_method(self.w1)
@@ -165,10 +182,12 @@ class GroupedExperts(MegatronModule):
         for weight, dim in ((self.w1, 1), (self.w2, 2)):
             # False sends the gradient to the expert data-parallel group. Upstream asks only whether ep > 1, which is wrong
             # where experts are cut differently from the rest (etp != tp).
-            weight.allreduce = config.expert_model_parallel_size == 1 and tp == config.tensor_model_parallel_size  # type: ignore[attr-defined]
+            weight.allreduce = (
+                config.expert_model_parallel_size == 1 and tp == config.tensor_model_parallel_size
+            )
             # True even for etp = 1: otherwise the gradient norm leaves these out on tp rank > 0.
-            weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-            weight.partition_dim, weight.partition_stride = dim, 1  # type: ignore[attr-defined]
+            weight.tensor_model_parallel = True
+            weight.partition_dim, weight.partition_stride = dim, 1
 
     def forward(
         self, tokens_ND: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
@@ -184,7 +203,9 @@ class GroupedExperts(MegatronModule):
     def backward_dw(self) -> None:
         """Weight gradients are made with the rest."""
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """Same keys and global layout as Megatron's SequentialMLP: `[E, 2F, D]` and `[E, D, F]`."""
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -193,15 +214,22 @@ class GroupedExperts(MegatronModule):
         tp, tp_rank = self.tp_group.size(), self.tp_group.rank()
         replica = (0, 0, self.dp_group.rank())
 
-        def sharded(key: str, tensor: torch.Tensor, replica_id: Any, *cuts: tuple[int, int, int]) -> ShardedTensor:
+        def sharded(
+            key: str, tensor: torch.Tensor, replica_id: Any, *cuts: tuple[int, int, int]
+        ) -> ShardedTensor:
             offsets = [(axis, ep_rank, ep), *((axis + 1 + dim, index, count) for dim, index, count in cuts)]
             return ShardedTensor.from_rank_offsets(
                 key, tensor, *sharded_offsets, *offsets, replica_id=replica_id, prepend_axis_num=axis
             )
 
-        def gate_and_up(key: str, tensor: torch.Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
+        def gate_and_up(
+            key: str, tensor: torch.Tensor, replica_id: Any, _flattened_range: Any
+        ) -> list[ShardedTensor]:
             gate, up = tensor.chunk(2, 1)
-            return [sharded(key, gate, replica_id, (0, tp_rank, 2 * tp)), sharded(key, up, replica_id, (0, tp + tp_rank, 2 * tp))]
+            return [
+                sharded(key, gate, replica_id, (0, tp_rank, 2 * tp)),
+                sharded(key, up, replica_id, (0, tp + tp_rank, 2 * tp)),
+            ]
 
         return {
             f"{prefix}w1": ShardedTensorFactory(

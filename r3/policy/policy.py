@@ -70,7 +70,9 @@ class Policy:
         trainable = wrap(config, self.megatron, chunks, mesh)
         self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
         self.chunks = chunks
-        self.slots: list[Slot] = slots(chunks, self.family, mesh, hf_shapes=shape.tensor_shapes, tied=shape.tied)
+        self.slots: list[Slot] = slots(
+            chunks, self.family, mesh, hf_shapes=shape.tensor_shapes, tied=shape.tied
+        )
         with CheckpointReader(config.model.path) as reader:
             load(self.slots, reader.read, self.heads)
         self.optimizer.reload_model_params()  # float32 main parameters follow what was just loaded
@@ -79,7 +81,9 @@ class Policy:
         self.is_onloaded = True
         # The reference policy is the starting model: the same shard's weights, kept on the host.
         self._reference = (
-            [buffer.detach().cpu().clone() for buffer in self.parameter_buffers()] if config.algo.kl_coef else None
+            [buffer.detach().cpu().clone() for buffer in self.parameter_buffers()]
+            if config.algo.kl_coef
+            else None
         )
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -166,7 +170,9 @@ class Policy:
                 the first and only update, whose own are the old ones.
             reference_logprobs: of the starting model, when there is a KL penalty.
         """
-        gradients = self.forward_backward(batch, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs)
+        gradients = self.forward_backward(
+            batch, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs
+        )
         lr = learning_rate(self.update_number, total_updates, self.config.train)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -285,7 +291,9 @@ class Policy:
             routes_NLK.to(self.device.torch), captured_N.to(self.device.torch), rows=int(captured_N.sum())
         )
 
-    def _logprobs(self, micro_batch: MicroBatch, logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(
+        self, micro_batch: MicroBatch, logits_NV: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return logprobs_and_entropy(
             logits_NV,
             micro_batch.targets_N.to(self.device.torch),
@@ -295,7 +303,9 @@ class Policy:
 
     def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
         names = ("loss_mask_N", "rollout_logprobs_N", "advantages_N", "sequence_weights_N")
-        return replace(micro_batch, **{name: getattr(micro_batch, name).to(self.device.torch) for name in names})
+        return replace(
+            micro_batch, **{name: getattr(micro_batch, name).to(self.device.torch) for name in names}
+        )
 
     # ----------------------------------------------------------------------------------------------------------------
     # Metrics
@@ -303,7 +313,9 @@ class Policy:
     @property
     def reports(self) -> bool:
         """Whether this rank's numbers count: one rank of each model-parallel group speaks for it."""
-        return self.mesh.tp.rank == 0 and self.mesh.cp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
+        return (
+            self.mesh.tp.rank == 0 and self.mesh.cp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
+        )
 
     def _metrics(
         self, seen: Sequence[Mapping[str, torch.Tensor]], ledger: ReplayLedger, *, first: bool
@@ -391,10 +403,14 @@ def agreement_metrics(ledger: ReplayLedger) -> dict[str, Any]:
     if not ledger.agreed:
         return {}
     agreed = float(torch.stack(ledger.agreed).sum())
-    return {"routing/agreement": diagnostics.Mean(total=agreed, count=float(ledger.rows * len(ledger.agreed)))}
+    return {
+        "routing/agreement": diagnostics.Mean(total=agreed, count=float(ledger.rows * len(ledger.agreed)))
+    }
 
 
-def with_routes(micro_batches: Sequence[MicroBatch], recorded: Sequence[torch.Tensor]) -> tuple[MicroBatch, ...]:
+def with_routes(
+    micro_batches: Sequence[MicroBatch], recorded: Sequence[torch.Tensor]
+) -> tuple[MicroBatch, ...]:
     """The same micro-batches with the routes a pass recorded (R2) in place of the engine's."""
     return tuple(
         replace(copy.copy(micro_batch), routed_experts_NLK=routes_NLK.cpu().to(torch.int16))

@@ -83,7 +83,9 @@ class RouterTap(RouterReplay):
             routes_NK = torch.where(loaded_NK[:, :1] < 0, live_NK, loaded_NK)
             same_N = (live_NK.sort(-1).values == routes_NK.sort(-1).values).all(-1)
             self.agreed.append((same_N & captured_N).sum())
-        if self.training and not torch.is_grad_enabled():  # a checkpointed forward: its recomputation will come
+        if (
+            self.training and not torch.is_grad_enabled()
+        ):  # a checkpointed forward: its recomputation will come
             self._recomputations.append(routes_NK)
         self.used = routes_NK
         return scores.gather(1, routes_NK), routes_NK

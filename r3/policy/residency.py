@@ -44,7 +44,9 @@ class TrainingMemory:
 
     def offload(self) -> int:
         """Free gradients and put the optimizer's tensors away; returns the bytes that left the device."""
-        self._optimizer.zero_grad(set_to_none=True)  # else main parameters keep a copy of their gradient shard
+        self._optimizer.zero_grad(
+            set_to_none=True
+        )  # else main parameters keep a copy of their gradient shard
         left = sum(free(buffer) for buffer in self.gradient_buffers())
         left += sum(self._stash.put(key, tensor) for key, tensor in self.optimizer_tensors())
         self._device.synchronize()

@@ -114,7 +114,9 @@ def slots(
     """
     found: list[Slot] = []
 
-    def add(name: str, rule: Rule, tensor: torch.Tensor, *, expert: int | None = None, prefix: str = "") -> None:
+    def add(
+        name: str, rule: Rule, tensor: torch.Tensor, *, expert: int | None = None, prefix: str = ""
+    ) -> None:
         axis = mesh.tp if expert is None else mesh.etp
         hf = tuple(prefix + piece.format(e=expert) for piece in rule.hf)
         found.append(
@@ -125,7 +127,9 @@ def slots(
                 index=0 if rule.kind == "replicated" else axis.rank,
                 count=1 if rule.kind == "replicated" else axis.size,
                 tensor=tensor.detach(),
-                rows=sum(hf_shapes[piece][0] for piece in hf) if all(piece in hf_shapes for piece in hf) else 0,
+                rows=sum(hf_shapes[piece][0] for piece in hf)
+                if all(piece in hf_shapes for piece in hf)
+                else 0,
                 is_expert=expert is not None,
             )
         )
@@ -174,9 +178,7 @@ def slots(
 
 
 @torch.no_grad()
-def load(
-    slots_: Iterable[Slot], read: Callable[[str], torch.Tensor], heads: HeadLayout
-) -> None:
+def load(slots_: Iterable[Slot], read: Callable[[str], torch.Tensor], heads: HeadLayout) -> None:
     """Fill this rank's tensors from full HF tensors; the host holds one Megatron tensor at a time."""
     for slot in slots_:
         full = join(slot.kind, [read(name) for name in slot.hf], heads)

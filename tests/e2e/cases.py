@@ -34,7 +34,9 @@ class World:
         self.device, self.config = device, config
         self.task: Task = read_task(config)
         self.mesh: Mesh = build_mesh(device, config.parallel)
-        self.engine = Engine(config, device, self.task.shape, self.task.tokenizer, max_model_len=self.task.max_model_len)
+        self.engine = Engine(
+            config, device, self.task.shape, self.task.tokenizer, max_model_len=self.task.max_model_len
+        )
         self.policy = Policy(config, device, self.mesh, self.task.shape)
         self.stream = WeightStream(self.policy, device, self.mesh, hosts=hosts)
         self.residency = Residency(self.engine, self.policy, device)
@@ -77,7 +79,9 @@ def signature(rollouts: list[Rollout]) -> list[str]:
     ]
 
 
-def push_equals_fresh_engine(device: Device, *, ep: int, out: str, hosts: list[str] | None = None) -> dict[str, Any]:
+def push_equals_fresh_engine(
+    device: Device, *, ep: int, out: str, hosts: list[str] | None = None
+) -> dict[str, Any]:
     """Push moved weights, and compare with an engine freshly loaded from the exported checkpoint."""
     world = World(device, tiny_config(parallel={"ep": ep}), hosts=hosts)
     world.sync(0)
@@ -90,7 +94,9 @@ def push_equals_fresh_engine(device: Device, *, ep: int, out: str, hosts: list[s
     folder = Path(out) / "export"
     export(folder, world.stream, world.policy, device, world.mesh, like=world.config.model.path, step=1)
     config = replace(world.config, model=replace(world.config.model, path=str(folder)))
-    fresh = Engine(config, device, world.task.shape, world.task.tokenizer, max_model_len=world.task.max_model_len)
+    fresh = Engine(
+        config, device, world.task.shape, world.task.tokenizer, max_model_len=world.task.max_model_len
+    )
     fresh.wake("weights")
     fresh.wake("kv_cache")
     fresh.version, fresh._stale_cache = 1, False  # it was loaded from the files, not pushed to
@@ -143,7 +149,10 @@ def engine_guards(device: Device) -> dict[str, str]:
     provoke("generate to sync", lambda: world.residency.move(State.SYNC))
     prove_sync(engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh)
     world.perturb()
-    provoke("stale", lambda: prove_sync(engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh))
+    provoke(
+        "stale",
+        lambda: prove_sync(engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh),
+    )
     said["works"] = str(engine.generate([request], version=1)[0].num_response_tokens)
     return said
 
@@ -151,7 +160,10 @@ def engine_guards(device: Device) -> dict[str, str]:
 def step_routes(device: Device, *, ep: int, engine_dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
     """Generate, exchange, pack and train on real rollouts; read the routers back and measure the mismatch."""
     config = tiny_config(
-        parallel={"ep": ep}, engine={"dtype": engine_dtype}, rollout={"prompts_per_step": 8}, train={"seed": seed}
+        parallel={"ep": ep},
+        engine={"dtype": engine_dtype},
+        rollout={"prompts_per_step": 8},
+        train={"seed": seed},
     )
     world = World(device, config)
     world.sync(0)
@@ -224,7 +236,9 @@ def memory_moves(device: Device, *, dtype: str) -> dict[str, Any]:
     world.residency.move(State.TRAIN)
     asleep_gib = device.used_gib()
     scored = score_all(answers, ADVANTAGES["grpo"], config.rollout.group_size)
-    (batch,), _ = distribute(scored, world.mesh, world.task.shape, num_updates=1, micro_batch_tokens=512, on_missing="error")
+    (batch,), _ = distribute(
+        scored, world.mesh, world.task.shape, num_updates=1, micro_batch_tokens=512, on_missing="error"
+    )
     policy.update(batch, total_updates=4)
     kept = {key: tensor.clone() for key, tensor in policy.memory.optimizer_tensors()}
     world.sync(1)
@@ -242,4 +256,11 @@ def memory_moves(device: Device, *, dtype: str) -> dict[str, Any]:
     }
 
 
-__all__ = ["engine_guards", "memory_moves", "push_equals_fresh_engine", "sampled", "sampling_seed", "step_routes"]
+__all__ = [
+    "engine_guards",
+    "memory_moves",
+    "push_equals_fresh_engine",
+    "sampled",
+    "sampling_seed",
+    "step_routes",
+]

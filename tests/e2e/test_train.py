@@ -97,7 +97,9 @@ def test_model_learns_with_replayed_routes(straight: Path) -> None:
     assert rows[-1]["eval/heldout/accuracy"] >= rows[0]["eval/heldout/accuracy"] + 0.15
     for row in rows[1:]:
         assert row["routing/coverage"] == 1.0
-        assert row["routing/agreement"] > 0.999  # float32 on both sides: near ties flip once in ten thousand slots at most
+        assert (
+            row["routing/agreement"] > 0.999
+        )  # float32 on both sides: near ties flip once in ten thousand slots at most
         assert row["mismatch/abs_max"] <= 1e-4  # rounding of two float32 stacks
 
 
@@ -106,8 +108,12 @@ def test_killed_run_goes_on_exactly_where_it_was(straight: Path, tmp_path: Path)
     process = start(folder, *FLAGS)
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 180
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):  # row 5: the checkpoint of step 4 is behind
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
+    while not (
+        metrics.exists() and len(metrics.read_text().splitlines()) > 5
+    ):  # row 5: the checkpoint of step 4 is behind
+        assert process.poll() is None and time.monotonic() < deadline, (
+            "the run ended before it could be killed"
+        )
         time.sleep(0.02)
     kill(process)
     assert not (folder / "checkpoints" / "step_000006").exists(), "killed too late to show anything"
@@ -125,8 +131,19 @@ def test_finished_run_started_again_changes_nothing(straight: Path) -> None:
 
 
 def test_resume_refuses_a_changed_setting_by_name(straight: Path) -> None:
-    command = [sys.executable, "train.py", "tiny-smoke", "--log.dir", str(straight), *FLAGS, "--rollout.group_size", "4"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=os.environ | {"WORLD_SIZE": "2"})
+    command = [
+        sys.executable,
+        "train.py",
+        "tiny-smoke",
+        "--log.dir",
+        str(straight),
+        *FLAGS,
+        "--rollout.group_size",
+        "4",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=os.environ | {"WORLD_SIZE": "2"}
+    )
     assert done.returncode == 2
     assert "rollout.group_size" in done.stderr
 
@@ -137,20 +154,33 @@ def test_export_scores_the_same_in_transformers(straight: Path) -> None:
     folder = straight / "hf" / "step_000006"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    answers = [json.loads(line) for line in (straight / "eval" / "step_000006.jsonl").read_text().splitlines()]
+    answers = [
+        json.loads(line) for line in (straight / "eval" / "step_000006.jsonl").read_text().splitlines()
+    ]
     questions = [json.loads(line)["question"] for line in assets.WORD_PROBLEMS_EVAL.read_text().splitlines()]
     same = 0
     for question, answer in list(zip(questions, answers, strict=True))[:48]:
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
         )
-        tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False)[
+            0, prompt["input_ids"].shape[1] :
+        ]
         same += tokenizer.decode(tokens, skip_special_tokens=True) == answer["response"]
     assert same >= 47  # greedy in float32: one near tie of two tokens may fall the other way
 
 
 def test_every_file_of_the_run_folder_is_there(straight: Path) -> None:
-    expected = ["config.yaml", "metrics.jsonl", "tensorboard", "rollouts/step_000001.jsonl", "rollouts/step_000001.safetensors"]
+    expected = [
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "rollouts/step_000001.jsonl",
+        "rollouts/step_000001.safetensors",
+    ]
     expected += ["eval/step_000000.jsonl", "checkpoints/step_000006", "checkpoints/latest", "hf/step_000006"]
     assert [name for name in expected if not (straight / name).exists()] == []
     assert os.readlink(straight / "checkpoints" / "latest") == "step_000006"
@@ -160,13 +190,24 @@ def test_every_file_of_the_run_folder_is_there(straight: Path) -> None:
 def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_path: Path) -> None:
     run(
         tmp_path / "r2",
-        *("--train.steps", "2", "--train.updates_per_step", "2", "--replay.mode", "r2", "--algo.kl_coef", "0.01"),
+        *(
+            "--train.steps",
+            "2",
+            "--train.updates_per_step",
+            "2",
+            "--replay.mode",
+            "r2",
+            "--algo.kl_coef",
+            "0.01",
+        ),
         *("--algo.tis_cap", "2", "--model.recompute", "full", "--eval.path", "", "--parallel.ep", "1"),
         *("--algo.aggregation", "sequence"),
     )
     first, second = rows_of(tmp_path / "r2")
     assert first["loss/kl_ref"] < second["loss/kl_ref"]  # the policy leaves the model it started from
-    assert first["loss/clip_frac"] > 0 or second["loss/clip_frac"] > 0  # the second update sees ratios other than 1
+    assert (
+        first["loss/clip_frac"] > 0 or second["loss/clip_frac"] > 0
+    )  # the second update sees ratios other than 1
     assert first["mismatch/abs_max"] <= 1e-4  # measured before any update
 
 
@@ -174,7 +215,18 @@ def test_unfinished_run_without_a_checkpoint_is_set_aside_and_said(tmp_path: Pat
     folder = tmp_path / "aborted"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    output = run(folder, "--train.steps", "1", "--eval.path", "", "--checkpoint.export", "false", "--parallel.ep", "1", ranks=1)
+    output = run(
+        folder,
+        "--train.steps",
+        "1",
+        "--eval.path",
+        "",
+        "--checkpoint.export",
+        "false",
+        "--parallel.ep",
+        "1",
+        ranks=1,
+    )
     assert "set aside" in output
     assert (folder / "aborted_001" / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n'
     assert [row["step"] for row in rows_of(folder)] == [1]
@@ -192,7 +244,14 @@ def test_crash_in_a_reward_names_the_sample_and_keeps_what_was_written(tmp_path:
         "    return float(len(response))\n"
     )
     process = start(
-        tmp_path / "run", "--reward.function", f"{reward}:judge", "--parallel.ep", "1", "--eval.path", "", ranks=1
+        tmp_path / "run",
+        "--reward.function",
+        f"{reward}:judge",
+        "--parallel.ep",
+        "1",
+        "--eval.path",
+        "",
+        ranks=1,
     )
     output = finish(process)
     assert process.returncode != 0

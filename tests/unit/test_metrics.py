@@ -1,0 +1,380 @@
+"""Every key is explained, parts merge to one row, and rows reach the file, TensorBoard and the console."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from r3.console import step_line
+from r3.diagnostics import EffectiveSampleSize, Max, Mean, Min, Quantile, Sum
+from r3.mesh import Axis
+from r3.metrics import (
+    GLOSSARY,
+    Entry,
+    Meter,
+    UnknownMetricError,
+    explain,
+    is_wall_clock,
+    tensorboard_layout,
+)
+from r3.rundir import RunDir, read_metrics, truncate_metrics
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+ALONE = Axis(name="world", group=None, rank=0, size=1)
+
+# DESIGN 5.3, word for word.
+DESIGN_KEYS = [
+    "reward/mean",
+    "reward/std",
+    "reward/group_zero_std_frac",
+    "eval/SET/accuracy",
+    "eval/SET/pass_at_K",
+    "rollout/response_tokens_mean",
+    "rollout/truncated_frac",
+    "rollout/tokens",
+    "mismatch/k3",
+    "mismatch/f2",
+    "mismatch/abs_mean",
+    "mismatch/abs_p99",
+    "mismatch/abs_max",
+    "mismatch/ess",
+    "mismatch/k3_live",
+    "mismatch/f2_live",
+    "routing/coverage",
+    "routing/agreement",
+    "routing/rows_captured",
+    "routing/rows_replayed",
+    "routing/rows_live",
+    "loss/total",
+    "loss/clip_frac",
+    "loss/kl_ref",
+    "policy/entropy",
+    "optim/grad_norm",
+    "optim/router_grad_norm",
+    "optim/lr",
+    "optim/skipped",
+    "time/step_s",
+    "time/sync_s",
+    "time/generate_s",
+    "time/score_s",
+    "time/pack_s",
+    "time/train_s",
+    "perf/tokens_per_s",
+    "perf/packing_efficiency",
+    "memory/peak_gib",
+    "memory/residue_gib",
+]
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def meter(folder: Path | None = None, *, stream: io.StringIO | None = None, **arguments: Any) -> Meter:
+    log = arguments.pop("log", {"tensorboard": False})
+    config = tiny_config(train={"steps": 40}, log=log)
+    run_dir = RunDir(folder) if folder else None
+    return Meter(run_dir, arguments.pop("axis", ALONE), config, stream=stream or io.StringIO(), **arguments)
+
+
+# --- glossary ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_key_of_the_design_is_explained() -> None:
+    assert set(DESIGN_KEYS) <= set(GLOSSARY)
+    assert all(entry.formula and entry.source for entry in GLOSSARY.values())
+
+
+def test_every_source_exists() -> None:
+    root = Path(__file__).resolve().parents[2]
+    sources = {
+        part for entry in GLOSSARY.values() for part in entry.source.split("; ") if part.startswith("r3/")
+    }
+    assert sources
+    assert [source for source in sorted(sources) if not (root / source).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("eval/heldout/accuracy", "eval/SET/accuracy"),
+        ("eval/gsm8k-1.1/pass_at_8", "eval/SET/pass_at_K"),
+        ("mismatch/k3", "mismatch/k3"),
+    ],
+)
+def test_explain(key: str, name: str) -> None:
+    assert explain(key) == GLOSSARY[name]
+    assert isinstance(explain(key), Entry)
+
+
+@pytest.mark.parametrize(
+    "key", ["eval//accuracy", "eval/a/b/accuracy", "eval/a/pass_at_0", "eval/a/pass_at_K8", "loss", ""]
+)
+def test_an_unknown_key_is_an_error(key: str) -> None:
+    with pytest.raises(UnknownMetricError):
+        explain(key)
+    with pytest.raises(UnknownMetricError):
+        is_wall_clock(key)
+    with pytest.raises(UnknownMetricError):
+        meter().add({key: Sum(1.0)})
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(UnknownMetricError, match=r"'rewards/mean': did you mean 'reward/mean'\?"):
+        explain("rewards/mean")
+
+
+def test_wall_clock_keys() -> None:
+    clocked = {key for key in DESIGN_KEYS if is_wall_clock(key)}
+    assert clocked == {
+        key for key in DESIGN_KEYS if key.startswith(("time/", "memory/")) or key == "perf/tokens_per_s"
+    }
+    assert not is_wall_clock("eval/heldout/accuracy")
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_parts_of_every_kind_merge_and_are_written_exactly(tmp_path: Path) -> None:
+    m = meter(tmp_path)
+    m.add({"reward/mean": Mean(total=1.0, count=3.0), "rollout/tokens": Sum(5.0)})
+    m.add({"reward/mean": Mean(total=1.0, count=7.0), "rollout/tokens": Sum(6.0)})
+    m.add(
+        {
+            "mismatch/abs_max": Max(0.5),
+            "optim/lr": Min(1e-4),
+            "mismatch/ess": EffectiveSampleSize(3.0, 5.0, 2.0),
+        }
+    )
+    m.add(
+        {
+            "mismatch/abs_p99": Quantile(np.arange(101, dtype=np.float32), 0.99),
+            "loss/total": Mean(math.nan, 1.0),
+        }
+    )
+    m.add({"policy/entropy": Mean(total=0.0, count=0.0)})  # nothing counted: no such key in the row
+    row = m.close_step(1)
+    assert row | {"loss/total": 0.0} == {
+        "loss/total": 0.0,
+        "mismatch/abs_max": 0.5,
+        "mismatch/abs_p99": 99.0,
+        "mismatch/ess": 9.0 / 10.0,
+        "optim/lr": 1e-4,
+        "reward/mean": 0.2,
+        "rollout/tokens": 11.0,
+    }
+    assert math.isnan(row["loss/total"])
+    (read,) = read_metrics(tmp_path)
+    assert list(read) == ["step", *sorted(row)]
+    assert json.dumps(read) == json.dumps({"step": 1, **row})
+    assert m.close_step(2) == {}  # parts belong to one row only
+
+
+def test_parts_of_two_kinds_are_refused() -> None:
+    m = meter()
+    m.add({"reward/mean": Mean(1.0, 1.0)})
+    m.add({"reward/mean": Sum(1.0)})
+    with pytest.raises(TypeError, match=r"reward/mean: .* \['Mean', 'Sum'\]"):
+        m.close_step(1)
+
+
+def test_a_bare_number_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"reward/mean: 0\.5 is no partial"):
+        meter().add({"reward/mean": 0.5})  # type: ignore[dict-item]
+
+
+def test_a_step_cannot_be_reported_twice() -> None:
+    m = meter()
+    m.close_step(0)
+    m.close_step(1)
+    with pytest.raises(ValueError, match="step 1 after one of step 1"):
+        m.close_step(1)
+    with pytest.raises(ValueError, match="step 4 after one of step 4"):
+        meter(first_step=4).close_step(4)
+
+
+def test_phases_are_timed_and_told() -> None:
+    told: list[str] = []
+    m = meter(on_phase=told.append)
+    with m.phase("train"):
+        time.sleep(0.02)
+        with m.phase("prove_sync"):
+            time.sleep(0.02)
+    with pytest.raises(RuntimeError, match="inside"), m.phase("train"):
+        time.sleep(0.02)
+        raise RuntimeError("inside")
+    m.add({"rollout/tokens": Sum(100.0)})
+    row = m.close_step(1)
+    assert told == [
+        *("train", "prove_sync", "train", "between phases"),
+        *("train", "between phases"),
+        *("report", "between phases"),
+    ]
+    assert row["time/prove_sync_s"] >= 0.02
+    assert (
+        row["time/train_s"] >= 0.04 + row["time/prove_sync_s"] - 0.02
+    )  # both times, the inner phase included
+    assert row["time/step_s"] >= row["time/train_s"]
+    assert row["perf/tokens_per_s"] == 100.0 / row["time/step_s"]
+    assert m.close_step(2) == {}
+
+
+def test_an_unknown_phase_is_an_error() -> None:
+    with pytest.raises(UnknownMetricError, match=r"time/trian_s'.*time/train_s"), meter().phase("trian"):
+        pass
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    axis = Axis(name="world", group=None, rank=1, size=1)
+    m = meter(tmp_path, axis=axis, stream=stream, log={"tensorboard": True})
+    m.header(["model tiny"])
+    m.add({"reward/mean": Mean(1.0, 1.0)})
+    assert m.close_step(1) == {"reward/mean": 1.0}
+    m.close()
+    assert stream.getvalue() == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+def events(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def test_a_resumed_run_continues_file_and_curves(tmp_path: Path) -> None:
+    first = meter(tmp_path, log={"tensorboard": True})
+    for step in range(6):
+        first.add({"reward/mean": Mean(float(step), 1.0)})
+        first.close_step(step)
+    first.close()
+    assert truncate_metrics(RunDir(tmp_path), 4)  # killed after step 5, its checkpoint is of step 3
+    again = meter(tmp_path, log={"tensorboard": True}, first_step=3)
+    for step in (4, 5, 6):
+        again.add({"reward/mean": Mean(100.0 + step, 1.0)})
+        again.close_step(step)
+    again.close()
+    expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0), (6, 106.0)]
+    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == expected
+    assert [(event.step, event.value) for event in events(tmp_path).Scalars("reward/mean")] == expected
+
+
+def test_the_first_page_is_that_of_the_design(tmp_path: Path) -> None:
+    meter(tmp_path, log={"tensorboard": True}).close()
+    (event,) = events(tmp_path).Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    tags = [[list(chart.multiline.tag) for chart in page.chart] for page in layout.category]
+    known = [key.replace("SET", "heldout") for key in DESIGN_KEYS]
+    # TensorBoard's own rule: re.match, anchored at the beginning only.
+    drawn = [
+        [[key for key in known if any(re.match(tag, key) for tag in chart)] for chart in page]
+        for page in tags
+    ]
+    health, paired = drawn
+    assert [set(chart) for chart in health] == [
+        {"reward/mean", "eval/heldout/accuracy"},
+        {"mismatch/k3"},
+        {"mismatch/f2", "mismatch/abs_p99", "mismatch/abs_max"},
+        {"routing/agreement", "routing/coverage"},
+        {"mismatch/ess"},
+        {"optim/grad_norm", "optim/router_grad_norm"},
+        {"policy/entropy"},
+        {"rollout/response_tokens_mean"},
+    ]
+    assert [set(chart) for chart in paired] == [
+        {"mismatch/k3", "mismatch/k3_live"},
+        {"mismatch/f2", "mismatch/f2_live"},
+    ]
+
+
+def test_the_layout_draws_known_metrics_only() -> None:
+    for charts in tensorboard_layout("heldout").values():
+        for _, tags in charts.values():
+            for tag in tags:
+                explain(re.sub(r"\\(.)", r"\1", tag[1:-1]))
+
+
+# --- console ----------------------------------------------------------------------------------------------------------
+
+ROW = {
+    "reward/mean": 0.613,
+    "mismatch/k3": 1.2e-7,
+    "routing/agreement": 1.0,
+    "routing/coverage": 1.0,
+    "rollout/response_tokens_mean": 18.26,
+    "optim/grad_norm": 0.8199,
+    "time/generate_s": 0.94,
+    "time/train_s": 1.41,
+    "time/sync_s": 0.08,
+}
+
+
+def test_the_step_line() -> None:
+    assert step_line(ROW, 12, 40) == (
+        "step 12/40  reward 0.61  k3 1.2e-07  agree 1.000  cov 1.000  len 18.3  grad 0.82"
+        "  |  gen 0.9s train 1.4s sync 0.1s"
+    )
+    assert step_line({"eval/heldout/accuracy": 0.328}, 0, 40) == "step 0/40  accuracy 0.328"
+
+
+def test_a_share_just_below_one_is_not_shown_as_one() -> None:
+    assert "cov 0.999" in step_line({"routing/coverage": 0.99996}, 1, 1)
+    assert "cov nan" in step_line({"routing/coverage": math.nan}, 1, 1)
+
+
+def test_a_log_file_gets_plain_lines() -> None:
+    stream = io.StringIO()
+    m = meter(stream=stream, log={"progress": True, "tensorboard": False})
+    m.header(["model   tiny [bold]", "replay  r3"])
+    with m.progress(3, "generate") as tick:
+        tick()
+    m.add({"reward/mean": Mean(1.0, 2.0)})
+    m.close_step(1)
+    assert stream.getvalue() == "model   tiny [bold]\nreplay  r3\nstep 1/40  reward 0.50\n"
+
+
+def test_a_terminal_gets_a_frame_and_bars() -> None:
+    stream = Terminal()
+    m = meter(stream=stream, log={"progress": True, "tensorboard": False})
+    m.header(["replay  r3 [bold]"])
+    with m.progress(3, "generate") as tick:
+        tick(2)
+        tick()
+    m.add({"reward/mean": Mean(1.0, 2.0)})
+    m.close_step(1)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "replay  r3 [bold]" in shown
+    assert "\u256d" in shown or "+" in shown  # the frame's corner
+    assert "generate" in shown and "3/3" in shown
+    assert "step 1/40  reward 0.50" in shown
+
+
+def test_bars_can_be_turned_off() -> None:
+    stream = Terminal()
+    with meter(stream=stream, log={"progress": False, "tensorboard": False}).progress(3, "generate") as tick:
+        tick()
+    assert stream.getvalue() == ""
+
+
+def test_progress_beats() -> None:
+    told: list[str] = []
+    m = meter(on_phase=told.append)
+    with m.phase("generate"), m.progress(2, "generate") as tick:
+        tick()
+    assert told == ["generate", "generate", "between phases"]
