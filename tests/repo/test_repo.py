@@ -1,0 +1,343 @@
+"""Rules about the repository itself, read from its sources: who imports whom, device words, wide catches, pins, paths.
+
+A rule is a function from a file's name and syntax tree to complaints. It runs over every file there is, and over lines
+that break it, so that a rule which has gone blind is noticed.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted([*ROOT.glob("train.py"), *ROOT.glob("r3/**/*.py"), *ROOT.glob("configs/**/*.py")])
+
+# Lowest first. A module imports from its own layer and from those before it; the two worlds never import each other.
+LAYERS = {
+    "words": {"assets", "config", "shape", "types"},
+    "pure": {"advantage", "diagnostics", "envs", "loss", "packing", "plan", "rewards", "validate"},
+    "machine": {
+        "console",
+        "data",
+        "device",
+        "device_cpu",
+        "hf",
+        "mesh",
+        "metrics",
+        "resume",
+        "rundir",
+        "watchdog",
+    },
+    "worlds": {"engine", "policy"},
+    "joints": {
+        "checkpoint",
+        "cli",
+        "doctor",
+        "evaluate",
+        "exchange",
+        "residency",
+        "rollout",
+        "start",
+        "sync",
+        "updates",
+    },
+}
+PURE = {"r3/advantage.py", "r3/loss.py", "r3/packing.py", "r3/diagnostics.py"}  # tensors in, tensors out
+MAY_IMPORT = {
+    "vllm": ("r3/engine/",),
+    "megatron": ("r3/policy/", "r3/mesh.py", "r3/checkpoint.py", "r3/device_cpu.py"),
+}
+HEAVY = {"torch", "vllm", "megatron", "transformers"}
+DEVICE_FILES = {"r3/device.py", "r3/device_cpu.py"}
+USERS_CODE = ("r3/rewards/", "r3/envs/")  # call what users wrote, which may raise anything
+
+Complaints = Iterator[tuple[int, str]]  # line, what is wrong
+Rule = Callable[[PurePosixPath, ast.Module], Complaints]
+
+
+def nodes(tree: ast.AST, *, at_import: bool = False) -> Iterator[ast.AST]:
+    """Every node; with `at_import` only what runs when the module is imported, type checkers' imports left out."""
+    for child in ast.iter_child_nodes(tree):
+        if at_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if at_import and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from nodes(child, at_import=at_import)
+
+
+def imports(file: PurePosixPath, tree: ast.Module, *, at_import: bool = False) -> Complaints:
+    """Line and full name of everything imported, `from a import b` as a.b, and literal arguments of import_module."""
+    for node in nodes(tree, at_import=at_import):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = file.parent.parts[: len(file.parent.parts) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from ((node.lineno, str(a.value)) for a in node.args[:1] if isinstance(a, ast.Constant))
+
+
+def layer_of(name: str) -> int | None:
+    return next((i for i, members in enumerate(LAYERS.values()) if name in members), None)
+
+
+def imports_go_one_way(file: PurePosixPath, tree: ast.Module) -> Complaints:
+    """train.py -> joints -> worlds -> machine -> pure -> words; presets know settings and nothing else."""
+    if file.parts[0] == "configs":
+        for line, name in imports(file, tree):
+            if name.startswith("r3") and not name.startswith(("r3.config.", "r3.assets")):
+                yield line, f"a preset imports {name}"
+    if file.parts[0] != "r3" or file == PurePosixPath("r3/__init__.py"):
+        return
+    own = PurePosixPath(file.parts[1]).stem
+    layer = layer_of(own)
+    if layer is None:
+        yield 1, f"{own} is in no layer: give it one in LAYERS (tests/repo/test_repo.py)"
+        return
+    for line, name in imports(file, tree):
+        if not name.startswith("r3."):
+            continue
+        other = name.split(".")[1]
+        found = layer_of(other)
+        if found is not None and (found > layer or {own, other} == {"engine", "policy"}):
+            yield line, f"{own} ({list(LAYERS)[layer]}) imports {other} ({list(LAYERS)[found]})"
+
+
+def worlds_stay_inside(file: PurePosixPath, tree: ast.Module) -> Complaints:
+    """vllm and megatron are imported only where they are at home."""
+    for line, name in imports(file, tree):
+        homes = MAY_IMPORT.get(name.split(".")[0])
+        if homes is not None and not str(file).startswith(homes):
+            yield line, f"imports {name}, which belongs in {', '.join(homes)}"
+        if str(file) == "r3/types.py" and name.split(".")[0] in HEAVY - {"torch"}:
+            yield line, f"the nouns import {name}"
+
+
+def pure_row_is_pure(file: PurePosixPath, tree: ast.Module) -> Complaints:
+    """advantage, loss, packing, diagnostics: torch, numpy, the standard library and the nouns."""
+    for line, name in imports(file, tree):
+        allowed = name.split(".")[0] in {"torch", "numpy", *sys.stdlib_module_names}
+        if str(file) in PURE and not allowed and not name.startswith("r3.types."):
+            yield line, f"a pure module imports {name}"
+
+
+def device_words_stay_inside(file: PurePosixPath, tree: ast.Module) -> Complaints:
+    """Only device.py and device_cpu.py say cuda or nccl."""
+    if file.parts[0] == "configs" or str(file) in DEVICE_FILES:
+        return
+    for node in nodes(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "nccl"):
+            yield node.lineno, f"says {ast.unparse(node)}"
+        if isinstance(node, ast.Constant) and re.fullmatch(r"(cuda|nccl)(:\d+)?", str(node.value)):
+            yield node.lineno, f"says {node.value!r}"
+    for line, name in imports(file, tree):
+        if {"cuda", "nccl"} & set(name.split(".")):
+            yield line, f"imports {name}"
+
+
+def catches_are_narrow(file: PurePosixPath, tree: ast.Module) -> Complaints:
+    """No `except:` and no `except Exception`, but around users' code, and there the error has to go somewhere."""
+
+    def is_wide(kind: ast.expr | None) -> bool:
+        if isinstance(kind, ast.Tuple):
+            return any(map(is_wide, kind.elts))
+        return kind is None or ast.unparse(kind).rpartition(".")[2] in ("Exception", "BaseException")
+
+    for node in nodes(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "suppress":
+            if any(map(is_wide, node.args)):
+                yield node.lineno, "suppresses every exception"
+        elif isinstance(node, ast.ExceptHandler) and is_wide(node.type):
+            body = [inner for statement in node.body for inner in ast.walk(statement)]
+            is_used = any(isinstance(inner, ast.Name) and inner.id == node.name for inner in body)
+            if not (is_used and str(file).startswith(USERS_CODE)):
+                yield node.lineno, "catches every exception"
+
+
+def modules_say_what_they_are(file: PurePosixPath, tree: ast.Module) -> Complaints:
+    """Each module starts with a docstring."""
+    if not ast.get_docstring(tree):
+        yield 1, "has no docstring"
+
+
+RULES: list[Rule] = [
+    imports_go_one_way,
+    worlds_stay_inside,
+    pure_row_is_pure,
+    device_words_stay_inside,
+    catches_are_narrow,
+    modules_say_what_they_are,
+]
+
+
+def name_of(rule: Rule) -> str:
+    return rule.__name__
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
+def test_rule_holds(rule: Rule) -> None:
+    found = []
+    for path in SOURCES:
+        file = PurePosixPath(path.relative_to(ROOT).as_posix())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found += [f"{file}:{line}: {text}" for line, text in rule(file, tree)]
+    assert not found, f"{rule.__doc__}\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "file", "source"),
+    [
+        (imports_go_one_way, "r3/loss.py", "from r3 import sync"),
+        (imports_go_one_way, "r3/mesh.py", "def f():\n    from r3.policy.build import x"),
+        (imports_go_one_way, "r3/engine/build.py", "from ..policy import Policy"),
+        (imports_go_one_way, "r3/policy/build.py", "import r3.engine.engine"),
+        (imports_go_one_way, "r3/homeless.py", "x = 1"),
+        (imports_go_one_way, "configs/tiny.py", "from r3.mesh import Mesh"),
+        (worlds_stay_inside, "r3/sync.py", "from vllm import LLM"),
+        (worlds_stay_inside, "train.py", "import megatron.core as mc"),
+        (
+            worlds_stay_inside,
+            "r3/engine/build.py",
+            "import importlib\nimportlib.import_module('megatron.core')",
+        ),
+        (worlds_stay_inside, "r3/types.py", "def f():\n    import transformers"),
+        (pure_row_is_pure, "r3/loss.py", "from r3.config import Config"),
+        (pure_row_is_pure, "r3/packing.py", "import einops"),
+        (device_words_stay_inside, "r3/sync.py", "torch.cuda.synchronize()"),
+        (device_words_stay_inside, "r3/sync.py", "device = 'cuda:0'"),
+        (device_words_stay_inside, "train.py", "init(backend='nccl')"),
+        (device_words_stay_inside, "r3/mesh.py", "from torch import cuda"),
+        (catches_are_narrow, "r3/sync.py", "try:\n    f()\nexcept:\n    raise"),
+        (catches_are_narrow, "r3/sync.py", "try:\n    f()\nexcept (OSError, Exception) as e:\n    print(e)"),
+        (catches_are_narrow, "r3/rewards/math.py", "try:\n    f()\nexcept Exception:\n    pass"),
+        (catches_are_narrow, "train.py", "with contextlib.suppress(BaseException):\n    f()"),
+        (modules_say_what_they_are, "r3/sync.py", "x = 1"),
+    ],
+)
+def test_rule_catches(rule: Rule, file: str, source: str) -> None:
+    assert list(rule(PurePosixPath(file), ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "file", "source"),
+    [
+        (imports_go_one_way, "r3/sync.py", "from r3.engine import Engine\nfrom r3.policy import Policy"),
+        (worlds_stay_inside, "r3/engine/build.py", "import vllm"),
+        (worlds_stay_inside, "r3/mesh.py", "from megatron.core import parallel_state"),
+        (pure_row_is_pure, "r3/packing.py", "import math\nimport numpy as np\nfrom r3.types import Rollout"),
+        (device_words_stay_inside, "r3/mesh.py", '"""cuda or not."""\nif device.is_cuda: pass'),
+        (catches_are_narrow, "r3/sync.py", "try:\n    f()\nexcept OSError:\n    pass"),
+        (
+            catches_are_narrow,
+            "r3/rewards/math.py",
+            "try:\n    f()\nexcept Exception as error:\n    failed(error)",
+        ),
+    ],
+)
+def test_rule_lets_pass(rule: Rule, file: str, source: str) -> None:
+    assert not list(rule(PurePosixPath(file), ast.parse(source)))
+
+
+def file_of(module: str) -> Path | None:
+    """The source of one of our modules."""
+    stem = ROOT.joinpath(*module.split("."))
+    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
+
+
+def heavy_imports(start: str) -> list[str]:
+    """What importing `start` loads of HEAVY, through our own modules, with the module that does it."""
+    found, seen, todo = [], set(), [start]
+    while todo:
+        module = todo.pop()
+        path = file_of(module)
+        if path is None or path in seen:
+            continue
+        seen.add(path)
+        file = PurePosixPath(path.relative_to(ROOT).as_posix())
+        for _, name in imports(file, ast.parse(path.read_text(encoding="utf-8")), at_import=True):
+            if name.split(".")[0] in HEAVY:
+                found.append(f"{file} imports {name}")
+            parts = name.split(".")
+            todo += [".".join(parts[:i]) for i in range(1, len(parts) + 1)]  # packages run their __init__
+    return found
+
+
+@pytest.mark.parametrize("module", ["r3.config", "r3.cli", "configs", "train"])
+def test_settings_and_help_load_nothing_heavy(module: str) -> None:
+    assert heavy_imports(module) == []
+
+
+def test_heavy_imports_are_found() -> None:
+    assert any("imports torch" in found for found in heavy_imports("r3.exchange"))
+
+
+def text_files() -> Iterator[tuple[str, str]]:
+    """Every file that git tracks or would track, and can be read as text."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        path = ROOT / name
+        data = path.read_bytes() if path.is_file() else b""
+        if b"\0" not in data:
+            yield name, data.decode("utf-8")
+
+
+MACHINE_PATH = re.compile(r"(?<![\w.~$}-])/(work|root|farm)/")
+
+
+def test_no_paths_of_a_machine() -> None:
+    found = [
+        f"{name}:{number}: {line.strip()[:100]}"
+        for name, text in text_files()
+        for number, line in enumerate(text.splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_paths_of_a_machine_are_found() -> None:
+    assert MACHINE_PATH.search('"' + "/root" + "/x")
+    assert not MACHINE_PATH.search('"$root/train.py" and at/work/now')
+
+
+def test_the_step_fits_on_a_page() -> None:
+    for path in ROOT.glob("train.py"):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= 220, f"train.py has {lines} lines: the loop is one page, its parts live in r3/"
+
+
+@pytest.mark.parametrize("name", ["launch/local.sh", "launch/slurm.sbatch", "tools/setup_env.sh", ".ci/run"])
+def test_scripts_parse_and_may_be_run(name: str) -> None:
+    assert os.access(ROOT / name, os.X_OK)
+    subprocess.run(["bash", "-n", ROOT / name], check=True)
+
+
+def test_lock_is_complete_and_portable() -> None:
+    """Exact versions, nothing that exists in one place only, nothing that needs CUDA, and the pins of the extra."""
+    text = (ROOT / "requirements/cpu.txt").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
+    odd = [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[0-9a-z.]+", line)]
+    assert not odd, odd
+    locked = {line.partition("==")[0] for line in lines}
+    unwanted = {
+        name
+        for name in locked
+        if name.startswith(("nvidia-", "cuda-", "torchvision", "torchaudio", "triton"))
+    }
+    assert not unwanted
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    assert set(extras["cpu"]) <= set(lines)
+    wanted = [re.split(r"[<>=]", spec)[0].lower() for spec in [*project["dependencies"], *extras["dev"]]]
+    assert set(wanted) <= locked
