@@ -32,7 +32,11 @@ _TIMES = {"generate": "gen", "train": "train", "sync": "sync", "evaluate": "eval
 def step_line(row: Mapping[str, float], step: int, steps: int) -> str:
     """The figures to follow a run by: `step 12/40  reward 0.61  k3 1.2e-07  ...  |  gen 0.9s train 1.4s sync 0.1s`."""
     figures = [f"{label} {show(row[key])}" for key, (label, show) in _FIGURES.items() if key in row]
-    figures += [f"{key.split('/')[1]} {row[key]:.3f}" for key in sorted(row) if key.startswith("eval/")]
+    for key in sorted(row):
+        if key.startswith("eval/"):
+            figures.append(
+                f"{key.removeprefix('eval/').removesuffix('/accuracy').replace('/', ' ')} {row[key]:.3f}"
+            )
     times = [
         f"{label} {row[f'time/{phase}_s']:.1f}s"
         for phase, label in _TIMES.items()

@@ -91,7 +91,7 @@ def load_prompts(
     prompts: list[Prompt] = []
     problems: list[RowProblem] = []
     dropped = 0
-    for line, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+    for line, raw in enumerate(content.split(b"\n"), 1):
         if not raw.strip():
             continue
         found = reader.read(line, raw)

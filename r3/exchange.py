@@ -17,7 +17,7 @@ from r3.engine import RouteError
 from r3.mesh import Axis, Mesh
 from r3.rollout import Answers
 from r3.shape import ModelShape
-from r3.types import Batch, Rollout
+from r3.types import Batch, MicroBatch, Rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,12 +112,14 @@ def distribute(
     if on_missing == "error":
         refuse_missing_routes(scored)
     lengths = gather_lengths(scored, mesh.world)
+    whole, each = length_multiples(mesh)
     plan = packing.plan(
-        [length.tokens for length in lengths],
+        [-(-length.tokens // each) * each for length in lengths],
         [length.group for length in lengths],
         num_updates=num_updates,
         num_ranks=mesh.dp.size,
         micro_batch_tokens=micro_batch_tokens,
+        multiple=whole,
     )
     data_rank_of = mesh.world.all_gather_object(mesh.dp.rank)
     destinations: dict[int, list[int]] = {}
@@ -130,24 +132,40 @@ def distribute(
     batches = []
     for update in plan:
         members = [lengths[i] for rank in update.micro_batches for micro_batch in rank for i in micro_batch]
+        micro_batches_of_rank = tuple(
+            pack_for(mesh, shape, [mine[i] for i in micro_batch], captured=captured)
+            for micro_batch in update.micro_batches[mesh.dp.rank]
+        )
         batches.append(
             Batch(
-                micro_batches=tuple(
-                    packing.pack(
-                        [mine[i].rollout for i in micro_batch],
-                        micro_batch,
-                        [mine[i].advantage for i in micro_batch],
-                        num_experts=shape.num_experts,
-                        num_layers=len(shape.moe_layers) if captured else 0,
-                        topk=shape.topk if captured else 0,
-                    )
-                    for micro_batch in update.micro_batches[mesh.dp.rank]
-                ),
+                micro_batches=micro_batches_of_rank,
                 num_loss_tokens=sum(length.loss_tokens for length in members),
                 num_sequences=len(members),
             )
         )
-    return batches, _ledger(batches, mesh, plan, [length.tokens for length in lengths])
+    efficiency = packing.packing_efficiency(plan, [length.tokens for length in lengths])
+    return batches, _ledger(scored, efficiency, captured=captured)
+
+
+def length_multiples(mesh: Mesh) -> tuple[int, int]:
+    """(of a micro-batch, of each sequence in it): what context and sequence parallelism cut into equal parts."""
+    each = 2 * mesh.cp.size if mesh.cp.size > 1 else 1
+    return each * mesh.tp.size, each
+
+
+def pack_for(mesh: Mesh, shape: ModelShape, scored: Sequence[Scored], *, captured: bool) -> MicroBatch:
+    """Pack whole rollouts into one micro-batch that this layout can cut."""
+    whole, each = length_multiples(mesh)
+    return packing.pack(
+        [item.rollout for item in scored],
+        [item.index for item in scored],
+        [item.advantage for item in scored],
+        num_experts=shape.num_experts,
+        num_layers=len(shape.moe_layers) if captured else 0,
+        topk=shape.topk if captured else 0,
+        multiple=whole,
+        sequence_multiple=each,
+    )
 
 
 def refuse_missing_routes(scored: Sequence[Scored]) -> None:
@@ -161,33 +179,21 @@ def refuse_missing_routes(scored: Sequence[Scored]) -> None:
             )
 
 
-def _ledger(batches: Sequence[Batch], mesh: Mesh, plan: Any, lengths: Sequence[int]) -> dict[str, Any]:
-    """Rows of routes: how many a full capture gives, how many came, how many tokens route live or are filler."""
-    metrics: dict[str, Any] = {}
-    if mesh.world.rank == 0:
-        efficiency = packing.packing_efficiency(plan, lengths)
-        metrics["perf/packing_efficiency"] = Mean(total=efficiency, count=1.0)
-    speaks = mesh.tp.rank == 0 and mesh.cp.rank == 0 and mesh.pp.rank == 0
-    micro_batches = (
-        [micro_batch for batch in batches for micro_batch in batch.micro_batches] if speaks else []
-    )
-    if not any(micro_batch.routed_experts_NLK.numel() for micro_batch in micro_batches):
+def _ledger(scored: Sequence[Scored], efficiency: float, *, captured: bool) -> dict[str, Any]:
+    """Rows of routes of the rollouts this rank generated: how many a full capture gives, how many came, how many go live."""
+    metrics: dict[str, Any] = {
+        "perf/packing_efficiency": Mean(total=efficiency, count=1.0)
+    }  # the same on all ranks
+    if not captured:
         return metrics
-    captured = sum(int(micro_batch.captured_N.sum()) for micro_batch in micro_batches)
-    expected = last = 0
-    for micro_batch in micro_batches:
-        borders = zip(
-            micro_batch.rollout_ids, micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], strict=False
-        )
-        real = [end - start for rollout_id, start, end in borders if rollout_id >= 0]
-        expected += sum(real) - len(real)
-        last += len(real)
+    expected = sum(len(item.rollout.routed_experts) for item in scored)
+    came = sum(int((item.rollout.routed_experts >= 0).all(axis=(1, 2)).sum()) for item in scored)
     return metrics | {
-        "routing/coverage": Mean(total=float(captured), count=float(expected)),
-        "routing/rows_captured": Sum(value=float(captured)),
-        "routing/rows_replayed": Sum(value=float(captured)),
+        "routing/coverage": Mean(total=float(came), count=float(expected)),
+        "routing/rows_captured": Sum(value=float(came)),
+        "routing/rows_replayed": Sum(value=float(came)),
         # A sequence's last token predicts nothing and was never processed by the engine: it always routes live.
-        "routing/rows_live": Sum(value=float(expected - captured + last)),
+        "routing/rows_live": Sum(value=float(expected - came + len(scored))),
     }
 
 

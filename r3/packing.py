@@ -162,6 +162,7 @@ class _Sequence(NamedTuple):
     advantages_T: np.ndarray
     weights_T: np.ndarray
     routes_TLK: np.ndarray
+    real_T: np.ndarray
     rollout_id: int
 
 
@@ -174,6 +175,7 @@ def pack(
     num_layers: int,
     topk: int,
     multiple: int = 1,
+    sequence_multiple: int = 1,
 ) -> MicroBatch:
     """Shift the rollouts by one, as drawn in `types.py`, and lay them end to end, nothing between them.
 
@@ -192,8 +194,12 @@ def pack(
         num_experts: experts per layer, to check and to fill routes.
         num_layers: MoE layers in the routes; 0 if there are none (dense, or not captured): then [T-1, 0, 0].
         topk: experts per token.
-        multiple: the packed length is a multiple of this.
+        multiple: the packed length is a multiple of this; itself a multiple of `sequence_multiple`.
+        sequence_multiple: every sequence is padded to a multiple of this with filler tokens (context parallelism
+            cuts each one into equal chunks).
     """
+    if multiple % sequence_multiple:
+        raise ValueError(f"multiple {multiple} is no multiple of sequence_multiple {sequence_multiple}")
     if not len(rollouts) == len(rollout_ids) == len(advantages):
         raise ValueError(
             f"one id and one advantage per rollout: {len(rollouts)} rollouts, {len(rollout_ids)} ids, "
@@ -204,7 +210,11 @@ def pack(
             num_experts=num_experts, num_layers=num_layers, topk=topk, multiple=multiple
         )
     sequences = [
-        _shift(rollout, index, advantage, num_experts=num_experts, num_layers=num_layers, topk=topk)
+        _padded(
+            _shift(rollout, index, advantage, num_experts=num_experts, num_layers=num_layers, topk=topk),
+            -len(rollout.tokens_T) % sequence_multiple,
+            num_experts=num_experts,
+        )
         for rollout, index, advantage in zip(rollouts, rollout_ids, advantages, strict=True)
     ]
     if padding := -sum(len(sequence.tokens_T) for sequence in sequences) % multiple:
@@ -266,8 +276,23 @@ def _shift(
         advantages_T=loss_mask_T * np.float32(advantage),
         weights_T=loss_mask_T / np.float32(max(1, rollout.num_response_tokens)),
         routes_TLK=routes_TLK,
+        real_T=np.ones(len(rollout.tokens_T), np.bool_),
         rollout_id=rollout_id,
     )
+
+
+def _padded(sequence: _Sequence, padding: int, *, num_experts: int) -> _Sequence:
+    """The sequence with filler tokens behind it, which its own tokens never see: attention is causal."""
+    if not padding:
+        return sequence
+    layers, topk = sequence.routes_TLK.shape[1:]
+    filler = _filler(padding, num_experts=num_experts, num_layers=layers, topk=topk)
+    arrays = {
+        name: np.concatenate([getattr(sequence, name), getattr(filler, name)])
+        for name in _Sequence._fields
+        if name != "rollout_id"
+    }
+    return _Sequence(**arrays, rollout_id=sequence.rollout_id)
 
 
 def _next(values_T: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
@@ -312,6 +337,7 @@ def _filler(num_tokens: int, *, num_experts: int, num_layers: int, topk: int) ->
         advantages_T=nothing_T,
         weights_T=nothing_T,
         routes_TLK=filler_routes(num_tokens, num_layers, topk, num_experts),
+        real_T=np.zeros(num_tokens, np.bool_),
         rollout_id=-1,
     )
 
@@ -331,5 +357,6 @@ def _concatenate(sequences: Sequence[_Sequence]) -> MicroBatch:
         advantages_N=join("advantages_T"),
         sequence_weights_N=join("weights_T"),
         routed_experts_NLK=join("routes_TLK"),
+        real_N=join("real_T"),
         rollout_ids=tuple(sequence.rollout_id for sequence in sequences),
     )

@@ -16,9 +16,9 @@ import torch
 
 from r3.device import Device, SharedTensor, open_shared
 from r3.engine import Request, sampling_seed
+from r3.exchange import Scored, pack_for
 from r3.hf import write_checkpoint
 from r3.mesh import Mesh
-from r3.packing import pack
 from r3.policy.families.family import Kind
 from r3.policy.weights import HeadLayout, split, uncut
 from r3.types import Prompt
@@ -270,26 +270,18 @@ def prove_sync(
         for number, prompt in enumerate(prompts)
     ]
     rollouts = engine.generate(requests, version=engine.version)
-    shape = policy.shape
-    micro_batch = pack(
-        rollouts,
-        range(len(rollouts)),
-        [0.0] * len(rollouts),
-        num_experts=shape.num_experts,
-        num_layers=len(shape.moe_layers) if engine.capture else 0,
-        topk=shape.topk if engine.capture else 0,
-    )
+    scored = [Scored(index=i, rollout=rollout, advantage=0.0) for i, rollout in enumerate(rollouts)]
+    micro_batch = pack_for(mesh, policy.shape, scored, captured=engine.capture)
     scores = policy.score([micro_batch], mode="replay" if engine.capture else "live")
     if not policy.reports:
         return 0.0
-    difference_N = (scores.logprobs[0].cpu() - micro_batch.rollout_logprobs_N).abs() * micro_batch.loss_mask_N
+    difference_N = (scores.logprobs[0] - scores.rollout_logprobs[0]).abs() * scores.loss_mask[0]
     worst, limit = float(difference_N.max()), sync_tolerance(config.model.dtype, config.engine.dtype)
     if not worst <= limit:
-        position = int(difference_N.argmax())
         raise SyncError(
             f"rank {mesh.world.rank}: after the weight sync to version {engine.version} engine and policy differ by "
-            f"{worst:.3g} in the log-probability of token {int(micro_batch.targets_N[position])} (limit {limit:g}): "
-            "the engine does not hold the policy's weights"
+            f"{worst:.3g} in the log-probability of a sampled token (limit {limit:g}): the engine does not hold the "
+            "policy's weights"
         )
     return worst
 

@@ -100,7 +100,8 @@ class MicroBatch:
 
     `cu_seqlens` are the sequence borders (int32, on the host: reading them must not wait for the device), `rollout_ids`
     the index of each sequence in the step's list of rollouts, -1 for a filler sequence that carries no loss.
-    `sequence_weights_N` is 1 / (loss tokens of the sequence) at its loss tokens, 0 elsewhere.
+    `sequence_weights_N` is 1 / (loss tokens of the sequence) at its loss tokens, 0 elsewhere; `real_N` is true on tokens of
+    rollouts and false on filler.
     """
 
     tokens_N: torch.Tensor
@@ -112,6 +113,7 @@ class MicroBatch:
     advantages_N: torch.Tensor
     sequence_weights_N: torch.Tensor
     routed_experts_NLK: torch.Tensor
+    real_N: torch.Tensor
     rollout_ids: tuple[int, ...]
 
     @property
@@ -124,13 +126,7 @@ class MicroBatch:
         """True where the experts that processed the token were captured: neither missing (-1) nor of a filler."""
         if not self.routed_experts_NLK.numel():
             return torch.zeros(self.num_tokens, dtype=torch.bool)
-        captured_N = (self.routed_experts_NLK >= 0).flatten(1).all(1)
-        for rollout_id, first, last in zip(
-            self.rollout_ids, self.cu_seqlens, self.cu_seqlens[1:], strict=False
-        ):
-            if rollout_id < 0:
-                captured_N[first:last] = False
-        return captured_N
+        return (self.routed_experts_NLK >= 0).flatten(1).all(1) & self.real_N
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from r3 import diagnostics
 from r3.config import Config
-from r3.policy import Policy, TokenScores, with_routes
+from r3.policy import Policy, TokenScores
 from r3.policy.replay import Mode
-from r3.types import Batch, MicroBatch
+from r3.types import Batch
+
+Panel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, Any]]
 
 # What routes do in the pass that scores old log-probabilities, by replay.mode.
 _OLD_PASS: dict[str, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
@@ -40,27 +41,24 @@ def train_on(
         # The same tokens with live routes, before anything changes: what replay is worth in this very run.
         live = policy.score(flat[:1], mode="live")
         report(
-            {
-                f"mismatch/{name}_live": part
-                for name, part in _mismatch(policy, flat[:1], live, k3_f2=True).items()
-            }
+            {f"mismatch/{name}_live": part for name, part in _panel(policy, live, diagnostics.k3_f2).items()}
         )
 
     old: Sequence[torch.Tensor] | None = None
+    recorded: Sequence[torch.Tensor] | None = None
     if len(batches) > 1 or mode == "r2":
         scores = policy.score(flat, mode=_OLD_PASS[mode])
         old = scores.logprobs
-        report({f"mismatch/{name}": part for name, part in _mismatch(policy, flat, scores).items()})
-        if mode == "r2" and scores.ledger.recorded:
-            batches = _batches_with(batches, with_routes(flat, scores.ledger.recorded))
+        recorded = scores.ledger.recorded if mode == "r2" else None
+        report(
+            {f"mismatch/{name}": part for name, part in _panel(policy, scores, diagnostics.mismatch).items()}
+        )
     reference: Sequence[torch.Tensor] | None = None
     if config.algo.kl_coef:
         replays = config.replay.reference and mode != "off"
         with policy.reference_weights():
-            reference = policy.score(
-                [micro_batch for batch in batches for micro_batch in batch.micro_batches],
-                mode="replay" if replays else "live",
-            ).logprobs
+            scores = policy.score(flat, mode="replay" if replays else "live", recorded_routes=recorded)
+            reference = scores.logprobs
 
     first = 0
     for batch in batches:
@@ -71,6 +69,7 @@ def train_on(
             total_updates=config.train.steps * config.train.updates_per_step,
             old_logprobs=old[part] if old is not None else None,
             reference_logprobs=reference[part] if reference is not None else None,
+            recorded_routes=recorded[part] if recorded is not None else None,
         )
         report(update.metrics)
         if policy.mesh.world.rank == 0:  # every rank has these alike; one reports them
@@ -85,19 +84,9 @@ def train_on(
         on_update()
 
 
-def _mismatch(
-    policy: Policy, micro_batches: Sequence[MicroBatch], scores: TokenScores, *, k3_f2: bool = False
-) -> dict[str, Any]:
+def _panel(policy: Policy, scores: TokenScores, panel: Panel) -> dict[str, Any]:
+    """A panel of metrics over the tokens this rank speaks for."""
     if not policy.reports:
         return {}
-    logprobs_N = torch.cat(scores.logprobs).cpu()
-    rollout_N = torch.cat([micro_batch.rollout_logprobs_N for micro_batch in micro_batches])
-    mask_N = torch.cat([micro_batch.loss_mask_N for micro_batch in micro_batches])
-    return dict((diagnostics.k3_f2 if k3_f2 else diagnostics.mismatch)(logprobs_N, rollout_N, mask_N))
-
-
-def _batches_with(batches: Sequence[Batch], micro_batches: Sequence[MicroBatch]) -> list[Batch]:
-    remaining = iter(micro_batches)
-    return [
-        replace(batch, micro_batches=tuple(next(remaining) for _ in batch.micro_batches)) for batch in batches
-    ]
+    columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
+    return dict(panel(*(torch.cat(column) for column in columns)))

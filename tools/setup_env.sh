@@ -26,6 +26,11 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && new_enough "$py"; then
   exit 0
 fi
 rm -f "$stamp"
+if compgen -G "$venv/lib/python3.*/site-packages/vllm-*.dist-info" >/dev/null; then
+  echo "setup: $venv holds the GPU stack (vllm), and this would put the CPU stack over it." \
+    "Call launch/local.sh or $py directly, or move $venv away" >&2
+  exit 1
+fi
 
 if ! new_enough "$py" || ! "$py" -c 'import pip' 2>/dev/null; then
   base=

@@ -99,7 +99,7 @@ def _rollout(engine: Engine, request: Request, output: Any) -> Rollout:
     if not np.isfinite(logprobs_T).all():
         raise FloatingPointError(f"{who}: the engine sampled a token with log-probability {logprobs_T.min()}")
     shape = engine.shape
-    if engine.capture:
+    if engine.capture and engine.speaks:
         routes = check_routes(
             output.routed_experts,
             num_tokens=len(tokens_T),

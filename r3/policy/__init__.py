@@ -7,6 +7,6 @@ import warnings
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
-from r3.policy.policy import Policy, TokenScores, with_routes  # noqa: E402
+from r3.policy.policy import Policy, TokenScores  # noqa: E402
 
-__all__ = ["Policy", "TokenScores", "with_routes"]
+__all__ = ["Policy", "TokenScores"]

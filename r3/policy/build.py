@@ -22,8 +22,9 @@ from r3.config import Config, TrainConfig
 from r3.device import Device
 from r3.device_cpu import cuda_type_names, install
 from r3.mesh import Mesh
+from r3.policy.context_parallel import ContextParallelAttention
 from r3.policy.families import Family
-from r3.policy.modules import decoder_spec
+from r3.policy.modules import CausalAttention, decoder_spec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -59,6 +60,7 @@ def transformer_config(config: Config, hf: Any, family: Family) -> TransformerCo
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
+        variable_seq_lengths=parallel.pp > 1,  # packed micro-batches differ in length; stages exchange shapes
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
@@ -96,8 +98,13 @@ def build_chunks(
     install()  # the imports above may have brought Megatron modules that are not rebound yet
     model = GPTModel(
         megatron,
-        decoder_spec(megatron, grouped_experts=config.model.experts == "grouped"),
-        vocab_size=hf.vocab_size,
+        decoder_spec(
+            megatron,
+            grouped_experts=config.model.experts == "grouped",
+            attention=ContextParallelAttention if config.parallel.cp > 1 else CausalAttention,
+        ),
+        # Every tp rank holds equally many rows; what is padded is masked out of the softmax (r3.policy.logprobs).
+        vocab_size=-(-hf.vocab_size // mesh.tp.size) * mesh.tp.size,
         max_sequence_length=hf.max_position_embeddings,
         position_embedding_type="rope",
         rotary_base=rope.get("rope_theta", 10000.0),

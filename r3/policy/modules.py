@@ -64,6 +64,8 @@ class CausalAttention(MegatronModule):
     which on CPU is several times faster than padding.
     """
 
+    context_parallel = False  # whether this class can attend over sequences that are cut over ranks
+
     def __init__(
         self,
         config: Any,
@@ -79,8 +81,8 @@ class CausalAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        assert config.context_parallel_size == 1, (
-            f"context_parallel_size {config.context_parallel_size} is not built yet"
+        assert (config.context_parallel_size > 1) == self.context_parallel, (
+            f"{type(self).__name__} under context_parallel_size {config.context_parallel_size}"
         )
         assert not (attention_dropout or config.attention_dropout), (
             "reinforcement learning runs without dropout"
@@ -243,17 +245,19 @@ class GroupedExperts(MegatronModule):
         }
 
 
-def decoder_spec(config: Any, *, grouped_experts: bool) -> Any:
-    """Megatron's local decoder spec with our norm, attention and, when asked, grouped experts."""
+def decoder_spec(
+    config: Any, *, grouped_experts: bool, attention: type[CausalAttention] = CausalAttention
+) -> Any:
+    """Megatron's local decoder spec with our norm, the given attention and, when asked, grouped experts."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        attention = parts.self_attention.submodules
-        attention.core_attention = CausalAttention
+        projections = parts.self_attention.submodules
+        projections.core_attention = attention
         if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+            projections.q_layernorm = projections.k_layernorm = RMSNorm
         # Megatron 0.16 describes the layer by a ModuleSpec, from 0.18 on by functools.partial.
         is_spec = isinstance(parts.mlp, ModuleSpec)
         if grouped_experts and (parts.mlp.module if is_spec else parts.mlp.func) is MoELayer:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from r3.loss import LOSSES, aggregate, kl_penalty, tis_weights_N
 from r3.mesh import Mesh
 from r3.policy.build import build_chunks, learning_rate, transformer_config, wrap
 from r3.policy.families import FAMILIES
+from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.logprobs import logprobs_and_entropy
 from r3.policy.modules import packed_params
 from r3.policy.replay import Mode, Replay, ReplayLedger, attach_replay
@@ -32,16 +32,22 @@ from r3.types import Batch, MicroBatch, Update
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """One pass over micro-batches without gradients.
+    """One pass over micro-batches without gradients, for the tokens that this rank computes.
+
+    Per micro-batch, on the device, `[N]` float32 (N / cp under context parallelism); empty on all but the last pipeline
+    stage.
 
     Attributes:
-        logprobs: per micro-batch, `[N]` float32 on the device: log-probability of each target.
-        entropy: per micro-batch, `[N]`.
+        logprobs: log-probability of each target.
+        entropy: of the distribution each target was drawn from.
+        rollout_logprobs, loss_mask: the micro-batches' own, cut to the same tokens.
         ledger: what replay did; `ledger.recorded` holds routes when the pass recorded them.
     """
 
     logprobs: tuple[torch.Tensor, ...]
     entropy: tuple[torch.Tensor, ...]
+    rollout_logprobs: tuple[torch.Tensor, ...]
+    loss_mask: tuple[torch.Tensor, ...]
     ledger: ReplayLedger
 
 
@@ -133,24 +139,34 @@ class Policy:
     # ----------------------------------------------------------------------------------------------------------------
     # Passes
 
-    def score(self, micro_batches: Sequence[MicroBatch], *, mode: Mode) -> TokenScores:
+    def score(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        mode: Mode,
+        recorded_routes: Sequence[torch.Tensor] | None = None,
+    ) -> TokenScores:
         """Log-probabilities and entropy of every target, without gradients. All ranks must call with equally many.
 
-        `mode` decides the routes: "replay" uses the micro-batches' own, "live" lets routers choose, "record" does that and
-        keeps what they chose.
+        `mode` decides the routes: "replay" uses the micro-batches' own (or `recorded_routes`, of an earlier recording pass
+        over the same micro-batches), "live" lets routers choose, "record" does that and keeps what they chose.
         """
         outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        seen: list[LocalTokens] = []
 
-        def keep(micro_batch: MicroBatch, logits_NV: torch.Tensor) -> torch.Tensor:
-            outputs.append(self._logprobs(micro_batch, logits_NV))
+        def keep(_number: int, tokens: LocalTokens, logits_NV: torch.Tensor) -> torch.Tensor:
+            outputs.append(self._logprobs(tokens, logits_NV))
+            seen.append(tokens)
             return logits_NV.new_zeros(())
 
         with self.replay.schedule(self._mode(mode), training=False) as ledger_of:
-            self._run_schedule(micro_batches, keep, forward_only=True)
+            self._run_schedule(micro_batches, keep, forward_only=True, recorded_routes=recorded_routes)
             ledger = ledger_of()
         return TokenScores(
             logprobs=tuple(logprobs for logprobs, _ in outputs),
             entropy=tuple(entropy for _, entropy in outputs),
+            rollout_logprobs=tuple(tokens.rollout_logprobs_N for tokens in seen),
+            loss_mask=tuple(tokens.loss_mask_N for tokens in seen),
             ledger=ledger,
         )
 
@@ -161,6 +177,7 @@ class Policy:
         total_updates: int,
         old_logprobs: Sequence[torch.Tensor] | None = None,
         reference_logprobs: Sequence[torch.Tensor] | None = None,
+        recorded_routes: Sequence[torch.Tensor] | None = None,
     ) -> Update:
         """One optimizer step on `batch`. All ranks must call.
 
@@ -169,9 +186,14 @@ class Policy:
             old_logprobs: the policy's log-probabilities before the step's first update, per micro-batch; None when this is
                 the first and only update, whose own are the old ones.
             reference_logprobs: of the starting model, when there is a KL penalty.
+            recorded_routes: `ledger.recorded` of an earlier pass over the same micro-batches (R2); None replays what the
+                engine captured.
         """
         gradients = self.forward_backward(
-            batch, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs
+            batch,
+            old_logprobs=old_logprobs,
+            reference_logprobs=reference_logprobs,
+            recorded_routes=recorded_routes,
         )
         lr = learning_rate(self.update_number, total_updates, self.config.train)
         for group in self.optimizer.param_groups:
@@ -195,6 +217,7 @@ class Policy:
         *,
         old_logprobs: Sequence[torch.Tensor] | None = None,
         reference_logprobs: Sequence[torch.Tensor] | None = None,
+        recorded_routes: Sequence[torch.Tensor] | None = None,
     ) -> Mapping[str, Any]:
         """Gradients of `batch` into the gradient buffers, reduced over data-parallel ranks; returns metric partials.
 
@@ -206,40 +229,38 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         algo = self.config.algo
-        number = 0
         seen: list[dict[str, torch.Tensor]] = []
 
-        def loss_of(micro_batch: MicroBatch, logits_NV: torch.Tensor) -> torch.Tensor:
-            nonlocal number
-            i, number = number, number + 1
-            logprobs_N, entropy_N = self._logprobs(micro_batch, logits_NV)
-            on_device = self._on_device(micro_batch)
-            old_N = logprobs_N.detach() if old_logprobs is None else old_logprobs[i]
-            reference_N = reference_logprobs[i] if reference_logprobs is not None else None
+        def loss_of(number: int, tokens: LocalTokens, logits_NV: torch.Tensor) -> torch.Tensor:
+            logprobs_N, entropy_N = self._logprobs(tokens, logits_NV)
+            old_N = logprobs_N.detach() if old_logprobs is None else old_logprobs[number]
+            reference_N = reference_logprobs[number] if reference_logprobs is not None else None
             loss, stats = policy_loss(
                 algo,
                 logprobs_N,
                 old_N,
                 reference_N,
-                on_device,
+                tokens,
                 num_loss_tokens=batch.num_loss_tokens,
                 num_sequences=batch.num_sequences,
             )
             seen.append(
                 stats
                 | {
-                    "mask": on_device.loss_mask_N,
+                    "mask": tokens.loss_mask_N,
                     "entropy": entropy_N.detach(),
                     "loss": loss.detach(),
                     "logprobs": logprobs_N.detach(),
-                    "rollout_logprobs": on_device.rollout_logprobs_N,
+                    "rollout_logprobs": tokens.rollout_logprobs_N,
                 }
             )
             return loss
 
         mode = self._mode("live" if self.config.replay.mode == "off" else "replay")
         with self.replay.schedule(mode, training=True) as ledger_of:
-            self._run_schedule(batch.micro_batches, loss_of, forward_only=False)
+            self._run_schedule(
+                batch.micro_batches, loss_of, forward_only=False, recorded_routes=recorded_routes
+            )
             ledger = ledger_of()
         return self._metrics(seen, ledger, first=old_logprobs is None)
 
@@ -249,24 +270,30 @@ class Policy:
     def _run_schedule(
         self,
         micro_batches: Sequence[MicroBatch],
-        on_logits: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
+        on_logits: Callable[[int, LocalTokens, torch.Tensor], torch.Tensor],
         *,
         forward_only: bool,
+        recorded_routes: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Run Megatron's own schedule; `on_logits(micro_batch, logits_NV)` gives the loss on the last pipeline stage."""
+        """Run Megatron's own schedule; `on_logits(number, tokens, logits_NV)` gives the loss on the last pipeline stage."""
 
-        def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
-            micro_batch = next(iterator)
-            self._load_routes(micro_batch)
+        def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[torch.Tensor, Any]:
+            number, micro_batch = next(iterator)
+            tokens = local_tokens(micro_batch, self.mesh, self.device.torch)
+            if self.replay.mode == "replay" and recorded_routes is not None:
+                routes_NLK = recorded_routes[number].to(self.device.torch)
+                self.replay.load_local(routes_NLK, tokens.real_N, rows=tokens.num_real)
+            elif self.replay.mode == "replay":
+                self.replay.load(tokens.routes_NLK, tokens.captured_N, rows=tokens.num_captured)
             logits = model(
-                micro_batch.tokens_N.to(self.device.torch)[None],
-                micro_batch.positions_N.to(self.device.torch)[None],
+                tokens.tokens_N[None],
+                tokens.positions_N[None],
                 None,
                 packed_seq_params=packed_params(micro_batch.cu_seqlens, self.device.torch),
             )
 
             def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-                loss = on_logits(micro_batch, output[0])
+                loss = on_logits(number, tokens, output[0])
                 return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
 
             return logits, loss_func
@@ -274,7 +301,7 @@ class Policy:
         with torch.no_grad() if forward_only else nullcontext():
             get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(micro_batches),
+                data_iterator=iter(enumerate(micro_batches)),
                 model=self.wrapped if len(self.wrapped) > 1 else self.wrapped[0],
                 num_microbatches=len(micro_batches),
                 seq_length=max(micro_batch.num_tokens for micro_batch in micro_batches),
@@ -282,29 +309,13 @@ class Policy:
                 forward_only=forward_only,
             )
 
-    def _load_routes(self, micro_batch: MicroBatch) -> None:
-        routes_NLK = micro_batch.routed_experts_NLK
-        if self.replay.mode != "replay":
-            return
-        captured_N = micro_batch.captured_N
-        self.replay.load(
-            routes_NLK.to(self.device.torch), captured_N.to(self.device.torch), rows=int(captured_N.sum())
-        )
-
-    def _logprobs(
-        self, micro_batch: MicroBatch, logits_NV: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(self, tokens: LocalTokens, logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return logprobs_and_entropy(
             logits_NV,
-            micro_batch.targets_N.to(self.device.torch),
+            tokens.targets_N,
             self.mesh.tp,
+            vocab_size=self.shape.vocab_size,
             temperature=self.config.rollout.temperature,
-        )
-
-    def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
-        names = ("loss_mask_N", "rollout_logprobs_N", "advantages_N", "sequence_weights_N")
-        return replace(
-            micro_batch, **{name: getattr(micro_batch, name).to(self.device.torch) for name in names}
         )
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -320,8 +331,10 @@ class Policy:
     def _metrics(
         self, seen: Sequence[Mapping[str, torch.Tensor]], ledger: ReplayLedger, *, first: bool
     ) -> dict[str, Any]:
+        # Every rank compared other slots: its layers (pp), its rows (dp, cp, and tp under sequence parallelism).
+        agreement = agreement_metrics(ledger)
         if not self.reports or not seen:
-            return {}
+            return agreement
         column = {name: torch.cat([s[name].reshape(-1) for s in seen]) for name in seen[0]}
         mask, count = column["mask"], float(column["mask"].sum())
 
@@ -339,7 +352,7 @@ class Policy:
         if first:
             mismatch = diagnostics.mismatch(column["logprobs"], column["rollout_logprobs"], mask)
             partials |= {f"mismatch/{name}": value for name, value in mismatch.items()}
-        return partials | agreement_metrics(ledger)
+        return partials | agreement
 
     def _router_grad_norm(self) -> float:
         """Norm of the routers' gradients before clipping, over all layers. All ranks must call.
@@ -362,7 +375,7 @@ def policy_loss(
     logprobs_N: torch.Tensor,
     old_logprobs_N: torch.Tensor,
     reference_logprobs_N: torch.Tensor | None,
-    micro_batch: MicroBatch,
+    tokens: LocalTokens,
     *,
     num_loss_tokens: int,
     num_sequences: int,
@@ -374,23 +387,23 @@ def policy_loss(
     loss_N, clipped_N = LOSSES[algo.loss](
         logprobs_N,
         old_logprobs_N,
-        micro_batch.advantages_N,
-        loss_mask_N=micro_batch.loss_mask_N,
-        cu_seqlens=micro_batch.cu_seqlens,
+        tokens.advantages_N,
+        loss_mask_N=tokens.loss_mask_N,
+        cu_seqlens=tokens.cu_seqlens,
         clip_low=algo.clip_low,
         clip_high=algo.clip_high,
     )
     stats = {"clipped": clipped_N.float()}
     if algo.tis_cap:
-        loss_N = loss_N * tis_weights_N(old_logprobs_N, micro_batch.rollout_logprobs_N, cap=algo.tis_cap)
+        loss_N = loss_N * tis_weights_N(old_logprobs_N, tokens.rollout_logprobs_N, cap=algo.tis_cap)
     if reference_logprobs_N is not None:
         kl_N = kl_penalty(logprobs_N, reference_logprobs_N, estimator=algo.kl_estimator)
         loss_N = loss_N + algo.kl_coef * kl_N
         stats["kl"] = kl_N.detach()
     loss = aggregate(
         loss_N,
-        micro_batch.loss_mask_N,
-        micro_batch.sequence_weights_N,
+        tokens.loss_mask_N,
+        tokens.sequence_weights_N,
         kind=algo.aggregation,
         num_loss_tokens=num_loss_tokens,
         num_sequences=num_sequences,
@@ -406,13 +419,3 @@ def agreement_metrics(ledger: ReplayLedger) -> dict[str, Any]:
     return {
         "routing/agreement": diagnostics.Mean(total=agreed, count=float(ledger.rows * len(ledger.agreed)))
     }
-
-
-def with_routes(
-    micro_batches: Sequence[MicroBatch], recorded: Sequence[torch.Tensor]
-) -> tuple[MicroBatch, ...]:
-    """The same micro-batches with the routes a pass recorded (R2) in place of the engine's."""
-    return tuple(
-        replace(copy.copy(micro_batch), routed_experts_NLK=routes_NLK.cpu().to(torch.int16))
-        for micro_batch, routes_NLK in zip(micro_batches, recorded, strict=True)
-    )

@@ -165,6 +165,12 @@ class Replay:
                 self.taps[layer].load(routed_experts_NLK[:, position].long(), captured_N)
         self._rows += rows
 
+    def load_local(self, routes_NLK: torch.Tensor, compared_N: torch.Tensor, *, rows: int) -> None:
+        """As `load`, with routes of this rank's own layers only, as one of its passes recorded them."""
+        for position, layer in enumerate(layer for layer in self.moe_layers if layer in self.taps):
+            self.taps[layer].load(routes_NLK[:, position].long(), compared_N)
+        self._rows += rows
+
     def _ledger(self) -> ReplayLedger:
         taps = [self.taps[layer] for layer in self.moe_layers if layer in self.taps]
         agreed = tuple(torch.stack(tap.agreed).sum() for tap in taps if tap.agreed)

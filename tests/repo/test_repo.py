@@ -323,7 +323,7 @@ def test_scripts_parse_and_may_be_run(name: str) -> None:
 
 
 def test_lock_is_complete_and_portable() -> None:
-    """Exact versions, nothing that exists in one place only, nothing that needs CUDA, and the pins of the extra."""
+    """Exact versions, no build of one place, nothing that needs CUDA; it holds what pyproject.toml asks for."""
     text = (ROOT / "requirements/cpu.txt").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
     odd = [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[0-9a-z.]+", line)]
@@ -337,6 +337,7 @@ def test_lock_is_complete_and_portable() -> None:
     assert not unwanted
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f'__version__ = "{project["version"]}"' in (ROOT / "r3/__init__.py").read_text(encoding="utf-8")
     extras = project["optional-dependencies"]
     assert set(extras["cpu"]) <= set(lines)
     wanted = [re.split(r"[<>=]", spec)[0].lower() for spec in [*project["dependencies"], *extras["dev"]]]

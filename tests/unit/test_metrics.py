@@ -330,7 +330,8 @@ def test_the_step_line() -> None:
         "step 12/40  reward 0.61  k3 1.2e-07  agree 1.000  cov 1.000  len 18.3  grad 0.82"
         "  |  gen 0.9s train 1.4s sync 0.1s"
     )
-    assert step_line({"eval/heldout/accuracy": 0.328}, 0, 40) == "step 0/40  accuracy 0.328"
+    evaluated = {"eval/heldout/accuracy": 0.328, "eval/heldout/pass_at_8": 0.7}
+    assert step_line(evaluated, 0, 40) == "step 0/40  heldout 0.328  heldout pass_at_8 0.700"
 
 
 def test_a_share_just_below_one_is_not_shown_as_one() -> None:

@@ -1,0 +1,122 @@
+"""Causal attention whose sequences are cut over context-parallel ranks: keys and values are gathered, queries stay.
+
+Ring attention would overlap the exchange; this form is exact, short, and the same on CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+from r3.policy.modules import CausalAttention, Packed
+
+
+class ContextParallelAttention(CausalAttention):
+    """Packed attention over Megatron's zigzag layout (see `r3.policy.layout`). All ranks of cp must call."""
+
+    context_parallel = True
+
+    def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.cp_group = pg_collection.cp
+
+    def _plan(self, params: Packed) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Rows of the gathered keys that each of this rank's chunks may look at, and query and key lengths of each.
+
+        A rank holds two chunks of every sequence; the chunk numbered c sees chunks 0 .. c. Gathered rows come rank by rank.
+        """
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        local_tokens = sum(params.lengths) // size
+        rows, query_lengths, key_lengths, done = [], [], [], 0
+        for length in params.lengths:
+            chunk = length // (2 * size)
+            offsets = torch.arange(chunk)
+            where = torch.empty(2 * size, chunk, dtype=torch.long)
+            for holder in range(size):
+                start = holder * local_tokens + done
+                where[holder] = start + offsets
+                where[2 * size - 1 - holder] = start + chunk + offsets
+            for number in (rank, 2 * size - 1 - rank):
+                rows.append(where[: number + 1].reshape(-1))
+                query_lengths.append(chunk)
+                key_lengths.append((number + 1) * chunk)
+            done += 2 * chunk
+        return torch.cat(rows), query_lengths, key_lengths
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Packed | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Packed attention output of this rank's tokens, `[t, 1, h*d]`."""
+        assert packed_seq_params is not None, "context parallelism runs on packed sequences"
+        rows, query_lengths, key_lengths = self._plan(packed_seq_params)
+        rows = rows.to(query.device)
+        key, value = (
+            gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)[rows]
+            for x in (key, value)
+        )
+        grouped = query.shape[-2] != key.shape[-2]
+        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+            out = self._varlen_rectangular(query, key, value, query_lengths, key_lengths, grouped)
+        else:
+            parts = zip(
+                query.split(query_lengths), key.split(key_lengths), value.split(key_lengths), strict=True
+            )
+            out = torch.cat([self._chunk(q, k, v, grouped) for q, k, v in parts])
+        return out.reshape(out.shape[0], 1, -1)
+
+    def _chunk(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool
+    ) -> torch.Tensor:
+        """One chunk against everything before it and itself: causal, aligned at the end."""
+        queries, keys = query.shape[0], key.shape[0]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (query, key, value)),
+            attn_mask=mask,
+            scale=self.scale,
+            enable_gqa=grouped,
+        )
+        return out[0].transpose(0, 1)
+
+    def _varlen_rectangular(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query_lengths: list[int],
+        key_lengths: list[int],
+        grouped: bool,
+    ) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # CUDA only; its causal mask is aligned at the end
+
+        width = value.shape[-1]
+        if width != query.shape[-1]:
+            value = F.pad(value, (0, query.shape[-1] - width))
+        borders_q, borders_k = (
+            torch.tensor([0, *lengths], device=query.device).cumsum(0).to(torch.int32)
+            for lengths in (query_lengths, key_lengths)
+        )
+        out = varlen_attn(
+            query,
+            key,
+            value,
+            borders_q,
+            borders_k,
+            max(query_lengths),
+            max(key_lengths),
+            scale=self.scale,
+            window_size=(-1, 0),
+            enable_gqa=grouped,
+        )
+        return out[..., :width]
