@@ -22,8 +22,10 @@ def route_bytes_per_token(shape: ModelShape) -> int:
 
 
 def params_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """(other, expert) parameters that one rank holds: all others, and 1/ep of the experts'."""
-    return shape.num_params - shape.num_expert_params, shape.num_expert_params // config.parallel.ep
+    """(other, expert) parameters that one rank holds: others / (tp * pp), and experts / (etp * ep * pp)."""
+    parallel = config.parallel
+    others = (shape.num_params - shape.num_expert_params) // (parallel.tp * parallel.pp)
+    return others, shape.num_expert_params // ((parallel.etp or parallel.tp) * parallel.ep * parallel.pp)
 
 
 def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
@@ -65,14 +67,15 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
 def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict[str, float]]:
     """Phase -> part -> bytes on one rank's device.
 
-    With p the parameters a rank holds (others + experts / ep) and b the bytes of model.dtype:
+    With p the parameters a rank holds (others / (tp pp) + experts / (etp ep pp)) and b the bytes of model.dtype:
 
         policy weights   p * b; once more for the frozen reference when algo.kl_coef > 0
         gradients        p * 4                        float32
-        optimizer        (others / ranks + experts / ep / (ranks / ep)) * s
+        optimizer        all parameters / ranks * s    sharded over every rank that holds the same ones
                          s = 8 (two moments), 12 for bfloat16 (and a float32 copy of the weights)
-        activations      micro_batch_tokens * activation_bytes_per_token
-        engine weights   all parameters * bytes of engine.dtype
+        activations      micro_batch_tokens * activation_bytes_per_token / (tp * cp); a pipeline keeps pp micro-batches
+                         of 1 / pp of the layers
+        engine weights   all parameters * bytes of engine.dtype / engine_tp
         KV cache         engine.kv_cache_gib; left out when that is 0, for then the engine takes what its share of the
                          device's memory leaves
     """
@@ -80,8 +83,9 @@ def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict
     size = BYTES_OF[config.model.dtype]
     state = 8 if config.model.dtype == "float32" else 12
     weights = (others + experts) * size * (2 if config.algo.kl_coef else 1)
-    engine = shape.num_params * BYTES_OF[config.engine.dtype]
-    sharded = others / world_size + experts / (world_size / config.parallel.ep)
+    engine = shape.num_params * BYTES_OF[config.engine.dtype] / config.parallel.engine_tp
+    sharded = shape.num_params / world_size
+    tokens = config.train.micro_batch_tokens / (config.parallel.tp * config.parallel.cp)
     return {
         "SYNC": {"policy weights": weights, "engine weights": engine},
         "GENERATE": {
@@ -93,7 +97,7 @@ def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict
             "policy weights": weights,
             "gradients": (others + experts) * 4,
             "optimizer": sharded * state,
-            "activations": config.train.micro_batch_tokens * activation_bytes_per_token(config, shape),
+            "activations": tokens * activation_bytes_per_token(config, shape),
         },
     }
 
@@ -101,13 +105,17 @@ def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict
 def kv_cache_demand(config: Config, shape: ModelShape, world_size: int) -> float:
     """Bytes of KV cache with which no conversation ever waits: all that a rank may have in flight, at their longest.
 
-    2 * layers * kv heads * head dim * bytes of engine.dtype for each token.
+    2 * layers * kv heads * head dim * bytes of engine.dtype for each token, shared by the ranks of an engine.
     """
-    rollouts = config.rollout.prompts_per_step * config.rollout.group_size // world_size
+    rollouts = (
+        config.rollout.prompts_per_step * config.rollout.group_size * config.parallel.engine_tp // world_size
+    )
     tokens = min(config.engine.max_num_seqs, rollouts) * config.longest_sequence(
         shape.max_position_embeddings
     )
-    return float(tokens * shape.kv_values_per_token * BYTES_OF[config.engine.dtype])
+    return (
+        float(tokens * shape.kv_values_per_token * BYTES_OF[config.engine.dtype]) / config.parallel.engine_tp
+    )
 
 
 def describe(config: Config, shape: ModelShape, world_size: int) -> str:
@@ -135,14 +143,46 @@ def _model(shape: ModelShape) -> str:
 
 
 def _layout(config: Config, shape: ModelShape, world_size: int) -> str:
-    """Ranks in Megatron's order: ep runs fastest, the ranks that hold the same experts are ep apart."""
-    ep = config.parallel.ep
-    prompts = config.rollout.prompts_per_step // world_size
-    rows: list[Sequence[str]] = [("rank", "dp", "ep", "expert dp", "experts", "prompts a step")]
+    """Ranks in Megatron's order: tp runs fastest, then cp, dp, pp; for experts etp, ep, expert dp, pp."""
+    parallel = config.parallel
+    tp, cp, pp, ep, etp = parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp or parallel.tp
+    dp, per_stage = world_size // (tp * cp * pp), world_size // pp
+    engines = world_size // parallel.engine_tp
+    rows: list[Sequence[str]] = [
+        (
+            "rank",
+            "pp",
+            "dp",
+            "cp",
+            "tp",
+            "expert dp",
+            "ep",
+            "etp",
+            "layers",
+            "experts",
+            "engine",
+            "prompts a step",
+        )
+    ]
     for rank in range(min(world_size, _SHOWN_RANKS)):
-        held = shape.num_experts // ep
-        experts = f"{rank % ep * held}..{(rank % ep + 1) * held - 1}" if shape.moe_layers else "-"
-        rows.append([str(cell) for cell in (rank, rank, rank % ep, rank // ep, experts, prompts)])
+        stage, layers, held = rank // per_stage, shape.num_layers // pp, shape.num_experts // ep
+        expert_rank = rank // etp % ep
+        experts = f"{expert_rank * held}..{(expert_rank + 1) * held - 1}" if shape.moe_layers else "-"
+        cells: tuple[object, ...] = (
+            rank,
+            stage,
+            rank // (tp * cp) % dp,
+            rank // tp % cp,
+            rank % tp,
+            rank // (etp * ep) % max(1, per_stage // (etp * ep)),
+            expert_rank,
+            rank % etp,
+            f"{stage * layers}..{(stage + 1) * layers - 1}",
+            experts,
+            rank // parallel.engine_tp,
+            config.rollout.prompts_per_step // engines,
+        )
+        rows.append([str(cell) for cell in cells])
     if world_size > _SHOWN_RANKS:
         rows.append([f"... and {world_size - _SHOWN_RANKS} more"])
     return _table(rows)
@@ -151,24 +191,27 @@ def _layout(config: Config, shape: ModelShape, world_size: int) -> str:
 def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
     rollout, train = config.rollout, config.train
     rollouts = rollout.prompts_per_step * rollout.group_size
-    per_update = math.ceil(rollouts / train.updates_per_step / world_size)
+    parallel = config.parallel
+    data_ranks = world_size // (parallel.tp * parallel.cp * parallel.pp)
+    engines = world_size // parallel.engine_tp
+    per_update = math.ceil(rollouts / train.updates_per_step / data_ranks)
     longest = config.longest_sequence(shape.max_position_embeddings)
     prompt = longest - rollout.max_response_tokens
     route_bytes = route_bytes_per_token(shape)
-    in_flight = min(rollouts // world_size, config.engine.max_num_seqs)
+    in_flight = min(rollouts // engines, config.engine.max_num_seqs)
     # A micro-batch holds whole sequences, so the longest ones fill it worst.
     micro_batches = math.ceil(per_update / (train.micro_batch_tokens // longest))
     updates = f"{train.updates_per_step} a step of {rollouts // train.updates_per_step} rollouts"
     lines = [
         f"prompts       {rollout.prompts_per_step} a step, {rollout.group_size} answers each: {rollouts} rollouts",
-        f"rollouts      {rollouts // world_size} on each rank, {in_flight} in flight",
+        f"rollouts      {rollouts // engines} on each engine, {in_flight} in flight",
         f"sequence      at most {prompt} prompt + {rollout.max_response_tokens} response = {longest} tokens",
-        f"tokens        at most {rollouts * longest:,} a step, {rollouts // world_size * longest:,} on each rank",
+        f"tokens        at most {rollouts * longest:,} a step, {rollouts // data_ranks * longest:,} on each data-parallel rank",
         f"updates       {updates}; {train.steps * train.updates_per_step} in {train.steps} steps",
         f"micro-batches at most {micro_batches} per update and rank, of {train.micro_batch_tokens} tokens",
     ]
     if config.replay.mode != "off" and route_bytes:
-        total = rollouts // world_size * longest * route_bytes
+        total = rollouts // data_ranks * longest * route_bytes
         lines.append(
             f"routes        {route_bytes} bytes a token, at most {total / 2**20:,.1f} MiB on each rank's host"
         )

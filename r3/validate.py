@@ -23,7 +23,6 @@ BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 _SHOWN_ROWS = 5  # of a bad data file; the rest is counted
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_NOT_YET = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.engine_tp")
 
 _Range = tuple[str, Callable[[Any], bool], str, str]
 _COUNTS = (
@@ -290,7 +289,9 @@ def _check_batch(config: Config, found: _Findings, world_size: int) -> None:
             f"algo.advantage {config.algo.advantage} compares answers of a group: alone, an answer's advantage is 0",
             "at least 2; 8 and 16 are common",
         )
-    divisors = {f"the {world_size} ranks": world_size}
+    engines = max(1, world_size // config.parallel.engine_tp) if found.sound("parallel.engine_tp") else 1
+    what = f"the {world_size} ranks" if engines == world_size else f"the {engines} engines"
+    divisors = {what: engines}
     if found.sound("train.updates_per_step"):
         divisors[f"train.updates_per_step = {train.updates_per_step}"] = train.updates_per_step
     if found.sound("rollout.prompts_per_step"):
@@ -310,32 +311,60 @@ def _check_batch(config: Config, found: _Findings, world_size: int) -> None:
 
 
 def _check_layout(config: Config, found: _Findings, shape: ModelShape | None, world_size: int) -> None:
-    for name in _NOT_YET:
-        if found.sound(name) and found.values[name] > 1:
-            found.add(
-                name,
-                "is not supported yet: ranks are laid out data and expert parallel only",
-                "leave it at 1",
-            )
-    if config.parallel.etp > 1:
-        found.add(
-            "parallel.etp", "is not supported yet: an expert lives whole on one rank", "leave it at 0 or 1"
-        )
-    ep = config.parallel.ep
-    if not found.sound("parallel.ep") or ep == 1:
+    """Sizes must divide the ranks, and what they cut; see r3/mesh.py for the order of ranks."""
+    parallel = config.parallel
+    sizes = {name: found.values[f"parallel.{name}"] for name in ("tp", "pp", "cp", "ep", "engine_tp")}
+    if not all(found.sound(f"parallel.{name}") for name in (*sizes, "etp")):
         return
-    if world_size % ep:
+    tp, pp, cp, ep, engine_tp = sizes.values()
+    etp = parallel.etp or tp
+
+    def divides(name: str, whole: int, what: str, size: int | None = None) -> None:
+        if found.sound(f"parallel.{name}") and whole % (size or sizes[name]):
+            fits = [str(n) for n in range(1, min(whole, 1024) + 1) if whole % n == 0]
+            found.add(f"parallel.{name}", f"must divide {what}", f"one of {', '.join(fits)}")
+
+    def too_few(name: str, product: int, factors: str) -> None:
+        rule = f"must divide the number of ranks, which is {world_size}"
         found.add(
-            "parallel.ep",
-            f"must divide the number of ranks, which is {world_size}",
-            f"start a multiple of {ep} ranks (torchrun --nproc_per_node {ep}), or give --parallel.ep 1",
+            f"parallel.{name}",
+            rule if product == sizes[name] else f"{factors} = {product} {rule}",
+            f"start a multiple of {product} ranks (torchrun --nproc_per_node {product}), or give --parallel.{name} 1",
         )
-    if shape and not shape.moe_layers:
-        found.add("parallel.ep", "the model is dense: it has no experts to lay out", "1")
-    elif shape and shape.num_experts % ep:
-        fits = [str(size) for size in range(1, shape.num_experts + 1) if shape.num_experts % size == 0]
+
+    if world_size % (tp * pp * cp):
+        too_few(next(name for name in ("tp", "pp", "cp") if sizes[name] > 1), tp * pp * cp, "tp * pp * cp")
+    elif ep > 1 and world_size % (etp * ep * pp):
+        too_few("ep", etp * ep * pp, "etp * ep * pp")
+    if world_size % engine_tp:
+        too_few("engine_tp", engine_tp, "engine_tp")
+    if tp * cp > 1 and config.train.micro_batch_tokens % (tp * cp * (2 if cp > 1 else 1)):
+        multiple = tp * cp * (2 if cp > 1 else 1)
         found.add(
-            "parallel.ep", f"must divide the model's {shape.num_experts} experts", f"one of {', '.join(fits)}"
+            "train.micro_batch_tokens",
+            f"must be a multiple of {multiple}: tp and cp cut it into equal parts",
+            "round it",
+        )
+    if shape is None:
+        return
+    divides("tp", shape.num_heads, f"the model's {shape.num_heads} attention heads")
+    divides("tp", shape.num_kv_heads, f"the model's {shape.num_kv_heads} key-value heads")
+    divides("engine_tp", shape.num_heads, f"the model's {shape.num_heads} attention heads")
+    divides("pp", shape.num_layers, f"the model's {shape.num_layers} layers: uneven stages are not built yet")
+    if not shape.moe_layers:
+        for name in ("ep", "etp"):
+            if found.values[f"parallel.{name}"] > 1:
+                found.add(
+                    f"parallel.{name}", "the model is dense: it has no experts to lay out", "leave it out"
+                )
+        return
+    divides("ep", shape.num_experts, f"the model's {shape.num_experts} experts")
+    divides("etp", shape.moe_ffn_size, f"the experts' width of {shape.moe_ffn_size}", etp)
+    if config.model.experts == "sequential" and ep == 1 and etp != tp:
+        found.add(
+            "parallel.etp",
+            "differs from tp with ep 1: Megatron's sequential experts would never reduce their gradients",
+            "give --model.experts grouped, or leave etp out",
         )
 
 

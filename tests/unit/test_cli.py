@@ -187,7 +187,7 @@ def test_a_run_whose_config_is_damaged_is_refused(capsys: pytest.CaptureFixture[
         (["tiny", "--rollout.group_size", "1"], "rollout.group_size = 1: algo.advantage grpo compares"),
         (["tiny", "--rollout.group_size", "many"], "rollout.group_size = 'many': must be an integer"),
         (["tiny", "--parallel.ep", "3"], "parallel.ep = 3: must divide the number of ranks"),
-        (["tiny", "--parallel.tp", "2"], "parallel.tp = 2: is not supported yet"),
+        (["tiny", "--parallel.tp", "3"], "parallel.tp = 3: must divide the number of ranks"),
         (["tiny", "--model.path", "nowhere"], "model.path = 'nowhere': there is no such folder"),
         (["tiny", "--data.path", "nowhere.jsonl"], "data.path = 'nowhere.jsonl': there is no such file"),
         (["tiny", "--data.prompt_key", "task"], "4091 more faults, 4096 in all"),

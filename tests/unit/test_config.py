@@ -244,11 +244,16 @@ def test_every_number_has_a_rule() -> None:
         ({"engine.memory_fraction": 1.0}, "engine.memory_fraction", "between 0 and 1"),
         ({"parallel.ep": 4}, "parallel.ep", "number of ranks, which is 2"),
         ({"parallel.ep": 0}, "parallel.ep", "at least 1"),
-        ({"parallel.tp": 2}, "parallel.tp", "not supported yet"),
-        ({"parallel.pp": 2}, "parallel.pp", "not supported yet"),
-        ({"parallel.cp": 2}, "parallel.cp", "not supported yet"),
-        ({"parallel.etp": 2}, "parallel.etp", "not supported yet"),
-        ({"parallel.engine_tp": 2}, "parallel.engine_tp", "not supported yet"),
+        ({"parallel.tp": 4, "parallel.ep": 1}, "parallel.tp", "number of ranks, which is 2"),
+        ({"parallel.pp": 3}, "parallel.pp", "number of ranks, which is 2"),
+        ({"parallel.cp": 4}, "parallel.cp", "number of ranks, which is 2"),
+        ({"parallel.etp": 2}, "parallel.ep", "etp * ep * pp = 4"),
+        ({"parallel.engine_tp": 3}, "parallel.engine_tp", "number of ranks, which is 2"),
+        (
+            {"parallel.tp": 2, "train.micro_batch_tokens": 4097, "parallel.etp": 1},
+            "train.micro_batch_tokens",
+            "multiple of 2",
+        ),
         ({"reward.function": "gsm9k"}, "reward.function", "neither a built-in reward nor"),
         ({"reward.function": "missing.py:score"}, "reward.function", "cannot be read"),
         ({"eval.samples": 4}, "eval.samples", "all the same"),
@@ -275,6 +280,26 @@ def test_expert_parallelism_must_divide_the_experts() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("values", "field", "rule"),
+    [
+        ({"parallel.tp": 8}, "parallel.tp", "4 attention heads"),
+        ({"parallel.tp": 4}, "parallel.tp", "2 key-value heads"),
+        ({"parallel.pp": 8}, "parallel.pp", "4 layers: uneven stages"),
+        ({"parallel.etp": 128}, "parallel.etp", "width of 64"),
+        ({"parallel.engine_tp": 8}, "parallel.engine_tp", "4 attention heads"),
+        (
+            {"parallel.tp": 2, "parallel.etp": 1, "model.experts": "sequential"},
+            "parallel.etp",
+            "never reduce their gradients",
+        ),
+    ],
+)
+def test_sizes_must_divide_what_they_cut(values: dict[str, Any], field: str, rule: str) -> None:
+    problems = found({"parallel.ep": 1, "rollout.prompts_per_step": 256, **values}, 256)
+    assert rule in problems[field]
+
+
 def test_a_dense_model_has_no_experts_to_lay_out() -> None:
     config = with_values(TINY, {"model.path": "not/downloaded", "engine.kv_cache_gib": 0.0})
     problems = validate.examine(config, 2, DENSE).problems
@@ -288,7 +313,7 @@ def test_many_problems_come_together() -> None:
             "rollout.prompts_per_step": 15,
             "train.lr": -1.0,
             "parallel.ep": 3,
-            "parallel.tp": 2,
+            "engine.memory_fraction": 1.0,
             "data.path": "missing.jsonl",
             "model.path": "missing",
         }
@@ -298,7 +323,7 @@ def test_many_problems_come_together() -> None:
         "rollout.prompts_per_step",
         "train.lr",
         "parallel.ep",
-        "parallel.tp",
+        "engine.memory_fraction",
         "data.path",
         "model.path",
     }

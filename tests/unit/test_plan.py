@@ -102,24 +102,44 @@ def test_kv_cache_demand_by_hand() -> None:
 def test_the_layout_follows_megatron_order() -> None:
     text = plan.describe(TINY, TINY_SHAPE, 4)
     rows = [line.split() for line in text.split("ranks (4)\n")[1].split("\n\n")[0].splitlines()]
-    assert rows[1:] == [
-        ["0", "0", "0", "0", "0..3", "4"],
-        ["1", "1", "1", "0", "4..7", "4"],
-        ["2", "2", "0", "1", "0..3", "4"],
-        ["3", "3", "1", "1", "4..7", "4"],
+    columns = [rows[0].index(name) for name in ("rank", "dp", "ep", "tp", "experts")]
+    assert [[row[i] for i in columns] for row in rows[1:]] == [
+        ["0", "0", "0", "0", "0..3"],
+        ["1", "1", "1", "0", "4..7"],
+        ["2", "2", "0", "0", "0..3"],
+        ["3", "3", "1", "0", "4..7"],
+    ]
+
+
+def test_the_layout_of_every_axis_follows_megatron_order() -> None:
+    config = with_values(
+        TINY, {"parallel.tp": 2, "parallel.pp": 2, "parallel.ep": 2, "parallel.engine_tp": 2}
+    )
+    text = plan.describe(config, TINY_SHAPE, 8)
+    rows = [line.split() for line in text.split("ranks (8)\n")[1].split("\n\n")[0].splitlines()]
+    columns = [rows[0].index(name) for name in ("pp", "dp", "tp", "ep", "etp", "layers", "engine")]
+    assert [[row[i] for i in columns] for row in rows[1:]] == [
+        ["0", "0", "0", "0", "0", "0..1", "0"],
+        ["0", "0", "1", "0", "1", "0..1", "0"],
+        ["0", "1", "0", "1", "0", "0..1", "1"],
+        ["0", "1", "1", "1", "1", "0..1", "1"],
+        ["1", "0", "0", "0", "0", "2..3", "2"],
+        ["1", "0", "1", "0", "1", "2..3", "2"],
+        ["1", "1", "0", "1", "0", "2..3", "3"],
+        ["1", "1", "1", "1", "1", "2..3", "3"],
     ]
 
 
 def test_a_long_layout_is_cut() -> None:
     text = plan.describe(BIG, BIG_SHAPE, 64)
     assert "... and 48 more" in text
-    assert "  15    15  7" in text and "  16    16" not in text
+    assert "\n  15 " in text and "\n  16 " not in text
 
 
 def test_the_batch_plan() -> None:
     text = plan.describe(BIG, BIG_SHAPE, 8)
     assert "128 a step, 16 answers each: 2048 rollouts" in text
-    assert "256 on each rank, 256 in flight" in text
+    assert "256 on each engine, 256 in flight" in text
     assert "at most 512 prompt + 4096 response = 4608 tokens" in text
     assert "2 a step of 1024 rollouts; 400 in 200 steps" in text
     # One sequence of 4608 tokens fits a micro-batch of 8192, so at worst each of a rank's 128 has its own.
