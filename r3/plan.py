@@ -155,7 +155,7 @@ def _layout(config: Config, shape: ModelShape, world_size: int) -> str:
             "dp",
             "cp",
             "tp",
-            "expert dp",
+            "expert_dp",
             "ep",
             "etp",
             "layers",

@@ -16,12 +16,12 @@ import torch
 
 from r3.device import Device, SharedTensor, open_shared
 from r3.engine import Request, sampling_seed
-from r3.exchange import Scored, pack_for
+from r3.exchange import Scored, decode, encode, pack_for
 from r3.hf import write_checkpoint
 from r3.mesh import Mesh
 from r3.policy.families.family import Kind
 from r3.policy.weights import HeadLayout, split, uncut
-from r3.types import Prompt
+from r3.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from r3.config import Config
@@ -270,13 +270,22 @@ def prove_sync(
         for number, prompt in enumerate(prompts)
     ]
     rollouts = engine.generate(requests, version=engine.version)
-    scored = [Scored(index=i, rollout=rollout, advantage=0.0) for i, rollout in enumerate(rollouts)]
-    micro_batch = pack_for(mesh, policy.shape, scored, captured=engine.capture)
+    own = (
+        [Scored(index=i, rollout=rollout, advantage=0.0) for i, rollout in enumerate(rollouts)]
+        if engine.speaks
+        else []
+    )
+    # All ranks score the same tokens, those of the first engine; then every engine is compared with the first.
+    first = decode(mesh.world.all_gather_object(encode(own))[0])
+    micro_batch = pack_for(mesh, policy.shape, first, captured=engine.capture)
     scores = policy.score([micro_batch], mode="replay" if engine.capture else "live")
-    if not policy.reports:
-        return 0.0
-    difference_N = (scores.logprobs[0] - scores.rollout_logprobs[0]).abs() * scores.loss_mask[0]
-    worst, limit = float(difference_N.max()), sync_tolerance(config.model.dtype, config.engine.dtype)
+    worst = 0.0
+    if policy.reports:
+        difference_N = (scores.logprobs[0] - scores.rollout_logprobs[0]).abs() * scores.loss_mask[0]
+        worst = float(difference_N.max())
+    for mine, theirs in zip(own, first, strict=False):
+        worst = max(worst, _difference(mine.rollout, theirs.rollout))
+    limit = sync_tolerance(config.model.dtype, config.engine.dtype)
     if not worst <= limit:
         raise SyncError(
             f"rank {mesh.world.rank}: after the weight sync to version {engine.version} engine and policy differ by "
@@ -284,6 +293,14 @@ def prove_sync(
             "policy's weights"
         )
     return worst
+
+
+def _difference(mine: Rollout, theirs: Rollout) -> float:
+    """Largest log-probability difference of two engines up to where, by rounding, they may have sampled apart."""
+    length = min(len(mine.tokens_T), len(theirs.tokens_T))
+    apart = mine.tokens_T[:length] != theirs.tokens_T[:length]
+    until = int(apart.argmax()) if apart.any() else length
+    return float(abs(mine.logprobs_T[:until] - theirs.logprobs_T[:until]).max(initial=0.0))
 
 
 def sync_tolerance(policy_dtype: str, engine_dtype: str) -> float:

@@ -257,3 +257,25 @@ def test_crash_in_a_reward_names_the_sample_and_keeps_what_was_written(tmp_path:
     assert process.returncode != 0
     assert "reward judge raised KeyError" in output and "word_problems_train.jsonl:" in output
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ("--parallel.tp", "2", "--parallel.ep", "1", "--parallel.engine_tp", "2"),
+        ("--parallel.pp", "2", "--parallel.ep", "1"),
+        ("--parallel.cp", "2", "--parallel.ep", "2"),
+    ],
+    ids=["tp2-engine-tp2", "pp2", "cp2-ep2"],
+)
+def test_a_step_is_the_same_under_every_layout(
+    parallel: tuple[str, ...], straight: Path, tmp_path: Path
+) -> None:
+    run(tmp_path / "layout", *parallel, "--train.steps", "1", "--eval.path", "")
+    (row,) = rows_of(tmp_path / "layout")
+    expected = rows_of(straight)[1]
+    assert row["reward/mean"] == expected["reward/mean"], "the same answers are sampled"
+    assert row["routing/coverage"] == row["routing/agreement"] == 1.0
+    assert row["mismatch/abs_max"] <= 1e-4  # rounding of two float32 stacks
+    for name in ("loss/total", "optim/grad_norm", "optim/router_grad_norm", "policy/entropy"):
+        assert row[name] == pytest.approx(expected[name], rel=1e-4), name  # float32 sums in another order
