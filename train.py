@@ -17,15 +17,11 @@ from r3 import cli
 
 def main() -> None:
     """Parse, build, loop, close."""
-    config = cli.parse(
-        sys.argv[1:]
-    ).config  # help, dry-run and bad settings end here, before any device is touched
-
+    # Help, dry runs and bad settings end here; so does, two lines on, bad data or a folder that cannot be resumed.
+    config = cli.parse(sys.argv[1:]).config
     from r3.start import begin, header  # torch loads from here on
 
-    task, run_dir, start = begin(
-        config
-    )  # bad data, or a folder that cannot be resumed, end here: exit code 2
+    task, run_dir, start = begin(config)
 
     from r3 import checkpoint
     from r3.advantage import ADVANTAGES
@@ -33,8 +29,8 @@ def main() -> None:
     from r3.device import init_device, leave, seed_everything, settle
     from r3.diagnostics import Max
     from r3.engine import Engine
-    from r3.evaluate import evaluate, is_due
-    from r3.exchange import distribute, score_all
+    from r3.evaluate import evaluate
+    from r3.exchange import distribute, dump_rollouts, score_all
     from r3.mesh import build_mesh
     from r3.metrics import Meter
     from r3.policy import Policy
@@ -88,16 +84,13 @@ def main() -> None:
 
             # 1 sync
             hand_over(version)
-            if version == done or (
-                config.debug.prove_sync_every and version % config.debug.prove_sync_every == 0
-            ):
+            if version == done or every(version, config.debug.prove_sync_every):
                 prove_sync(engine, policy, task.prompts.prompts[:4], config, mesh)
 
             # 2 generate, 3 score: answers are judged while others are still being written
-            prompts = prompts_of_step(
-                task.prompts, seed=train.seed, step=version, count=rollout.prompts_per_step
-            )
-            total = rollout.prompts_per_step * rollout.group_size // mesh.engine_dp.size
+            count = rollout.prompts_per_step
+            prompts = prompts_of_step(task.prompts, seed=train.seed, step=version, count=count)
+            total = count * rollout.group_size // mesh.engine_dp.size
             with meter.phase("generate"), meter.progress(total, f"step {step} generate") as tick:
                 answers = answer(
                     engine,
@@ -139,18 +132,12 @@ def main() -> None:
             # 6 report
             meter.add({f"memory/{name}_gib": Max(gib) for name, gib in residency.used_gib.items()})
             meter.add({"memory/peak_gib": Max(max(residency.used_gib.values()))})
-            if (
-                device.rank == 0
-                and config.log.rollouts_every
-                and (step == 1 or step % config.log.rollouts_every == 0)
-            ):
-                run_dir.write_rollouts(
-                    step, answers.rollouts, answers.rewards, [item.advantage for item in scored]
-                )
-            if task.heldout and is_due(step, train.steps, config.eval.every):
+            if config.log.rollouts_every and (step == 1 or every(step, config.log.rollouts_every)):
+                dump_rollouts(run_dir, step, scored, mesh.world)
+            if task.heldout and (step == train.steps or every(step, config.eval.every)):
                 evaluate_policy(step)
             meter.close_step(step)
-            if is_due(step, train.steps, config.checkpoint.every):
+            if step == train.steps or every(step, config.checkpoint.every):
                 with meter.phase("checkpoint"):
                     keep = config.checkpoint.keep
                     checkpoint.save(run_dir.checkpoints, policy, device, mesh, step=step, keep=keep)
@@ -161,6 +148,11 @@ def main() -> None:
                 export(folder, weights, policy, device, mesh, like=config.model.path, step=train.steps)
     meter.close()
     leave(0)
+
+
+def every(step: int, period: int) -> bool:
+    """Whether something that happens every `period` steps, or never (0), happens at this one."""
+    return period > 0 and step % period == 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs `tiny` for several seeds and draws what it learns, and what replay is worth when the engine rounds to bfloat16.
 
-    .venv/bin/python benchmarks/learning_curve.py            three seeds, 40 steps each, about six minutes on two cores
+    .venv/bin/python benchmarks/learning_curve.py            twelve runs, eight minutes on two shared cores
 
 Nothing is computed here but means: every figure is a row of a run's own metrics.jsonl. Writes learning_curve.json and
 learning_curve.png to benchmarks/results/.
@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESET_STEPS = 25  # of the preset `tiny`, and so of `make demo`
@@ -240,7 +241,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     rounded = [name for name in found["mismatch"] if "bfloat16" in name]
     for place, name in enumerate(rounded):
         made = found["mismatch"][name]
-        live, replayed = (sum(made[key], []) for key in ("k3_live", "k3"))
+        live, replayed = ([*chain(*made[key])] for key in ("k3_live", "k3"))
         left, right = place - 0.2, place + 0.2
         for pair in zip(live, replayed, strict=True):
             k3.plot([left, right], pair, color=GREY, linewidth=0.5, alpha=0.5, zorder=1)
@@ -263,7 +264,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     k3.set_xticks(range(len(rounded)), [name.replace(", ", "\n") for name in rounded])
     names = list(found["mismatch"])
     for place, name in enumerate(names):
-        shares = sum(found["mismatch"][name]["routing_agreement"], [])
+        shares = [*chain(*found["mismatch"][name]["routing_agreement"])]
         spread = [place + 0.3 * (i / max(1, len(shares) - 1) - 0.5) for i in range(len(shares))]
         agree.plot(spread, shares, "o", color=BLUE, markersize=3, alpha=0.6)
         mean = found["mismatch"][name]["routing_agreement_mean"]

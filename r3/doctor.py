@@ -121,7 +121,9 @@ def examine(patient: Patient, checks: Sequence[Check]) -> Iterator[Finding]:
         if complaints:
             failed.add(check.name)
         yield Finding(
-            name=check.name, passed=not complaints, said=" | ".join(complaints) if complaints else answers[0][1]
+            name=check.name,
+            passed=not complaints,
+            said=" | ".join(complaints) if complaints else answers[0][1],
         )
 
 
@@ -148,7 +150,9 @@ def check_collectives(patient: Patient) -> str:
     for sender, message in enumerate(messages):
         if message != _message(sender, world.rank):
             raise Unwell(f"all_to_all_bytes: what came from rank {sender} is not what it sent")
-    return f"{len(grouped) or 'no'} axes of several ranks add up, {world.size}^2 ragged messages arrived whole"
+    return (
+        f"{len(grouped) or 'no'} axes of several ranks add up, {world.size}^2 ragged messages arrived whole"
+    )
 
 
 def _message(sender: int, receiver: int) -> bytes:
@@ -168,7 +172,9 @@ def check_routers(patient: Patient) -> str:
             if id(module) not in inside:  # a multi-token-prediction head routes live
                 others += 1
                 if isinstance(module.router_replay, RouterTap):
-                    raise Unwell(f"a router outside the decoder has the tap of layer {module.router_replay.layer}")
+                    raise Unwell(
+                        f"a router outside the decoder has the tap of layer {module.router_replay.layer}"
+                    )
                 continue
             layer = module.layer_number - 1
             found[layer] = found.get(layer, 0) + 1
@@ -179,14 +185,18 @@ def check_routers(patient: Patient) -> str:
     if found.keys() != taps.keys():
         raise Unwell(f"taps on layers {sorted(taps)}, routers in layers {sorted(found)}")
     if listed := len(RouterTap.global_router_replay_instances):
-        raise Unwell(f"{listed} instances in Megatron's class-level list: something else may set their routes")
+        raise Unwell(
+            f"{listed} instances in Megatron's class-level list: something else may set their routes"
+        )
     stages = patient.mesh.world.all_gather_object((patient.mesh.pp.rank, tuple(sorted(taps))))
     by_stage: dict[int, tuple[int, ...]] = dict(stages)
     if any(by_stage[stage] != layers for stage, layers in stages):
         raise Unwell(f"ranks of one pipeline stage hold different MoE layers: {sorted(set(stages))}")
     everywhere = sorted(layer for layers in by_stage.values() for layer in layers)
     if everywhere != list(moe_layers):
-        raise Unwell(f"the pipeline's stages have routers in layers {everywhere}, the model in {list(moe_layers)}")
+        raise Unwell(
+            f"the pipeline's stages have routers in layers {everywhere}, the model in {list(moe_layers)}"
+        )
     dense = patient.policy.shape.num_layers - len(moe_layers)
     return (
         f"{len(everywhere)} routers, one a MoE layer ({dense} dense) over {len(by_stage)} stage(s); "
@@ -282,7 +292,9 @@ class ReadBack:
         tokens_N, positions_N = self._fed
         routed_NE = output[1].cpu().numpy().astype(bool)
         rows = len(routed_NE)
-        if rows * self.mesh.tp.size == len(tokens_N):  # sequence parallelism: this rank's routers see one slice
+        if rows * self.mesh.tp.size == len(
+            tokens_N
+        ):  # sequence parallelism: this rank's routers see one slice
             part = slice(self.mesh.tp.rank * rows, (self.mesh.tp.rank + 1) * rows)
             tokens_N, positions_N = tokens_N[part], positions_N[part]
         layer = module.layer_number - 1
@@ -323,7 +335,9 @@ class ReadBack:
             seen = sorted(map(tuple, np.concatenate(parts).tolist())) if parts else []
             if seen != expected:
                 lost, extra = len(set(expected) - set(seen)), len(seen) - len(set(seen))
-                raise Unwell(f"layer {layer}: {lost} coded tokens never reached a router, {extra} reached it again")
+                raise Unwell(
+                    f"layer {layer}: {lost} coded tokens never reached a router, {extra} reached it again"
+                )
         return total
 
 
@@ -407,7 +421,7 @@ def check_engine_rows(patient: Patient) -> str:
         who, routes = f"answer {rollout.prompt_id}/{rollout.member}", rollout.routed_experts
         if routes.shape != (len(rollout.tokens_T) - 1, layers, topk):
             raise Unwell(f"{who}: {len(rollout.tokens_T)} tokens have routes of shape {routes.shape}")
-        if routes.size and not (0 <= routes.min() and routes.max() < shape.num_experts):
+        if routes.size and not (routes.min() >= 0 and routes.max() < shape.num_experts):
             raise Unwell(f"{who}: experts {routes.min()} .. {routes.max()} of {shape.num_experts}")
         if (np.diff(np.sort(routes, axis=-1), axis=-1) == 0).any():
             raise Unwell(f"{who}: an expert is chosen twice")
@@ -453,7 +467,10 @@ def check_replay(patient: Patient) -> str:
         figures[mode] = _merged(mesh.world, partials)
         if mode == "replay":
             slots = mesh.world.all_gather_object(
-                (sum(int(layer) for layer in scores.ledger.agreed), scores.ledger.rows * len(scores.ledger.agreed))
+                (
+                    sum(int(layer) for layer in scores.ledger.agreed),
+                    scores.ledger.rows * len(scores.ledger.agreed),
+                )
             )
             agreed = [sum(part) for part in zip(*slots, strict=True)]
     said = "; ".join(f"{mode} k3 {f['k3']:.2e} max {f['abs_max']:.2e}" for mode, f in figures.items())

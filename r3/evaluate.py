@@ -31,11 +31,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def is_due(step: int, total_steps: int, every: int) -> bool:
-    """Before the first step, after the last, and every so many in between."""
-    return step in (0, total_steps) or (every > 0 and step % every == 0)
-
-
 def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],

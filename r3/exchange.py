@@ -16,6 +16,7 @@ from r3.diagnostics import Mean, Sum
 from r3.engine import RouteError
 from r3.mesh import Axis, Mesh
 from r3.rollout import Answers
+from r3.rundir import RunDir
 from r3.shape import ModelShape
 from r3.types import Batch, MicroBatch, Rollout
 
@@ -27,6 +28,7 @@ class Scored:
     index: int
     rollout: Rollout
     advantage: float
+    reward: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +48,12 @@ def score_all(
     groups_R = torch.tensor([rollout.group for rollout in answers.rollouts], dtype=torch.int64)
     advantages_R = advantage(torch.tensor(answers.rewards, dtype=torch.float32), groups_R)
     return [
-        Scored(index=rollout.group * group_size + rollout.member, rollout=rollout, advantage=value)
-        for rollout, value in zip(answers.rollouts, advantages_R.tolist(), strict=True)
+        Scored(
+            index=rollout.group * group_size + rollout.member, rollout=rollout, advantage=value, reward=reward
+        )
+        for rollout, value, reward in zip(
+            answers.rollouts, advantages_R.tolist(), answers.rewards, strict=True
+        )
     ]
 
 
@@ -197,6 +203,20 @@ def _ledger(scored: Sequence[Scored], efficiency: float, *, captured: bool) -> d
     }
 
 
+def dump_rollouts(run_dir: RunDir, step: int, scored: Sequence[Scored], world: Axis) -> None:
+    """Write all rollouts of the step, of every rank, to the run's folder. All ranks must call."""
+    counts = world.all_gather_object([item.index for item in scored])
+    everything = exchange(scored, {index: [0] for part in counts for index in part}, world)
+    if world.rank == 0:
+        items = [everything[index] for index in sorted(everything)]
+        run_dir.write_rollouts(
+            step,
+            [item.rollout for item in items],
+            [item.reward for item in items],
+            [item.advantage for item in items],
+        )
+
+
 def encode(items: Sequence[Scored]) -> bytes:
     """Rollouts as one safetensors blob: arrays laid end to end, the rest as JSON."""
     if not items:
@@ -206,6 +226,7 @@ def encode(items: Sequence[Scored]) -> bytes:
         {
             "index": item.index,
             "advantage": float(item.advantage).hex(),
+            "reward": float(item.reward).hex(),
             "prompt_id": rollout.prompt_id,
             "group": rollout.group,
             "member": rollout.member,
@@ -246,6 +267,7 @@ def decode(message: bytes) -> list[Scored]:
         Scored(
             index=facts["index"],
             advantage=float.fromhex(facts["advantage"]),
+            reward=float.fromhex(facts["reward"]),
             rollout=Rollout(
                 prompt_id=facts["prompt_id"],
                 group=facts["group"],

@@ -17,7 +17,7 @@ from r3.device import Device
 from r3.mesh import Mesh
 from r3.resume import ResumeError, Start, open_run
 from r3.rollout import Judge
-from r3.rundir import RunDir
+from r3.rundir import RunDir, read_metrics
 from r3.shape import ModelShape
 from r3.types import Prompt, Rollout
 
@@ -92,12 +92,34 @@ def refusing() -> Iterator[None]:
 
 
 def begin(config: Config) -> tuple[Task, RunDir, Start]:
-    """Read the task, then make the run's folder ready to start or to resume."""
+    """Read the task, then make the run's folder ready to start or to resume.
+
+    A run that has made all its steps ends here, in a second, with its result: exit code 0.
+    """
+    speaks = int(os.environ.get("RANK", "0")) == 0
+    run_dir = RunDir(Path(config.log.dir))
     with refusing():
         task = read_task(config)
-        run_dir = RunDir(Path(config.log.dir))
-        start = open_run(run_dir, config, writes=int(os.environ.get("RANK", "0")) == 0)
+        start = open_run(run_dir, config, writes=speaks)
+    exported = not config.checkpoint.export or run_dir.hf(config.train.steps).exists()
+    if start.found is not None and start.found.step >= config.train.steps and exported:
+        if speaks:
+            print(_finished(run_dir, start.found.step), flush=True)
+        sys.exit(0)
     return task, run_dir, start
+
+
+def _finished(run_dir: RunDir, step: int) -> str:
+    accuracy = [
+        f"{key.split('/')[1]} accuracy {rows[0][key]:.3f} -> {rows[-1][key]:.3f}"
+        for rows in [read_metrics(run_dir.metrics)]
+        for key in rows[-1]
+        if key.startswith("eval/") and key.endswith("/accuracy") and key in rows[0]
+    ]
+    return (
+        f"{run_dir.path} is finished: {', '.join([f'{step} steps', *accuracy])}. "
+        "Give a larger --train.steps to go on, or another --log.dir to start afresh."
+    )
 
 
 def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start) -> list[str]:

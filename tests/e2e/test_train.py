@@ -17,6 +17,7 @@ import torch
 
 from r3 import assets
 from r3.metrics import is_wall_clock
+from r3.rundir import read_rollouts
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -126,7 +127,7 @@ def test_killed_run_goes_on_exactly_where_it_was(straight: Path, tmp_path: Path)
 def test_finished_run_started_again_changes_nothing(straight: Path) -> None:
     before = (straight / "metrics.jsonl").read_bytes()
     output = run(straight, *FLAGS)
-    assert "after step 6" in output
+    assert "is finished: 6 steps, heldout accuracy" in output
     assert (straight / "metrics.jsonl").read_bytes() == before
 
 
@@ -185,6 +186,9 @@ def test_every_file_of_the_run_folder_is_there(straight: Path) -> None:
     assert [name for name in expected if not (straight / name).exists()] == []
     assert os.readlink(straight / "checkpoints" / "latest") == "step_000006"
     assert not list(straight.rglob("*.partial"))
+    rollouts, rewards, _ = read_rollouts(straight / "rollouts" / "step_000001.jsonl")
+    assert [(r.group, r.member) for r in rollouts] == [(g, m) for g in range(16) for m in range(8)], "of both ranks"
+    assert sum(rewards) / len(rewards) == rows_of(straight)[1]["reward/mean"]
 
 
 def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_path: Path) -> None:
