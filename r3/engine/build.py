@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+
+from r3.device import preserved_random_state
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -30,15 +30,12 @@ def kept_process_state() -> Iterator[None]:
     It reseeds torch, numpy and random, stubs `torch.set_num_threads` on CPU, rewrites LOCAL_WORLD_SIZE to its own tensor
     parallel size and freezes the garbage collector, after which nothing alive can ever be collected.
     """
-    kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     environment = {name: os.environ.get(name) for name in _OVERWRITTEN_ENVIRONMENT}
     try:
-        yield
+        with preserved_random_state():
+            yield
     finally:
-        torch.set_rng_state(kept[0])
-        np.random.set_state(kept[1])
-        random.setstate(kept[2])
         torch.set_num_threads = set_num_threads
         set_num_threads(num_threads)
         for name, value in environment.items():

@@ -30,11 +30,9 @@ def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
 
         model = worker.model_runner.get_model()
         with torch.no_grad(), torch.device(worker.device), set_current_vllm_config(worker.vllm_config):
-            # The model reports its experts' parameters without the submodule that holds them.
-            wanted = {
-                name.replace(".experts.routed_experts.", ".experts.") for name, _ in model.named_parameters()
-            }
             initialize_layerwise_reload(model)
+            # Asked now: parameters that vLLM derives from others (latent attention's) are put away until they are re-made.
+            wanted = {_reported(name) for name, _ in model.named_parameters()}
             try:
                 loaded = model.load_weights((name, tensor.detach()) for name, tensor in weights)
             finally:
@@ -44,6 +42,11 @@ def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
                 for module in model.modules():
                     if isinstance(module, routed_experts.RoutedExperts):
                         module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
-        return wanted - set(loaded)
+        return wanted - {_reported(name) for name in loaded}
 
     return llm.collective_rpc(reload)[0]
+
+
+def _reported(name: str) -> str:
+    """Some models report their experts' parameters without the submodule that holds them."""
+    return name.replace(".experts.routed_experts.", ".experts.")
