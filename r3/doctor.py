@@ -13,7 +13,7 @@ passed; 1: something did not; 2: the settings are wrong.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,27 +25,27 @@ from r3 import cli
 from r3.config import Config
 from r3.data import prompts_of_step
 from r3.device import Device, init_device, leave, seed_everything
-from r3.diagnostics import mismatch
 from r3.engine import Engine
-from r3.exchange import Scored, distribute
+from r3.exchange import distribute
 from r3.mesh import Axis, Mesh, build_mesh
 from r3.policy import Policy
-from r3.policy.replay import Mode, RouterTap
+from r3.policy.replay import RouterTap
+from r3.rescore import panel, share_out
 from r3.residency import Residency, State
-from r3.rollout import Answers, answer
+from r3.rollout import answer
 from r3.shape import ModelShape
 from r3.start import Task, read_task, refusing
-from r3.sync import WeightStream, prove_sync, sync_tolerance, sync_weights
+from r3.sync import SyncError, WeightStream, prove_sync, sync_tolerance, sync_weights
 from r3.types import Rollout
 
 _MICRO_BATCH_TOKENS = 128  # small, so that every rank gets several micro-batches of several sequences
 _ROLLOUTS_PER_RANK = 8
-_ANSWERS = 4  # per question that the engine is asked
+_ANSWERS, _ANSWER_TOKENS = 4, 64  # per question that the engine is asked, and the longest
 
 
 @dataclass(kw_only=True)
 class Patient:
-    """Everything a step uses, built for one rank; `answers` are filled in by the check that makes them."""
+    """Everything a step uses, built for one rank; `answers` are those of all engines, once a check has asked for them."""
 
     config: Config
     task: Task
@@ -55,7 +55,7 @@ class Patient:
     policy: Policy
     stream: WeightStream
     residency: Residency
-    answers: Answers = field(default_factory=lambda: Answers(rollouts=[], rewards=[]))
+    answers: list[Rollout] = field(default_factory=list)
 
     @classmethod
     def admit(cls, config: Config, task: Task) -> Patient:
@@ -81,7 +81,8 @@ class Patient:
 class Check:
     """One question to the patient: `run` returns what it found in words, or raises what is wrong. All ranks run it.
 
-    `needs` names checks without which it cannot be asked.
+    A check raises only after its last collective: a rank that left earlier would leave the others waiting. `needs` names
+    checks without which it cannot be asked.
     """
 
     name: str
@@ -134,25 +135,26 @@ def examine(patient: Patient, checks: Sequence[Check]) -> Iterator[Finding]:
 def check_collectives(patient: Patient) -> str:
     """Every axis of the mesh adds up, and ragged bytes arrive where they were sent."""
     mesh, world = patient.mesh, patient.mesh.world
+    problems = []
     world.barrier()
-    axes = [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
-    grouped = [axis for axis in axes if axis.group is not None]
-    for axis in grouped:
-        ranks = torch.tensor([1.0, axis.rank], device=patient.device.torch)
-        found = axis.all_reduce(ranks).tolist()
+    axes = [axis for axis in vars(mesh).values() if isinstance(axis, Axis) and axis.group is not None]
+    for axis in axes:
+        found = axis.all_reduce(torch.tensor([1.0, axis.rank], device=patient.device.torch)).tolist()
         expected = [axis.size, axis.size * (axis.size - 1) / 2]
         if found != expected:
-            raise Unwell(f"axis {axis.name}: the sum of ones and of ranks is {found}, not {expected}")
+            problems.append(f"axis {axis.name}: the sum of ones and of ranks is {found}, not {expected}")
     gathered = world.all_gather_object(("rank", world.rank))
     if gathered != [("rank", rank) for rank in range(world.size)]:
-        raise Unwell(f"all_gather_object returned {gathered}")
+        problems.append(f"all_gather_object returned {gathered}")
     messages = world.all_to_all_bytes([_message(world.rank, to) for to in range(world.size)])
-    for sender, message in enumerate(messages):
-        if message != _message(sender, world.rank):
-            raise Unwell(f"all_to_all_bytes: what came from rank {sender} is not what it sent")
-    return (
-        f"{len(grouped) or 'no'} axes of several ranks add up, {world.size}^2 ragged messages arrived whole"
-    )
+    problems += [
+        f"all_to_all_bytes: what came from rank {sender} is not what it sent"
+        for sender, message in enumerate(messages)
+        if message != _message(sender, world.rank)
+    ]
+    if problems:
+        raise Unwell("; ".join(problems))
+    return f"{len(axes) or 'no'} axes of several ranks add up, {world.size}^2 ragged messages arrived whole"
 
 
 def _message(sender: int, receiver: int) -> bytes:
@@ -161,46 +163,45 @@ def _message(sender: int, receiver: int) -> bytes:
 
 def check_routers(patient: Patient) -> str:
     """One tap on every router of the decoder, under its global layer number; none elsewhere, none in Megatron's list."""
-    taps, moe_layers = patient.policy.replay.taps, patient.policy.shape.moe_layers
-    found: dict[int, int] = {}
-    others = 0
+    taps, shape = patient.policy.replay.taps, patient.policy.shape
+    problems: list[str] = []
+    layers: list[int] = []
+    outside = 0
     for chunk in patient.policy.chunks:
-        inside = {id(module) for module in chunk.decoder.modules()}
+        decoder = {id(module) for module in chunk.decoder.modules()}
         for module in chunk.modules():
             if not hasattr(module, "router_replay"):
                 continue
-            if id(module) not in inside:  # a multi-token-prediction head routes live
-                others += 1
+            if id(module) in decoder:
+                layer = module.layer_number - 1
+                layers.append(layer)
+                if module.router_replay is not taps.get(layer):
+                    problems.append(
+                        f"the router of layer {layer} asks another object than the tap of its layer"
+                    )
+            else:  # a multi-token-prediction head routes live
+                outside += 1
                 if isinstance(module.router_replay, RouterTap):
-                    raise Unwell(
+                    problems.append(
                         f"a router outside the decoder has the tap of layer {module.router_replay.layer}"
                     )
-                continue
-            layer = module.layer_number - 1
-            found[layer] = found.get(layer, 0) + 1
-            if module.router_replay is not taps.get(layer):
-                raise Unwell(f"the router of layer {layer} asks another object than the tap of its layer")
-    if repeated := [layer for layer, count in found.items() if count > 1]:
-        raise Unwell(f"layers {repeated} have several routers")
-    if found.keys() != taps.keys():
-        raise Unwell(f"taps on layers {sorted(taps)}, routers in layers {sorted(found)}")
+    if sorted(layers) != sorted(taps):
+        problems.append(f"taps on layers {sorted(taps)}, routers in layers {sorted(layers)}")
     if listed := len(RouterTap.global_router_replay_instances):
-        raise Unwell(
+        problems.append(
             f"{listed} instances in Megatron's class-level list: something else may set their routes"
         )
-    stages = patient.mesh.world.all_gather_object((patient.mesh.pp.rank, tuple(sorted(taps))))
-    by_stage: dict[int, tuple[int, ...]] = dict(stages)
-    if any(by_stage[stage] != layers for stage, layers in stages):
-        raise Unwell(f"ranks of one pipeline stage hold different MoE layers: {sorted(set(stages))}")
-    everywhere = sorted(layer for layers in by_stage.values() for layer in layers)
-    if everywhere != list(moe_layers):
-        raise Unwell(
-            f"the pipeline's stages have routers in layers {everywhere}, the model in {list(moe_layers)}"
+    stages = set(patient.mesh.world.all_gather_object((patient.mesh.pp.rank, tuple(sorted(taps)))))
+    everywhere = sorted(layer for _, held in stages for layer in held)
+    if everywhere != list(shape.moe_layers):
+        problems.append(
+            f"pipeline stages have routers {sorted(stages)}, the model in {list(shape.moe_layers)}"
         )
-    dense = patient.policy.shape.num_layers - len(moe_layers)
+    if problems:
+        raise Unwell("; ".join(problems))
     return (
-        f"{len(everywhere)} routers, one a MoE layer ({dense} dense) over {len(by_stage)} stage(s); "
-        f"{others} outside the decoder, untapped; class-level list empty"
+        f"{len(everywhere)} routers, one a MoE layer ({shape.num_layers - len(everywhere)} dense) over {len(stages)} "
+        f"stage(s); {outside} outside the decoder, untapped; class-level list empty"
     )
 
 
@@ -303,7 +304,7 @@ class ReadBack:
         coded_N = positions_N < lengths_N - 1  # a sequence's last token has no route
         where_N2 = np.stack([rollouts_N, positions_N], 1)[coded_N]
         position_of = list(self.shape.moe_layers).index(layer)
-        expected_NK = coded_experts(*where_N2.T, self.shape)[:, position_of]
+        expected_NK = coded_experts(where_N2[:, 0], where_N2[:, 1], self.shape)[:, position_of]
         expected_NE = np.zeros((len(where_N2), self.shape.num_experts), bool)
         np.put_along_axis(expected_NE, expected_NK, True, 1)
         differs_N = (routed_NE[coded_N] != expected_NE).any(1)
@@ -343,34 +344,34 @@ class ReadBack:
 
 def check_route_path(patient: Patient) -> str:
     """Coded routes through exchange, packing, slicing and the routers; then once more through a training pass."""
-    policy, mesh, shape = patient.policy, patient.mesh, patient.policy.shape
+    return read_back_coded_routes(patient.policy, patient.mesh, patient.config)
+
+
+def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
+    """The known-answer test; returns what it found in words, raises what is wrong. All ranks must call."""
+    shape = policy.shape
     if not shape.moe_layers:
         return "a dense model has no routes"
-    room = min(_MICRO_BATCH_TOKENS, patient.config.train.micro_batch_tokens)
+    room = min(_MICRO_BATCH_TOKENS, config.train.micro_batch_tokens)
     count = min(_ROLLOUTS_PER_RANK * mesh.world.size, shape.vocab_size - 1)
     lengths = [2 + 7 * index % (room // 2 - 2) for index in range(count)]
-    rollouts = coded_rollouts(lengths, shape)
-    (batch,), ledger = distribute(
-        [
-            Scored(index=index, rollout=rollouts[index], advantage=1.0)
-            for index in range(mesh.world.rank, count, mesh.world.size)
-        ],
+    (batch,), _ = distribute(
+        share_out(coded_rollouts(lengths, shape), mesh.world.rank, mesh.world.size),
         mesh,
         shape,
         num_updates=1,
         micro_batch_tokens=room,
         on_missing="error",
     )
-    del ledger
     reader = ReadBack(shape=shape, mesh=mesh, lengths=lengths)
     with reader.listening(policy):
         policy.score(batch.micro_batches, mode="replay")
     slots = reader.verdict()
     trained = ""
-    if patient.config.replay.mode != "off":
+    if config.replay.mode != "off":
         # Raises unless every loaded route was used once in each forward and once in each recomputation.
         policy.forward_backward(batch)
-        trained = f"; a training pass (recompute {patient.config.model.recompute}) used each exactly once"
+        trained = f"; a training pass (recompute {config.model.recompute}) used each exactly once"
     return (
         f"{slots} coded (token, layer) slots read back right, each once, "
         f"from {len(batch.micro_batches)} micro-batch(es) a rank{trained}"
@@ -383,24 +384,31 @@ def check_route_path(patient: Patient) -> str:
 
 def check_sync(patient: Patient) -> str:
     """The engine takes the policy's weights and computes what the policy computes."""
-    config = patient.config
+    config, world = patient.config, patient.mesh.world
     patient.residency.move(State.SYNC)
     sync_weights(patient.stream, patient.engine, patient.device, patient.mesh, version=0)
     patient.residency.move(State.GENERATE)
-    prompts = patient.task.prompts.prompts[:4]
-    worst = prove_sync(patient.engine, patient.policy, prompts, config, patient.mesh)
-    worst = max(patient.mesh.world.all_gather_object(worst))
+    complaint, worst = "", 0.0
+    try:
+        worst = prove_sync(
+            patient.engine, patient.policy, patient.task.prompts.prompts[:4], config, patient.mesh
+        )
+    except SyncError as error:
+        complaint = str(error)
+    worst = max(world.all_gather_object(worst))
+    if complaint:
+        raise Unwell(complaint)
     limit = sync_tolerance(config.model.dtype, config.engine.dtype)
     return f"engine and policy differ by at most {worst:.1e} in a log-probability (limit {limit:g})"
 
 
 def check_engine_rows(patient: Patient) -> str:
     """The engine's answers have a row of distinct legal experts for every token but the last, in MoE layers alone."""
-    config, shape = patient.config, patient.policy.shape
+    config, shape, world = patient.config, patient.policy.shape, patient.mesh.world
     prompts = prompts_of_step(
         patient.task.prompts, seed=config.train.seed, step=0, count=2 * patient.mesh.engine_dp.size
     )
-    patient.answers = answer(
+    answers = answer(
         patient.engine,
         prompts,
         lambda _rollout, _prompt: 0.0,
@@ -409,46 +417,48 @@ def check_engine_rows(patient: Patient) -> str:
         version=0,
         run_seed=config.train.seed,
         seed_step=0,
-        max_tokens=min(config.rollout.max_response_tokens, 64),
+        max_tokens=min(config.rollout.max_response_tokens, _ANSWER_TOKENS),
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
     )
     patient.residency.move(State.TRAIN)
-    rows = 0
     layers, topk = (len(shape.moe_layers), shape.topk) if patient.engine.capture else (0, 0)
-    for rollout in patient.answers.rollouts:
-        who, routes = f"answer {rollout.prompt_id}/{rollout.member}", rollout.routed_experts
-        if routes.shape != (len(rollout.tokens_T) - 1, layers, topk):
-            raise Unwell(f"{who}: {len(rollout.tokens_T)} tokens have routes of shape {routes.shape}")
-        if routes.size and not (routes.min() >= 0 and routes.max() < shape.num_experts):
-            raise Unwell(f"{who}: experts {routes.min()} .. {routes.max()} of {shape.num_experts}")
-        if (np.diff(np.sort(routes, axis=-1), axis=-1) == 0).any():
-            raise Unwell(f"{who}: an expert is chosen twice")
-        sampled = rollout.logprobs_T[rollout.loss_mask_T > 0]
-        if not (np.isfinite(sampled).all() and (sampled <= 0).all()):
-            raise Unwell(f"{who}: log-probabilities are not finite or above 0")
-        rows += len(routes)
-    count = sum(patient.mesh.world.all_gather_object(len(patient.answers.rollouts)))
+    problems = [
+        f"answer {rollout.prompt_id}/{rollout.member}: {problem}"
+        for rollout in answers.rollouts
+        for problem in _row_problems(rollout, layers, topk, shape.num_experts)
+    ]
+    patient.answers = [rollout for part in world.all_gather_object(answers.rollouts) for rollout in part]
+    if problems:
+        raise Unwell("; ".join(problems[:3]))
     if not patient.engine.capture:
-        return f"{count} answers; routes are not captured (replay.mode {config.replay.mode})"
-    total = sum(patient.mesh.world.all_gather_object(rows))
+        return f"{len(patient.answers)} answers; routes are not captured (replay.mode {config.replay.mode})"
+    rows = sum(len(rollout.routed_experts) for rollout in patient.answers)
     return (
-        f"{count} answers, {total} rows = tokens - 1 of top-{topk} in {layers} MoE layers; "
+        f"{len(patient.answers)} answers, {rows} rows = tokens - 1 of top-{topk} in {layers} MoE layers; "
         f"slots of {shape.num_layers - layers} dense layers dropped"
     )
+
+
+def _row_problems(rollout: Rollout, layers: int, topk: int, experts: int) -> Iterator[str]:
+    routes = rollout.routed_experts
+    if routes.shape != (len(rollout.tokens_T) - 1, layers, topk):
+        yield f"{len(rollout.tokens_T)} tokens have routes of shape {routes.shape}"
+    if routes.size and not (routes.min() >= 0 and routes.max() < experts):
+        yield f"experts {routes.min()} .. {routes.max()} of {experts}"
+    if (np.diff(np.sort(routes, axis=-1), axis=-1) == 0).any():
+        yield "an expert is chosen twice for a token"
+    sampled = rollout.logprobs_T[rollout.loss_mask_T > 0]
+    if not (np.isfinite(sampled).all() and (sampled <= 0).all()):
+        yield "log-probabilities are not finite, or above 0"
 
 
 def check_replay(patient: Patient) -> str:
     """Scored with the engine's routes, its answers are at least as likely to the policy as with live ones."""
     policy, config, mesh = patient.policy, patient.config, patient.mesh
-    first = patient.answers.rollouts
-    offsets = np.cumsum([0, *mesh.world.all_gather_object(len(first))])
-    (batch,), ledger = distribute(
-        [
-            Scored(index=int(offsets[mesh.world.rank]) + i, rollout=rollout, advantage=0.0)
-            for i, rollout in enumerate(first)
-        ],
+    (batch,), _ = distribute(
+        share_out(patient.answers, mesh.world.rank, mesh.world.size),
         mesh,
         policy.shape,
         num_updates=1,
@@ -456,55 +466,34 @@ def check_replay(patient: Patient) -> str:
         captured=patient.engine.capture,
         on_missing=config.replay.on_missing,
     )
-    del ledger
-    modes: tuple[Mode, ...] = ("live", "replay") if patient.engine.capture else ("live",)
-    figures: dict[str, Mapping[str, float]] = {}
-    agreed: list[float] = []
-    for mode in modes:
-        scores = policy.score(batch.micro_batches, mode=mode)
-        columns = [torch.cat(c) for c in (scores.logprobs, scores.rollout_logprobs, scores.loss_mask) if c]
-        partials = mismatch(*columns) if policy.reports else {}
-        figures[mode] = _merged(mesh.world, partials)
-        if mode == "replay":
-            slots = mesh.world.all_gather_object(
-                (
-                    sum(int(layer) for layer in scores.ledger.agreed),
-                    scores.ledger.rows * len(scores.ledger.agreed),
-                )
-            )
-            agreed = [sum(part) for part in zip(*slots, strict=True)]
-    said = "; ".join(f"{mode} k3 {f['k3']:.2e} max {f['abs_max']:.2e}" for mode, f in figures.items())
-    if not agreed:
+    live = panel(policy, mesh, batch.micro_batches, "live")
+    said = f"live k3 {live['k3']:.2e} max {live['abs_max']:.2e}"
+    if not patient.engine.capture:
         return said
-    replayed, live = figures["replay"]["k3"], figures["live"]["k3"]
-    said += f"; live routing agrees in {agreed[0] / agreed[1]:.2%} of {agreed[1]} slots"
-    # Two such small samples differ by chance; routes that belong to other tokens raise k3 by orders of magnitude.
-    if not replayed <= 2 * live + 1e-7:
+    replayed = panel(policy, mesh, batch.micro_batches, "replay")
+    said += (
+        f"; replay k3 {replayed['k3']:.2e} max {replayed['abs_max']:.2e}; "
+        f"live routing agrees in {replayed['agreement']:.2%} of slots"
+    )
+    # Two figures of a small sample differ by chance; routes that belong to other tokens raise k3 by orders of magnitude.
+    if not replayed["k3"] <= 2 * live["k3"] + 1e-7:
         raise Unwell(f"replaying the engine's routes raises the mismatch: {said}")
     return said
 
 
 def check_memory(patient: Patient) -> str:
-    """What the engine held while it generated is gone once it sleeps."""
-    patient.residency.move(State.SYNC)  # notes the residue: both worlds have given up theirs
+    """What the engine holds awake is gone once it sleeps: one more round of the residency, with nothing in between."""
+    for state in (State.SYNC, State.GENERATE, State.TRAIN, State.SYNC):  # the last notes the residue
+        patient.residency.move(state)
     used = patient.residency.used_gib
     freed = used[State.GENERATE.value] - used["residue"]
     cache = patient.config.engine.kv_cache_gib
-    if not freed > cache / 2:
-        expected = f", its KV cache has {cache:g} GiB" if cache else ""
-        raise Unwell(f"sleep freed {freed:.3f} GiB{expected}")
     least = min(patient.mesh.world.all_gather_object(freed))
     residue = max(patient.mesh.world.all_gather_object(used["residue"]))
-    return f"sleep freed {least:.3f} GiB on every rank; {residue:.2f} GiB stay when both worlds are away"
-
-
-def _merged(world: Axis, partials: Mapping[str, Any]) -> dict[str, float]:
-    """One figure a name from all ranks' parts. Collective."""
-    everybody = [part for part in world.all_gather_object(dict(partials)) if part]
-    reduced = {
-        name: type(everybody[0][name]).reduce([part[name] for part in everybody]) for name in everybody[0]
-    }
-    return {name: value for name, value in reduced.items() if value is not None}
+    if not freed > cache / 2:
+        expected = f", its KV cache has {cache:g} GiB" if cache else ""
+        raise Unwell(f"sleep frees {freed:.3f} GiB{expected}")
+    return f"sleep frees {least:.3f} GiB on every rank; {residue:.2f} GiB stay when both worlds are away"
 
 
 CHECKS = (

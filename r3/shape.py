@@ -287,6 +287,11 @@ class _Keys:
         if given is not None and given != value:
             raise ShapeError(f"{name} {given!r} is not supported, only {value!r} is")
 
+    def must(self, name: str, value: object) -> None:
+        """A key that has to be there, with this value: the engine's default is another one."""
+        if self.hf.get(name) != value:
+            raise ShapeError(f"{name} must be {value!r} in config.json, got {self.hf.get(name)!r}")
+
 
 # What each family adds to the common keys: fields of ModelShape.
 
@@ -329,12 +334,14 @@ def _qwen2_moe(keys: _Keys) -> dict[str, Any]:
 
 
 def _olmoe(keys: _Keys) -> dict[str, Any]:
+    keys.only("norm_topk_prob", False)  # these two are constants in vLLM, the second for q and k only
+    keys.only("rms_norm_eps", 1e-5)
     return dict(
         qk_norm="all",
         num_experts=keys.number("num_local_experts", "num_experts"),
         topk=keys.number("num_experts_per_tok"),
         moe_ffn_size=keys.number("intermediate_size"),
-        norm_topk_prob=bool(keys.hf.get("norm_topk_prob", False)),
+        norm_topk_prob=False,
         moe_layers=tuple(range(keys.number("num_hidden_layers"))),
     )
 
@@ -355,14 +362,12 @@ def _mixtral(keys: _Keys) -> dict[str, Any]:
 
 
 def _deepseek_v3(keys: _Keys) -> dict[str, Any]:
-    for name, value in (
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("norm_topk_prob", True),
-        ("moe_layer_freq", 1),
-        ("rope_interleave", True),
-    ):
-        keys.only(name, value)
+    # transformers knows no other; vLLM takes softmax and no bias unless config.json says so.
+    keys.must("scoring_func", "sigmoid")
+    keys.must("topk_method", "noaux_tc")
+    keys.only("norm_topk_prob", True)
+    keys.only("moe_layer_freq", 1)
+    keys.only("rope_interleave", True)
     num_experts, topk = (
         keys.number("num_local_experts", "n_routed_experts"),
         keys.number("num_experts_per_tok"),

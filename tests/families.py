@@ -40,6 +40,8 @@ _DEEPSEEK: dict[str, Any] = dict(
     qk_rope_head_dim=8,
     v_head_dim=12,
     rms_norm_eps=1e-5,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
 )
 
 # Name -> (model_type, what its config says beyond the common sizes). Several of a family where it has branches.
@@ -78,6 +80,20 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
 }
 MOE_FAMILIES = tuple(name for name in FAMILIES if name not in ("qwen3", "qwen2", "llama"))
+
+
+def engine_sizes(name: str) -> dict[str, Any]:
+    """What to override for vLLM's CPU kernels: heads of 32, experts a multiple of 32 wide, DeepSeek's own latents."""
+    model_type, specific = FAMILIES[name]
+    sizes: dict[str, Any] = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
+    if "moe_intermediate_size" in specific:
+        sizes["moe_intermediate_size"] = 64
+    if "head_dim" in specific:
+        sizes["head_dim"] = 32
+    if model_type == "deepseek_v3":
+        latents = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+        sizes |= latents | dict(num_key_value_heads=4)
+    return sizes
 
 
 def family_checkpoint(

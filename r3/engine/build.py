@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,7 +92,47 @@ def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bo
             max_num_batched_tokens=max(4096, max_model_len),
             # The default of 128 would leave short prompts without prefix caching, and the cache untested.
             block_size=32,
+            # For latent attention only; where the CPU has AMX vLLM would take a backend that refuses float32.
+            attention_backend="CPU_MLA",
         )
         arguments.setdefault("kv_cache_memory_bytes", DEFAULT_CPU_KV_CACHE_BYTES)
+    names = _own_shared_memory() if not device.is_cuda and config.parallel.engine_tp > 1 else ""
     with kept_process_state():
-        return LLM(**arguments)
+        llm = LLM(**arguments)
+    for segment in Path("/dev/shm").glob(f"{names}*") if names else ():
+        segment.unlink(missing_ok=True)  # mapped by all ranks now; a killed run leaves nothing behind
+    if not device.is_cuda:
+        llm.collective_rpc(_rotate_slices_in_torch)
+    return llm
+
+
+def _own_shared_memory() -> str:
+    """Give this run's CPU engines shared memory of their own; returns what its names begin with. All ranks must call.
+
+    Under the external launcher vLLM 0.30 names the segments by group and ranks alone: a second run on the machine, or what a
+    killed one left behind, makes it fail with errno 17.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    token = [f"r3-{uuid.uuid4().hex[:12]}"]
+    torch.distributed.broadcast_object_list(token, src=0)
+    prefix = token[0]
+
+    def group_name(communicator: Any) -> str:
+        return f"{prefix}-{communicator.unique_name}-{'-'.join(str(rank) for rank in communicator.ranks)}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(group_name)
+    return prefix
+
+
+def _rotate_slices_in_torch(worker: Any) -> None:
+    """Latent attention rotates a slice of each head, which vLLM 0.30's CPU kernel takes for whole heads: wrong, and silent.
+
+    The CUDA kernel reads strides (vLLM PR 18046); YaRN, which vLLM's own tests use, has another path. Only latent attention
+    rotates interleaved pairs.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    for module in worker.model_runner.get_model().modules():
+        if isinstance(module, RotaryEmbedding) and not module.is_neox_style:
+            module._forward_method = module.forward_native

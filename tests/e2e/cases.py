@@ -157,9 +157,12 @@ def engine_guards(device: Device) -> dict[str, str]:
     return said
 
 
-def step_routes(device: Device, *, ep: int, engine_dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
+def step_routes(
+    device: Device, *, ep: int, engine_dtype: str = "float32", seed: int = 0, model: str = ""
+) -> dict[str, Any]:
     """Generate, exchange, pack and train on real rollouts; read the routers back and measure the mismatch."""
     config = tiny_config(
+        model,
         parallel={"ep": ep},
         engine={"dtype": engine_dtype},
         rollout={"prompts_per_step": 8},

@@ -187,7 +187,9 @@ def test_every_file_of_the_run_folder_is_there(straight: Path) -> None:
     assert os.readlink(straight / "checkpoints" / "latest") == "step_000006"
     assert not list(straight.rglob("*.partial"))
     rollouts, rewards, _ = read_rollouts(straight / "rollouts" / "step_000001.jsonl")
-    assert [(r.group, r.member) for r in rollouts] == [(g, m) for g in range(16) for m in range(8)], "of both ranks"
+    assert [(r.group, r.member) for r in rollouts] == [(g, m) for g in range(16) for m in range(8)], (
+        "of both ranks"
+    )
     assert sum(rewards) / len(rewards) == rows_of(straight)[1]["reward/mean"]
 
 

@@ -1,0 +1,278 @@
+"""Score a dumped step again, under any layout, with the routes of its rollouts and with live ones: the mismatch table.
+
+    python -m r3.rescore RUN_DIR --step N [--weights DIR] [--section.field value ...]
+    torchrun --nproc_per_node 2 -m r3.rescore RUN_DIR --step 1 --parallel.ep 2
+
+Tokens, log-probabilities and routes come from `RUN_DIR/rollouts`, settings from its config.yaml with the flags laid over
+them, weights from where the run has those that sampled the step: its starting model, an export, a checkpoint, or
+`--weights DIR` (a Hugging Face folder or a checkpoint of r3). Nothing is written. No engine is built: the figures depend on
+the dump and the policy alone, so two layouts that differ in them compute two different policies. Exit code 2: the dump, its
+weights or the settings are not there or do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from r3 import checkpoint, validate
+from r3.config import (
+    FIELD_TYPES,
+    Config,
+    ConfigError,
+    Problem,
+    from_yaml,
+    nearest_fields,
+    parse_value,
+    with_values,
+)
+from r3.device import init_device, leave
+from r3.diagnostics import mismatch
+from r3.exchange import Scored, distribute
+from r3.mesh import Mesh, build_mesh
+from r3.policy import Policy
+from r3.policy.policy import agreement_metrics
+from r3.policy.replay import Mode
+from r3.resume import Found, step_folders
+from r3.rundir import RunDir, read_rollouts
+from r3.shape import ModelShape
+from r3.start import refusing
+from r3.types import MicroBatch, Rollout
+
+_MATTERS = (
+    "model.",
+    "parallel.",
+    "train.micro_batch_tokens",
+    "rollout.temperature",
+)  # to a policy that only scores
+FIGURES = ("k3", "f2", "abs_mean", "abs_p99", "abs_max", "ess", "agreement")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Where the weights of the dump's version lie: a Hugging Face folder, or a checkpoint to load over one."""
+
+    folder: Path
+    is_checkpoint: bool
+    said: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What is to be scored, checked."""
+
+    config: Config
+    step: int
+    rollouts: tuple[Rollout, ...]
+    weights: Weights
+
+
+def parse(argv: Sequence[str]) -> Order:
+    """The order that a command line gives; raises ConfigError with everything that is wrong with it."""
+    parser = argparse.ArgumentParser(
+        prog="r3.rescore",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="Flags of train.py may follow, as far as scores depend on them: --parallel.*, --model.*, "
+        "--train.micro_batch_tokens, --rollout.temperature.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    parser.add_argument("--step", type=int, required=True, help="step whose rollouts were dumped")
+    parser.add_argument(
+        "--weights", type=Path, help="Hugging Face folder, or checkpoint of r3, of the dump's version"
+    )
+    words, flags = parser.parse_known_args(argv)
+    run_dir = RunDir(words.run_dir)
+    try:
+        config = from_yaml(run_dir.config.read_text(encoding="utf-8"))
+    except OSError:
+        raise ConfigError(
+            [
+                Problem(
+                    "RUN_DIR",
+                    str(words.run_dir),
+                    "there is no config.yaml to read",
+                    "give the folder of a run",
+                )
+            ]
+        ) from None
+    problems: list[Problem] = []
+    config = with_values(
+        config, _values(flags, problems) | {"algo.kl_coef": 0.0}
+    )  # no reference policy is scored
+    if not run_dir.rollouts(words.step).exists():
+        dumped = sorted(
+            int(path.stem.removeprefix("step_")) for path in run_dir.rollouts(0).parent.glob("step_*.jsonl")
+        )
+        rule = (
+            f"is not dumped; the run dumped steps {dumped}" if dumped else "is not dumped, nor any other step"
+        )
+        problems.append(
+            Problem("--step", words.step, rule, "choose one of them, or run with --log.rollouts_every 1")
+        )
+        raise ConfigError(problems)
+    rollouts, _, _ = read_rollouts(run_dir.rollouts(words.step))
+    weights = _weights(run_dir, config, words.step, rollouts, words.weights, problems)
+    if weights and not weights.is_checkpoint:
+        config = with_values(config, {"model.path": str(weights.folder)})
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    problems += [p for p in validate.problems(config, world_size) if p.field.startswith(_MATTERS)]
+    if problems or weights is None:
+        raise ConfigError(problems)
+    return Order(config=config, step=words.step, rollouts=tuple(rollouts), weights=weights)
+
+
+def _values(flags: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
+    """Settings from `--section.field value` and `--section.field=value`."""
+    values: dict[str, Any] = {}
+    rest = list(flags)
+    while rest:
+        flag, equals, text = rest.pop(0).partition("=")
+        if not equals:
+            text = rest.pop(0) if rest else ""
+        name = flag.removeprefix("--")
+        if name not in FIELD_TYPES:
+            problems.append(Problem(flag, text, "there is no such flag", nearest_fields(name)))
+            continue
+        if not name.startswith(_MATTERS):
+            problems.append(Problem(name, text, "has no effect on scores", "leave it out"))
+            continue
+        try:
+            values[name] = parse_value(name, text)
+        except ValueError as error:
+            problems.append(Problem(name, text, str(error), "see train.py --help"))
+    return values
+
+
+def _weights(
+    run_dir: RunDir,
+    config: Config,
+    step: int,
+    rollouts: Sequence[Rollout],
+    given: Path | None,
+    problems: list[Problem],
+) -> Weights | None:
+    """The weights that sampled the dump; None, and a problem that says what there is, when they are not to be had."""
+    versions = sorted({rollout.version for rollout in rollouts})
+    if len(versions) > 1:
+        rule = f"was sampled by several versions of the policy, {versions}"
+        problems.append(Problem("--step", step, rule, "choose a step of one version"))
+        return None
+    (version,) = versions
+    if given is not None:
+        return _given_weights(given, version, problems)
+    if version == 0:
+        return Weights(folder=Path(config.model.path), is_checkpoint=False, said=config.model.path)
+    exported, saved = run_dir.hf(version), run_dir.checkpoint(version)
+    for folder, is_checkpoint in ((exported, False), (saved, True)):
+        if folder.exists():
+            return Weights(folder=folder, is_checkpoint=is_checkpoint, said=str(folder))
+    kept = {0, *(number for folder in (saved.parent, exported.parent) for number, _ in step_folders(folder))}
+    dumped = [number + 1 for number in sorted(kept) if run_dir.rollouts(number + 1).exists()]
+    rule = f"was sampled by version {version}, and the run keeps the weights of versions {sorted(kept)} only"
+    fix = "give them with --weights DIR" + (f", or --step {' or '.join(map(str, dumped))}" if dumped else "")
+    problems.append(Problem("--step", step, rule, fix))
+    return None
+
+
+def _given_weights(folder: Path, version: int, problems: list[Problem]) -> Weights | None:
+    is_export = any(folder.glob("*.safetensors"))
+    facts = json.loads((folder / "r3.json").read_text()) if (folder / "r3.json").exists() else {}
+    if not is_export and "optimizer_step" not in facts:
+        rule = "is neither a folder of *.safetensors nor a checkpoint of r3"
+        problems.append(Problem("--weights", str(folder), rule, "such as RUN_DIR/hf/step_000010"))
+        return None
+    if facts.get("step", version) != version:
+        rule = f"holds version {facts['step']}, and the dump was sampled by version {version}"
+        problems.append(Problem("--weights", str(folder), rule, f"give weights after {version} steps"))
+        return None
+    trust = "" if "step" in facts else " (says no version: taken on trust)"
+    return Weights(folder=folder, is_checkpoint=not is_export, said=f"{folder}{trust}")
+
+
+def panel(policy: Policy, mesh: Mesh, micro_batches: Sequence[MicroBatch], mode: Mode) -> dict[str, float]:
+    """The mismatch figures of these micro-batches over all ranks, and `agreement` when replaying. Collective."""
+    scores = policy.score(micro_batches, mode=mode)
+    partials: dict[str, Any] = {
+        name.removeprefix("routing/"): part for name, part in agreement_metrics(scores.ledger).items()
+    }
+    if policy.reports:
+        columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
+        partials |= mismatch(*(torch.cat(column) for column in columns))
+    everybody = mesh.world.all_gather_object(partials)
+    figures = {}
+    for name in set().union(*everybody):
+        parts = [part[name] for part in everybody if name in part]
+        if (value := type(parts[0]).reduce(parts)) is not None:
+            figures[name] = value
+    return figures
+
+
+def share_out(rollouts: Sequence[Rollout], rank: int, size: int) -> list[Scored]:
+    """This rank's part of rollouts that every rank holds, numbered anew: a dump may lack some of its step."""
+    return [
+        Scored(index=index, rollout=rollouts[index], advantage=0.0)
+        for index in range(rank, len(rollouts), size)
+    ]
+
+
+def table(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Aligned lines, a column a figure."""
+    lines = [" ".join([f"{'':8s}", *(f"{name:>13s}" for name in FIGURES)])]
+    for label, figures in rows.items():
+        cells = [f"{figures[name]:13.6e}" if name in figures else f"{'-':>13s}" for name in FIGURES]
+        lines.append(" ".join([f"{label:8s}", *cells]))
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Score, print, end the process."""
+    with refusing():
+        order = parse(sys.argv[1:] if argv is None else argv)
+    config, rollouts = order.config, order.rollouts
+    device = init_device()
+    mesh = build_mesh(device, config.parallel)
+    shape = ModelShape.read(config.model.path)
+    policy = Policy(config, device, mesh, shape)
+    version = rollouts[0].version
+    if order.weights.is_checkpoint:
+        checkpoint.load(Found(folder=order.weights.folder, step=version), policy, device, mesh)
+    captured = bool(shape.moe_layers) and rollouts[0].routed_experts.shape[1] > 0
+    (batch,), _ = distribute(
+        share_out(rollouts, device.rank, device.world_size),
+        mesh,
+        shape,
+        num_updates=1,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        captured=captured,
+        on_missing="live",
+    )
+    modes: dict[str, Mode] = {"replay": "replay", "live": "live"} if captured else {"live": "live"}
+    rows = {label: panel(policy, mesh, batch.micro_batches, mode) for label, mode in modes.items()}
+    if device.rank == 0:
+        whole = config.rollout.prompts_per_step * config.rollout.group_size
+        part = f" of the step's {whole}" if len(rollouts) < whole else ""
+        parallel = config.parallel
+        lines = [
+            f"r3.rescore  step {order.step}: {len(rollouts)} rollouts{part}, {batch.num_loss_tokens} sampled tokens, by "
+            f"version {version}",
+            f"weights     {order.weights.said}",
+            f"layout      {device.world_size} rank(s): tp {parallel.tp} ep {parallel.ep} pp {parallel.pp} cp {parallel.cp}; "
+            f"policy {config.model.dtype}, engine was {config.engine.dtype}",
+            *([] if captured else ["routes      none in the dump: scored live only"]),
+            *table(rows),
+        ]
+        print("\n".join(lines), flush=True)
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Faults put into the real route path, one after the other, and what the doctor's known-answer test says to each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from r3 import exchange, packing
+from r3.device import Device
+from r3.doctor import Unwell, coded_experts, read_back_coded_routes
+from r3.mesh import build_mesh
+from r3.policy import Policy
+from r3.policy.replay import Replay, RouterTap
+from r3.shape import ModelShape
+from tests.tiny import tiny_config
+
+
+@contextmanager
+def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, `owner.name` is `wrap(owner.name)`."""
+    kept = getattr(owner, name)
+    setattr(owner, name, wrap(kept))
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+def _rows_shifted(load: Any) -> Any:
+    def faulty(self: Replay, routes_NLK: Any, captured_N: Any, *, rows: int) -> None:
+        load(self, routes_NLK.roll(1, 0), captured_N, rows=rows)
+
+    return faulty
+
+
+def _layers_swapped(load: Any) -> Any:
+    def faulty(self: Replay, routes_NLK: Any, captured_N: Any, *, rows: int) -> None:
+        load(self, routes_NLK.roll(1, 1), captured_N, rows=rows)
+
+    return faulty
+
+
+def _rows_lost(load: Any) -> Any:
+    """Every tenth row becomes -1 on the way: it would route live, and nobody would know."""
+
+    def faulty(self: Replay, routes_NLK: Any, captured_N: Any, *, rows: int) -> None:
+        routes_NLK = routes_NLK.clone()
+        routes_NLK[::10] = -1
+        load(self, routes_NLK, captured_N, rows=rows)
+
+    return faulty
+
+
+def _samples_swapped(decode: Any) -> Any:
+    """The routes of two rollouts of one message change places, as far as lengths allow."""
+
+    def faulty(message: bytes) -> Any:
+        items = decode(message)
+        if len(items) < 2:
+            return items
+        one, two = items[0].rollout, items[1].rollout
+        rows = min(len(one.routed_experts), len(two.routed_experts))
+        ours, theirs = one.routed_experts.copy(), two.routed_experts.copy()
+        ours[:rows], theirs[:rows] = two.routed_experts[:rows], one.routed_experts[:rows]
+        return [
+            replace(items[0], rollout=replace(one, routed_experts=ours)),
+            replace(items[1], rollout=replace(two, routed_experts=theirs)),
+            *items[2:],
+        ]
+
+    return faulty
+
+
+def _packed_backwards(pack: Any) -> Any:
+    """Tokens are packed in one order, routes in the other."""
+
+    def faulty(rollouts: Any, *args: Any, **kwargs: Any) -> Any:
+        micro_batch = pack(rollouts, *args, **kwargs)
+        if not rollouts:
+            return micro_batch
+        back = pack(rollouts[::-1], *args, **kwargs)
+        return replace(micro_batch, routed_experts_NLK=back.routed_experts_NLK)
+
+    return faulty
+
+
+def _only_on_rank_1(wrap: Callable[[Any], Any], rank: int) -> Callable[[Any], Any]:
+    return wrap if rank == 1 else lambda kept: kept
+
+
+def _live(get_replay_topk: Any) -> Any:
+    """The router asks, takes its answer, and routes live: what a fused router does."""
+
+    def faulty(self: RouterTap, scores: Any, topk: int, groups: Any, group_topk: Any, compute: Any) -> Any:
+        get_replay_topk(self, scores, topk, groups, group_topk, compute)
+        return compute(scores, topk, groups, group_topk)
+
+    return faulty
+
+
+def faults(device: Device, *, ep: int) -> dict[str, str]:
+    """What `read_back_coded_routes` says to the sound path and to every fault."""
+    config = tiny_config(parallel={"ep": ep}, model={"recompute": "full"})
+    mesh = build_mesh(device, config.parallel)
+    policy = Policy(config, device, mesh, ModelShape.read(config.model.path))
+    found: dict[str, str] = {}
+
+    def ask(name: str) -> None:
+        try:
+            found[name] = read_back_coded_routes(policy, mesh, config)
+        except Unwell as complaint:
+            found[name] = f"Unwell: {complaint}"
+
+    ask("sound")
+    for name, owner, attribute, wrap in (
+        ("rows shifted", Replay, "load", _rows_shifted),
+        ("layers swapped", Replay, "load", _layers_swapped),
+        ("rows lost", Replay, "load", _rows_lost),
+        ("on one rank", Replay, "load", _only_on_rank_1(_rows_shifted, device.rank)),
+        ("samples swapped", exchange, "decode", _samples_swapped),
+        ("packed backwards", packing, "pack", _packed_backwards),
+        ("routed live", RouterTap, "get_replay_topk", _live),
+    ):
+        with patched(owner, attribute, wrap):
+            ask(name)
+    ask("sound again")
+    return found
+
+
+def codes() -> dict[str, float]:
+    """How recognisable coded routes are: shares of slots that answer for another token, layer or rollout by chance."""
+    shape = ModelShape.read(tiny_config().model.path)
+    rollouts, positions = (x.reshape(-1) for x in np.meshgrid(np.arange(20), np.arange(50), indexing="ij"))
+    code = np.sort(coded_experts(rollouts, positions, shape), axis=-1)
+    grid = code.reshape(20, 50, *code.shape[1:])
+    return {
+        "distinct": float((np.diff(code, axis=-1) > 0).all()),
+        "legal": float(code.min() >= 0 and code.max() < shape.num_experts),
+        "next token": float((grid[:, 1:] == grid[:, :-1]).all(-1).mean()),
+        "next rollout": float((grid[1:] == grid[:-1]).all(-1).mean()),
+        "next layer": float((grid[:, :, 1:] == grid[:, :, :-1]).all(-1).mean()),
+    }

@@ -1,0 +1,99 @@
+"""`python -m r3.doctor`: passes on a sound path, and says what is wrong with a broken one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import doctor_cases as cases
+from tests.world import ROOT, run_world
+
+pytestmark = pytest.mark.e2e
+
+QUIET_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "KMP_BLOCKTIME": "0",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on so many ranks, with the root of the repository as its folder."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return subprocess.run(
+        [*launcher, *command],
+        cwd=ROOT,
+        env=os.environ | QUIET_THREADS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+    )
+
+
+def test_sound_path_passes_and_nothing_is_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = torchrun(
+        2,
+        "-m",
+        "r3.doctor",
+        "tiny",
+        "--log.dir",
+        str(folder),
+        "--parallel.ep",
+        "2",
+        "--model.recompute",
+        "full",
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "7 of 7 passed" in done.stdout
+    assert "FAIL" not in done.stdout
+    assert "1688 coded (token, layer) slots read back right" in done.stdout
+    assert not folder.exists()
+
+
+def test_broken_path_fails_with_exit_code_1(tmp_path: Path) -> None:
+    driver = tmp_path / "broken.py"
+    driver.write_text(
+        "import sys\n"
+        "from r3 import doctor\n"
+        "from r3.policy.replay import Replay\n"
+        "load = Replay.load\n"
+        "Replay.load = lambda self, routes, captured, *, rows: load(self, routes.roll(1, 0), captured, rows=rows)\n"
+        "doctor.main(sys.argv[1:])\n"
+    )
+    done = torchrun(2, str(driver), "tiny", "--log.dir", str(tmp_path / "run"))
+    assert done.returncode == 1, done.stdout[-4000:]
+    assert "FAIL  route path" in done.stdout
+    assert "slots were routed elsewhere" in done.stdout
+    assert "pass  collectives" in done.stdout
+    assert (
+        "FAILED: route path, sync" in done.stdout
+    )  # float32: the proof of the sync replays, and sees it as well
+    assert "not asked: needs sync" in done.stdout
+
+
+def test_known_answer_test_notices_every_fault_and_only_faults() -> None:
+    for found in run_world(cases.faults, 2, ep=2):
+        for name in ("sound", "sound again"):
+            assert "1688 coded (token, layer) slots read back right, each once" in found.pop(name)
+        assert len(found) == 7
+        for name, said in found.items():
+            assert "of 1688 (token, layer) slots were routed elsewhere" in said, f"{name}: {said}"
+            assert "its routes say experts" in said
+        wrong = {name: int(said.split()[1]) for name, said in found.items()}
+        for name in ("rows shifted", "layers swapped", "packed backwards", "routed live"):
+            assert wrong[name] > 0.8 * 1688, f"{name}: {wrong[name]}"
+
+
+def test_codes_are_recognisable() -> None:
+    found = cases.codes()
+    assert found["distinct"] == found["legal"] == 1.0
+    for other in ("next token", "next rollout", "next layer"):
+        assert found[other] == pytest.approx(1 / 28, abs=0.02)  # pairs of 8 experts

@@ -1,0 +1,140 @@
+"""`python -m r3.rescore`: a dump scored under other layouts gives the figures of the run that made it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from r3.config import ConfigError
+from r3.rescore import FIGURES, parse
+from tests.e2e.test_doctor import QUIET_THREADS, torchrun
+from tests.world import ROOT
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps on one rank (a dump holds what rank 0 generated) with checkpoints after the second and third.
+
+    The policy is float32 and the engine bfloat16: then the figures are 4e-5 and more, and what another layout changes, the
+    rounding of the policy's log-probabilities, is 1e-6 of single tokens and far less of their means. With both in float32
+    the figures would themselves be rounding, and differ by their own size.
+    """
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    flags = (
+        "--parallel.ep 1 --engine.dtype bfloat16 --train.steps 3 --log.rollouts_every 1 --checkpoint.every 2"
+    )
+    command = [
+        sys.executable,
+        "train.py",
+        "tiny-smoke",
+        "--log.dir",
+        str(folder),
+        "--eval.path",
+        "",
+        *flags.split(),
+    ]
+    done = subprocess.run(
+        [*command, "--checkpoint.export", "false"],
+        cwd=ROOT,
+        env=os.environ | QUIET_THREADS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return folder
+
+
+def rows_of(output: str) -> dict[str, dict[str, float]]:
+    """The table that was printed, by its rows."""
+    lines = [line.split() for line in output.splitlines() if line.startswith(("replay ", "live "))]
+    return {
+        label: {name: float(cell) for name, cell in zip(FIGURES, cells, strict=True) if cell != "-"}
+        for label, *cells in lines
+    }
+
+
+def metrics_of(run_dir: Path, step: int) -> dict[str, float]:
+    """The run's own figures of a step, under the table's names."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if row["step"] == step]
+    return {name: row[f"mismatch/{name}"] for name in FIGURES[:-1]} | {"agreement": row["routing/agreement"]}
+
+
+@pytest.fixture(scope="module")
+def one_rank(run_dir: Path) -> dict[str, dict[str, float]]:
+    done = torchrun(1, "-m", "r3.rescore", str(run_dir), "--step", "1")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "128 rollouts, " in done.stdout and "by version 0" in done.stdout
+    return rows_of(done.stdout)
+
+
+def test_dump_scores_as_the_run_scored_it(run_dir: Path, one_rank: dict[str, dict[str, float]]) -> None:
+    assert one_rank["replay"] == pytest.approx(metrics_of(run_dir, 1), rel=1e-4)
+    assert one_rank["live"].keys() == set(FIGURES[:-1])
+    assert one_rank["live"]["k3"] != pytest.approx(one_rank["replay"]["k3"], rel=1e-3)
+
+
+def test_dump_scores_alike_under_another_layout(run_dir: Path, one_rank: dict[str, dict[str, float]]) -> None:
+    done = torchrun(
+        2,
+        "-m",
+        "r3.rescore",
+        str(run_dir),
+        "--step",
+        "1",
+        "--parallel.ep",
+        "2",
+        "--train.micro_batch_tokens",
+        "600",
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "layout      2 rank(s): tp 1 ep 2" in done.stdout
+    found = rows_of(done.stdout)
+    for label in ("replay", "live"):
+        assert found[label] == pytest.approx(one_rank[label], rel=1e-4), label
+
+
+def test_weights_of_a_later_version_come_from_its_checkpoint(run_dir: Path) -> None:
+    done = torchrun(2, "-m", "r3.rescore", str(run_dir), "--step", "3", "--parallel.ep", "2")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "checkpoints/step_000002" in done.stdout
+    assert rows_of(done.stdout)["replay"] == pytest.approx(metrics_of(run_dir, 3), rel=1e-4)
+
+
+def test_what_cannot_be_scored_is_said_at_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    checkpoint = run_dir / "checkpoints" / "step_000002"
+    for flags, expected in (
+        (["--step", "2"], "sampled by version 1, and the run keeps the weights of versions [0, 2, 3] only"),
+        (["--step", "7"], "the run dumped steps [1, 2, 3]"),
+        (
+            ["--step", "2", "--weights", str(checkpoint)],
+            "holds version 2, and the dump was sampled by version 1",
+        ),
+        (["--step", "1", "--weights", str(run_dir)], "neither a folder of *.safetensors nor a checkpoint"),
+        (["--step", "1", "--parallel.ep", "3"], "must divide the number of ranks"),
+        (["--step", "1", "--parallel.xp", "3"], "there is no such flag"),
+        (["--step", "1", "--train.lr", "3"], "has no effect on scores"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse([str(run_dir), *flags])
+        assert expected in str(caught.value)
+    with pytest.raises(ConfigError, match=r"there is no config\.yaml"):
+        parse([str(run_dir / "nowhere"), "--step", "1"])
+
+
+def test_refusal_is_one_message_and_exit_code_2(run_dir: Path) -> None:
+    done = torchrun(1, "-m", "r3.rescore", str(run_dir), "--step", "2", "--parallel.ep", "x")
+    assert done.returncode != 0  # torchrun's own; the process ended with 2
+    assert "exitcode  : 2" in done.stdout
+    assert "config: 2 problems" in done.stdout
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT / "r3") not in done.stdout
