@@ -41,6 +41,7 @@ LAYERS = {
         "checkpoint",
         "cli",
         "doctor",
+        "rescore",
         "evaluate",
         "exchange",
         "residency",
