@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from r3.config import ConfigError
 from r3.rescore import FIGURES, parse
-from tests.e2e.test_doctor import QUIET_THREADS, torchrun
+from tests.e2e.test_doctor import torchrun
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -20,35 +17,15 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps on one rank (a dump holds what rank 0 generated) with checkpoints after the second and third.
+    """Three steps on two ranks with half of the experts each, checkpoints after the second and third.
 
     The policy is float32 and the engine bfloat16: then the figures are 4e-5 and more, and what another layout changes, the
     rounding of the policy's log-probabilities, is 1e-6 of single tokens and far less of their means. With both in float32
     the figures would themselves be rounding, and differ by their own size.
     """
     folder = tmp_path_factory.mktemp("runs") / "run"
-    flags = (
-        "--parallel.ep 1 --engine.dtype bfloat16 --train.steps 3 --log.rollouts_every 1 --checkpoint.every 2"
-    )
-    command = [
-        sys.executable,
-        "train.py",
-        "tiny-smoke",
-        "--log.dir",
-        str(folder),
-        "--eval.path",
-        "",
-        *flags.split(),
-    ]
-    done = subprocess.run(
-        [*command, "--checkpoint.export", "false"],
-        cwd=ROOT,
-        env=os.environ | QUIET_THREADS,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=180,
-    )
+    flags = "--engine.dtype bfloat16 --train.steps 3 --log.rollouts_every 1 --checkpoint.every 2 --checkpoint.export false"
+    done = torchrun(2, "train.py", "tiny-smoke", "--log.dir", str(folder), "--eval.path", "", *flags.split())
     assert done.returncode == 0, done.stdout[-4000:]
     return folder
 
@@ -71,8 +48,9 @@ def metrics_of(run_dir: Path, step: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def one_rank(run_dir: Path) -> dict[str, dict[str, float]]:
-    done = torchrun(1, "-m", "r3.rescore", str(run_dir), "--step", "1")
+    done = torchrun(1, "-m", "r3.rescore", str(run_dir), "--step", "1", "--parallel.ep", "1")
     assert done.returncode == 0, done.stdout[-4000:]
+    assert "layout      1 rank(s): tp 1 ep 1" in done.stdout
     assert "128 rollouts, " in done.stdout and "by version 0" in done.stdout
     return rows_of(done.stdout)
 
