@@ -14,6 +14,7 @@ from r3 import rewards
 from r3.config import Config, ConfigError
 from r3.data import DataError, Dataset, load_prompts
 from r3.device import Device
+from r3.hf import CheckpointError
 from r3.mesh import Mesh
 from r3.resume import ResumeError, Start, open_run
 from r3.rollout import Judge
@@ -85,7 +86,7 @@ def refusing() -> Iterator[None]:
     """What a user can mend ends the run here: one message on rank 0, exit code 2, nothing written."""
     try:
         yield
-    except (ConfigError, DataError, ResumeError) as error:
+    except (ConfigError, DataError, ResumeError, CheckpointError) as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print(error, file=sys.stderr, flush=True)
         sys.exit(2)

@@ -21,6 +21,7 @@ from r3.shape import ModelShape, ShapeError, checkpoint_tensors
 BUILTIN_REWARDS = ("gsm8k", "exact")  # those of r3.rewards, which imports too much to be asked here
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
+_SHOWN_TENSORS = 5  # of a checkpoint that does not fit
 _SHOWN_ROWS = 5  # of a bad data file; the rest is counted
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -247,16 +248,12 @@ def _check_model(config: Config, found: _Findings) -> ModelShape | None:
     except ShapeError as error:
         found.add("model.path", str(error), "download or export the checkpoint again")
         return shape
-    wrong = [name for name, size in shape.tensor_shapes.items() if tensors.get(name) != size]
-    if wrong:
-        name, count = (
-            wrong[0],
-            f"{len(wrong)} of the {len(shape.tensor_shapes)} tensors that config.json implies",
-        )
+    if faults := shape.faults(tensors):
+        shown = "; ".join(faults[:_SHOWN_TENSORS])
+        more = f"; and {len(faults) - _SHOWN_TENSORS} more" if len(faults) > _SHOWN_TENSORS else ""
         found.add(
             "model.path",
-            f"{count} are missing or have another size, the first is {name}: "
-            f"{tensors.get(name, 'missing')} instead of {shape.tensor_shapes[name]}",
+            f"its tensors are not those that config.json implies: {shown}{more}",
             "weights and config.json must belong together: download or export them again",
         )
     return shape

@@ -438,8 +438,11 @@ def write(name: str, content: bytes) -> Callable[[Path], object]:
         (with_hf(hidden_size="wide"), "hidden_size must be a positive integer, got 'wide'"),
         (with_hf(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_type 'yarn' is not supported"),
         (with_hf(quantization_config={"bits": 4}), "quantization_config is not supported"),
-        (with_hf(num_hidden_layers=5), "missing or have another size"),
-        (with_hf(vocab_size=500), "model.embed_tokens.weight: (512, 128) instead of (500, 128)"),
+        (with_hf(num_hidden_layers=5), "missing model.layers."),
+        (
+            with_hf(vocab_size=500),
+            "model.embed_tokens.weight has shape (512, 128), config.json implies (500, 128)",
+        ),
         (without("tokenizer.json"), "no tokenizer.json"),
         (without("chat_template.jinja"), "no chat template"),
         (without("model.safetensors"), "no *.safetensors files"),
