@@ -188,7 +188,7 @@ class ReplayConfig:
     reference: bool = False
     """Replay in the reference policy too. Off: its KL to the policy is not 0 at step 0."""
     shadow_every: int = 1
-    """Every so many steps one micro-batch is scored once more with live routes (mismatch/k3_live); 0 = never."""
+    """Every so many steps the batch is scored once more with live routes (mismatch/k3_live), one forward pass; 0 = never."""
 
 
 @dataclass(frozen=True, kw_only=True)

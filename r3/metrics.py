@@ -60,8 +60,8 @@ GLOSSARY: dict[str, Entry] = {
     "mismatch/abs_p99": Entry(f"99th percentile of |D| {_TOKENS}", "r3/diagnostics.py"),
     "mismatch/abs_max": Entry(f"max |D| {_TOKENS}", "r3/diagnostics.py"),
     "mismatch/ess": Entry(f"(sum w)^2 / (n sum w^2), w = e^D, {_TOKENS}", "r3/diagnostics.py; Kish 1965"),
-    "mismatch/k3_live": Entry("mismatch/k3 of a micro-batch scored with live routes", "r3/updates.py"),
-    "mismatch/f2_live": Entry("mismatch/f2 of a micro-batch scored with live routes", "r3/updates.py"),
+    "mismatch/k3_live": Entry("mismatch/k3 of the same tokens with live routes", "r3/updates.py"),
+    "mismatch/f2_live": Entry("mismatch/f2 of the same tokens with live routes", "r3/updates.py"),
     "routing/coverage": Entry(
         "routes captured / routes a full capture has (tokens - 1 a rollout)", "r3/exchange.py"
     ),

@@ -39,7 +39,7 @@ def train_on(
 
     if mode != "off" and config.replay.shadow_every and (step - 1) % config.replay.shadow_every == 0:
         # The same tokens with live routes, before anything changes: what replay is worth in this very run.
-        live = policy.score(flat[:1], mode="live")
+        live = policy.score(flat, mode="live")
         report(
             {f"mismatch/{name}_live": part for name, part in _panel(policy, live, diagnostics.k3_f2).items()}
         )

@@ -1,0 +1,267 @@
+"""What each rank does in the tests of this folder. Every part is the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from r3.config import Config
+from r3.device import Device
+from r3.exchange import Scored, distribute
+from r3.mesh import Mesh, build_mesh
+from r3.policy import Policy
+from r3.shape import ModelShape
+from r3.types import Batch
+from tests.tiny import random_rollouts, tiny_config
+
+LENGTHS = (37, 12, 50, 9, 23, 31, 44, 18)
+
+
+def build(device: Device, config: Config) -> tuple[Mesh, Policy]:
+    """The mesh and the policy of a config."""
+    mesh = build_mesh(device, config.parallel)
+    return mesh, Policy(config, device, mesh, ModelShape.read(config.model.path))
+
+
+def batches_of(
+    mesh: Mesh,
+    shape: ModelShape,
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    micro_batch_tokens: int = 128,
+    **kwargs: Any,
+) -> list[Batch]:
+    """Random rollouts, dealt out as in a step: every rank generates some, every rank trains on others."""
+    num_updates = kwargs.pop("num_updates", 1)
+    rollouts = random_rollouts(shape, lengths, **kwargs)
+    advantages = np.random.default_rng(5).standard_normal(len(rollouts)).tolist()
+    mine = [
+        Scored(index=index, rollout=rollout, advantage=advantage)
+        for index, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True))
+        if rollout.group % mesh.world.size == mesh.world.rank
+    ]
+    batches, _ = distribute(
+        mine, mesh, shape, num_updates=num_updates, micro_batch_tokens=micro_batch_tokens, on_missing="live"
+    )
+    return batches
+
+
+def full_gradients(policy: Policy) -> dict[str, tuple[str, int, torch.Tensor]]:
+    """Reduced gradients of this rank's tensors under global Megatron names, each with how and where it is cut."""
+    found: dict[str, tuple[str, int, torch.Tensor]] = {}
+    buffers = [b for chunk in policy.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    whole = []
+    for buffer in buffers:
+        group = buffer.data_parallel_group
+        gathered = torch.empty_like(buffer.grad_data)
+        for bucket in buffer.buckets:  # each data-parallel rank owns one contiguous part of every bucket
+            part = bucket.grad_data.numel() // group.size()
+            mine = bucket.grad_data[group.rank() * part : (group.rank() + 1) * part].clone()
+            parts = [torch.empty_like(mine) for _ in range(group.size())]
+            dist.all_gather(parts, mine, group=group)
+            gathered[bucket.offset : bucket.offset + bucket.grad_data.numel()] = torch.cat(parts)
+        whole.append(gathered)
+    for slot in policy.slots:
+        for buffer, gradient in zip(buffers, whole, strict=True):
+            offset, rest = divmod(
+                slot.tensor.data_ptr() - buffer.param_data.data_ptr(), buffer.param_data.element_size()
+            )
+            if rest == 0 and 0 <= offset <= gradient.numel() - slot.tensor.numel():
+                value = gradient[offset : offset + slot.tensor.numel()].view(slot.tensor.shape).clone()
+                found[slot.name] = (slot.kind, slot.index, value)
+                break
+    return found
+
+
+def logits(device: Device, *, model: str, ep: int = 1) -> float:
+    """Largest |difference| of the shard's logits from transformers', over ragged packed sequences."""
+    from transformers import AutoModelForCausalLM
+
+    from r3.policy.modules import packed_params
+
+    config = tiny_config(model, parallel={"ep": ep})
+    mesh, policy = build(device, config)
+    generator = torch.Generator().manual_seed(
+        10 + mesh.dp.rank
+    )  # every data-parallel rank has other sequences
+    sequences = [torch.randint(3, 400, (n,), generator=generator) for n in (33, 7, 64)]
+    borders = np.cumsum([0, *(len(s) for s in sequences)]).tolist()
+    with torch.no_grad():
+        ours = policy.chunks[0](
+            torch.cat(sequences)[None],
+            torch.cat([torch.arange(len(s)) for s in sequences])[None],
+            None,
+            packed_seq_params=packed_params(borders, device.torch),
+        )[0]
+        reference = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="eager"
+        )
+        theirs = torch.cat([reference(s[None]).logits[0] for s in sequences])
+    return float((ours - theirs).abs().max())
+
+
+def gradients(
+    device: Device,
+    *,
+    model: str,
+    out: str,
+    parallel: dict[str, int] | None = None,
+    micro_batch_tokens: int = 128,
+    experts: str = "grouped",
+    recompute: str = "none",
+    aggregation: str = "token",
+    padded: bool = False,
+) -> dict[str, float]:
+    """Loss and gradients of one batch with replayed random routes, then the gradient norm and weights after a step."""
+    config = tiny_config(
+        model,
+        parallel=parallel or {},
+        model={"experts": experts, "recompute": recompute},
+        algo={"aggregation": aggregation, "tis_cap": 2.0},
+    )
+    mesh, policy = build(device, config)
+    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=micro_batch_tokens)
+    metrics = padded_backward(policy, batch) if padded else policy.forward_backward(batch)
+    loss = metrics["loss/total"].total if "loss/total" in metrics else 0.0
+    losses = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
+    torch.save(full_gradients(policy), Path(out) / f"rank_{device.rank}.pt")
+    update = policy.update(batch, total_updates=10)
+    return {
+        "loss": float(losses),
+        "grad_norm": update.grad_norm,
+        "router_grad_norm": update.router_grad_norm,
+        "micro_batches": len(batch.micro_batches),
+        "agreement_slots": update.metrics["routing/agreement"].count,
+    }
+
+
+def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
+    """The same loss from one padded dense forward: an independent path through attention and packing."""
+    from r3.diagnostics import Mean
+    from r3.policy.layout import local_tokens
+    from r3.policy.logprobs import logprobs_and_entropy
+    from r3.policy.policy import policy_loss
+
+    for chunk in policy.wrapped:
+        chunk.zero_grad_buffer()
+    policy.optimizer.zero_grad()
+    total = 0.0
+    with policy.replay.schedule("replay", training=True):
+        for micro_batch in batch.micro_batches:
+            borders = list(zip(micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], strict=False))
+            longest = max(end - start for start, end in borders)
+            tokens = torch.zeros(len(borders), longest, dtype=torch.int64)
+            routes = torch.full(
+                (longest, len(borders), *micro_batch.routed_experts_NLK.shape[1:]), -1, dtype=torch.int16
+            )
+            for row, (start, end) in enumerate(borders):
+                tokens[row, : end - start] = micro_batch.tokens_N[start:end]
+                routes[: end - start, row] = micro_batch.routed_experts_NLK[
+                    start:end
+                ]  # Megatron's rows are s-major
+            routes = routes.flatten(0, 1)
+            captured = (routes >= 0).flatten(1).all(1)
+            policy.replay.load(routes, captured, rows=int(captured.sum()))
+            positions = torch.arange(longest).expand(len(borders), longest)
+            logits_bsV = policy.wrapped[0](tokens, positions, None)
+            logits_NV = torch.cat(
+                [logits_bsV[row, : end - start] for row, (start, end) in enumerate(borders)]
+            )
+            vocab_size = policy.shape.vocab_size
+            logprobs_N, _ = logprobs_and_entropy(
+                logits_NV, micro_batch.targets_N, policy.mesh.tp, vocab_size=vocab_size
+            )
+            loss, _ = policy_loss(
+                policy.config.algo,
+                logprobs_N,
+                logprobs_N.detach(),
+                None,
+                local_tokens(micro_batch, policy.mesh, policy.device.torch),
+                num_loss_tokens=batch.num_loss_tokens,
+                num_sequences=batch.num_sequences,
+            )
+            loss.backward()
+            total += float(loss)
+    for chunk in policy.wrapped:
+        chunk.finish_grad_sync()
+    return {"loss/total": Mean(total, 1.0)}
+
+
+def routes_used(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, int]:
+    """Read back at every router which experts each token really went to, and compare with the routes it was given."""
+    from r3.policy.layout import local_tokens
+
+    mesh, policy = build(device, tiny_config(model, parallel=parallel))
+    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
+    used: dict[int, list[torch.Tensor]] = {}
+    for layer in policy.chunks[0].decoder.layers:
+        number = layer.layer_number - 1
+        if number in policy.shape.moe_layers:
+            used[number] = []
+            layer.mlp.router.register_forward_hook(lambda _m, _i, out, n=number: used[n].append(out[1]))
+    policy.score(batch.micro_batches, mode="replay")
+    slots = wrong = 0
+    for i, micro_batch in enumerate(batch.micro_batches):
+        local = local_tokens(micro_batch, mesh, device.torch)
+        captured = local.captured_N
+        for position, layer in enumerate(policy.shape.moe_layers):
+            if layer not in used:
+                continue  # on another pipeline stage
+            rows = local.routes_NLK[:, position].long()[captured]
+            given = torch.zeros(len(rows), policy.shape.num_experts, dtype=torch.bool).scatter(1, rows, True)
+            same = (used[layer][i][captured] == given).all(-1)
+            slots += len(same)
+            wrong += int((~same).sum())
+    return {"slots": slots, "wrong": wrong}
+
+
+def replay_guards(device: Device, *, model: str) -> list[str]:
+    """Provoke every refusal of the replay owner; returns the messages."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    mesh, policy = build(device, tiny_config(model))
+    (batch,) = batches_of(mesh, policy.shape)
+    micro_batch = batch.micro_batches[0]
+    messages = [f"instances in the class-level list: {len(RouterReplay.global_router_replay_instances)}"]
+
+    def provoke(action: Any) -> None:
+        try:
+            action()
+            messages.append("nothing was raised")
+        except AssertionError as error:
+            messages.append(str(error))
+
+    def load() -> None:
+        captured = micro_batch.captured_N
+        policy.replay.load(micro_batch.routed_experts_NLK, captured, rows=int(captured.sum()))
+
+    def never_used() -> None:
+        with policy.replay.schedule("replay", training=False):
+            load()
+
+    def loaded_twice() -> None:
+        with policy.replay.schedule("replay", training=False):
+            load()
+            load()
+
+    def not_loaded() -> None:
+        with policy.replay.schedule("replay", training=False), torch.no_grad():
+            policy.chunks[0](micro_batch.tokens_N[None], micro_batch.positions_N[None], None)
+
+    def too_few_rows() -> None:
+        with policy.replay.schedule("replay", training=False), torch.no_grad():
+            policy.replay.load(micro_batch.routed_experts_NLK[:-3], micro_batch.captured_N[:-3], rows=1)
+            policy.chunks[0](micro_batch.tokens_N[None], micro_batch.positions_N[None], None)
+
+    for action in (never_used, loaded_twice, not_loaded, too_few_rows):
+        provoke(action)
+    policy.score(
+        batch.micro_batches, mode="replay"
+    )  # state was cleared each time: an ordinary pass still works
+    messages.append("still works")
+    return messages

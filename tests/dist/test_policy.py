@@ -1,0 +1,128 @@
+"""The Megatron shard computes what transformers computes, and the layout changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from r3 import assets
+from r3.policy.weights import uncut
+from tests.dist import cases
+from tests.tiny import random_checkpoint
+from tests.world import run_world
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Qwen3-MoE of other sizes: 4 layers, one of them dense, 16 experts top-4, tied embeddings."""
+    return str(random_checkpoint(tmp_path_factory.mktemp("other"), tied=True, mlp_only_layers=[1], num_hidden_layers=4))
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 2), (2, 1)], ids=["single", "ep2", "dp2"])
+@pytest.mark.parametrize("which", ["shipped", "random"])
+def test_logits_equal_transformers(which: str, ranks: int, ep: int, other_model: str) -> None:
+    model = str(assets.TINY_MOE) if which == "shipped" else other_model
+    # float32 on both sides: rounding leaves about 1e-5 on logits of size 10; a wrong weight or mask leaves 1e-1 and more
+    assert max(run_world(cases.logits, ranks, model=model, ep=ep)) <= 1e-4
+
+
+def _gradients(tmp: Path, model: str, name: str, ranks: int, **arguments: Any) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Figures of the first rank, and gradients of all ranks put together."""
+    folder = tmp / name
+    folder.mkdir()
+    results = run_world(cases.gradients, ranks, model=model, out=str(folder), **arguments)
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    kinds: dict[str, Any] = {}
+    for rank in range(ranks):
+        for tensor, (kind, index, value) in torch.load(folder / f"rank_{rank}.pt").items():
+            parts.setdefault(tensor, {})[index] = value
+            kinds[tensor] = kind
+    merged = {tensor: uncut(kinds[tensor], [cuts[i] for i in sorted(cuts)]) for tensor, cuts in parts.items()}
+    return results[0] | {"agreement_slots": sum(result["agreement_slots"] for result in results)}, merged
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, other_model: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Loss and gradients of one process that packs everything it can."""
+    return _gradients(tmp_path_factory.mktemp("single"), other_model, "single", 1)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"ranks": 2},
+    "ep2": {"ranks": 2, "parallel": {"ep": 2}},
+    "tp2": {"ranks": 2, "parallel": {"tp": 2}},
+    "tp2-etp1": {"ranks": 2, "parallel": {"tp": 2, "etp": 1}},
+    "pp2": {"ranks": 2, "parallel": {"pp": 2}, "micro_batch_tokens": 64},
+    "cp2": {"ranks": 2, "parallel": {"cp": 2}},
+    "tp2-dp2": {"ranks": 4, "parallel": {"tp": 2}},
+    "tp2-ep2": {"ranks": 4, "parallel": {"tp": 2, "ep": 2}},
+    "tp2-ep2-etp1": {"ranks": 2, "parallel": {"tp": 2, "ep": 2, "etp": 1}},
+    "pp2-ep2-full-recompute": {
+        "ranks": 4,
+        "parallel": {"pp": 2, "ep": 2},
+        "micro_batch_tokens": 64,
+        "recompute": "full",
+    },
+    "pp2-tp2": {"ranks": 4, "parallel": {"pp": 2, "tp": 2}, "micro_batch_tokens": 64},
+    "cp2-tp2": {"ranks": 4, "parallel": {"cp": 2, "tp": 2}},
+    "cp2-ep2": {"ranks": 2, "parallel": {"cp": 2, "ep": 2}},
+    "ep2-full-recompute": {"ranks": 2, "parallel": {"ep": 2}, "recompute": "full"},
+    "dp2-sequential-moe-recompute": {"ranks": 2, "recompute": "moe", "experts": "sequential"},
+    "unpacked": {"ranks": 1, "micro_batch_tokens": 50},
+    "padded": {"ranks": 1, "padded": True},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradients_do_not_depend_on_layout_or_packing(
+    layout: str, single: tuple[dict, dict[str, torch.Tensor]], other_model: str, tmp_path: Path
+) -> None:
+    figures, gradients = _gradients(tmp_path, other_model, "other", **LAYOUTS[layout])
+    expected_figures, expected = single
+    # float32 sums in another order: relative 1e-5 on scalars; on tensors relative to the largest gradient, since entries
+    # near zero are differences of large terms
+    for name in ("loss", "grad_norm", "router_grad_norm"):
+        assert figures[name] == pytest.approx(expected_figures[name], rel=1e-5), name
+    assert expected_figures["router_grad_norm"] > 1e-3 * expected_figures["grad_norm"], "the router learns under replay"
+    assert figures["agreement_slots"] == expected_figures["agreement_slots"], "every slot is compared exactly once"
+    # the last pipeline stage has its own copy of a tied embedding
+    assert gradients.keys() - {"output_layer.weight"} == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        difference = float((gradients[name] - gradient).abs().max())
+        assert difference <= 1e-5 * largest, f"{name}: {difference} where the largest gradient is {largest}"
+
+
+def test_sequence_aggregation_does_not_depend_on_layout(other_model: str, tmp_path: Path) -> None:
+    one, _ = _gradients(tmp_path, other_model, "one", 1, aggregation="sequence")
+    two, _ = _gradients(tmp_path, other_model, "two", 2, aggregation="sequence", parallel={"cp": 2})
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)  # float32, summed in another order
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(2, {}), (2, {"ep": 2}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2}), (4, {"pp": 2, "tp": 2, "ep": 2})],
+    ids=["dp2", "ep2", "tp2", "pp2", "cp2", "pp2-tp2-ep2"],
+)
+def test_router_sends_every_token_where_its_route_says(ranks: int, parallel: dict[str, int], other_model: str) -> None:
+    results = run_world(cases.routes_used, ranks, model=other_model, parallel=parallel)
+    assert all(result["slots"] > 50 for result in results)
+    assert [result["wrong"] for result in results] == [0] * ranks
+
+
+def test_replay_refuses_what_would_lose_or_shift_a_route(other_model: str) -> None:
+    ((listed, never_used, twice, not_loaded, rows, alive),) = run_world(
+        cases.replay_guards, 1, model=other_model
+    )
+    assert listed == "instances in the class-level list: 0"
+    assert "never used" in never_used
+    assert "previous micro-batch were never used" in twice
+    assert "without routes loaded" in not_loaded
+    assert "routes (" in rows and "tokens" in rows
+    assert alive == "still works"
