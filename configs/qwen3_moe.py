@@ -8,6 +8,7 @@ from r3.config import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
+    ReplayConfig,
     RolloutConfig,
     TrainConfig,
 )
@@ -52,6 +53,8 @@ def qwen3_moe_30b_a3b() -> Config:
         parallel=ParallelConfig(ep=8),
         # Weights are 57 GiB, so this leaves 30 GiB or so for the KV cache; the policy's weights stay beside it.
         engine=EngineConfig(memory_fraction=0.7, max_num_seqs=256),
+        # A forward pass with live routes costs a fifth of an update: often enough to see what replay is worth.
+        replay=ReplayConfig(shadow_every=10),
         eval=gsm8k.EVAL,
         checkpoint=CheckpointConfig(every=50),
     )
