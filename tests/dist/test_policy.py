@@ -107,8 +107,8 @@ def test_sequence_aggregation_does_not_depend_on_layout(other_model: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [(2, {}), (2, {"ep": 2}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2}), (4, {"pp": 2, "tp": 2, "ep": 2})],
-    ids=["dp2", "ep2", "tp2", "pp2", "cp2", "pp2-tp2-ep2"],
+    [(2, {}), (2, {"ep": 2}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2}), (4, {"pp": 2, "tp": 2, "ep": 2, "etp": 1})],
+    ids=["dp2", "ep2", "tp2", "pp2", "cp2", "pp2-tp2-ep2-etp1"],
 )
 def test_router_sends_every_token_where_its_route_says(ranks: int, parallel: dict[str, int], other_model: str) -> None:
     results = run_world(cases.routes_used, ranks, model=other_model, parallel=parallel)
