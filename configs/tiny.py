@@ -17,7 +17,7 @@ from r3.config import (
 
 
 def tiny() -> Config:
-    """A 1 M parameter Qwen3-MoE learns to write its steps: two CPU ranks, about two minutes."""
+    """A 1 M parameter Qwen3-MoE learns to write its steps: two CPU ranks, about a minute."""
     return Config(
         # float32 on both sides: what is left of the mismatch between engine and policy is then rounding, 1e-6.
         model=ModelConfig(path=str(assets.TINY_MOE), dtype="float32"),

@@ -115,7 +115,8 @@ class RunDir:
         path = self.rollouts(step)
         # Both are whole before either appears; the inner one, the arrays, appears first.
         with replacing(path) as text, replacing(path.with_suffix(".safetensors")) as tensors:
-            save_file(arrays, tensors)
+            # safetensors writes the raw buffer and ignores strides: another memory order would be scrambled silently.
+            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, tensors)
             text.write_bytes(b"".join(map(_line, rows)))
         return path
 

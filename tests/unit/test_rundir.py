@@ -224,3 +224,22 @@ def test_truncation_says_which_rows_are_missing(tmp_path: Path) -> None:
     assert truncate_metrics(run_dir, 4) == ["metrics.jsonl is missing: rows before step 4 are lost"]
     run_dir.append_metrics({"step": 1})
     assert truncate_metrics(run_dir, 4) == ["metrics.jsonl: rows of steps 2 to 3 are missing"]
+
+
+def test_arrays_in_another_memory_order_are_written_as_they_read(tmp_path: Path) -> None:
+    routes = np.asfortranarray(np.arange(4 * 3 * 2, dtype=np.int8).reshape(4, 3, 2))
+    zeros = np.zeros(5, dtype=np.float32)
+    rollout = Rollout(
+        prompt_id="a:1",
+        group=0,
+        member=0,
+        tokens_T=np.arange(5),
+        loss_mask_T=zeros,
+        logprobs_T=zeros,
+        routed_experts=routes,
+        finish_reason="stop",
+        version=0,
+        response="",
+    )
+    (again,), _, _ = read_rollouts(RunDir(tmp_path).write_rollouts(1, [rollout], [0.0], [0.0]))
+    assert np.array_equal(again.routed_experts, routes)
