@@ -1,6 +1,6 @@
 """The command line: `train.py PRESET [--section.field value ...]`, `train.py --from RUN_DIR`, `--help`, `--dry-run`.
 
-tyro draws flags and help from the dataclasses in `config`. Whatever is wrong, from a misspelt flag to a bad row of the
+tyro draws the help from the dataclasses in `config`. Whatever is wrong, from a misspelt flag to a bad row of the
 data set, is gathered first and said once, before anything is written. Imports neither torch nor vllm nor megatron.
 """
 
@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +26,7 @@ from r3.config import (
     Problem,
     flatten,
     from_yaml,
+    is_list,
     nearest_fields,
     parse_value,
     resume_problems,
@@ -60,7 +61,7 @@ class _Words:
     world_size: str | None = None
     dry_run: bool = False
     help: bool = False
-    flags: dict[str, str] = field(default_factory=dict)
+    flags: dict[str, str | list[str]] = field(default_factory=dict)
 
 
 def parse(argv: Sequence[str]) -> Invocation:
@@ -137,8 +138,13 @@ def _read(argv: Sequence[str], problems: list[Problem]) -> _Words:
             problems.append(
                 Problem(name, value, f"is given twice, {words.flags[name]!r} before", "give it once")
             )
-        else:
+        elif not is_list(name):
             words.flags[name] = value
+        else:
+            values = [value]
+            while rest and not rest[0].startswith("--") and rest[0] != "-h":
+                values.append(rest.pop(0))
+            words.flags[name] = values if len(values) > 1 else value
     return words
 
 
@@ -172,17 +178,15 @@ def _base(words: _Words, problems: list[Problem]) -> tuple[str, Config | None]:
     return preset, PRESETS[preset]()
 
 
-def _with_flags(base: Config, flags: dict[str, str], problems: list[Problem]) -> Config:
-    """The config that tyro reads from the flags. Values of a wrong type are left out and reported, all of them."""
-    arguments = []
+def _with_flags(base: Config, flags: Mapping[str, object], problems: list[Problem]) -> Config:
+    """The config with the flags' values. Those of a wrong type are left out and reported, all of them."""
+    values = {}
     for name, text in flags.items():
         try:
-            arguments.append(f"--{name}={parse_value(name, text)}")
+            values[name] = parse_value(name, text)
         except ValueError as error:
             problems.append(Problem(name, text, str(error), "see --help"))
-    return tyro.cli(
-        Config, default=base, args=arguments, use_underscores=True, config=(tyro.conf.FlagConversionOff,)
-    )
+    return with_values(base, values)
 
 
 def _world_size(words: _Words, config: Config, problems: list[Problem]) -> int:

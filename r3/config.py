@@ -334,8 +334,24 @@ def parse_value(name: str, value: object) -> Any:
     """A value for a field, from text or YAML, in the field's type; ValueError says what was expected.
 
     Text is read as the command line reads it, so YAML's `lr: 1e-4`, which YAML takes for a string, means the number.
+    A field with a list takes a list, one value as a list of one, and "" as an empty one.
     """
-    kind = FIELD_TYPES[name]
+    return _parse_as(FIELD_TYPES[name], value)
+
+
+def is_list(name: str) -> bool:
+    """Whether a field holds any number of values: a `tuple[X, ...]`, written `--name a b` and, in YAML, as a list."""
+    return get_origin(FIELD_TYPES[name]) is tuple
+
+
+def _parse_as(kind: Any, value: object) -> Any:
+    if get_origin(kind) is tuple:
+        one = get_args(kind)[0]
+        if value == "":  # as in `--eval.path ''`: the one way to write no value where a value is expected
+            return ()
+        if not isinstance(value, list | tuple):  # `path: rows.jsonl` is a list of one
+            value = (value,)
+        return tuple(_parse_as(one, entry) for entry in value)
     if get_origin(kind) is Literal:
         text = "off" if value is False else str(value)  # YAML reads a bare `off` as False
         for choice in get_args(kind):

@@ -271,7 +271,8 @@ def _has_chat_template(folder: Path) -> bool:
 
 def _check_ranges(found: _Findings) -> None:
     for name, value in found.values.items():
-        if isinstance(value, float) and not math.isfinite(value):
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             found.add(name, "must be a finite number", "see --help")
     for name, holds, rule, fix in _RANGES:
         if found.sound(name) and not holds(found.values[name]):

@@ -14,7 +14,7 @@ import pytest
 from configs import PRESETS
 from r3 import cli
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
-from r3.config import FIELD_TYPES, to_yaml, with_values
+from r3.config import FIELD_TYPES, Config, to_yaml, with_values
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "vllm", "megatron", "transformers", "numpy")
@@ -86,6 +86,18 @@ def test_a_value_may_be_empty_or_hold_spaces_and_equal_signs() -> None:
         ["tiny", "--parallel.ep", "1", "--eval.path", "", "--data.system_prompt", "a = b"]
     ).config
     assert (config.eval.path, config.data.system_prompt) == ("", "a = b")
+
+
+def test_a_list_field_takes_every_word_up_to_the_next_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FIELD_TYPES, "train.beta1", tuple[float, ...])
+
+    def beta1(*words: str) -> object:
+        return cli._with_flags(Config(), cli._read(["tiny", *words], []).flags, []).train.beta1
+
+    assert beta1("--train.beta1", "0.5", "-1", "2", "--train.seed", "1") == (0.5, -1.0, 2.0)
+    assert beta1("--train.beta1=0.5", "1") == (0.5, 1.0)
+    assert beta1("--train.beta1", "3") == (3.0,)
+    assert beta1("--train.beta1", "", "--train.seed", "1") == ()
 
 
 def test_an_empty_folder_name_is_the_preset_s() -> None:

@@ -64,6 +64,35 @@ def test_yaml_is_read_as_a_person_means_it() -> None:
     assert (config.engine.sleep_level, config.log.progress) == (1, False)
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        (tuple[str, ...], ["a.jsonl", "b c.parquet"], ("a.jsonl", "b c.parquet")),
+        (tuple[str, ...], "one.jsonl", ("one.jsonl",)),
+        (tuple[str, ...], "", ()),
+        (tuple[str, ...], [], ()),
+        (tuple[float, ...], ["0.5", 1, "1e-4"], (0.5, 1.0, 1e-4)),
+        (tuple[int, ...], ("1", 2), (1, 2)),
+        (tuple[bool, ...], ["true", False], (True, False)),
+    ],
+)
+def test_a_list_field_takes_lists_one_value_and_nothing(
+    kind: Any, value: object, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FIELD_TYPES, "train.lr", kind)
+    parsed = parse_value("train.lr", value)
+    assert parsed == expected and [type(x) for x in parsed] == [type(x) for x in expected]  # type: ignore[attr-defined]
+    config = with_values(Config(), {"train.lr": parsed})
+    assert from_yaml(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("value", [["1", "x"], [1, [2]], {"a": 1}, [True], [None]])
+def test_a_list_of_the_wrong_things_is_refused(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FIELD_TYPES, "train.lr", tuple[float, ...])
+    with pytest.raises(ValueError, match="must be a number"):
+        parse_value("train.lr", value)
+
+
 def test_everything_wrong_in_a_yaml_is_said_at_once() -> None:
     text = "\n".join(
         [
