@@ -341,5 +341,6 @@ def test_lock_is_complete_and_portable() -> None:
     assert f'__version__ = "{project["version"]}"' in (ROOT / "r3/__init__.py").read_text(encoding="utf-8")
     extras = project["optional-dependencies"]
     assert set(extras["cpu"]) <= set(lines)
-    wanted = [re.split(r"[<>=]", spec)[0].lower() for spec in [*project["dependencies"], *extras["dev"]]]
+    specs = [*project["dependencies"], *extras["data"], *extras["dev"]]
+    wanted = [re.split(r"[<>=]", spec)[0].lower() for spec in specs]
     assert set(wanted) <= locked
