@@ -47,6 +47,11 @@ class UpdatePlan:
         return len(self.micro_batches[0])
 
 
+def route_dtype(num_experts: int) -> np.dtype:
+    """Smallest signed integer that holds every expert id and -1."""
+    return np.dtype(np.int8 if num_experts <= 128 else np.int16)
+
+
 # --- the plan -----------------------------------------------------------------------------------------------
 
 
@@ -192,7 +197,8 @@ def pack(
         rollout_ids: the index of each in the step's list.
         advantages: one per rollout.
         num_experts: experts per layer, to check and to fill routes.
-        num_layers: MoE layers in the routes; 0 if there are none (dense, or not captured): then [T-1, 0, 0].
+        num_layers: MoE layers in the routes, those of a pipeline stage or all; 0 if there are none (dense, or not
+            captured): then [T-1, 0, 0].
         topk: experts per token.
         multiple: the packed length is a multiple of this; itself a multiple of `sequence_multiple`.
         sequence_multiple: every sequence is padded to a multiple of this with filler tokens (context parallelism
@@ -229,17 +235,17 @@ def filler_micro_batch(*, num_experts: int, num_layers: int, topk: int, multiple
 
 
 def filler_routes(num_tokens: int, num_layers: int, topk: int, num_experts: int) -> np.ndarray:
-    """Routes of filler tokens, int16 [N, L, K]: expert (row * K + k) mod E.
+    """Routes of filler tokens, [N, L, K] in the smallest type: expert (row * K + k) mod E.
 
     Distinct inside a row, since dispatchers break on an expert chosen twice, and spread evenly over the
     experts. A dense model has none: [N, 0, 0].
     """
     if num_layers == 0:
-        return np.zeros((num_tokens, 0, 0), np.int16)
+        return np.zeros((num_tokens, 0, 0), route_dtype(num_experts))
     if not 1 <= topk <= num_experts <= np.iinfo(np.int16).max:
         raise ValueError(f"need 1 <= topk <= num_experts <= 32767, got topk {topk} and {num_experts} experts")
     experts_NK = np.arange(num_tokens * topk).reshape(num_tokens, 1, topk) % num_experts
-    return np.repeat(experts_NK.astype(np.int16), num_layers, axis=1)
+    return np.repeat(experts_NK.astype(route_dtype(num_experts)), num_layers, axis=1)
 
 
 def count_loss_tokens(micro_batches: Iterable[MicroBatch]) -> int:
@@ -265,7 +271,8 @@ def _shift(
         raise ValueError(f"{name}: log-probabilities are not finite at tokens {where[:8]}")
     _check_routes(rollout.routed_experts, name, num_experts=num_experts, num_layers=num_layers, topk=topk)
 
-    routes_TLK = np.full((len(rollout.tokens_T), *rollout.routed_experts.shape[1:]), MISSING, np.int16)
+    shape_TLK = (len(rollout.tokens_T), *rollout.routed_experts.shape[1:])
+    routes_TLK = np.full(shape_TLK, MISSING, route_dtype(num_experts))
     routes_TLK[:-1] = rollout.routed_experts
     loss_mask_T = _next(rollout.loss_mask_T, np.float32)
     return _Sequence(

@@ -16,6 +16,7 @@ from r3.device import preserved_random_state
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.config import VllmConfig
 
     from r3.config import Config
     from r3.device import Device
@@ -23,6 +24,94 @@ if TYPE_CHECKING:
 # KV cache on CPU when the config does not say: enough for a small model, small enough for a laptop.
 DEFAULT_CPU_KV_CACHE_BYTES = 256 << 20
 _OVERWRITTEN_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH")
+
+
+class EngineConfigError(RuntimeError):
+    """The engine that was built is not the one that routes, weights and log-probabilities can be trusted from."""
+
+
+def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
+    """Compare what vLLM made of its arguments with what r3 relies on; raises `EngineConfigError` with every difference.
+
+    Asked of the built engine and not of the arguments: defaults, the environment, the checkpoint's config.json and a later
+    field of `EngineConfig` all end here.
+    """
+    model, parallel, cache, offload = (
+        built.model_config,
+        built.parallel_config,
+        built.cache_config,
+        built.offload_config,
+    )
+    dtype = config.engine.dtype
+    rows = "rows are read by KV slot: a block that leaves the device takes its routes along"
+    ids = "ids returned would not be the checkpoint's experts"
+    one_token = "a row of routes and a log-probability belong to one sampled token"
+    pushed = "the weight sync writes plain full tensors into the engine"
+    facts: tuple[tuple[str, Any, Any, str], ...] = (
+        (
+            "enable_return_routed_experts",
+            model.enable_return_routed_experts,
+            capture,
+            "engine and replay.mode must agree: routes are captured on both sides or on none",
+        ),
+        ("tensor_parallel_size", parallel.tensor_parallel_size, config.parallel.engine_tp, "as configured"),
+        (
+            "pipeline_parallel_size",
+            parallel.pipeline_parallel_size,
+            1,
+            "a stage captures its own layers only",
+        ),
+        (
+            "decode_context_parallel_size",
+            parallel.decode_context_parallel_size,
+            1,
+            "a rank captures a part only",
+        ),
+        (
+            "prefill_context_parallel_size",
+            parallel.prefill_context_parallel_size,
+            1,
+            "a rank captures a part only",
+        ),
+        (
+            "data_parallel_size",
+            parallel.data_parallel_size,
+            1,
+            "r3 has an engine of its own for each such rank",
+        ),
+        ("enable_eplb", parallel.enable_eplb, False, f"experts move between slots, {ids}"),
+        ("enable_dbo", parallel.enable_dbo, False, "half batches would be captured over one another"),
+        ("kv_transfer_config", built.kv_transfer_config, None, rows),
+        ("kv_offloading_size", cache.kv_offloading_size, None, rows),
+        ("cpu_offload_gb", offload.uva.cpu_offload_gb, 0, pushed),
+        ("offload_group_size", offload.prefetch.offload_group_size, 0, pushed),
+        ("lora_config", built.lora_config, None, pushed),
+        ("quantization", model.quantization, None, pushed),
+        ("quant_config", built.quant_config, None, pushed),
+        ("speculative_config", built.speculative_config, None, one_token),
+        ("dtype", str(model.dtype), f"torch.{dtype}", "engine.dtype"),
+        (
+            "cache_dtype",
+            "auto" if str(cache.cache_dtype).endswith(dtype) else cache.cache_dtype,
+            "auto",
+            "a rounded KV cache is a mismatch that replay cannot remove",
+        ),
+        (
+            "logprobs_mode",
+            model.logprobs_mode,
+            "processed_logprobs",
+            "log-probabilities must be those of the distribution that was sampled from",
+        ),
+    )
+    faults = [
+        f"{name} is {found!r}, must be {wanted!r}: {why}"
+        for name, found, wanted, why in facts
+        if found != wanted
+    ]
+    if faults:
+        raise EngineConfigError(
+            "\n".join(["the engine cannot be used", *(f"  - {fault}" for fault in faults)])
+        )
 
 
 @contextmanager
@@ -101,6 +190,7 @@ def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bo
         llm = LLM(**arguments)
     for segment in Path("/dev/shm").glob(f"{names}*") if names else ():
         segment.unlink(missing_ok=True)  # mapped by all ranks now; a killed run leaves nothing behind
+    refuse_unfit(llm.llm_engine.vllm_config, config, capture=capture)
     if not device.is_cuda:
         llm.collective_rpc(_rotate_slices_in_torch)
     return llm

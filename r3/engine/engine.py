@@ -39,6 +39,7 @@ class Engine:
     Attributes:
         version: the policy version whose weights it holds; -1 until the first `load_weights`.
         capture: whether it returns routed experts.
+        on_missing: what an incomplete capture does: stop the run, or become rows of -1.
         speaks: whether this rank returns them: of the ranks that share one engine, the first does, and the others'
             rollouts are not used.
     """
@@ -51,6 +52,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.device = device
         self.capture = config.replay.mode == "r3" and bool(shape.moe_layers)
+        self.on_missing = config.replay.on_missing
         self.speaks = device.rank % config.parallel.engine_tp == 0
         self.version = -1
         self._sleep_level = config.engine.sleep_level

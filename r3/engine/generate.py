@@ -108,6 +108,7 @@ def _rollout(engine: Engine, request: Request, output: Any) -> Rollout:
             num_layers=shape.num_layers,
             moe_layers=shape.moe_layers,
             who=who,
+            on_missing=engine.on_missing,
         )
     else:
         routes = np.zeros((len(tokens_T) - 1, 0, 0), dtype=np.int8)

@@ -7,17 +7,15 @@ zeros, which look like expert 0, so they are dropped by layer number before anyb
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
+from r3.packing import MISSING, route_dtype
+
 
 class RouteError(RuntimeError):
-    """The engine returned routes that must not be replayed."""
-
-
-def route_dtype(num_experts: int) -> np.dtype:
-    """Smallest signed integer that holds every expert id and -1."""
-    return np.dtype(np.int8 if num_experts <= 128 else np.int16)
+    """Routes that must not be replayed: incomplete, illegal, of other tokens or of other weights."""
 
 
 def check_routes(
@@ -29,25 +27,39 @@ def check_routes(
     num_layers: int,
     moe_layers: Sequence[int],
     who: str,
+    on_missing: Literal["error", "live"] = "error",
 ) -> np.ndarray:
     """The MoE layers' routes `[T-1, L, K]` in the smallest signed type, after every check; raises `RouteError`.
+
+    Of one turn of a conversation: `routes` are the turn's new rows, `num_tokens` one more than there should be.
 
     Args:
         routes: as the engine returned them, `[T-1, num_layers or len(moe_layers), K]`, unsigned.
         num_tokens: T, prompt and response together.
         num_layers: decoder layers of the model; moe_layers: which of them route, 0-based.
         who: names the rollout in the error.
+        on_missing: "live" makes an incomplete capture (nothing came, or too few rows) all rows of -1, which route live and
+            are counted. All of them: nothing says which rows are missing, and a guess would shift the others.
 
     Checked: presence, rows = T-1, layer count (all decoder layers or exactly the MoE layers), K, ids in range, ids of a row
-    distinct, no MoE layer whose rows are all the same (a capture that never ran leaves zeros everywhere).
+    distinct, no MoE layer whose rows are all the same (a capture that never ran leaves zeros everywhere). What came and is
+    illegal stops in either case: it is a fault of the capture and not a gap.
     """
+    expected = num_tokens - 1
+
+    def all_missing() -> np.ndarray:
+        return np.full((expected, len(moe_layers), topk), MISSING, route_dtype(num_experts))
+
     if routes is None:
+        if on_missing == "live":
+            return all_missing()
         raise RouteError(
             f"{who}: the engine returned no routes. Is capture on (replay.mode) on every engine rank?"
         )
-    if routes.ndim != 3 or routes.shape[0] != num_tokens - 1:
+    too_few = routes.ndim == 3 and routes.shape[0] < expected
+    if routes.ndim != 3 or routes.shape[0] > expected or (too_few and on_missing == "error"):
         raise RouteError(
-            f"{who}: {num_tokens} tokens need {num_tokens - 1} rows of routes, got shape {routes.shape}"
+            f"{who}: {num_tokens} tokens need {expected} rows of routes, got shape {routes.shape}"
         )
     if routes.shape[1] == num_layers:
         routes = routes[:, list(moe_layers)]
@@ -58,7 +70,7 @@ def check_routes(
     if routes.shape[2] != topk:
         raise RouteError(f"{who}: {routes.shape[2]} experts a token, the model uses {topk}")
     if routes.size == 0:
-        return routes.astype(route_dtype(num_experts))
+        return all_missing()
     if int(routes.max()) >= num_experts or int(routes.min()) < 0:
         row, layer, _ = np.argwhere((routes >= num_experts) | (routes < 0))[0]
         raise RouteError(
@@ -79,4 +91,4 @@ def check_routes(
             f"{who}: layer {moe_layers[int(np.argmax(constant))]} sent all {routes.shape[0]} tokens to experts "
             f"{ordered[0, int(np.argmax(constant))].tolist()}; the capture of this layer is dead or the router collapsed"
         )
-    return routes.astype(route_dtype(num_experts))
+    return all_missing() if too_few else routes.astype(route_dtype(num_experts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,15 @@ from r3.config import Config
 from r3.data import prompts_of_step
 from r3.device import Device
 from r3.diagnostics import mismatch
-from r3.engine import Engine, EngineStateError, Request, WeightMismatch, sampling_seed
+from r3.engine import (
+    Engine,
+    EngineConfigError,
+    EngineStateError,
+    Request,
+    WeightMismatch,
+    sampling_seed,
+)
+from r3.engine.build import refuse_unfit
 from r3.exchange import distribute, score_all
 from r3.mesh import Mesh, build_mesh
 from r3.policy import Policy
@@ -154,7 +163,51 @@ def engine_guards(device: Device) -> dict[str, str]:
         lambda: prove_sync(engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh),
     )
     said["works"] = str(engine.generate([request], version=1)[0].num_response_tokens)
+    return said | _unfit(engine.llm.llm_engine.vllm_config, world.config)
+
+
+def _unfit(built: Any, config: Config) -> dict[str, str]:
+    """What is said of the built engine's config with one fact changed, for each fact that r3 relies on."""
+    said = {}
+    for name, value in {
+        "model_config.enable_return_routed_experts": False,
+        "parallel_config.tensor_parallel_size": 2,
+        "parallel_config.pipeline_parallel_size": 2,
+        "parallel_config.decode_context_parallel_size": 2,
+        "parallel_config.prefill_context_parallel_size": 2,
+        "parallel_config.data_parallel_size": 2,
+        "parallel_config.enable_eplb": True,
+        "parallel_config.enable_dbo": True,
+        "kv_transfer_config": "connector",
+        "cache_config.kv_offloading_size": 1.0,
+        "cache_config.cache_dtype": "fp8",
+        "offload_config.uva.cpu_offload_gb": 1.0,
+        "offload_config.prefetch.offload_group_size": 2,
+        "lora_config": "adapter",
+        "model_config.quantization": "fp8",
+        "model_config.dtype": torch.float16,
+        "model_config.logprobs_mode": "raw_logprobs",
+        "quant_config": "fp8",
+        "speculative_config": "draft",
+    }.items():
+        changed = owner = copy.copy(built)
+        *path, last = name.split(".")
+        for part in path:
+            object.__setattr__(owner, part, copy.copy(getattr(owner, part)))
+            owner = getattr(owner, part)
+        object.__setattr__(owner, last, value)
+        said[f"unfit {last}"] = _refusal(changed, config, capture=True)
+    said["unfit other side"] = _refusal(built, config, capture=False)
+    said["fit"] = _refusal(built, config, capture=True)
     return said
+
+
+def _refusal(built: Any, config: Config, *, capture: bool) -> str:
+    try:
+        refuse_unfit(built, config, capture=capture)
+    except EngineConfigError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def step_routes(

@@ -57,6 +57,13 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push() -> None:
     for name, text in expected.items():
         assert text in said[name], f"{name}: {said[name]}"
     assert int(said["works"]) >= 1
+    unfit = {name.removeprefix("unfit "): text for name, text in said.items() if name.startswith("unfit ")}
+    assert len(unfit) == 20
+    assert "enable_return_routed_experts is True, must be False" in unfit.pop("other side")
+    for name, text in unfit.items():
+        assert text.startswith(f"the engine cannot be used\n  - {name} is "), f"{name}: {text}"
+        assert len(text.splitlines()) == 2, "one fault, one line"
+    assert said["fit"] == "nothing was raised"
 
 
 @pytest.mark.parametrize("ep", [1, 2], ids=["dp2", "ep2"])

@@ -83,7 +83,7 @@ def test_alignment_is_the_one_drawn_in_types() -> None:
     assert packed.rollout_ids == (6,)
 
     assert packed.tokens_N.dtype == packed.targets_N.dtype == packed.positions_N.dtype == torch.int64
-    assert packed.routed_experts_NLK.dtype == torch.int16
+    assert packed.routed_experts_NLK.dtype == torch.int8  # the smallest that holds 8 experts and -1
     floats = (packed.loss_mask_N, packed.rollout_logprobs_N, packed.advantages_N, packed.sequence_weights_N)
     assert {tensor.dtype for tensor in floats} == {torch.float32}
 
@@ -190,7 +190,8 @@ def test_filler_routes_are_distinct_and_spread() -> None:
     assert filler_routes(3, 1, 2, 5)[:, 0].tolist() == [[0, 1], [2, 3], [4, 0]]
     routes = filler_routes(64, 3, 8, 128)
     assert routes.shape == (64, 3, 8)
-    assert routes.dtype == np.int16
+    assert routes.dtype == np.int8
+    assert filler_routes(64, 3, 8, 129).dtype == np.int16
     assert all(len(set(row)) == 8 for row in routes.reshape(-1, 8).tolist())
     assert (np.bincount(routes.ravel(), minlength=128) == 64 * 3 * 8 // 128).all()
     with pytest.raises(ValueError, match="topk 3 and 2 experts"):

@@ -122,6 +122,27 @@ def test_every_fault_is_refused_by_name_and_place(fault: str) -> None:
     assert str(caught.value).startswith("rollout p7/2: ")
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_on_missing_live_forgives_what_is_absent_and_nothing_that_is_illegal(fault: str) -> None:
+    inject, message = FAULTS[fault]
+    routes = inject(routes_of(len(MOE_LAYERS)))
+    if fault in ("none", "a row too few"):
+        checked = check(routes, on_missing="live")
+        assert checked.shape == (TOKENS - 1, len(MOE_LAYERS), TOPK) and checked.dtype == np.int8
+        assert (checked == -1).all()  # nobody knows which row is absent, so none is trusted
+    else:
+        with pytest.raises(RouteError, match=message):
+            check(routes, on_missing="live")
+
+
+def test_rows_that_came_are_judged_even_where_others_are_absent() -> None:
+    routes = _set(routes_of(len(MOE_LAYERS)), (41, 1), (3, EXPERTS))[:50]
+    with pytest.raises(RouteError, match="position 41, layer 2"):
+        check(routes, on_missing="live")
+    with pytest.raises(RouteError, match="routes of 2 layers"):
+        check(routes_of(2)[:50], on_missing="live")
+
+
 def test_dead_layer_of_a_top_1_model_is_noticed_although_no_id_repeats() -> None:
     routes = routes_of(len(MOE_LAYERS), topk=1)
     np.testing.assert_array_equal(check(routes, topk=1), routes)
