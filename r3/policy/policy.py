@@ -288,9 +288,11 @@ class Policy:
             tokens = local_tokens(micro_batch, self.mesh, self.device.torch)
             if self.replay.mode == "replay" and recorded_routes is not None:
                 routes_NLK = recorded_routes[number].to(self.device.torch)
-                self.replay.load_local(routes_NLK, tokens.real_N, rows=tokens.num_real)
+                self.replay.load_local(routes_NLK, tokens.real_N, rows=tokens.num_real, model=model)
             elif self.replay.mode == "replay":
-                self.replay.load(tokens.routes_NLK, tokens.captured_N, rows=tokens.num_captured)
+                self.replay.load(
+                    tokens.routes_NLK, tokens.captured_N, rows=tokens.num_captured, model=model
+                )
             logits = model(
                 tokens.tokens_N[None],
                 tokens.positions_N[None],

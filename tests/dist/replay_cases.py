@@ -660,7 +660,13 @@ def recomputation(device: Device, *, model: str) -> dict[str, Any]:
         gradients[f"{recompute}, one by one"] = _gradient_buffers(policy)
         _in_flight(policy, batch)
         gradients[f"{recompute}, in flight"] = _gradient_buffers(policy)
-        for name, order, tap_class in (("scrambled", -1, RouterTap), ("stack", 1, LastFirst)):
+        for name, order, tap_class in (
+            ("last first", (3, 2, 1, 0), RouterTap),
+            ("shuffled", (1, 3, 0, 2), RouterTap),
+            ("in one pass", None, RouterTap),
+            ("twice", (0, 1, 2, 3, 3), RouterTap),
+            ("stack", (0, 1, 2, 3), LastFirst),
+        ):
             for tap in policy.replay.taps.values():
                 tap.__class__, tap.kept = tap_class, []
             try:
@@ -686,8 +692,8 @@ def _gradient_buffers(policy: Policy) -> list[torch.Tensor]:
     return [buffer.clone() for buffer in policy.memory.gradient_buffers()]
 
 
-def _in_flight(policy: Policy, batch: Batch, *, order: int = 1) -> None:
-    """Forward all micro-batches, then backward, from the first (`order` 1) or from the last (-1)."""
+def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0, 1, 2, 3)) -> None:
+    """Forward all four micro-batches, then backward in this order, or (None) all in one backward pass."""
     from r3.policy.layout import local_tokens
     from r3.policy.modules import packed_params
     from r3.policy.policy import policy_loss
@@ -717,8 +723,8 @@ def _in_flight(policy: Policy, batch: Batch, *, order: int = 1) -> None:
                 num_sequences=batch.num_sequences,
             )
             losses.append(loss)
-        for loss in losses[::order]:
-            loss.backward()
+        for loss in [sum(losses)] if order is None else [losses[i] for i in order]:
+            loss.backward(retain_graph=True)
     for chunk in policy.wrapped:
         chunk.finish_grad_sync()
 
