@@ -290,9 +290,7 @@ class Policy:
                 routes_NLK = recorded_routes[number].to(self.device.torch)
                 self.replay.load_local(routes_NLK, tokens.real_N, rows=tokens.num_real, model=model)
             elif self.replay.mode == "replay":
-                self.replay.load(
-                    tokens.routes_NLK, tokens.captured_N, rows=tokens.num_captured, model=model
-                )
+                self.replay.load(tokens.routes_NLK, tokens.captured_N, rows=tokens.num_captured, model=model)
             logits = model(
                 tokens.tokens_N[None],
                 tokens.positions_N[None],
