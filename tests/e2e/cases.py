@@ -15,7 +15,6 @@ from r3.advantage import ADVANTAGES
 from r3.config import Config
 from r3.data import prompts_of_step
 from r3.device import Device
-from r3.diagnostics import mismatch
 from r3.engine import (
     Engine,
     EngineConfigError,
@@ -210,21 +209,13 @@ def _refusal(built: Any, config: Config, *, capture: bool) -> str:
     return "nothing was raised"
 
 
-def step_routes(
-    device: Device, *, ep: int, engine_dtype: str = "float32", seed: int = 0, model: str = ""
-) -> dict[str, Any]:
+def step_routes(device: Device, *, ep: int) -> dict[str, Any]:
     """Generate, exchange, pack and train on real rollouts; read the routers back and measure the mismatch."""
-    config = tiny_config(
-        model,
-        parallel={"ep": ep},
-        engine={"dtype": engine_dtype},
-        rollout={"prompts_per_step": 8},
-        train={"seed": seed},
-    )
+    config = tiny_config(parallel={"ep": ep}, rollout={"prompts_per_step": 8})
     world = World(device, config)
     world.sync(0)
     proof = prove_sync(world.engine, world.policy, world.task.prompts.prompts[:4], config, world.mesh)
-    answers = world.answer(0, step=seed)
+    answers = world.answer(0)
     world.residency.move(State.TRAIN)
     scored = score_all(answers, ADVANTAGES["grpo"], config.rollout.group_size)
     (batch,), _ = distribute(
@@ -249,21 +240,11 @@ def step_routes(
             given = torch.zeros(len(rows), policy.shape.num_experts, dtype=torch.bool).scatter(1, rows, True)
             slots += len(rows)
             wrong += int((used[layer][i][captured] != given).any(-1).sum())
-    flat = batch.micro_batches
-    rollout_N = torch.cat([micro_batch.rollout_logprobs_N for micro_batch in flat])
-    mask_N = torch.cat([micro_batch.loss_mask_N for micro_batch in flat])
-    figures: dict[str, float] = {}
-    for mode in ("replay", "live"):
-        logprobs_N = torch.cat(policy.score(flat, mode=mode).logprobs)
-        parts = mismatch(logprobs_N, rollout_N, mask_N)
-        figures |= {f"{mode}/{name}": type(part).reduce([part]) for name, part in parts.items()}
     return {
         "proof": proof,
         "slots": slots,
         "wrong": wrong,
         "abs_max": metrics["mismatch/abs_max"].value,
-        "figures": figures,
-        "k3_sums": {mode: figures[f"{mode}/k3"] * float(mask_N.sum()) for mode in ("replay", "live")},
     }
 
 

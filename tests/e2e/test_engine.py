@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import cases
-from tests.tiny import random_checkpoint
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -73,21 +72,6 @@ def test_captured_routes_are_the_routes_used_and_float32_probabilities_agree(ep:
         assert result["wrong"] == 0
         assert result["abs_max"] <= 1e-4  # two float32 stacks: rounding leaves some 1e-6
         assert result["proof"] <= 1e-4
-
-
-def test_replay_lowers_the_mismatch_of_a_bfloat16_engine_on_the_same_tokens(tmp_path: Path) -> None:
-    # A random model with 16 experts, top 4: its routers often stand near a tie, as large models' do. The shipped model's are
-    # so decided after training that a few flips drown in the other rounding of bfloat16 (README, known limits).
-    model = random_checkpoint(
-        tmp_path / "model",
-        num_hidden_layers=4,
-        head_dim=32,
-        moe_intermediate_size=64,
-        max_position_embeddings=512,
-    )
-    results = run_world(cases.step_routes, 2, ep=2, engine_dtype="bfloat16", model=str(model))
-    replay, live = (sum(result["k3_sums"][mode] for result in results) for mode in ("replay", "live"))
-    assert 0 < replay < live, f"k3 sums: replay {replay}, live {live}"
 
 
 def test_what_is_sampled_does_not_depend_on_ranks_or_batching() -> None:
