@@ -46,7 +46,7 @@ def qwen3_moe_30b_a3b() -> Config:
         data=gsm8k.DATA,
         rollout=RolloutConfig(prompts_per_step=128, group_size=16, max_response_tokens=4096),
         # Weights of min(pi_old / mu, 2) correct what is left between the bf16 engine and the policy.
-        algo=AlgoConfig(tis_cap=2.0),
+        algo=AlgoConfig(correction="token_tis"),
         # Two updates a step: the second is off-policy, which is where clipping and replay earn their keep.
         # The head's logits (vocabulary 151936) set the size of a micro-batch: 11.6 GiB for 8192 tokens.
         train=TrainConfig(steps=200, lr=1e-6, warmup_updates=10, updates_per_step=2, micro_batch_tokens=8192),

@@ -85,24 +85,51 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
-    """Advantage and loss. Formulas are in r3/advantage.py and r3/loss.py."""
+    """Advantage, loss and what stands beside them. Formulas, papers and defaults are in r3/advantage.py and r3/loss.py.
 
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """grpo: (R - mean) / std of the group; dr_grpo: R - mean."""
-    loss: Literal["ppo_clip"] = "ppo_clip"
-    """Policy loss."""
-    aggregation: Literal["token", "sequence"] = "token"
-    """token: mean over all loss tokens of the batch; sequence: mean over sequences of their token means."""
+    mu is the engine's distribution, pi_old the policy at the rollout's weights, pi the policy now; r = pi / pi_old.
+    """
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
+    """grpo: (R - mean) / std of the group; dr_grpo: R - mean; rloo: R - mean of the others; reinforce_pp: whitened over the
+    step; reinforce_pp_baseline: R - mean of the group, then scaled over the step."""
+    overlong_buffer: int = 0
+    """Soft overlong penalty (DAPO): the reward falls linearly over the last so many tokens before
+    rollout.max_response_tokens; 0 = off."""
+    overlong_penalty: float = 1.0
+    """What it takes from the reward of an answer of full length."""
+    overlong_filter: bool = False
+    """Truncated answers stay in their group's baseline and get no loss."""
+    loss: Literal["ppo_clip", "pg", "gspo", "cispo", "minirl"] = "ppo_clip"
+    """ppo_clip: min of r A and clipped r A; pg: A log pi; gspo: ppo_clip of the answer's mean ratio; cispo: bounded r as a
+    weight; minirl: bounded pi / mu as a weight, stale tokens masked."""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """token: mean over all loss tokens of the batch; sequence: mean over sequences of their token means; constant: sum over
+    tokens / (sequences * rollout.max_response_tokens)."""
     clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """r is bounded below at 1 - clip_low. gspo: 3e-4; cispo: 1, no lower bound."""
     clip_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_high (clip-higher, arXiv 2503.14476)."""
-    tis_cap: float = 0.0
-    """Truncated importance sampling against the engine: weight min(pi_old / mu, cap); 0 = off; 2.0 is common."""
+    """r is bounded above at 1 + clip_high (clip-higher, arXiv 2503.14476). gspo: 4e-4; minirl: 0.27; cispo: 3 to 5."""
+    clip_dual: float = 0.0
+    """ppo_clip: r is also bounded at this where A < 0 (dual clip, arXiv 1912.09729); 0 = off; 3 is common."""
+    minirl_cap: float = 5.0
+    """minirl: pi / mu is bounded above at this."""
+    correction: Literal[
+        "none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "geometric_mask", "icepop", "bypass"
+    ] = "none"
+    """Against the mismatch w = pi_old / mu. tis: weight min(w, high), of tokens or whole answers; mis and icepop: weight w,
+    0 outside of low .. high; geometric_mask: answers whose mean w is outside get no loss; bypass: r = pi / mu, no weight."""
+    correction_low: float = 0.0
+    """Lower bound of the weights; 0 = the usual one: sequence_mis and icepop 0.5, geometric_mask 0.999, token_mis none."""
+    correction_high: float = 0.0
+    """Upper bound of the weights; 0 = the usual one: tis and mis 2, icepop 5, geometric_mask 1.001."""
     kl_coef: float = 0.0
-    """Weight of the KL penalty to the starting model in the loss; 0 = off, and no reference weights are kept."""
+    """Weight of the KL penalty to the starting model; 0 = off, and no reference weights are kept."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: added to every token's loss; reward: its sum over the answer, at the rollout's weights, is taken from the reward
+    before advantages (RLOO, arXiv 2402.14740)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that KL (joschu.net/blog/kl-approx.html)."""
+    """Estimator of that KL (joschu.net/blog/kl-approx.html). In the loss k2 or k3, in the reward k1."""
 
 
 @dataclass(frozen=True, kw_only=True)

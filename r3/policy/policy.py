@@ -16,8 +16,8 @@ from r3.config import AlgoConfig, Config
 from r3.device import Device, SharedTensor, share
 from r3.device_cpu import cuda_type_names
 from r3.hf import CheckpointReader
-from r3.loss import LOSSES, aggregate, kl_penalty, tis_weights_N
-from r3.mesh import Mesh
+from r3.loss import CORRECTIONS, LOSSES, Bounds, Sequences, aggregate, correct, kl_penalty
+from r3.mesh import Axis, Mesh
 from r3.policy.build import build_chunks, learning_rate, transformer_config, wrap
 from r3.policy.families import FAMILIES
 from r3.policy.layout import LocalTokens, local_tokens
@@ -184,6 +184,7 @@ class Policy:
         old_logprobs: Sequence[torch.Tensor] | None = None,
         reference_logprobs: Sequence[torch.Tensor] | None = None,
         recorded_routes: Sequence[torch.Tensor] | None = None,
+        first: bool = True,
     ) -> Update:
         """One optimizer step on `batch`. All ranks must call.
 
@@ -194,12 +195,14 @@ class Policy:
             reference_logprobs: of the starting model, when there is a KL penalty.
             recorded_routes: `ledger.recorded` of an earlier pass over the same micro-batches (R2); None replays what the
                 engine captured.
+            first: no update of this step came before.
         """
         gradients = self.forward_backward(
             batch,
             old_logprobs=old_logprobs,
             reference_logprobs=reference_logprobs,
             recorded_routes=recorded_routes,
+            first=first,
         )
         lr = learning_rate(self.update_number, total_updates, self.config.train)
         for group in self.optimizer.param_groups:
@@ -224,6 +227,7 @@ class Policy:
         old_logprobs: Sequence[torch.Tensor] | None = None,
         reference_logprobs: Sequence[torch.Tensor] | None = None,
         recorded_routes: Sequence[torch.Tensor] | None = None,
+        first: bool = True,
     ) -> Mapping[str, Any]:
         """Gradients of `batch` into the gradient buffers, reduced over data-parallel ranks; returns metric partials.
 
@@ -247,8 +251,10 @@ class Policy:
                 old_N,
                 reference_N,
                 tokens,
+                self.mesh.cp,
                 num_loss_tokens=batch.num_loss_tokens,
                 num_sequences=batch.num_sequences,
+                max_response_tokens=self.config.rollout.max_response_tokens,
             )
             seen.append(
                 stats
@@ -268,7 +274,7 @@ class Policy:
                 batch.micro_batches, loss_of, forward_only=False, recorded_routes=recorded_routes
             )
             ledger = ledger_of()
-        return self._metrics(seen, ledger, first=old_logprobs is None)
+        return self._metrics(seen, ledger, panel=old_logprobs is None and first)
 
     def _mode(self, mode: Mode) -> Mode:
         return mode if self.shape.moe_layers else "live"
@@ -333,7 +339,7 @@ class Policy:
         return self.mesh.tp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
 
     def _metrics(
-        self, seen: Sequence[Mapping[str, torch.Tensor]], ledger: ReplayLedger, *, first: bool
+        self, seen: Sequence[Mapping[str, torch.Tensor]], ledger: ReplayLedger, *, panel: bool
     ) -> dict[str, Any]:
         # Every rank compared other slots: its layers (pp), its rows (dp, cp, and tp under sequence parallelism).
         agreement = agreement_metrics(ledger)
@@ -353,7 +359,10 @@ class Policy:
         }
         if "kl" in column:
             partials["loss/kl_ref"] = mean("kl")
-        if first:
+        for name, key in (("weight", "correction/weight_mean"), ("cut", "correction/cut_frac")):
+            if name in column:
+                partials[key] = mean(name)
+        if panel:  # these log-probabilities are those of the rollout's weights, and nobody has measured them yet
             mismatch = diagnostics.mismatch(column["logprobs"], column["rollout_logprobs"], mask)
             partials |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         return partials | agreement
@@ -380,26 +389,39 @@ def policy_loss(
     old_logprobs_N: torch.Tensor,
     reference_logprobs_N: torch.Tensor | None,
     tokens: LocalTokens,
+    cp: Axis,
     *,
     num_loss_tokens: int,
     num_sequences: int,
+    max_response_tokens: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A micro-batch's share of the batch's loss, and per-token statistics.
+    """A micro-batch's share of the batch's loss, and per-token statistics. All ranks of `cp` must call: they share sequences.
 
-    loss = aggregate( w_t * L_t + kl_coef * KL_t ), w_t = truncated importance weight against the engine where asked.
+    loss = aggregate( w_t * L_t + kl_coef * KL_t ), w_t = importance weight against the engine where asked.
     """
+    sequences = Sequences(tokens.cu_seqlens, cp.all_reduce)
     loss_N, clipped_N = LOSSES[algo.loss](
         logprobs_N,
-        old_logprobs_N,
+        # Bypass: the engine's own log-probabilities take the place of the old policy's, so that r = pi / mu.
+        tokens.rollout_logprobs_N if algo.correction == "bypass" else old_logprobs_N,
         tokens.advantages_N,
+        rollout_logprobs_N=tokens.rollout_logprobs_N,
         loss_mask_N=tokens.loss_mask_N,
-        cu_seqlens=tokens.cu_seqlens,
-        clip_low=algo.clip_low,
-        clip_high=algo.clip_high,
+        sequences=sequences,
+        bounds=Bounds(algo.clip_low, algo.clip_high, algo.clip_dual, algo.minirl_cap),
     )
     stats = {"clipped": clipped_N.float()}
-    if algo.tis_cap:
-        loss_N = loss_N * tis_weights_N(old_logprobs_N, tokens.rollout_logprobs_N, cap=algo.tis_cap)
+    if algo.correction in CORRECTIONS:
+        usual = CORRECTIONS[algo.correction]
+        weights_N, cut_N = correct(
+            usual._replace(low=algo.correction_low or usual.low, high=algo.correction_high or usual.high),
+            old_logprobs_N,
+            tokens.rollout_logprobs_N,
+            tokens.loss_mask_N,
+            sequences,
+        )
+        loss_N = loss_N * weights_N
+        stats |= {"weight": weights_N, "cut": cut_N.float()}
     if reference_logprobs_N is not None:
         kl_N = kl_penalty(logprobs_N, reference_logprobs_N, estimator=algo.kl_estimator)
         loss_N = loss_N + algo.kl_coef * kl_N
@@ -411,6 +433,7 @@ def policy_loss(
         kind=algo.aggregation,
         num_loss_tokens=num_loss_tokens,
         num_sequences=num_sequences,
+        max_response_tokens=max_response_tokens,
     )
     return loss, stats
 
