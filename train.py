@@ -24,13 +24,12 @@ def main() -> None:
     task, run_dir, start = begin(config)
 
     from r3 import checkpoint
-    from r3.advantage import ADVANTAGES
     from r3.data import prompts_of_step
     from r3.device import init_device, leave, seed_everything, settle
     from r3.diagnostics import Max
     from r3.engine import Engine
     from r3.evaluate import evaluate
-    from r3.exchange import distribute, dump_rollouts, score_all
+    from r3.exchange import distribute, dump_rollouts, gather_rewards, score_all
     from r3.mesh import build_mesh
     from r3.metrics import Meter
     from r3.policy import Policy
@@ -108,8 +107,9 @@ def main() -> None:
                     on_answer=tick,
                 )
             with meter.phase("score"):
-                scored = score_all(answers, ADVANTAGES[config.algo.advantage], rollout.group_size)
-                meter.add(rollout_metrics(answers, rollout.group_size))
+                rewards = gather_rewards(answers, mesh.world, config)
+                scored = score_all(answers, rewards, config)
+                meter.add(rollout_metrics(answers, rollout.group_size) | rewards.metrics)
             residency.move(State.TRAIN)
 
             # 4 pack: rollouts go to the ranks that train on them, balanced by tokens
@@ -127,7 +127,7 @@ def main() -> None:
 
             # 5 train: old log-probabilities where they are needed, then the updates, routes replayed in every pass
             with meter.phase("train"), meter.progress(len(batches), f"step {step} train") as tick:
-                train_on(policy, batches, config, step=step, report=meter.add, on_update=tick)
+                train_on(policy, batches, rewards, config, step=step, report=meter.add, on_update=tick)
 
             # 6 report
             meter.add({f"memory/{name}_gib": Max(gib) for name, gib in residency.used_gib.items()})

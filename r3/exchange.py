@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 from safetensors.numpy import load, save
 
 from r3 import packing
+from r3.advantage import ADVANTAGES, overlong_penalty
+from r3.config import Config
 from r3.diagnostics import Mean, Sum
 from r3.engine import RouteError
 from r3.mesh import Axis, Mesh
@@ -23,12 +25,30 @@ from r3.types import Batch, MicroBatch, Rollout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """A rollout with what was made of it. `index` is its place among all rollouts of the step."""
+    """A rollout with what was made of it.
+
+    `index` is its place among all rollouts of the step. One that does not `train` counted for its group's baseline, and gets
+    no loss (algo.overlong_filter).
+    """
 
     index: int
     rollout: Rollout
     advantage: float
     reward: float = 0.0
+    trains: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewards:
+    """What all rollouts of the step earned, of every rank and by index, the overlong penalty taken off; float64."""
+
+    rewards_R: torch.Tensor
+    groups_R: torch.Tensor
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The partial of reward/shaped_mean, the same on all ranks."""
+        return {"reward/shaped_mean": Mean(float(self.rewards_R.sum()), float(len(self.rewards_R)))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,20 +61,46 @@ class Length:
     loss_tokens: int
 
 
-def score_all(
-    answers: Answers, advantage: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], group_size: int
-) -> list[Scored]:
-    """Advantages for this rank's answers, whose groups are whole, and their numbers in the step."""
-    groups_R = torch.tensor([rollout.group for rollout in answers.rollouts], dtype=torch.int64)
-    advantages_R = advantage(torch.tensor(answers.rewards, dtype=torch.float32), groups_R)
-    return [
-        Scored(
-            index=rollout.group * group_size + rollout.member, rollout=rollout, advantage=value, reward=reward
+def gather_rewards(answers: Answers, world: Axis, config: Config) -> Rewards:
+    """Everybody's rewards: advantages may need statistics of the whole step, in an order no layout changes.
+
+    All ranks must call.
+    """
+    length, algo = config.rollout.max_response_tokens, config.algo
+    own = [
+        (
+            _index(rollout, config.rollout.group_size),
+            rollout.group,
+            reward
+            + algo.overlong_penalty
+            * overlong_penalty(
+                rollout.num_response_tokens, max_response_tokens=length, buffer=algo.overlong_buffer
+            ),
         )
-        for rollout, value, reward in zip(
-            answers.rollouts, advantages_R.tolist(), answers.rewards, strict=True
-        )
+        for rollout, reward in zip(answers.rollouts, answers.rewards, strict=True)
     ]
+    everybody = sorted(item for part in world.all_gather_object(own) for item in part)
+    return Rewards(
+        rewards_R=torch.tensor([reward for _, _, reward in everybody], dtype=torch.float64),
+        groups_R=torch.tensor([group for _, group, _ in everybody], dtype=torch.int64),
+    )
+
+
+def score_all(answers: Answers, rewards: Rewards, config: Config) -> list[Scored]:
+    """This rank's answers with their advantages and their numbers in the step. `rewards` are everybody's."""
+    advantages_R = ADVANTAGES[config.algo.advantage](rewards.rewards_R, rewards.groups_R).tolist()
+    scored = []
+    for rollout, reward in zip(answers.rollouts, answers.rewards, strict=True):
+        index = _index(rollout, config.rollout.group_size)
+        trains = not (config.algo.overlong_filter and rollout.finish_reason == "length")
+        scored.append(
+            Scored(index=index, rollout=rollout, advantage=advantages_R[index], reward=reward, trains=trains)
+        )
+    return scored
+
+
+def _index(rollout: Rollout, group_size: int) -> int:
+    return rollout.group * group_size + rollout.member
 
 
 def gather_lengths(scored: Sequence[Scored], world: Axis) -> list[Length]:
@@ -64,7 +110,7 @@ def gather_lengths(scored: Sequence[Scored], world: Axis) -> list[Length]:
             index=item.index,
             group=item.rollout.group,
             tokens=len(item.rollout.tokens_T),
-            loss_tokens=item.rollout.num_response_tokens,
+            loss_tokens=item.rollout.num_response_tokens if item.trains else 0,
         )
         for item in scored
     ]
@@ -145,8 +191,9 @@ def distribute(
         batches.append(
             Batch(
                 micro_batches=micro_batches_of_rank,
-                num_loss_tokens=sum(length.loss_tokens for length in members),
-                num_sequences=len(members),
+                # At least 1: an update whose answers were all filtered has no loss, and no gradient.
+                num_loss_tokens=max(1, sum(length.loss_tokens for length in members)),
+                num_sequences=max(1, sum(length.loss_tokens > 0 for length in members)),
             )
         )
     efficiency = packing.packing_efficiency(plan, [length.tokens for length in lengths])
@@ -163,7 +210,7 @@ def pack_for(mesh: Mesh, shape: ModelShape, scored: Sequence[Scored], *, capture
     """Pack whole rollouts into one micro-batch that this layout can cut."""
     whole, each = length_multiples(mesh)
     return packing.pack(
-        [item.rollout for item in scored],
+        [item.rollout if item.trains else _without_loss(item.rollout) for item in scored],
         [item.index for item in scored],
         [item.advantage for item in scored],
         num_experts=shape.num_experts,
@@ -172,6 +219,10 @@ def pack_for(mesh: Mesh, shape: ModelShape, scored: Sequence[Scored], *, capture
         multiple=whole,
         sequence_multiple=each,
     )
+
+
+def _without_loss(rollout: Rollout) -> Rollout:
+    return replace(rollout, loss_mask_T=np.zeros_like(rollout.loss_mask_T))
 
 
 def refuse_missing_routes(scored: Sequence[Scored]) -> None:
@@ -227,6 +278,7 @@ def encode(items: Sequence[Scored]) -> bytes:
             "index": item.index,
             "advantage": float(item.advantage).hex(),
             "reward": float(item.reward).hex(),
+            "trains": item.trains,
             "prompt_id": rollout.prompt_id,
             "group": rollout.group,
             "member": rollout.member,
@@ -268,6 +320,7 @@ def decode(message: bytes) -> list[Scored]:
             index=facts["index"],
             advantage=float.fromhex(facts["advantage"]),
             reward=float.fromhex(facts["reward"]),
+            trains=facts["trains"],
             rollout=Rollout(
                 prompt_id=facts["prompt_id"],
                 group=facts["group"],

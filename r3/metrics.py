@@ -42,6 +42,7 @@ _TOKENS = "over the loss tokens; D = log pi_old - log mu: policy at the rollout'
 GLOSSARY: dict[str, Entry] = {
     "reward/mean": Entry("mean reward of the step's rollouts", "r3/rollout.py"),
     "reward/std": Entry("standard deviation of the rewards of the step's rollouts", "r3/rollout.py"),
+    "reward/shaped_mean": Entry("mean reward with the overlong penalty taken off", "r3/exchange.py"),
     "reward/group_zero_std_frac": Entry("share of groups whose rewards are all equal", "r3/rollout.py"),
     "eval/SET/accuracy": Entry(
         "share of answers to the held-out questions with reward >= 1", "r3/evaluate.py"
@@ -74,8 +75,20 @@ GLOSSARY: dict[str, Entry] = {
         "tokens routed live: routes missing, or last of a sequence (never processed)", "r3/exchange.py"
     ),
     "loss/total": Entry("loss, global denominators, mean over the step's updates", "r3/loss.py"),
-    "loss/clip_frac": Entry("share of loss tokens whose ratio was clipped", "r3/loss.py"),
-    "loss/kl_ref": Entry("mean of the KL estimate to the starting model over loss tokens", "r3/loss.py"),
+    "loss/clip_frac": Entry(
+        "share of loss tokens whose ratio pi / pi_old (pi / mu with algo.correction bypass) was out of bounds",
+        "r3/loss.py",
+    ),
+    "loss/kl_ref": Entry(
+        "mean of the estimate of KL(pi || starting model) over loss tokens; of pi_old with algo.kl_in reward",
+        "r3/loss.py",
+    ),
+    "correction/weight_mean": Entry(
+        "mean over loss tokens of the weight against the engine, after its bounds", "r3/loss.py"
+    ),
+    "correction/cut_frac": Entry(
+        "share of loss tokens whose weight against the engine was truncated or masked", "r3/loss.py"
+    ),
     "policy/entropy": Entry("mean over loss tokens of -sum_v p_v log p_v", "r3/policy"),
     "optim/grad_norm": Entry("global gradient norm before clipping, mean over updates", "r3/policy"),
     "optim/router_grad_norm": Entry("the same over router weights alone", "r3/policy"),

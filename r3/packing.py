@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -226,6 +226,14 @@ def pack(
     if padding := -sum(len(sequence.tokens_T) for sequence in sequences) % multiple:
         sequences.append(_filler(padding, num_experts=num_experts, num_layers=num_layers, topk=topk))
     return _concatenate(sequences)
+
+
+def with_advantages(micro_batch: MicroBatch, advantages_R: Sequence[float]) -> MicroBatch:
+    """The micro-batch with other advantages, by rollout id."""
+    lengths = torch.tensor(micro_batch.cu_seqlens).diff()
+    values = torch.tensor([advantages_R[i] if i >= 0 else 0.0 for i in micro_batch.rollout_ids])
+    advantages_N = torch.repeat_interleave(values.float(), lengths) * micro_batch.loss_mask_N
+    return replace(micro_batch, advantages_N=advantages_N)
 
 
 def filler_micro_batch(*, num_experts: int, num_layers: int, topk: int, multiple: int = 1) -> MicroBatch:

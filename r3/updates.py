@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from r3 import diagnostics
-from r3.config import Config
+from r3.advantage import ADVANTAGES
+from r3.config import AlgoConfig, Config
+from r3.exchange import Rewards
+from r3.loss import kl_penalty
+from r3.packing import with_advantages
 from r3.policy import Policy, TokenScores
 from r3.policy.replay import Mode
 from r3.types import Batch
@@ -22,6 +28,7 @@ _OLD_PASS: dict[str, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
 def train_on(
     policy: Policy,
     batches: Sequence[Batch],
+    rewards: Rewards,
     config: Config,
     *,
     step: int,
@@ -30,9 +37,10 @@ def train_on(
 ) -> None:
     """Make the step's updates, one per batch; metric partials go to `report`. All ranks must call.
 
-    Old log-probabilities are scored before the first update when there are several updates (later ones see other weights) or
-    when routes are recorded rather than captured (R2); otherwise the update's own forward is the old policy. The reference
-    policy scores all batches before the first update too, since its weights take the policy's place meanwhile.
+    Old log-probabilities are scored before the first update when there are several updates (later ones see other weights),
+    when routes are recorded rather than captured (R2), or when KL goes into the reward; otherwise the update's own forward is
+    the old policy. With algo.correction bypass the engine's take their place. The reference policy scores all batches before
+    the first update too, since its weights take the policy's place meanwhile.
     """
     mode = config.replay.mode if policy.shape.moe_layers else "off"
     flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
@@ -46,7 +54,10 @@ def train_on(
 
     old: Sequence[torch.Tensor] | None = None
     recorded: Sequence[torch.Tensor] | None = None
-    if len(batches) > 1 or mode == "r2":
+    algo = config.algo
+    kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
+    several = len(batches) > 1 and algo.correction != "bypass"
+    if several or mode == "r2" or kl_in_reward:
         scores = policy.score(flat, mode=_OLD_PASS[mode])
         old = scores.logprobs
         recorded = scores.ledger.recorded if mode == "r2" else None
@@ -54,22 +65,27 @@ def train_on(
             {f"mismatch/{name}": part for name, part in _panel(policy, scores, diagnostics.mismatch).items()}
         )
     reference: Sequence[torch.Tensor] | None = None
-    if config.algo.kl_coef:
+    if algo.kl_coef:
         replays = config.replay.reference and mode != "off"
         with policy.reference_weights():
             scores = policy.score(flat, mode="replay" if replays else "live", recorded_routes=recorded)
             reference = scores.logprobs
+    if kl_in_reward:
+        assert old is not None
+        batches = take_kl_from_reward(policy, batches, old, scores, rewards, algo, report)
+        reference = None
 
-    first = 0
-    for batch in batches:
-        part = slice(first, first + len(batch.micro_batches))
-        first = part.stop
+    done = 0
+    for number, batch in enumerate(batches):
+        part = slice(done, done + len(batch.micro_batches))
+        done = part.stop
         update = policy.update(
             batch,
             total_updates=config.train.steps * config.train.updates_per_step,
             old_logprobs=old[part] if old is not None else None,
             reference_logprobs=reference[part] if reference is not None else None,
             recorded_routes=recorded[part] if recorded is not None else None,
+            first=number == 0,
         )
         report(update.metrics)
         if policy.mesh.world.rank == 0:  # every rank has these alike; one reports them
@@ -82,6 +98,52 @@ def train_on(
                 }
             )
         on_update()
+
+
+def take_kl_from_reward(
+    policy: Policy,
+    batches: Sequence[Batch],
+    old: Sequence[torch.Tensor],
+    reference: TokenScores,
+    rewards: Rewards,
+    algo: AlgoConfig,
+    report: Callable[[Mapping[str, Any]], None],
+) -> list[Batch]:
+    """The batches with advantages of R_i - kl_coef * sum_t KL_t (arXiv 2402.14740, eq. 3). All ranks must call.
+
+    KL_t is the estimate at the rollout's weights, over the loss tokens of the answer: one that `overlong_filter` takes out of
+    the loss has none.
+    """
+    flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+    own: list[tuple[int, float]] = []
+    if (
+        policy.reports
+    ):  # elsewhere the same tokens or none; under context parallelism every rank has a part of each answer
+        tokens = 0.0
+        for micro_batch, old_N, reference_N, mask_N in zip(
+            flat, old, reference.logprobs, reference.loss_mask, strict=True
+        ):
+            kl_N = kl_penalty(old_N, reference_N, estimator=algo.kl_estimator).double() * mask_N
+            lengths = [
+                (end - start) // policy.mesh.cp.size for start, end in pairwise(micro_batch.cu_seqlens)
+            ]
+            sums = [float(part_N.sum()) for part_N in kl_N.split(lengths)]
+            own += [(i, kl) for i, kl in zip(micro_batch.rollout_ids, sums, strict=True) if i >= 0]
+            tokens += float(mask_N.sum())
+        report({"loss/kl_ref": diagnostics.Mean(total=sum(kl for _, kl in own), count=tokens)})
+    kl_R = torch.zeros_like(rewards.rewards_R)
+    for index, kl in sorted(item for part in policy.mesh.world.all_gather_object(own) for item in part):
+        kl_R[index] += kl
+    advantages_R = ADVANTAGES[algo.advantage](
+        rewards.rewards_R - algo.kl_coef * kl_R, rewards.groups_R
+    ).tolist()
+    return [
+        replace(
+            batch,
+            micro_batches=tuple(with_advantages(one, advantages_R) for one in batch.micro_batches),
+        )
+        for batch in batches
+    ]
 
 
 def _panel(policy: Policy, scores: TokenScores, panel: Panel) -> dict[str, Any]:

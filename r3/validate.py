@@ -38,6 +38,7 @@ _COUNTS = (
     "checkpoint.keep",
     "log.rollouts_every",
     "debug.prove_sync_every",
+    "algo.overlong_buffer",
 )
 _SIZES = (
     "rollout.prompts_per_step",
@@ -71,10 +72,29 @@ _RANGES: tuple[_Range, ...] = (
     ("algo.clip_low", lambda v: 0 < v <= 1, "must be above 0 and at most 1", "0.2 is common"),
     ("algo.clip_high", lambda v: v > 0, "must be above 0", "0.2 is symmetric, 0.28 is clip-higher"),
     (
-        "algo.tis_cap",
+        "algo.clip_dual",
+        lambda v: v == 0 or v > 1,
+        "must be 0 or above 1: exact ratios are 1",
+        "0 = off, or 3.0",
+    ),
+    ("algo.minirl_cap", lambda v: v >= 1, "must be at least 1: exact weights are 1", "5.0"),
+    (
+        "algo.correction_low",
+        lambda v: 0 <= v < 1,
+        "must be at least 0 and below 1: exact weights are 1",
+        "0.5",
+    ),
+    (
+        "algo.correction_high",
         lambda v: v == 0 or v >= 1,
         "must be 0 or at least 1: exact weights are 1",
-        "0 = off, or 2.0",
+        "0 = the usual one of algo.correction, or 2.0",
+    ),
+    (
+        "algo.overlong_penalty",
+        lambda v: v > 0,
+        "must be above 0",
+        "1.0; no penalty is algo.overlong_buffer 0",
     ),
     ("algo.kl_coef", lambda v: v >= 0, "must not be negative", "0 = off"),
     ("train.lr", lambda v: v > 0, "must be above 0", "1e-6 is common for models of billions of parameters"),
@@ -146,6 +166,7 @@ def examine(config: Config, world_size: int, known_shape: ModelShape | None = No
     shape = _check_model(config, found) or known_shape
     _check_ranges(found)
     _check_batch(config, found, world_size)
+    _check_algorithm(config, found)
     _check_layout(config, found, shape, world_size)
     _check_lengths(config, found, shape)
     _check_reward(config.reward.function, found)
@@ -281,11 +302,11 @@ def _check_ranges(found: _Findings) -> None:
 
 def _check_batch(config: Config, found: _Findings, world_size: int) -> None:
     rollout, train = config.rollout, config.train
-    if rollout.group_size == 1:
+    if rollout.group_size == 1 and config.algo.advantage != "reinforce_pp":
         found.add(
             "rollout.group_size",
             f"algo.advantage {config.algo.advantage} compares answers of a group: alone, an answer's advantage is 0",
-            "at least 2; 8 and 16 are common",
+            "at least 2; 8 and 16 are common; or --algo.advantage reinforce_pp",
         )
     engines = max(1, world_size // config.parallel.engine_tp) if found.sound("parallel.engine_tp") else 1
     what = f"the {world_size} ranks" if engines == world_size else f"the {engines} engines"
@@ -305,6 +326,32 @@ def _check_batch(config: Config, found: _Findings, world_size: int) -> None:
             "eval.samples",
             "several answers at eval.temperature 0 are all the same one",
             "1, or give --eval.temperature 1.0",
+        )
+
+
+def _check_algorithm(config: Config, found: _Findings) -> None:
+    """Combinations that would count a correction twice, or run one algorithm under the name of another."""
+    algo = config.algo
+    if algo.loss == "minirl" and algo.correction != "none":
+        found.add(
+            "algo.correction",
+            "counts the mismatch twice: minirl's own weight is pi / mu",
+            "none; algo.minirl_cap bounds that weight",
+        )
+    if algo.loss == "pg" and algo.correction == "bypass":
+        found.add("algo.correction", "has no ratio to change: pg has none", "none, or a loss with a ratio")
+    if algo.loss == "cispo" and found.sound("algo.clip_low") and algo.clip_low < 1:
+        found.add(
+            "algo.clip_low",
+            "is PPO's: cispo bounds a weight, and from above only",
+            "--algo.clip_low 1, and choose algo.clip_high; 3 to 5 are common",
+        )
+    length = config.rollout.max_response_tokens
+    if found.sound("algo.overlong_buffer", "rollout.max_response_tokens") and algo.overlong_buffer > length:
+        found.add(
+            "algo.overlong_buffer",
+            f"exceeds rollout.max_response_tokens = {length}",
+            "a fifth of it is DAPO's, 0 = off",
         )
 
 
@@ -514,7 +561,20 @@ def _ignored_settings(config: Config, shape: ModelShape | None) -> list[str]:
     if config.replay.mode == "off":
         ignored("replay.mode is off", "replay.on_missing", "replay.reference", "replay.shadow_every")
     if algo.kl_coef == 0:
-        ignored("algo.kl_coef is 0", "algo.kl_estimator", "replay.reference")
+        ignored("algo.kl_coef is 0", "algo.kl_estimator", "algo.kl_in", "replay.reference")
+    notes += _algorithm_notes(config)
+    if algo.loss == "pg":
+        ignored("algo.loss is pg, which has no ratio", "algo.clip_low", "algo.clip_high")
+    if algo.loss != "ppo_clip":
+        ignored(f"algo.loss is {algo.loss}, and the bound ppo_clip's", "algo.clip_dual")
+    if algo.loss != "minirl":
+        ignored(f"algo.loss is {algo.loss}", "algo.minirl_cap")
+    if algo.correction in ("none", "bypass", "token_tis", "sequence_tis"):
+        ignored(f"algo.correction {algo.correction} has no lower bound", "algo.correction_low")
+    if algo.correction in ("none", "bypass"):
+        ignored(f"algo.correction is {algo.correction}", "algo.correction_high")
+    if algo.overlong_buffer == 0:
+        ignored("algo.overlong_buffer is 0", "algo.overlong_penalty")
     if train.lr_schedule == "constant":
         ignored("train.lr_schedule is constant", "train.min_lr")
     if train.warmup_updates >= train.steps * train.updates_per_step:
@@ -533,6 +593,36 @@ def _ignored_settings(config: Config, shape: ModelShape | None) -> list[str]:
             "importance weights include that difference"
         )
     return list(dict.fromkeys(notes))
+
+
+def _algorithm_notes(config: Config) -> list[str]:
+    """Settings that work and are seldom meant."""
+    algo, notes = config.algo, []
+    if algo.loss == "gspo" and max(algo.clip_low, algo.clip_high) > 0.05:
+        notes.append(
+            f"algo.clip_low = {algo.clip_low} and clip_high = {algo.clip_high} never clip gspo: ratios of whole answers stay "
+            "near 1; the paper has 3e-4 and 4e-4"
+        )
+    if algo.loss == "gspo" and algo.aggregation != "sequence":
+        notes.append(
+            f"algo.aggregation = {algo.aggregation!r} weighs gspo's answers by length; the paper has sequence"
+        )
+    if algo.loss == "cispo" and algo.clip_high < 1:
+        notes.append(
+            f"algo.clip_high = {algo.clip_high} is PPO's: it would bound the weights of cispo at {1 + algo.clip_high}; 3 to 5 "
+            "are common"
+        )
+    if algo.loss == "pg" and config.train.updates_per_step > 1:
+        notes.append("algo.loss = 'pg' has no ratio: all updates of a step but the first are biased")
+    if algo.kl_coef and algo.kl_in == "loss" and algo.kl_estimator == "k1":
+        notes.append(
+            "algo.kl_estimator = 'k1' in the loss has no gradient on average: k2 or k3 pull back, k1 only reports"
+        )
+    if algo.kl_coef and algo.kl_in == "reward" and algo.kl_estimator != "k1":
+        notes.append(
+            f"algo.kl_estimator = {algo.kl_estimator!r} in the reward is a biased penalty: k1 is the unbiased one"
+        )
+    return notes
 
 
 def _overlap(config: Config, train: list[Row], heldout: list[Row]) -> list[str]:

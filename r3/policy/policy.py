@@ -362,7 +362,9 @@ class Policy:
         for name, key in (("weight", "correction/weight_mean"), ("cut", "correction/cut_frac")):
             if name in column:
                 partials[key] = mean(name)
-        if panel:  # these log-probabilities are those of the rollout's weights, and nobody has measured them yet
+        if (
+            panel
+        ):  # these log-probabilities are those of the rollout's weights, and nobody has measured them yet
             mismatch = diagnostics.mismatch(column["logprobs"], column["rollout_logprobs"], mask)
             partials |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         return partials | agreement

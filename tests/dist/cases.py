@@ -114,7 +114,7 @@ def gradients(
     micro_batch_tokens: int = 128,
     experts: str = "grouped",
     recompute: str = "none",
-    aggregation: str = "token",
+    algo: dict[str, Any] | None = None,
     padded: bool = False,
 ) -> dict[str, float]:
     """Loss and gradients of one batch with replayed random routes, then the gradient norm and weights after a step."""
@@ -122,7 +122,7 @@ def gradients(
         model,
         parallel=parallel or {},
         model={"experts": experts, "recompute": recompute},
-        algo={"aggregation": aggregation, "tis_cap": 2.0},
+        algo={"correction": "token_tis"} | (algo or {}),
     )
     mesh, policy = build(device, config)
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=micro_batch_tokens)
@@ -182,8 +182,10 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
                 logprobs_N.detach(),
                 None,
                 local_tokens(micro_batch, policy.mesh, policy.device.torch),
+                policy.mesh.cp,
                 num_loss_tokens=batch.num_loss_tokens,
                 num_sequences=batch.num_sequences,
+                max_response_tokens=policy.config.rollout.max_response_tokens,
             )
             loss.backward()
             total += float(loss)

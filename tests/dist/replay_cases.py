@@ -719,8 +719,10 @@ def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0
                 logprobs_N.detach(),
                 None,
                 tokens,
+                policy.mesh.cp,
                 num_loss_tokens=batch.num_loss_tokens,
                 num_sequences=batch.num_sequences,
+                max_response_tokens=policy.config.rollout.max_response_tokens,
             )
             losses.append(loss)
         for loss in [sum(losses)] if order is None else [losses[i] for i in order]:
@@ -737,8 +739,7 @@ DOSES = (0.0, 0.001, 0.01, 0.1, 1.0)
 
 def dose_response(device: Device, *, engine_dtype: str) -> dict[str, Any]:
     """E6: k3 and agreement as a growing share of slots is corrupted, and for every way routes can be misaligned."""
-    from r3.advantage import ADVANTAGES
-    from r3.exchange import score_all
+    from r3.exchange import gather_rewards, score_all
     from tests.e2e.cases import World
 
     config = tiny_config(
@@ -753,9 +754,8 @@ def dose_response(device: Device, *, engine_dtype: str) -> dict[str, Any]:
     policy, shape = world.policy, world.task.shape
 
     def packed(changed: Sequence[Rollout]) -> tuple[MicroBatch, ...]:
-        scored = score_all(
-            replace(answers, rollouts=list(changed)), ADVANTAGES["grpo"], config.rollout.group_size
-        )
+        altered = replace(answers, rollouts=list(changed))
+        scored = score_all(altered, gather_rewards(altered, world.mesh.world, config), config)
         (batch,), _ = distribute(
             scored, world.mesh, shape, num_updates=1, micro_batch_tokens=1024, on_missing="error"
         )

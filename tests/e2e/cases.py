@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from r3.advantage import ADVANTAGES
 from r3.config import Config
 from r3.data import prompts_of_step
 from r3.device import Device
@@ -24,7 +23,7 @@ from r3.engine import (
     sampling_seed,
 )
 from r3.engine.build import refuse_unfit
-from r3.exchange import distribute, score_all
+from r3.exchange import distribute, gather_rewards, score_all
 from r3.mesh import Mesh, build_mesh
 from r3.policy import Policy
 from r3.residency import Residency, ResidencyError, State
@@ -217,7 +216,7 @@ def step_routes(device: Device, *, ep: int) -> dict[str, Any]:
     proof = prove_sync(world.engine, world.policy, world.task.prompts.prompts[:4], config, world.mesh)
     answers = world.answer(0)
     world.residency.move(State.TRAIN)
-    scored = score_all(answers, ADVANTAGES["grpo"], config.rollout.group_size)
+    scored = score_all(answers, gather_rewards(answers, world.mesh.world, config), config)
     (batch,), _ = distribute(
         scored, world.mesh, world.task.shape, num_updates=1, micro_batch_tokens=700, on_missing="error"
     )
@@ -272,7 +271,7 @@ def memory_moves(device: Device, *, dtype: str) -> dict[str, Any]:
     neutral = torch.equal(random_state, torch.get_rng_state())
     world.residency.move(State.TRAIN)
     asleep_gib = device.used_gib()
-    scored = score_all(answers, ADVANTAGES["grpo"], config.rollout.group_size)
+    scored = score_all(answers, gather_rewards(answers, world.mesh.world, config), config)
     (batch,), _ = distribute(
         scored, world.mesh, world.task.shape, num_updates=1, micro_batch_tokens=512, on_missing="error"
     )

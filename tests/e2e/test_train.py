@@ -206,7 +206,16 @@ def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_p
             "--algo.kl_coef",
             "0.01",
         ),
-        *("--algo.tis_cap", "2", "--model.recompute", "full", "--eval.path", "", "--parallel.ep", "1"),
+        *(
+            "--algo.correction",
+            "token_tis",
+            "--model.recompute",
+            "full",
+            "--eval.path",
+            "",
+            "--parallel.ep",
+            "1",
+        ),
         *("--algo.aggregation", "sequence"),
     )
     first, second = rows_of(tmp_path / "r2")

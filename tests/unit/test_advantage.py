@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from r3.advantage import ADVANTAGES, dr_grpo, grpo
+from r3.advantage import (
+    ADVANTAGES,
+    dr_grpo,
+    grpo,
+    overlong_penalty,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -26,14 +34,30 @@ def ragged(seed: int) -> tuple[Tensor, Tensor]:
     return rewards_R, groups_R
 
 
+GROUPED = [name for name in ADVANTAGES if name != "reinforce_pp"]  # those whose baseline is the group's mean
+
+
 def slow(name: str, rewards_R: Tensor, groups_R: Tensor) -> list[float]:
     """The formulas in Python floats, one rollout at a time."""
     rewards, groups = rewards_R.tolist(), groups_R.tolist()
+    members = {g: [r for r, group in zip(rewards, groups, strict=True) if group == g] for g in groups}
+    centred = [r - statistics.mean(members[g]) for r, g in zip(rewards, groups, strict=True)]
     advantages = []
-    for reward, group in zip(rewards, groups, strict=True):
-        mine = [r for r, g in zip(rewards, groups, strict=True) if g == group]
-        scale = statistics.stdev(mine) + 1e-6 if name == "grpo" and len(mine) > 1 else 1.0
-        advantages.append(0.0 if min(mine) == max(mine) else (reward - statistics.mean(mine)) / scale)
+    for reward, group, off_mean in zip(rewards, groups, centred, strict=True):
+        mine = members[group]
+        match name:
+            case "grpo":
+                value = off_mean / (statistics.stdev(mine) + 1e-6) if len(mine) > 1 else 0.0
+            case "dr_grpo":
+                value = off_mean
+            case "rloo":
+                others = (sum(mine) - reward) / (len(mine) - 1) if len(mine) > 1 else reward
+                value = reward - others
+            case "reinforce_pp":
+                value = (reward - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+            case "reinforce_pp_baseline":
+                value = off_mean / (statistics.stdev(centred) + 1e-6)
+        advantages.append(value)
     return advantages
 
 
@@ -49,6 +73,52 @@ def test_grpo_by_hand() -> None:
 def test_dr_grpo_by_hand() -> None:
     expected_R = torch.tensor([-0.5, -1.5, 0.5, 0.5, 1.5, -0.5])  # all exact in float32
     torch.testing.assert_close(dr_grpo(REWARDS_R, GROUPS_R), expected_R, rtol=0.0, atol=0.0)
+
+
+def test_rloo_by_hand() -> None:
+    """Group 7: a right one against 0 1 0, a wrong one against 1 1 0. Group -3: 2 against 5."""
+    expected_R = torch.tensor([-2 / 3, -3.0, 2 / 3, 2 / 3, 3.0, -2 / 3])
+    torch.testing.assert_close(rloo(REWARDS_R, GROUPS_R), expected_R, rtol=1e-7, atol=0.0)  # rounded once
+
+
+def test_reinforce_pp_by_hand() -> None:
+    """Over all six: mean 1.5, squares 3 * 0.25 + 2 * 2.25 ... = 17.5, unbiased variance 3.5; groups are not looked at."""
+    expected_R = (REWARDS_R.double() - 1.5) / (3.5**0.5 + 1e-6)
+    found_R = reinforce_pp(REWARDS_R, GROUPS_R)
+    torch.testing.assert_close(found_R, expected_R.float(), rtol=1e-6, atol=0.0)
+    assert torch.equal(found_R, reinforce_pp(REWARDS_R, torch.arange(6)))
+
+
+def test_reinforce_pp_baseline_by_hand() -> None:
+    """Centred: -.5 -1.5 .5 .5 1.5 -.5, squares 4 * .25 + 2 * 2.25 = 5.5, over 5: one scale for both groups."""
+    expected_R = torch.tensor([-0.5, -1.5, 0.5, 0.5, 1.5, -0.5]) / (1.1**0.5 + 1e-6)
+    torch.testing.assert_close(reinforce_pp_baseline(REWARDS_R, GROUPS_R), expected_R, rtol=1e-6, atol=0.0)
+
+
+def test_whitened_over_the_step() -> None:
+    """REINFORCE++: mean 0 and standard deviation 1 over all rollouts; with baseline as well."""
+    rewards_R, groups_R = ragged(1)
+    for advantage in (reinforce_pp, reinforce_pp_baseline):
+        advantages_R = advantage(rewards_R, groups_R).double()
+        assert abs(float(advantages_R.mean())) < 1e-6  # 64 roundings to float32 of values near 1
+        assert float(advantages_R.std()) == pytest.approx(1.0, abs=1e-5)  # the epsilon and float32
+
+
+def test_parts_of_a_step_would_give_another_scale() -> None:
+    """Why score_all is given everybody's rewards: batch statistics of a half are not those of the whole."""
+    whole_R = reinforce_pp(REWARDS_R, GROUPS_R)
+    half = GROUPS_R == 7
+    assert (whole_R[half] - reinforce_pp(REWARDS_R[half], GROUPS_R[half])).abs().max() > 1.0
+
+
+def test_overlong_penalty_by_hand() -> None:
+    """DAPO, eq. 13, with L = 20 and B = 5: nothing up to 15, then a fifth a token, -1 from 20 on."""
+    lengths = [0, 15, 16, 18, 20, 21]
+    found = [overlong_penalty(n, max_response_tokens=20, buffer=5) for n in lengths]
+    assert found == pytest.approx([0.0, 0.0, -0.2, -0.6, -1.0, -1.0])
+    assert overlong_penalty(20, max_response_tokens=20, buffer=0) == 0.0
+    with pytest.raises(ValueError, match=r"within 0 \.\. 20, got 21"):
+        overlong_penalty(3, max_response_tokens=20, buffer=21)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -71,7 +141,7 @@ def test_rollouts_may_come_in_any_order(name: str) -> None:
     torch.testing.assert_close(shuffled_R, ADVANTAGES[name](rewards_R, groups_R)[order], rtol=1e-7, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", GROUPED)
 @pytest.mark.parametrize("rewards", [[0.1] * 3, [1.0] * 4, [-0.7], [1e8 / 3] * 7], ids=str)
 def test_a_group_of_zero_spread_is_exactly_zero(name: str, rewards: list[float]) -> None:
     """Also where the mean of equal floats is not that float: (0.1 + 0.1 + 0.1) / 3 != 0.1."""
@@ -82,7 +152,7 @@ def test_a_group_of_zero_spread_is_exactly_zero(name: str, rewards: list[float])
     assert (advantages_R[-2:] != 0).all()
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", GROUPED)
 def test_groups_are_centred(name: str) -> None:
     rewards_R, groups_R = ragged(3)
     advantages_R = ADVANTAGES[name](rewards_R, groups_R)
@@ -90,6 +160,11 @@ def test_groups_are_centred(name: str) -> None:
         assert (
             abs(float(advantages_R[groups_R == group].sum())) < 1e-5
         )  # some ten float32 roundings of values near 1
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_step_of_zero_spread_is_exactly_zero(name: str) -> None:
+    assert ADVANTAGES[name](torch.full((6,), 0.1), GROUPS_R).tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -228,6 +228,21 @@ def test_embedded_presets_have_no_problem_and_no_warning(preset: str, world_size
     assert (report.problems, report.warnings) == ((), ())
 
 
+def test_choices_of_the_algorithm_are_those_there_is_code_for() -> None:
+    """r3/config.py imports nothing heavy, so it names them itself."""
+    from r3.advantage import ADVANTAGES
+    from r3.loss import CORRECTIONS, LOSSES
+
+    assert set(get_args(FIELD_TYPES["algo.advantage"])) == ADVANTAGES.keys()
+    assert set(get_args(FIELD_TYPES["algo.loss"])) == LOSSES.keys()
+    assert set(get_args(FIELD_TYPES["algo.correction"])) == {"none", "bypass", *CORRECTIONS}
+
+
+def test_reinforce_pp_needs_no_groups() -> None:
+    config = with_values(TINY, {"rollout.group_size": 1, "algo.advantage": "reinforce_pp"})
+    assert validate.problems(config, 2) == []
+
+
 def test_every_number_has_a_rule() -> None:
     ruled = {name for name, *_ in validate._RANGES}
     assert {name for name, kind in FIELD_TYPES.items() if kind in (int, float)} <= ruled
@@ -253,7 +268,17 @@ def test_every_number_has_a_rule() -> None:
         ({"rollout.top_k": -1}, "rollout.top_k", "negative"),
         ({"algo.clip_low": 1.5}, "algo.clip_low", "at most 1"),
         ({"algo.clip_high": 0.0}, "algo.clip_high", "above 0"),
-        ({"algo.tis_cap": 0.5}, "algo.tis_cap", "0 or at least 1"),
+        ({"algo.clip_dual": 1.0}, "algo.clip_dual", "0 or above 1"),
+        ({"algo.minirl_cap": 0.5, "algo.loss": "minirl"}, "algo.minirl_cap", "at least 1"),
+        ({"algo.correction_high": 0.5}, "algo.correction_high", "0 or at least 1"),
+        ({"algo.correction_low": 1.0}, "algo.correction_low", "below 1"),
+        ({"algo.overlong_buffer": -1}, "algo.overlong_buffer", "negative"),
+        ({"algo.overlong_buffer": 41}, "algo.overlong_buffer", "exceeds rollout.max_response_tokens = 40"),
+        ({"algo.overlong_penalty": 0.0}, "algo.overlong_penalty", "above 0"),
+        ({"algo.loss": "minirl", "algo.correction": "token_tis"}, "algo.correction", "mismatch twice"),
+        ({"algo.loss": "minirl", "algo.correction": "bypass"}, "algo.correction", "mismatch twice"),
+        ({"algo.loss": "pg", "algo.correction": "bypass"}, "algo.correction", "pg has none"),
+        ({"algo.loss": "cispo", "algo.clip_high": 4.0}, "algo.clip_low", "from above only"),
         ({"algo.kl_coef": -0.1}, "algo.kl_coef", "negative"),
         ({"train.lr": 0.0}, "train.lr", "above 0"),
         ({"train.lr": float("nan")}, "train.lr", "finite"),
@@ -548,6 +573,25 @@ def test_spellings_of_config_json() -> None:
         ({"replay.mode": "off", "replay.on_missing": "live"}, "replay.on_missing = 'live' has no effect"),
         ({"replay.reference": True}, "replay.reference = True has no effect: algo.kl_coef is 0"),
         ({"algo.kl_estimator": "k1"}, "algo.kl_estimator = 'k1' has no effect"),
+        ({"algo.kl_in": "reward"}, "algo.kl_in = 'reward' has no effect: algo.kl_coef is 0"),
+        ({"algo.kl_coef": 0.1, "algo.kl_estimator": "k1"}, "no gradient on average"),
+        ({"algo.kl_coef": 0.1, "algo.kl_in": "reward"}, "biased penalty"),
+        ({"algo.loss": "gspo", "algo.aggregation": "sequence"}, "never clip gspo"),
+        ({"algo.loss": "gspo", "algo.clip_low": 3e-4, "algo.clip_high": 4e-4}, "the paper has sequence"),
+        ({"algo.loss": "cispo", "algo.clip_low": 1.0}, "algo.clip_high = 0.28 is PPO's"),
+        ({"algo.loss": "pg", "train.updates_per_step": 2}, "all updates of a step but the first are biased"),
+        ({"algo.loss": "pg", "algo.clip_low": 0.1}, "algo.clip_low = 0.1 has no effect"),
+        ({"algo.loss": "minirl", "algo.clip_dual": 3.0}, "algo.clip_dual = 3.0 has no effect"),
+        ({"algo.minirl_cap": 3.0}, "algo.minirl_cap = 3.0 has no effect"),
+        (
+            {"algo.correction": "token_tis", "algo.correction_low": 0.5},
+            "algo.correction_low = 0.5 has no effect",
+        ),
+        (
+            {"algo.correction": "bypass", "algo.correction_high": 5.0},
+            "algo.correction_high = 5.0 has no effect",
+        ),
+        ({"algo.overlong_penalty": 0.5}, "algo.overlong_penalty = 0.5 has no effect"),
         ({"engine.memory_fraction": 0.3}, "engine.memory_fraction = 0.3 has no effect"),
         ({"eval.path": "", "eval.samples": 1}, "eval.every = 5 has no effect: eval.path is empty"),
         ({"train.warmup_updates": 25}, "train.lr is never reached"),

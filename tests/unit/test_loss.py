@@ -10,11 +10,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from r3.loss import LOSSES, aggregate, kl_penalty, ppo_clip, tis_weights_N
+from r3 import diagnostics
+from r3.loss import (
+    CORRECTIONS,
+    LOSSES,
+    Bounds,
+    Correction,
+    Sequences,
+    aggregate,
+    cispo,
+    correct,
+    gspo,
+    kl_penalty,
+    minirl,
+    ppo_clip,
+)
 
 pytestmark = pytest.mark.unit
 
-CLIP: dict[str, float] = {"clip_low": 0.2, "clip_high": 0.28}
+BOUNDS = Bounds(0.2, 0.28, cap=5.0)
+WIDE = Bounds(1.0, 1e9)
 # float32 rounds at 6e-8 relative; exp, log and a product of order 1 lose a few of those.
 CLOSE: dict[str, float] = {"rtol": 1e-6, "atol": 1e-7}
 
@@ -40,19 +55,43 @@ def random_batch(seed: int, num_tokens: int = 60) -> dict[str, Any]:
     }
 
 
-def ppo(log_ratio: list[float], advantages: list[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, clipped and the gradient of the summed loss, at pi_old = 1/e."""
+def around(batch: dict[str, Any], bounds: Bounds = BOUNDS) -> dict[str, Any]:
+    """What a loss is told besides the policy, the old policy and advantages; the engine is the old policy."""
+    return {
+        "rollout_logprobs_N": batch["old_N"],
+        "loss_mask_N": batch["mask_N"],
+        "sequences": Sequences(batch["cu_seqlens"]),
+        "bounds": bounds,
+    }
+
+
+def by_hand(
+    loss: Any,
+    log_ratio: list[float],
+    advantages: list[float],
+    bounds: Bounds,
+    *,
+    log_w: float = 0.0,
+    cu_seqlens: tuple[int, ...] | None = None,
+) -> tuple[Tensor, list[bool], Tensor]:
+    """Loss, clipped and the gradient of the summed loss, at pi_old = 1/e and mu = pi_old e^-log_w."""
     logprobs_N = (torch.tensor(log_ratio) - 1.0).requires_grad_()
-    loss_N, clipped_N = ppo_clip(
+    old_N = torch.full_like(logprobs_N, -1.0)
+    loss_N, clipped_N = loss(
         logprobs_N,
-        torch.full_like(logprobs_N, -1.0),
+        old_N.detach(),
         torch.tensor(advantages),
+        rollout_logprobs_N=old_N.detach() - log_w,
         loss_mask_N=torch.ones(len(log_ratio)),
-        cu_seqlens=(0, len(log_ratio)),
-        **CLIP,
+        sequences=Sequences(cu_seqlens or (0, len(log_ratio))),
+        bounds=bounds,
     )
     (gradient_N,) = torch.autograd.grad(loss_N.sum(), logprobs_N)
-    return loss_N.detach(), clipped_N, gradient_N
+    return loss_N.detach(), clipped_N.tolist(), gradient_N
+
+
+def ppo(log_ratio: list[float], advantages: list[float]) -> tuple[Tensor, list[bool], Tensor]:
+    return by_hand(ppo_clip, log_ratio, advantages, BOUNDS)
 
 
 # --- policy losses ------------------------------------------------------------------------------------------
@@ -64,7 +103,7 @@ def test_ppo_clip_by_hand() -> None:
     # r, A:    1, 1    1.5, 2      1.5, -2   0.5, 2    0.5, -2       A = 0
     # -min(    1       1.28 * 2    -3        1         -0.8 * 2  )
     torch.testing.assert_close(loss_N, torch.tensor([-1.0, -2.56, 3.0, -1.0, 1.6, 0.0]), **CLOSE)
-    assert clipped_N.tolist() == [False, True, False, False, True, False]
+    assert clipped_N == [False, True, False, False, True, False]
     # -A r where not clipped: a token that has moved the wrong way is always pulled back.
     torch.testing.assert_close(gradient_N, torch.tensor([-1.0, 0.0, 3.0, -1.0, 0.0, 0.0]), **CLOSE)
 
@@ -77,19 +116,22 @@ def test_ppo_clip_survives_absurd_ratios() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("kind", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["token", "sequence", "constant"])
 def test_gradient_on_policy_is_the_policy_gradient(name: str, kind: Any) -> None:
-    """At pi = pi_old every loss has the gradient of -sum A log pi under the same aggregation."""
+    """At pi = pi_old = mu every loss has the gradient of -sum A log pi under the same aggregation."""
     batch = random_batch(0)
     logprobs_N = batch["old_N"].clone().requires_grad_()
-    counts: dict[str, Any] = {"kind": kind, "num_loss_tokens": 42, "num_sequences": 3}
+    counts: dict[str, Any] = {
+        "kind": kind,
+        "num_loss_tokens": 42,
+        "num_sequences": 3,
+        "max_response_tokens": 20,
+    }
     loss_N, clipped_N = LOSSES[name](
         logprobs_N,
         logprobs_N,  # the same tensor: no gradient may flow through the old policy
         batch["advantages_N"],
-        loss_mask_N=batch["mask_N"],
-        cu_seqlens=batch["cu_seqlens"],
-        **CLIP,
+        **around(batch),
     )
     loss = aggregate(loss_N, batch["mask_N"], batch["weights_N"], **counts)
     reinforce = aggregate(-batch["advantages_N"] * logprobs_N, batch["mask_N"], batch["weights_N"], **counts)
@@ -104,7 +146,7 @@ def test_gradient_on_policy_is_the_policy_gradient(name: str, kind: Any) -> None
 def test_contract_of_every_loss(name: str) -> None:
     """Float32 out of bfloat16; a bool that is False off the mask; masked tokens have no influence; finite."""
     batch = random_batch(1)
-    common: dict[str, Any] = {"loss_mask_N": batch["mask_N"], "cu_seqlens": batch["cu_seqlens"], **CLIP}
+    common = around(batch)
     low_N = batch["logprobs_N"].bfloat16()
     loss_N, clipped_N = LOSSES[name](low_N, batch["old_N"].bfloat16(), batch["advantages_N"], **common)
     assert loss_N.dtype == torch.float32
@@ -132,68 +174,233 @@ def test_contract_of_every_loss(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_refuse_what_would_broadcast(name: str) -> None:
     batch = random_batch(2)
-    common: dict[str, Any] = {"loss_mask_N": batch["mask_N"], "cu_seqlens": batch["cu_seqlens"], **CLIP}
+    common = around(batch)
     with pytest.raises(ValueError, match=r"'advantages': \[1\]"):
         LOSSES[name](batch["logprobs_N"], batch["old_N"], torch.ones(1), **common)
     with pytest.raises(ValueError, match=r"'logprobs': \[60, 1\]"):
         LOSSES[name](batch["logprobs_N"][:, None], batch["old_N"], batch["advantages_N"], **common)
 
 
-def test_the_signature_admits_sequence_level_ratios() -> None:
-    """GSPO (arXiv 2507.18071) as one more function: ratios 1.10 .95 1.30 .90 make s = 1.0515."""
+def test_dual_clip_acts_only_where_the_advantage_is_negative_and_the_ratio_above_it() -> None:
+    """arXiv 1912.09729, eq. 5, with c = 3: at r = 4 and A = -2 the loss is 6 instead of 8, without gradient."""
+    ratios = [4.0, 2.5, 4.0, 0.5]
+    advantages = [-2.0, -2.0, 2.0, -2.0]
+    log_ratio = [math.log(ratio) for ratio in ratios]
+    plain_N, plain_clipped, plain_gradient_N = by_hand(ppo_clip, log_ratio, advantages, BOUNDS)
+    dual_N, clipped, gradient_N = by_hand(ppo_clip, log_ratio, advantages, BOUNDS._replace(dual=3.0))
+    torch.testing.assert_close(plain_N, torch.tensor([8.0, 5.0, -2.56, 1.6]), **CLOSE)
+    torch.testing.assert_close(dual_N, torch.tensor([6.0, 5.0, -2.56, 1.6]), **CLOSE)
+    assert plain_clipped == [False, False, True, True] and clipped == [True, False, True, True]
+    torch.testing.assert_close(plain_gradient_N, torch.tensor([8.0, 5.0, 0.0, 0.0]), **CLOSE)
+    torch.testing.assert_close(gradient_N, torch.tensor([0.0, 5.0, 0.0, 0.0]), **CLOSE)
 
-    def sequence_ratio(
-        logprobs_N: Tensor,
-        old_logprobs_N: Tensor,
-        advantages_N: Tensor,
-        *,
-        loss_mask_N: Tensor,
-        cu_seqlens: tuple[int, ...],
-        clip_low: float,
-        clip_high: float,
-    ) -> tuple[Tensor, Tensor]:
-        log_ratio_N = (logprobs_N - old_logprobs_N) * loss_mask_N
-        means = [log_ratio_N[a:b].sum() / loss_mask_N[a:b].sum() for a, b in itertools.pairwise(cu_seqlens)]
-        sizes = torch.tensor(cu_seqlens).diff()
-        return -torch.stack(means).exp().repeat_interleave(sizes) * advantages_N, loss_mask_N < 0
 
-    loss_N, _ = sequence_ratio(
-        torch.tensor([9.0, 1.10, 0.95, 1.30, 0.90, 1.0, 2.0]).log(),
-        torch.zeros(7),
-        torch.ones(7),
-        loss_mask_N=torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]),
-        cu_seqlens=(0, 5, 7),
-        **CLIP,
-    )
-    torch.testing.assert_close(-loss_N, torch.tensor([1.0515] * 5 + [2.0] * 2), rtol=1e-4, atol=0.0)
+def test_gspo_by_hand() -> None:
+    """Ratios 1.10 .95 1.30 .90 make s = (1.22265)^(1/4) = 1.0515; masked tokens and the other answer have no part in it."""
+    logprobs_N = torch.tensor([9.0, 1.10, 0.95, 1.30, 0.90, 1.0, 2.0]).log().requires_grad_()
+    advantages_N = torch.tensor([5.0, 1.0, 1.0, 1.0, 1.0, 5.0, -1.0])
+    common: dict[str, Any] = {
+        "rollout_logprobs_N": torch.zeros(7),
+        "loss_mask_N": torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]),
+        "sequences": Sequences((0, 5, 7)),
+    }
+    loss_N, clipped_N = gspo(logprobs_N, torch.zeros(7), advantages_N, bounds=WIDE, **common)
+    s = (1.10 * 0.95 * 1.30 * 0.90) ** 0.25
+    assert s == pytest.approx(1.0515, abs=5e-5)
+    torch.testing.assert_close(-loss_N[1:5], torch.full((4,), s), **CLOSE)
+    torch.testing.assert_close(loss_N[6], torch.tensor(2.0), **CLOSE)
+    assert not clipped_N.any()
+    # The sequence form: d s / d log pi_t = s / |y|, so under the mean over the answer's tokens each has -A s / 4.
+    (gradient_N,) = torch.autograd.grad(loss_N[1:5].mean(), logprobs_N)
+    torch.testing.assert_close(gradient_N[1:5], torch.full((4,), -s / 4), **CLOSE)
+    # The whole answer is clipped, the tokens below 1 as well; A < 0 with s = 2 is pulled back.
+    loss_N, clipped_N = gspo(logprobs_N, torch.zeros(7), advantages_N, bounds=Bounds(3e-4, 4e-4), **common)
+    assert clipped_N.tolist() == [False, True, True, True, True, False, False]
+    torch.testing.assert_close(-loss_N[1:5], torch.full((4,), 1.0004), **CLOSE)
+    (gradient_N,) = torch.autograd.grad(loss_N.sum(), logprobs_N)
+    assert gradient_N[1:5].tolist() == [0.0] * 4 and gradient_N[6] > 0
+
+
+def test_sequences_cut_over_ranks_are_added_up() -> None:
+    """Two ranks with half of each answer, as context parallelism cuts them: the ratio is the whole answer's on both."""
+    ratios = torch.tensor([1.10, 0.95, 1.30, 0.90, 1.5, 0.5])  # answers of 4 and 2
+    halves = (torch.tensor([0, 3, 4]), torch.tensor([1, 2, 5]))
+    partial: list[Tensor] = []
+
+    def losses(rows: Tensor, add_up: Any) -> Tensor:
+        loss_N, _ = gspo(
+            ratios[rows].log(),
+            torch.zeros(3),
+            -torch.ones(3),
+            rollout_logprobs_N=torch.zeros(3),
+            loss_mask_N=torch.ones(3),
+            sequences=Sequences((0, 2, 3), add_up),
+            bounds=WIDE,
+        )
+        return loss_N
+
+    def collect(sums: Tensor) -> Tensor:
+        partial.append(sums)
+        return sums
+
+    alone = [losses(rows, collect) for rows in halves]
+    together = [losses(rows, lambda _: partial[0] + partial[1]) for rows in halves]
+    first, second = (1.10 * 0.95 * 1.30 * 0.90) ** 0.25, 0.75**0.5
+    for loss_N in together:
+        torch.testing.assert_close(loss_N, torch.tensor([first, first, second]), **CLOSE)
+    assert (alone[0] - together[0]).abs().min() > 0.02  # the sums are needed
+
+
+def test_cispo_by_hand() -> None:
+    """The weight is bounded, and every token keeps its gradient: -A min(r, 5), with no lower bound."""
+    log_ratio = [math.log(0.01), math.log(2.0), math.log(9.0), math.log(9.0)]
+    loss_N, clipped, gradient_N = by_hand(cispo, log_ratio, [1.0, 1.0, 1.0, -2.0], Bounds(1.0, 4.0))
+    torch.testing.assert_close(gradient_N, torch.tensor([-0.01, -2.0, -5.0, 10.0]), **CLOSE)
+    assert clipped == [False, False, True, True]
+    torch.testing.assert_close(loss_N, gradient_N * (torch.tensor(log_ratio) - 1.0), **CLOSE)
+
+
+def test_minirl_by_hand() -> None:
+    """w = pi_old / mu = 2: weights pi / mu = 2 r up to 5; stale tokens are masked by r = pi / pi_old alone."""
+    log_ratio = [0.0, math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5), math.log(4.0)]
+    advantages = [1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
+    bounds = Bounds(0.2, 0.27, cap=5.0)
+    loss_N, clipped, gradient_N = by_hand(minirl, log_ratio, advantages, bounds, log_w=math.log(2.0))
+    assert clipped == [False, True, False, False, True, False]
+    torch.testing.assert_close(gradient_N, torch.tensor([-2.0, 0.0, 3.0, -1.0, 0.0, 5.0]), **CLOSE)
+    torch.testing.assert_close(loss_N, gradient_N * (torch.tensor(log_ratio) - 1.0), **CLOSE)
+
+
+def test_minirl_below_its_cap_has_the_gradient_of_ppo_with_exact_weights() -> None:
+    """sg[pi / mu] = sg[r] w, and r grad log pi = grad r: two ways to write one update."""
+    log_ratio = (0.3 * torch.randn(40, generator=torch.Generator().manual_seed(0))).tolist()
+    advantages = torch.randn(40, generator=torch.Generator().manual_seed(1)).tolist()
+    bounds = Bounds(0.2, 0.28, cap=1e9)
+    _, masked, gradient_N = by_hand(minirl, log_ratio, advantages, bounds, log_w=0.4)
+    _, clipped, ppo_gradient_N = by_hand(ppo_clip, log_ratio, advantages, bounds)
+    assert masked == clipped and any(masked)
+    torch.testing.assert_close(
+        gradient_N, math.exp(0.4) * ppo_gradient_N, rtol=1e-5, atol=1e-7
+    )  # exp of sums
 
 
 # --- weights against the engine -----------------------------------------------------------------------------
 
+# Two answers with masked tokens around them; w = .5 1.5 4 | 1.0005 .9995, products 3 and 0.99999975.
+W = [9.0, 0.5, 1.5, 4.0, 0.1, 1.0005, 0.9995, 7.0]
+W_MASK = [0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
 
-def test_tis_weights_by_hand() -> None:
-    rollout_N = torch.full((4,), -2.0)
-    old_N = rollout_N + torch.tensor([0.0, math.log(1.5), math.log(4.0), math.log(0.01)])
-    torch.testing.assert_close(
-        tis_weights_N(old_N, rollout_N, cap=2.0), torch.tensor([1.0, 1.5, 2.0, 0.01]), **CLOSE
+
+def weights(correction: Correction, w: list[float] = W) -> tuple[list[float], list[bool]]:
+    """Weights and cut at the loss tokens."""
+    rollout_N = torch.full((len(w),), -2.0)
+    mask_N = torch.tensor(W_MASK)
+    found = correct(correction, rollout_N + torch.tensor(w).log(), rollout_N, mask_N, Sequences((0, 4, 8)))
+    assert not found.cut_N[mask_N == 0].any()
+    on = mask_N > 0
+    return found.weights_N[on].tolist(), found.cut_N[on].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "cut"),
+    [
+        ("token_tis", [0.5, 1.5, 2.0, 1.0005, 0.9995], [0, 0, 1, 0, 0]),
+        ("sequence_tis", [2.0, 2.0, 2.0, 1.0, 1.0], [1, 1, 1, 0, 0]),
+        ("token_mis", [0.5, 1.5, 0.0, 1.0005, 0.9995], [0, 0, 1, 0, 0]),
+        ("sequence_mis", [0.0, 0.0, 0.0, 1.0, 1.0], [1, 1, 1, 0, 0]),
+        ("geometric_mask", [0.0, 0.0, 0.0, 1.0, 1.0], [1, 1, 1, 0, 0]),  # 3^(1/3) = 1.44
+        ("icepop", [0.5, 1.5, 4.0, 1.0005, 0.9995], [0, 0, 0, 0, 0]),
+    ],
+)
+def test_corrections_by_hand(name: str, expected: list[float], cut: list[int]) -> None:
+    found, found_cut = weights(CORRECTIONS[name])
+    assert found == pytest.approx(expected, rel=1e-6)  # float32: exp of a log
+    assert found_cut == [bool(value) for value in cut]
+
+
+def test_every_correction_is_tested_by_hand() -> None:
+    names = {
+        mark.args[1][i][0] for mark in test_corrections_by_hand.pytestmark for i in range(len(mark.args[1]))
+    }  # type: ignore[attr-defined]
+    assert names == CORRECTIONS.keys()
+
+
+def test_bounds_of_corrections_are_met_from_both_sides() -> None:
+    w = [1.0, 0.49, 0.51, 4.99, 1.0, 5.01, 1.0, 1.0]
+    assert weights(CORRECTIONS["icepop"], w)[1] == [True, False, False, True, False]
+    # Means of log w: +-0.0009 is inside of 0.999 .. 1.001, and so is a product of 1 made of 4 and 1/4; +0.0011 is not.
+    geometric = CORRECTIONS["geometric_mask"]
+    inside = [1.0, 4.0, 0.25, 1.0, 1.0, math.exp(0.0009), math.exp(0.0009), 1.0]
+    assert weights(geometric, inside)[0] == [1.0] * 5
+    outside = [
+        1.0,
+        math.exp(-0.0011),
+        math.exp(-0.0011),
+        math.exp(-0.0011),
+        1.0,
+        math.exp(0.0011),
+        math.exp(0.0011),
+        1.0,
+    ]
+    assert weights(geometric, outside)[0] == [0.0] * 5
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_correction_without_mismatch_is_a_no_op(name: str) -> None:
+    batch = random_batch(3)
+    old_N = batch["old_N"]
+    found = correct(CORRECTIONS[name], old_N, old_N.clone(), batch["mask_N"], Sequences(batch["cu_seqlens"]))
+    assert (found.weights_N == 1.0).all() and not found.cut_N.any()
+
+
+def test_truncated_importance_sampling_without_a_cap_is_the_exact_ratio() -> None:
+    batch = random_batch(3)
+    uncapped = CORRECTIONS["token_tis"]._replace(high=math.inf)
+    found = correct(
+        uncapped, batch["logprobs_N"], batch["old_N"], batch["mask_N"], Sequences(batch["cu_seqlens"])
     )
-    assert tis_weights_N(torch.tensor([400.0]), torch.tensor([0.0]), cap=math.inf).isfinite().all()
+    torch.testing.assert_close(found.weights_N, (batch["logprobs_N"] - batch["old_N"]).exp(), **CLOSE)
+    absurd = correct(uncapped, torch.tensor([400.0]), torch.tensor([0.0]), torch.ones(1), Sequences((0, 1)))
+    assert absurd.weights_N.isfinite().all()
 
 
-def test_tis_without_mismatch_is_a_no_op() -> None:
-    old_N = random_batch(3)["old_N"]
-    assert (tis_weights_N(old_N, old_N.clone(), cap=math.inf) == 1.0).all()
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_weights_carry_no_gradient_and_masked_tokens_have_no_part(name: str) -> None:
+    batch = random_batch(4)
+    sequences = Sequences(batch["cu_seqlens"])
+    old_N = batch["logprobs_N"].clone().requires_grad_()
+    found = correct(CORRECTIONS[name], old_N, batch["old_N"], batch["mask_N"], sequences)
+    assert not found.weights_N.requires_grad and found.weights_N.dtype == torch.float32
+    off = batch["mask_N"] == 0
+    changed_N = old_N.detach().clone()
+    changed_N[off] = -300.0
+    again = correct(CORRECTIONS[name], changed_N, batch["old_N"], batch["mask_N"], sequences)
+    assert torch.isfinite(again.weights_N).all() and not again.cut_N[off].any()
+    assert torch.equal(again.weights_N[~off], found.weights_N[~off])
 
 
-def test_tis_weights_carry_no_gradient() -> None:
-    old_N = random_batch(4)["old_N"].requires_grad_()
-    assert not tis_weights_N(old_N, old_N.detach() - 0.1, cap=2.0).requires_grad
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (-1.0, 2.0), (2.0, 2.0), (0.0, math.nan)])
+def test_corrections_refuse_bounds_that_keep_nothing(low: float, high: float) -> None:
+    with pytest.raises(ValueError, match=f"got {low} and {high}"):
+        correct(
+            CORRECTIONS["icepop"]._replace(low=low, high=high),
+            torch.zeros(2),
+            torch.zeros(2),
+            torch.ones(2),
+            Sequences((0, 2)),
+        )
 
 
-@pytest.mark.parametrize("cap", [0.0, -1.0, math.nan])
-def test_tis_refuses_a_cap_that_is_not_positive(cap: float) -> None:
-    with pytest.raises(ValueError, match=f"got {cap}"):
-        tis_weights_N(torch.zeros(2), torch.zeros(2), cap=cap)
+def test_one_token_at_minus_5_and_minus_15() -> None:
+    """The engine gave it e^-5, the policy e^-15: k3 of the panel is e^-10 + 10 - 1 = 9.000, F(2) and ESS are 1."""
+    parts = diagnostics.mismatch(torch.tensor([-15.0]), torch.tensor([-5.0]), torch.ones(1))
+    figures = {name: type(part).reduce([part]) for name, part in parts.items()}
+    assert figures["k3"] == pytest.approx(9.000045, abs=1e-6)
+    assert (figures["f2"], figures["ess"], figures["abs_max"]) == (1.0, pytest.approx(1.0), 10.0)
+    # The penalty of the same pair, pi = e^-5 against ref = e^-15, is the same number.
+    assert float(kl_penalty(torch.tensor([-5.0]), torch.tensor([-15.0]), estimator="k3")) == pytest.approx(
+        9.000045
+    )
 
 
 # --- KL to the reference ------------------------------------------------------------------------------------
@@ -270,7 +477,7 @@ def test_kl_is_finite_for_absurd_inputs_and_refuses_unknown_names() -> None:
 
 
 def test_aggregate_by_hand() -> None:
-    """Sequences of 1 and 3 loss tokens. token: (8 + 1 + 2 + 3) / 4; sequence: (8 + 2) / 2."""
+    """Sequences of 1 and 3 loss tokens. token: (8 + 1 + 2 + 3) / 4; sequence: (8 + 2) / 2; constant: 14 / (2 * 10)."""
     loss_N = torch.tensor([99.0, 8.0, 99.0, 1.0, 2.0, 3.0])
     mask_N = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
     weights_N = torch.tensor([0.0, 1.0, 0.0, 1 / 3, 1 / 3, 1 / 3])
@@ -279,26 +486,41 @@ def test_aggregate_by_hand() -> None:
     assert float(aggregate(loss_N, mask_N, weights_N, kind="sequence", **counts)) == pytest.approx(
         5.0, rel=1e-6
     )
+    constant = aggregate(loss_N, mask_N, weights_N, kind="constant", max_response_tokens=10, **counts)
+    assert float(constant) == pytest.approx(0.7, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["token", "sequence"])
-@pytest.mark.parametrize("seed", range(3))
-def test_shares_add_up_however_the_sequences_are_split(kind: Any, seed: int) -> None:
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("kind", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("correction", ["sequence_tis", "icepop"])
+def test_shares_add_up_however_the_sequences_are_split(name: str, kind: Any, correction: str) -> None:
     """Micro-batch and rank permutation: one batch, or each sequence alone in any order, give one loss and gradient."""
-    batch = random_batch(seed)
-    counts: dict[str, Any] = {"kind": kind, "num_loss_tokens": int(batch["mask_N"].sum()), "num_sequences": 3}
+    batch = random_batch(2)
+    mu_N = batch["old_N"] + 0.1 * torch.randn(60, generator=torch.Generator().manual_seed(9))
+    counts: dict[str, Any] = {
+        "kind": kind,
+        "num_loss_tokens": int(batch["mask_N"].sum()),
+        "num_sequences": 3,
+        "max_response_tokens": 30,
+    }
 
     def share(pieces: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         rows = torch.cat([torch.arange(a, b) for a, b in pieces])
         logprobs_N = batch["logprobs_N"].clone().requires_grad_()
-        loss_N, _ = ppo_clip(
+        sequences = Sequences((0, *torch.tensor([b - a for a, b in pieces]).cumsum(0).tolist()))
+        loss_N, _ = LOSSES[name](
             logprobs_N[rows],
             batch["old_N"][rows],
             batch["advantages_N"][rows],
+            rollout_logprobs_N=mu_N[rows],
             loss_mask_N=batch["mask_N"][rows],
-            cu_seqlens=(0, *torch.tensor([b - a for a, b in pieces]).cumsum(0).tolist()),
-            **CLIP,
+            sequences=sequences,
+            bounds=BOUNDS,
         )
+        corrected = correct(
+            CORRECTIONS[correction], batch["old_N"][rows], mu_N[rows], batch["mask_N"][rows], sequences
+        )
+        loss_N = loss_N * corrected.weights_N
         loss = aggregate(loss_N, batch["mask_N"][rows], batch["weights_N"][rows], **counts)
         (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
         return loss.detach(), gradient_N
@@ -339,6 +561,8 @@ def test_aggregate_is_float32_and_guards() -> None:
         aggregate(ones_N, ones_N, ones_N, kind="mean", **counts)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="0 loss tokens"):
         aggregate(ones_N, ones_N, ones_N, kind="token", num_loss_tokens=0, num_sequences=1)
+    with pytest.raises(ValueError, match="1 sequences of at most 0"):
+        aggregate(ones_N, ones_N, ones_N, kind="constant", **counts)
     with pytest.raises(ValueError, match="0 sequences"):
         aggregate(ones_N, ones_N, ones_N, kind="sequence", num_loss_tokens=3, num_sequences=0)
     with pytest.raises(ValueError, match=r"'loss_mask': \[1\]"):

@@ -1,0 +1,90 @@
+"""What becomes of rewards on their way to the ranks that train: shaping, advantages of the whole step, filtering."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from r3.exchange import Rewards, decode, encode, gather_rewards, score_all
+from r3.mesh import Axis
+from r3.packing import pack, with_advantages
+from r3.rollout import Answers
+from r3.shape import ModelShape
+from r3.types import Rollout
+from tests.tiny import random_rollouts, tiny_config
+
+pytestmark = pytest.mark.unit
+
+ALONE = Axis(name="world", group=None, rank=0, size=1)
+CONFIG = tiny_config(rollout={"group_size": 2, "max_response_tokens": 20})
+SHAPE = ModelShape.read(CONFIG.model.path)
+
+
+def answers(
+    lengths: tuple[int, ...] = (9, 30, 24, 12), rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 0.0)
+) -> Answers:
+    """Two groups of two; a third of each sequence is its prompt: responses of 6, 20, 16 and 8 tokens."""
+    return Answers(rollouts=random_rollouts(SHAPE, lengths), rewards=list(rewards))
+
+
+class Two(Axis):
+    """Both ranks of a world of two in one process: what the other rank would send is given."""
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        other = [(index + 4, group + 2, reward - 1) for index, group, reward in item]
+        return [other, item]
+
+
+def test_rewards_of_all_ranks_come_in_the_order_of_the_step() -> None:
+    both = gather_rewards(answers(), Two(name="world", group=None, rank=0, size=2), CONFIG)
+    assert both.rewards_R.tolist() == [1, 0, 1, 0, 0, -1, 0, -1]
+    assert both.groups_R.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    whitened = replace(CONFIG, algo=replace(CONFIG.algo, advantage="reinforce_pp"))
+    advantages = [item.advantage for item in score_all(answers(), both, whitened)]
+    # Over all eight: mean 0, unbiased variance 4 / 7. This rank's four alone would have mean 1/2.
+    assert advantages == pytest.approx([(7 / 4) ** 0.5, 0.0, (7 / 4) ** 0.5, 0.0], rel=1e-5)
+
+
+def test_overlong_penalty_shapes_the_reward_before_the_advantage_and_leaves_the_dump_alone() -> None:
+    algo = replace(CONFIG.algo, advantage="dr_grpo", overlong_buffer=8, overlong_penalty=0.5)
+    config = replace(CONFIG, algo=algo)
+    rewards = gather_rewards(answers(), ALONE, config)
+    # 20 tokens: the whole penalty. 16 of 20 with a buffer of 8: half of it.
+    assert rewards.rewards_R.tolist() == [1.0, -0.5, 0.75, 0.0]
+    scored = score_all(answers(), rewards, config)
+    assert [item.advantage for item in scored] == [0.75, -0.75, 0.375, -0.375]
+    assert [item.reward for item in scored] == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_filtered_answers_keep_their_place_in_the_baseline_and_lose_their_loss() -> None:
+    config = replace(CONFIG, algo=replace(CONFIG.algo, advantage="dr_grpo", overlong_filter=True))
+    cut = answers()
+    cut.rollouts[1] = replace(cut.rollouts[1], finish_reason="length")
+    scored = score_all(cut, gather_rewards(cut, ALONE, config), config)
+    assert [item.trains for item in scored] == [True, False, True, True]
+    assert scored[0].advantage == 0.5  # against the mean with the truncated one
+    assert [item.trains for item in decode(encode(scored))] == [True, False, True, True]
+    off = score_all(cut, gather_rewards(cut, ALONE, CONFIG), CONFIG)
+    assert all(item.trains for item in off)
+
+
+def test_advantages_can_be_replaced_in_a_packed_micro_batch() -> None:
+    rollouts: list[Rollout] = random_rollouts(SHAPE, (9, 6))
+    sizes = {"num_experts": SHAPE.num_experts, "num_layers": len(SHAPE.moe_layers), "topk": SHAPE.topk}
+    before = pack(rollouts, [3, 1], [0.5, -0.5], multiple=8, **sizes)
+    assert before.rollout_ids == (3, 1, -1)
+    after = with_advantages(before, [9.0, -2.0, 9.0, 0.25])
+    again = pack(rollouts, [3, 1], [0.25, -2.0], multiple=8, **sizes)
+    assert torch.equal(after.advantages_N, again.advantages_N)
+    assert after.advantages_N.dtype == before.advantages_N.dtype
+    assert torch.equal(after.loss_mask_N, before.loss_mask_N)
+
+
+def test_rewards_say_what_advantages_were_made_of() -> None:
+    rewards = Rewards(rewards_R=torch.tensor([0.5, -0.5, 1.5]), groups_R=torch.zeros(3, dtype=torch.int64))
+    part = rewards.metrics["reward/shaped_mean"]
+    assert type(part).reduce([part, part]) == np.float64(0.5)  # every rank has the same
