@@ -99,8 +99,8 @@ def test_loss_and_gradients_do_not_depend_on_layout_or_packing(
 
 
 def test_sequence_aggregation_does_not_depend_on_layout(other_model: str, tmp_path: Path) -> None:
-    one, _ = _gradients(tmp_path, other_model, "one", 1, aggregation="sequence")
-    two, _ = _gradients(tmp_path, other_model, "two", 2, aggregation="sequence", parallel={"cp": 2})
+    one, _ = _gradients(tmp_path, other_model, "one", 1, algo={"aggregation": "sequence"})
+    two, _ = _gradients(tmp_path, other_model, "two", 2, algo={"aggregation": "sequence"}, parallel={"cp": 2})
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)  # float32, summed in another order
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
 
