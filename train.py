@@ -30,6 +30,7 @@ def main() -> None:
     from r3.engine import Engine
     from r3.evaluate import evaluate
     from r3.exchange import distribute, dump_rollouts, gather_rewards, score_all
+    from r3.ledger import reconcile
     from r3.mesh import build_mesh
     from r3.metrics import Meter
     from r3.policy import Policy
@@ -122,6 +123,9 @@ def main() -> None:
                     micro_batch_tokens=train.micro_batch_tokens,
                     captured=engine.capture,
                     on_missing=config.replay.on_missing,
+                    min_coverage=config.replay.min_coverage,
+                    versions=(version,),
+                    layers=policy.replay.layers,
                 )
                 meter.add(ledger)
 
@@ -136,7 +140,7 @@ def main() -> None:
                 dump_rollouts(run_dir, step, scored, mesh.world)
             if task.heldout and (step == train.steps or every(step, config.eval.every)):
                 evaluate_policy(step)
-            meter.close_step(step)
+            reconcile(meter.close_step(step))  # every captured route was replayed, and once
             if step == train.steps or every(step, config.checkpoint.every):
                 with meter.phase("checkpoint"):
                     keep = config.checkpoint.keep

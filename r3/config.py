@@ -212,6 +212,8 @@ class ReplayConfig:
     updates. off: every pass routes for itself."""
     on_missing: Literal["error", "live"] = "error"
     """A token without a captured route stops the run, or is routed live and counted."""
+    min_coverage: float = 0.99
+    """With on_missing live: the run stops when less than this share of a step's tokens came with routes."""
     reference: bool = False
     """Replay in the reference policy too. Off: its KL to the policy is not 0 at step 0."""
     shadow_every: int = 1
@@ -472,6 +474,7 @@ RESUME_MAY_CHANGE = (
     "engine.memory_fraction",
     "engine.max_num_seqs",
     "engine.sleep_level",
+    "replay.min_coverage",
     "replay.shadow_every",
     "eval.",
     "checkpoint.",

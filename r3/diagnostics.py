@@ -61,6 +61,22 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayer:
+    """Rows that every one of `layers` layers counts: slots of all ranks / layers. Exact where every layer counted alike."""
+
+    slots: int
+    layers: int
+
+    @staticmethod
+    def reduce(parts: Sequence[PerLayer]) -> float | None:
+        if len(layers := {part.layers for part in parts}) > 1:
+            raise ValueError(
+                f"parts of one metric are of models with different numbers of layers: {sorted(layers)}"
+            )
+        return sum(part.slots for part in parts) / parts[0].layers if parts else None
+
+
+@dataclass(frozen=True, slots=True)
 class StandardDeviation:
     """sqrt( sum of squares / count - mean^2 ), from the values themselves so that it is exact over any split."""
 

@@ -362,6 +362,7 @@ def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
         num_updates=1,
         micro_batch_tokens=room,
         on_missing="error",
+        layers=policy.replay.layers,
     )
     reader = ReadBack(shape=shape, mesh=mesh, lengths=lengths)
     with reader.listening(policy):
@@ -465,6 +466,7 @@ def check_replay(patient: Patient) -> str:
         micro_batch_tokens=config.train.micro_batch_tokens,
         captured=patient.engine.capture,
         on_missing=config.replay.on_missing,
+        layers=policy.replay.layers,
     )
     live = panel(policy, mesh, batch.micro_batches, "live")
     said = f"live k3 {live['k3']:.2e} max {live['abs_max']:.2e}"

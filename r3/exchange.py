@@ -1,21 +1,28 @@
-"""Rollouts from the ranks that generated them to the ranks that train on them. Moves bytes; the plan is made in `packing`."""
+"""Rollouts from the ranks that generated them to the ranks that train on them. Moves bytes; the plan is made in `packing`.
+
+Routes are most of the bytes: a rollout of T tokens sends (T-1) * L * K of the smallest type to each rank that trains on it,
+L being the MoE layers of that rank's pipeline stage. Ranks of one tensor- or context-parallel group get the same rows and
+compute on their part. Each layer's rows travel with a checksum over them and the tokens they are of, which is checked in the
+packed micro-batch: rows of another sample, shifted rows and swapped layers do not get past it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from safetensors.numpy import load, save
 
-from r3 import packing
+from r3 import ledger, packing
 from r3.advantage import ADVANTAGES, overlong_penalty
 from r3.config import Config
 from r3.diagnostics import Mean, Sum
-from r3.engine import RouteError
 from r3.mesh import Axis, Mesh
 from r3.rollout import Answers
 from r3.rundir import RunDir
@@ -28,7 +35,8 @@ class Scored:
     """A rollout with what was made of it.
 
     `index` is its place among all rollouts of the step. One that does not `train` counted for its group's baseline, and gets
-    no loss (algo.overlong_filter).
+    no loss (algo.overlong_filter). `checksums` came with it when it was sent here: one for each layer of its routes, over
+    tokens and rows.
     """
 
     index: int
@@ -36,6 +44,7 @@ class Scored:
     advantage: float
     reward: float = 0.0
     trains: bool = True
+    checksums: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,17 +133,23 @@ def gather_lengths(scored: Sequence[Scored], world: Axis) -> list[Length]:
 
 
 def exchange(
-    scored: Sequence[Scored], destinations: Mapping[int, Sequence[int]], world: Axis
+    scored: Sequence[Scored],
+    destinations: Mapping[int, Sequence[int]],
+    world: Axis,
+    layers_of: Sequence[Sequence[int]] | None = None,
 ) -> dict[int, Scored]:
     """Send each rollout to the world ranks in `destinations[index]`; returns what this rank trains on, by index.
 
-    Bit-exact: tokens, masks, log-probabilities and routes travel as the bytes they are. All ranks must call.
+    `layers_of[rank]` are the places in the routes' layer axis that the rank gets; None = all. Bit-exact: tokens, masks,
+    log-probabilities and routes travel as the bytes they are. All ranks must call.
     """
     outgoing: list[list[Scored]] = [[] for _ in range(world.size)]
     for item in scored:
         for rank in destinations[item.index]:
             outgoing[rank].append(item)
-    arrived = world.all_to_all_bytes([encode(items) for items in outgoing])
+    arrived = world.all_to_all_bytes(
+        [encode(items, layers_of[rank] if layers_of else None) for rank, items in enumerate(outgoing)]
+    )
     received = {item.index: item for message in arrived for item in decode(message)}
     expected = {index for index, ranks in destinations.items() if world.rank in ranks}
     assert received.keys() == expected, (
@@ -152,17 +167,35 @@ def distribute(
     micro_batch_tokens: int,
     captured: bool = True,
     on_missing: Literal["error", "live"] = "error",
+    min_coverage: float = 0.0,
+    versions: Container[int] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> tuple[list[Batch], dict[str, Any]]:
     """This rank's share of every update of the step, packed, and metric partials. All ranks must call.
 
-    Every rank makes the same plan from everybody's lengths; then rollouts travel once. Denominators are global. `captured`
-    says whether the engine captures routes at all (it does in replay mode r3).
+    Every rank makes the same plan from everybody's lengths; then rollouts travel once. Denominators are global.
+
+    Args:
+        captured: whether the engine captures routes at all (it does in replay mode r3).
+        on_missing, min_coverage: what missing routes do, see `ledger.admit`.
+        versions: versions of the policy whose rollouts may be trained on in this step; None = any (a dump scored again).
+        layers: global numbers of the MoE layers whose routers this rank holds; only their routes come. None = all.
 
     Raises:
-        RouteError: a route is missing and `on_missing` is "error"; names rollout, position and layer count.
+        RouteError: on every rank: a route is missing that may not, is of another version, or was damaged on the way.
     """
-    if on_missing == "error":
-        refuse_missing_routes(scored)
+    shape_layers = shape.moe_layers if captured else ()
+    ledger.admit(
+        [item.rollout for item in scored],
+        mesh.world,
+        moe_layers=shape_layers,
+        num_experts=shape.num_experts,
+        versions=versions,
+        on_missing=on_missing,
+        min_coverage=min_coverage,
+    )
+    scored = [_smallest(item, shape.num_experts) for item in scored]
+    places = [shape_layers.index(layer) for layer in (shape_layers if layers is None else layers) if captured]
     lengths = gather_lengths(scored, mesh.world)
     whole, each = length_multiples(mesh)
     plan = packing.plan(
@@ -173,19 +206,19 @@ def distribute(
         micro_batch_tokens=micro_batch_tokens,
         multiple=whole,
     )
-    data_rank_of = mesh.world.all_gather_object(mesh.dp.rank)
+    data_rank_of, layers_of = zip(*mesh.world.all_gather_object((mesh.dp.rank, places)), strict=True)
     destinations: dict[int, list[int]] = {}
     for update in plan:
         for data_rank, micro_batches in enumerate(update.micro_batches):
             ranks = [rank for rank, of in enumerate(data_rank_of) if of == data_rank]
             destinations |= {index: ranks for micro_batch in micro_batches for index in micro_batch}
-    mine = exchange(scored, destinations, mesh.world)
+    mine = exchange(scored, destinations, mesh.world, layers_of)
 
     batches = []
     for update in plan:
         members = [lengths[i] for rank in update.micro_batches for micro_batch in rank for i in micro_batch]
         micro_batches_of_rank = tuple(
-            pack_for(mesh, shape, [mine[i] for i in micro_batch], captured=captured)
+            pack_for(mesh, shape, [mine[i] for i in micro_batch], num_layers=len(places))
             for micro_batch in update.micro_batches[mesh.dp.rank]
         )
         batches.append(
@@ -196,8 +229,17 @@ def distribute(
                 num_sequences=max(1, sum(length.loss_tokens > 0 for length in members)),
             )
         )
+    packed = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+    ledger.agree(next(filter(None, (damage(micro_batch, mine) for micro_batch in packed)), ""), mesh.world)
     efficiency = packing.packing_efficiency(plan, [length.tokens for length in lengths])
-    return batches, _ledger(scored, efficiency, captured=captured)
+    metrics: dict[str, Any] = {
+        "perf/packing_efficiency": Mean(total=efficiency, count=1.0)  # the same on all ranks
+    }
+    if captured:
+        metrics |= ledger.captured_rows([item.rollout for item in scored])
+        arrived = sum(item.rollout.routed_experts.nbytes for item in mine.values())
+        metrics["routing/bytes"] = Sum(value=float(arrived))
+    return batches, metrics
 
 
 def length_multiples(mesh: Mesh) -> tuple[int, int]:
@@ -206,16 +248,16 @@ def length_multiples(mesh: Mesh) -> tuple[int, int]:
     return each * mesh.tp.size, each
 
 
-def pack_for(mesh: Mesh, shape: ModelShape, scored: Sequence[Scored], *, captured: bool) -> MicroBatch:
-    """Pack whole rollouts into one micro-batch that this layout can cut."""
+def pack_for(mesh: Mesh, shape: ModelShape, scored: Sequence[Scored], *, num_layers: int) -> MicroBatch:
+    """Pack whole rollouts, whose routes have `num_layers` layers, into one micro-batch that this layout can cut."""
     whole, each = length_multiples(mesh)
     return packing.pack(
         [item.rollout if item.trains else _without_loss(item.rollout) for item in scored],
         [item.index for item in scored],
         [item.advantage for item in scored],
         num_experts=shape.num_experts,
-        num_layers=len(shape.moe_layers) if captured else 0,
-        topk=shape.topk if captured else 0,
+        num_layers=num_layers,
+        topk=shape.topk if num_layers else 0,
         multiple=whole,
         sequence_multiple=each,
     )
@@ -225,33 +267,42 @@ def _without_loss(rollout: Rollout) -> Rollout:
     return replace(rollout, loss_mask_T=np.zeros_like(rollout.loss_mask_T))
 
 
-def refuse_missing_routes(scored: Sequence[Scored]) -> None:
-    """Raise RouteError at the first row of -1: a token whose experts were not captured."""
-    for item in scored:
-        missing = np.asarray((item.rollout.routed_experts < 0).any(axis=(1, 2)))
-        if missing.any():
-            raise RouteError(
-                f"rollout {item.rollout.prompt_id}/{item.rollout.member}: no route for position {int(missing.argmax())} "
-                f"({int(missing.sum())} of {len(missing)} rows missing). replay.on_missing=live would route them live"
+def damage(micro_batch: MicroBatch, mine: Mapping[int, Scored]) -> str:
+    """What is said of the first packed sequence whose tokens and routes are not those that were sent; empty when all are.
+
+    `mine` are the rollouts that came to this rank, by index.
+    """
+    tokens_N, routes_NLK = micro_batch.tokens_N.numpy(), micro_batch.routed_experts_NLK.numpy()
+    for index, (start, end) in zip(micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True):
+        if index < 0 or mine[index].checksums is None:
+            continue
+        rollout = mine[index].rollout
+        end = start + int(micro_batch.real_N[start:end].sum())
+        found = checksums(tokens_N[start:end], routes_NLK[start : end - 1])
+        if found != mine[index].checksums:
+            return (
+                f"rollout {rollout.prompt_id}/{rollout.member}: its packed tokens and routes are not those that were sent "
+                f"(checksums by layer {found}, sent {mine[index].checksums}): rows of another rollout, shifted, or of "
+                "other layers"
             )
+    return ""
 
 
-def _ledger(scored: Sequence[Scored], efficiency: float, *, captured: bool) -> dict[str, Any]:
-    """Rows of routes of the rollouts this rank generated: how many a full capture gives, how many came, how many go live."""
-    metrics: dict[str, Any] = {
-        "perf/packing_efficiency": Mean(total=efficiency, count=1.0)
-    }  # the same on all ranks
-    if not captured:
-        return metrics
-    expected = sum(len(item.rollout.routed_experts) for item in scored)
-    came = sum(int((item.rollout.routed_experts >= 0).all(axis=(1, 2)).sum()) for item in scored)
-    return metrics | {
-        "routing/coverage": Mean(total=float(came), count=float(expected)),
-        "routing/rows_captured": Sum(value=float(came)),
-        "routing/rows_replayed": Sum(value=float(came)),
-        # A sequence's last token predicts nothing and was never processed by the engine: it always routes live.
-        "routing/rows_live": Sum(value=float(expected - came + len(scored))),
-    }
+def checksums(tokens_T: np.ndarray, routes: np.ndarray) -> tuple[int, ...]:
+    """CRC-32 of the tokens and the rows `[T-1, K]` of each layer of the routes `[T-1, L, K]`."""
+    tokens = zlib.crc32(tokens_T.astype(np.int64).tobytes())
+    return tuple(
+        zlib.crc32(np.ascontiguousarray(routes[:, layer]).tobytes(), tokens)
+        for layer in range(routes.shape[1])
+    )
+
+
+def _smallest(item: Scored, num_experts: int) -> Scored:
+    """The rollout with its routes, known to be legal, in the smallest type: the engine's are, a dump's may not be."""
+    routes, dtype = item.rollout.routed_experts, packing.route_dtype(num_experts)
+    if routes.dtype == dtype:
+        return item
+    return replace(item, rollout=replace(item.rollout, routed_experts=routes.astype(dtype)))
 
 
 def dump_rollouts(run_dir: RunDir, step: int, scored: Sequence[Scored], world: Axis) -> None:
@@ -268,11 +319,18 @@ def dump_rollouts(run_dir: RunDir, step: int, scored: Sequence[Scored], world: A
         )
 
 
-def encode(items: Sequence[Scored]) -> bytes:
-    """Rollouts as one safetensors blob: arrays laid end to end, the rest as JSON."""
+def encode(items: Sequence[Scored], layers: Sequence[int] | None = None) -> bytes:
+    """Rollouts as one safetensors blob: arrays laid end to end, the rest as JSON.
+
+    `layers` are places in the routes' layer axis, of those that travel; None = all.
+    """
     if not items:
         return b""
     rollouts = [item.rollout for item in items]
+    routes = [rollout.routed_experts for rollout in rollouts]
+    if layers is not None:
+        # No layer at all looks as it does for a dense model.
+        routes = [rows[:, list(layers)] if layers else rows[:, :0, :0] for rows in routes]
     header = [
         {
             "index": item.index,
@@ -285,17 +343,16 @@ def encode(items: Sequence[Scored]) -> bytes:
             "finish_reason": rollout.finish_reason,
             "version": rollout.version,
             "response": rollout.response,
+            "checksums": checksums(rollout.tokens_T, rows),
         }
-        for item, rollout in zip(items, rollouts, strict=True)
+        for item, rollout, rows in zip(items, rollouts, routes, strict=True)
     ]
     arrays = {
         "lengths": np.array([len(rollout.tokens_T) for rollout in rollouts], dtype=np.int64),
         "tokens": np.concatenate([rollout.tokens_T for rollout in rollouts]),
         "loss_mask": np.concatenate([rollout.loss_mask_T for rollout in rollouts]),
         "logprobs": np.concatenate([rollout.logprobs_T for rollout in rollouts]),
-        "routed_experts": np.ascontiguousarray(
-            np.concatenate([rollout.routed_experts for rollout in rollouts])
-        ),
+        "routed_experts": np.ascontiguousarray(np.concatenate(routes)),
     }
     return save(arrays, metadata={"rollouts": json.dumps(header)})
 
@@ -321,6 +378,7 @@ def decode(message: bytes) -> list[Scored]:
             advantage=float.fromhex(facts["advantage"]),
             reward=float.fromhex(facts["reward"]),
             trains=facts["trains"],
+            checksums=tuple(facts["checksums"]),
             rollout=Rollout(
                 prompt_id=facts["prompt_id"],
                 group=facts["group"],

@@ -63,17 +63,30 @@ GLOSSARY: dict[str, Entry] = {
     "mismatch/ess": Entry(f"(sum w)^2 / (n sum w^2), w = e^D, {_TOKENS}", "r3/diagnostics.py; Kish 1965"),
     "mismatch/k3_live": Entry("mismatch/k3 of the same tokens with live routes", "r3/updates.py"),
     "mismatch/f2_live": Entry("mismatch/f2 of the same tokens with live routes", "r3/updates.py"),
-    "routing/coverage": Entry(
-        "routes captured / routes a full capture has (tokens - 1 a rollout)", "r3/exchange.py"
-    ),
+    "routing/coverage": Entry("routing/rows_captured / routing/rows_expected", "r3/ledger.py"),
     "routing/agreement": Entry(
         "share of replayed (token, layer) slots whose live top-k is the replayed set", "r3/policy/replay.py"
     ),
-    "routing/rows_captured": Entry("tokens that came with routes", "r3/exchange.py"),
-    "routing/rows_replayed": Entry("tokens routed as the engine routed them", "r3/exchange.py"),
-    "routing/rows_live": Entry(
-        "tokens routed live: routes missing, or last of a sequence (never processed)", "r3/exchange.py"
+    "routing/rows_expected": Entry("tokens the engine processed: tokens - 1 a rollout", "r3/ledger.py"),
+    "routing/rows_captured": Entry("of these, tokens that came with routes", "r3/ledger.py"),
+    "routing/rows_missing": Entry("of these, tokens without routes among others with", "r3/ledger.py"),
+    "routing/rows_missing_rollout": Entry(
+        "of these, tokens of rollouts that came without any routes", "r3/ledger.py"
     ),
+    "routing/rows_last_token": Entry(
+        "last tokens of sequences, which the engine never processed", "r3/ledger.py"
+    ),
+    "routing/rows_replayed": Entry(
+        "tokens that the policy's routers routed as told, counted there, in the updates; must be rows_captured "
+        "(r2: tokens routed as recorded)",
+        "r3/policy/replay.py",
+    ),
+    "routing/rows_live": Entry(
+        "tokens that they routed live, counted there; must be rows_last_token + rows_missing + rows_missing_rollout",
+        "r3/policy/replay.py",
+    ),
+    "routing/rows_filler": Entry("packed tokens of no rollout, counted there", "r3/policy/replay.py"),
+    "routing/bytes": Entry("bytes of routes that reached ranks to train on, all ranks", "r3/exchange.py"),
     "loss/total": Entry("loss, global denominators, mean over the step's updates", "r3/loss.py"),
     "loss/clip_frac": Entry(
         "share of loss tokens whose ratio pi / pi_old (pi / mu with algo.correction bypass) was out of bounds",

@@ -254,6 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         micro_batch_tokens=config.train.micro_batch_tokens,
         captured=captured,
         on_missing="live",
+        layers=policy.replay.layers,
     )
     modes: dict[str, Mode] = {"replay": "replay", "live": "live"} if captured else {"live": "live"}
     rows = {label: panel(policy, mesh, batch.micro_batches, mode) for label, mode in modes.items()}

@@ -277,7 +277,8 @@ def prove_sync(
     )
     # All ranks score the same tokens, those of the first engine; then every engine is compared with the first.
     first = decode(mesh.world.all_gather_object(encode(own))[0])
-    micro_batch = pack_for(mesh, policy.shape, first, captured=engine.capture)
+    num_layers = len(policy.shape.moe_layers) if engine.capture else 0
+    micro_batch = pack_for(mesh, policy.shape, first, num_layers=num_layers)
     scores = policy.score([micro_batch], mode="replay" if engine.capture else "live")
     worst = 0.0
     if policy.reports:

@@ -100,6 +100,7 @@ class MicroBatch:
 
     `cu_seqlens` are the sequence borders (int32, on the host: reading them must not wait for the device), `rollout_ids`
     the index of each sequence in the step's list of rollouts, -1 for a filler sequence that carries no loss.
+    `routed_experts_NLK` holds the MoE layers of the rank's pipeline stage, or all of the model's, in the smallest type.
     `sequence_weights_N` is 1 / (loss tokens of the sequence) at its loss tokens, 0 elsewhere; `real_N` is true on tokens of
     rollouts and false on filler.
     """
@@ -124,7 +125,7 @@ class MicroBatch:
     @property
     def captured_N(self) -> torch.Tensor:
         """True where the experts that processed the token were captured: neither missing (-1) nor of a filler."""
-        if not self.routed_experts_NLK.numel():
+        if not self.routed_experts_NLK.numel():  # none captured, or a stage without MoE layers
             return torch.zeros(self.num_tokens, dtype=torch.bool)
         return (self.routed_experts_NLK >= 0).flatten(1).all(1) & self.real_N
 

@@ -106,6 +106,7 @@ _RANGES: tuple[_Range, ...] = (
     ("train.seed", lambda v: 0 <= v < 2**31, "must be at least 0 and below 2**31", "any small number"),
     ("engine.kv_cache_gib", lambda v: v >= 0, "must not be negative", "0 = what the device leaves"),
     ("engine.memory_fraction", lambda v: 0 < v < 1, "must be between 0 and 1", "0.6"),
+    ("replay.min_coverage", lambda v: 0 <= v <= 1, "must be between 0 and 1", "0.99, or 0 to accept any gap"),
     ("eval.temperature", lambda v: v >= 0, "must not be negative", "0 = greedy"),
     ("debug.stall_s", lambda v: v >= 0, "must not be negative", "0 = no reports"),
     (
@@ -560,6 +561,10 @@ def _ignored_settings(config: Config, shape: ModelShape | None) -> list[str]:
             )
     if config.replay.mode == "off":
         ignored("replay.mode is off", "replay.on_missing", "replay.reference", "replay.shadow_every")
+    if config.replay.mode == "r2":
+        ignored("replay.mode r2 captures nothing in the engine", "replay.on_missing")
+    if config.replay.mode != "r3" or config.replay.on_missing == "error":
+        ignored("it is asked with replay.mode r3 and replay.on_missing live only", "replay.min_coverage")
     if algo.kl_coef == 0:
         ignored("algo.kl_coef is 0", "algo.kl_estimator", "algo.kl_in", "replay.reference")
     notes += _algorithm_notes(config)

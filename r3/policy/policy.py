@@ -342,7 +342,7 @@ class Policy:
         self, seen: Sequence[Mapping[str, torch.Tensor]], ledger: ReplayLedger, *, panel: bool
     ) -> dict[str, Any]:
         # Every rank compared other slots: its layers (pp), its rows (dp, cp, and tp under sequence parallelism).
-        agreement = agreement_metrics(ledger)
+        agreement = agreement_metrics(ledger) | consumed_rows(ledger, len(self.shape.moe_layers))
         if not self.reports or not seen:
             return agreement
         column = {name: torch.cat([s[name].reshape(-1) for s in seen]) for name in seen[0]}
@@ -438,6 +438,17 @@ def policy_loss(
         max_response_tokens=max_response_tokens,
     )
     return loss, stats
+
+
+def consumed_rows(ledger: ReplayLedger, num_layers: int) -> dict[str, Any]:
+    """The policy's side of the route ledger: rows that its routers really replayed, routed live and filled."""
+    if ledger.consumed is None:
+        return {}
+    names = ("routing/rows_replayed", "routing/rows_live", "routing/rows_filler")
+    return {
+        name: diagnostics.PerLayer(slots=slots, layers=num_layers)
+        for name, slots in zip(names, ledger.consumed.tolist(), strict=True)
+    }
 
 
 def agreement_metrics(ledger: ReplayLedger) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class RouterTap(RouterReplay):
         self.recorded: list[torch.Tensor] = []
         self.used: torch.Tensor | None = None
         self.agreed: list[torch.Tensor] = []
+        self.consumed: list[torch.Tensor] = []
         self.rows = 0
 
     def load(self, routes_NK: torch.Tensor, captured_N: torch.Tensor, *, rows: int) -> None:
@@ -91,6 +92,10 @@ class RouterTap(RouterReplay):
                 f"layer {self.layer}: routes {tuple(loaded_NK.shape)} for {scores.shape[0]} tokens and top {topk}"
             )
             routes_NK = torch.where(loaded_NK[:, :1] < 0, live_NK, loaded_NK)
+            replayed_N = loaded_NK[:, 0] >= 0
+            self.consumed.append(
+                torch.stack([replayed_N & captured_N, ~replayed_N, replayed_N & ~captured_N]).sum(1)
+            )
             same_N = (live_NK.sort(-1).values == routes_NK.sort(-1).values).all(-1)
             self.agreed.append((same_N & captured_N).sum())
         if self.training and not torch.is_grad_enabled():  # checkpointed: its recomputation will come
@@ -114,7 +119,7 @@ class RouterTap(RouterReplay):
         self._loaded = self._captured_N = self.used = None
         self.forwards, self.backward_of = 0, None
         self._recomputations.clear()
-        self.recorded, self.agreed, self.rows = [], [], 0
+        self.recorded, self.agreed, self.consumed, self.rows = [], [], [], 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +129,14 @@ class ReplayLedger:
     Attributes:
         agreed: per MoE layer of this rank, rows whose live top-k equals the replayed set (device scalars).
         rows: captured rows that were compared, per layer.
+        consumed: (token, layer) slots that this rank's routers replayed, routed live and filled, int64 [3] on the device;
+            recomputations not counted again; None when nothing was replayed.
         recorded: routes recorded per micro-batch, `[N, L_local, K]` (mode "record").
     """
 
     agreed: tuple[torch.Tensor, ...] = ()
     rows: int = 0
+    consumed: torch.Tensor | None = None
     recorded: tuple[torch.Tensor, ...] = ()
 
 
@@ -140,6 +148,11 @@ class Replay:
     moe_layers: Sequence[int]
     decoders: Mapping[Any, Sequence[int]]
     mode: Mode = field(default="live", init=False)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Global numbers of the MoE layers whose routers this rank holds, ascending."""
+        return tuple(self._layers(None))
 
     @contextmanager
     def schedule(self, mode: Mode, *, training: bool) -> Iterator[Callable[[], ReplayLedger]]:
@@ -167,15 +180,19 @@ class Replay:
         """Give each router its layer's routes for the next forward. No effect unless replaying.
 
         Args:
-            routed_experts_NLK: all MoE layers of the model, in the order of `moe_layers`; -1 rows route live.
+            routed_experts_NLK: this rank's `layers`, or all `moe_layers`, in that order; -1 rows route live.
             captured_N: true where the row was captured (not filler, not missing); `rows` of them.
             model: the chunk that runs forward next, wrapped or not; None = all of this rank's layers.
         """
         if self.mode != "replay":
             return
+        found, own = routed_experts_NLK.shape[1], self._layers(None)
+        given = own if found == len(own) else self.moe_layers
+        assert found == len(given), (
+            f"routes of {found} layers; this rank has routers in {len(own)}, the model in {len(self.moe_layers)}"
+        )
         for layer in self._layers(model):
-            position = self.moe_layers.index(layer)
-            self.taps[layer].load(routed_experts_NLK[:, position], captured_N, rows=rows)
+            self.taps[layer].load(routed_experts_NLK[:, given.index(layer)], captured_N, rows=rows)
 
     def load_local(
         self, routes_NLK: torch.Tensor, compared_N: torch.Tensor, *, rows: int, model: Any = None
@@ -193,10 +210,16 @@ class Replay:
     def _ledger(self) -> ReplayLedger:
         taps = [self.taps[layer] for layer in self._layers(None)]
         agreed = tuple(torch.stack(tap.agreed).sum() for tap in taps if tap.agreed)
+        consumed = [count for tap in taps for count in tap.consumed]
         recorded = tuple(
             torch.stack(layers, dim=1) for layers in zip(*(tap.recorded for tap in taps), strict=True)
         )
-        return ReplayLedger(agreed=agreed, rows=taps[0].rows if taps else 0, recorded=recorded)
+        return ReplayLedger(
+            agreed=agreed,
+            rows=taps[0].rows if taps else 0,
+            consumed=torch.stack(consumed).sum(0) if consumed else None,
+            recorded=recorded,
+        )
 
 
 def attach_replay(chunks: Iterable[Any], moe_layers: Sequence[int]) -> Replay:

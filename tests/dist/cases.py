@@ -38,6 +38,7 @@ def batches_of(
 ) -> list[Batch]:
     """Random rollouts, dealt out as in a step: every rank generates some, every rank trains on others."""
     num_updates = kwargs.pop("num_updates", 1)
+    layers = kwargs.pop("layers", None)
     rollouts = random_rollouts(shape, lengths, **kwargs)
     advantages = np.random.default_rng(5).standard_normal(len(rollouts)).tolist()
     mine = [
@@ -46,7 +47,13 @@ def batches_of(
         if rollout.group % mesh.world.size == mesh.world.rank
     ]
     batches, _ = distribute(
-        mine, mesh, shape, num_updates=num_updates, micro_batch_tokens=micro_batch_tokens, on_missing="live"
+        mine,
+        mesh,
+        shape,
+        num_updates=num_updates,
+        micro_batch_tokens=micro_batch_tokens,
+        on_missing="live",
+        layers=layers,
     )
     return batches
 
@@ -125,7 +132,9 @@ def gradients(
         algo={"correction": "token_tis"} | (algo or {}),
     )
     mesh, policy = build(device, config)
-    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=micro_batch_tokens)
+    (batch,) = batches_of(
+        mesh, policy.shape, micro_batch_tokens=micro_batch_tokens, layers=policy.replay.layers
+    )
     metrics = padded_backward(policy, batch) if padded else policy.forward_backward(batch)
     loss = metrics["loss/total"].total if "loss/total" in metrics else 0.0
     losses = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))

@@ -12,6 +12,7 @@ import numpy as np
 from r3 import exchange, packing
 from r3.device import Device
 from r3.doctor import Unwell, coded_experts, read_back_coded_routes
+from r3.engine import RouteError
 from r3.mesh import build_mesh
 from r3.policy import Policy
 from r3.policy.replay import Replay, RouterTap
@@ -112,8 +113,8 @@ def faults(device: Device, *, ep: int) -> dict[str, str]:
     def ask(name: str) -> None:
         try:
             found[name] = read_back_coded_routes(policy, mesh, config)
-        except Unwell as complaint:
-            found[name] = f"Unwell: {complaint}"
+        except (Unwell, RouteError) as complaint:
+            found[name] = f"{type(complaint).__name__}: {complaint}"
 
     ask("sound")
     for name, owner, attribute, wrap in (

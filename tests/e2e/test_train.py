@@ -99,6 +99,13 @@ def test_model_learns_with_replayed_routes(straight: Path) -> None:
     for row in rows[1:]:
         assert row["routing/coverage"] == 1.0
         assert (
+            row["routing/rows_replayed"]
+            == row["routing/rows_captured"]
+            == row["routing/rows_expected"]
+            > 1000
+        )
+        assert row["routing/rows_live"] == row["routing/rows_last_token"]
+        assert (
             row["routing/agreement"] > 0.999
         )  # float32 on both sides: near ties flip once in ten thousand slots at most
         assert row["mismatch/abs_max"] <= 1e-4  # rounding of two float32 stacks

@@ -44,6 +44,7 @@ LAYERS = {
         "rescore",
         "evaluate",
         "exchange",
+        "ledger",
         "residency",
         "rollout",
         "start",

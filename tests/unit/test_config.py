@@ -296,6 +296,7 @@ def test_every_number_has_a_rule() -> None:
         ({"engine.max_model_len": 40}, "engine.max_model_len", "do not fit"),
         ({"engine.kv_cache_gib": 1e-5}, "engine.kv_cache_gib", "cannot hold one conversation"),
         ({"engine.memory_fraction": 1.0}, "engine.memory_fraction", "between 0 and 1"),
+        ({"replay.min_coverage": 1.5}, "replay.min_coverage", "between 0 and 1"),
         ({"parallel.ep": 4}, "parallel.ep", "number of ranks, which is 2"),
         ({"parallel.ep": 0}, "parallel.ep", "at least 1"),
         ({"parallel.tp": 4, "parallel.ep": 1}, "parallel.tp", "number of ranks, which is 2"),
@@ -571,6 +572,11 @@ def test_spellings_of_config_json() -> None:
     [
         ({"train.min_lr": 1e-5}, "train.min_lr = 1e-05 has no effect: train.lr_schedule is constant"),
         ({"replay.mode": "off", "replay.on_missing": "live"}, "replay.on_missing = 'live' has no effect"),
+        (
+            {"replay.min_coverage": 0.9},
+            "replay.min_coverage = 0.9 has no effect: it is asked with replay.mode r3",
+        ),
+        ({"replay.mode": "r2", "replay.on_missing": "live"}, "replay.on_missing = 'live' has no effect"),
         ({"replay.reference": True}, "replay.reference = True has no effect: algo.kl_coef is 0"),
         ({"algo.kl_estimator": "k1"}, "algo.kl_estimator = 'k1' has no effect"),
         ({"algo.kl_in": "reward"}, "algo.kl_in = 'reward' has no effect: algo.kl_coef is 0"),

@@ -17,6 +17,7 @@ from r3.diagnostics import (
     Mean,
     Min,
     Partial,
+    PerLayer,
     Quantile,
     Sum,
     agreement,
@@ -42,6 +43,7 @@ EXAMPLES: list[tuple[list[Any], float]] = [
     ([Mean(6.0, 2), Mean(0.0, 0), Mean(2.0, 2)], 2.0),
     ([Mean(9.0, 1), Mean(3.0, 3)], 3.0),  # a mean of means would say 5
     ([Sum(1.0), Sum(2.5)], 3.5),
+    ([PerLayer(6, 3), PerLayer(0, 3), PerLayer(3, 3)], 3.0),  # three layers saw three rows each
     ([Max(-3.0), Max(None), Max(-1.0)], -1.0),
     ([Min(3.0), Min(None), Min(1.0)], 1.0),
     ([Quantile(floats(4, 1), 0.5), Quantile(floats(), 0.5), Quantile(floats(3, 2), 0.5)], 2.5),

@@ -1,0 +1,106 @@
+"""The account of routes by hand: causes of missing rows, and both ends compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from r3.exchange import Scored, checksums, damage, decode, encode
+from r3.ledger import LedgerError, captured_rows, reconcile
+from r3.packing import pack
+from r3.types import Rollout
+from tests.unit.test_packing import MOE, rollout
+
+pytestmark = pytest.mark.unit
+
+
+def without(answer: Rollout, rows: list[int]) -> Rollout:
+    routes = answer.routed_experts.copy()
+    routes[rows] = -1
+    return replace(answer, routed_experts=routes)
+
+
+def test_rows_by_cause() -> None:
+    """Rows 4 + 3 + 2: all captured; one of three missing; a rollout without any."""
+    answers = [
+        rollout([1, 2, 3, 4, 5], 2),
+        without(rollout([1, 2, 3, 4], 2, seed=1), [1]),
+        without(rollout([1, 2, 3], 1, seed=2), [0, 1]),
+    ]
+    found = {name: part.reduce([part]) for name, part in captured_rows(answers).items()}
+    assert found == {
+        "routing/coverage": 6 / 9,
+        "routing/rows_expected": 9,
+        "routing/rows_captured": 6,
+        "routing/rows_last_token": 3,
+        "routing/rows_missing_rollout": 2,
+        "routing/rows_missing": 1,
+    }
+
+
+SOUND = {
+    "routing/rows_captured": 6.0,
+    "routing/rows_last_token": 3.0,
+    "routing/rows_missing_rollout": 2.0,
+    "routing/rows_missing": 1.0,
+    "routing/rows_replayed": 6.0,
+    "routing/rows_live": 6.0,
+}
+
+
+def test_both_ends_of_the_account_must_agree() -> None:
+    reconcile(SOUND)
+    reconcile({"routing/rows_replayed": 9.0})  # r2: recorded in the policy, nothing was captured
+    for change, message in {
+        "routing/rows_replayed 5": "counted 5 rows replayed, generation 6 rows captured: rows were lost",
+        "routing/rows_replayed 6.25": "counted 6.25 rows replayed.*: rows came from nowhere",
+        "routing/rows_live 7": "counted 7 rows routed live, generation 6 rows missing or last of a sequence",
+    }.items():
+        name, value = change.split()
+        with pytest.raises(LedgerError, match=message):
+            reconcile(SOUND | {name: float(value)})
+    with pytest.raises(LedgerError, match="counted 0 rows replayed"):  # routers that never asked
+        reconcile({name: value for name, value in SOUND.items() if "replayed" not in name})
+
+
+@pytest.mark.parametrize("layers", [None, (0, 1), (1,), ()])
+def test_a_stage_gets_its_layers_byte_for_byte(layers: tuple[int, ...] | None) -> None:
+    answers = [rollout([1, 2, 3, 4, 5], 2), rollout([6, 7, 8], 1, seed=1)]
+    items = [Scored(index=i, rollout=answer, advantage=0.5) for i, answer in enumerate(answers)]
+    arrived = decode(encode(items, layers))
+    wanted = range(2) if layers is None else layers
+    for item, answer in zip(arrived, answers, strict=True):
+        routes = item.rollout.routed_experts
+        np.testing.assert_array_equal(
+            routes, answer.routed_experts[:, list(wanted), : 2 if len(wanted) else 0]
+        )
+        assert routes.dtype == np.int8
+        assert routes.nbytes == (len(answer.tokens_T) - 1) * len(wanted) * 2 * 1  # (T-1) * L * K * b
+        assert item.checksums == checksums(answer.tokens_T, routes)
+    whole, part = len(encode(items)), len(encode(items, (1,)))
+    assert whole - part >= 6 * 1 * 2  # six rows, one layer less, top-2: the message itself is shorter
+
+
+def test_every_way_of_taking_anothers_rows_changes_the_checksum() -> None:
+    """Tokens of one sample with rows of another, shifted rows, swapped layers; and an order of packing that differs."""
+    answers = [rollout([1, 2, 3, 4, 5], 2), rollout([5, 6, 7, 8, 9], 2, seed=1)]
+    items = [Scored(index=i, rollout=answer, advantage=0.5) for i, answer in enumerate(answers)]
+    mine = {item.index: item for item in decode(encode(items))}
+
+    def packed(*rollouts: Rollout) -> str:
+        return damage(pack(rollouts, [0, 1], [0.5, 0.5], **MOE, multiple=4, sequence_multiple=2), mine)
+
+    assert packed(*answers) == ""
+    one, two = answers
+    for wrong in (
+        two.routed_experts,
+        np.roll(one.routed_experts, 1, axis=0),
+        one.routed_experts[:, ::-1],
+        np.concatenate([one.routed_experts[:3], two.routed_experts[3:]]),
+    ):
+        said = packed(replace(one, routed_experts=wrong), two)
+        assert said.startswith("rollout prompt0/0: its packed tokens and routes are not those that were sent")
+    assert packed(two, one) != ""  # whole rollouts under each other's names
+    assert "prompt1/0" in packed(one, replace(two, tokens_T=one.tokens_T))
