@@ -32,15 +32,15 @@ def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]
 
 
 def _rows_shifted(load: Any) -> Any:
-    def faulty(self: Replay, routes_NLK: Any, captured_N: Any, *, rows: int) -> None:
-        load(self, routes_NLK.roll(1, 0), captured_N, rows=rows)
+    def faulty(self: Replay, routes_NLK: Any, *rest: Any, **facts: Any) -> None:
+        load(self, routes_NLK.roll(1, 0), *rest, **facts)
 
     return faulty
 
 
 def _layers_swapped(load: Any) -> Any:
-    def faulty(self: Replay, routes_NLK: Any, captured_N: Any, *, rows: int) -> None:
-        load(self, routes_NLK.roll(1, 1), captured_N, rows=rows)
+    def faulty(self: Replay, routes_NLK: Any, *rest: Any, **facts: Any) -> None:
+        load(self, routes_NLK.roll(1, 1), *rest, **facts)
 
     return faulty
 
@@ -48,10 +48,10 @@ def _layers_swapped(load: Any) -> Any:
 def _rows_lost(load: Any) -> Any:
     """Every tenth row becomes -1 on the way: it would route live, and nobody would know."""
 
-    def faulty(self: Replay, routes_NLK: Any, captured_N: Any, *, rows: int) -> None:
+    def faulty(self: Replay, routes_NLK: Any, *rest: Any, **facts: Any) -> None:
         routes_NLK = routes_NLK.clone()
         routes_NLK[::10] = -1
-        load(self, routes_NLK, captured_N, rows=rows)
+        load(self, routes_NLK, *rest, **facts)
 
     return faulty
 

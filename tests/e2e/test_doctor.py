@@ -65,7 +65,7 @@ def test_broken_path_fails_with_exit_code_1(tmp_path: Path) -> None:
         "from r3 import doctor\n"
         "from r3.policy.replay import Replay\n"
         "load = Replay.load\n"
-        "Replay.load = lambda self, routes, captured, *, rows: load(self, routes.roll(1, 0), captured, rows=rows)\n"
+        "Replay.load = lambda self, routes, *rest, **facts: load(self, routes.roll(1, 0), *rest, **facts)\n"
         "doctor.main(sys.argv[1:])\n"
     )
     done = torchrun(2, str(driver), "tiny", "--log.dir", str(tmp_path / "run"))
