@@ -28,6 +28,9 @@ class ModelConfig:
     """How experts run in training: one grouped matrix product (torch's), or Megatron's one after the other."""
     recompute: Literal["none", "moe", "full"] = "none"
     """Activations recomputed in the backward pass: none, the MoE layers', or all. Routes are replayed there too."""
+    fp32_head: bool = False
+    """Policy and engine multiply hidden states and output weight in float32: bfloat16 would round every logit. The policy
+    keeps a float32 copy of its output weight while it does, and on CUDA the product is several times slower."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +161,8 @@ class TrainConfig:
     """Optimizer updates made from each round of rollouts."""
     micro_batch_tokens: int = 16384
     """Packed tokens of one forward and backward pass on one rank."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits exist at a time, in scoring and in both directions of training; 0 = a whole micro-batch's."""
     seed: int = 0
     """Seeds data order and sampling: same seed, same run."""
 
@@ -469,6 +474,7 @@ RESUME_MAY_CHANGE = (
     "model.recompute",
     "train.steps",
     "train.micro_batch_tokens",
+    "train.logprob_chunk_tokens",
     "parallel.",  # checkpoints do not depend on the layout
     "engine.kv_cache_gib",
     "engine.memory_fraction",

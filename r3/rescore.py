@@ -51,6 +51,7 @@ _MATTERS = (
     "model.",
     "parallel.",
     "train.micro_batch_tokens",
+    "train.logprob_chunk_tokens",
     "rollout.temperature",
 )  # to a policy that only scores
 FIGURES = ("k3", "f2", "abs_mean", "abs_p99", "abs_max", "ess", "agreement")
@@ -81,7 +82,7 @@ def parse(argv: Sequence[str]) -> Order:
         prog="r3.rescore",
         description=(__doc__ or "").partition("\n")[0],
         epilog="Flags of train.py may follow, as far as scores depend on them: --parallel.*, --model.*, "
-        "--train.micro_batch_tokens, --rollout.temperature.",
+        "--train.micro_batch_tokens, --train.logprob_chunk_tokens, --rollout.temperature.",
         allow_abbrev=False,
     )
     parser.add_argument("run_dir", type=Path, help="folder of the run")

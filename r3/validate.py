@@ -30,6 +30,7 @@ _COUNTS = (
     "data.max_prompt_tokens",
     "rollout.top_k",
     "train.warmup_updates",
+    "train.logprob_chunk_tokens",
     "engine.max_model_len",
     "replay.shadow_every",
     "eval.every",
@@ -559,6 +560,8 @@ def _ignored_settings(config: Config, shape: ModelShape | None) -> list[str]:
             notes.append(
                 "model.recompute = 'moe' has no effect: the model is dense; full recomputes every layer"
             )
+    if config.model.dtype == config.engine.dtype == "float32":
+        ignored("policy and engine are float32 throughout", "model.fp32_head")
     if config.replay.mode == "off":
         ignored("replay.mode is off", "replay.on_missing", "replay.reference", "replay.shadow_every")
     if config.replay.mode == "r2":

@@ -13,7 +13,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -29,6 +28,7 @@ from r3.device_cpu import cuda_type_names, install
 from r3.mesh import Mesh
 from r3.policy.context_parallel import ContextParallelAttention
 from r3.policy.families import FAMILIES, Family
+from r3.policy.logprobs import Head, ScoringGPT
 from r3.policy.modules import AllHeadsNorm, CausalAttention, decoder_spec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -102,7 +102,7 @@ def build_chunks(
     """This rank's model chunks (one; interleaved pipelines would have more), with empty weights. All ranks must call."""
     rope = getattr(hf, "rope_parameters", None) or {}
     install()  # the imports above may have brought Megatron modules that are not rebound yet
-    model = GPTModel(
+    model = ScoringGPT(
         megatron,
         decoder_spec(
             megatron,
@@ -120,6 +120,13 @@ def build_chunks(
         pre_process=mesh.pp.rank == 0,
         post_process=mesh.pp.rank == mesh.pp.size - 1,
         pg_collection=mesh.megatron,
+    )
+    model.head = Head(
+        axis=mesh.tp,
+        vocab_size=hf.vocab_size,
+        temperature=config.rollout.temperature,
+        chunk_tokens=config.train.logprob_chunk_tokens,
+        fp32=config.model.fp32_head,
     )
     for module in model.modules():
         if isinstance(module, AllHeadsNorm):

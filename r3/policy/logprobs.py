@@ -1,11 +1,20 @@
-"""Log-probabilities and entropy from logits whose vocabulary is cut over tensor parallel ranks."""
+"""Log-probabilities and entropy from hidden states, a chunk of tokens at a time: the logits of a micro-batch never exist.
+
+A vocabulary of 150,000 makes logits the largest tensor of a training step by far. Here each chunk's logits are made, reduced
+to four numbers a token, and forgotten; the backward pass makes them again. The vocabulary may be cut over tensor parallel
+ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from r3.mesh import Axis
 
@@ -13,56 +22,145 @@ from r3.mesh import Axis
 _NOWHERE = -1e30
 
 
-class _LogprobsEntropy(torch.autograd.Function):
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """How hidden states become log-probabilities.
+
+    Attributes:
+        axis: the ranks that share the vocabulary (tp), each with equally many rows of the output weight.
+        vocab_size: rows beyond it pad the vocabulary to equal parts and are no tokens.
+        temperature: logits are divided by it.
+        chunk_tokens: tokens whose logits exist at a time; 0 = all.
+        fp32: multiply hidden states and weight in float32; otherwise in their own type, which rounds every logit to it.
+    """
+
+    axis: Axis
+    vocab_size: int
+    temperature: float
+    chunk_tokens: int
+    fp32: bool
+
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """The rows of one chunk after the other."""
+        size = self.chunk_tokens or max(num_tokens, 1)
+        return (slice(start, start + size) for start in range(0, num_tokens, size))
+
+    def operand(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What goes into the matrix product for it."""
+        return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if self.fp32 else tensor
+
+    def scaled_logits(self, hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of the logits over the temperature, at least float32, rows that are no tokens at `_NOWHERE`."""
+        logits_NV = hidden_ND @ weight_VD.t()
+        scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).mul_(
+            1.0 / self.temperature
+        )
+        first, rows = self.axis.rank * len(weight_VD), len(weight_VD)
+        if first + rows > self.vocab_size:
+            scaled_NV[:, max(0, self.vocab_size - first) :] = _NOWHERE
+        return scaled_NV
+
+    def local_targets(self, targets_N: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Column of each target in this rank's slice `[N, 1]` (of any other where it lies elsewhere), and whether it is here."""
+        local_N = targets_N - self.axis.rank * rows
+        return local_N.clamp(0, rows - 1).unsqueeze(-1), (local_N >= 0) & (local_N < rows)
+
+
+class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits_NV: torch.Tensor,
-        targets_N: torch.Tensor,
-        axis: Axis,
-        inverse_temperature: float,
-        vocab_size: int,
+        ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: Head
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scaled_NV = logits_NV.float() * inverse_temperature
-        first = axis.rank * logits_NV.shape[-1]
-        if (
-            first + logits_NV.shape[-1] > vocab_size
-        ):  # rows that pad the vocabulary to the ranks are no tokens
-            scaled_NV[:, max(0, vocab_size - first) :] = _NOWHERE
-        local_N = targets_N - first
-        mine_N = (local_N >= 0) & (local_N < logits_NV.shape[-1])
-        index_N1 = local_N.clamp(0, logits_NV.shape[-1] - 1).unsqueeze(-1)
+        index_N1, mine_N = head.local_targets(targets_N, len(weight_VD))
+        weight = head.operand(weight_VD)
+        parts = []  # per token of this rank's slice: its largest z, sum of exp, sum of exp * z, and the target's z
+        for rows in head.chunks(len(hidden_ND)):
+            scaled_NV = head.scaled_logits(head.operand(hidden_ND[rows]), weight)
+            top_N = scaled_NV.amax(-1)
+            scaled_NV.sub_(top_N.unsqueeze(-1))
+            target_N = scaled_NV.gather(-1, index_N1[rows]).squeeze(-1)
+            probs_NV = scaled_NV.exp()
+            parts.append(torch.stack([top_N, probs_NV.sum(-1), (probs_NV * scaled_NV).sum(-1), target_N]))
+        own_top_N, total_N, weighted_N, target_N = torch.cat(parts, 1).unbind(0)
 
-        top_N = axis.all_reduce(scaled_NV.amax(-1), dist.ReduceOp.MAX)
-        scaled_NV = scaled_NV - top_N.unsqueeze(-1)
-        target_N = torch.where(mine_N, scaled_NV.gather(-1, index_N1).squeeze(-1), 0.0)
-        probs_NV = scaled_NV.exp()
-        # sum of exp, sum of exp * z, and the target's z: one collective for the three
-        sums_3N = axis.all_reduce(torch.stack([probs_NV.sum(-1), (probs_NV * scaled_NV).sum(-1), target_N]))
-        total_N, weighted_N, target_N = sums_3N.unbind(0)
+        # Slices measured from their own largest z are put on the largest of all; then they add up.
+        top_N = head.axis.all_reduce(own_top_N.clone(), dist.ReduceOp.MAX)
+        below_N = own_top_N - top_N
+        scale_N = below_N.exp()
+        sums_3N = torch.stack(
+            [
+                scale_N * total_N,
+                scale_N * (weighted_N + total_N * below_N),
+                torch.where(mine_N, target_N + below_N, 0.0),
+            ]
+        )
+        total_N, weighted_N, target_N = head.axis.all_reduce(sums_3N).unbind(0)
         log_total_N = total_N.log()
-        probs_NV = probs_NV / total_N.unsqueeze(-1)
-        ctx.save_for_backward(probs_NV, index_N1, mine_N)
-        ctx.inverse_temperature, ctx.dtype = inverse_temperature, logits_NV.dtype
         entropy_N = log_total_N - weighted_N / total_N
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, top_N, total_N)
+        ctx.head = head
         ctx.mark_non_differentiable(entropy_N)
         return target_N - log_total_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None, None, None]:
-        probs_NV, index_N1, mine_N = ctx.saved_tensors
-        grad_N = grads[0] * ctx.inverse_temperature
-        grad_NV = probs_NV * -grad_N.unsqueeze(-1)
-        grad_NV.scatter_add_(-1, index_N1, torch.where(mine_N, grad_N, 0.0).unsqueeze(-1))
-        return grad_NV.to(ctx.dtype), None, None, None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        hidden_ND, weight_VD, targets_N, top_N, total_N = ctx.saved_tensors
+        head: Head = ctx.head
+        index_N1, mine_N = head.local_targets(targets_N, len(weight_VD))
+        grad_N = grads[0] / head.temperature
+        weight = head.operand(weight_VD)
+        grad_hidden_ND = torch.empty_like(hidden_ND)
+        grad_weight_VD: torch.Tensor | None = None
+        for rows in head.chunks(len(hidden_ND)):
+            hidden = head.operand(hidden_ND[rows])
+            scaled_NV = head.scaled_logits(hidden, weight)
+            probs_NV = scaled_NV.sub_(top_N[rows, None]).exp_().div_(total_N[rows, None])
+            grad_NV = probs_NV.mul_(-grad_N[rows, None])
+            grad_NV.scatter_add_(
+                -1, index_N1[rows], torch.where(mine_N[rows], grad_N[rows], 0.0).unsqueeze(-1)
+            )
+            grad_NV = grad_NV.to(weight.dtype)
+            grad_hidden_ND[rows] = grad_NV @ weight
+            part_VD = grad_NV.t() @ hidden
+            if grad_weight_VD is None:  # chunks add up in float32, and their sum is rounded once
+                grad_weight_VD = part_VD.to(torch.promote_types(part_VD.dtype, torch.float32))
+            else:
+                grad_weight_VD += part_VD
+        assert grad_weight_VD is not None, "a micro-batch has at least one token"
+        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None
 
 
 def logprobs_and_entropy(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, axis: Axis, *, vocab_size: int, temperature: float = 1.0
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: Head
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(logits / temperature) at the targets, and the entropy of that distribution; float32, both `[N]`.
+    """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of that distribution; float32, both `[N]`.
 
-    All ranks of `axis` (tp) must call, each with its slice of the vocabulary, padded beyond `vocab_size` to equal parts, and
-    the same global `targets_N`. The gradient flows through the log-probabilities only; entropy is a metric.
+    All ranks of `head.axis` must call, each with its rows of the output weight, the same hidden states and the same global
+    `targets_N`. A rank's gradient of the hidden states is its slice's share: they are to be added up over the axis. The
+    gradient flows through the log-probabilities only; entropy is a metric.
     """
-    return _LogprobsEntropy.apply(logits_NV, targets_N, axis, 1.0 / temperature, vocab_size)
+    return _HeadLogprobs.apply(hidden_ND, weight_VD, targets_N, head)
+
+
+class ScoringGPT(GPTModel):
+    """Megatron's GPTModel that answers `labels` `[b, s]` with log-probabilities and entropy, `[2, b * s]`, sequence by sequence.
+
+    Upstream answers them with a cross-entropy of whole logits (gpt_model.py, `_postprocess`). Without labels it gives logits
+    like any GPTModel, and on all but the last pipeline stage hidden states. `head` is set by whoever builds it.
+    """
+
+    head: Head
+
+    def _postprocess(self, hidden_states: torch.Tensor, labels: torch.Tensor | None, **rest: Any) -> Any:
+        if labels is None or not self.post_process:
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+        if self.head.axis.size > 1:
+            assert self.config.sequence_parallel, "tensor parallel ranks hold parts of the sequence"
+            # Its backward adds up every rank's share of the gradient and hands each the part of its tokens.
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=self.head.axis.group
+            )
+        tied = self.share_embeddings_and_output_weights
+        weight_VD = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        hidden_ND = hidden_states.transpose(0, 1).flatten(0, 1)  # Megatron's are [s, b, D]
+        return torch.stack(logprobs_and_entropy(hidden_ND, weight_VD, labels.flatten(), self.head))

@@ -21,7 +21,6 @@ from r3.mesh import Axis, Mesh
 from r3.policy.build import build_chunks, learning_rate, transformer_config, wrap
 from r3.policy.families import FAMILIES
 from r3.policy.layout import LocalTokens, local_tokens
-from r3.policy.logprobs import logprobs_and_entropy
 from r3.policy.modules import packed_params
 from r3.policy.replay import Mode, Replay, ReplayLedger, attach_replay
 from r3.policy.residency import TrainingMemory, chained
@@ -160,10 +159,10 @@ class Policy:
         outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         seen: list[LocalTokens] = []
 
-        def keep(_number: int, tokens: LocalTokens, logits_NV: torch.Tensor) -> torch.Tensor:
-            outputs.append(self._logprobs(tokens, logits_NV))
+        def keep(_number: int, tokens: LocalTokens, scores_2N: torch.Tensor) -> torch.Tensor:
+            outputs.append((scores_2N[0], scores_2N[1]))
             seen.append(tokens)
-            return logits_NV.new_zeros(())
+            return scores_2N.new_zeros(())
 
         with self.replay.schedule(self._mode(mode), training=False) as ledger_of:
             self._run_schedule(micro_batches, keep, forward_only=True, recorded_routes=recorded_routes)
@@ -241,8 +240,8 @@ class Policy:
         algo = self.config.algo
         seen: list[dict[str, torch.Tensor]] = []
 
-        def loss_of(number: int, tokens: LocalTokens, logits_NV: torch.Tensor) -> torch.Tensor:
-            logprobs_N, entropy_N = self._logprobs(tokens, logits_NV)
+        def loss_of(number: int, tokens: LocalTokens, scores_2N: torch.Tensor) -> torch.Tensor:
+            logprobs_N, entropy_N = scores_2N
             old_N = logprobs_N.detach() if old_logprobs is None else old_logprobs[number]
             reference_N = reference_logprobs[number] if reference_logprobs is not None else None
             loss, stats = policy_loss(
@@ -282,12 +281,15 @@ class Policy:
     def _run_schedule(
         self,
         micro_batches: Sequence[MicroBatch],
-        on_logits: Callable[[int, LocalTokens, torch.Tensor], torch.Tensor],
+        on_scores: Callable[[int, LocalTokens, torch.Tensor], torch.Tensor],
         *,
         forward_only: bool,
         recorded_routes: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Run Megatron's own schedule; `on_logits(number, tokens, logits_NV)` gives the loss on the last pipeline stage."""
+        """Run Megatron's own schedule; on the last pipeline stage `on_scores(number, tokens, scores_2N)` gives the loss.
+
+        `scores_2N` are the targets' log-probabilities and the entropies.
+        """
 
         def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[torch.Tensor, Any]:
             number, micro_batch = next(iterator)
@@ -297,18 +299,19 @@ class Policy:
                 self.replay.load_local(routes_NLK, tokens.real_N, rows=tokens.num_real, model=model)
             elif self.replay.mode == "replay":
                 self.replay.load(tokens.routes_NLK, tokens.captured_N, rows=tokens.num_captured, model=model)
-            logits = model(
+            scores = model(
                 tokens.tokens_N[None],
                 tokens.positions_N[None],
                 None,
+                labels=tokens.targets_N[None],
                 packed_seq_params=packed_params(micro_batch.cu_seqlens, self.device.torch),
             )
 
             def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-                loss = on_logits(number, tokens, output[0])
+                loss = on_scores(number, tokens, output)
                 return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
 
-            return logits, loss_func
+            return scores, loss_func
 
         with torch.no_grad() if forward_only else nullcontext():
             get_forward_backward_func()(
@@ -320,15 +323,6 @@ class Policy:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-
-    def _logprobs(self, tokens: LocalTokens, logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return logprobs_and_entropy(
-            logits_NV,
-            tokens.targets_N,
-            self.mesh.tp,
-            vocab_size=self.shape.vocab_size,
-            temperature=self.config.rollout.temperature,
-        )
 
     # ----------------------------------------------------------------------------------------------------------------
     # Metrics

@@ -123,6 +123,7 @@ def gradients(
     recompute: str = "none",
     algo: dict[str, Any] | None = None,
     padded: bool = False,
+    chunk: int = 32,
 ) -> dict[str, float]:
     """Loss and gradients of one batch with replayed random routes, then the gradient norm and weights after a step."""
     config = tiny_config(
@@ -130,6 +131,7 @@ def gradients(
         parallel=parallel or {},
         model={"experts": experts, "recompute": recompute},
         algo={"correction": "token_tis"} | (algo or {}),
+        train={"logprob_chunk_tokens": chunk},
     )
     mesh, policy = build(device, config)
     (batch,) = batches_of(
@@ -150,10 +152,9 @@ def gradients(
 
 
 def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
-    """The same loss from one padded dense forward: an independent path through attention and packing."""
+    """The same loss from one padded dense forward: an independent path through attention, packing and log-probabilities."""
     from r3.diagnostics import Mean
     from r3.policy.layout import local_tokens
-    from r3.policy.logprobs import logprobs_and_entropy
     from r3.policy.policy import policy_loss
 
     for chunk in policy.wrapped:
@@ -181,10 +182,7 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
             logits_NV = torch.cat(
                 [logits_bsV[row, : end - start] for row, (start, end) in enumerate(borders)]
             )
-            vocab_size = policy.shape.vocab_size
-            logprobs_N, _ = logprobs_and_entropy(
-                logits_NV, micro_batch.targets_N, policy.mesh.tp, vocab_size=vocab_size
-            )
+            logprobs_N = logits_NV.log_softmax(-1).gather(-1, micro_batch.targets_N[:, None])[:, 0]
             loss, _ = policy_loss(
                 policy.config.algo,
                 logprobs_N,

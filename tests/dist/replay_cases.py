@@ -706,13 +706,13 @@ def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0
         for micro_batch in batch.micro_batches:
             tokens = local_tokens(micro_batch, policy.mesh, policy.device.torch)
             policy.replay.load(tokens.routes_NLK, tokens.captured_N, rows=tokens.num_captured)
-            logits = policy.wrapped[0](
+            logprobs_N, _ = policy.wrapped[0](
                 tokens.tokens_N[None],
                 tokens.positions_N[None],
                 None,
+                labels=tokens.targets_N[None],
                 packed_seq_params=packed_params(micro_batch.cu_seqlens, policy.device.torch),
             )
-            logprobs_N, _ = policy._logprobs(tokens, logits[0])
             loss, _ = policy_loss(
                 policy.config.algo,
                 logprobs_N,

@@ -48,8 +48,8 @@ def _gradients(tmp: Path, model: str, name: str, ranks: int, **arguments: Any) -
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory, other_model: str) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Loss and gradients of one process that packs everything it can."""
-    return _gradients(tmp_path_factory.mktemp("single"), other_model, "single", 1)
+    """Loss and gradients of one process that packs everything it can, and makes all logits of a micro-batch at once."""
+    return _gradients(tmp_path_factory.mktemp("single"), other_model, "single", 1, chunk=0)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
