@@ -278,7 +278,8 @@ class DebugConfig:
     stall_s: float = 600.0
     """Report rank, phase and stack when a rank makes no progress for so many seconds; 0 = never."""
     deterministic: bool = False
-    """Ask torch for deterministic algorithms: two runs of one seed are bitwise equal (CPU runs always are)."""
+    """Ask torch for deterministic algorithms: two runs of one seed are bitwise equal (CPU runs always are). An operation
+    that has none warns."""
 
 
 @dataclass(frozen=True, kw_only=True)

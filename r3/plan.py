@@ -38,10 +38,9 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
         MoE         b * (2 D + K (2 D + 3 F) + 3 S) + 8 E
                                                        the same for each chosen expert, the width S of those that see
                                                        every token, and the router's scores
-        head        V * (b + 8)                        logits, and in float32 their softmax and its gradient
 
     recompute none keeps all layers; moe keeps attention and b * D a layer and one layer's MoE; full keeps b * D a layer
-    and one whole layer.
+    and one whole layer. What the output layer takes is in `head_bytes`.
     """
     size = BYTES_OF[config.model.dtype]
     hidden, queries, keys = (
@@ -55,13 +54,34 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
     moe = size * (2 * hidden + routed + 3 * shape.shared_ffn_size) + 8 * shape.num_experts
     num_moe = len(shape.moe_layers)
     mlps = [moe] * num_moe + [dense] * (shape.num_layers - num_moe)
-    head = shape.vocab_size * (size + 8)
     if config.model.recompute == "full":
-        return shape.num_layers * size * hidden + attention + max(mlps) + head
+        return shape.num_layers * size * hidden + attention + max(mlps)
     if config.model.recompute == "moe" and num_moe:
         kept = [size * hidden] * num_moe + mlps[num_moe:]
-        return shape.num_layers * attention + sum(kept) + moe + head
-    return shape.num_layers * attention + sum(mlps) + head
+        return shape.num_layers * attention + sum(kept) + moe
+    return shape.num_layers * attention + sum(mlps)
+
+
+def head_bytes(config: Config, shape: ModelShape) -> float:
+    """Bytes that the output layer takes on the last pipeline stage beside its weight: the larger of its two passes.
+
+    With N the tokens of a micro-batch, C those of a chunk, W = V / tp rows of the output weight on a rank, o the bytes of its
+    product's operands (4 with model.fp32_head):
+
+        forward     8 C W                        a chunk's logits and their powers, float32
+        backward    C W (4 + o) + D W (4 + o)    logits again and their gradient, and the weight's: float32 sum, one chunk's
+                                                 (in float32 logits turn into their gradient in place: 4 C W)
+        both        b N D / cp                   hidden states of all tokens
+                    4 D W                        the weight in float32, where it is not and model.fp32_head asks
+    """
+    size, parallel = BYTES_OF[config.model.dtype], config.parallel
+    operand = 4 if config.model.fp32_head else size
+    tokens = config.train.micro_batch_tokens / parallel.cp
+    logits = min(config.train.logprob_chunk_tokens or tokens, tokens) * shape.vocab_size / parallel.tp
+    weight = shape.hidden_size * shape.vocab_size / parallel.tp
+    backward = logits * (4 if operand == 4 else 4 + operand) + weight * (4 + operand)
+    copy = 4 * weight if operand > size else 0.0
+    return max(8 * logits, backward) + tokens * size * shape.hidden_size + copy
 
 
 def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict[str, float]]:
@@ -75,6 +95,7 @@ def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict
                          s = 8 (two moments), 12 for bfloat16 (and a float32 copy of the weights)
         activations      micro_batch_tokens * activation_bytes_per_token / (tp * cp); a pipeline keeps pp micro-batches
                          of 1 / pp of the layers
+        output layer     head_bytes, on the last pipeline stage
         engine weights   all parameters * bytes of engine.dtype / engine_tp
         KV cache         engine.kv_cache_gib; left out when that is 0, for then the engine takes what its share of the
                          device's memory leaves
@@ -98,6 +119,7 @@ def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict
             "gradients": (others + experts) * 4,
             "optimizer": sharded * state,
             "activations": tokens * activation_bytes_per_token(config, shape),
+            "output layer": head_bytes(config, shape),
         },
     }
 

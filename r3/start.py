@@ -142,7 +142,9 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         *mtp,
         f"layout     {device.world_size} ranks on {device.torch.type}: dp {mesh.dp.size} ep {parallel.ep} tp {parallel.tp} "
         f"pp {parallel.pp} cp {parallel.cp}; {mesh.engine_dp.size} engines of {parallel.engine_tp}",
-        f"precision  policy {config.model.dtype}, engine {config.engine.dtype}",
+        f"precision  policy {config.model.dtype}, engine {config.engine.dtype}"
+        f"{', head float32' if config.model.fp32_head else ''}"
+        f"{', deterministic kernels' if config.debug.deterministic else ''}",
         f"data       {len(task.prompts)} prompts ({task.prompts.dropped_too_long} dropped as too long), "
         f"{len(task.heldout)} held out",
         f"step       {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} answers, "

@@ -160,6 +160,8 @@ def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bo
         generation_config="vllm",
         max_model_len=max_model_len,
         max_num_seqs=engine.max_num_seqs,
+        # Said in either case: a checkpoint's config.json may ask for one, and the policy would not know.
+        hf_overrides={"head_dtype": "float32" if config.model.fp32_head else "model"},
         seed=0,  # every request carries its own
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -193,7 +195,29 @@ def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bo
     refuse_unfit(llm.llm_engine.vllm_config, config, capture=capture)
     if not device.is_cuda:
         llm.collective_rpc(_rotate_slices_in_torch)
+    require_head_type(llm, config)
     return llm
+
+
+def require_head_type(llm: LLM, config: Config) -> None:
+    """The engine multiplies hidden states and output weight in the type that was asked for, or AssertionError.
+
+    vLLM 0.30 falls back to the model's with no more than a warning where a platform has no float32 (config/model.py,
+    `head_dtype`). Its logits processor casts the weight at every call, so new weights need nothing.
+    """
+    asked = torch.float32 if config.model.fp32_head else getattr(torch, config.engine.dtype)
+
+    def types(worker: Any) -> set[torch.dtype]:
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        modules = worker.model_runner.get_model().modules()
+        return {module.head_dtype for module in modules if isinstance(module, LogitsProcessor)}
+
+    for found in llm.collective_rpc(types):
+        assert found == {asked}, (
+            f"model.fp32_head {config.model.fp32_head} with engine.dtype {config.engine.dtype} asks for an output layer in "
+            f"{asked}, and the engine's is {found or 'none of vLLM, which cannot be asked'}"
+        )
 
 
 def _own_shared_memory() -> str:

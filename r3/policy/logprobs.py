@@ -80,7 +80,7 @@ class _HeadLogprobs(torch.autograd.Function):
             scaled_NV.sub_(top_N.unsqueeze(-1))
             target_N = scaled_NV.gather(-1, index_N1[rows]).squeeze(-1)
             probs_NV = scaled_NV.exp()
-            parts.append(torch.stack([top_N, probs_NV.sum(-1), (probs_NV * scaled_NV).sum(-1), target_N]))
+            parts.append(torch.stack([top_N, probs_NV.sum(-1), scaled_NV.mul_(probs_NV).sum(-1), target_N]))
         own_top_N, total_N, weighted_N, target_N = torch.cat(parts, 1).unbind(0)
 
         # Slices measured from their own largest z are put on the largest of all; then they add up.

@@ -139,7 +139,9 @@ def bfloat16(device: Device, *, model: str) -> dict[str, Any]:
         ("bfloat16", "bfloat16", False),
         ("bfloat16, float32 head", "bfloat16", True),
     ):
-        config = tiny_config(model, model={"dtype": dtype, "fp32_head": fp32_head})
+        config = tiny_config(
+            model, model={"dtype": dtype, "fp32_head": fp32_head}, algo={"tis_cap": 2.0}
+        )
         policy = Policy(config, device, mesh, ModelShape.read(model))
         for buffer in policy.parameter_buffers():
             buffer.copy_(buffer.bfloat16())  # the same weights in all three

@@ -60,12 +60,24 @@ def test_activations_of_tiny_by_hand() -> None:
     # float32; hidden 128, query width 128, key width 64, 2 of 8 experts of width 64, vocabulary 512.
     attention = 4 * (3 * 128 + 2 * (128 + 2 * 64) + 128)
     moe = 4 * (2 * 128 + 2 * (2 * 128 + 3 * 64)) + 8 * 8
-    head = 512 * (4 + 8)
-    assert plan.activation_bytes_per_token(TINY, TINY_SHAPE) == 4 * (attention + moe) + head
+    assert plan.activation_bytes_per_token(TINY, TINY_SHAPE) == 4 * (attention + moe)
     full = with_values(TINY, {"model.recompute": "full"})
-    assert plan.activation_bytes_per_token(full, TINY_SHAPE) == 4 * 4 * 128 + attention + moe + head
+    assert plan.activation_bytes_per_token(full, TINY_SHAPE) == 4 * 4 * 128 + attention + moe
     only_moe = with_values(TINY, {"model.recompute": "moe"})
-    assert plan.activation_bytes_per_token(only_moe, TINY_SHAPE) == 4 * (attention + 4 * 128) + moe + head
+    assert plan.activation_bytes_per_token(only_moe, TINY_SHAPE) == 4 * (attention + 4 * 128) + moe
+
+
+def test_output_layer_by_hand() -> None:
+    # Qwen3-30B-A3B: hidden 2048, vocabulary 151936, bfloat16, 8192 tokens of which 1024 have logits at a time.
+    logits, weight, hidden = 1024 * 151_936, 2048 * 151_936, 8192 * 2 * 2048
+    assert plan.head_bytes(BIG, BIG_SHAPE) == logits * 6 + weight * 6 + hidden
+    exact = with_values(BIG, {"model.fp32_head": True})
+    assert plan.head_bytes(exact, BIG_SHAPE) == logits * 4 + weight * 8 + hidden + weight * 4
+    whole = with_values(BIG, {"train.logprob_chunk_tokens": 0})
+    assert plan.head_bytes(whole, BIG_SHAPE) == 8 * logits * 8 + hidden
+    cut = with_values(BIG, {"parallel.tp": 2, "parallel.cp": 2})
+    assert plan.head_bytes(cut, BIG_SHAPE) == (logits * 6 + weight * 6 + hidden) / 2
+    assert plan.memory(BIG, BIG_SHAPE, 8)["TRAIN"]["output layer"] == plan.head_bytes(BIG, BIG_SHAPE)
 
 
 def test_bfloat16_keeps_a_float32_copy_and_the_optimizer_is_sharded() -> None:

@@ -1,0 +1,75 @@
+"""What each rank does in test_precision.py: engine and policy in bfloat16, with and without a float32 head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from r3.advantage import ADVANTAGES
+from r3.device import Device
+from r3.diagnostics import mismatch
+from r3.engine.build import require_head_type
+from r3.exchange import distribute, score_all
+from tests.e2e.cases import World
+from tests.tiny import tiny_config
+
+
+def head(device: Device, *, fp32: bool, model: str = "") -> dict[str, Any]:
+    """After a push of moved weights: in which type both sides make logits, and how far their log-probabilities are apart."""
+    config = tiny_config(
+        model,
+        model={"dtype": "bfloat16", "fp32_head": fp32},
+        engine={"dtype": "bfloat16"},
+        rollout={"prompts_per_step": 16},
+    )
+    world = World(device, config)
+    world.perturb()
+    world.sync(0)
+    types: set[str] = set()
+    rounded: list[bool] = []
+
+    def watch(_module: Any, _inputs: Any, logits: torch.Tensor) -> None:
+        types.add(str(logits.dtype))
+        rounded.append(torch.equal(logits.float(), logits.bfloat16().float()))
+
+    def look(worker: Any) -> None:
+        worker.model_runner.get_model().logits_processor.register_forward_hook(watch)
+
+    world.engine.llm.collective_rpc(look)
+    answers = world.answer(0)
+    world.residency.move(world.residency.state.TRAIN)
+    scored = score_all(answers, ADVANTAGES["grpo"], config.rollout.group_size)
+    (batch,), _ = distribute(
+        scored, world.mesh, world.task.shape, num_updates=1, micro_batch_tokens=1024, on_missing="error"
+    )
+    policy = world.policy
+    hidden: list[torch.Tensor] = []
+    policy.chunks[0].decoder.final_layernorm.register_forward_hook(
+        lambda _module, _inputs, states: hidden.append(states[:, 0].double())
+    )
+    scores = policy.score(batch.micro_batches, mode="replay")
+    weight = policy.chunks[0].output_layer.weight.double()
+    exact_N = torch.cat(
+        [
+            (states @ weight.t()).log_softmax(-1).gather(-1, micro_batch.targets_N[:, None])[:, 0]
+            for states, micro_batch in zip(hidden, batch.micro_batches, strict=True)
+        ]
+    )
+    columns = [torch.cat(c) for c in (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)]
+    parts = mismatch(*columns)
+    other = replace(config, model=replace(config.model, fp32_head=not fp32))
+    try:
+        require_head_type(world.engine.llm, other)
+        said = "nothing was raised"
+    except AssertionError as error:
+        said = str(error)
+    return {
+        "said": said,
+        "types": sorted(types),
+        "rounded": all(rounded),
+        "tokens": float(columns[2].sum()),
+        "policy_error": float((columns[0] - exact_N).abs().max()),
+        "figures": {name: type(part).reduce([part]) for name, part in parts.items()},
+    }
