@@ -140,7 +140,7 @@ def bfloat16(device: Device, *, model: str) -> dict[str, Any]:
         ("bfloat16, float32 head", "bfloat16", True),
     ):
         config = tiny_config(
-            model, model={"dtype": dtype, "fp32_head": fp32_head}, algo={"tis_cap": 2.0}
+            model, model={"dtype": dtype, "fp32_head": fp32_head}, algo={"correction": "token_tis"}
         )
         policy = Policy(config, device, mesh, ModelShape.read(model))
         for buffer in policy.parameter_buffers():
