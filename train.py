@@ -11,6 +11,7 @@ to the other. Deliberately absent: an orchestrator, a Trainer class, callbacks, 
 from __future__ import annotations
 
 import sys
+import time
 
 from r3 import cli
 
@@ -18,10 +19,12 @@ from r3 import cli
 def main() -> None:
     """Parse, build, loop, close."""
     # Help, dry runs and bad settings end here; so does, two lines on, bad data or a folder that cannot be resumed.
-    config = cli.parse(sys.argv[1:]).config
-    from r3.start import begin, header  # torch loads from here on
+    began = time.perf_counter()
+    invocation = cli.parse(sys.argv[1:])
+    config = invocation.config
+    from r3.start import begin, closing, header  # torch loads from here on
 
-    task, run_dir, start = begin(config)
+    task, run_dir, start = begin(config, check=invocation.check)
 
     from r3 import checkpoint
     from r3.data import prompts_of_step
@@ -50,12 +53,16 @@ def main() -> None:
     weights = WeightStream(policy, device, mesh)
     residency = Residency(engine, policy, device)
     if start.found:
-        checkpoint.load(start.found, policy, device, mesh)
+        checkpoint.load(start.found, policy, device, mesh, weights_only=config.eval.only)
     done = start.found.step if start.found else 0
+    last = done if config.eval.only else train.steps
     settle()
 
     watchdog = Watchdog(device.rank, device.world_size, stall_s=config.debug.stall_s, run_dir=run_dir)
-    meter = Meter(run_dir, mesh.world, config, on_phase=watchdog.beat, first_step=done)
+    rows = None if config.eval.only else run_dir  # such a run leaves answers, and no row among the training's
+    meter = Meter(
+        rows, mesh.world, config, on_phase=watchdog.beat, first_step=0 if config.eval.only else done
+    )
     meter.header(header(config, task, mesh, device, start))
 
     def hand_over(version: int) -> None:
@@ -68,18 +75,20 @@ def main() -> None:
     def evaluate_policy(version: int) -> None:
         """Held-out accuracy of the policy after `version` steps, between two trainings."""
         hand_over(version)
-        with meter.phase("evaluate"), meter.progress(len(task.heldout), "evaluate") as tick:
-            found = evaluate(engine, task.heldout, task.judge, config, mesh, version=version, on_answer=tick)
+        for heldout in task.heldout:
+            name, total = heldout.settings.name, len(heldout.prompts) * heldout.settings.samples
+            with meter.phase("evaluate"), meter.progress(total // mesh.engine_dp.size, name) as tick:
+                found = evaluate(engine, heldout, config, mesh, version=version, on_answer=tick)
+            meter.add(found.metrics)
+            if device.rank == 0:
+                run_dir.write_eval(version, name, found.rows)
         residency.move(State.TRAIN)
-        meter.add(found.metrics)
-        if device.rank == 0:
-            run_dir.write_eval(version, config.eval.name, found.rows)
 
     with watchdog:
-        if done == 0 and task.heldout:
-            evaluate_policy(0)
-            meter.close_step(0)
-        for step in range(done + 1, train.steps + 1):
+        if config.eval.only or (done == 0 and task.heldout):
+            evaluate_policy(done)
+            meter.close_step(done)
+        for step in range(done + 1, last + 1):
             version = step - 1  # the engine samples with the weights after this many steps
 
             # 1 sync
@@ -146,11 +155,13 @@ def main() -> None:
                     keep = config.checkpoint.keep
                     checkpoint.save(run_dir.checkpoints, policy, device, mesh, step=step, keep=keep)
 
-        if config.checkpoint.export and not run_dir.hf(train.steps).exists():
+        if config.checkpoint.export and not config.eval.only and not run_dir.hf(train.steps).exists():
             with meter.phase("export"):
                 folder = run_dir.hf(train.steps)
                 export(folder, weights, policy, device, mesh, like=config.model.path, step=train.steps)
     meter.close()
+    if device.rank == 0:
+        print(closing(config, run_dir, time.perf_counter() - began, last), flush=True)
     leave(0)
 
 

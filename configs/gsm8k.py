@@ -11,9 +11,9 @@ No package ships it. From the root of the repository:
 from r3.config import DataConfig, EvalConfig
 
 DATA = DataConfig(
-    path="data/gsm8k/train.jsonl",
+    path=("data/gsm8k/train.jsonl",),
     # The reward reads the number after the last ####, a format that chat models do not use unless asked.
     system_prompt="Solve the problem step by step. End with a line that holds #### and the final number alone.",
     max_prompt_tokens=512,  # room for the longest question with system prompt and chat template
 )
-EVAL = EvalConfig(path="data/gsm8k/test.jsonl", name="gsm8k", every=10)
+EVAL = EvalConfig(path=("data/gsm8k/test.jsonl",), name=("gsm8k",), every=10)

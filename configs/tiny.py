@@ -21,7 +21,7 @@ def tiny() -> Config:
     return Config(
         # float32 on both sides: what is left of the mismatch between engine and policy is then rounding, 1e-6.
         model=ModelConfig(path=str(assets.TINY_MOE), dtype="float32"),
-        data=DataConfig(path=str(assets.WORD_PROBLEMS_TRAIN)),
+        data=DataConfig(path=(str(assets.WORD_PROBLEMS_TRAIN),)),
         # The longest worked answer has about 30 tokens.
         rollout=RolloutConfig(prompts_per_step=16, group_size=8, max_response_tokens=40),
         # A large learning rate for RL: the model is small, and what 2e-4 shows in a minute takes 1e-6 hours.
@@ -29,7 +29,7 @@ def tiny() -> Config:
         # Two ranks with half of the experts each, so that tokens really travel. `--parallel.ep 1` runs on one.
         parallel=ParallelConfig(ep=2),
         engine=EngineConfig(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=128),
-        eval=EvalConfig(path=str(assets.WORD_PROBLEMS_EVAL), every=5),
+        eval=EvalConfig(path=(str(assets.WORD_PROBLEMS_EVAL),), every=5),
         checkpoint=CheckpointConfig(every=10),
     )
 

@@ -12,7 +12,7 @@ if [ -z "${PYTHON:-}" ] && [ ! -x "$python" ]; then python=python3; fi
 
 for word in "$@"; do
   case $word in
-    -h | --help | --dry-run) exec "$python" "$root/train.py" "$@" ;; # these need no ranks
+    -h | --help | --dry-run | --check) exec "$python" "$root/train.py" "$@" ;; # these need no ranks
   esac
 done
 
@@ -31,7 +31,7 @@ else
   export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 KMP_BLOCKTIME=0
 fi
 
-# A config with mistakes ends here, in a second, with one message and exit code 2, instead of once per rank.
-"$python" "$root/train.py" "$@" --dry-run --world-size "$ranks" >/dev/null
+# Mistakes in settings, data or reward end here, in seconds, with one message and exit code 2, instead of once per rank.
+"$python" "$root/train.py" "$@" --check --world-size "$ranks"
 # `-m torch.distributed.run` is torchrun, without a script whose first line names the folder it was installed in.
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" "$root/train.py" "$@"

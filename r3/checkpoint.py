@@ -72,8 +72,10 @@ def save(checkpoints: Path, policy: Policy, device: Device, mesh: Mesh, *, step:
     return folder
 
 
-def load(found: Found, policy: Policy, device: Device, mesh: Mesh) -> None:
+def load(found: Found, policy: Policy, device: Device, mesh: Mesh, *, weights_only: bool = False) -> None:
     """Put a checkpoint's state into the policy and the random generators. All ranks must call.
+
+    With `weights_only` the model's weights alone: for a policy that will not be trained, whose optimizer stays empty.
 
     The weights, both Adam moments, their step and (in half precision) the float32 main parameters are those of the save;
     random states only when this rank existed then.
@@ -82,10 +84,14 @@ def load(found: Found, policy: Policy, device: Device, mesh: Mesh) -> None:
 
     assert policy.is_onloaded, f"rank {device.rank}: loading needs the optimizer state in memory"
     facts = json.loads((found.folder / "r3.json").read_text())
-    _fill_adam_state(policy)
-    state = dist_checkpointing.load(_sharded_state(policy, mesh, loading=True), str(found.folder))
+    if not weights_only:
+        _fill_adam_state(policy)
+    wanted = _sharded_state(policy, mesh, loading=True, optimizer=not weights_only)
+    state = dist_checkpointing.load(wanted, str(found.folder))
     for name, chunk in _named_chunks(policy):
         chunk.load_state_dict(state[name], strict=False)
+    if weights_only:
+        return
     with _step_free_load():
         for i, optimizer in enumerate(chained(policy.optimizer)):
             optimizer.load_parameter_state_from_fully_reshardable(state["optimizer"][str(i)])
@@ -108,7 +114,7 @@ def _named_chunks(policy: Policy) -> list[tuple[str, Any]]:
     ]
 
 
-def _sharded_state(policy: Policy, mesh: Mesh, *, loading: bool) -> dict[str, Any]:
+def _sharded_state(policy: Policy, mesh: Mesh, *, loading: bool, optimizer: bool = True) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
@@ -120,10 +126,12 @@ def _sharded_state(policy: Policy, mesh: Mesh, *, loading: bool) -> dict[str, An
         sharded = chunk.sharded_state_dict(metadata=metadata)
         # Placeholders of TransformerEngine: always None here, and not the same for both kinds of experts.
         state[name] = {key: value for key, value in sharded.items() if "_extra_state" not in key}
+    if not optimizer:
+        return state
     of_model = state if len(policy.chunks) > 1 else state["model"]
     state["optimizer"] = {
-        str(i): optimizer.sharded_param_state_fully_reshardable(of_model, loading, metadata)
-        for i, optimizer in enumerate(chained(policy.optimizer))
+        str(i): each.sharded_param_state_fully_reshardable(of_model, loading, metadata)
+        for i, each in enumerate(chained(policy.optimizer))
     }
     return state
 

@@ -39,17 +39,22 @@ _USAGE = """\
 usage: train.py PRESET [--section.field value ...]      run a preset; under torchrun for more than one rank
        train.py --from RUN_DIR [--section.field ...]    go on with a run from its newest checkpoint
        train.py PRESET --dry-run [--world-size N]       print config, rank layout, batch plan, memory; run nothing
+       train.py PRESET --check [--world-size N]         read and check settings, data and reward; run nothing
        train.py PRESET --help                           every field with its meaning and default"""
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.checkpoint names complete ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """A run to make, checked. `preset` is "" when the config came from a run's folder."""
+    """A run to make, checked. `preset` is "" when the config came from a run's folder.
+
+    `check`: settings are right; the data and the reward are to be read as well, and nothing is to be run.
+    """
 
     config: Config
     preset: str
     world_size: int
+    check: bool = False
 
 
 @dataclass(kw_only=True)
@@ -60,6 +65,7 @@ class _Words:
     run_dir: str | None = None
     world_size: str | None = None
     dry_run: bool = False
+    check: bool = False
     help: bool = False
     flags: dict[str, str | list[str]] = field(default_factory=dict)
 
@@ -85,7 +91,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         _leave(2, str(ConfigError(problems)))
 
     known = KNOWN_SHAPES.get(config.model.path)
-    report = examine(config, world_size, ModelShape.from_hf(known) if known else None)
+    report = examine(config, world_size, ModelShape.from_hf(known) if known else None, given=words.flags)
     at_fault = {problem.field for problem in problems}  # such a field still has the preset's value
     problems += [problem for problem in report.problems if problem.field not in at_fault]
     problems += _resume_problems(config)
@@ -102,9 +108,9 @@ def parse(argv: Sequence[str]) -> Invocation:
             header = "needs (not here yet; the files in configs/ say where the data of presets come from)"
             text.append("\n".join([header, *(f"  - {need}" for need in needs)]))
         _leave(0, "\n\n".join(text))
-    for warning in report.warnings:
+    for warning in () if words.check else report.warnings:  # the run that follows a check says them
         _say(_warning(warning), error=True)
-    return Invocation(config=config, preset=preset, world_size=world_size)
+    return Invocation(config=config, preset=preset, world_size=world_size, check=words.check)
 
 
 def _read(argv: Sequence[str], problems: list[Problem]) -> _Words:
@@ -120,8 +126,8 @@ def _read(argv: Sequence[str], problems: list[Problem]) -> _Words:
             continue
         flag, equals, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
-        if name == "dry_run" and not equals:
-            words.dry_run = True
+        if name in ("dry_run", "check") and not equals:
+            setattr(words, name, True)
             continue
         has_value = bool(equals)
         if not equals and rest and not rest[0].startswith("--"):
@@ -192,8 +198,8 @@ def _with_flags(base: Config, flags: Mapping[str, object], problems: list[Proble
 def _world_size(words: _Words, config: Config, problems: list[Problem]) -> int:
     """Ranks of the run: torchrun's, or for a dry run those asked for, or else the fewest that the layout takes."""
     if words.world_size is not None:
-        if not words.dry_run:
-            rule = "is for --dry-run only: a run has the ranks that torchrun starts"
+        if not (words.dry_run or words.check):
+            rule = "is for --dry-run and --check: a run has the ranks that torchrun starts"
             problems.append(
                 Problem("--world-size", words.world_size, rule, "torchrun --nproc_per_node N train.py ...")
             )
@@ -205,7 +211,7 @@ def _world_size(words: _Words, config: Config, problems: list[Problem]) -> int:
             )
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    return config.parallel.smallest_world if words.dry_run else 1
+    return config.parallel.smallest_world if words.dry_run or words.check else 1
 
 
 def _resume_problems(config: Config) -> list[Problem]:
@@ -233,7 +239,7 @@ def _needs(preset: str, problems: list[Problem]) -> list[Problem]:
         problem
         for problem in problems
         if problem.field in ("model.path", "data.path", "eval.path")
-        and problem.value == named[problem.field]
+        and problem.value in (value if isinstance(value := named[problem.field], tuple) else (value,))
         and not Path(str(problem.value)).exists()
         and (problem.field != "model.path" or problem.value in KNOWN_SHAPES)
     ]

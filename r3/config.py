@@ -37,12 +37,17 @@ class ModelConfig:
 class DataConfig:
     """Training prompts."""
 
-    path: str = ""
-    """JSONL file, one object a row."""
+    path: tuple[str, ...] = ()
+    """Where rows lie, one or several of: a JSONL file, a .parquet file, FOLDER[:SPLIT] of Hugging Face datasets,
+    hub:OWNER/NAME[:CONFIG][:SPLIT], gym:TASK[,size=N][,seed=N] of reasoning-gym."""
+    weights: tuple[float, ...] = ()
+    """Shares of the paths in what is drawn, one a path; empty = rows of all paths are one pool."""
     prompt_key: str = "question"
-    """Column with the question (a string) or the chat so far (a list of messages)."""
+    """Column with the question (a string) or the chat so far (a list of messages); a.b reaches into nested objects."""
     answer_key: str = "answer"
-    """Column with the reference answer."""
+    """Column with the reference answer; empty = rows have none."""
+    tools_key: str = ""
+    """Column with the tools that the chat template shows, a list of JSON schemas; empty = rows have none."""
     system_prompt: str = ""
     """Put before every conversation as a system message, when not empty."""
     max_prompt_tokens: int = 0
@@ -50,6 +55,8 @@ class DataConfig:
     and in a micro-batch."""
     on_too_long: Literal["error", "drop"] = "error"
     """A prompt longer than that stops the run, or is dropped and counted."""
+    drop_duplicates: bool = False
+    """Rows with the conversation and the answer of an earlier one are dropped and counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,21 +233,56 @@ class ReplayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Evaluation with the same engine, before the first step, on schedule and after the last."""
+class EvalSet:
+    """One held-out set with what is its own; a line of `EvalConfig`, read from top to bottom."""
 
-    path: str = ""
-    """JSONL file with held-out rows, same columns as data.path; empty = no evaluation."""
-    name: str = "heldout"
-    """Name of the set in metrics and files."""
+    path: str
+    name: str
+    function: str
+    max_prompts: int
+    samples: int
+    temperature: float
+    top_p: float
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation with the same engine, before the first step, on schedule and after the last. Lists have one value a set,
+    or one for all."""
+
+    only: bool = False
+    """Evaluate the newest checkpoint of log.dir, or model.path if there is none, and end."""
+    path: tuple[str, ...] = ()
+    """Held-out sets, each one path as in data.path, with the same columns; empty = no evaluation."""
+    name: tuple[str, ...] = ("heldout",)
+    """Names of the sets in metrics and files."""
+    function: tuple[str, ...] = ()
+    """What judges a set, as in reward.function; empty = what judges in training."""
     every: int = 10
     """Evaluate every so many steps; 0 = only before the first and after the last."""
-    max_prompts: int = 0
+    max_prompts: tuple[int, ...] = (0,)
     """Only the first so many rows; 0 = all."""
-    samples: int = 1
-    """Answers per question; with more than one, pass@k is reported too."""
-    temperature: float = 0.0
+    samples: tuple[int, ...] = (1,)
+    """Answers per question, k; with more than one, avg@k and pass@k are reported too."""
+    pass_at: tuple[int, ...] = ()
+    """The k of pass@k, each at most samples, estimated without bias from all samples; empty = samples alone."""
+    temperature: tuple[float, ...] = (0.0,)
     """Sampling temperature; 0 = greedy."""
+    top_p: tuple[float, ...] = (1.0,)
+    """Nucleus mass."""
+    max_tokens: tuple[int, ...] = (0,)
+    """Tokens an answer may have; 0 = rollout.max_response_tokens."""
+
+    @property
+    def sets(self) -> tuple[EvalSet, ...]:
+        """The sets, every list spread over them."""
+        count = len(self.path)
+        columns: dict[str, Any] = {
+            entry.name: values * count if len(values := getattr(self, entry.name) or ("",)) == 1 else values
+            for entry in fields(EvalSet)
+        }
+        return tuple(EvalSet(**{name: values[i] for name, values in columns.items()}) for i in range(count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,7 +465,17 @@ def nearest_fields(name: str) -> str:
 
 def to_yaml(config: Config) -> str:
     """The config as YAML, every field written out; `from_yaml` reads it back equal."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=False)
+    return yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists on the line of their field."""
+
+
+_Dumper.add_representer(
+    tuple,
+    lambda dumper, values: dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True),
+)
 
 
 def from_yaml(text: str) -> Config:

@@ -1,17 +1,19 @@
-"""JSONL rows -> `Prompt`, checked and tokenised once; the order of prompts as a pure function of (seed, step)."""
+"""Rows -> `Prompt`, filtered and tokenised once; the order of prompts as a pure function of (seed, step)."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from jinja2 import TemplateError
 
-from r3.types import Message, Prompt
+from r3.rows import Columns, Row, RowProblem, read_rows
+from r3.types import Prompt
 
 _MAX_NAMED = 10
 
@@ -25,25 +27,10 @@ class Tokenizer(Protocol):
         """Render and tokenise a conversation."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowProblem:
-    """One thing that is wrong with a data set: where (line 0: the whole file), which rule, how to mend it."""
-
-    file: str
-    line: int
-    field: str
-    rule: str
-    fix: str
-
-    def __str__(self) -> str:
-        where = f"{self.file}:{self.line}" if self.line else self.file
-        return f"{where}: {self.field}: {self.rule}. Fix: {self.fix}"
-
-
 class DataError(ValueError):
     """Everything that is wrong with a data set; the message names the first ten problems and counts them all."""
 
-    def __init__(self, problems: list[RowProblem]) -> None:
+    def __init__(self, problems: Sequence[RowProblem]) -> None:
         self.problems = tuple(problems)
         lines = [f"data: {len(problems)} problem{'s' if len(problems) != 1 else ''}"]
         lines += [f"  - {problem}" for problem in problems[:_MAX_NAMED]]
@@ -54,62 +41,85 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts in the order of the file, and how many were left out as too long."""
+    """Prompts in the order of the sources, and how many were left out.
+
+    With `weights`, one a source, `sizes` says how many of the prompts belong to each; without, all prompts are one pool.
+    """
 
     prompts: tuple[Prompt, ...]
-    dropped_too_long: int
+    dropped_too_long: int = 0
+    dropped_duplicates: int = 0
+    sizes: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.prompts)
 
 
 def load_prompts(
-    path: str | Path,
+    sources: str | Path | Sequence[str],
     tokenizer: Tokenizer,
     *,
-    prompt_key: str,
-    answer_key: str,
-    system_prompt: str,
+    columns: Columns,
     max_prompt_tokens: int,
-    on_too_long: Literal["error", "drop"],
+    on_too_long: Literal["error", "drop"] = "error",
+    drop_duplicates: bool = False,
+    weights: Sequence[float] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Dataset:
     """Read, check and tokenise every row; all bad rows are reported at once, as one `DataError`.
 
-    Columns other than the two named ones travel in `Prompt.metadata`. Blank lines are skipped; ids count them.
+    Columns other than question and answer travel in `Prompt.metadata`. A duplicate is a conversation that tokenises like an
+    earlier one and has the same answer.
+
+    Args:
+        sources: what `r3.rows` reads, one or several.
+        weights: share of each source in what is drawn; empty = in proportion to their sizes.
+        tools: schemas of tools that the chat template shows where a row brings none of its own.
     """
-    path = Path(path)
-    reader = _Reader(path.name, tokenizer, prompt_key, answer_key, system_prompt)
+    sources = [str(sources)] if isinstance(sources, str | Path) else list(sources)
     if not tokenizer.chat_template:
         fix = "use a model folder with chat_template.jinja"
-        raise DataError([reader.problem(0, "tokenizer", "has no chat template", fix)])
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        rule = f"{path} cannot be read ({error.strerror})"
-        raise DataError([reader.problem(0, "file", rule, "give the path of a JSONL file")]) from error
-
+        raise DataError([_whole(sources[0], "has no chat template", fix, field="tokenizer")])
     prompts: list[Prompt] = []
     problems: list[RowProblem] = []
-    dropped = 0
-    for line, raw in enumerate(content.split(b"\n"), 1):
-        if not raw.strip():
-            continue
-        found = reader.read(line, raw)
-        if isinstance(found, RowProblem):
-            problems.append(found)
-        elif len(found.tokens_T) <= max_prompt_tokens:
-            prompts.append(found)
-        elif on_too_long == "drop":
-            dropped += 1
-        else:
-            rule = f"has {len(found.tokens_T)} tokens with its chat template, at most {max_prompt_tokens} fit"
-            problems.append(reader.problem(line, prompt_key, rule, "shorten it, or data.on_too_long = drop"))
-    if not prompts and not problems:
-        rule = f"all {dropped} rows are longer than {max_prompt_tokens} tokens" if dropped else "holds no row"
-        problems.append(reader.problem(0, "file", rule, "give a file with rows that fit"))
+    sizes: list[int] = []
+    seen: set[tuple[Any, ...]] = set()
+    all_long = all_twice = 0
+    for source, label in zip(sources, _labels(sources), strict=True):
+        rows, bad = read_rows(source, columns)
+        good: list[Prompt] = []
+        long = twice = 0
+        for row in rows:
+            found = _prompt(row, label, tokenizer, columns, tools)
+            if isinstance(found, RowProblem):
+                bad.append(found)
+            elif (tokens := len(found.tokens_T)) > max_prompt_tokens:
+                long += 1
+                if on_too_long == "error":
+                    rule = f"has {tokens} tokens with its chat template, at most {max_prompt_tokens} fit"
+                    bad.append(_bad(row, columns.prompt, rule, "shorten it, or --data.on_too_long drop"))
+            elif drop_duplicates and (found.tokens_T, found.answer) in seen:
+                twice += 1
+            else:
+                seen.add((found.tokens_T, found.answer))
+                good.append(found)
+        if not good and not bad:
+            why = f"none of {len(rows)} rows is left: {long} exceed {max_prompt_tokens} tokens, {twice} came before"
+            bad.append(_whole(source, why if rows else "holds no row", "give one with rows that can be used"))
+        prompts += good
+        problems += bad
+        sizes.append(len(good))
+        all_long, all_twice = all_long + long, all_twice + twice
     if problems:
         raise DataError(problems)
-    return Dataset(prompts=tuple(prompts), dropped_too_long=dropped)
+    return Dataset(
+        prompts=tuple(prompts),
+        dropped_too_long=all_long,
+        dropped_duplicates=all_twice,
+        sizes=tuple(sizes) if weights else (),
+        weights=tuple(weights),
+    )
 
 
 def prompts_of_step(dataset: Dataset, *, seed: int, step: int, count: int) -> list[Prompt]:
@@ -117,86 +127,80 @@ def prompts_of_step(dataset: Dataset, *, seed: int, step: int, count: int) -> li
 
     Every epoch is a permutation seeded by (seed, epoch); step s takes places s * count .. (s + 1) * count - 1 of the
     epochs laid end to end, so nothing repeats inside an epoch, and a step may begin in one epoch and end in the next.
+    With weights every source has epochs of its own, and a place takes the next prompt of the source whose turn it is.
     """
     if not len(dataset):
         raise ValueError("the data set holds no prompt")
-    prompts: list[Prompt] = []
-    place = step * count
-    while len(prompts) < count:
-        epoch, start = divmod(place + len(prompts), len(dataset))
-        order = np.random.default_rng([seed, epoch]).permutation(len(dataset))
-        prompts += [dataset.prompts[index] for index in order[start : start + count - len(prompts)]]
-    return prompts
+    if not dataset.weights:
+        return _draw(dataset.prompts, [seed], step * count, (step + 1) * count)
+    ends = np.cumsum(dataset.sizes)
+    taken = [turns(dataset.weights, step * count + i) for i in range(count + 1)]
+    drawn = [
+        _draw(dataset.prompts[end - size : end], [seed, index], taken[0][index], taken[-1][index])
+        for index, (size, end) in enumerate(zip(dataset.sizes, ends, strict=True))
+    ]
+    order = [next(i for i in range(len(ends)) if after[i] > before[i]) for before, after in pairwise(taken)]
+    each = [iter(prompts) for prompts in drawn]
+    return [next(each[index]) for index in order]
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Turns one line into a prompt, or says what is wrong with it."""
+def turns(weights: Sequence[float], places: int) -> list[int]:
+    """How many of the first `places` places belong to each source, exactly and without remembering anything.
 
-    file: str
-    tokenizer: Tokenizer
-    prompt_key: str
-    answer_key: str
-    system_prompt: str
+    The first source takes floor(places * share); what it leaves is shared by the others in the same way. Each count grows
+    by 0 or 1 from place to place, one of them by 1, and stays within the number of sources of places * share.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    counts = []
+    for index, weight in enumerate(exact):
+        counts.append(int(places * weight / sum(exact[index:])) if index < len(exact) - 1 else places)
+        places -= counts[-1]
+    return counts
 
-    def problem(self, line: int, field: str, rule: str, fix: str) -> RowProblem:
-        return RowProblem(file=self.file, line=line, field=field, rule=rule, fix=fix)
 
-    def read(self, line: int, raw: bytes) -> Prompt | RowProblem:
-        try:
-            row = json.loads(raw)
-        except UnicodeDecodeError as error:
-            return self.problem(line, "row", f"is not UTF-8 at byte {error.start}", "save the file as UTF-8")
-        except json.JSONDecodeError as error:
-            rule = f"is not JSON at column {error.colno} ({error.msg})"
-            return self.problem(line, "row", rule, "write one JSON object a line")
-        if not isinstance(row, dict):
-            rule = f"is a {type(row).__name__}, not an object"
-            return self.problem(line, "row", rule, "write one JSON object a line")
-        for key, setting in ((self.prompt_key, "data.prompt_key"), (self.answer_key, "data.answer_key")):
-            if key not in row:
-                rule = f"is missing; the row has {', '.join(row) or 'no column'}"
-                return self.problem(line, key, rule, f"mend the row, or set {setting}")
-        if not isinstance(row[self.answer_key], str):
-            rule = f"is a {type(row[self.answer_key]).__name__}, not a string"
-            return self.problem(line, self.answer_key, rule, "put the answer in quotes")
-        messages = self._messages(row[self.prompt_key])
-        if isinstance(messages, str):
-            fix = 'write a string, or a list of {"role": ..., "content": ...}'
-            return self.problem(line, self.prompt_key, messages, fix)
-        if self.system_prompt:
-            if messages[0]["role"] == "system":
-                rule = "begins with a system message while data.system_prompt is set"
-                return self.problem(line, self.prompt_key, rule, "keep one of the two")
-            messages = ({"role": "system", "content": self.system_prompt}, *messages)
-        try:
-            tokens = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
-            )["input_ids"]
-        except TemplateError as error:
-            rule = f"is refused by the model's chat template ({error})"
-            return self.problem(line, self.prompt_key, rule, "use roles in the order the template takes")
-        named = (self.prompt_key, self.answer_key)
-        return Prompt(
-            id=f"{self.file}:{line}",
-            messages=messages,
-            tokens_T=tuple(tokens),
-            answer=row[self.answer_key],
-            metadata={key: value for key, value in row.items() if key not in named},
-        )
+def _draw(prompts: Sequence[Prompt], seed: list[int], start: int, stop: int) -> list[Prompt]:
+    """Places start .. stop - 1 of this pool's epochs laid end to end."""
+    drawn: list[Prompt] = []
+    while start + len(drawn) < stop:
+        epoch, place = divmod(start + len(drawn), len(prompts))
+        order = np.random.default_rng([seed[0], epoch, *seed[1:]]).permutation(len(prompts))
+        drawn += [prompts[index] for index in order[place : place + stop - start - len(drawn)]]
+    return drawn
 
-    def _messages(self, value: Any) -> tuple[Message, ...] | str:
-        """The conversation so far, or the rule that the value breaks."""
-        if isinstance(value, str):
-            return ({"role": "user", "content": value},) if value.strip() else "is empty"
-        if not isinstance(value, list):
-            return f"is a {type(value).__name__}, neither a string nor a list of messages"
-        if not value:
-            return "is an empty list of messages"
-        for index, message in enumerate(value):
-            if not isinstance(message, Mapping):
-                return f"message {index} is a {type(message).__name__}, not an object"
-            for key in ("role", "content"):
-                if not isinstance(message.get(key), str):
-                    return f"message {index} has no {key!r} that is a string"
-        return tuple(value)
+
+def _prompt(
+    row: Row, label: str, tokenizer: Tokenizer, columns: Columns, tools: Sequence[Mapping[str, Any]]
+) -> Prompt | RowProblem:
+    offered = list(row.tools or tools)
+    try:
+        tokens = tokenizer.apply_chat_template(
+            list(row.messages),
+            tools=offered or None,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+        )["input_ids"]
+    except TemplateError as error:
+        rule = f"is refused by the model's chat template ({error})"
+        return _bad(row, columns.prompt, rule, "use roles in the order the template takes")
+    return Prompt(
+        id=f"{label}:{row.number}",
+        messages=row.messages,
+        tokens_T=tuple(tokens),
+        answer=row.answer,
+        metadata=row.columns,
+    )
+
+
+def _labels(sources: Sequence[str]) -> list[str]:
+    """How prompts' ids name the sources: by file name, so that data may move; by all of it where names meet."""
+    names = [source if source.startswith(("hub:", "gym:")) else Path(source).name for source in sources]
+    return [source if names.count(name) > 1 else name for source, name in zip(sources, names, strict=True)]
+
+
+def _bad(row: Row, field: str, rule: str, fix: str) -> RowProblem:
+    return RowProblem(file=row.source, line=row.number, field=field, rule=rule, fix=fix)
+
+
+def _whole(source: str, rule: str, fix: str, field: str = "file") -> RowProblem:
+    return RowProblem(file=source, line=0, field=field, rule=rule, fix=fix)

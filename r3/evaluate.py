@@ -1,4 +1,4 @@
-"""Evaluation on held-out questions with the training engine: accuracy, and pass@k where k answers are sampled."""
+"""Evaluation on held-out questions with the training engine: accuracy; avg@k and pass@k where several answers are sampled."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from dataclasses import dataclass
 from math import comb
 from typing import Any
 
-from r3.config import Config
+from r3.config import Config, EvalSet
 from r3.diagnostics import Mean
 from r3.engine import Engine
 from r3.mesh import Mesh
 from r3.rollout import Judge, answer
 from r3.types import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """A held-out set as it is used: its settings, its questions, and what judges their answers."""
+
+    settings: EvalSet
+    prompts: tuple[Prompt, ...]
+    judge: Judge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,42 +40,57 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
+def accuracy_metrics(
+    name: str, rewards: Sequence[float], samples: int, pass_at: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Partials of eval/NAME/*. `rewards` are whole groups of `samples` answers to a question, one after the other.
+
+    With several samples: avg@k is the mean reward over them, pass@k is reported for every k of `pass_at` that they allow
+    (empty: for all of them together).
+    """
+    count = float(len(rewards))
+    right = [reward >= 1.0 for reward in rewards]
+    metrics: dict[str, Any] = {f"eval/{name}/accuracy": Mean(total=float(sum(right)), count=count)}
+    if samples > 1:
+        metrics[f"eval/{name}/avg_at_{samples}"] = Mean(total=float(sum(rewards)), count=count)
+        correct = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
+        for k in pass_at or (samples,):
+            if k <= samples:
+                chances = [pass_at_k(samples, c, k) for c in correct]
+                metrics[f"eval/{name}/pass_at_{k}"] = Mean(total=sum(chances), count=float(len(chances)))
+    return metrics
+
+
 def evaluate(
     engine: Engine,
-    prompts: Sequence[Prompt],
-    judge: Judge,
+    heldout: HeldOut,
     config: Config,
     mesh: Mesh,
     *,
     version: int,
     on_answer: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Answer `prompts` with the engine at `version`. All ranks must call; engines share the questions out.
+    """Answer a held-out set with the engine at `version`. All ranks must call; engines share the questions out.
 
-    An answer is right when its reward is at least 1. Greedy answers (`eval.temperature` 0) have no random stream; sampled
-    ones have seeds that depend on the question, the sample and the run's seed, not on the step.
+    An answer is right when its reward is at least 1. Greedy answers (temperature 0) have no random stream; sampled ones have
+    seeds that depend on the question, the sample and the run's seed, not on the step.
     """
-    settings = config.eval
+    settings, prompts = heldout.settings, heldout.prompts
     answers = answer(
         engine,
         prompts,
-        judge,
+        heldout.judge,
         mesh,
         members=settings.samples,
         version=version,
         run_seed=config.train.seed,
         seed_step=-1,
-        max_tokens=config.rollout.max_response_tokens,
+        max_tokens=settings.max_tokens or config.rollout.max_response_tokens,
         temperature=settings.temperature,
+        top_p=settings.top_p,
         on_answer=on_answer,
     )
-    right = [reward >= 1.0 for reward in answers.rewards]
-    metrics: dict[str, Any] = {
-        f"eval/{settings.name}/accuracy": Mean(total=float(sum(right)), count=float(len(right)))
-    }
-    if (k := settings.samples) > 1:
-        chances = [pass_at_k(k, sum(right[i : i + k]), k) for i in range(0, len(right), k)]
-        metrics[f"eval/{settings.name}/pass_at_{k}"] = Mean(total=sum(chances), count=float(len(chances)))
+    metrics = accuracy_metrics(settings.name, answers.rewards, settings.samples, config.eval.pass_at)
     rows = [
         {
             "place": rollout.group,

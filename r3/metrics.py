@@ -47,6 +47,7 @@ GLOSSARY: dict[str, Entry] = {
     "eval/SET/accuracy": Entry(
         "share of answers to the held-out questions with reward >= 1", "r3/evaluate.py"
     ),
+    "eval/SET/avg_at_K": Entry("mean reward of the K answers to each held-out question", "r3/evaluate.py"),
     "eval/SET/pass_at_K": Entry(
         "mean of 1 - C(n-c, K) / C(n, K), c of n answers right", "arXiv 2107.03374, eq. 1"
     ),
@@ -155,11 +156,11 @@ def is_wall_clock(key: str) -> bool:
     return key.startswith(("time/", "memory/")) or key == "perf/tokens_per_s"
 
 
-def tensorboard_layout(eval_name: str) -> dict[str, dict[str, list[Any]]]:
+def tensorboard_layout(eval_names: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
     """TensorBoard's custom scalars: the page to watch, then what replay is worth in this very run."""
     pages = {
         "1 health": {
-            "reward and evaluation": ["reward/mean", f"eval/{eval_name}/accuracy"],
+            "reward and evaluation": ["reward/mean", *(f"eval/{name}/accuracy" for name in eval_names)],
             "mismatch k3": ["mismatch/k3"],
             "mismatch tail": ["mismatch/f2", "mismatch/abs_p99", "mismatch/abs_max"],
             "routes": ["routing/agreement", "routing/coverage"],

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from r3 import rewards
 from r3.config import Config, ConfigError
 from r3.data import DataError, Dataset, load_prompts
 from r3.device import Device
+from r3.evaluate import HeldOut
 from r3.hf import CheckpointError
 from r3.mesh import Mesh
 from r3.resume import ResumeError, Start, open_run
 from r3.rollout import Judge
+from r3.rows import columns_of
 from r3.rundir import RunDir, read_metrics
 from r3.shape import ModelShape
 from r3.types import Prompt, Rollout
@@ -31,7 +33,7 @@ class Task:
     """
 
     prompts: Dataset
-    heldout: tuple[Prompt, ...]
+    heldout: tuple[HeldOut, ...]
     judge: Judge
     tokenizer: Any
     shape: ModelShape
@@ -47,38 +49,54 @@ def read_task(config: Config) -> Task:
     from transformers import AutoTokenizer
 
     shape = ModelShape.read(config.model.path)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    room = config.longest_prompt(shape.max_position_embeddings)
-    data = config.data
-
-    def read(path: str) -> Dataset:
-        return load_prompts(
-            path,
+    # Lengths are checked here, with a rule and a row: transformers' own warning about them would only confuse.
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)
+    data, context = config.data, shape.max_position_embeddings
+    prompts, longest = Dataset(prompts=()), 0
+    if not config.eval.only:
+        prompts = load_prompts(
+            data.path,
             tokenizer,
-            prompt_key=data.prompt_key,
-            answer_key=data.answer_key,
-            system_prompt=data.system_prompt,
-            max_prompt_tokens=data.max_prompt_tokens or room,
+            columns=columns_of(config),
+            max_prompt_tokens=data.max_prompt_tokens or config.longest_prompt(context),
+            on_too_long=data.on_too_long,
+            drop_duplicates=data.drop_duplicates,
+            weights=data.weights,
+        )
+        longest = max(len(prompt.tokens_T) for prompt in prompts.prompts)
+        longest += config.rollout.max_response_tokens
+    heldout = []
+    for each in config.eval.sets:
+        response = each.max_tokens or config.rollout.max_response_tokens
+        found = load_prompts(
+            each.path,
+            tokenizer,
+            columns=columns_of(config, each.function),
+            max_prompt_tokens=min(config.engine.max_model_len or context, context) - response,
             on_too_long=data.on_too_long,
         )
+        questions = found.prompts[: each.max_prompts or None]
+        judge = judge_of(each.function or config.reward.function)
+        heldout.append(HeldOut(settings=each, prompts=questions, judge=judge))
+        longest = max(longest, max(len(prompt.tokens_T) for prompt in questions) + response)
+    return Task(
+        prompts=prompts,
+        heldout=tuple(heldout),
+        judge=judge_of(config.reward.function),
+        tokenizer=tokenizer,
+        shape=shape,
+        max_model_len=config.engine.max_model_len or longest,
+    )
 
-    prompts = read(data.path)
-    heldout = read(config.eval.path).prompts if config.eval.path else ()
-    heldout = heldout[: config.eval.max_prompts or None]
-    function = rewards.resolve(config.reward.function)
+
+def judge_of(name: str) -> Judge:
+    """What `reward.function` names, as what the rounds of answers call."""
+    function = rewards.resolve(name)
 
     def judge(rollout: Rollout, prompt: Prompt) -> float:
         return rewards.score(function, rollout.response, prompt, rollout.member)
 
-    longest = max(len(prompt.tokens_T) for prompt in (*prompts.prompts, *heldout))
-    return Task(
-        prompts=prompts,
-        heldout=heldout,
-        judge=judge,
-        tokenizer=tokenizer,
-        shape=shape,
-        max_model_len=config.engine.max_model_len or longest + config.rollout.max_response_tokens,
-    )
+    return judge
 
 
 @contextmanager
@@ -92,35 +110,55 @@ def refusing() -> Iterator[None]:
         sys.exit(2)
 
 
-def begin(config: Config) -> tuple[Task, RunDir, Start]:
+def begin(config: Config, *, check: bool = False) -> tuple[Task, RunDir, Start]:
     """Read the task, then make the run's folder ready to start or to resume.
 
-    A run that has made all its steps ends here, in a second, with its result: exit code 0.
+    A run that has made all its steps ends here, in a second, with its result: exit code 0. So does a `check`, without a word.
     """
     speaks = int(os.environ.get("RANK", "0")) == 0
     run_dir = RunDir(Path(config.log.dir))
     with refusing():
         task = read_task(config)
-        start = open_run(run_dir, config, writes=speaks)
+        start = open_run(run_dir, config, writes=speaks and not config.eval.only and not check)
+    if check:
+        sys.exit(0)
+    if config.eval.only:
+        what = (
+            f"checkpoint {start.found.folder}, after step {start.found.step}"
+            if start.found
+            else f"{config.model.path}: {run_dir.path} has no checkpoint"
+        )
+        return task, run_dir, replace(start, said=(f"evaluating {what}; no training",))
     exported = not config.checkpoint.export or run_dir.hf(config.train.steps).exists()
     if start.found is not None and start.found.step >= config.train.steps and exported:
         if speaks:
-            print(_finished(run_dir, start.found.step), flush=True)
+            print(
+                f"{run_dir.path} is finished: {result(run_dir, start.found.step)}. "
+                "Give a larger --train.steps to go on, or another --log.dir to start afresh.",
+                flush=True,
+            )
         sys.exit(0)
     return task, run_dir, start
 
 
-def _finished(run_dir: RunDir, step: int) -> str:
+def result(run_dir: RunDir, step: int) -> str:
+    """What a run came to, from its rows: steps, and accuracy before and after where both were measured."""
+    rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
     accuracy = [
-        f"{key.split('/')[1]} accuracy {rows[0][key]:.3f} -> {rows[-1][key]:.3f}"
-        for rows in [read_metrics(run_dir.metrics)]
-        for key in rows[-1]
-        if key.startswith("eval/") and key.endswith("/accuracy") and key in rows[0]
+        f"{key.split('/')[1]} accuracy {rows[0][key]:.3f} -> {value:.3f}"
+        for key, value in (rows[-1].items() if rows else ())
+        if key.startswith("eval/") and key.endswith("/accuracy") and key in rows[0] and len(rows) > 1
     ]
-    return (
-        f"{run_dir.path} is finished: {', '.join([f'{step} steps', *accuracy])}. "
-        "Give a larger --train.steps to go on, or another --log.dir to start afresh."
-    )
+    return ", ".join([f"{step} steps", *accuracy])
+
+
+def closing(config: Config, run_dir: RunDir, seconds: float, step: int) -> str:
+    """The last line of a run: how long it took, what it came to, where that lies."""
+    if config.eval.only:
+        return f"done       in {seconds:.0f} s; answers in {run_dir.eval(step)}"
+    places = [str(run_dir.hf(step))] if run_dir.hf(step).exists() else []
+    places += [str(run_dir.metrics), *([str(run_dir.tensorboard)] if config.log.tensorboard else [])]
+    return f"done       in {seconds:.0f} s: {result(run_dir, step)}; {', '.join(places)}"
 
 
 def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start) -> list[str]:
@@ -136,6 +174,13 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         if shape.num_mtp_layers
         else []
     )
+    left_out = f"{task.prompts.dropped_too_long} dropped as too long"
+    if config.data.drop_duplicates:
+        left_out += f", {task.prompts.dropped_duplicates} as duplicates"
+    held_out = (
+        ", ".join(f"{len(each.prompts)} held out in {each.settings.name}" for each in task.heldout)
+        or "none held out"
+    )
     replay = config.replay.mode if shape.moe_layers else "off (a dense model has no routes)"
     return [
         f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",
@@ -145,8 +190,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         f"precision  policy {config.model.dtype}, engine {config.engine.dtype}"
         f"{', head float32' if config.model.fp32_head else ''}"
         f"{', deterministic kernels' if config.debug.deterministic else ''}",
-        f"data       {len(task.prompts)} prompts ({task.prompts.dropped_too_long} dropped as too long), "
-        f"{len(task.heldout)} held out",
+        f"data       {len(task.prompts)} prompts ({left_out}), {held_out}",
         f"step       {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} answers, "
         f"{config.train.updates_per_step} update(s), {config.train.steps} steps",
         f"replay     {replay}; missing routes: {config.replay.on_missing}; reference "

@@ -10,18 +10,20 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from r3.config import Config, Problem, flatten
+from r3.config import Config, EvalSet, Problem, flatten
+from r3.rows import Columns, Row, columns_of, is_folder, is_near, read_rows
 from r3.shape import ModelShape, ShapeError, checkpoint_tensors
 
-BUILTIN_REWARDS = ("gsm8k", "exact")  # those of r3.rewards, which imports too much to be asked here
+BUILTIN_REWARDS = ("gsm8k", "exact", "gym")  # those of r3.rewards, which imports too much to be asked here
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 _SHOWN_TENSORS = 5  # of a checkpoint that does not fit
+_SOURCES = "give a JSONL or .parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gym:TASK"
 _SHOWN_ROWS = 5  # of a bad data file; the rest is counted
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -35,6 +37,7 @@ _COUNTS = (
     "replay.shadow_every",
     "eval.every",
     "eval.max_prompts",
+    "eval.max_tokens",
     "checkpoint.every",
     "checkpoint.keep",
     "log.rollouts_every",
@@ -55,6 +58,7 @@ _SIZES = (
     "parallel.engine_tp",
     "engine.max_num_seqs",
     "eval.samples",
+    "eval.pass_at",
 )
 _RANGES: tuple[_Range, ...] = (
     *(
@@ -108,6 +112,8 @@ _RANGES: tuple[_Range, ...] = (
     ("engine.kv_cache_gib", lambda v: v >= 0, "must not be negative", "0 = what the device leaves"),
     ("engine.memory_fraction", lambda v: 0 < v < 1, "must be between 0 and 1", "0.6"),
     ("replay.min_coverage", lambda v: 0 <= v <= 1, "must be between 0 and 1", "0.99, or 0 to accept any gap"),
+    ("eval.top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1", "1.0 samples from all tokens"),
+    ("data.weights", lambda v: v > 0, "must be above 0", "leave out the path that is not to be drawn from"),
     ("eval.temperature", lambda v: v >= 0, "must not be negative", "0 = greedy"),
     ("debug.stall_s", lambda v: v >= 0, "must not be negative", "0 = no reports"),
     (
@@ -117,25 +123,6 @@ _RANGES: tuple[_Range, ...] = (
         "heldout",
     ),
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a data set: `line` counts from 1, `prompt` is a question or a chat, `columns` is everything in it."""
-
-    line: int
-    prompt: str | Sequence[Mapping[str, Any]]
-    answer: str
-    columns: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be used: which field is at fault ("" when the line is no row at all) and why."""
-
-    line: int
-    field: str
-    rule: str
 
 
 @dataclass(frozen=True)
@@ -157,12 +144,18 @@ def warnings(config: Config, world_size: int) -> list[str]:
     return list(examine(config, world_size).warnings)
 
 
-def examine(config: Config, world_size: int, known_shape: ModelShape | None = None) -> Report:
+def examine(
+    config: Config,
+    world_size: int,
+    known_shape: ModelShape | None = None,
+    given: Collection[str] | None = None,
+) -> Report:
     """Problems and warnings in one reading of the files.
 
     Args:
         known_shape: what to check against when there is no folder at `model.path`: for a dry run of a model that
             was not downloaded. Its absence is a problem all the same.
+        given: fields that the user named, as against those of a preset; None = all of them.
     """
     found = _Findings(config)
     shape = _check_model(config, found) or known_shape
@@ -171,47 +164,13 @@ def examine(config: Config, world_size: int, known_shape: ModelShape | None = No
     _check_algorithm(config, found)
     _check_layout(config, found, shape, world_size)
     _check_lengths(config, found, shape)
-    _check_reward(config.reward.function, found)
-    train, heldout = _check_data(config, found)
+    _check_reward(config.reward.function, found, "reward.function")
+    sets = _check_eval(config, found, shape)
+    train, heldout = _check_data(config, found, sets)
     if config.log.dir and Path(config.log.dir).exists() and not Path(config.log.dir).is_dir():
         found.add("log.dir", "is not a folder", "name a folder, a new one or an earlier run's")
-    notes = _ignored_settings(config, shape) + _overlap(config, train, heldout)
+    notes = _ignored_settings(config, shape, given) + _overlap(train, heldout)
     return Report(tuple(found.problems), tuple(notes), shape)
-
-
-def read_rows(path: str | Path, *, prompt_key: str, answer_key: str) -> tuple[list[Row], list[BadRow]]:
-    """Rows of a JSONL file, and those that cannot be used. Blank lines are passed over, and still count as lines."""
-    rows: list[Row] = []
-    bad: list[BadRow] = []
-    with open(
-        path, "rb"
-    ) as stream:  # bytes: json finds the encoding, and a line that is not UTF-8 is named as such
-        for line, text in enumerate(stream, start=1):
-            if not text.strip():
-                continue
-            try:
-                columns = json.loads(text)
-            except ValueError as error:
-                bad.append(BadRow(line, "", f"is not JSON ({error})"))
-                continue
-            if not isinstance(columns, dict):
-                bad.append(BadRow(line, "", f"is not a JSON object but {type(columns).__name__}"))
-                continue
-            faults = [
-                BadRow(line, key, f"is missing; the row has {', '.join(map(repr, columns)) or 'no columns'}")
-                for key in (prompt_key, answer_key)
-                if key not in columns
-            ]
-            if prompt_key in columns and not _is_prompt(columns[prompt_key]):
-                faults.append(
-                    BadRow(line, prompt_key, "must be text, or a list of {role, content} with text in both")
-                )
-            if answer_key in columns and not isinstance(columns[answer_key], str):
-                faults.append(BadRow(line, answer_key, f"must be text, got {columns[answer_key]!r}"))
-            bad += faults
-            if not faults:
-                rows.append(Row(line, columns[prompt_key], columns[answer_key], columns))
-    return rows, bad
 
 
 class _Findings:
@@ -294,12 +253,16 @@ def _has_chat_template(folder: Path) -> bool:
 
 def _check_ranges(found: _Findings) -> None:
     for name, value in found.values.items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+        if any(isinstance(number, float) and not math.isfinite(number) for number in _each(value)):
             found.add(name, "must be a finite number", "see --help")
     for name, holds, rule, fix in _RANGES:
-        if found.sound(name) and not holds(found.values[name]):
+        if found.sound(name) and not all(map(holds, _each(found.values[name]))):
             found.add(name, rule, fix)
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    """The values of a list, or the one value that a field has."""
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _check_batch(config: Config, found: _Findings, world_size: int) -> None:
@@ -323,12 +286,6 @@ def _check_batch(config: Config, found: _Findings, world_size: int) -> None:
                 found.add("rollout.prompts_per_step", f"must be a multiple of {what}", f"{fix} would do")
     if found.sound("train.lr", "train.min_lr") and train.min_lr > train.lr:
         found.add("train.min_lr", f"must not exceed train.lr = {train.lr}", "0, or a tenth of train.lr")
-    if config.eval.samples > 1 and config.eval.temperature == 0:
-        found.add(
-            "eval.samples",
-            "several answers at eval.temperature 0 are all the same one",
-            "1, or give --eval.temperature 1.0",
-        )
 
 
 def _check_algorithm(config: Config, found: _Findings) -> None:
@@ -456,89 +413,121 @@ def _check_lengths(config: Config, found: _Findings, shape: ModelShape | None) -
         found.add("train.micro_batch_tokens", rule, f"at least {needed}; several sequences pack better")
 
 
-def _check_reward(reward: str, found: _Findings) -> None:
+def _check_reward(reward: str, found: _Findings, name: str) -> None:
     if reward in BUILTIN_REWARDS:
         return
     path, colon, function = reward.rpartition(":")
     if not colon or not path.endswith(".py"):
         fix = f"one of {', '.join(BUILTIN_REWARDS)}, or path/to/file.py:function"
-        found.add("reward.function", "is neither a built-in reward nor file.py:function", fix)
+        found.add(name, "is neither a built-in reward nor file.py:function", fix, value=reward)
         return
     try:
         tree = ast.parse(Path(path).read_bytes(), filename=path)
     except OSError as error:
         found.add(
-            "reward.function", f"{path} cannot be read ({error.strerror})", "give the path of a Python file"
+            name, f"{path} cannot be read ({error.strerror})", "give the path of a Python file", value=reward
         )
     except (SyntaxError, ValueError) as error:
-        found.add("reward.function", f"{path} is not valid Python ({error})", "mend the file")
+        found.add(name, f"{path} is not valid Python ({error})", "mend the file", value=reward)
     else:
         defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         if function not in defined:
             fix = (
                 f"it defines {', '.join(defined) or 'none'}; write the function at the top level of the file"
             )
-            found.add("reward.function", f"{path} defines no plain function {function!r}", fix)
+            found.add(name, f"{path} defines no plain function {function!r}", fix, value=reward)
 
 
-def _check_data(config: Config, found: _Findings) -> tuple[list[Row], list[Row]]:
-    train = _check_rows(config, found, "data.path", config.data.path)
-    heldout = _check_rows(config, found, "eval.path", config.eval.path) if config.eval.path else []
-    if found.sound("data.path", "rollout.prompts_per_step") and len(train) < config.rollout.prompts_per_step:
+def _check_eval(config: Config, found: _Findings, shape: ModelShape | None) -> tuple[EvalSet, ...]:
+    """The held-out sets, when their lists fit together: one value a set, or one for all."""
+    settings = config.eval
+    count = len(settings.path)
+    if not count:
+        if settings.only:
+            found.add("eval.only", "eval.path is empty, so there is nothing to evaluate", "give --eval.path")
+        return ()
+    for entry in fields(EvalSet):
+        values = found.values[f"eval.{entry.name}"]
+        may_be = {1, count} | ({0} if entry.name == "function" else set())
+        if len(values) not in may_be:
+            rule = f"has {len(values)} values for the {count} paths of eval.path"
+            found.add(f"eval.{entry.name}", rule, "one a set, or one for all")
+    if found.sound("eval.name") and len(set(settings.name)) != count:
+        rule = f"must name each of the {count} sets differently"
+        found.add("eval.name", rule, f"--eval.name {' '.join(f'set{i + 1}' for i in range(count))}")
+    if not found.sound(*(f"eval.{entry.name}" for entry in fields(EvalSet))):
+        return ()
+    if any(each.samples > 1 and each.temperature == 0 for each in settings.sets):
+        fix = "1, or give --eval.temperature 1.0"
+        found.add("eval.samples", "several answers at eval.temperature 0 are all the same one", fix)
+    most = max(each.samples for each in settings.sets)
+    if found.sound("eval.pass_at") and (beyond := [k for k in settings.pass_at if k > most]):
         found.add(
-            "data.path",
-            f"has {len(train)} rows, and a step takes {config.rollout.prompts_per_step} different prompts",
-            "more rows, or a smaller --rollout.prompts_per_step",
+            "eval.pass_at",
+            f"pass@{beyond[0]} needs as many samples, and eval.samples is {most}",
+            f"at most {most}",
         )
-    if config.eval.path and found.sound("eval.path") and not heldout:
-        found.add("eval.path", "has no rows", "one JSON object a line, or '' for no evaluation")
+    longest = max(each.max_tokens for each in settings.sets)
+    if shape and longest >= shape.max_position_embeddings:
+        rule = f"does not fit the model's context of {shape.max_position_embeddings} tokens"
+        found.add("eval.max_tokens", rule, "smaller, with room for the questions")
+    for function in dict.fromkeys(settings.function):
+        _check_reward(function, found, "eval.function")
+    return settings.sets
+
+
+def _check_data(config: Config, found: _Findings, sets: Sequence[EvalSet]) -> tuple[list[Row], list[Row]]:
+    """Rows of training and of evaluation. What must be downloaded or made first is read when the run starts."""
+    data, columns = config.data, columns_of(config)
+    training = () if config.eval.only else data.path
+    if not data.path and not config.eval.only:
+        found.add("data.path", "is empty", _SOURCES, value="")
+    if data.weights and len(data.weights) != len(data.path):
+        rule = f"has {len(data.weights)} values for the {len(data.path)} paths of data.path"
+        found.add("data.weights", rule, "one a path, or none: rows of all paths are then one pool")
+    train = [row for path in training for row in _check_rows(path, columns, found, "data.path")]
+    heldout = [
+        row
+        for each in sets
+        for row in _check_rows(each.path, columns_of(config, each.function), found, "eval.path")[
+            : each.max_prompts or None
+        ]
+    ]
+    if training and found.sound("data.path", "rollout.prompts_per_step") and all(map(is_near, training)):
+        if len(train) < config.rollout.prompts_per_step:
+            found.add(
+                "data.path",
+                f"has {len(train)} rows, and a step takes {config.rollout.prompts_per_step} different prompts",
+                "more rows, or a smaller --rollout.prompts_per_step",
+            )
+    judged = [("reward.function", config.reward.function, training)]
+    judged += [("eval.function", each.function or config.reward.function, (each.path,)) for each in sets]
+    for name, function, paths in judged:
+        others = [path for path in paths if not path.startswith("gym:")]
+        if function == "gym" and others:
+            rule = f"scores the tasks of reasoning-gym alone, and {others[0]} is none"
+            found.add(name, rule, "another function, or paths like gym:chain_sum", value=function)
     return train, heldout
 
 
-def _check_rows(config: Config, found: _Findings, name: str, path: str) -> list[Row]:
-    if not path:
-        found.add(name, "is empty", "give a JSONL file, one object a line")
+def _check_rows(path: str, columns: Columns, found: _Findings, name: str) -> list[Row]:
+    if not is_near(path):
         return []
-    if not Path(path).is_file():
-        found.add(name, "there is no such file", "give a JSONL file, one object a line")
+    if not Path(path).exists() and not is_folder(path):
+        found.add(name, "there is no such file", _SOURCES, value=path)
         return []
-    keys = {config.data.prompt_key: "--data.prompt_key", config.data.answer_key: "--data.answer_key"}
-    try:
-        rows, bad = read_rows(path, prompt_key=config.data.prompt_key, answer_key=config.data.answer_key)
-    except OSError as error:
-        found.add(name, f"cannot be read ({error.strerror})", "give a readable JSONL file")
-        return []
-    if config.reward.function == "gsm8k":
-        rule = "has no '#### number', which the reward gsm8k reads"
-        bad += [BadRow(row.line, config.data.answer_key, rule) for row in rows if "####" not in row.answer]
-    for row in bad[:_SHOWN_ROWS]:
-        where = f"{path}:{row.line}" + (f":{row.field}" if row.field else "")
-        if row.rule.startswith("is missing"):
-            fix = f"add the column, or name another with {keys[row.field]}"
-        else:
-            fix = "mend the row" if row.field else "one JSON object a line"
-        found.add(name, row.rule, fix, value=where)
+    rows, bad = read_rows(path, columns)
+    for problem in bad[:_SHOWN_ROWS]:
+        found.add(name, problem.rule, problem.fix, value=problem.where)
     if len(bad) > _SHOWN_ROWS:
-        found.add(
-            name, f"{len(bad) - _SHOWN_ROWS} more faults, {len(bad)} in all", "mend those as well", value=path
-        )
+        rest = f"{len(bad) - _SHOWN_ROWS} more faults, {len(bad)} in all"
+        found.add(name, rest, "mend those as well", value=path)
+    if not rows and not bad:
+        found.add(name, "has no rows", "give one that has, or for eval.path '' for no evaluation", value=path)
     return rows
 
 
-def _is_prompt(value: object) -> bool:
-    if isinstance(value, str):
-        return bool(value.strip())
-    if not isinstance(value, list) or not value:
-        return False
-    return all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        for message in value
-    )
-
-
-def _ignored_settings(config: Config, shape: ModelShape | None) -> list[str]:
+def _ignored_settings(config: Config, shape: ModelShape | None, given: Collection[str] | None) -> list[str]:
     values, defaults = flatten(config), flatten(Config())
     notes: list[str] = []
 
@@ -592,8 +581,10 @@ def _ignored_settings(config: Config, shape: ModelShape | None) -> list[str]:
         )
     if config.engine.kv_cache_gib:
         ignored("engine.kv_cache_gib sets the size", "engine.memory_fraction")
-    if not config.eval.path:
-        names = [name for name in values if name.startswith("eval.")]
+    if (
+        not config.eval.path
+    ):  # a preset's own settings are of no concern when the user switches evaluation off
+        names = [name for name in values if name.startswith("eval.") and (given is None or name in given)]
         ignored("eval.path is empty, nothing is evaluated", *names)
     if rollout.top_p < 1 or rollout.top_k > 0:
         notes.append(
@@ -633,11 +624,14 @@ def _algorithm_notes(config: Config) -> list[str]:
     return notes
 
 
-def _overlap(config: Config, train: list[Row], heldout: list[Row]) -> list[str]:
-    line_of = {json.dumps(row.prompt): row.line for row in train}
-    shared = [(row.line, line_of[text]) for row in heldout if (text := json.dumps(row.prompt)) in line_of]
+def _overlap(train: list[Row], heldout: list[Row]) -> list[str]:
+    row_of = {json.dumps(row.messages, default=str): row for row in train}
+    shared = [
+        (row, row_of[text]) for row in heldout if (text := json.dumps(row.messages, default=str)) in row_of
+    ]
     if not shared:
         return []
     here, there = shared[0]
     count = f"{len(shared)} of {len(heldout)} questions of eval.path are trained on as well"
-    return [f"{count}, so eval accuracy flatters: {config.eval.path}:{here} is {config.data.path}:{there}"]
+    same = f"{here.source}:{here.number} is {there.source}:{there.number}"
+    return [f"{count}, so eval accuracy flatters: {same}"]

@@ -31,13 +31,13 @@ def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
     """A float32 config of the shipped model (or another one); `sections` override fields, e.g. `parallel={"ep": 2}`."""
     config = Config(
         model=ModelConfig(path=str(path or assets.TINY_MOE), dtype="float32"),
-        data=DataConfig(path=str(assets.WORD_PROBLEMS_TRAIN)),
+        data=DataConfig(path=(str(assets.WORD_PROBLEMS_TRAIN),)),
         rollout=RolloutConfig(prompts_per_step=4, group_size=4, max_response_tokens=24),
         algo=AlgoConfig(),
         train=TrainConfig(steps=2, lr=1e-3, micro_batch_tokens=512),
         parallel=ParallelConfig(),
         engine=EngineConfig(dtype="float32", kv_cache_gib=0.03125, max_num_seqs=64),
-        eval=EvalConfig(path=str(assets.WORD_PROBLEMS_EVAL), max_prompts=8),
+        eval=EvalConfig(path=(str(assets.WORD_PROBLEMS_EVAL),), max_prompts=(8,)),
         log=LogConfig(tensorboard=False, progress=False),
     )
     for section, fields in sections.items():

@@ -30,6 +30,10 @@ _FINAL_NUMBER = re.compile(
     re.VERBOSE,
 )
 
+_FINAL_ANSWER = re.compile(
+    r"####[ \t]*([^\n]+)|<answer>(.+?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})+)\}", re.DOTALL
+)
+
 
 class RewardError(RuntimeError):
     """A reward failed on one sample; says which."""
@@ -51,7 +55,20 @@ def exact(response: str, prompt: Prompt) -> float:
     return float(response.strip() == prompt.answer.strip())
 
 
-REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "exact": exact}
+def gym(response: str, prompt: Prompt) -> float:
+    """The score that reasoning-gym's own scorer of the task gives to the final answer; partial credit is the task's.
+
+    Its scorers judge a bare answer: what stands behind the last `####`, in the last `<answer>` or `\\boxed`, else all of it.
+    """
+    from reasoning_gym.factory import get_score_answer_fn
+
+    found = _FINAL_ANSWER.findall(response)
+    answer = next(filter(None, found[-1])) if found else response
+    entry = dict(prompt.metadata["entry"])
+    return float(get_score_answer_fn(prompt.metadata["gym"])(answer.strip(), entry))
+
+
+REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "exact": exact, "gym": gym}
 
 
 def resolve(spec: str) -> Reward:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,7 +89,8 @@ FLAGS = ("--checkpoint.every", "2", "--train.warmup_updates", "3", "--train.lr_s
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps that nothing interrupts."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
-    run(folder, *FLAGS)
+    output = run(folder, *FLAGS)
+    (folder / "output.txt").write_text(output)
     return folder
 
 
@@ -198,6 +201,66 @@ def test_every_file_of_the_run_folder_is_there(straight: Path) -> None:
         "of both ranks"
     )
     assert sum(rewards) / len(rewards) == rows_of(straight)[1]["reward/mean"]
+
+
+def test_evaluation_alone_scores_the_newest_checkpoint_and_trains_nothing(
+    straight: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(straight, folder, symlinks=True)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    held_out = str(assets.WORD_PROBLEMS_EVAL)
+    output = run(
+        folder,
+        *FLAGS,
+        *("--eval.only", "true", "--eval.path", held_out, held_out, "--eval.name", "heldout", "sampled"),
+        *("--eval.samples", "1", "4", "--eval.temperature", "0", "1", "--eval.max_prompts", "0", "32"),
+        *("--eval.pass_at", "1", "2", "--eval.max_tokens", "0", "8"),
+    )
+    assert f"evaluating checkpoint {folder}/checkpoints/step_000006, after step 6; no training" in output
+    answers = folder / "eval" / "step_000006.jsonl"
+    changed = {path for path in folder.rglob("*") if path.is_file() and path.read_bytes() != before.get(path)}
+    assert {path for path in changed if path.parent.name != "heartbeats"} == {answers}
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    greedy = [row for row in rows if row["set"] == "heldout"]
+    old = [json.loads(line) for line in before[answers].splitlines()]
+    assert greedy == old  # the weights of the checkpoint are those that were evaluated in training
+
+    sampled = [row for row in rows if row["set"] == "sampled"]
+    assert len(sampled) == 32 * 4 and max(row["response_tokens"] for row in sampled) == 8
+    right = [[row["reward"] >= 1 for row in sampled[i : i + 4]] for i in range(0, 128, 4)]
+    pairs = [1 - math.comb(4 - sum(each), 2) / math.comb(4, 2) for each in right]
+    accuracy = sum(map(sum, right)) / 128
+    expected = f"sampled {accuracy:.3f}  sampled avg_at_4 {accuracy:.3f}  sampled pass_at_1 {accuracy:.3f}"
+    assert f"{expected}  sampled pass_at_2 {sum(pairs) / 32:.3f}" in output
+    assert f"answers in {answers}" in output.splitlines()[-1]
+
+
+def test_a_run_ends_with_what_it_came_to_and_where_that_lies(straight: Path) -> None:
+    rows = rows_of(straight)
+    first, last = (row["eval/heldout/accuracy"] for row in (rows[0], rows[-1]))
+    (line,) = [
+        line for line in (straight / "output.txt").read_text().splitlines() if line.startswith("done ")
+    ]
+    assert f"6 steps, heldout accuracy {first:.3f} -> {last:.3f}; {straight}/hf/step_000006, " in line
+    assert line.endswith(f"{straight}/metrics.jsonl, {straight}/tensorboard")
+
+
+def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path: Path) -> None:
+    rows = [{"question": "book " * (600 if i == 3 else 2) + str(i), "answer": "#### 1"} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = [ROOT / "launch" / "local.sh", "tiny-smoke", "--data.path", "rows.jsonl", "--eval.path", ""]
+    environment = os.environ | {"PYTHON": sys.executable, "NPROC": "2"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    first, second = done.stderr.splitlines()
+    assert first == "data: 1 problem"
+    assert second.startswith(
+        "  - rows.jsonl:4: question: has 1211 tokens with its chat template, at most 472 fit"
+    )
+    assert not (tmp_path / "runs").exists()
 
 
 def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_path: Path) -> None:

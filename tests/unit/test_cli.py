@@ -69,7 +69,7 @@ def test_a_preset_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         "train.lr": 1e-4,
         "parallel.ep": 1,
         "log.progress": False,
-        "eval.max_prompts": 8,
+        "eval.max_prompts": (8,),
         "engine.sleep_level": 1,
         "log.dir": "runs/tiny",
     }
@@ -85,7 +85,7 @@ def test_a_value_may_be_empty_or_hold_spaces_and_equal_signs() -> None:
     config = cli.parse(
         ["tiny", "--parallel.ep", "1", "--eval.path", "", "--data.system_prompt", "a = b"]
     ).config
-    assert (config.eval.path, config.data.system_prompt) == ("", "a = b")
+    assert (config.eval.path, config.data.system_prompt) == ((), "a = b")
 
 
 def test_a_list_field_takes_every_word_up_to_the_next_flag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +98,20 @@ def test_a_list_field_takes_every_word_up_to_the_next_flag(monkeypatch: pytest.M
     assert beta1("--train.beta1=0.5", "1") == (0.5, 1.0)
     assert beta1("--train.beta1", "3") == (3.0,)
     assert beta1("--train.beta1", "", "--train.seed", "1") == ()
+
+
+def test_evaluation_is_switched_off_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.parse(["tiny", "--parallel.ep", "1", "--eval.path", ""])
+    assert capsys.readouterr().err == ""  # the preset's own eval.every is no mistake of the user's
+    cli.parse(["tiny", "--parallel.ep", "1", "--eval.path", "", "--eval.every", "3"])
+    assert "eval.every = 3 has no effect: eval.path is empty" in capsys.readouterr().err
+
+
+def test_check_is_a_run_of_any_number_of_ranks_without_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not cli.parse(["tiny", "--parallel.ep", "1"]).check
+    invocation = cli.parse(["tiny", "--check", "--world-size", "2", "--train.min_lr", "1e-6"])
+    assert (invocation.check, invocation.world_size) == (True, 2)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_an_empty_folder_name_is_the_preset_s() -> None:
@@ -205,7 +219,7 @@ def test_a_run_whose_config_is_damaged_is_refused(capsys: pytest.CaptureFixture[
         (["tiny", "--data.prompt_key", "task"], "4091 more faults, 4096 in all"),
         (["tiny", "--rollout.max_response_tokens", "600"], "does not fit the model's context of 512 tokens"),
         (["tiny", "--data.max_prompt_tokens", "500"], "exceed the model's context of 512"),
-        (["tiny", "--world-size", "2"], "--world-size = '2': is for --dry-run only"),
+        (["tiny", "--world-size", "2"], "--world-size = '2': is for --dry-run and --check"),
         (["tiny", "--dry-run", "--world-size", "two"], "--world-size = 'two': must be a positive integer"),
         (
             ["tiny", "--dry-run", "--world-size", "3"],
@@ -249,7 +263,7 @@ def test_a_row_is_named_by_file_line_and_field(capsys: pytest.CaptureFixture[str
     del rows[16]["answer"]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     message = refusal(capsys, "tiny", "--parallel.ep", "1", "--data.path", "rows.jsonl")
-    assert "data.path = 'rows.jsonl:17:answer': is missing; the row has 'question'" in message
+    assert "data.path = 'rows.jsonl:17:answer': is missing; the row has question" in message
 
 
 def test_a_tokenizer_without_chat_template(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

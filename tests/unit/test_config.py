@@ -13,7 +13,7 @@ import pytest
 
 from configs import KNOWN_SHAPES, PRESETS
 from r3 import validate
-from r3.assets import TINY_MOE, WORD_PROBLEMS_TRAIN
+from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.config import (
     FIELD_TYPES,
     RESUME_MAY_CHANGE,
@@ -27,6 +27,7 @@ from r3.config import (
     to_yaml,
     with_values,
 )
+from r3.rows import Columns, read_rows
 from r3.shape import ModelShape, ShapeError, checkpoint_tensors
 
 TINY = PRESETS["tiny"]()
@@ -34,9 +35,17 @@ DENSE = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-0.6B"])
 HF_TINY = json.loads((TINY_MOE / "config.json").read_text())
 
 
+TWO_SETS = [str(WORD_PROBLEMS_EVAL)] * 2
+
+
+def changed(values: dict[str, Any], config: Config = TINY) -> Config:
+    """A config with some fields given as the command line or YAML gives them."""
+    return with_values(config, {name: parse_value(name, value) for name, value in values.items()})
+
+
 def found(values: dict[str, Any], world_size: int = 2) -> dict[str, str]:
     """Field -> message of what is wrong with `tiny` once some fields are changed."""
-    problems = validate.problems(with_values(TINY, values), world_size)
+    problems = validate.problems(changed(values), world_size)
     return {problem.field: str(problem) for problem in problems}
 
 
@@ -134,7 +143,8 @@ def test_a_yaml_that_is_no_config_is_refused(text: str) -> None:
         ("log.progress", "false", False),
         ("engine.sleep_level", "2", 2),
         ("replay.mode", "r2", "r2"),
-        ("data.path", "", ""),
+        ("data.path", "", ()),
+        ("data.system_prompt", "", ""),
     ],
 )
 def test_text_becomes_a_value_of_the_field_type(name: str, text: str, value: object) -> None:
@@ -315,6 +325,40 @@ def test_every_number_has_a_rule() -> None:
         ({"eval.samples": 4}, "eval.samples", "all the same"),
         ({"eval.name": "a/b"}, "eval.name", "names metrics and files"),
         ({"eval.path": "missing.jsonl"}, "eval.path", "no such file"),
+        ({"eval.path": TWO_SETS}, "eval.name", "each of the 2 sets differently. Fix: --eval.name set1 set2"),
+        ({"eval.path": TWO_SETS, "eval.name": ["a", "a"]}, "eval.name", "each of the 2 sets differently"),
+        ({"eval.name": ["a", "b"]}, "eval.name", "has 2 values for the 1 paths"),
+        (
+            {"eval.path": TWO_SETS, "eval.name": ["a", "b"], "eval.samples": [1, 1, 1]},
+            "eval.samples",
+            "has 3 values for the 2 paths of eval.path. Fix: one a set, or one for all",
+        ),
+        ({"eval.max_prompts": []}, "eval.max_prompts", "has 0 values"),
+        (
+            {
+                "eval.path": TWO_SETS,
+                "eval.name": ["a", "b"],
+                "eval.samples": [1, 4],
+                "eval.temperature": [1, 0],
+            },
+            "eval.samples",
+            "all the same",
+        ),
+        (
+            {"eval.samples": 4, "eval.temperature": 1, "eval.pass_at": [1, 8]},
+            "eval.pass_at",
+            "pass@8 needs as many samples, and eval.samples is 4",
+        ),
+        ({"eval.pass_at": [0]}, "eval.pass_at", "at least 1"),
+        ({"eval.top_p": [1.5]}, "eval.top_p", "at most 1"),
+        ({"eval.temperature": [float("nan")]}, "eval.temperature", "finite"),
+        ({"eval.max_tokens": 512}, "eval.max_tokens", "context of 512"),
+        ({"eval.function": "gsm9k"}, "eval.function", "neither a built-in reward nor"),
+        ({"eval.function": "gym"}, "eval.function", "scores the tasks of reasoning-gym alone"),
+        ({"reward.function": "gym", "eval.path": ""}, "reward.function", "and {train} is none"),
+        ({"eval.path": "", "eval.only": True}, "eval.only", "nothing to evaluate"),
+        ({"data.weights": [1.0, 2.0]}, "data.weights", "has 2 values for the 1 paths"),
+        ({"data.weights": [0.0]}, "data.weights", "above 0"),
         ({"data.path": ""}, "data.path", "is empty"),
         ({"data.path": "missing.jsonl"}, "data.path", "no such file"),
         ({"model.path": ""}, "model.path", "is empty"),
@@ -325,7 +369,7 @@ def test_one_bad_setting_is_one_problem(values: dict[str, Any], field: str, rule
     problems = found(values)
     assert list(problems) == [field]
     message = problems[field]
-    assert rule in message
+    assert rule.replace("{train}", str(WORD_PROBLEMS_TRAIN)) in message
     assert message.startswith(f"{field} = ") and ". Fix: " in message
 
 
@@ -394,16 +438,20 @@ GOOD = '{"question": "1+1?", "answer": "#### 2"}'
     ("line", "where", "rule"),
     [
         ('{"question": "1+1?", "answer"', ":2'", "is not JSON"),
-        ('["1+1?", "2"]', ":2'", "is not a JSON object but list"),
-        ('{"answer": "#### 2"}', ":2:question'", "is missing; the row has 'answer'"),
+        ('["1+1?", "2"]', ":2'", "is a list, not an object"),
+        ('{"answer": "#### 2"}', ":2:question'", "is missing; the row has answer"),
         ('{"question": "1+1?"}', ":2:answer'", "is missing"),
-        ('{"question": 3, "answer": "#### 2"}', ":2:question'", "must be text"),
-        ('{"question": "  ", "answer": "#### 2"}', ":2:question'", "must be text"),
-        ('{"question": "1+1?", "answer": 2}', ":2:answer'", "must be text, got 2"),
-        ('{"question": [], "answer": "#### 2"}', ":2:question'", "must be text, or a list of"),
-        ('{"question": [{"role": "user"}], "answer": "#### 2"}', ":2:question'", "text in both"),
-        ('{"question": "1+1?", "answer": "two"}', ":2:answer'", "has no '#### number'"),
-        ('{"question": "\udcff", "answer": "#### 2"}', ":2'", "is not JSON ('utf-8' codec"),
+        ('{"question": 3, "answer": "#### 2"}', ":2:question'", "is a int, neither"),
+        ('{"question": "  ", "answer": "#### 2"}', ":2:question'", "is empty"),
+        ('{"question": "1+1?", "answer": 2}', ":2:answer'", "is a int, not a string"),
+        ('{"question": [], "answer": "#### 2"}', ":2:question'", "is an empty list"),
+        (
+            '{"question": [{"role": "user"}], "answer": "#### 2"}',
+            ":2:question'",
+            "message 0 has no 'content'",
+        ),
+        ('{"question": "1+1?", "answer": "two"}', ":2:answer'", "has no '####'"),
+        ('{"question": "\udcff", "answer": "#### 2"}', ":2'", "is not UTF-8 at byte 14"),
     ],
 )
 def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path, line: str, where: str, rule: str) -> None:
@@ -416,7 +464,7 @@ def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path, line: str, wh
 def test_of_many_bad_rows_five_are_shown_and_all_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join([GOOD, *["oops"] * 12, *[GOOD] * 20]))
-    problems = validate.problems(with_values(TINY, {"data.path": str(path)}), 2)
+    problems = validate.problems(changed({"data.path": str(path)}), 2)
     assert [problem.value for problem in problems] == [*(f"{path}:{line}" for line in range(2, 7)), str(path)]
     assert problems[-1].rule == "7 more faults, 12 in all"
 
@@ -425,15 +473,32 @@ def test_rows_may_be_chats_and_blank_lines_still_count(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     chat = {"ask": [{"role": "user", "content": "1+1?"}], "gold": "2", "source": "x"}
     path.write_bytes(b"\xef\xbb\xbf" + f"{json.dumps(chat)}\n\n{json.dumps(chat)}\n".encode())
-    rows, bad = validate.read_rows(path, prompt_key="ask", answer_key="gold")
+    rows, bad = read_rows(str(path), Columns(prompt="ask", answer="gold"))
     assert not bad
-    assert [(row.line, row.answer, row.columns["source"]) for row in rows] == [(1, "2", "x"), (3, "2", "x")]
+    assert [(row.number, row.answer, row.columns["source"]) for row in rows] == [(1, "2", "x"), (3, "2", "x")]
 
 
 def test_answers_without_a_number_are_fine_for_other_rewards(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(['{"question": "say hi", "answer": "hi"}'] * 16))
     assert found({"data.path": str(path), "reward.function": "exact", "eval.path": ""}) == {}
+
+
+def test_sources_that_must_be_fetched_or_made_are_left_to_the_start_of_the_run() -> None:
+    assert found({"data.path": ["hub:owner/name", "gym:chain_sum"], "eval.path": ""}) == {}
+    assert found({"data.path": "gym:chain_sum", "reward.function": "gym", "eval.path": ""}) == {}
+
+
+def test_evaluation_alone_needs_no_training_data() -> None:
+    assert found({"data.path": "", "eval.only": True}) == {}
+
+
+def test_lists_of_evaluation_are_spread_over_the_sets() -> None:
+    settings = changed({"eval.path": ["x", "y"], "eval.name": ["a", "b"], "eval.samples": [1, 8]}).eval
+    first, second = settings.sets
+    assert (first.path, first.name, first.samples, first.function) == ("x", "a", 1, "")
+    assert (second.path, second.name, second.samples, second.temperature) == ("y", "b", 8, 0.0)
+    assert changed({"eval.path": ""}).eval.sets == ()
 
 
 # ---- rewards
@@ -611,7 +676,7 @@ def test_spellings_of_config_json() -> None:
     ],
 )
 def test_what_would_be_ignored_is_said(values: dict[str, Any], warning: str) -> None:
-    config = with_values(TINY, values)
+    config = changed(values)
     assert validate.problems(config, 2) == []
     warnings = validate.warnings(config, 2)
     assert len(warnings) == 1 and warning in warnings[0]

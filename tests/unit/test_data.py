@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.data import DataError, Dataset, load_prompts, prompts_of_step
+from r3.data import DataError, Dataset, load_prompts, prompts_of_step, turns
+from r3.rows import Columns, is_near, read_rows
 from r3.types import Prompt
 
 pytestmark = pytest.mark.unit
 
-OPTIONS: dict[str, Any] = {
-    "prompt_key": "question",
-    "answer_key": "answer",
-    "system_prompt": "",
-    "max_prompt_tokens": 100,
-    "on_too_long": "error",
-}
+OPTIONS: dict[str, Any] = {"columns": Columns(), "max_prompt_tokens": 100, "on_too_long": "error"}
+BRIEF: dict[str, Any] = {"columns": Columns(system_prompt="Be brief.")}
 GOOD = '{"question": "Tom has 3 books. How many?", "answer": "#### 3"}'
 
 
@@ -67,7 +65,7 @@ def test_what_a_row_may_be(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
-    (prompt,) = load_prompts(path, tokenizer, **OPTIONS | {"system_prompt": "Be brief."}).prompts
+    (prompt,) = load_prompts(path, tokenizer, **OPTIONS | BRIEF).prompts
     assert prompt.messages[0] == {"role": "system", "content": "Be brief."}
     assert tokenizer.decode(prompt.tokens_T).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
 
@@ -80,7 +78,7 @@ def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
         ("[1, 2]", "row", "is a list, not an object"),
         ('{"answer": "b"}', "question", "is missing; the row has answer"),
         ('{"question": "a", "solution": "b"}', "answer", "is missing; the row has question, solution"),
-        ("{}", "question", "is missing; the row has no column"),
+        ('{"answer": "b", "a.b": 1}', "question", "is missing; the row has answer, a.b"),
         ('{"question": "a", "answer": 3}', "answer", "is a int, not a string"),
         ('{"question": 3, "answer": "b"}', "question", "is a int, neither a string nor a list"),
         ('{"question": " ", "answer": "b"}', "question", "is empty"),
@@ -99,7 +97,7 @@ def test_a_bad_row_is_named(line: str | bytes, field: str, rule: str, tokenizer:
     with pytest.raises(DataError) as caught:
         load_prompts(write(tmp_path, GOOD, line, GOOD), tokenizer, **OPTIONS)
     (problem,) = caught.value.problems
-    assert (problem.file, problem.line, problem.field) == ("rows.jsonl", 2, field)
+    assert (Path(problem.file).name, problem.line, problem.field) == ("rows.jsonl", 2, field)
     assert rule in problem.rule
     assert f"rows.jsonl:2: {field}: " in str(caught.value)
     assert problem.fix
@@ -121,7 +119,7 @@ def test_too_long_rows_are_dropped_and_counted_when_asked(tokenizer: Any, tmp_pa
     assert (len(dataset), dataset.dropped_too_long) == (2, 1)
     tokens = len(dataset.prompts[0].tokens_T)
     assert len(load_prompts(write(tmp_path, GOOD), tokenizer, **OPTIONS | {"max_prompt_tokens": tokens})) == 1
-    with pytest.raises(DataError, match=f"all 1 rows are longer than {tokens - 1} tokens"):
+    with pytest.raises(DataError, match=f"none of 1 rows is left: 1 exceed {tokens - 1} tokens"):
         options = OPTIONS | {"max_prompt_tokens": tokens - 1, "on_too_long": "drop"}
         load_prompts(write(tmp_path, GOOD), tokenizer, **options)
 
@@ -130,11 +128,11 @@ def test_two_system_messages_are_refused(tokenizer: Any, tmp_path: Path) -> None
     row = {"question": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "answer": ""}
     path = write(tmp_path, json.dumps(row))
     with pytest.raises(DataError, match=r"system message while data\.system_prompt is set"):
-        load_prompts(path, tokenizer, **OPTIONS | {"system_prompt": "Be brief."})
+        load_prompts(path, tokenizer, **OPTIONS | BRIEF)
 
 
 def test_whole_files_are_refused(tokenizer: Any, tmp_path: Path) -> None:
-    for path, rule in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "Is a directory")):
+    for path, rule in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "contain any data files")):
         with pytest.raises(DataError, match=rule) as caught:
             load_prompts(path, tokenizer, **OPTIONS)
         assert str(path) in str(caught.value)
@@ -159,13 +157,235 @@ def test_a_conversation_the_template_refuses_is_named(tmp_path: Path) -> None:
         load_prompts(write(tmp_path, json.dumps(row)), strict, **OPTIONS)
 
 
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+ROWS: list[dict[str, Any]] = [
+    {"question": f"Tom has {i} books. How many?", "answer": f"#### {i}", "level": i} for i in range(3)
+]
+BAD: dict[str, Any] = {"question": " ", "answer": "#### 2", "level": 2}
+
+
+def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
+    return str(write(folder, *map(json.dumps, rows)))
+
+
+def parquet(folder: Path, rows: list[dict[str, Any]]) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+def table(rows: list[dict[str, Any]]) -> Any:
+    import datasets
+    import pyarrow
+
+    # A fingerprint of our own: datasets 5 cannot compute one on Python 3.11.7.
+    return datasets.Dataset(pyarrow.Table.from_pylist(rows), fingerprint="rows")
+
+
+def saved(folder: Path, rows: list[dict[str, Any]]) -> str:
+    table(rows).save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+def saved_splits(folder: Path, rows: list[dict[str, Any]]) -> str:
+    import datasets
+
+    datasets.DatasetDict({"test": table(rows[:1]), "train": table(rows)}).save_to_disk(folder / "splits")
+    return f"{folder / 'splits'}:train"
+
+
+def data_files(folder: Path, rows: list[dict[str, Any]]) -> str:
+    (folder / "files").mkdir()
+    parquet(folder / "files", rows)
+    return str(folder / "files")
+
+
+SOURCES = [jsonl, parquet, saved, saved_splits, data_files]
+
+
+@pytest.fixture
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What datasets converts goes to the test's own folder."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("make", SOURCES, ids=lambda make: make.__name__)
+def test_every_source_gives_the_same_prompts(make: Any, tokenizer: Any, tmp_path: Path) -> None:
+    dataset = load_prompts(make(tmp_path, ROWS), tokenizer, **OPTIONS)
+    expected = load_prompts(write(tmp_path, *map(json.dumps, ROWS)), tokenizer, **OPTIONS)
+    assert len(dataset) == 3
+    for prompt, other in zip(dataset.prompts, expected.prompts, strict=True):
+        assert (prompt.tokens_T, prompt.answer) == (other.tokens_T, other.answer)
+        assert prompt.metadata == other.metadata
+        assert prompt.id.rpartition(":")[2] == other.id.rpartition(":")[2]
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("make", SOURCES, ids=lambda make: make.__name__)
+def test_every_source_names_a_bad_row(make: Any, tokenizer: Any, tmp_path: Path) -> None:
+    source = make(tmp_path, [ROWS[0], BAD, ROWS[1]])
+    with pytest.raises(DataError) as caught:
+        load_prompts(source, tokenizer, **OPTIONS)
+    (problem,) = caught.value.problems
+    assert (problem.file, problem.line, problem.field) == (source, 2, "question")
+    assert problem.rule == "is empty" and problem.fix
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("absent.parquet", "cannot be read"),
+        ("text.parquet", "is no parquet file"),
+        ("splits", "has the splits test, train. Fix: name one: splits:test"),
+        ("splits:dev", "has no split 'dev'. Fix: one of test, train"),
+        ("saved:train", "has no splits, so none is called 'train'"),
+        ("hub:a/b/c", "is no name on the hub. Fix: write hub:OWNER/NAME"),
+        ("hub:owner/name:", "is no name on the hub"),
+        ("hub:owner/name", "cannot be loaded by datasets"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_named(
+    source: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # asks nobody, fails at once
+    monkeypatch.chdir(tmp_path)
+    Path("text.parquet").write_text("no parquet")
+    saved(Path(), ROWS)
+    saved_splits(Path(), ROWS)
+    rows, (problem,) = read_rows(source, Columns())
+    assert not rows and (problem.file, problem.line, problem.field) == (source, 0, "file")
+    assert rule in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("package", "make", "extra"),
+    [
+        ("pyarrow.parquet", parquet, "data"),
+        ("datasets", saved, "data"),
+        ("datasets", lambda folder, rows: "hub:owner/name", "data"),
+        ("reasoning_gym", lambda folder, rows: "gym:chain_sum", "gym"),
+    ],
+)
+def test_a_package_that_is_not_there_is_named_with_the_command(
+    package: str, make: Any, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make(tmp_path, ROWS)
+    monkeypatch.setitem(sys.modules, package, None)  # importing it fails
+    _, (problem,) = read_rows(source, Columns())
+    assert problem.fix == f"pip install 'r3[{extra}]'"
+
+
+def test_only_what_lies_here_is_near(tmp_path: Path) -> None:
+    near = ["rows.jsonl", saved(tmp_path, ROWS), saved_splits(tmp_path, ROWS)]
+    far = ["hub:owner/name", "gym:chain_sum", data_files(tmp_path, ROWS)]
+    assert all(map(is_near, near)) and not any(map(is_near, far))
+
+
+def test_keys_reach_into_nested_objects(tokenizer: Any, tmp_path: Path) -> None:
+    row = {"extra": {"question": "1+1?"}, "reward.truth": "2", "reward": {"truth": "3"}}
+    columns = Columns(prompt="extra.question", answer="reward.truth")
+    (prompt,) = load_prompts(jsonl(tmp_path, [row]), tokenizer, columns=columns, max_prompt_tokens=99).prompts
+    assert prompt.messages[0]["content"] == "1+1?"
+    assert prompt.answer == "2"  # the column with that very name comes first
+    for key in ("extra.answer", "extra.question.text", "other.question"):
+        _, (problem,) = read_rows(jsonl(tmp_path, [row]), Columns(prompt=key, answer=""))
+        assert problem.field == key and "is missing; the row has extra, reward.truth, reward" in problem.rule
+
+
+def test_rows_may_have_no_answers(tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path, [{"question": "Say hi."}])
+    (prompt,) = load_prompts(path, tokenizer, columns=Columns(answer=""), max_prompt_tokens=99).prompts
+    assert prompt.answer == ""
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])], ids=["list", "text"])
+def test_tools_of_a_row_are_shown_by_the_chat_template(tools: Any, tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path, [{**ROWS[0], "tools": tools}, ROWS[1]])
+    columns = Columns(tools="tools", system_prompt="Be brief.")
+    with_tools, without = load_prompts(path, tokenizer, columns=columns, max_prompt_tokens=999).prompts
+    expected = tokenizer.apply_chat_template(
+        list(with_tools.messages), tools=[TOOL], add_generation_prompt=True, tokenize=False
+    )
+    assert tokenizer.decode(with_tools.tokens_T) == expected and "<tools>add</tools>" in expected
+    assert "<tools>add</tools>" not in tokenizer.decode(without.tokens_T)
+    # Those of the environment are shown where a row has none.
+    options: dict[str, Any] = {"columns": columns, "max_prompt_tokens": 999, "tools": [TOOL]}
+    assert "<tools>add</tools>" in tokenizer.decode(
+        load_prompts(path, tokenizer, **options).prompts[1].tokens_T
+    )
+
+
+@pytest.mark.parametrize("tools", ["{", "3", [1]])
+def test_bad_tools_are_named(tools: Any, tmp_path: Path) -> None:
+    _, (problem,) = read_rows(jsonl(tmp_path, [{**ROWS[0], "tools": tools}]), Columns(tools="tools"))
+    assert problem.field == "tools" and problem.line == 1
+
+
+def test_duplicates_are_dropped_and_counted_when_asked(tokenizer: Any, tmp_path: Path) -> None:
+    other = {**ROWS[0], "answer": "#### 9"}  # the same question with another answer is no duplicate
+    path = jsonl(tmp_path, [*ROWS, {**ROWS[0], "level": 7}, other])
+    assert len(load_prompts(path, tokenizer, **OPTIONS)) == 5
+    dataset = load_prompts([path, path], tokenizer, **OPTIONS | {"drop_duplicates": False})
+    assert len({prompt.id for prompt in dataset.prompts}) == 5 and len(dataset) == 10
+    dataset = load_prompts(path, tokenizer, **OPTIONS, drop_duplicates=True)
+    assert (len(dataset), dataset.dropped_duplicates) == (4, 1)
+    assert [prompt.id for prompt in dataset.prompts] == [f"rows.jsonl:{line}" for line in (1, 2, 3, 5)]
+    with pytest.raises(DataError, match="none of 5 rows is left: 0 exceed 100 tokens, 5 came before"):
+        load_prompts([path, path], tokenizer, **OPTIONS, drop_duplicates=True)
+
+
+def test_two_files_of_one_name_have_prompts_of_different_names(tokenizer: Any, tmp_path: Path) -> None:
+    sources = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        sources.append(jsonl(tmp_path / name, ROWS))
+    dataset = load_prompts(sources, tokenizer, **OPTIONS)
+    assert len({prompt.id for prompt in dataset.prompts}) == 6
+
+
+def test_a_procedural_task_is_made_and_scored(tokenizer: Any) -> None:
+    pytest.importorskip("reasoning_gym", reason="the extra gym is not installed")
+    from r3.rewards import gym
+
+    source = "gym:chain_sum,size=20,seed=3,min_terms=2,max_terms=3"
+    dataset = load_prompts(source, tokenizer, columns=Columns(prompt="ask"), max_prompt_tokens=400)
+    again = load_prompts(source, tokenizer, columns=Columns(), max_prompt_tokens=400)
+    assert len(dataset) == 20 and dataset == again
+    for prompt in dataset.prompts:
+        assert gym(prompt.answer, prompt) == 1.0
+        assert gym(f"It is so.\n#### {prompt.answer}", prompt) == 1.0
+        assert gym(f"<answer>0</answer> no, <answer>{prompt.answer}</answer>", prompt) == 1.0
+        assert gym(f"so \\boxed{{{prompt.answer}}}.", prompt) == 1.0
+        assert gym("#### nothing", prompt) < 1.0
+    for bad in (
+        "gym:no_such_task",
+        "gym:chain_sum,size",
+        "gym:chain_sum,colour=1",
+        "gym:chain_sum,min_terms=0",
+    ):
+        assert read_rows(bad, Columns())[1], bad
+
+
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
 def numbered(count: int) -> Dataset:
     return Dataset(
         prompts=tuple(Prompt(id=str(i), messages=(), tokens_T=(i,), answer="") for i in range(count)),
-        dropped_too_long=0,
     )
 
 
@@ -192,6 +412,38 @@ def test_the_order_depends_on_seed_and_step_alone() -> None:
     order = walk(dataset, seed=1, steps=20, count=8)
     assert [p.id for p in prompts_of_step(dataset, seed=1, step=13, count=8)] == order[13 * 8 : 14 * 8]
     assert walk(dataset, seed=2, steps=20, count=8) != order
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.7, 0.3), (3.0, 1.0, 1e-3), (5.0,), (0.1,) * 7])
+def test_turns_keep_to_the_shares_at_every_place(weights: tuple[float, ...]) -> None:
+    counts = [turns(weights, places) for places in range(400)]
+    for places, (now, after) in enumerate(pairwise(counts)):
+        assert sum(now) == places
+        assert sorted(b - a for a, b in zip(now, after, strict=True)) == [0] * (len(weights) - 1) + [1]
+        exact = [places * weight / sum(weights) for weight in weights]
+        assert all(abs(a - b) < len(weights) for a, b in zip(now, exact, strict=True))
+
+
+def test_turns_by_hand() -> None:
+    assert [turns((1, 1), places) for places in range(5)] == [[0, 0], [0, 1], [1, 1], [1, 2], [2, 2]]
+    assert turns((3, 1), 100) == [75, 25]
+
+
+def test_weighted_sources_have_epochs_of_their_own_and_resume_exactly() -> None:
+    pool = numbered(14)
+    dataset = Dataset(prompts=pool.prompts, sizes=(10, 4), weights=(0.25, 0.75))
+    assert len(dataset) == 14
+    order = walk(dataset, seed=1, steps=20, count=7)  # 140 places: 35 of the first ten, 105 of the last four
+    first, second = [i for i in order if int(i) < 10], [i for i in order if int(i) >= 10]
+    assert (len(first), len(second)) == (35, 105)
+    for stream, size in ((first, 10), (second, 4)):
+        epochs = [stream[i : i + size] for i in range(0, len(stream) - size + 1, size)]
+        assert all(len(set(epoch)) == size for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) > 1
+    for step in (0, 3, 19):
+        drawn = [p.id for p in prompts_of_step(dataset, seed=1, step=step, count=7)]
+        assert drawn == order[step * 7 : step * 7 + 7]
+    assert walk(dataset, seed=2, steps=20, count=7) != order
 
 
 def test_no_prompts_is_an_error() -> None:

@@ -304,7 +304,7 @@ def test_the_first_page_is_that_of_the_design(tmp_path: Path) -> None:
 
 
 def test_the_layout_draws_known_metrics_only() -> None:
-    for charts in tensorboard_layout("heldout").values():
+    for charts in tensorboard_layout(["heldout"]).values():
         for _, tags in charts.values():
             for tag in tags:
                 explain(re.sub(r"\\(.)", r"\1", tag[1:-1]))

@@ -1,0 +1,53 @@
+"""Figures of an evaluation against ones worked out by hand."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from r3.evaluate import accuracy_metrics, pass_at_k
+
+pytestmark = pytest.mark.unit
+
+
+def value(partial: object) -> float:
+    return type(partial).reduce([partial])  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("samples", [1, 4, 7])
+def test_pass_at_k_is_the_share_of_choices_of_k_that_hold_a_right_one(samples: int) -> None:
+    for correct in range(samples + 1):
+        for k in range(1, samples + 1):
+            choices = list(combinations(range(samples), k))  # answers 0 .. correct - 1 are the right ones
+            share = sum(min(choice) < correct for choice in choices) / len(choices)
+            assert pass_at_k(samples, correct, k) == pytest.approx(share, abs=1e-12)  # float64 rounding
+
+
+def test_one_sample_gives_accuracy_alone() -> None:
+    metrics = accuracy_metrics("a", [1.0, 0.5, 0.0, 1.0], 1)
+    assert {key: value(part) for key, part in metrics.items()} == {"eval/a/accuracy": 0.5}
+
+
+def test_several_samples_give_avg_and_pass() -> None:
+    rewards = [1.0, 0.5, 0.0, 0.0] + [1.0, 1.0, 1.0, 0.0]  # two questions, four answers each
+    metrics = {key: value(part) for key, part in accuracy_metrics("a", rewards, 4, (1, 2, 4)).items()}
+    assert metrics == pytest.approx(
+        {
+            "eval/a/accuracy": 4 / 8,  # rewards below 1 are not right
+            "eval/a/avg_at_4": 4.5 / 8,
+            "eval/a/pass_at_1": (1 / 4 + 3 / 4) / 2,
+            "eval/a/pass_at_2": (3 / 6 + 1) / 2,  # one right of four: 3 of 6 pairs hold it
+            "eval/a/pass_at_4": 1.0,
+        },
+        abs=1e-12,  # float64 rounding
+    )
+
+
+def test_a_k_beyond_the_samples_of_a_set_is_left_to_the_other_sets() -> None:
+    assert accuracy_metrics("a", [1.0] * 4, 2, (2, 4)).keys() == {
+        "eval/a/accuracy",
+        "eval/a/avg_at_2",
+        "eval/a/pass_at_2",
+    }
+    assert "eval/a/pass_at_2" in accuracy_metrics("a", [1.0] * 4, 2)
