@@ -156,7 +156,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise SourceError("parquet files need pyarrow", "pip install 'r3[data]'") from None
+        raise SourceError("parquet files need pyarrow", "pip install pyarrow") from None
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -217,7 +217,7 @@ def _load_dataset(name: str, config: str | None, split: str, fix: str) -> Iterat
     datasets = _datasets()
     try:
         found = datasets.load_dataset(name, config, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # what datasets raises, its own errors included
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise SourceError(f"cannot be loaded by datasets ({error})", fix) from error
     return enumerate(found, 1)
 
@@ -227,7 +227,7 @@ def _datasets() -> Any:
         import datasets
     except ImportError:
         raise SourceError(
-            "Hugging Face data sets need the package datasets", "pip install 'r3[data]'"
+            "Hugging Face data sets need the package datasets", "pip install datasets"
         ) from None
     return datasets
 
@@ -255,7 +255,7 @@ def _gym(source: str) -> Iterator[tuple[int, Any]]:
     try:
         import reasoning_gym
     except ImportError:
-        raise SourceError("procedural tasks need reasoning-gym", "pip install 'r3[gym]'") from None
+        raise SourceError("procedural tasks need reasoning-gym", "pip install reasoning-gym") from None
     task, settings = gym_settings(source)
     try:
         entries = reasoning_gym.create_dataset(task, **settings)
@@ -295,11 +295,13 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
         fault("row", f"is a {type(content).__name__}, not an object", "write one JSON object a line")
         return faults
 
-    missing = f"is missing; the row has {', '.join(content) or 'no column'}"
+    def missing() -> str:
+        return f"is missing; the row has {', '.join(content) or 'no column'}"
+
     prompt: Any = _look_up(content, columns.prompt)
     messages: tuple[Mapping[str, Any], ...] = ()
     if prompt is _ABSENT:
-        fault(columns.prompt, missing, "add the column, or name another with --data.prompt_key")
+        fault(columns.prompt, missing(), "add the column, or name another with --data.prompt_key")
     elif isinstance(rule := _messages(prompt), str):
         fault(columns.prompt, rule, 'write a string, or a list of {"role": ..., "content": ...}')
     else:
@@ -312,7 +314,7 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
 
     answer: Any = _look_up(content, columns.answer) if columns.answer else ""
     if answer is _ABSENT:
-        fault(columns.answer, missing, "add the column, or name another with --data.answer_key")
+        fault(columns.answer, missing(), "add the column, or name another with --data.answer_key")
     elif not isinstance(answer, str):
         fault(columns.answer, f"is a {type(answer).__name__}, not a string", "put the answer in quotes")
     elif columns.answer_holds not in answer:

@@ -177,6 +177,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
     left_out = f"{task.prompts.dropped_too_long} dropped as too long"
     if config.data.drop_duplicates:
         left_out += f", {task.prompts.dropped_duplicates} as duplicates"
+    sources = f" from {len(config.data.path)} sources" if len(config.data.path) > 1 else ""
     held_out = (
         ", ".join(f"{len(each.prompts)} held out in {each.settings.name}" for each in task.heldout)
         or "none held out"
@@ -190,7 +191,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         f"precision  policy {config.model.dtype}, engine {config.engine.dtype}"
         f"{', head float32' if config.model.fp32_head else ''}"
         f"{', deterministic kernels' if config.debug.deterministic else ''}",
-        f"data       {len(task.prompts)} prompts ({left_out}), {held_out}",
+        f"data       {len(task.prompts)} prompts{sources} ({left_out}), {held_out}",
         f"step       {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} answers, "
         f"{config.train.updates_per_step} update(s), {config.train.steps} steps",
         f"replay     {replay}; missing routes: {config.replay.on_missing}; reference "

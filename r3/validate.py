@@ -471,7 +471,7 @@ def _check_eval(config: Config, found: _Findings, shape: ModelShape | None) -> t
     if shape and longest >= shape.max_position_embeddings:
         rule = f"does not fit the model's context of {shape.max_position_embeddings} tokens"
         found.add("eval.max_tokens", rule, "smaller, with room for the questions")
-    for function in dict.fromkeys(settings.function):
+    for function in filter(None, dict.fromkeys(settings.function)):
         _check_reward(function, found, "eval.function")
     return settings.sets
 
@@ -485,14 +485,12 @@ def _check_data(config: Config, found: _Findings, sets: Sequence[EvalSet]) -> tu
     if data.weights and len(data.weights) != len(data.path):
         rule = f"has {len(data.weights)} values for the {len(data.path)} paths of data.path"
         found.add("data.weights", rule, "one a path, or none: rows of all paths are then one pool")
-    train = [row for path in training for row in _check_rows(path, columns, found, "data.path")]
-    heldout = [
-        row
-        for each in sets
-        for row in _check_rows(each.path, columns_of(config, each.function), found, "eval.path")[
-            : each.max_prompts or None
-        ]
+    train = [
+        row for path in dict.fromkeys(training) for row in _check_rows(path, columns, found, "data.path")
     ]
+    # Sets may differ in sampling alone: a path is read once for each way of judging it.
+    held_out = dict.fromkeys((each.path, columns_of(config, each.function)) for each in sets)
+    heldout = [row for path, how in held_out for row in _check_rows(path, how, found, "eval.path")]
     if training and found.sound("data.path", "rollout.prompts_per_step") and all(map(is_near, training)):
         if len(train) < config.rollout.prompts_per_step:
             found.add(

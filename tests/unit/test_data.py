@@ -245,6 +245,7 @@ def test_every_source_names_a_bad_row(make: Any, tokenizer: Any, tmp_path: Path)
         ("splits", "has the splits test, train. Fix: name one: splits:test"),
         ("splits:dev", "has no split 'dev'. Fix: one of test, train"),
         ("saved:train", "has no splits, so none is called 'train'"),
+        ("damaged", "cannot be loaded by datasets"),
         ("hub:a/b/c", "is no name on the hub. Fix: write hub:OWNER/NAME"),
         ("hub:owner/name:", "is no name on the hub"),
         ("hub:owner/name", "cannot be loaded by datasets"),
@@ -257,7 +258,10 @@ def test_a_source_that_cannot_be_read_is_named(
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # asks nobody, fails at once
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     Path("text.parquet").write_text("no parquet")
+    Path("damaged").mkdir()
+    Path("damaged/rows.jsonl").write_text('{"question": ')
     saved(Path(), ROWS)
     saved_splits(Path(), ROWS)
     rows, (problem,) = read_rows(source, Columns())
@@ -266,21 +270,21 @@ def test_a_source_that_cannot_be_read_is_named(
 
 
 @pytest.mark.parametrize(
-    ("package", "make", "extra"),
+    ("package", "make", "command"),
     [
-        ("pyarrow.parquet", parquet, "data"),
-        ("datasets", saved, "data"),
-        ("datasets", lambda folder, rows: "hub:owner/name", "data"),
-        ("reasoning_gym", lambda folder, rows: "gym:chain_sum", "gym"),
+        ("pyarrow.parquet", parquet, "pip install pyarrow"),
+        ("datasets", saved, "pip install datasets"),
+        ("datasets", lambda folder, rows: "hub:owner/name", "pip install datasets"),
+        ("reasoning_gym", lambda folder, rows: "gym:chain_sum", "pip install reasoning-gym"),
     ],
 )
 def test_a_package_that_is_not_there_is_named_with_the_command(
-    package: str, make: Any, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, make: Any, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make(tmp_path, ROWS)
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
     _, (problem,) = read_rows(source, Columns())
-    assert problem.fix == f"pip install 'r3[{extra}]'"
+    assert problem.fix == command
 
 
 def test_only_what_lies_here_is_near(tmp_path: Path) -> None:
