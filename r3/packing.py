@@ -38,7 +38,7 @@ class UpdatePlan:
 
     @property
     def num_sequences(self) -> int:
-        """Rollouts of the update over all ranks: the global denominator of `aggregate(kind="sequence")`."""
+        """Rollouts of the update over all ranks."""
         return len(self.rollout_ids)
 
     @property

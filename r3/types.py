@@ -134,8 +134,8 @@ class MicroBatch:
 class Batch:
     """What one optimizer step consumes on this data-parallel rank, with denominators that are global.
 
-    `num_loss_tokens` and `num_sequences` count over every rank: losses are divided by them, never by a local mean, so
-    results do not depend on the layout.
+    `num_loss_tokens` and `num_sequences` (those with loss tokens) count over every rank: losses are divided by them, never
+    by a local mean, so results do not depend on the layout.
     """
 
     micro_batches: tuple[MicroBatch, ...]

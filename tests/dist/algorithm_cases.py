@@ -10,9 +10,10 @@ import torch
 
 from r3.advantage import dr_grpo
 from r3.device import Device
-from r3.exchange import Rewards, Scored, pack_for
+from r3.exchange import Rewards, Scored, distribute, pack_for
 from r3.loss import CORRECTIONS, LOSSES, kl_penalty
 from r3.mesh import build_mesh
+from r3.policy import Policy
 from r3.policy.layout import local_tokens, zigzag_rows
 from r3.policy.policy import policy_loss
 from r3.shape import ModelShape
@@ -115,5 +116,24 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> dic
         "advantages": [merged[index] for index in range(count)],
         "without": dr_grpo(rewards.rewards_R, rewards.groups_R).tolist(),
         "by_hand": dr_grpo(rewards.rewards_R - 0.1 * by_hand, rewards.groups_R).tolist(),
+        "filtered": filtered(policy) if mesh.world.size == 1 else None,
         "kl_mean": [reports["loss/kl_ref"].total, reports["loss/kl_ref"].count],
+    }
+
+
+def filtered(policy: Policy) -> dict[str, Any]:
+    """One update whose answers were all filtered."""
+    scored = [
+        Scored(index=index, rollout=rollout, advantage=1.0, trains=False)
+        for index, rollout in enumerate(random_rollouts(policy.shape, LENGTHS))
+    ]
+    (batch,), _ = distribute(
+        scored, policy.mesh, policy.shape, num_updates=1, micro_batch_tokens=128, on_missing="live"
+    )
+    update = policy.update(batch, total_updates=10)
+    return {
+        "denominators": [batch.num_loss_tokens, batch.num_sequences],
+        "grad_norm": update.grad_norm,
+        "loss": update.metrics["loss/total"].total,
+        "entropy_over": update.metrics["policy/entropy"].count,
     }

@@ -32,6 +32,7 @@ def test_kl_is_taken_from_rewards_before_advantages_in_any_layout(tmp_path_facto
     assert one["advantages"] == pytest.approx(one["by_hand"], rel=1e-5, abs=1e-5)
     moved = [abs(a - b) for a, b in zip(one["advantages"], one["without"], strict=True)]
     assert min(moved) > 1e-2, "the policy has left the reference"
+    assert one["filtered"] == {"denominators": [1, 1], "grad_norm": 0.0, "loss": 0.0, "entropy_over": 0.0}
     for parallel in ({"cp": 2}, {}):
         ranks = run_world(algorithm_cases.kl_in_reward, 2, model=model, parallel=parallel)
         # two passes of another layout, after an update of another layout: 1e-5 of the log-probabilities' sum of some 10
