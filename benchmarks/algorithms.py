@@ -33,7 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "algorithms.json"
 README = ROOT / "benchmarks" / "README.md"
 MARKS = ("<!-- algorithms: made by algorithms.py -->", "<!-- algorithms: end -->")
 COMMON = (
-    *("--parallel.ep", "1", "--engine.dtype", "bfloat16", "--train.updates_per_step", "2"),
+    *("--parallel.ep", "1", "--engine.dtype", "bfloat16"),
     *(
         "--eval.every",
         "0",
@@ -121,6 +121,8 @@ def run(folder: Path, steps: int, flags: Sequence[str]) -> dict[str, Any]:
         str(steps),
         *COMMON,
     ]
+    if "--train.updates_per_step" not in flags:
+        arguments += ["--train.updates_per_step", "2"]
     arguments += flags
     began = time.perf_counter()
     done = subprocess.run(
