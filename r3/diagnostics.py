@@ -145,6 +145,35 @@ class EffectiveSampleSize:
         return math.fsum(part.sum_w for part in parts) ** 2 / scale if scale else None
 
 
+@dataclass(frozen=True, slots=True)
+class LogHistogram:
+    """How many sizes fall into each quarter of a decade from 1e-10 to 100; what is smaller, 0 too, is in the first bin.
+
+    It has no single number: the meter draws it, and no row holds it.
+    """
+
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: np.ndarray) -> LogHistogram:
+        """Count sizes, which are not negative."""
+        logs = np.log10(np.maximum(sizes.astype(np.float64), 1e-300))
+        bins, _ = np.histogram(np.clip(logs, LOG10_EDGES[0], LOG10_EDGES[-1]), LOG10_EDGES)
+        return cls(counts=tuple(bins.tolist()))
+
+    @staticmethod
+    def reduce(parts: Sequence[LogHistogram]) -> float | None:
+        return None
+
+    @staticmethod
+    def merge(parts: Sequence[LogHistogram]) -> np.ndarray:
+        """Counts of all parts together, int64 [bins]."""
+        return np.array([part.counts for part in parts], dtype=np.int64).sum(axis=0)
+
+
+LOG10_EDGES = np.arange(-10.0, 2.01, 0.25)
+
+
 # --- the mismatch panel -------------------------------------------------------------------------------------
 
 
@@ -172,8 +201,11 @@ def to_partials(delta_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
         k3        mean( e^Delta - Delta - 1 )   of KL(mu || pi_old), tokens being mu's (arXiv 2510.11370)
         f2        mean( |Delta| > ln 2 )        the two probabilities differ by more than 2 times (same paper)
         abs_mean  mean |Delta|
-        abs_p99   99th percentile of |Delta|
+        k1        mean( -Delta )                of KL(mu || pi_old) as well: noisier, and its sign shows a bias
+        weight    mean( e^Delta )               1 in expectation; what is above is weight of tokens mu hardly samples
+        abs_p50, abs_p90, abs_p99, abs_p999     quantiles of |Delta|
         abs_max   max |Delta|
+        abs_log10 histogram of log10 |Delta|
         ess       (sum w)^2 / (n sum w^2)       w = e^Delta, the importance weights, not truncated
 
     Routing differences show in the tail first: f2, p99 and max move by 10 times and more where k3 moves by 2.
@@ -187,12 +219,19 @@ def to_partials(delta_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
     # Nothing sane comes near this limit; beyond it the squared weight would overflow, and ess be a nan.
     limited = np.minimum(delta, 300.0)
     weights = np.exp(limited)
+    sizes = size.astype(np.float32)  # one array in all its uses: pickle sends it once
     return {
+        "k1": Mean(total=float(-delta.sum()), count=count),
         "k3": Mean(total=float((np.expm1(limited) - delta).sum()), count=count),
         "f2": Mean(total=float((size > math.log(2.0)).sum()), count=count),
         "abs_mean": Mean(total=float(size.sum()), count=count),
-        "abs_p99": Quantile(values=size.astype(np.float32), q=0.99),
+        "weight": Mean(total=float(weights.sum()), count=count),
+        "abs_p50": Quantile(values=sizes, q=0.5),
+        "abs_p90": Quantile(values=sizes, q=0.9),
+        "abs_p99": Quantile(values=sizes, q=0.99),
+        "abs_p999": Quantile(values=sizes, q=0.999),
         "abs_max": Max(value=float(size.max()) if count else None),
+        "abs_log10": LogHistogram.of(sizes),
         "ess": EffectiveSampleSize(sum_w=float(weights.sum()), sum_w2=float((weights**2).sum()), count=count),
     }
 

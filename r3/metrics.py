@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
+import numpy as np
+
 from r3.config import Config
 from r3.console import Console, step_line
-from r3.diagnostics import Max, Partial
+from r3.diagnostics import LOG10_EDGES, LogHistogram, Max, Partial
 from r3.rundir import RunDir
 
 
@@ -57,9 +59,17 @@ GLOSSARY: dict[str, Entry] = {
     "mismatch/k3": Entry(
         f"mean(e^D - D - 1) {_TOKENS}; estimates KL(mu || pi_old)", f"r3/diagnostics.py; {_R3}"
     ),
+    "mismatch/k1": Entry(f"mean(-D) {_TOKENS}; estimates KL(mu || pi_old), noisier", "r3/diagnostics.py"),
+    "mismatch/weight": Entry(f"mean(e^D) {_TOKENS}; 1 in expectation", "r3/diagnostics.py"),
     "mismatch/f2": Entry(f"mean(|D| > ln 2) {_TOKENS}", f"r3/diagnostics.py; {_R3}"),
     "mismatch/abs_mean": Entry(f"mean |D| {_TOKENS}", "r3/diagnostics.py"),
+    "mismatch/abs_p50": Entry(f"median of |D| {_TOKENS}", "r3/diagnostics.py"),
+    "mismatch/abs_p90": Entry(f"90th percentile of |D| {_TOKENS}", "r3/diagnostics.py"),
     "mismatch/abs_p99": Entry(f"99th percentile of |D| {_TOKENS}", "r3/diagnostics.py"),
+    "mismatch/abs_p999": Entry(f"99.9th percentile of |D| {_TOKENS}", "r3/diagnostics.py"),
+    "mismatch/abs_log10": Entry(
+        f"histogram of log10 |D| {_TOKENS}; in TensorBoard only", "r3/diagnostics.py"
+    ),
     "mismatch/abs_max": Entry(f"max |D| {_TOKENS}", "r3/diagnostics.py"),
     "mismatch/ess": Entry(f"(sum w)^2 / (n sum w^2), w = e^D, {_TOKENS}", "r3/diagnostics.py; Kish 1965"),
     "mismatch/k3_live": Entry("mismatch/k3 of the same tokens with live routes", "r3/updates.py"),
@@ -288,7 +298,8 @@ class Meter:
             mine["time/step_s"] = [Max(now - self._began)]
         self._parts, self._seconds, self._began, self._last_step = {}, {}, None, step
 
-        row = _merge(self._axis.all_gather_object(mine))
+        ranks = self._axis.all_gather_object(mine)
+        row = _merge(ranks)
         if row.get("time/step_s") and "rollout/tokens" in row:
             row["perf/tokens_per_s"] = row["rollout/tokens"] / row["time/step_s"]
         row = dict(sorted(row.items()))
@@ -297,6 +308,8 @@ class Meter:
         if self._events:
             for key, value in row.items():
                 self._events.add_scalar(key, value, global_step=step)
+            for key, counts in _histograms(ranks).items():
+                self._draw(key, counts, step)
             self._events.flush()
         self._console.line(step_line(row, step, self._steps))
         self._beat()
@@ -307,8 +320,32 @@ class Meter:
         if self._events:
             self._events.close()
 
+    def _draw(self, key: str, counts: np.ndarray, step: int) -> None:
+        if not counts.any():
+            return
+        middles = (LOG10_EDGES[1:] + LOG10_EDGES[:-1]) / 2
+        self._events.add_histogram_raw(
+            key,
+            min=float(LOG10_EDGES[0]),
+            max=float(LOG10_EDGES[-1]),
+            num=int(counts.sum()),
+            sum=float((counts * middles).sum()),
+            sum_squares=float((counts * middles**2).sum()),
+            bucket_limits=LOG10_EDGES[1:].tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
+
     def _beat(self) -> None:
         self._on_phase(self._open_phases[-1] if self._open_phases else "between phases")
+
+
+def _histograms(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, np.ndarray]:
+    found: dict[str, list[LogHistogram]] = {}
+    for rank in ranks:
+        for key, parts in rank.items():
+            found.setdefault(key, []).extend(part for part in parts if isinstance(part, LogHistogram))
+    return {key: LogHistogram.merge(parts) for key, parts in sorted(found.items()) if parts}
 
 
 def _merge(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, float]:

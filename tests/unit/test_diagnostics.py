@@ -13,6 +13,7 @@ from torch import Tensor
 
 from r3.diagnostics import (
     EffectiveSampleSize,
+    LogHistogram,
     Max,
     Mean,
     Min,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.unit
 
 
 def values(panel: dict[str, Partial]) -> dict[str, float | None]:
-    return {key: part.reduce([part]) for key, part in panel.items()}
+    return {key: part.reduce([part]) for key, part in panel.items() if not isinstance(part, LogHistogram)}
 
 
 def floats(*numbers: float) -> np.ndarray:
@@ -97,7 +98,12 @@ def test_panel_by_hand() -> None:
     panel = values(mismatch(policy_N, rollout_N, torch.tensor([1.0, 0.0, 1.0, 1.0])))
     weights = [math.exp(d) for d in delta]
     expected = {
+        "k1": -sum(delta) / 3,
         "k3": sum(w - d - 1 for w, d in zip(weights, delta, strict=True)) / 3,
+        "weight": sum(weights) / 3,
+        "abs_p50": math.log(2.0) + 0.01,
+        "abs_p90": 0.2 * (math.log(2.0) + 0.01) + 0.8 * math.log(3.0),  # at 1.8 of 0 .. 2
+        "abs_p999": 0.002 * (math.log(2.0) + 0.01) + 0.998 * math.log(3.0),
         "f2": 2 / 3,
         "abs_mean": (math.log(3.0) + math.log(2.0) + 0.01) / 3,
         "abs_p99": 0.02 * (math.log(2.0) + 0.01) + 0.98 * math.log(3.0),  # at 1.98 of 0 .. 2
@@ -122,7 +128,24 @@ def test_the_token_that_separates_the_estimators() -> None:
 def test_no_mismatch() -> None:
     logprobs_N = -torch.rand(50, generator=torch.Generator().manual_seed(0))
     panel = values(mismatch(logprobs_N, logprobs_N, torch.ones(50)))
-    assert panel == {"k3": 0.0, "f2": 0.0, "abs_mean": 0.0, "abs_p99": 0.0, "abs_max": 0.0, "ess": 1.0}
+    assert {key for key, value in panel.items() if value == 1.0} == {"ess", "weight"}
+    assert all(value == 0.0 for key, value in panel.items() if key not in ("ess", "weight"))
+
+
+def test_the_histogram_of_sizes_by_hand() -> None:
+    """Quarters of decades: 0 and 1e-12 fall into the first bin, 1.5e-3 between 10^-3 and 10^-2.75, 500 into the last."""
+    found = LogHistogram.merge(
+        [
+            LogHistogram.of(floats(0.0, 1e-12, 1.5e-3)),
+            LogHistogram.of(floats()),
+            LogHistogram.of(floats(1.1, 500.0)),
+        ]
+    )
+    assert len(found) == 48 and found.sum() == 5
+    assert {int(bin): int(found[bin]) for bin in np.flatnonzero(found)} == {0: 2, 28: 1, 40: 1, 47: 1}
+    panel = mismatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0015, -9.0]), torch.tensor([1.0, 0.0]))
+    part = panel["abs_log10"]
+    assert isinstance(part, LogHistogram) and part.counts[28] == 1 and sum(part.counts) == 1
 
 
 def test_f2_counts_beyond_a_factor_of_two_and_not_at_it() -> None:
@@ -149,7 +172,7 @@ def test_the_panel_does_not_depend_on_micro_batches_or_ranks(seed: int) -> None:
     whole = values(mismatch(*tokens))
     pieces = [(200, 300), (0, 0), (50, 200), (0, 50)]  # another order, and one rank without tokens
     panels = [mismatch(*(tensor[a:b] for tensor in tokens)) for a, b in pieces]
-    merged = {key: panels[0][key].reduce([panel[key] for panel in panels]) for key in panels[0]}
+    merged = {key: panels[0][key].reduce([panel[key] for panel in panels]) for key in whole}
     assert merged == pytest.approx(whole, rel=1e-12)  # float64 sums in another order
 
 

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from r3.console import step_line
-from r3.diagnostics import EffectiveSampleSize, Max, Mean, Min, Quantile, Sum
+from r3.diagnostics import EffectiveSampleSize, LogHistogram, Max, Mean, Min, Quantile, Sum
 from r3.mesh import Axis
 from r3.metrics import (
     GLOSSARY,
@@ -273,6 +273,21 @@ def test_a_resumed_run_continues_file_and_curves(tmp_path: Path) -> None:
     expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0), (6, 106.0)]
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == expected
     assert [(event.step, event.value) for event in events(tmp_path).Scalars("reward/mean")] == expected
+
+
+def test_a_histogram_is_drawn_and_is_in_no_row(tmp_path: Path) -> None:
+    writer = meter(tmp_path, log={"tensorboard": True})
+    for sizes in ([1.5e-3, 1.5e-3], [1.1]):
+        writer.add({"mismatch/abs_log10": LogHistogram.of(np.array(sizes))})
+    assert "mismatch/abs_log10" not in writer.close_step(1)
+    writer.close()
+    (event,) = events(tmp_path).Histograms("mismatch/abs_log10")
+    drawn = {
+        limit: count
+        for limit, count in zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True)
+        if count
+    }
+    assert drawn == {-2.75: 2.0, 0.25: 1.0}
 
 
 def test_the_first_page_is_that_of_the_design(tmp_path: Path) -> None:
