@@ -132,6 +132,8 @@ def _read(argv: Sequence[str], problems: list[Problem]) -> _Words:
         has_value = bool(equals)
         if not equals and rest and not rest[0].startswith("--"):
             value, has_value = rest.pop(0), True
+        if not has_value and FIELD_TYPES.get(name) is bool:
+            value, has_value = "True", True  # `--eval.only` alone says what it means
         if name not in FIELD_TYPES and name not in ("from", "world_size"):
             problems.append(Problem(flag, value, "there is no such flag", nearest_fields(name)))
         elif not has_value:

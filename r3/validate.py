@@ -490,6 +490,8 @@ def _check_data(config: Config, found: _Findings, sets: Sequence[EvalSet]) -> tu
     ]
     # Sets may differ in sampling alone: a path is read once for each way of judging it.
     held_out = dict.fromkeys((each.path, columns_of(config, each.function)) for each in sets)
+    if not sets:  # their lists do not fit together, and what the paths hold is said all the same
+        held_out = dict.fromkeys((path, columns) for path in config.eval.path)
     heldout = [row for path, how in held_out for row in _check_rows(path, how, found, "eval.path")]
     if training and found.sound("data.path", "rollout.prompts_per_step") and all(map(is_near, training)):
         if len(train) < config.rollout.prompts_per_step:

@@ -214,7 +214,7 @@ def test_evaluation_alone_scores_the_newest_checkpoint_and_trains_nothing(
     output = run(
         folder,
         *FLAGS,
-        *("--eval.only", "true", "--eval.path", held_out, held_out, "--eval.name", "heldout", "sampled"),
+        *("--eval.only", "--eval.path", held_out, held_out, "--eval.name", "heldout", "sampled"),
         *("--eval.samples", "1", "4", "--eval.temperature", "0", "1", "--eval.max_prompts", "0", "32"),
         *("--eval.pass_at", "1", "2", "--eval.max_tokens", "0", "8"),
     )

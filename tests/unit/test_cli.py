@@ -100,6 +100,11 @@ def test_a_list_field_takes_every_word_up_to_the_next_flag(monkeypatch: pytest.M
     assert beta1("--train.beta1", "", "--train.seed", "1") == ()
 
 
+def test_a_switch_alone_is_true() -> None:
+    config = cli.parse(["tiny", "--eval.only", "--parallel.ep", "1", "--data.drop_duplicates"]).config
+    assert (config.eval.only, config.data.drop_duplicates) == (True, True)
+
+
 def test_evaluation_is_switched_off_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     cli.parse(["tiny", "--parallel.ep", "1", "--eval.path", ""])
     assert capsys.readouterr().err == ""  # the preset's own eval.every is no mistake of the user's
@@ -207,7 +212,7 @@ def test_a_run_whose_config_is_damaged_is_refused(capsys: pytest.CaptureFixture[
         (["tiny", "--train.lr", "fast"], "train.lr = 'fast': must be a number"),
         (["tiny", "--train.lr", "-1e-4"], "train.lr = -0.0001: must be above 0"),
         (["tiny", "--log.progress", "maybe"], "log.progress = 'maybe': must be True or False"),
-        (["tiny", "--log.progress"], "--log.progress = '': has no value. Fix: write --log.progress VALUE"),
+        (["tiny", "--train.lr"], "--train.lr = '': has no value. Fix: write --train.lr VALUE"),
         (["tiny", "--replay.mode", "r4"], "replay.mode = 'r4': must be one of off, r2, r3"),
         (["tiny", "--train.lr", "1", "--train.lr", "2"], "train.lr = '2': is given twice, '1' before"),
         (["tiny", "--rollout.group_size", "1"], "rollout.group_size = 1: algo.advantage grpo compares"),

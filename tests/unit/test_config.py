@@ -489,6 +489,11 @@ def test_sources_that_must_be_fetched_or_made_are_left_to_the_start_of_the_run()
     assert found({"data.path": "gym:chain_sum", "reward.function": "gym", "eval.path": ""}) == {}
 
 
+def test_lists_that_do_not_fit_hide_no_missing_file() -> None:
+    problems = found({"eval.path": ["missing.jsonl", "absent.jsonl"]})
+    assert problems.keys() == {"eval.name", "eval.path"}
+
+
 def test_evaluation_alone_needs_no_training_data() -> None:
     assert found({"data.path": "", "eval.only": True}) == {}
 
