@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import accumulate
 from math import lcm
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -186,10 +187,28 @@ class ParallelConfig:
     """Tensor parallel size inside experts; 0 = same as tp."""
     pp: int = 1
     """Pipeline parallel size."""
+    vpp: int = 1
+    """Pieces of the model on each pipeline rank; above 1 Megatron's interleaved schedule runs, with smaller bubbles."""
+    pp_layers: tuple[int, ...] = ()
+    """Layers of each of the pp * vpp pieces, in the model's order; empty = equal, or one more in the first pieces."""
     cp: int = 1
     """Context parallel size."""
     engine_tp: int = 1
     """Tensor parallel size of the engine."""
+
+    def pieces(self, num_layers: int) -> tuple[range, ...]:
+        """Layers of the pp * vpp pieces the pipeline is made of, in the model's order; piece i lies on stage i % pp.
+
+        Left to itself, the first pieces hold one layer more where they cannot be equal: the last has the output head.
+        Raises ValueError where `pp_layers` does not fit.
+        """
+        count = self.pp * self.vpp
+        least, rest = divmod(num_layers, count)
+        sizes = self.pp_layers or tuple(least + (i < rest) for i in range(count))
+        if len(sizes) != count or sum(sizes) != num_layers or min(sizes) < 1:
+            raise ValueError(f"{sizes} are no {count} positive numbers that make {num_layers} layers")
+        ends = list(accumulate(sizes))
+        return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
     @property
     def smallest_world(self) -> int:

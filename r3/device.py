@@ -103,13 +103,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def has_gpu() -> bool:
+    """Whether `init_device` will take a CUDA device."""
+    return torch.cuda.is_available()
+
+
 def init_device(*, timeout_s: float = 1800.0) -> Device:
     """Select the device and create the default process group. All ranks must call.
 
     On CUDA host tensors travel over gloo and device tensors over NCCL; on CPU all over gloo.
     """
     prepare_environment()
-    is_cuda = torch.cuda.is_available()
+    is_cuda = has_gpu()
     local_rank = int(os.environ["LOCAL_RANK"])
     if is_cuda:
         torch.cuda.set_device(local_rank)

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: which tensors they hold, read one at a time, and written complete or not at all."""
+"""Hugging Face checkpoint folders: which tensors they hold, read cut by cut, and written complete or not at all."""
 
 from __future__ import annotations
 
@@ -38,9 +38,11 @@ class CheckpointError(ValueError):
 
 
 class CheckpointReader:
-    """Reads tensors of a folder of safetensors by name; nothing is held but the tensor asked for.
+    """Reads tensors of a folder of safetensors by name; nothing is held but the part asked for.
 
-    `shapes` gives every tensor's shape from the files' headers.
+    Attributes:
+        shapes: every tensor's shape, from the files' headers.
+        bytes_read, largest_read: of all that was read so far, and of the largest part of it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -52,6 +54,7 @@ class CheckpointReader:
             )
         self._file_of: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.bytes_read = self.largest_read = 0
         self._open = [safe_open(str(file), framework="pt") for file in files]
         for file, handle in zip(files, self._open, strict=True):
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no dict)
@@ -84,9 +87,19 @@ class CheckpointReader:
                 )
             )
 
-    def read(self, name: str) -> torch.Tensor:
-        """One whole tensor, on the host."""
-        return self._file_of[name].get_tensor(name)
+    def read(self, name: str, dim: int = 0, index: int = 0, count: int = 1) -> torch.Tensor:
+        """Cut `index` of `count` along the first (0) or the last (-1) dimension, on the host; the last cut may be short.
+
+        Only the cut is copied out of the file.
+        """
+        size = self.shapes[name][dim]
+        each = -(-size // count)
+        cut = slice(min(index * each, size), min((index + 1) * each, size))
+        before = len(self.shapes[name]) - 1 if dim == -1 else 0
+        piece: torch.Tensor = self._file_of[name].get_slice(name)[(slice(None),) * before + (cut,)]
+        self.bytes_read += piece.nbytes
+        self.largest_read = max(self.largest_read, piece.nbytes)
+        return piece
 
 
 def tensor_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:

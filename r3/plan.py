@@ -22,10 +22,25 @@ def route_bytes_per_token(shape: ModelShape) -> int:
 
 
 def params_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
-    """(other, expert) parameters that one rank holds: others / (tp * pp), and experts / (etp * ep * pp)."""
+    """(other, expert) parameters that one rank holds: others / tp, experts / (etp * ep), of the fullest pipeline stage.
+
+    A stage's share is its share of the layers, or of the MoE layers.
+    """
     parallel = config.parallel
-    others = (shape.num_params - shape.num_expert_params) // (parallel.tp * parallel.pp)
-    return others, shape.num_expert_params // ((parallel.etp or parallel.tp) * parallel.ep * parallel.pp)
+    stages = [{layer for piece in pieces for layer in piece} for pieces in stage_pieces(config, shape)]
+    share = max(len(stage) for stage in stages) / shape.num_layers
+    moe_share = max(len(stage.intersection(shape.moe_layers)) for stage in stages) / (
+        len(shape.moe_layers) or 1
+    )
+    others = (shape.num_params - shape.num_expert_params) * share / parallel.tp
+    experts = shape.num_expert_params * moe_share / ((parallel.etp or parallel.tp) * parallel.ep)
+    return int(others), int(experts)
+
+
+def stage_pieces(config: Config, shape: ModelShape) -> list[tuple[range, ...]]:
+    """For every pipeline stage the layers of its pieces."""
+    pieces = config.parallel.pieces(shape.num_layers)
+    return [pieces[stage :: config.parallel.pp] for stage in range(config.parallel.pp)]
 
 
 def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
@@ -87,14 +102,14 @@ def head_bytes(config: Config, shape: ModelShape) -> float:
 def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict[str, float]]:
     """Phase -> part -> bytes on one rank's device.
 
-    With p the parameters a rank holds (others / (tp pp) + experts / (etp ep pp)) and b the bytes of model.dtype:
+    With p the parameters that a rank of the fullest stage holds (`params_per_rank`) and b the bytes of model.dtype:
 
         policy weights   p * b; once more for the frozen reference when algo.kl_coef > 0
         gradients        p * 4                        float32
         optimizer        all parameters / ranks * s    sharded over every rank that holds the same ones
                          s = 8 (two moments), 12 for bfloat16 (and a float32 copy of the weights)
         activations      micro_batch_tokens * activation_bytes_per_token / (tp * cp); a pipeline keeps pp micro-batches
-                         of 1 / pp of the layers
+                         of 1 / pp of the layers, an interleaved one (pp - 1) / (pp vpp) more
         output layer     head_bytes, on the last pipeline stage
         engine weights   all parameters * bytes of engine.dtype / engine_tp
         KV cache         engine.kv_cache_gib; left out when that is 0, for then the engine takes what its share of the
@@ -106,7 +121,10 @@ def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict
     weights = (others + experts) * size * (2 if config.algo.kl_coef else 1)
     engine = shape.num_params * BYTES_OF[config.engine.dtype] / config.parallel.engine_tp
     sharded = shape.num_params / world_size
-    tokens = config.train.micro_batch_tokens / (config.parallel.tp * config.parallel.cp)
+    parallel = config.parallel
+    tokens = config.train.micro_batch_tokens / (parallel.tp * parallel.cp)
+    if parallel.vpp > 1:
+        tokens *= 1 + (parallel.pp - 1) / (parallel.pp * parallel.vpp)
     return {
         "SYNC": {"policy weights": weights, "engine weights": engine},
         "GENERATE": {
@@ -170,6 +188,7 @@ def _layout(config: Config, shape: ModelShape, world_size: int) -> str:
     tp, cp, pp, ep, etp = parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp or parallel.tp
     dp, per_stage = world_size // (tp * cp * pp), world_size // pp
     engines = world_size // parallel.engine_tp
+    pieces = stage_pieces(config, shape)
     rows: list[Sequence[str]] = [
         (
             "rank",
@@ -187,7 +206,7 @@ def _layout(config: Config, shape: ModelShape, world_size: int) -> str:
         )
     ]
     for rank in range(min(world_size, _SHOWN_RANKS)):
-        stage, layers, held = rank // per_stage, shape.num_layers // pp, shape.num_experts // ep
+        stage, held = rank // per_stage, shape.num_experts // ep
         expert_rank = rank // etp % ep
         experts = f"{expert_rank * held}..{(expert_rank + 1) * held - 1}" if shape.moe_layers else "-"
         cells: tuple[object, ...] = (
@@ -199,7 +218,7 @@ def _layout(config: Config, shape: ModelShape, world_size: int) -> str:
             rank // (etp * ep) % max(1, per_stage // (etp * ep)),
             expert_rank,
             rank % etp,
-            f"{stage * layers}..{(stage + 1) * layers - 1}",
+            ",".join(f"{piece[0]}..{piece[-1]}" for piece in pieces[stage]),
             experts,
             rank // parallel.engine_tp,
             config.rollout.prompts_per_step // engines,

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import log, prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +32,25 @@ class LatentAttention:
     nope_size: int
     rope_size: int
     value_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are slowed for a context longer than the `original` one; `r3.policy.rope` has the formulas.
+
+    `llama3` (Llama 3.1) knows wavelengths by how often they fit into the original context: `fast` times and more stay,
+    `slow` times and less are slowed by `factor`. `yarn` (arXiv 2309.00071) counts in the same way, and multiplies the cosine
+    and sine by `attention_factor`. `mscale_all_dim` is DeepSeek's: it multiplies all of an attention score.
+    """
+
+    kind: Literal["llama3", "yarn"]
+    factor: float
+    original: int
+    fast: float
+    slow: float
+    truncate: bool = True
+    attention_factor: float = 1.0
+    mscale_all_dim: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +85,7 @@ class ModelShape:
     vocab_size: int
     max_position_embeddings: int
     rope_theta: float
+    rope_scaling: RopeScaling | None
     norm_eps: float
     tied: bool
     qkv_bias: bool = False
@@ -105,10 +125,14 @@ class ModelShape:
         keys.only("model_type", model_type)
         keys.only("hidden_act", "silu")
         keys.refuse("use_sliding_window", "attention_bias", "mlp_bias", "clip_qkv", "quantization_config")
+        keys.refuse(
+            "attention_dropout", "router_jitter_noise"
+        )  # scores of one text would differ from pass to pass
+        if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
+            raise ShapeError("layer_types other than 'full_attention' are not supported yet")
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            raise ShapeError(f"rope_type {rope_type!r} is not supported yet, only 'default' is")
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            raise ShapeError("rope_parameters that differ between kinds of layers are not supported")
         _Keys(dict(hf) | rope).only("partial_rotary_factor", 1.0)
         num_heads, hidden_size = keys.number("num_attention_heads"), keys.number("hidden_size")
         common = dict(
@@ -123,6 +147,7 @@ class ModelShape:
             vocab_size=keys.number("vocab_size"),
             max_position_embeddings=keys.number("max_position_embeddings"),
             rope_theta=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
+            rope_scaling=_rope_scaling(_Keys(rope), keys.number("max_position_embeddings")),
             norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
             tied=bool(hf.get("tie_word_embeddings", False)),
         )
@@ -275,6 +300,15 @@ class _Keys:
             raise ShapeError(f"key {' or '.join(names)} must be {kind}, got {value!r}")
         return value
 
+    def real(self, name: str, default: float | None = None) -> float:
+        """A number above 0, or the default where the key is absent or null, as 0 is too where there is a default."""
+        value = self.hf.get(name)
+        if not value and default is not None:
+            return default
+        if not isinstance(value, int | float) or value is True or value <= 0:
+            raise ShapeError(f"key {name} must be a positive number, got {value!r}")
+        return float(value)
+
     def refuse(self, *names: str) -> None:
         """None of these may be set."""
         for name in names:
@@ -293,6 +327,48 @@ class _Keys:
             raise ShapeError(f"{name} must be {value!r} in config.json, got {self.hf.get(name)!r}")
 
 
+def _rope_scaling(rope: _Keys, context: int) -> RopeScaling | None:
+    """What `rope_parameters`, which old files call rope_scaling, say beyond the base frequency."""
+    kind = rope.hf.get("rope_type", rope.hf.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in ("llama3", "yarn"):
+        raise ShapeError(f"rope_type {kind!r} is not supported, only default, llama3 and yarn are")
+    factor, original = rope.real("factor"), rope.number("original_max_position_embeddings")
+    if kind == "llama3":
+        fast, slow = rope.real("high_freq_factor"), rope.real("low_freq_factor")
+        if not slow < fast:
+            raise ShapeError(f"low_freq_factor {slow} must be below high_freq_factor {fast}")
+        return RopeScaling(kind="llama3", factor=factor, original=original, fast=fast, slow=slow)
+    if factor * original < context:
+        raise ShapeError(
+            f"factor {factor} * original_max_position_embeddings {original} is less than max_position_embeddings {context}: "
+            "the engine has no rotations for the last positions"
+        )
+    mscale, mscale_all_dim = rope.real("mscale", default=0.0), rope.real("mscale_all_dim", default=0.0)
+    both = mscale and mscale_all_dim
+    usual = (
+        yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+        if both
+        else yarn_mscale(factor, 1.0)
+    )
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original=original,
+        fast=rope.real("beta_fast", default=32.0),
+        slow=rope.real("beta_slow", default=1.0),
+        truncate=bool(rope.hf.get("truncate", True)),
+        attention_factor=rope.real("attention_factor", default=usual),
+        mscale_all_dim=mscale_all_dim,
+    )
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """0.1 weight ln(factor) + 1: how much colder attention gets over a longer context (arXiv 2309.00071, eq. 22)."""
+    return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
+
+
 # What each family adds to the common keys: fields of ModelShape.
 
 
@@ -309,6 +385,7 @@ def _qwen3(_keys: _Keys) -> dict[str, Any]:
 
 
 def _qwen_moe(keys: _Keys) -> dict[str, Any]:
+    keys.only("scoring_func", "softmax")
     dense, every = keys.hf.get("mlp_only_layers") or (), keys.number("decoder_sparse_step", default=1)
     num_layers = keys.number("num_hidden_layers")
     return dict(
@@ -336,6 +413,7 @@ def _qwen2_moe(keys: _Keys) -> dict[str, Any]:
 def _olmoe(keys: _Keys) -> dict[str, Any]:
     keys.only("norm_topk_prob", False)  # these two are constants in vLLM, the second for q and k only
     keys.only("rms_norm_eps", 1e-5)
+    keys.only("scoring_func", "softmax")
     return dict(
         qk_norm="all",
         num_experts=keys.number("num_local_experts", "num_experts"),
@@ -348,6 +426,7 @@ def _olmoe(keys: _Keys) -> dict[str, Any]:
 
 def _mixtral(keys: _Keys) -> dict[str, Any]:
     keys.refuse("sliding_window")
+    keys.only("scoring_func", "softmax")
     return dict(
         num_experts=keys.number("num_local_experts"),
         topk=keys.number("num_experts_per_tok"),
@@ -361,13 +440,34 @@ def _mixtral(keys: _Keys) -> dict[str, Any]:
     )
 
 
+def _check_latent_rope(keys: _Keys) -> None:
+    """What vLLM's YaRN for latent attention leaves out must not be asked for."""
+    rope = _Keys(keys.hf.get("rope_parameters") or keys.hf.get("rope_scaling") or {})
+    scaling = _rope_scaling(rope, keys.number("max_position_embeddings"))
+    if scaling is None:
+        return
+    if scaling.kind != "yarn":
+        raise ShapeError(
+            f"rope_type {scaling.kind!r} is not supported with latent attention, only default and yarn are"
+        )
+    rope.refuse("attention_factor")
+    rope.only("truncate", True)
+    if scaling.attention_factor != 1.0:
+        raise ShapeError(
+            f"mscale {rope.hf.get('mscale')!r} and mscale_all_dim {rope.hf.get('mscale_all_dim')!r} must be given and equal, "
+            "as in DeepSeek-V3: rotated and other parts of a head are scaled alike"
+        )
+
+
 def _deepseek_v3(keys: _Keys) -> dict[str, Any]:
+    _check_latent_rope(keys)
     # transformers knows no other; vLLM takes softmax and no bias unless config.json says so.
     keys.must("scoring_func", "sigmoid")
     keys.must("topk_method", "noaux_tc")
     keys.only("norm_topk_prob", True)
     keys.only("moe_layer_freq", 1)
     keys.only("rope_interleave", True)
+    keys.only("num_key_value_heads", keys.hf.get("num_attention_heads"))
     num_experts, topk = (
         keys.number("num_local_experts", "n_routed_experts"),
         keys.number("num_experts_per_tok"),

@@ -13,7 +13,7 @@ from typing import Any
 from r3 import rewards
 from r3.config import Config, ConfigError
 from r3.data import DataError, Dataset, load_prompts
-from r3.device import Device
+from r3.device import Device, has_gpu
 from r3.evaluate import HeldOut
 from r3.hf import CheckpointError
 from r3.mesh import Mesh
@@ -23,6 +23,7 @@ from r3.rows import columns_of
 from r3.rundir import RunDir, read_metrics
 from r3.shape import ModelShape
 from r3.types import Prompt, Rollout
+from r3.validate import cpu_engine_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,8 @@ def read_task(config: Config) -> Task:
     from transformers import AutoTokenizer
 
     shape = ModelShape.read(config.model.path)
+    if not has_gpu() and (problems := cpu_engine_problems(config, shape)):
+        raise ConfigError(problems)
     # Lengths are checked here, with a rule and a row: transformers' own warning about them would only confuse.
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)
     data, context = config.data, shape.max_position_embeddings
@@ -182,12 +185,16 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         ", ".join(f"{len(each.prompts)} held out in {each.settings.name}" for each in task.heldout)
         or "none held out"
     )
+    sizes = [len(piece) for piece in parallel.pieces(shape.num_layers)]
+    pipeline = f"pp {parallel.pp}"
+    if parallel.vpp > 1 or len(set(sizes)) > 1:
+        pipeline += f" ({parallel.vpp} piece(s) a stage of {'+'.join(map(str, sizes))} layers)"
     replay = config.replay.mode if shape.moe_layers else "off (a dense model has no routes)"
     return [
         f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",
         *mtp,
         f"layout     {device.world_size} ranks on {device.torch.type}: dp {mesh.dp.size} ep {parallel.ep} tp {parallel.tp} "
-        f"pp {parallel.pp} cp {parallel.cp}; {mesh.engine_dp.size} engines of {parallel.engine_tp}",
+        f"{pipeline} cp {parallel.cp}; {mesh.engine_dp.size} engines of {parallel.engine_tp}",
         f"precision  policy {config.model.dtype}, engine {config.engine.dtype}"
         f"{', head float32' if config.model.fp32_head else ''}"
         f"{', deterministic kernels' if config.debug.deterministic else ''}",

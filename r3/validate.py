@@ -22,6 +22,7 @@ from r3.shape import ModelShape, ShapeError, checkpoint_tensors
 BUILTIN_REWARDS = ("gsm8k", "exact", "gym")  # those of r3.rewards, which imports too much to be asked here
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
+_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30's attention on CPU
 _SHOWN_TENSORS = 5  # of a checkpoint that does not fit
 _SOURCES = "give a JSONL or .parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gym:TASK"
 _SHOWN_ROWS = 5  # of a bad data file; the rest is counted
@@ -54,6 +55,7 @@ _SIZES = (
     "parallel.tp",
     "parallel.ep",
     "parallel.pp",
+    "parallel.vpp",
     "parallel.cp",
     "parallel.engine_tp",
     "engine.max_num_seqs",
@@ -171,6 +173,32 @@ def examine(
         found.add("log.dir", "is not a folder", "name a folder, a new one or an earlier run's")
     notes = _ignored_settings(config, shape, given) + _overlap(train, heldout)
     return Report(tuple(found.problems), tuple(notes), shape)
+
+
+def cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    """What vLLM 0.30's CPU kernels cannot run or take new weights into. `problems` does not know the device; who does asks."""
+    sizes: list[tuple[str, int, bool, str]] = []
+    if shape.latent:
+        cached = shape.latent.kv_rank + shape.latent.rope_size
+        sizes.append(("kv_lora_rank + qk_rope_head_dim", cached, cached == 576, "is 512 + 64"))
+    else:
+        known = ", ".join(map(str, _CPU_HEADS))
+        sizes.append(("head_dim", shape.head_dim, shape.head_dim in _CPU_HEADS, f"is one of {known}"))
+    if shape.moe_layers:
+        width, tp = shape.moe_ffn_size, config.parallel.engine_tp
+        rule = "is a multiple of 32" + (f" on each of the {tp} ranks of an engine" if tp > 1 else "")
+        sizes.append(("the experts' width", width, width % (32 * tp) == 0, rule))
+        sizes.append(("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "is a multiple of 32"))
+    return [
+        Problem(
+            "model.path",
+            config.model.path,
+            f"{name} is {size}, and the engine runs on CPU only where it {rule}",
+            "run on a GPU, or give a model of such a size",
+        )
+        for name, size, fits, rule in sizes
+        if not fits
+    ]
 
 
 class _Findings:
@@ -318,7 +346,7 @@ def _check_layout(config: Config, found: _Findings, shape: ModelShape | None, wo
     """Sizes must divide the ranks, and what they cut; see r3/mesh.py for the order of ranks."""
     parallel = config.parallel
     sizes = {name: found.values[f"parallel.{name}"] for name in ("tp", "pp", "cp", "ep", "engine_tp")}
-    if not all(found.sound(f"parallel.{name}") for name in (*sizes, "etp")):
+    if not all(found.sound(f"parallel.{name}") for name in (*sizes, "etp", "vpp")):
         return
     tp, pp, cp, ep, engine_tp = sizes.values()
     etp = parallel.etp or tp
@@ -349,12 +377,20 @@ def _check_layout(config: Config, found: _Findings, shape: ModelShape | None, wo
             f"must be a multiple of {multiple}: tp and cp cut it into equal parts",
             "round it",
         )
+    if pp == 1 and parallel.vpp > 1:
+        found.add(
+            "parallel.vpp",
+            "interleaves the stages of a pipeline, and parallel.pp is 1",
+            "1, or a pipeline",
+        )
     if shape is None:
         return
     divides("tp", shape.num_heads, f"the model's {shape.num_heads} attention heads")
     divides("tp", shape.num_kv_heads, f"the model's {shape.num_kv_heads} key-value heads")
     divides("engine_tp", shape.num_heads, f"the model's {shape.num_heads} attention heads")
-    divides("pp", shape.num_layers, f"the model's {shape.num_layers} layers: uneven stages are not built yet")
+    if len(shape.moe_layers) < shape.num_layers:
+        divides("tp", shape.ffn_size, f"the dense layers' width of {shape.ffn_size}")
+    _check_pieces(config, found, shape)
     if not shape.moe_layers:
         for name in ("ep", "etp"):
             if found.values[f"parallel.{name}"] > 1:
@@ -369,6 +405,25 @@ def _check_layout(config: Config, found: _Findings, shape: ModelShape | None, wo
             "parallel.etp",
             "differs from tp with ep 1: Megatron's sequential experts would never reduce their gradients",
             "give --model.experts grouped, or leave etp out",
+        )
+
+
+def _check_pieces(config: Config, found: _Findings, shape: ModelShape) -> None:
+    """Every piece of a pipeline has a layer, and together they have them all."""
+    parallel, layers = config.parallel, shape.num_layers
+    count = parallel.pp * parallel.vpp
+    given = parallel.pp_layers
+    if given and (len(given) != count or sum(given) != layers or min(given) < 1):
+        found.add(
+            "parallel.pp_layers",
+            f"must be {count} positive numbers (pp * vpp) that add up to the model's {layers} layers",
+            "leave it out for pieces as equal as can be",
+        )
+    elif not given and count > layers:
+        found.add(
+            "parallel.vpp" if parallel.vpp > 1 else "parallel.pp",
+            f"pp * vpp = {count} pieces of a model of {layers} layers: each needs one",
+            f"at most {layers} pieces",
         )
 
 

@@ -44,6 +44,12 @@ _DEEPSEEK: dict[str, Any] = dict(
     topk_method="noaux_tc",
 )
 
+
+def _yarn(**more: float) -> dict[str, Any]:
+    """A context 16 tokens long to begin with: all but the shortest sequences of the tests go beyond."""
+    return dict(rope_type="yarn", rope_theta=10000.0, original_max_position_embeddings=16) | more
+
+
 # Name -> (model_type, what its config says beyond the common sizes). Several of a family where it has branches.
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", _MOE | dict(moe_intermediate_size=40, head_dim=16, norm_topk_prob=True)),
@@ -75,11 +81,27 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
             n_group=4,
             topk_group=2,
             q_lora_rank=24,
+            rope_parameters=_yarn(factor=40, mscale=1.0, mscale_all_dim=1.0),
         ),
     ),
     "llama": ("llama", {}),
+    "llama3.1": (
+        "llama",
+        {
+            "rope_parameters": dict(
+                rope_type="llama3",
+                rope_theta=10000.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=16,
+            )
+        },
+    ),
+    "qwen3-yarn": ("qwen3", dict(head_dim=16, rope_parameters=_yarn(factor=16.0))),
 }
-MOE_FAMILIES = tuple(name for name in FAMILIES if name not in ("qwen3", "qwen2", "llama"))
+DENSE_FAMILIES = ("qwen3", "qwen2", "llama", "llama3.1", "qwen3-yarn")
+MOE_FAMILIES = tuple(name for name in FAMILIES if name not in DENSE_FAMILIES)
 
 
 def engine_sizes(name: str) -> dict[str, Any]:

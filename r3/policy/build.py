@@ -13,6 +13,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -30,6 +31,8 @@ from r3.policy.context_parallel import ContextParallelAttention
 from r3.policy.families import FAMILIES, Family
 from r3.policy.logprobs import Head, ScoringGPT
 from r3.policy.modules import AllHeadsNorm, CausalAttention, decoder_spec
+from r3.policy.rope import inverse_frequencies
+from r3.shape import ModelShape, yarn_mscale
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -81,6 +84,15 @@ def transformer_config(config: Config, hf: Any, family: Family) -> TransformerCo
         expert_model_parallel_size=parallel.ep,
         **_RECOMPUTE[config.model.recompute],
     )
+    if parallel.pp > 1:
+        pieces = [["decoder"] * len(layers) for layers in parallel.pieces(hf.num_hidden_layers)]
+        pieces[0].insert(0, "embedding")
+        pieces[-1].append("loss")
+        arguments["pipeline_model_parallel_layout"] = pieces
+    if parallel.vpp > 1:
+        # With two stages, next and previous are one rank: batched sends to it pass each other, silently wrong. Megatron-LM's
+        # own command line asks for this too; the library does not.
+        arguments |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.etp:
         arguments["expert_tensor_parallel_size"] = parallel.etp
     specific = family.megatron(hf)
@@ -99,9 +111,23 @@ def transformer_config(config: Config, hf: Any, family: Family) -> TransformerCo
 def build_chunks(
     config: Config, hf: Any, megatron: TransformerConfig, mesh: Mesh, device: Device
 ) -> list[Any]:
-    """This rank's model chunks (one; interleaved pipelines would have more), with empty weights. All ranks must call."""
-    rope = getattr(hf, "rope_parameters", None) or {}
+    """This rank's model chunks (one, or `parallel.vpp` in an interleaved pipeline), empty. All ranks must call."""
     install()  # the imports above may have brought Megatron modules that are not rebound yet
+    if config.parallel.vpp == 1:
+        return [_build_chunk(config, hf, megatron, mesh, device)]
+    return [_build_chunk(config, hf, megatron, mesh, device, i) for i in range(config.parallel.vpp)]
+
+
+def _build_chunk(
+    config: Config,
+    hf: Any,
+    megatron: TransformerConfig,
+    mesh: Mesh,
+    device: Device,
+    vp_stage: int | None = None,
+) -> Any:
+    rope = getattr(hf, "rope_parameters", None) or {}
+    piece = (vp_stage or 0) * mesh.pp.size + mesh.pp.rank
     model = ScoringGPT(
         megatron,
         decoder_spec(
@@ -109,6 +135,7 @@ def build_chunks(
             grouped_experts=config.model.experts == "grouped",
             attention=ContextParallelAttention if config.parallel.cp > 1 else CausalAttention,
             of_family=FAMILIES[hf.model_type].attention,
+            vp_stage=vp_stage,
         ),
         # Every tp rank holds equally many rows; what is padded is masked out of the softmax (r3.policy.logprobs).
         vocab_size=-(-hf.vocab_size // mesh.tp.size) * mesh.tp.size,
@@ -117,9 +144,10 @@ def build_chunks(
         rotary_base=rope.get("rope_theta", 10000.0),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         parallel_output=True,
-        pre_process=mesh.pp.rank == 0,
-        post_process=mesh.pp.rank == mesh.pp.size - 1,
+        pre_process=piece == 0,
+        post_process=piece == mesh.pp.size * config.parallel.vpp - 1,
         pg_collection=mesh.megatron,
+        vp_stage=vp_stage,
     )
     model.head = Head(
         axis=mesh.tp,
@@ -132,7 +160,23 @@ def build_chunks(
         if isinstance(module, AllHeadsNorm):
             module.tp = mesh.tp
     _mark_cuts(model)
-    return [model.to(device.torch)]
+    return model.to(device.torch)
+
+
+def scale_rope(chunks: list[Any], shape: ModelShape) -> None:
+    """Frequencies and temperature of attention for a context longer than pre-training's, where config.json has them.
+
+    YaRN's factor on cosine and sine stands squared in every attention score, so the scores' scale takes it.
+    """
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return
+    factor = yarn_mscale(scaling.factor, scaling.mscale_all_dim) if shape.latent else scaling.attention_factor
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, RotaryEmbedding):
+            module.inv_freq = inverse_frequencies(2 * len(module.inv_freq), shape.rope_theta, scaling)
+        elif isinstance(module, CausalAttention):
+            module.scale *= factor**2
 
 
 def _mark_cuts(model: Any) -> None:

@@ -300,12 +300,16 @@ def decoder_spec(
     grouped_experts: bool,
     attention: type[CausalAttention] = CausalAttention,
     of_family: Mapping[str, type] | None = None,
+    vp_stage: int | None = None,
 ) -> Any:
     """Megatron's local decoder spec with our norm, the given attention and, when asked, grouped experts.
 
-    `of_family` are the parts of self-attention that are other modules in this family.
+    `of_family` are the parts of self-attention that are other modules in this family; `vp_stage` numbers the pieces of the
+    model on this pipeline rank, where there are several.
     """
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+    )
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
         parts = layer.submodules

@@ -18,7 +18,8 @@ from r3.device_cpu import cuda_type_names
 from r3.hf import CheckpointReader
 from r3.loss import CORRECTIONS, LOSSES, Bounds, Sequences, aggregate, correct, kl_penalty
 from r3.mesh import Axis, Mesh
-from r3.policy.build import build_chunks, learning_rate, transformer_config, wrap
+from r3.packing import filler_micro_batch
+from r3.policy.build import build_chunks, learning_rate, scale_rope, transformer_config, wrap
 from r3.policy.families import FAMILIES
 from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.modules import packed_params
@@ -66,11 +67,11 @@ class Policy:
         hf = AutoConfig.from_pretrained(config.model.path)
         self.megatron = transformer_config(config, hf, self.family)
         self.heads = HeadLayout(
-            groups=shape.num_kv_heads,
             queries_per_group=shape.num_heads // shape.num_kv_heads,
             head_dim=shape.head_dim,
         )
         chunks = build_chunks(config, hf, self.megatron, mesh, device)
+        scale_rope(chunks, shape)
         self.replay: Replay = attach_replay(chunks, shape.moe_layers)
         trainable = wrap(config, self.megatron, chunks, mesh)
         self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
@@ -290,11 +291,12 @@ class Policy:
 
         `scores_2N` are the targets' log-probabilities and the entropies.
         """
+        everything = [*micro_batches, *self._fillers(micro_batches)]
 
         def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[torch.Tensor, Any]:
             number, micro_batch = next(iterator)
             tokens = local_tokens(micro_batch, self.mesh, self.device.torch)
-            if self.replay.mode == "replay" and recorded_routes is not None:
+            if self.replay.mode == "replay" and recorded_routes:  # none on a stage of dense layers
                 routes_NLK = recorded_routes[number].to(self.device.torch)
                 self.replay.load_local(routes_NLK, tokens.real_N, rows=tokens.num_real, model=model)
             elif self.replay.mode == "replay":
@@ -308,7 +310,10 @@ class Policy:
             )
 
             def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-                loss = on_scores(number, tokens, output)
+                if number >= len(micro_batches):
+                    loss = 0.0 * output.sum()
+                else:
+                    loss = on_scores(number, tokens, output)
                 return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
 
             return scores, loss_func
@@ -316,13 +321,25 @@ class Policy:
         with torch.no_grad() if forward_only else nullcontext():
             get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(enumerate(micro_batches)),
-                model=self.wrapped if len(self.wrapped) > 1 else self.wrapped[0],
-                num_microbatches=len(micro_batches),
-                seq_length=max(micro_batch.num_tokens for micro_batch in micro_batches),
+                data_iterator=[iter(enumerate(everything)) for _ in self.wrapped],
+                model=self.wrapped,
+                num_microbatches=len(everything),
+                seq_length=max(micro_batch.num_tokens for micro_batch in everything),
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+
+    def _fillers(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """What the interleaved schedule needs beside these: it takes micro-batches in groups of one for every stage."""
+        missing = -len(micro_batches) % self.mesh.pp.size if len(self.wrapped) > 1 else 0
+        layers, topk = micro_batches[0].routed_experts_NLK.shape[1:]
+        filler = filler_micro_batch(
+            num_experts=self.shape.num_experts,
+            num_layers=layers,
+            topk=topk,
+            multiple=2 * self.mesh.cp.size * self.mesh.tp.size,
+        )
+        return [filler] * missing
 
     # ----------------------------------------------------------------------------------------------------------------
     # Metrics

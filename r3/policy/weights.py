@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from r3.mesh import Mesh
 from r3.policy.families.family import Family, Kind, Rule
@@ -19,9 +18,8 @@ from r3.policy.families.family import Family, Kind, Rule
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """What interleaving q, k and v needs: key-value groups, query heads per group, size of a head."""
+    """What interleaving q, k and v needs: query heads per key-value group, size of a head."""
 
-    groups: int
     queries_per_group: int
     head_dim: int
 
@@ -49,46 +47,24 @@ class Slot:
     is_expert: bool
 
 
-def join(kind: Kind, parts: Sequence[torch.Tensor], heads: HeadLayout) -> torch.Tensor:
-    """HF tensors -> the full Megatron tensor."""
+def views(kind: Kind, tensor: torch.Tensor, heads: HeadLayout) -> list[torch.Tensor]:
+    """Where in a Megatron tensor, whole or cut, each HF tensor of it lies: views, of q, k and v `[groups, rows, ...]`."""
     if kind == "gated":
-        return torch.cat(list(parts), 0)
+        return list(tensor.chunk(2, 0))
     if kind == "qkv":
-        rest = parts[0].shape[1:]
-        by_group = [
-            part.reshape(heads.groups, rows * heads.head_dim, *rest)
-            for part, rows in zip(parts, (heads.queries_per_group, 1, 1), strict=True)
-        ]
-        return torch.cat(by_group, 1).reshape(-1, *rest)
-    (only,) = parts
-    return only
+        width = [heads.queries_per_group * heads.head_dim, heads.head_dim, heads.head_dim]
+        return list(tensor.unflatten(0, (-1, sum(width))).split(width, 1))
+    return [tensor]
 
 
 def split(kind: Kind, full: torch.Tensor, heads: HeadLayout) -> list[torch.Tensor]:
-    """The full Megatron tensor -> HF tensors; undoes `join`."""
-    if kind == "gated":
-        return list(full.chunk(2, 0))
-    if kind == "qkv":
-        rest = full.shape[1:]
-        width = [heads.queries_per_group * heads.head_dim, heads.head_dim, heads.head_dim]
-        parts = full.reshape(heads.groups, sum(width), *rest).split(width, 1)
-        return [part.reshape(-1, *rest) for part in parts]
-    return [full]
-
-
-def cut(kind: Kind, full: torch.Tensor, index: int, count: int) -> torch.Tensor:
-    """The part of a full Megatron tensor that tensor parallel rank `index` of `count` holds."""
-    if count == 1 or kind == "replicated":
-        return full
-    if kind == "row":
-        return full.chunk(count, -1)[index]
-    if kind == "gated":
-        return torch.cat([half.chunk(count, 0)[index] for half in full.chunk(2, 0)], 0)
-    return full.chunk(count, 0)[index]
+    """The full Megatron tensor -> HF tensors."""
+    parts = views(kind, full, heads)
+    return [part.flatten(0, 1) for part in parts] if kind == "qkv" else parts
 
 
 def uncut(kind: Kind, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The full Megatron tensor from the parts in rank order; undoes `cut`."""
+    """The full Megatron tensor from the cuts that tensor parallel ranks hold, in rank order."""
     if len(parts) == 1 or kind == "replicated":
         return parts[0]
     if kind == "row":
@@ -187,11 +163,18 @@ def _tensors(chunk: Any, family: Family) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def load(slots_: Iterable[Slot], read: Callable[[str], torch.Tensor], heads: HeadLayout) -> None:
-    """Fill this rank's tensors from full HF tensors; the host holds one Megatron tensor at a time."""
+def load(slots_: Iterable[Slot], read: Callable[..., torch.Tensor], heads: HeadLayout) -> None:
+    """Fill this rank's tensors from a checkpoint; the host holds one cut of one HF tensor at a time.
+
+    Args:
+        read: `read(name, dim, index, count)` gives cut `index` of `count` along `dim` of an HF tensor. Interleaved and
+            gated tensors are cut part by part: rank i's key-value groups, or its rows of gate and of up, are cut i of each.
+    """
     for slot in slots_:
-        full = join(slot.kind, [read(name) for name in slot.hf], heads)
-        wanted = slot.tensor.shape[0] * slot.count
-        if slot.kind == "column" and full.shape[0] < wanted:  # a vocabulary padded to the ranks
-            full = F.pad(full, (0, 0, 0, wanted - full.shape[0]))
-        slot.tensor.copy_(cut(slot.kind, full, slot.index, slot.count))
+        dim = -1 if slot.kind == "row" else 0
+        for part, name in zip(views(slot.kind, slot.tensor, heads), slot.hf, strict=True):
+            piece = read(name, dim, slot.index, slot.count)
+            if slot.kind == "qkv":
+                piece = piece.view(part.shape)
+            part[: len(piece)].copy_(piece)
+            part[len(piece) :].zero_()  # rows of a vocabulary padded to the ranks

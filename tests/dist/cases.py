@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from r3 import checkpoint
 from r3.config import Config
 from r3.device import Device
 from r3.exchange import Scored, distribute
+from r3.hf import CheckpointReader
 from r3.mesh import Mesh, build_mesh
 from r3.policy import Policy
+from r3.policy.weights import load
+from r3.resume import Found
 from r3.shape import ModelShape
 from r3.types import Batch
 from tests.tiny import random_rollouts, tiny_config
@@ -117,7 +122,7 @@ def gradients(
     *,
     model: str,
     out: str,
-    parallel: dict[str, int] | None = None,
+    parallel: dict[str, Any] | None = None,
     micro_batch_tokens: int = 128,
     experts: str = "grouped",
     recompute: str = "none",
@@ -134,6 +139,14 @@ def gradients(
         train={"logprob_chunk_tokens": chunk},
     )
     mesh, policy = build(device, config)
+    with CheckpointReader(model) as reader:
+        load(policy.slots, reader.read, policy.heads)  # as the policy did, and counted
+        held = [slot.tensor.nbytes for slot in policy.slots]
+        loaded = {
+            "read": reader.bytes_read / sum(held),
+            "largest_read": reader.largest_read / max(held),
+            "share": reader.bytes_read / sum(prod(shape) * 4 for shape in reader.shapes.values()),
+        }
     (batch,) = batches_of(
         mesh, policy.shape, micro_batch_tokens=micro_batch_tokens, layers=policy.replay.layers
     )
@@ -142,12 +155,36 @@ def gradients(
     losses = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
     torch.save(full_gradients(policy), Path(out) / f"rank_{device.rank}.pt")
     update = policy.update(batch, total_updates=10)
+    updated = {slot.name: (slot.kind, slot.index, slot.tensor) for slot in policy.slots}
+    torch.save(updated, Path(out) / f"updated_{device.rank}.pt")
     return {
         "loss": float(losses),
         "grad_norm": update.grad_norm,
         "router_grad_norm": update.router_grad_norm,
         "micro_batches": len(batch.micro_batches),
-        "agreement_slots": update.metrics["routing/agreement"].count,
+        "agreement_slots": update.metrics["routing/agreement"].count if policy.replay.taps else 0,
+        **loaded,
+    }
+
+
+def second_update(
+    device: Device, *, model: str, out: str, parallel: dict[str, Any], resume: bool
+) -> dict[str, float]:
+    """The second update's figures: after the first one and a checkpoint, or from that checkpoint."""
+    mesh, policy = build(device, tiny_config(model, parallel=parallel))
+    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
+    if resume:
+        checkpoint.load(Found(folder=Path(out) / "step_000001", step=1), policy, device, mesh)
+    else:
+        policy.update(batch, total_updates=4)
+        checkpoint.save(Path(out), policy, device, mesh, step=1, keep=0)
+    update = policy.update(batch, total_updates=4)
+    loss = update.metrics["loss/total"].total if "loss/total" in update.metrics else 0.0
+    total = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
+    return {
+        "loss": float(total),
+        "grad_norm": update.grad_norm,
+        "router_grad_norm": update.router_grad_norm,
     }
 
 
@@ -201,14 +238,17 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
     return {"loss/total": Mean(total, 1.0)}
 
 
-def routes_used(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, int]:
-    """Read back at every router which experts each token really went to, and compare with the routes it was given."""
+def routes_used(device: Device, *, model: str, parallel: dict[str, Any]) -> dict[str, int]:
+    """Read back at every router which experts each token really went to, and compare with the routes it was given.
+
+    Then a recording pass, and its routes replayed: `apart` counts the log-probabilities that are not the same, bit for bit.
+    """
     from r3.policy.layout import local_tokens
 
     mesh, policy = build(device, tiny_config(model, parallel=parallel))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     used: dict[int, list[torch.Tensor]] = {}
-    for layer in policy.chunks[0].decoder.layers:
+    for layer in (layer for chunk in policy.chunks for layer in chunk.decoder.layers):
         number = layer.layer_number - 1
         if number in policy.shape.moe_layers:
             used[number] = []
@@ -226,7 +266,12 @@ def routes_used(device: Device, *, model: str, parallel: dict[str, int]) -> dict
             same = (used[layer][i][captured] == given).all(-1)
             slots += len(same)
             wrong += int((~same).sum())
-    return {"slots": slots, "wrong": wrong}
+    recorded = policy.score(batch.micro_batches, mode="record")
+    replayed = policy.score(batch.micro_batches, mode="replay", recorded_routes=recorded.ledger.recorded)
+    apart = sum(
+        int((one != other).sum()) for one, other in zip(recorded.logprobs, replayed.logprobs, strict=True)
+    )
+    return {"slots": slots, "wrong": wrong, "apart": apart}
 
 
 def replay_guards(device: Device, *, model: str) -> list[str]:

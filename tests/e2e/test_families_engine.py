@@ -1,4 +1,4 @@
-"""Every MoE family in a real engine: pushed weights are the policy's, and those of a freshly loaded engine, bit for bit."""
+"""MoE families and rope scalings in a real engine: pushed weights are the policy's and a fresh engine's, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from tests.world import run_world
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("name", [name for name in MOE_FAMILIES if name != "qwen3_moe"])  # in test_engine.py
+# Those with a rope scaling answer beyond the 16 tokens they were "trained" on.
+@pytest.mark.parametrize(
+    "name",
+    [*(name for name in MOE_FAMILIES if name != "qwen3_moe"), "llama3.1", "qwen3-yarn"],  # in test_engine.py
+)
 def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
     folder = family_checkpoint(tmp_path / name, name, **engine_sizes(name))
     (result,) = run_world(family_cases.pushed_family, 1, model=str(folder), out=str(tmp_path))

@@ -29,6 +29,8 @@ from r3.config import (
 )
 from r3.rows import Columns, read_rows
 from r3.shape import ModelShape, ShapeError, checkpoint_tensors
+from tests.families import engine_sizes, family_checkpoint
+from tests.tiny import tiny_config
 
 TINY = PRESETS["tiny"]()
 DENSE = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-0.6B"])
@@ -385,7 +387,18 @@ def test_expert_parallelism_must_divide_the_experts() -> None:
     [
         ({"parallel.tp": 8}, "parallel.tp", "4 attention heads"),
         ({"parallel.tp": 4}, "parallel.tp", "2 key-value heads"),
-        ({"parallel.pp": 8}, "parallel.pp", "4 layers: uneven stages"),
+        ({"parallel.pp": 8}, "parallel.pp", "8 pieces of a model of 4 layers: each needs one"),
+        ({"parallel.pp": 2, "parallel.vpp": 3}, "parallel.vpp", "6 pieces of a model of 4 layers"),
+        ({"parallel.vpp": 2}, "parallel.vpp", "interleaves the stages of a pipeline, and parallel.pp is 1"),
+        ({"parallel.vpp": 0}, "parallel.vpp", "at least 1"),
+        ({"parallel.pp": 2, "parallel.pp_layers": (3, 2)}, "parallel.pp_layers", "add up to the model's 4"),
+        ({"parallel.pp": 2, "parallel.pp_layers": (4, 0)}, "parallel.pp_layers", "2 positive numbers"),
+        (
+            {"parallel.pp": 2, "parallel.vpp": 2, "parallel.pp_layers": (2, 2)},
+            "parallel.pp_layers",
+            "4 positive",
+        ),
+        ({"parallel.pp_layers": (2, 2)}, "parallel.pp_layers", "1 positive numbers"),
         ({"parallel.etp": 128}, "parallel.etp", "width of 64"),
         ({"parallel.engine_tp": 8}, "parallel.engine_tp", "4 attention heads"),
         (
@@ -404,6 +417,32 @@ def test_a_dense_model_has_no_experts_to_lay_out() -> None:
     config = with_values(TINY, {"model.path": "not/downloaded", "engine.kv_cache_gib": 0.0})
     problems = validate.examine(config, 2, DENSE).problems
     assert "dense" in {problem.field: problem.rule for problem in problems}["parallel.ep"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        ("qwen3_moe", ["head_dim is 16", "the experts' width is 40", "a multiple of 32"]),
+        ("moonlight", ["kv_lora_rank + qk_rope_head_dim is 40", "is 512 + 64", "width is 40"]),
+    ],
+)
+def test_sizes_that_the_engine_cannot_run_on_cpu_are_refused_before_it_is_built(
+    name: str, rules: list[str], tmp_path: Path
+) -> None:
+    from r3.device import has_gpu
+    from r3.start import read_task
+
+    folder = family_checkpoint(tmp_path / "unfit", name)
+    config = tiny_config(folder)
+    message = str(ConfigError(validate.cpu_engine_problems(config, ModelShape.read(folder))))
+    assert all(rule in message for rule in rules) and "run on a GPU, or" in message
+    if not has_gpu():
+        with pytest.raises(ConfigError, match=rules[0].replace("+", ".")):
+            read_task(config)
+    fit = family_checkpoint(tmp_path / "fit", name, **engine_sizes(name))
+    assert validate.cpu_engine_problems(config, ModelShape.read(fit)) == []
+    half = with_values(config, {"parallel.engine_tp": 4})  # 64 / 4 is no multiple of 32
+    assert "on each of the 4 ranks" in str(validate.cpu_engine_problems(half, ModelShape.read(fit))[0])
 
 
 def test_many_problems_come_together() -> None:
@@ -562,7 +601,10 @@ def write(name: str, content: bytes) -> Callable[[Path], object]:
         (with_hf(architectures=["GPT2LMHeadModel"]), "known are Qwen3MoeForCausalLM, Qwen3ForCausalLM"),
         (with_hf(architectures=None), "architecture None is not known"),
         (with_hf(hidden_size="wide"), "hidden_size must be a positive integer, got 'wide'"),
-        (with_hf(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_type 'yarn' is not supported"),
+        (
+            with_hf(rope_parameters={"rope_type": "dynamic", "factor": 4.0}),
+            "rope_type 'dynamic' is not supported",
+        ),
         (with_hf(quantization_config={"bits": 4}), "quantization_config is not supported"),
         (with_hf(num_hidden_layers=5), "missing model.layers."),
         (

@@ -7,7 +7,7 @@ import pytest
 from configs import KNOWN_SHAPES, PRESETS
 from r3 import plan
 from r3.assets import TINY_MOE
-from r3.config import Config, from_yaml, with_values
+from r3.config import Config, ParallelConfig, from_yaml, with_values
 from r3.shape import ModelShape
 
 TINY = PRESETS["tiny"]()
@@ -140,6 +140,30 @@ def test_the_layout_of_every_axis_follows_megatron_order() -> None:
         ["1", "1", "0", "1", "0", "2..3", "3"],
         ["1", "1", "1", "1", "1", "2..3", "3"],
     ]
+
+
+def test_uneven_and_interleaved_stages_have_the_layers_they_are_given() -> None:
+    assert ParallelConfig(pp=2).pieces(3) == (range(2), range(2, 3))
+    assert ParallelConfig(pp=2, pp_layers=(1, 2)).pieces(3) == (range(1), range(1, 3))
+    assert ParallelConfig(pp=2, vpp=2).pieces(5) == (range(2), range(2, 3), range(3, 4), range(4, 5))
+    with pytest.raises(ValueError, match="no 2 positive numbers that make 3 layers"):
+        ParallelConfig(pp=2, pp_layers=(2, 2)).pieces(3)
+    config = with_values(TINY, {"parallel.pp": 2, "parallel.vpp": 2, "parallel.ep": 1})
+    text = plan.describe(config, TINY_SHAPE, 2)
+    rows = [line.split() for line in text.split("ranks (2)\n")[1].split("\n\n")[0].splitlines()]
+    assert [row[rows[0].index("layers")] for row in rows[1:]] == ["0..0,2..2", "1..1,3..3"]
+
+
+def test_memory_is_that_of_the_fullest_stage() -> None:
+    even, uneven = (
+        plan.params_per_rank(
+            with_values(TINY, {"parallel.pp": 2, "parallel.ep": 1, "parallel.pp_layers": sizes}), TINY_SHAPE
+        )
+        for sizes in ((), (1, 3))
+    )
+    assert even[1] == TINY_SHAPE.num_expert_params // 2
+    assert uneven[1] == TINY_SHAPE.num_expert_params * 3 // 4
+    assert uneven[0] == pytest.approx(1.5 * even[0], abs=1)
 
 
 def test_a_long_layout_is_cut() -> None:

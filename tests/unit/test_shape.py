@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from r3.shape import ARCHITECTURES, ModelShape, ShapeError, checkpoint_tensors
+from r3.shape import ARCHITECTURES, ModelShape, RopeScaling, ShapeError, checkpoint_tensors
 from tests.families import FAMILIES, MOE_FAMILIES, family_checkpoint
 
 pytestmark = pytest.mark.unit
+
+LLAMA3 = FAMILIES["llama3.1"][1]["rope_parameters"]
+YARN = FAMILIES["deepseek_v3"][1]["rope_parameters"]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +60,56 @@ def test_facts_that_are_not_sizes_of_tensors_are_read_as_transformers_reads_them
     assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
 
 
+def test_rope_keys_of_published_files_are_read_under_both_their_names(folders: dict[str, Path]) -> None:
+    hf = json.loads((folders["deepseek_v3"] / "config.json").read_text())
+    published = {  # of DeepSeek-V3's config.json
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    }
+    del hf["rope_parameters"]
+    hf |= {"rope_theta": 10000, "rope_scaling": published, "max_position_embeddings": 163840}
+    shape = ModelShape.from_hf(hf)
+    assert shape.rope_theta == 10000.0 and shape.max_position_embeddings == 163840
+    assert shape.rope_scaling == RopeScaling(
+        kind="yarn", factor=40.0, original=4096, fast=32.0, slow=1.0, attention_factor=1.0, mscale_all_dim=1.0
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3.1", "qwen3-yarn", "deepseek_v3", "qwen3-untruncated"])
+def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from r3.policy.rope import inverse_frequencies
+
+    if name == "qwen3-untruncated":
+        rope = FAMILIES["qwen3-yarn"][1]["rope_parameters"] | {
+            "truncate": False,
+            "attention_factor": 1.3,
+            "rope_theta": 1e6,
+            "beta_fast": 4,
+        }
+        folder = family_checkpoint(tmp_path, "qwen3-yarn", rope_parameters=rope, head_dim=128)
+    else:
+        folder = folders[name]
+    shape, theirs = ModelShape.read(folder), AutoConfig.from_pretrained(folder)
+    dim = shape.latent.rope_size if shape.latent else shape.head_dim
+    ours = inverse_frequencies(dim, shape.rope_theta, shape.rope_scaling)
+    if shape.rope_scaling is None:
+        expected, factor = 1.0 / (shape.rope_theta ** (torch.arange(0, dim, 2).float() / dim)), 1.0
+    else:
+        expected, factor = ROPE_INIT_FUNCTIONS[shape.rope_scaling.kind](theirs, "cpu")
+        assert shape.rope_scaling.attention_factor == factor
+    assert torch.equal(ours, expected)
+
+
 def test_latent_attention_caches_one_vector_a_token(folders: dict[str, Path]) -> None:
     assert ModelShape.read(folders["moonlight"]).kv_values_per_token == 3 * (32 + 8)
     assert ModelShape.read(folders["llama"]).kv_values_per_token == 2 * 3 * 4 * 8
@@ -93,7 +147,45 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
             "known are Qwen3MoeForCausalLM, .*LlamaForCausalLM",
         ),
         ("llama", {"model_type": "mistral"}, "model_type 'mistral' is not supported, only 'llama' is"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_type 'llama3'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "rope_type 'longrope' is not supported, only",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
+            "rope_type 'linear'",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
+            "factor must be a positive number",
+        ),
+        (
+            "llama3.1",
+            {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}},
+            "must be below high_freq_factor 4",
+        ),
+        (
+            "llama3.1",
+            {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor 0.5",
+        ),
+        ("qwen3-yarn", {"max_position_embeddings": 257}, "no rotations for the last positions"),
+        (
+            "moonlight",
+            {"rope_parameters": LLAMA3},
+            "rope_type 'llama3' is not supported with latent attention",
+        ),
+        (
+            "deepseek_v3",
+            {"rope_parameters": YARN | {"attention_factor": 1.0}},
+            "attention_factor is not supported",
+        ),
+        ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate False is not supported"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7}}, "must be given and equal"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": None}}, "must be given and equal"),
         ("llama", {"attention_bias": True}, "attention_bias is not supported"),
         ("llama", {"mlp_bias": True}, "mlp_bias is not supported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu' is"),
@@ -103,6 +195,19 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
             "num_attention_heads 8 is no multiple of num_key_value_heads 3",
         ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout is not supported"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types other than"),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "differ between kinds of layers",
+        ),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+        ("qwen2_moe", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+        ("olmoe", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+        ("mixtral", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+        ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise is not supported"),
+        ("moonlight", {"num_key_value_heads": 4}, "num_key_value_heads 4 is not supported, only 8 is"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is not supported"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window is not supported"),
         ("mixtral", {"num_experts_per_tok": 1}, "no router can learn"),

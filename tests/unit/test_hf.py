@@ -1,0 +1,136 @@
+"""Checkpoints go in cut by cut and out file by file: a rank's host never holds what it does not keep."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from r3 import assets
+from r3.hf import CheckpointReader, write_checkpoint
+from r3.policy.families.family import Kind
+from r3.policy.weights import HeadLayout, Slot, load, split, uncut
+
+pytestmark = pytest.mark.unit
+
+MIB = 2**20
+HEADS = HeadLayout(queries_per_group=2, head_dim=4)
+# kind -> HF tensors of one Megatron tensor: hidden size 6, 4 key-value groups of 2 query heads of 4
+PARTS: dict[Kind, list[tuple[int, ...]]] = {
+    "replicated": [(5, 6)],
+    "column": [(8, 6)],
+    "row": [(6, 8)],
+    "gated": [(8, 6), (8, 6)],
+    "qkv": [(32, 6), (16, 6), (16, 6)],
+}
+
+
+def _memory(key: str) -> int:
+    """Bytes of this process: RssAnon (now, without mapped files) or VmHWM (most, ever since it was reset)."""
+    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _slot(kind: Kind, names: list[str], tensor: torch.Tensor, index: int, count: int) -> Slot:
+    return Slot(
+        name="it",
+        hf=tuple(names),
+        kind=kind,
+        index=index,
+        count=count,
+        tensor=tensor,
+        rows=0,
+        is_expert=False,
+    )
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_every_cut_is_read_by_itself_and_together_they_are_the_tensors(kind: Kind, tmp_path: Path) -> None:
+    tensors = {f"{kind}.{i}": torch.randn(shape) for i, shape in enumerate(PARTS[kind])}
+    save_file(tensors, str(tmp_path / "model.safetensors"))
+    rows = sum(tensor.shape[0] for tensor in tensors.values())
+    for count in (1, 2, 4):
+        cuts = []
+        for index in range(count if kind != "replicated" else 1):
+            size = (rows, 8 // count) if kind == "row" else (rows // count, 6)
+            held = torch.full(size if kind != "replicated" else (5, 6), torch.nan)
+            with CheckpointReader(tmp_path) as reader:
+                load(
+                    [_slot(kind, list(tensors), held, index, count if kind != "replicated" else 1)],
+                    reader.read,
+                    HEADS,
+                )
+                assert reader.bytes_read == held.nbytes, "a rank reads what it holds and not a byte more"
+                assert reader.largest_read <= held.nbytes
+            cuts.append(held)
+        whole = split(kind, uncut(kind, cuts), HEADS)
+        assert all(torch.equal(one, other) for one, other in zip(whole, tensors.values(), strict=True))
+
+
+def test_interleaving_puts_each_group_of_queries_before_its_key_and_value(tmp_path: Path) -> None:
+    """Megatron's rows: for each key-value group its queries, its key, its value."""
+    tensors = {
+        name: torch.arange(rows).float()[:, None] + 100 * i
+        for i, (name, rows) in enumerate(zip("qkv", (32, 16, 16), strict=True))
+    }
+    save_file(tensors, str(tmp_path / "model.safetensors"))
+    second = torch.empty(32, 1)
+    with CheckpointReader(tmp_path) as reader:
+        load([_slot("qkv", ["q", "k", "v"], second, 1, 2)], reader.read, HEADS)
+    expected = [
+        *range(16, 24),
+        *range(108, 112),
+        *range(208, 212),
+        *range(24, 32),
+        *range(112, 116),
+        *range(212, 216),
+    ]
+    assert second[:, 0].tolist() == expected
+
+
+def test_rows_of_a_padded_vocabulary_are_zero(tmp_path: Path) -> None:
+    vocabulary = torch.randn(5, 6)
+    save_file({"embed": vocabulary}, str(tmp_path / "model.safetensors"))
+    cuts = [torch.full((2, 6), torch.nan) for _ in range(4)]
+    with CheckpointReader(tmp_path) as reader:
+        load([_slot("column", ["embed"], cut, i, 4) for i, cut in enumerate(cuts)], reader.read, HEADS)
+        assert reader.bytes_read == vocabulary.nbytes
+    assert torch.equal(torch.cat(cuts), torch.cat([vocabulary, torch.zeros(3, 6)]))
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_reading_a_cut_takes_no_more_memory_than_the_cut(dim: int, tmp_path: Path) -> None:
+    save_file({"large": torch.randn(4096, 4096)}, str(tmp_path / "model.safetensors"))
+    with CheckpointReader(tmp_path) as reader:
+        before = _memory("RssAnon")
+        piece = reader.read("large", dim, 1, 4)
+        assert piece.numel() == 4096 * 1024 and torch.isfinite(piece.max())  # every number of it is looked at
+        # 64 MiB the whole, 16 a cut; 8 for what python and the allocator keep
+        assert _memory("RssAnon") - before <= 24 * MIB
+
+
+def test_writing_holds_one_file_of_tensors_and_not_the_model(tmp_path: Path) -> None:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(8):  # 36 MiB each: what is larger than 32, malloc gives back at once
+            yield f"model.layers.{i}.weight", torch.full((2304, 4096), float(i))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    before = _memory("VmHWM")
+    out = tmp_path / "out"
+    write_checkpoint(
+        out, stream(), like=assets.TINY_MOE, dtype=torch.float32, metadata={}, bytes_per_file=72 * MIB
+    )
+    # 288 MiB in all. A file's worth, the tensor under way and its copy, 16 for the rest.
+    assert _memory("VmHWM") - before <= (72 + 36 + 36 + 16) * MIB
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 4
+    for i, name in ((i, f"model.layers.{i}.weight") for i in (0, 7)):
+        assert (load_file(out / index["weight_map"][name])[name] == i).all()
+    shutil.rmtree(out)
