@@ -15,7 +15,7 @@ from r3.mesh import Axis, build_mesh
 from r3.policy import Policy
 from r3.policy.logprobs import Head, logprobs_and_entropy
 from r3.shape import ModelShape
-from tests.dist.cases import batches_of, full_gradients
+from tests.dist.cases import LENGTHS, batches_of, full_gradients
 from tests.tiny import tiny_config
 
 TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 23, 16, 37, 0.7
@@ -100,12 +100,18 @@ def peak(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, A
     config = tiny_config(model, parallel=parallel)
     mesh = build_mesh(device, config.parallel)
     policy = Policy(config, device, mesh, ModelShape.read(model))
-    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=512)
-    whole = policy.chunks[0].head
+    (batch,) = batches_of(mesh, policy.shape, LENGTHS * 2, micro_batch_tokens=256)
+    model_chunk = policy.chunks[0]
+    weight = (
+        model_chunk.shared_embedding_or_output_weight() if policy.shape.tied else model_chunk.output_layer.weight
+    )
+    arrived: list[str] = []  # what Megatron's gradient hook on the output weight is called with
+    weight.register_hook(lambda gradient: arrived.append(str(gradient.dtype)))
+    whole = model_chunk.head
     rows: dict[str, list[int]] = {}
     seen: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
     for name, chunk in (("whole", 0), ("chunks", 48)):
-        policy.chunks[0].head = replace(whole, chunk_tokens=chunk)
+        model_chunk.head = replace(whole, chunk_tokens=chunk)
         rows[name] = []
         with LogitRows(policy.shape.vocab_size // mesh.tp.size) as watch:
             scores = policy.score(batch.micro_batches, mode="replay")
@@ -119,6 +125,8 @@ def peak(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, A
     largest = max(float(gradient.abs().max()) for gradient in gradients_one)
     return {
         "tokens": max(micro_batch.num_tokens for micro_batch in batch.micro_batches),
+        "micro_batches": len(batch.micro_batches),
+        "arrived": len(arrived),
         "rows": rows,
         "scores": float((scores_one - scores_other).abs().max()),
         "gradients": max(

@@ -53,7 +53,9 @@ def head(device: Device, *, fp32: bool, model: str = "") -> dict[str, Any]:
     weight = policy.chunks[0].output_layer.weight.double()
     exact_N = torch.cat(
         [
-            (states @ weight.t()).log_softmax(-1).gather(-1, micro_batch.targets_N[:, None])[:, 0]
+            (states @ weight.t())
+            .log_softmax(-1)
+            .gather(-1, micro_batch.targets_N[:, None].to(states.device))[:, 0]
             for states, micro_batch in zip(hidden, batch.micro_batches, strict=True)
         ]
     )

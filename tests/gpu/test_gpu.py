@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import cases
+from tests.e2e import cases, precision_cases
 from tests.world import run_world
 
 pytestmark = pytest.mark.gpu
@@ -26,3 +26,9 @@ def test_replay_lowers_the_mismatch_on_the_same_tokens() -> None:
 def test_push_makes_the_engine_equal_to_a_freshly_loaded_one(tmp_path: Path) -> None:
     (result,) = run_world(cases.push_equals_fresh_engine, 1, ep=1, out=str(tmp_path), timeout_s=600.0)
     assert result["moved"] and result["equal"] and result["cached_equal"]
+
+
+def test_float32_head_is_computed_on_both_sides() -> None:
+    (result,) = run_world(precision_cases.head, 1, fp32=True, timeout_s=600.0)
+    assert (result["types"], result["rounded"]) == (["torch.float32"], False)
+    assert result["policy_error"] <= 1e-4
