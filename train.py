@@ -27,18 +27,17 @@ def main() -> None:
     task, run_dir, start = begin(config, check=invocation.check)
 
     from r3 import checkpoint
-    from r3.data import prompts_of_step
     from r3.device import init_device, leave, seed_everything, settle
     from r3.diagnostics import Max
     from r3.engine import Engine
     from r3.evaluate import evaluate
-    from r3.exchange import distribute, dump_rollouts, gather_rewards, score_all
+    from r3.exchange import distribute, dump_rollouts, score_all
     from r3.ledger import reconcile
     from r3.mesh import build_mesh
     from r3.metrics import Meter
     from r3.policy import Policy
+    from r3.refill import answers_of_step
     from r3.residency import Residency, State
-    from r3.rollout import answer, rollout_metrics
     from r3.sync import WeightStream, export, prove_sync, sync_weights
     from r3.updates import train_on
     from r3.watchdog import Watchdog
@@ -97,29 +96,13 @@ def main() -> None:
                 prove_sync(engine, policy, task.prompts.prompts[:4], config, mesh)
 
             # 2 generate, 3 score: answers are judged while others are still being written
-            count = rollout.prompts_per_step
-            prompts = prompts_of_step(task.prompts, seed=train.seed, step=version, count=count)
-            total = count * rollout.group_size // mesh.engine_dp.size
+            total = rollout.prompts_per_step * rollout.group_size // mesh.engine_dp.size
             with meter.phase("generate"), meter.progress(total, f"step {step} generate") as tick:
-                answers = answer(
-                    engine,
-                    prompts,
-                    task.judge,
-                    mesh,
-                    members=rollout.group_size,
-                    version=version,
-                    run_seed=train.seed,
-                    seed_step=step,
-                    max_tokens=rollout.max_response_tokens,
-                    temperature=rollout.temperature,
-                    top_p=rollout.top_p,
-                    top_k=rollout.top_k,
-                    on_answer=tick,
-                )
+                found = answers_of_step(engine, task, config, mesh, step=step, on_answer=tick)
             with meter.phase("score"):
-                rewards = gather_rewards(answers, mesh.world, config)
-                scored = score_all(answers, rewards, config)
-                meter.add(rollout_metrics(answers, rollout.group_size) | rewards.metrics)
+                scored = score_all(found.answers, found.rewards, config)
+                for part in found.metrics:
+                    meter.add(part)
             residency.move(State.TRAIN)
 
             # 4 pack: rollouts go to the ranks that train on them, balanced by tokens
@@ -140,7 +123,7 @@ def main() -> None:
 
             # 5 train: old log-probabilities where they are needed, then the updates, routes replayed in every pass
             with meter.phase("train"), meter.progress(len(batches), f"step {step} train") as tick:
-                train_on(policy, batches, rewards, config, step=step, report=meter.add, on_update=tick)
+                train_on(policy, batches, found.rewards, config, step=step, report=meter.add, on_update=tick)
 
             # 6 report
             meter.add({f"memory/{name}_gib": Max(gib) for name, gib in residency.used_gib.items()})
@@ -159,6 +142,7 @@ def main() -> None:
             with meter.phase("export"):
                 folder = run_dir.hf(train.steps)
                 export(folder, weights, policy, device, mesh, like=config.model.path, step=train.steps)
+    task.talk.environments.close()
     meter.close()
     if device.rank == 0:
         print(closing(config, run_dir, time.perf_counter() - began, last), flush=True)

@@ -64,8 +64,24 @@ class DataConfig:
 class EnvConfig:
     """What a conversation is."""
 
-    name: Literal["single_turn"] = "single_turn"
-    """One question, one answer."""
+    name: Literal["single_turn", "calculator", "guess_number"] = "single_turn"
+    """One question and one answer; the same with a calculator at hand; a game."""
+    path: str = ""
+    """A user's own environment instead, `path/to/file.py:Class`; see r3/envs/__init__.py."""
+    max_turns: int = 8
+    """Messages of the model in a conversation, at most."""
+    max_turn_tokens: int = 0
+    """Tokens of one such message; 0 = whatever is left of rollout.max_response_tokens, which counts replies too."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the model's message; they stay in it."""
+    workers: int = 0
+    """Processes on every rank for an environment that computes; 0 = threads, for one that waits."""
+    timeout_s: float = 60.0
+    """Seconds a call of the environment may take; a worker process that takes longer is killed and replaced."""
+    retries: int = 0
+    """Times a call is repeated that raised, took too long or took its process down."""
+    on_error: Literal["stop", "zero", "drop"] = "stop"
+    """When it still fails: stop the run, end the conversation with reward 0, or leave it out. Evaluation never leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +120,9 @@ class AlgoConfig:
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
     """grpo: (R - mean) / std of the group; dr_grpo: R - mean; rloo: R - mean of the others; reinforce_pp: whitened over the
     step; reinforce_pp_baseline: R - mean of the group, then scaled over the step."""
+    dynamic_sampling: int = 0
+    """Rounds of new prompts, at most, until rollout.prompts_per_step groups have answers that differ in reward (DAPO); groups
+    without are never trained on; 0 = off."""
     overlong_buffer: int = 0
     """Soft overlong penalty (DAPO): the reward falls linearly over the last so many tokens before
     rollout.max_response_tokens; 0 = off."""
@@ -554,6 +573,9 @@ RESUME_MAY_CHANGE = (
     "engine.sleep_level",
     "replay.min_coverage",
     "replay.shadow_every",
+    "env.workers",
+    "env.timeout_s",
+    "env.retries",
     "eval.",
     "checkpoint.",
     "log.",

@@ -11,7 +11,7 @@ from r3.config import Config, EvalSet
 from r3.diagnostics import Mean
 from r3.engine import Engine
 from r3.mesh import Mesh
-from r3.rollout import Judge, answer
+from r3.rollout import Judge, Talk, answer
 from r3.types import Prompt
 
 
@@ -22,6 +22,7 @@ class HeldOut:
     settings: EvalSet
     prompts: tuple[Prompt, ...]
     judge: Judge
+    talk: Talk | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ def evaluate(
         max_tokens=settings.max_tokens or config.rollout.max_response_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
+        talk=heldout.talk,
+        keep_all=True,  # a question left out would flatter
         on_answer=on_answer,
     )
     metrics = accuracy_metrics(settings.name, answers.rewards, settings.samples, config.eval.pass_at)

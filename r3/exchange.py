@@ -49,10 +49,22 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewards:
-    """What all rollouts of the step earned, of every rank and by index, the overlong penalty taken off; float64."""
+    """What all rollouts of the step earned, of every rank and by index, the overlong penalty taken off; float64.
+
+    `names_R` are (group, member) of each: the index counts on where a conversation was left out.
+    """
 
     rewards_R: torch.Tensor
     groups_R: torch.Tensor
+    names_R: tuple[tuple[int, int], ...]
+
+    @property
+    def groups_with_signal(self) -> list[int]:
+        """Groups whose rewards are not all equal, ascending: those that teach something."""
+        by_group: dict[int, set[float]] = {}
+        for group, reward in zip(self.groups_R.tolist(), self.rewards_R.tolist(), strict=True):
+            by_group.setdefault(group, set()).add(reward)
+        return sorted(group for group, found in by_group.items() if len(found) > 1)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -78,8 +90,7 @@ def gather_rewards(answers: Answers, world: Axis, config: Config) -> Rewards:
     length, algo = config.rollout.max_response_tokens, config.algo
     own = [
         (
-            _index(rollout, config.rollout.group_size),
-            rollout.group,
+            (rollout.group, rollout.member),
             reward
             + algo.overlong_penalty
             * overlong_penalty(
@@ -90,26 +101,24 @@ def gather_rewards(answers: Answers, world: Axis, config: Config) -> Rewards:
     ]
     everybody = sorted(item for part in world.all_gather_object(own) for item in part)
     return Rewards(
-        rewards_R=torch.tensor([reward for _, _, reward in everybody], dtype=torch.float64),
-        groups_R=torch.tensor([group for _, group, _ in everybody], dtype=torch.int64),
+        rewards_R=torch.tensor([reward for _, reward in everybody], dtype=torch.float64),
+        groups_R=torch.tensor([group for (group, _), _ in everybody], dtype=torch.int64),
+        names_R=tuple(name for name, _ in everybody),
     )
 
 
 def score_all(answers: Answers, rewards: Rewards, config: Config) -> list[Scored]:
     """This rank's answers with their advantages and their numbers in the step. `rewards` are everybody's."""
     advantages_R = ADVANTAGES[config.algo.advantage](rewards.rewards_R, rewards.groups_R).tolist()
+    index_of = {name: index for index, name in enumerate(rewards.names_R)}
     scored = []
     for rollout, reward in zip(answers.rollouts, answers.rewards, strict=True):
-        index = _index(rollout, config.rollout.group_size)
+        index = index_of[rollout.group, rollout.member]
         trains = not (config.algo.overlong_filter and rollout.finish_reason == "length")
         scored.append(
             Scored(index=index, rollout=rollout, advantage=advantages_R[index], reward=reward, trains=trains)
         )
     return scored
-
-
-def _index(rollout: Rollout, group_size: int) -> int:
-    return rollout.group * group_size + rollout.member
 
 
 def gather_lengths(scored: Sequence[Scored], world: Axis) -> list[Length]:

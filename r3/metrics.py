@@ -56,6 +56,22 @@ GLOSSARY: dict[str, Entry] = {
     "rollout/response_tokens_mean": Entry("mean of sampled tokens per rollout", "r3/rollout.py"),
     "rollout/truncated_frac": Entry("share of rollouts that ended at max_response_tokens", "r3/rollout.py"),
     "rollout/tokens": Entry("tokens of all rollouts, prompts included", "r3/rollout.py"),
+    "rollout/rounds": Entry("rounds of prompts the step took (algo.dynamic_sampling)", "r3/refill.py"),
+    "rollout/groups_sampled": Entry("groups answered in all rounds", "r3/refill.py"),
+    "rollout/groups_trained": Entry("of them, those with signal that are trained on", "r3/refill.py"),
+    "env/turns_mean": Entry("mean of the model's messages per conversation", "r3/rollout.py"),
+    "env/max_turns_frac": Entry("share of conversations that ended at env.max_turns", "r3/rollout.py"),
+    "env/calls": Entry("calls of environments in the step", "r3/workers.py"),
+    "env/errors": Entry("of their attempts, those that raised or returned nonsense", "r3/workers.py"),
+    "env/timeouts": Entry("of their attempts, those that took longer than env.timeout_s", "r3/workers.py"),
+    "env/crashes": Entry("of their attempts, those that took their worker process down", "r3/workers.py"),
+    "env/retries": Entry("attempts after a failed one", "r3/workers.py"),
+    "env/dropped": Entry("conversations left out after a failure (env.on_error)", "r3/rollout.py"),
+    "env/zeroed": Entry("conversations ended with reward 0 after a failure (env.on_error)", "r3/rollout.py"),
+    "routing/overlap_differs": Entry(
+        "of (token, layer) slots the engine gave twice, in a turn and in the next, the share with other experts",
+        "r3/engine/generate.py",
+    ),
     "mismatch/k3": Entry(
         f"mean(e^D - D - 1) {_TOKENS}; estimates KL(mu || pi_old)", f"r3/diagnostics.py; {_R3}"
     ),

@@ -87,13 +87,14 @@ class SourceError(ValueError):
 
 def columns_of(config: Config, reward: str = "") -> Columns:
     """What a run reads from rows that `reward` will judge (empty: the training's)."""
-    data = config.data
+    data, env = config.data, config.env
+    judges = env.name != "guess_number" and not env.path  # others may give rewards of their own
     return Columns(
         prompt=data.prompt_key,
         answer=data.answer_key,
         tools=data.tools_key,
         system_prompt=data.system_prompt,
-        answer_holds="####" if (reward or config.reward.function) == "gsm8k" else "",
+        answer_holds="####" if judges and (reward or config.reward.function) == "gsm8k" else "",
     )
 
 

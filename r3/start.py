@@ -18,7 +18,7 @@ from r3.evaluate import HeldOut
 from r3.hf import CheckpointError
 from r3.mesh import Mesh
 from r3.resume import ResumeError, Start, open_run
-from r3.rollout import Judge
+from r3.rollout import Judge, Talk
 from r3.rows import columns_of
 from r3.rundir import RunDir, read_metrics
 from r3.shape import ModelShape
@@ -28,13 +28,14 @@ from r3.validate import cpu_engine_problems
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learnt, read from disk: questions, held-out questions, judge, tokenizer, sizes of the model.
+    """What is learnt, read from disk: questions, held-out questions, environment, judge, tokenizer, sizes of the model.
 
     `max_model_len` is the longest conversation any question can become.
     """
 
     prompts: Dataset
     heldout: tuple[HeldOut, ...]
+    talk: Talk
     judge: Judge
     tokenizer: Any
     shape: ModelShape
@@ -54,6 +55,7 @@ def read_task(config: Config) -> Task:
         raise ConfigError(problems)
     # Lengths are checked here, with a rule and a row: transformers' own warning about them would only confuse.
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)
+    talk = Talk.of(config.env, tokenizer, config.model.path)
     data, context = config.data, shape.max_position_embeddings
     prompts, longest = Dataset(prompts=()), 0
     if not config.eval.only:
@@ -80,11 +82,15 @@ def read_task(config: Config) -> Task:
         )
         questions = found.prompts[: each.max_prompts or None]
         judge = judge_of(each.function or config.reward.function)
-        heldout.append(HeldOut(settings=each, prompts=questions, judge=judge))
+        heldout.append(HeldOut(settings=each, prompts=questions, judge=judge, talk=talk))
         longest = max(longest, max(len(prompt.tokens_T) for prompt in questions) + response)
+    if not talk.environments.one_turn:
+        # The first messages of an environment are known when it gives them: its conversations get all the room there is.
+        longest = config.longest_sequence(context)
     return Task(
         prompts=prompts,
         heldout=tuple(heldout),
+        talk=talk,
         judge=judge_of(config.reward.function),
         tokenizer=tokenizer,
         shape=shape,
@@ -199,6 +205,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         f"{', head float32' if config.model.fp32_head else ''}"
         f"{', deterministic kernels' if config.debug.deterministic else ''}",
         f"data       {len(task.prompts)} prompts{sources} ({left_out}), {held_out}",
+        f"task       {config.env.path or config.env.name}, judged by {config.reward.function}",
         f"step       {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} answers, "
         f"{config.train.updates_per_step} update(s), {config.train.steps} steps",
         f"replay     {replay}; missing routes: {config.replay.on_missing}; reference "

@@ -29,10 +29,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch  # named only: worker processes take prompts without paying for torch
 
 Message = Mapping[str, Any]  # one chat message: {"role": ..., "content": ...}
 
@@ -126,7 +128,7 @@ class MicroBatch:
     def captured_N(self) -> torch.Tensor:
         """True where the experts that processed the token were captured: neither missing (-1) nor of a filler."""
         if not self.routed_experts_NLK.numel():  # none captured, or a stage without MoE layers
-            return torch.zeros(self.num_tokens, dtype=torch.bool)
+            return self.real_N.new_zeros(self.num_tokens)
         return (self.routed_experts_NLK >= 0).flatten(1).all(1) & self.real_N
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from r3.config import Config, EvalSet, Problem, flatten
+from r3.config import Config, EnvConfig, EvalSet, Problem, flatten
 from r3.rows import Columns, Row, columns_of, is_folder, is_near, read_rows
 from r3.shape import ModelShape, ShapeError, checkpoint_tensors
 
@@ -31,6 +31,9 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _Range = tuple[str, Callable[[Any], bool], str, str]
 _COUNTS = (
     "data.max_prompt_tokens",
+    "env.max_turn_tokens",
+    "env.workers",
+    "env.retries",
     "rollout.top_k",
     "train.warmup_updates",
     "train.logprob_chunk_tokens",
@@ -43,9 +46,11 @@ _COUNTS = (
     "checkpoint.keep",
     "log.rollouts_every",
     "debug.prove_sync_every",
+    "algo.dynamic_sampling",
     "algo.overlong_buffer",
 )
 _SIZES = (
+    "env.max_turns",
     "rollout.prompts_per_step",
     "rollout.group_size",
     "rollout.max_response_tokens",
@@ -69,6 +74,13 @@ _RANGES: tuple[_Range, ...] = (
     ),
     *((name, lambda v: v >= 1, "must be at least 1", "give a positive whole number") for name in _SIZES),
     ("parallel.etp", lambda v: v >= 0, "must not be negative", "0 = same as parallel.tp"),
+    ("env.timeout_s", lambda v: v > 0, "must be above 0", "60, or what the slowest call needs"),
+    (
+        "env.stop",
+        lambda v: all(v),
+        "must hold no empty string: it would end every message at once",
+        "leave it out",
+    ),
     (
         "rollout.temperature",
         lambda v: v > 0,
@@ -166,6 +178,7 @@ def examine(
     _check_algorithm(config, found)
     _check_layout(config, found, shape, world_size)
     _check_lengths(config, found, shape)
+    _check_environment(config, found)
     _check_reward(config.reward.function, found, "reward.function")
     sets = _check_eval(config, found, shape)
     train, heldout = _check_data(config, found, sets)
@@ -333,6 +346,12 @@ def _check_algorithm(config: Config, found: _Findings) -> None:
             "is PPO's: cispo bounds a weight, and from above only",
             "--algo.clip_low 1, and choose algo.clip_high; 3 to 5 are common",
         )
+    if algo.dynamic_sampling > 0 and algo.advantage == "reinforce_pp":
+        found.add(
+            "algo.dynamic_sampling",
+            "leaves out groups whose rewards are all equal, and reinforce_pp learns from those too: it has no groups",
+            "0, or another algo.advantage",
+        )
     length = config.rollout.max_response_tokens
     if found.sound("algo.overlong_buffer", "rollout.max_response_tokens") and algo.overlong_buffer > length:
         found.add(
@@ -468,6 +487,61 @@ def _check_lengths(config: Config, found: _Findings, shape: ModelShape | None) -
         found.add("train.micro_batch_tokens", rule, f"at least {needed}; several sequences pack better")
 
 
+def _check_environment(config: Config, found: _Findings) -> None:
+    """A user's file is read, not run; `r3.envs.find` loads it before the first step and checks what it really defines."""
+    env = config.env
+    if env.max_turn_tokens > config.rollout.max_response_tokens and found.sound("env.max_turn_tokens"):
+        found.add(
+            "env.max_turn_tokens",
+            f"exceeds rollout.max_response_tokens = {config.rollout.max_response_tokens}, which bounds all turns together",
+            "0 for whatever is left, or a larger rollout.max_response_tokens",
+        )
+    if not env.path:
+        return
+    if env.name != EnvConfig().name:
+        found.add(
+            "env.name", "is set beside env.path: a conversation has one environment", "give one of the two"
+        )
+    path, colon, name = env.path.rpartition(":")
+    if not colon or not path.endswith(".py") or not name.isidentifier():
+        found.add("env.path", "is not file.py:Class", "path/to/my_env.py:MyEnv")
+        return
+    if (tree := _parse(path, "env.path", found)) is None:
+        return
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if name not in classes:
+        fix = f"it defines {', '.join(classes) or 'none'}; write the class at the top level of the file"
+        found.add("env.path", f"{path} defines no class {name!r}", fix)
+        return
+    methods = {
+        node.name: node
+        for node in classes[name].body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    for method, argument in (("reset", "prompt"), ("step", "message")):
+        fix = f"write `def {method}(self, {argument})` in it"
+        if method in methods:
+            arguments = methods[method].args
+            positional = [*arguments.posonlyargs, *arguments.args]
+            needed = len(positional) - len(arguments.defaults)
+            if needed > 2 or (len(positional) < 2 and arguments.vararg is None):
+                found.add(
+                    "env.path", f"{name}.{method} does not take self and one argument, the {argument}", fix
+                )
+        elif not classes[name].bases:
+            found.add("env.path", f"class {name} has no method {method}", fix)
+
+
+def _parse(path: str, field: str, found: _Findings) -> ast.Module | None:
+    try:
+        return ast.parse(Path(path).read_bytes(), filename=path)
+    except OSError as error:
+        found.add(field, f"{path} cannot be read ({error.strerror})", "give the path of a Python file")
+    except (SyntaxError, ValueError) as error:
+        found.add(field, f"{path} is not valid Python ({error})", "mend the file")
+    return None
+
+
 def _check_reward(reward: str, found: _Findings, name: str) -> None:
     if reward in BUILTIN_REWARDS:
         return
@@ -476,21 +550,12 @@ def _check_reward(reward: str, found: _Findings, name: str) -> None:
         fix = f"one of {', '.join(BUILTIN_REWARDS)}, or path/to/file.py:function"
         found.add(name, "is neither a built-in reward nor file.py:function", fix, value=reward)
         return
-    try:
-        tree = ast.parse(Path(path).read_bytes(), filename=path)
-    except OSError as error:
-        found.add(
-            name, f"{path} cannot be read ({error.strerror})", "give the path of a Python file", value=reward
-        )
-    except (SyntaxError, ValueError) as error:
-        found.add(name, f"{path} is not valid Python ({error})", "mend the file", value=reward)
-    else:
-        defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        if function not in defined:
-            fix = (
-                f"it defines {', '.join(defined) or 'none'}; write the function at the top level of the file"
-            )
-            found.add(name, f"{path} defines no plain function {function!r}", fix, value=reward)
+    if (tree := _parse(path, name, found)) is None:
+        return
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if function not in defined:
+        fix = f"it defines {', '.join(defined) or 'none'}; write the function at the top level of the file"
+        found.add(name, f"{path} defines no plain function {function!r}", fix, value=reward)
 
 
 def _check_eval(config: Config, found: _Findings, shape: ModelShape | None) -> tuple[EvalSet, ...]:
@@ -606,6 +671,11 @@ def _ignored_settings(config: Config, shape: ModelShape | None, given: Collectio
             )
     if config.model.dtype == config.engine.dtype == "float32":
         ignored("policy and engine are float32 throughout", "model.fp32_head")
+    if config.env.name == "single_turn" and not config.env.path:
+        turns = ("env.max_turns", "env.max_turn_tokens", "env.workers", "env.timeout_s", "env.retries")
+        ignored("env.name is single_turn", *turns, "env.on_error")
+    elif not config.env.path and not config.env.workers:
+        ignored("the environment is a built-in one, which runs at once", "env.timeout_s")
     if config.replay.mode == "off":
         ignored("replay.mode is off", "replay.on_missing", "replay.reference", "replay.shadow_every")
     if config.replay.mode == "r2":

@@ -2,7 +2,7 @@
 
 from r3.engine.build import EngineConfigError
 from r3.engine.engine import Engine, EngineStateError, WeightMismatch
-from r3.engine.generate import Request, sampling_seed
+from r3.engine.generate import Request, Sampled, Sampling, Transcript, Turn, sampling_seed
 from r3.engine.routes import RouteError, check_routes
 
 __all__ = [
@@ -11,6 +11,10 @@ __all__ = [
     "EngineStateError",
     "Request",
     "RouteError",
+    "Sampled",
+    "Sampling",
+    "Transcript",
+    "Turn",
     "WeightMismatch",
     "check_routes",
     "sampling_seed",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from r3.device import preserved_random_state
 from r3.engine import memory
 from r3.engine.build import build_llm
-from r3.engine.generate import Request, generate
+from r3.engine.generate import Request, Sampler, generate
 from r3.engine.weights import push
 from r3.types import Rollout
 
@@ -42,6 +44,7 @@ class Engine:
         on_missing: what an incomplete capture does: stop the run, or become rows of -1.
         speaks: whether this rank returns them: of the ranks that share one engine, the first does, and the others'
             rollouts are not used.
+        max_model_len: tokens of the longest conversation.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class Engine:
         self.on_missing = config.replay.on_missing
         self.speaks = device.rank % config.parallel.engine_tp == 0
         self.version = -1
+        self.max_model_len = max_model_len
+        self._ranks = config.parallel.engine_tp
         self._sleep_level = config.engine.sleep_level
         self._awake: set[Part] = {"weights", "kv_cache"}
         self._stale_cache = True
@@ -143,6 +148,33 @@ class Engine:
         Raises:
             EngineStateError: asleep, weights of another version, or a prefix cache of older weights.
         """
+        self._refuse_stale(version)
+        return generate(self, requests, on_finished)
+
+    @contextmanager
+    def sampler(self, *, version: int) -> Iterator[Sampler]:
+        """Turns of conversations with the weights of `version`, added and ended at any time while others are in flight.
+
+        The caller's random state is left as it was. All ranks of one engine must enter, add and step together.
+
+        Raises:
+            EngineStateError: asleep, weights of another version, or a prefix cache of older weights.
+        """
+        self._refuse_stale(version)
+        with preserved_random_state():
+            yield Sampler(self)
+
+    def share(self, item: Any) -> Any:
+        """What the rank that speaks for this engine says, on all its ranks. All of them must call."""
+        if self._ranks == 1:
+            return item
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group, box = get_tp_group(), [item]
+        torch.distributed.broadcast_object_list(box, src=group.ranks[0], group=group.cpu_group)
+        return box[0]
+
+    def _refuse_stale(self, version: int) -> None:
         if asleep := sorted({"weights", "kv_cache"} - self._awake):
             raise EngineStateError(f"generate while {' and '.join(asleep)} sleep: wake them first")
         if self.version != version:
@@ -153,7 +185,6 @@ class Engine:
             raise EngineStateError(
                 "generate after new weights without reset_cache(): old KV and old routes would be served"
             )
-        return generate(self, requests, on_finished)
 
     def sleep(self) -> None:
         """Give the KV cache's memory (on CUDA the weights' too) to the policy. Nothing may be in flight."""

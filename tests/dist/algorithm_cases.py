@@ -92,7 +92,7 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> dic
     with policy.reference_weights():
         reference = policy.score(batch.micro_batches, mode="replay")
     count = len(LENGTHS)
-    rewards = Rewards(rewards_R=torch.arange(count).double() % 3, groups_R=torch.arange(count) // 2)
+    rewards = Rewards(rewards_R=torch.arange(count).double() % 3, groups_R=torch.arange(count) // 2, names_R=tuple((i // 2, i % 2) for i in range(count)))
     reports: dict[str, Any] = {}
     (after,) = take_kl_from_reward(
         policy, [batch], old, reference, rewards, config.algo, lambda metrics: reports.update(metrics)

@@ -284,6 +284,12 @@ def test_every_number_has_a_rule() -> None:
         ({"algo.minirl_cap": 0.5, "algo.loss": "minirl"}, "algo.minirl_cap", "at least 1"),
         ({"algo.correction_high": 0.5}, "algo.correction_high", "0 or at least 1"),
         ({"algo.correction_low": 1.0}, "algo.correction_low", "below 1"),
+        ({"algo.dynamic_sampling": -1}, "algo.dynamic_sampling", "negative"),
+        (
+            {"algo.dynamic_sampling": 1, "algo.advantage": "reinforce_pp"},
+            "algo.dynamic_sampling",
+            "it has no groups",
+        ),
         ({"algo.overlong_buffer": -1}, "algo.overlong_buffer", "negative"),
         ({"algo.overlong_buffer": 41}, "algo.overlong_buffer", "exceeds rollout.max_response_tokens = 40"),
         ({"algo.overlong_penalty": 0.0}, "algo.overlong_penalty", "above 0"),

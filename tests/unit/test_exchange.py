@@ -35,7 +35,7 @@ class Two(Axis):
     """Both ranks of a world of two in one process: what the other rank would send is given."""
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        other = [(index + 4, group + 2, reward - 1) for index, group, reward in item]
+        other = [((group + 2, member), reward - 1) for (group, member), reward in item]
         return [other, item]
 
 
@@ -47,6 +47,22 @@ def test_rewards_of_all_ranks_come_in_the_order_of_the_step() -> None:
     advantages = [item.advantage for item in score_all(answers(), both, whitened)]
     # Over all eight: mean 0, unbiased variance 4 / 7. This rank's four alone would have mean 1/2.
     assert advantages == pytest.approx([(7 / 4) ** 0.5, 0.0, (7 / 4) ** 0.5, 0.0], rel=1e-5)
+
+
+def test_a_conversation_left_out_leaves_no_gap_in_the_numbers() -> None:
+    whole = answers(rewards=(1.0, 0.0, 0.0, 1.0))
+    rest = Answers(rollouts=[whole.rollouts[i] for i in (0, 2, 3)], rewards=[1.0, 0.0, 1.0])
+    rewards = gather_rewards(rest, ALONE, CONFIG)
+    assert rewards.names_R == ((0, 0), (1, 0), (1, 1))
+    scored = score_all(rest, rewards, CONFIG)
+    assert [(item.index, item.rollout.group, item.rollout.member) for item in scored] == [
+        (0, 0, 0),
+        (1, 1, 0),
+        (2, 1, 1),
+    ]
+    assert scored[0].advantage == 0.0  # alone in its group it teaches nothing
+    assert scored[1].advantage == -scored[2].advantage < 0
+    assert rewards.groups_with_signal == [1]
 
 
 def test_overlong_penalty_shapes_the_reward_before_the_advantage_and_leaves_the_dump_alone() -> None:
@@ -85,6 +101,10 @@ def test_advantages_can_be_replaced_in_a_packed_micro_batch() -> None:
 
 
 def test_rewards_say_what_advantages_were_made_of() -> None:
-    rewards = Rewards(rewards_R=torch.tensor([0.5, -0.5, 1.5]), groups_R=torch.zeros(3, dtype=torch.int64))
+    rewards = Rewards(
+        rewards_R=torch.tensor([0.5, -0.5, 1.5]),
+        groups_R=torch.zeros(3, dtype=torch.int64),
+        names_R=((0, 0), (0, 1), (0, 2)),
+    )
     part = rewards.metrics["reward/shaped_mean"]
     assert type(part).reduce([part, part]) == np.float64(0.5)  # every rank has the same

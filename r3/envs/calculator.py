@@ -1,0 +1,85 @@
+"""A question answered with a calculator at hand: the model calls, the tool replies, until the model answers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from r3.types import Message, Prompt
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_LONGEST_EXPRESSION = 200  # characters; without powers, nothing that short takes long
+
+
+class Calculator:
+    """`<tool_call>47+38</tool_call>`, or the same as JSON with name and arguments, is answered by a tool message `85`.
+
+    A message without a call is the answer, which the reward function judges. What cannot be computed is answered "error".
+    """
+
+    tools = (
+        {
+            "type": "function",
+            "function": {
+                "name": "calc",
+                "description": "Evaluate an expression of numbers, + - * / and parentheses.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"expression": {"type": "string"}},
+                    "required": ["expression"],
+                },
+            },
+        },
+    )
+
+    def reset(self, prompt: Prompt) -> Sequence[Message]:
+        """The prompt's own messages; the template adds the tool."""
+        return prompt.messages
+
+    def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
+        """Answer every call of the message, in order."""
+        calls = _CALL.findall(message["content"])
+        return [{"role": "tool", "content": _reply(call)} for call in calls], None, not calls
+
+
+def _reply(call: str) -> str:
+    expression = call.strip()
+    if expression.startswith("{"):
+        try:
+            expression = str(json.loads(expression)["arguments"]["expression"])
+        except (ValueError, KeyError, TypeError):
+            return "error"
+    try:
+        return evaluate(expression)
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError):
+        return "error"
+
+
+def evaluate(expression: str) -> str:
+    """The value of an expression, whole numbers as such; ValueError when it is none."""
+    if len(expression) > _LONGEST_EXPRESSION:
+        raise ValueError("too long")
+    value = _value(ast.parse(expression.strip(), mode="eval").body)
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return Fraction(str(number))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return Fraction(_OPERATORS[type(op)](_value(left), _value(right)))
+    raise ValueError(f"{ast.unparse(node)} is no arithmetic")

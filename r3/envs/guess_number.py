@@ -1,0 +1,43 @@
+"""A game: find a number from 0 to 30; every guess is answered with "higher" or "lower"."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+from r3.types import Message, Prompt
+
+LARGEST = 30
+GUESSES = 6  # five halvings find any of 31 numbers
+
+
+class GuessNumber:
+    """The number depends on the prompt's id alone, so all members of a group look for the same one.
+
+    The reward is 1 for the first guess, a sixth less for every further one, and 0 when it is not found. A message without
+    a number is a guess lost. Every guess has a reward, so a game that is cut short is lost too, and no judge is asked.
+    """
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.guesses = 0
+
+    def reset(self, prompt: Prompt) -> Sequence[Message]:
+        """The rules; of the prompt only its id is used."""
+        digest = hashlib.blake2b(prompt.id.encode(), digest_size=8).digest()
+        self.number = int.from_bytes(digest, "little") % (LARGEST + 1)
+        return [{"role": "user", "content": f"Guess the number. It is from 0 to {LARGEST}."}]
+
+    def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
+        """Compare the last number of the message."""
+        self.guesses += 1
+        found = re.findall(r"\d+", message["content"])
+        guess = int(found[-1][-9:]) if found else None
+        if guess == self.number:
+            return [], 1 - (self.guesses - 1) / GUESSES, True
+        if self.guesses == GUESSES:
+            return [], 0.0, True
+        if guess is None:
+            return [{"role": "user", "content": "Say a number."}], 0.0, False
+        return [{"role": "user", "content": "higher" if guess < self.number else "lower"}], 0.0, False

@@ -1,0 +1,291 @@
+"""Conversations with the real engine, each compared with one forward pass of transformers in float32 over all of its tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3.config import Config
+from r3.device import Device
+from r3.engine import Engine
+from r3.exchange import score_all
+from r3.mesh import Mesh, build_mesh
+from r3.refill import NoSignalError, answers_of_step
+from r3.rollout import Answers, EnvironmentFailed, Judge, Talk, answer
+from r3.start import Task, read_task
+from r3.types import Prompt, Rollout
+from tests.tiny import tiny_config
+
+CHATTY = '''
+import random, time
+
+class Chatty:
+    """Three turns; what it says depends on what it heard; it takes its time, another one in every run."""
+    role = "user"
+    def reset(self, prompt):
+        self.turns, self.rows = 0, int(prompt.id.rpartition(":")[2])
+        return prompt.messages
+    def step(self, message):
+        time.sleep(random.random() * 0.03)
+        self.turns += 1
+        if self.turns == 3 + self.rows % 2:
+            return [], None, True
+        length = (len(message["content"]) * 7 + self.rows) % 7
+        return [{"role": self.role, "content": "and then " + "3 more " * length}], 0.25, False
+
+class Tool(Chatty):
+    role = "tool"
+    tools = ({"type": "function", "function": {"name": "calc"}},)
+
+class Stops(Chatty):
+    stop = ("=", "####")
+'''
+
+TROUBLE = '''
+import os, time
+from pathlib import Path
+
+class Trouble:
+    """Two turns; in the first, prompt {crash} takes its process down, {hang} never returns, {slow} takes its time."""
+    def reset(self, prompt):
+        self.id, self.turns = prompt.id.rpartition(":")[2], 0
+        return prompt.messages
+    def step(self, message):
+        self.turns += 1
+        if self.turns == 2:
+            return [], 1.0, True
+        if self.id == "{crash}":
+            os._exit(9)
+        if self.id == "{hang}":
+            time.sleep(600)
+        if self.id == "{slow}":
+            time.sleep({slow_s})
+        return [{{"role": "user", "content": "go on"}}], None, False
+'''
+
+
+class Talker:
+    """An engine with the checkpoint's own weights, and what a round of answers needs."""
+
+    def __init__(self, device: Device, config: Config) -> None:
+        self.config = config
+        self.task: Task = read_task(config)
+        self.mesh: Mesh = build_mesh(device, config.parallel)
+        self.engine = Engine(
+            config, device, self.task.shape, self.task.tokenizer, max_model_len=config.engine.max_model_len
+        )
+        self.engine.wake("weights")
+        self.engine.wake("kv_cache")
+        self.engine.version, self.engine._stale_cache = (
+            0,
+            False,
+        )  # it was loaded from the files, not pushed to
+
+    def answer(
+        self,
+        *,
+        prompts: Sequence[Prompt] | None = None,
+        members: int = 2,
+        max_tokens: int = 120,
+        keep_all: bool = False,
+        seen: list[str] | None = None,
+        **env: Any,
+    ) -> Answers:
+        """One round in an environment with these settings."""
+        talk = Talk.of(replace(self.config.env, **env), self.task.tokenizer, self.config.model.path)
+
+        def judge(rollout: Rollout, prompt: Prompt) -> float:
+            return float(len(rollout.response))
+
+        try:
+            return answer(
+                self.engine,
+                prompts or self.task.prompts.prompts[:8],
+                judge,
+                self.mesh,
+                members=members,
+                version=0,
+                run_seed=0,
+                seed_step=0,
+                max_tokens=max_tokens,
+                temperature=1.0,
+                talk=talk,
+                keep_all=keep_all,
+                on_answer=lambda: seen.append(str(time.monotonic())) if seen is not None else None,
+            )
+        finally:
+            talk.environments.close()
+
+
+class Yardstick:
+    """transformers, float32."""
+
+    def __init__(self, path: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def compare(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Largest difference in the log-probability of a sampled token; slots, and those with other experts."""
+        worst, slots, wrong = 0.0, 0, 0
+        for rollout in rollouts:
+            tokens = torch.from_numpy(rollout.tokens_T)[None]
+            output = self.model(tokens, output_router_logits=True)
+            logprobs_T = output.logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+            sampled_T = rollout.loss_mask_T[1:] > 0
+            worst = max(worst, float(abs(logprobs_T - rollout.logprobs_T[1:])[sampled_T].max()))
+            k = rollout.routed_experts.shape[-1]
+            for layer, scores in enumerate(output.router_logits):
+                chosen = scores.topk(k, dim=-1).indices.sort(-1).values[:-1].numpy()
+                given = np.sort(rollout.routed_experts[:, layer], -1)
+                slots += len(given)
+                wrong += int((chosen != given).any(-1).sum())
+        return {"worst": worst, "slots": slots, "wrong": wrong}
+
+
+def facts(rollout: Rollout, decode: Any) -> dict[str, Any]:
+    """What a test wants to know of one rollout."""
+    mask = rollout.loss_mask_T
+    first = int(mask.argmax())
+    starts = np.flatnonzero(np.diff(mask, prepend=0) == 1).tolist()
+    ends = [*np.flatnonzero(np.diff(mask) == -1).tolist(), len(mask) - 1][: len(starts)]
+    return {
+        "who": f"{rollout.prompt_id}/{rollout.member}",
+        "tokens": rollout.tokens_T.tolist(),
+        "rows": len(rollout.routed_experts),
+        "turns": len(starts),
+        "after": [decode(rollout.tokens_T[first:])],
+        "said": [decode(rollout.tokens_T[a : b + 1]) for a, b in zip(starts, ends, strict=True)],
+        "finish_reason": rollout.finish_reason,
+        "observed_logprobs": float(abs(rollout.logprobs_T[mask == 0]).max()),
+        "response": rollout.response,
+    }
+
+
+def numbers(answers: Answers) -> dict[str, float]:
+    return {name: float(type(part).reduce([part])) for name, part in answers.facts.items()}
+
+
+def talks(device: Device, *, folder: str, engine_tp: int = 1) -> dict[str, Any]:
+    """Every kind of conversation, with the comparison."""
+    file = Path(folder) / f"chatty_{device.rank}_{device.world_size}_{engine_tp}.py"
+    file.write_text(CHATTY)
+    config = tiny_config(
+        parallel={"engine_tp": engine_tp, "tp": engine_tp},
+        engine={"max_model_len": 320, "kv_cache_gib": 0.0625},
+        rollout={"max_response_tokens": 120},
+    )
+    talker = Talker(device, config)
+    yardstick = Yardstick(config.model.path)
+    found: dict[str, Any] = {}
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "chatty": {"path": f"{file}:Chatty"},
+        "tool in workers": {"path": f"{file}:Tool", "workers": 1},
+        "stop strings": {"path": f"{file}:Stops", "stop": ("+",)},
+        "cut turns": {"path": f"{file}:Chatty", "max_turn_tokens": 3},
+        "little room": {"path": f"{file}:Chatty", "max_tokens": 40},
+        "few turns": {"path": f"{file}:Chatty", "max_turns": 2},
+        "game": {"name": "guess_number", "max_turn_tokens": 12},
+        "calculator": {"name": "calculator"},
+    }
+    for kind, settings in kinds.items():
+        answers = talker.answer(**settings)
+        comparison = yardstick.compare(answers.rollouts) if answers.rollouts else {}
+        found[kind] = {
+            "rollouts": [facts(rollout, talker.task.tokenizer.decode) for rollout in answers.rollouts],
+            "rewards": answers.rewards,
+            "facts": numbers(answers),
+            **comparison,
+        }
+    return found
+
+
+def trouble(device: Device, *, folder: str, slow_s: float, limit_s: float) -> dict[str, Any]:
+    """64 conversations of which one crashes, one hangs and one is slow, under every policy; and the same without trouble."""
+    config = tiny_config(engine={"max_model_len": 160, "kv_cache_gib": 0.0625})
+    talker = Talker(device, config)
+    prompts = talker.task.prompts.prompts[:64]
+    crash, hang, slow = (prompts[i].id.rpartition(":")[2] for i in (5, 9, 11))
+    file = Path(folder) / "trouble.py"
+    file.write_text(TROUBLE.format(crash=crash, hang=hang, slow=slow, slow_s=slow_s))
+    calm = Path(folder) / "calm.py"
+    calm.write_text(TROUBLE.format(crash="no", hang="no", slow="no", slow_s=0))
+    found: dict[str, Any] = {"crash": prompts[5].id, "hang": prompts[9].id, "slow": prompts[11].id}
+    common: dict[str, Any] = {"workers": 2, "prompts": prompts, "members": 1, "max_tokens": 60}
+    runs: dict[str, dict[str, Any]] = {
+        "calm": {"path": f"{calm}:Trouble", "timeout_s": 60.0},
+        "drop": {"path": f"{file}:Trouble", "timeout_s": limit_s, "on_error": "drop", "retries": 1},
+        "zero": {"path": f"{file}:Trouble", "timeout_s": limit_s, "on_error": "zero"},
+        "kept": {"path": f"{file}:Trouble", "timeout_s": limit_s, "on_error": "drop", "keep_all": True},
+    }
+    for name, settings in runs.items():
+        seen: list[str] = []
+        answers = talker.answer(**common, **settings, seen=seen)
+        found[name] = {
+            "tokens": {rollout.prompt_id: rollout.tokens_T.tolist() for rollout in answers.rollouts},
+            "rewards": dict(zip((r.prompt_id for r in answers.rollouts), answers.rewards, strict=True)),
+            "outcomes": {rollout.prompt_id: rollout.finish_reason for rollout in answers.rollouts},
+            "facts": numbers(answers),
+            "ended": [float(when) - float(seen[0]) for when in seen],
+        }
+    try:
+        talker.answer(**common, path=f"{file}:Trouble", timeout_s=limit_s, on_error="stop")
+        found["stop"] = "nothing was raised"
+    except EnvironmentFailed as error:
+        found["stop"] = str(error)
+    return found
+
+
+def refills(device: Device) -> dict[str, Any]:
+    """Steps with dynamic sampling under a judge that tells apart the answers of every third prompt only."""
+    config = tiny_config(
+        engine={"max_model_len": 160, "kv_cache_gib": 0.0625},
+        rollout={"prompts_per_step": 6, "group_size": 2},
+        algo={"dynamic_sampling": 6},
+    )
+    talker = Talker(device, config)
+
+    def judge(rollout: Rollout, prompt: Prompt) -> float:
+        return float(rollout.member) if int(prompt.id.rpartition(":")[2]) % 3 == 0 else 1.0
+
+    def steps(config: Config, judge: Judge, *wanted: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for step in wanted:
+            talker.engine.version = step - 1
+            task = replace(talker.task, judge=judge)
+            made = answers_of_step(talker.engine, task, config, talker.mesh, step=step)
+            scored = score_all(made.answers, made.rewards, config)
+            parts = {name: part for parts in made.metrics for name, part in parts.items()}
+            found[str(step)] = {
+                "sampled": {
+                    f"{rollout.prompt_id} {rollout.group} {rollout.member}": rollout.tokens_T.tolist()
+                    for rollout in made.answers.rollouts
+                },
+                "advantages": [item.advantage for item in scored],
+                "indices": [item.index for item in scored],
+                **{
+                    name: float(type(parts[name]).reduce([parts[name]]))
+                    for name in parts
+                    if "rounds" in name or "groups_" in name
+                },
+            }
+        return found
+
+    found = {"run": steps(config, judge, 1, 2, 3), "resumed": steps(config, judge, 3)}
+    one = replace(config, algo=replace(config.algo, dynamic_sampling=1))
+    found["capped"] = steps(one, judge, 1)
+    found["off"] = steps(replace(config, algo=replace(config.algo, dynamic_sampling=0)), judge, 1)
+    try:
+        steps(one, lambda _rollout, _prompt: 1.0, 1)
+        found["nothing"] = "nothing was raised"
+    except NoSignalError as error:
+        found["nothing"] = str(error)
+    return found

@@ -1,0 +1,165 @@
+"""Conversations of several turns: what was sampled is what is trained, with the routes that produced it, whatever happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import env_cases
+from tests.world import run_world
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (found,) = run_world(env_cases.talks, 1, folder=str(tmp_path_factory.mktemp("envs")), timeout_s=300.0)
+    result: dict[str, Any] = found
+    return result
+
+
+def agrees_with_transformers(talk: dict[str, Any]) -> None:
+    assert talk["slots"] > 500
+    # Float32 on both sides: a near tie of two experts flips once in ten thousand slots at most, a shift flips most.
+    assert talk["wrong"] <= talk["slots"] / 5000
+    assert talk["worst"] <= 1e-4  # rounding of two float32 stacks leaves some 1e-6
+    for rollout in talk["rollouts"]:
+        assert rollout["rows"] == len(rollout["tokens"]) - 1
+        assert rollout["observed_logprobs"] == 0.0
+
+
+KINDS = (
+    "plain",
+    "chatty",
+    "tool in workers",
+    "stop strings",
+    "cut turns",
+    "little room",
+    "few turns",
+    "game",
+)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "calculator"])
+def test_routes_and_probabilities_of_whole_conversations_equal_transformers(
+    talks: dict[str, Any], kind: str
+) -> None:
+    agrees_with_transformers(talks[kind])
+    assert len(talks[kind]["rollouts"]) == 16
+    if "routing/overlap_differs" in talks[kind]["facts"]:
+        assert talks[kind]["facts"]["routing/overlap_differs"] == 0.0
+
+
+def test_conversations_have_the_turns_they_should(talks: dict[str, Any]) -> None:
+    assert {r["turns"] for r in talks["plain"]["rollouts"]} == {1}
+    assert talks["plain"]["facts"] == {}
+    for kind in ("chatty", "tool in workers"):
+        assert {r["turns"] for r in talks[kind]["rollouts"]} <= {1, 2, 3, 4}
+        assert talks[kind]["facts"]["env/turns_mean"] > 1.5
+    assert any("<tool_response>and then" in r["after"][0] for r in talks["tool in workers"]["rollouts"])
+    few = [(r["turns"], r["finish_reason"]) for r in talks["few turns"]["rollouts"]]
+    assert set(few) <= {(2, "turns"), (2, "length"), (1, "length")} and few.count((2, "turns")) > 8
+    assert talks["game"]["facts"]["env/turns_mean"] > 2
+
+
+def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(talks: dict[str, Any]) -> None:
+    cut = [r for r in talks["cut turns"]["rollouts"] if r["turns"] > 1]
+    assert cut
+    for rollout in cut:
+        for said in rollout["said"][:-1]:
+            assert f"{said}<|im_end|>\n<|im_start|>user\nand then" in rollout["after"][0] or said.endswith(
+                "<|im_end|>"
+            )
+    stopped = [said for r in talks["stop strings"]["rollouts"] for said in r["said"]]
+    assert any(said.endswith(("=", "+", "####")) for said in stopped)
+    for said in stopped:
+        text = said.removesuffix("<|im_end|>")
+        assert not any(stop in text[:-4] for stop in ("=", "+", "####")), "the stop string ends the turn"
+
+
+def test_conversations_never_outgrow_their_room(talks: dict[str, Any]) -> None:
+    for rollout in talks["little room"]["rollouts"]:
+        assert rollout["said"]
+    assert "length" in {r["finish_reason"] for r in talks["little room"]["rollouts"]}
+
+
+def test_rewards_of_turns_add_up_and_the_judge_speaks_where_there_are_none(talks: dict[str, Any]) -> None:
+    plain = talks["plain"]
+    assert plain["rewards"] == [float(len(r["response"])) for r in plain["rollouts"]]
+    for rollout, reward in zip(talks["few turns"]["rollouts"], talks["few turns"]["rewards"], strict=True):
+        assert reward == 0.25 * rollout["turns"]
+    assert all(0 <= reward <= 1 for reward in talks["game"]["rewards"])
+
+
+def sampled(talk: dict[str, Any]) -> dict[str, list[int]]:
+    return {rollout["who"]: rollout["tokens"] for rollout in talk["rollouts"]}
+
+
+def test_what_is_said_does_not_depend_on_ranks_or_on_how_long_tools_take(
+    talks: dict[str, Any], tmp_path: Path
+) -> None:
+    left, right = run_world(env_cases.talks, 2, folder=str(tmp_path), timeout_s=400.0)
+    for kind in talks:
+        mine, theirs = sampled(left[kind]), sampled(right[kind])
+        assert mine.keys().isdisjoint(theirs)
+        assert mine | theirs == sampled(talks[kind]), kind
+
+
+def test_an_engine_of_two_ranks_holds_the_same_kind_of_conversation(tmp_path: Path) -> None:
+    first, second = run_world(env_cases.talks, 2, folder=str(tmp_path), engine_tp=2, timeout_s=400.0)
+    for kind in KINDS:
+        assert second[kind]["rollouts"] == []
+        assert len(first[kind]["rollouts"]) == 16
+        agrees_with_transformers(first[kind])
+
+
+def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(tmp_path: Path) -> None:
+    (found,) = run_world(env_cases.trouble, 1, folder=str(tmp_path), slow_s=4.0, limit_s=10.0)
+    crash, hang, slow = found["crash"], found["hang"], found["slow"]
+    calm = found["calm"]
+    assert len(calm["tokens"]) == 64 and set(calm["rewards"].values()) == {1.0}
+
+    dropped = found["drop"]
+    assert calm["tokens"].keys() - dropped["tokens"].keys() == {crash, hang}
+    assert all(dropped["tokens"][who] == calm["tokens"][who] for who in dropped["tokens"])
+    assert set(dropped["rewards"].values()) == {1.0}
+    facts = dropped["facts"]
+    assert (facts["env/crashes"], facts["env/timeouts"], facts["env/retries"]) == (2, 2, 2)
+    assert (facts["env/dropped"], facts["env/zeroed"], facts["env/errors"]) == (2, 0, 0)
+
+    for name in ("zero", "kept"):
+        run = found[name]
+        assert len(run["tokens"]) == 64
+        assert {who for who, reward in run["rewards"].items() if reward == 0.0} == {crash, hang}
+        assert {who for who, outcome in run["outcomes"].items() if outcome == "error"} == {crash, hang}
+        assert (run["facts"]["env/dropped"], run["facts"]["env/zeroed"]) == (0, 2)
+        others = calm["tokens"].keys() - {crash, hang}
+        assert all(run["tokens"][who] == calm["tokens"][who] for who in others)
+        # The engine never waited: all but three were over before the slow one was.
+        assert sum(when < 3.5 for when in run["ended"]) >= 61 and slow in run["tokens"]
+
+    assert "env.on_error" in found["stop"] and "rollout word_problems_train.jsonl:" in found["stop"]
+
+
+def test_dynamic_sampling_refills_until_every_group_teaches_and_is_the_same_on_any_layout() -> None:
+    (one,) = run_world(env_cases.refills, 1)
+    left, right = run_world(env_cases.refills, 2)
+    for step, made in one["run"].items():
+        groups = {name.split(" ")[1] for name in made["sampled"]}
+        assert len(groups) == 6 and len(made["sampled"]) == 12
+        assert all(int(name.split(" ")[0].rpartition(":")[2]) % 3 == 0 for name in made["sampled"])
+        assert 0.0 not in made["advantages"], "no group without signal is trained on"
+        assert sorted(made["indices"]) == list(range(12))
+        assert made["rollout/groups_trained"] == 6 < made["rollout/groups_sampled"]
+        assert 1 < made["rollout/rounds"] <= 7
+        both = [left["run"][step], right["run"][step]]
+        assert both[0]["sampled"] | both[1]["sampled"] == made["sampled"]
+        assert sorted(both[0]["indices"] + both[1]["indices"]) == list(range(12))
+        assert both[0]["rollout/rounds"] == made["rollout/rounds"]
+    assert one["resumed"]["3"] == one["run"]["3"], "a step needs nothing of the steps before it"
+    assert one["capped"]["1"]["rollout/rounds"] == 2
+    assert one["capped"]["1"]["rollout/groups_trained"] < 6
+    assert 0.0 in one["off"]["1"]["advantages"] and "rollout/rounds" not in one["off"]["1"]
+    assert "all solved or all out of reach" in one["nothing"]

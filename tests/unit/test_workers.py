@@ -1,0 +1,214 @@
+"""Pools: calls end in values or failures, never in a wait; a worker that hangs or dies costs its own call alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3.workers import Done, Here, Place, Pool, Processes, Threads, WorkerError, load
+
+pytestmark = pytest.mark.unit
+
+PLACES: dict[str, Callable[[], Place]] = {"here": Here, "threads": Threads, "processes": lambda: Processes(2)}
+
+
+def double(value: int) -> int:
+    return 2 * value
+
+
+async def double_later(value: int) -> int:
+    await asyncio.sleep(0.01)
+    return 2 * value
+
+
+def misbehave(how: str, value: int = 0) -> int:
+    match how:
+        case "raise":
+            raise KeyError("no such thing")
+        case "exit":
+            sys.exit(3)
+        case "hang":
+            time.sleep(600)
+        case "die":
+            os._exit(7)
+    return 2 * value
+
+
+async def hang_async() -> None:
+    await asyncio.sleep(600)
+
+
+def loaded_modules() -> list[str]:
+    return [name for name in ("torch", "vllm", "transformers", "r3.types") if name in sys.modules]
+
+
+def once_broken(path: str) -> str:
+    """Fails the first time it is called with a path."""
+    if not Path(path).exists():
+        Path(path).touch()
+        raise OSError("not yet")
+    return "mended"
+
+
+@pytest.fixture(params=PLACES)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    pool = Pool(PLACES[request.param](), timeout_s=30.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Pool]:
+    pool = Pool(Processes(2), timeout_s=2.0)
+    yield pool
+    pool.close()
+
+
+def drain(pool: Pool, timeout_s: float = 60.0) -> dict[Any, Done]:
+    """All that is outstanding, by key."""
+    done: dict[Any, Done] = {}
+    until = time.monotonic() + timeout_s
+    while pool.outstanding:
+        assert time.monotonic() < until, "the pool never ended"
+        done |= {ended.key: ended for ended in pool.poll(0.2)}
+    return done
+
+
+def test_every_place_answers_every_call_plain_and_async(pool: Pool) -> None:
+    for i in range(20):
+        pool.submit(("plain", i), double, i)
+        pool.submit(("async", i), double_later, i)
+    done = drain(pool)
+    assert {key: ended.value for key, ended in done.items()} == {
+        (kind, i): 2 * i for kind in ("plain", "async") for i in range(20)
+    }
+    assert all(ended.failure is None for ended in done.values())
+    assert pool.counts["calls"] == 40
+
+
+def test_what_a_call_raises_comes_back_as_text_with_its_place(pool: Pool) -> None:
+    pool.submit("raise", misbehave, "raise")
+    pool.submit("exit", misbehave, "exit")
+    pool.submit("fine", misbehave, "fine", 4)
+    done = drain(pool)
+    assert done["fine"].value == 8
+    raised, left = done["raise"].failure, done["exit"].failure
+    assert raised is not None and raised.kind == "error" and "KeyError: 'no such thing'" in raised.text
+    assert "test_workers.py" in raised.text
+    assert left is not None and "SystemExit: 3" in left.text
+    assert pool.counts["errors"] == 2
+
+
+def test_a_hanging_and_a_dying_worker_cost_their_own_call_alone(processes: Pool) -> None:
+    processes.counts.clear()
+    processes.submit("hang", misbehave, "hang")
+    processes.submit("die", misbehave, "die")
+    for i in range(12):
+        processes.submit(i, double, i)
+    done = drain(processes)
+    assert [done[i].value for i in range(12)] == [2 * i for i in range(12)]
+    hang, die = done["hang"].failure, done["die"].failure
+    assert hang is not None and hang.kind == "timeout" and "2 s" in hang.text
+    assert die is not None and die.kind == "crash" and "exit code 7" in die.text
+    assert (processes.counts["timeouts"], processes.counts["crashes"]) == (1, 1)
+
+
+def test_workers_hold_neither_torch_nor_vllm(processes: Pool) -> None:
+    processes.submit("loaded", loaded_modules)
+    assert drain(processes)["loaded"].value == ["r3.types"]
+
+
+def test_what_cannot_be_pickled_is_an_error_of_its_call(processes: Pool) -> None:
+    processes.submit("fine", double, 1)
+    processes.submit("value", return_a_lock)
+    done = drain(processes)
+    failure = done["value"].failure
+    assert failure is not None and failure.kind == "error" and "pickle" in failure.text
+    assert done["fine"].value == 2
+
+
+def return_a_lock() -> object:
+    import threading
+
+    return threading.Lock()
+
+
+@pytest.mark.parametrize("function", [misbehave, hang_async], ids=["plain", "async"])
+def test_a_thread_that_hangs_is_left_behind(function: Callable[..., Any]) -> None:
+    pool = Pool(Threads(), timeout_s=0.3)
+    pool.submit("hang", function, *(["hang"] if function is misbehave else []))
+    began = time.monotonic()
+    done = drain(pool)
+    failure = done["hang"].failure
+    assert failure is not None and failure.kind == "timeout"
+    assert time.monotonic() - began < 10
+    pool.submit("next", double, 3)
+    assert drain(pool)["next"].value == 6
+    pool.close()
+
+
+@pytest.mark.parametrize("place", ["here", "threads", "processes"])
+def test_retries_are_made_and_counted(place: str, tmp_path: Path) -> None:
+    pool = Pool(PLACES[place](), timeout_s=30.0, retries=1)
+    pool.submit("mended", once_broken, str(tmp_path / "flag"))
+    pool.submit("hopeless", misbehave, "raise")
+    done = drain(pool)
+    assert done["mended"].value == "mended"
+    assert done["hopeless"].failure is not None
+    assert pool.counts == {"calls": 2, "errors": 3, "retries": 2}
+    pool.close()
+
+
+def test_workers_that_cannot_load_the_users_file_say_why(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise RuntimeError('only in a worker')\n")
+    pool = Pool(Processes(1, preload=[f"{broken}:X"]), timeout_s=30.0)
+    pool.submit("never", double, 1)
+    with pytest.raises(WorkerError, match="only in a worker"):
+        drain(pool)
+    pool.close()
+
+
+def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+    import subprocess
+
+    import psutil
+
+    script = (
+        "import os, time\n"
+        "from r3.workers import Pool, Processes\n"
+        "from tests.unit.test_workers import double, misbehave\n"
+        "pool = Pool(Processes(1), timeout_s=60.0)\n"
+        "pool.submit(0, double, 1)\n"
+        "while not pool.poll(1.0): pass\n"
+        "pool.submit(1, misbehave, 'hang')\n"
+        "pool.poll(0.1)\n"
+        "print(pool._place._workers[0].process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    worker = int(done.stdout)
+    until = time.monotonic() + 20
+    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "the worker outlived its parent"
+        time.sleep(0.05)
+
+
+def test_a_file_is_loaded_once_and_its_objects_can_be_pickled(tmp_path: Path) -> None:
+    import pickle
+
+    file = tmp_path / "my.module.py"
+    file.write_text("class Thing:\n    def __init__(self): self.n = 3\n")
+    thing = load(f"{file}:Thing")
+    assert load(f"{file}:Thing") is thing
+    assert pickle.loads(pickle.dumps(thing())).n == 3
