@@ -274,8 +274,8 @@ class _Conversation:
         return sum(self._rewards) if self._rewards else judge(rollout, self.prompt)
 
     def _open(self, messages: tuple[Message, ...]) -> Turn | None:
-        tokens: Sequence[int] = self.prompt.tokens_T  # with the tools of its row
-        if self._talk.chat and (messages != self.prompt.messages or self._talk.environments.tools):
+        tokens: Sequence[int] = self.prompt.tokens_T  # with the tools of its row, or else the environment's
+        if self._talk.chat and messages != self.prompt.messages:
             tokens = self._talk.chat.first(messages)
         self.transcript = Transcript(self._engine, tokens, who=self.who)
         self._longest = min(len(tokens) + self._longest, self._engine.max_model_len)

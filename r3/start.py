@@ -63,6 +63,7 @@ def read_task(config: Config) -> Task:
             data.path,
             tokenizer,
             columns=columns_of(config),
+            tools=talk.environments.tools,
             max_prompt_tokens=data.max_prompt_tokens or config.longest_prompt(context),
             on_too_long=data.on_too_long,
             drop_duplicates=data.drop_duplicates,
@@ -77,6 +78,7 @@ def read_task(config: Config) -> Task:
             each.path,
             tokenizer,
             columns=columns_of(config, each.function),
+            tools=talk.environments.tools,
             max_prompt_tokens=min(config.engine.max_model_len or context, context) - response,
             on_too_long=data.on_too_long,
         )

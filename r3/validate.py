@@ -77,7 +77,7 @@ _RANGES: tuple[_Range, ...] = (
     ("env.timeout_s", lambda v: v > 0, "must be above 0", "60, or what the slowest call needs"),
     (
         "env.stop",
-        lambda v: all(v),
+        lambda v: v != "",
         "must hold no empty string: it would end every message at once",
         "leave it out",
     ),
