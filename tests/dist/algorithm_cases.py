@@ -30,7 +30,7 @@ def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
         Scored(index=index, rollout=rollout, advantage=(-1.0) ** index * (0.5 + index))
         for index, rollout in enumerate(random_rollouts(shape, LENGTHS))
     ]
-    micro_batch = pack_for(mesh, shape, scored, captured=True)
+    micro_batch = pack_for(mesh, shape, scored, num_layers=len(shape.moe_layers))
     tokens = local_tokens(micro_batch, mesh, device.torch)
     # Policies near the engine's, made of what travels with the token and so the same in every layout.
     mu_N = micro_batch.rollout_logprobs_N
