@@ -1,0 +1,267 @@
+"""Forward and backward of one optimizer step: what replay, grouped experts and packing cost or save, and transformers beside it.
+
+    .venv/bin/python benchmarks/train_step.py                one process, five minutes on one core
+
+All arms compute the loss and all gradients of the same tokens, with the same random Qwen3-MoE of 64 experts, in turns: every
+round runs each arm once, in another order, and a ratio is the median over the rounds of the two times of one round. So a
+machine that others use slows both sides of a ratio alike. Replayed routes are the live choices, recorded beforehand: both
+arms send equally many tokens to every expert. Writes train_step.json to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+from benchmarks.learning_curve import PACKAGES, hardware, source
+from r3 import packing
+from r3.config import Config, ModelConfig, ReplayConfig, TrainConfig
+from r3.device import free_port, init_device
+from r3.mesh import build_mesh
+from r3.policy import Policy
+from r3.shape import ModelShape
+from r3.types import Batch, MicroBatch, Rollout
+
+MODEL = dict(
+    vocab_size=4096,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+    num_experts=64,
+    num_experts_per_tok=8,
+    moe_intermediate_size=128,
+    norm_topk_prob=True,
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+)
+BARS = {  # (faster arm, slower arm): what the ratio of their times must reach
+    "live / replay": ("live", "replay", 0.98),  # replay costs at most 2 %
+    "padded / packed": ("padded", "packed", 1.5),
+    "transformers / r3": ("transformers", "equal", 1.0),
+    "sequential / grouped": ("sequential", "packed", 1.0),
+}
+
+
+def main() -> None:
+    """Build, warm up, take turns, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    words = parser.parse_args()
+    os.environ["MASTER_PORT"] = str(free_port())
+    device = init_device()
+
+    with tempfile.TemporaryDirectory(prefix="r3-train-step-") as folder:
+        hf = random_model(Path(folder))
+        config = Config(
+            model=ModelConfig(path=folder, dtype="float32"), train=TrainConfig(micro_batch_tokens=8192)
+        )
+        shape = ModelShape.read(folder)
+        mesh = build_mesh(device, config.parallel)
+        grouped = Policy(config, device, mesh, shape)
+        live = Policy(replace(config, replay=ReplayConfig(mode="off")), device, mesh, shape)
+        sequential = Policy(
+            replace(config, model=replace(config.model, experts="sequential")), device, mesh, shape
+        )
+
+    rng = np.random.default_rng(0)
+    ragged = np.clip(np.exp(rng.normal(4.8, 0.7, 24)), 16, 1024).astype(int).tolist()
+    even = [128] * (sum(ragged) // 128)
+    packed = recorded(grouped, pack(shape, ragged))
+    padded = recorded(grouped, pack(shape, ragged, pad_to=max(ragged)))
+    equal = recorded(grouped, pack(shape, even))
+    arms: dict[str, Callable[[], Any]] = {
+        "packed": lambda: grouped.forward_backward(packed),
+        "padded": lambda: grouped.forward_backward(padded),
+        "sequential": lambda: sequential.forward_backward(packed),
+        "replay": lambda: grouped.forward_backward(packed),
+        "live": lambda: live.forward_backward(packed),
+        "equal": lambda: grouped.forward_backward(equal),
+        "transformers": lambda: in_transformers(hf, equal),
+    }
+    agree(hf, equal, grouped)
+    seconds = take_turns(arms, words.rounds)
+    report(words.out, seconds, ragged, even)
+    os._exit(0)
+
+
+def random_model(folder: Path) -> Any:
+    """A random Qwen3-MoE in transformers with its experts one after the other ("eager"), saved for the policy too."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).float()
+    model.set_experts_implementation("eager")
+    model.set_attn_implementation("sdpa")
+    model.save_pretrained(folder)
+    return model
+
+
+def pack(shape: ModelShape, lengths: Sequence[int], *, pad_to: int = 1) -> Batch:
+    """Random rollouts as one optimizer step's batch; `pad_to` fills every sequence up to that many tokens."""
+    rng = np.random.default_rng(1)
+    rollouts = []
+    for index, length in enumerate(lengths):
+        mask_T = (np.arange(length) >= length // 4).astype(np.float32)
+        routes = np.argsort(rng.random((length - 1, len(shape.moe_layers), shape.num_experts)), -1)
+        rollouts.append(
+            Rollout(
+                prompt_id=str(index),
+                group=index,
+                member=0,
+                tokens_T=rng.integers(0, shape.vocab_size, length),
+                loss_mask_T=mask_T,
+                logprobs_T=-8 * mask_T,
+                routed_experts=routes[..., : shape.topk].astype(np.int8),
+                finish_reason="stop",
+                version=0,
+                response="",
+            )
+        )
+    (plan,) = packing.plan(
+        [-(-length // pad_to) * pad_to for length in lengths],
+        list(range(len(lengths))),
+        num_updates=1,
+        num_ranks=1,
+        micro_batch_tokens=8192,
+        multiple=pad_to,
+    )
+    micro_batches = tuple(
+        packing.pack(
+            [rollouts[i] for i in members],
+            members,
+            [1.0 - 2.0 * (i % 2) for i in members],
+            num_experts=shape.num_experts,
+            num_layers=len(shape.moe_layers),
+            topk=shape.topk,
+            multiple=pad_to,
+            sequence_multiple=pad_to,
+        )
+        for members in plan.micro_batches[0]
+    )
+    return Batch(
+        micro_batches=micro_batches,
+        num_loss_tokens=packing.count_loss_tokens(micro_batches),
+        num_sequences=len(lengths),
+    )
+
+
+def recorded(policy: Policy, batch: Batch) -> Batch:
+    """The batch with the policy's own live choices as its routes."""
+    routes = policy.score(batch.micro_batches, mode="record").ledger.recorded
+    return replace(
+        batch,
+        micro_batches=tuple(
+            replace(micro_batch, routed_experts_NLK=chosen_NLK.to(micro_batch.routed_experts_NLK.dtype))
+            for micro_batch, chosen_NLK in zip(batch.micro_batches, routes, strict=True)
+        ),
+    )
+
+
+def in_transformers(hf: Any, batch: Batch) -> torch.Tensor:
+    """The same loss and gradients by transformers: sequences of one length as rows, so nothing is padded."""
+    hf.zero_grad(set_to_none=True)
+    total = torch.zeros(())
+    for micro_batch in batch.micro_batches:
+        loss = hf_loss(hf, micro_batch) / batch.num_loss_tokens
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def hf_loss(hf: Any, micro_batch: MicroBatch) -> torch.Tensor:
+    """Sum over loss tokens of -A log p, whose gradient is that of the clipped loss at its first update."""
+    rows = len(micro_batch.cu_seqlens) - 1
+    tokens_RT = micro_batch.tokens_N.view(rows, -1)
+    logits_RTV = hf(tokens_RT).logits
+    logprobs_N = logits_RTV.flatten(0, 1).log_softmax(-1)
+    logprobs_N = logprobs_N.gather(-1, micro_batch.targets_N[:, None]).squeeze(-1)
+    return -(logprobs_N * micro_batch.advantages_N * micro_batch.loss_mask_N).sum()
+
+
+def agree(hf: Any, batch: Batch, policy: Policy) -> None:
+    """Both compute the same thing, else their times say nothing: gradients of the head within 1e-4 of each other."""
+    policy.forward_backward(batch)
+    in_transformers(hf, batch)
+    head = next(slot for slot in policy.slots if "output_layer" in slot.name)
+    parameter = next(p for p in policy.chunks[0].parameters() if p.data_ptr() == head.tensor.data_ptr())
+    expected, found = hf.lm_head.weight.grad, parameter.main_grad
+    difference = float((found - expected).norm() / expected.norm())
+    assert difference < 1e-4, f"gradients of the two differ by {difference:.1e}"
+
+
+def take_turns(arms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every arm in every round. Arms start at another place each round; one round goes before, uncounted."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    for number in range(-1, rounds):
+        start = number % len(names)
+        for name in [*names[start:], *names[:start]]:
+            began = time.perf_counter()
+            arms[name]()
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - began)
+        print(f"round {number + 1} of {rounds}", flush=True)
+    return seconds
+
+
+def report(out: Path, seconds: dict[str, list[float]], ragged: Sequence[int], even: Sequence[int]) -> None:
+    """Ratios with their spread, tokens a second, and whether each bar is reached."""
+    ratios: dict[str, Any] = {}
+    for name, (over, under, bar) in BARS.items():
+        each = sorted(a / b for a, b in zip(seconds[over], seconds[under], strict=True))
+        middle = statistics.median(each)
+        ratios[name] = {
+            "median": round(middle, 3),
+            "quartiles": [round(each[len(each) // 4], 3), round(each[-1 - len(each) // 4], 3)],
+            "bar": bar,
+            "reached": middle >= bar,
+        }
+        print(f"{name:22} {middle:.3f}  (bar {bar}) {'reached' if middle >= bar else 'NOT REACHED'}")
+    tokens = {name: sum(even) if name in ("equal", "transformers") else sum(ragged) for name in seconds}
+    found = {
+        "what": "forward and backward of one step, random Qwen3-MoE of 64 experts, float32, one thread, all arms in turns",
+        "made_by": "python benchmarks/train_step.py " + " ".join(sys.argv[1:]),
+        "date": date.today().isoformat(),
+        "source": source(),
+        "hardware": hardware(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "model": MODEL,
+        "ragged_lengths": list(ragged),
+        "ratios": ratios,
+        "tokens_per_s": {
+            name: round(tokens[name] / statistics.median(times)) for name, times in seconds.items()
+        },
+        "seconds": {name: [round(value, 3) for value in times] for name, times in seconds.items()},
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "train_step.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
