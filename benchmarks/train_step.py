@@ -1,6 +1,6 @@
 """Forward and backward of one optimizer step: what replay, grouped experts and packing cost or save, and transformers beside it.
 
-    .venv/bin/python benchmarks/train_step.py                one process, five minutes on one core
+    .venv/bin/python -m benchmarks.train_step                one process, five minutes on one core
 
 All arms compute the loss and all gradients of the same tokens, with the same random Qwen3-MoE of 64 experts, in turns: every
 round runs each arm once, in another order, and a ratio is the median over the rounds of the two times of one round. So a
@@ -25,15 +25,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import numpy as np
 import torch
 
-from benchmarks.learning_curve import PACKAGES, hardware, source
+from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
 from r3 import packing
 from r3.config import Config, ModelConfig, ReplayConfig, TrainConfig
 from r3.device import free_port, init_device
@@ -73,7 +68,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     words = parser.parse_args()
-    os.environ["MASTER_PORT"] = str(free_port())
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # `init_device` hands it to torch
     device = init_device()
 
     with tempfile.TemporaryDirectory(prefix="r3-train-step-") as folder:
@@ -246,7 +244,7 @@ def report(out: Path, seconds: dict[str, list[float]], ragged: Sequence[int], ev
     tokens = {name: sum(even) if name in ("equal", "transformers") else sum(ragged) for name in seconds}
     found = {
         "what": "forward and backward of one step, random Qwen3-MoE of 64 experts, float32, one thread, all arms in turns",
-        "made_by": "python benchmarks/train_step.py " + " ".join(sys.argv[1:]),
+        "made_by": "python -m benchmarks.train_step " + " ".join(sys.argv[1:]),
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),
