@@ -44,37 +44,48 @@ def stage_pieces(config: Config, shape: ModelShape) -> list[tuple[range, ...]]:
 
 
 def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
-    """Bytes that one packed token keeps until its backward pass, routing taken as balanced.
+    """Bytes that one packed token takes at the height of a pass, between forward and backward; routing taken as balanced.
 
-    With b bytes a value, D hidden, q and k query and key widths, F the (expert's) feed-forward width:
+    What autograd keeps, with b bytes a value, D hidden, q and k query and key widths, h a head's, F the (expert's) feed-forward
+    width, S that of the experts every token sees:
 
-        attention   b * (3 D + 2 (q + 2 k) + q)        norm input and output, q k v before and after their norm
-        dense MLP   b * (2 D + 3 F)                    norm input and output, gate, up, product
-        MoE         b * (2 D + K (2 D + 3 F) + 3 S) + 8 E
-                                                       the same for each chosen expert, the width S of those that see
-                                                       every token, and the router's scores
+        norm        (4 + 2 b) D                    input in float32, normalised, output
+        attention   norm + b (q + 2 k)             q k v as they are projected
+                    (4 + b) (q + k)                before and after their own norm, where there is one
+                    b (q + k + 4 h + 2 q)          rotated, with sines and cosines; output by sequence and as one
+        dense MLP   norm + 4 b F                   gate and up, silu of gate, product
+        MoE         norm + b K (D + 5 F) + 4 b S   tokens in the order of experts; gate and up, silu, product, times the gate
+                    9 E + 24 K                     router's scores and choices
+        backward    b (2 D + K (D + 4 F))          gradients of one layer on their way
 
-    recompute none keeps all layers; moe keeps attention and b * D a layer and one layer's MoE; full keeps b * D a layer
-    and one whole layer. What the output layer takes is in `head_bytes`.
+    recompute none keeps all layers; moe keeps all but the MoE layers' insides, and one of those; full keeps b D a layer and
+    one whole layer. What the output layer takes is in `head_bytes`.
     """
-    size = BYTES_OF[config.model.dtype]
-    hidden, queries, keys = (
-        shape.hidden_size,
-        shape.num_heads * shape.head_dim,
-        shape.num_kv_heads * shape.head_dim,
+    size, recompute = BYTES_OF[config.model.dtype], config.model.recompute
+    hidden, head = shape.hidden_size, shape.head_dim
+    queries, keys = shape.num_heads * head, shape.num_kv_heads * head
+    norm = (4 + 2 * size) * hidden
+    attention = norm + size * (queries + 2 * keys) + size * (3 * queries + keys + 4 * head)
+    if shape.qk_norm != "none":
+        attention += (4 + size) * (queries + keys)
+    dense = norm + 4 * size * shape.ffn_size
+    routed = shape.topk * (hidden + 5 * shape.moe_ffn_size)
+    experts = (
+        size * (routed + 4 * shape.shared_ffn_size) + 9 * shape.num_experts + 24 * shape.topk
+        if shape.moe_layers
+        else 0
     )
-    attention = size * (3 * hidden + 2 * (queries + 2 * keys) + queries)
-    dense = size * (2 * hidden + 3 * shape.ffn_size)
-    routed = shape.topk * (2 * hidden + 3 * shape.moe_ffn_size)
-    moe = size * (2 * hidden + routed + 3 * shape.shared_ffn_size) + 8 * shape.num_experts
     num_moe = len(shape.moe_layers)
-    mlps = [moe] * num_moe + [dense] * (shape.num_layers - num_moe)
-    if config.model.recompute == "full":
-        return shape.num_layers * size * hidden + attention + max(mlps)
-    if config.model.recompute == "moe" and num_moe:
-        kept = [size * hidden] * num_moe + mlps[num_moe:]
-        return shape.num_layers * attention + sum(kept) + moe
-    return shape.num_layers * attention + sum(mlps)
+    num_dense = shape.num_layers - num_moe
+    largest = max([norm + experts] * bool(num_moe) + [dense] * bool(num_dense))
+    widest = max(shape.topk * (hidden + 4 * shape.moe_ffn_size), 3 * shape.ffn_size * bool(num_dense))
+    backward = size * (2 * hidden + widest)
+    if recompute == "full":
+        kept = shape.num_layers * size * hidden + attention + largest
+    else:
+        layers = num_moe if recompute == "none" else min(num_moe, 1)
+        kept = shape.num_layers * attention + num_moe * norm + num_dense * dense + layers * experts
+    return kept + (4 + size) * hidden + backward  # the last norm; its output is in `head_bytes`
 
 
 def head_bytes(config: Config, shape: ModelShape) -> float:

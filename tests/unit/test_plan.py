@@ -57,14 +57,17 @@ def test_memory_of_tiny_by_hand() -> None:
 
 
 def test_activations_of_tiny_by_hand() -> None:
-    # float32; hidden 128, query width 128, key width 64, 2 of 8 experts of width 64, vocabulary 512.
-    attention = 4 * (3 * 128 + 2 * (128 + 2 * 64) + 128)
-    moe = 4 * (2 * 128 + 2 * (2 * 128 + 3 * 64)) + 8 * 8
-    assert plan.activation_bytes_per_token(TINY, TINY_SHAPE) == 4 * (attention + moe)
+    # float32; hidden 128, query width 128, key width 64, heads of 32, 2 of 8 experts of width 64.
+    norm = 12 * 128
+    attention = norm + 4 * (128 + 2 * 64) + 8 * (128 + 64) + 4 * (3 * 128 + 64 + 4 * 32)
+    experts = 4 * 2 * (128 + 5 * 64) + 9 * 8 + 24 * 2
+    rest = 8 * 128 + 4 * (2 * 128 + 2 * (128 + 4 * 64))
+    assert plan.activation_bytes_per_token(TINY, TINY_SHAPE) == 4 * (attention + norm + experts) + rest
     full = with_values(TINY, {"model.recompute": "full"})
-    assert plan.activation_bytes_per_token(full, TINY_SHAPE) == 4 * 4 * 128 + attention + moe
+    one_layer = attention + norm + experts
+    assert plan.activation_bytes_per_token(full, TINY_SHAPE) == 4 * 4 * 128 + one_layer + rest
     only_moe = with_values(TINY, {"model.recompute": "moe"})
-    assert plan.activation_bytes_per_token(only_moe, TINY_SHAPE) == 4 * (attention + 4 * 128) + moe
+    assert plan.activation_bytes_per_token(only_moe, TINY_SHAPE) == 4 * (attention + norm) + experts + rest
 
 
 def test_output_layer_by_hand() -> None:

@@ -1,0 +1,24 @@
+"""The memory plan that `--dry-run` prints, against what a real engine and a real policy take."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e import memory_cases as cases
+from tests.world import run_world
+
+pytestmark = pytest.mark.e2e
+
+
+def test_memory_plan_is_within_a_fifth_of_what_is_measured_for_every_part_precision_and_recomputation() -> (
+    None
+):
+    # 20 %: the plan counts what autograd keeps, not the few temporaries of single operations.
+    (found,) = run_world(cases.plan_and_measurement, 1)
+    assert len(found) == 7
+    ratios = {
+        f"{setting}: {part}": planned / measured
+        for setting, parts in found.items()
+        for part, (planned, measured) in parts.items()
+    }
+    assert {name: ratio for name, ratio in ratios.items() if not 0.8 <= ratio <= 1.2} == {}, ratios
