@@ -149,7 +149,7 @@ def curve(rows: Sequence[Row], how: Mapping[str, Any]) -> dict[str, Any]:
 def gap(runs: Sequence[tuple[Sequence[Row], Mapping[str, Any]]]) -> dict[str, Any]:
     """The gap between engine and policy over all steps of all seeds, with replayed and with live routes."""
     rows = [row for run_rows, _ in runs for row in run_rows if "mismatch/k3" in row]
-    pairs = [(row["mismatch/k3"], row["mismatch/k3_live"]) for row in rows]
+    pairs = [(row["mismatch/k3_replay"], row["mismatch/k3_live"]) for row in rows]
     return {
         "commands": [how["command"] for _, how in runs],
         "steps": len(rows),
@@ -157,13 +157,15 @@ def gap(runs: Sequence[tuple[Sequence[Row], Mapping[str, Any]]]) -> dict[str, An
         "k3_live_mean": fmean(live for _, live in pairs),
         "steps_replay_below_live": sum(replay < live for replay, live in pairs),
         "steps_replay_above_live": sum(replay > live for replay, live in pairs),
-        "f2_mean": fmean(row["mismatch/f2"] for row in rows),
+        "f2_mean": fmean(row["mismatch/f2_replay"] for row in rows),
         "f2_live_mean": fmean(row["mismatch/f2_live"] for row in rows),
         "abs_p99_mean": fmean(row["mismatch/abs_p99"] for row in rows),
         "abs_max": max(row["mismatch/abs_max"] for row in rows),
         "routing_agreement_mean": fmean(row["routing/agreement"] for row in rows),
         "routing_coverage_min": min(row["routing/coverage"] for row in rows),
-        "k3": [[row["mismatch/k3"] for row in run_rows if "mismatch/k3" in row] for run_rows, _ in runs],
+        "k3": [
+            [row["mismatch/k3_replay"] for row in run_rows if "mismatch/k3" in row] for run_rows, _ in runs
+        ],
         "k3_live": [
             [row["mismatch/k3_live"] for row in run_rows if "mismatch/k3" in row] for run_rows, _ in runs
         ],

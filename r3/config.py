@@ -267,7 +267,11 @@ class ReplayConfig:
     reference: bool = False
     """Replay in the reference policy too. Off: its KL to the policy is not 0 at step 0."""
     shadow_every: int = 1
-    """Every so many steps the batch is scored once more with live routes (mismatch/k3_live), one forward pass; 0 = never."""
+    """Every so many steps one micro-batch of each rank is scored with replayed and with live routes (mismatch/k3_ratio);
+    two forward passes over it; 0 = never."""
+    plausibility: float = 0.0
+    """Above 0: a replayed expert is kept only if its gate score is at least so many times the weakest live expert's, in 0..1;
+    else the best live one takes its place, and is counted (routing/replaced_frac). 0 = every route is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

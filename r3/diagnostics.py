@@ -189,10 +189,13 @@ def mismatch(
     return to_partials(policy_logprobs_N.float() - rollout_logprobs_N.float(), loss_mask_N)
 
 
-def k3_f2(policy_logprobs_N: Tensor, rollout_logprobs_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
-    """`k3` and `f2` of the panel alone: for the shadow pass that scores the same tokens with live routes."""
+def shadow(policy_logprobs_N: Tensor, rollout_logprobs_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
+    """`k3` and the tail of the panel: what the paired passes with replayed and with live routes are compared by."""
     panel = mismatch(policy_logprobs_N, rollout_logprobs_N, loss_mask_N)
-    return {key: panel[key] for key in ("k3", "f2")}
+    return {key: panel[key] for key in SHADOW}
+
+
+SHADOW = ("k3", "f2", "abs_p99", "abs_max")
 
 
 def to_partials(delta_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
@@ -234,16 +237,3 @@ def to_partials(delta_N: Tensor, loss_mask_N: Tensor) -> dict[str, Partial]:
         "abs_log10": LogHistogram.of(sizes),
         "ess": EffectiveSampleSize(sum_w=float(weights.sum()), sum_w2=float((weights**2).sum()), count=count),
     }
-
-
-def agreement(live_topk_NK: Tensor, replayed_topk_NK: Tensor) -> Tensor:
-    """Per row, whether both chose the same set of experts, in whatever order: bool [N], leading axes kept.
-
-    Expert ids are distinct inside a row. A row of -1 (no captured route) agrees with nothing: leave it out of
-    the mean.
-    """
-    if live_topk_NK.shape != replayed_topk_NK.shape:
-        shapes = f"{list(live_topk_NK.shape)} and {list(replayed_topk_NK.shape)}"
-        raise ValueError(f"live and replayed experts differ in shape: {shapes}")
-    same_NK = live_topk_NK.sort(dim=-1).values == replayed_topk_NK.sort(dim=-1).values
-    return same_NK.all(dim=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import numpy as np
 
 from r3.config import Config
 from r3.console import Console, step_line
-from r3.diagnostics import LOG10_EDGES, LogHistogram, Max, Partial
+from r3.diagnostics import LOG10_EDGES, SHADOW, LogHistogram, Max, Partial
+from r3.heatmap import STEPS, heat_strip
 from r3.rundir import RunDir
 
 
@@ -39,6 +41,7 @@ PHASES: dict[str, str] = {
 }
 
 _R3 = "arXiv 2510.11370"
+_LAYER = "routing/agreement_layer/"
 _TOKENS = "over the loss tokens; D = log pi_old - log mu: policy at the rollout's weights against engine"
 
 GLOSSARY: dict[str, Entry] = {
@@ -88,11 +91,35 @@ GLOSSARY: dict[str, Entry] = {
     ),
     "mismatch/abs_max": Entry(f"max |D| {_TOKENS}", "r3/diagnostics.py"),
     "mismatch/ess": Entry(f"(sum w)^2 / (n sum w^2), w = e^D, {_TOKENS}", "r3/diagnostics.py; Kish 1965"),
-    "mismatch/k3_live": Entry("mismatch/k3 of the same tokens with live routes", "r3/updates.py"),
-    "mismatch/f2_live": Entry("mismatch/f2 of the same tokens with live routes", "r3/updates.py"),
+    **{
+        f"mismatch/{name}_{arm}": Entry(
+            f"mismatch/{name} of a sampled micro-batch of each rank, with {what} routes", "r3/updates.py"
+        )
+        for arm, what in (("replay", "replayed"), ("live", "live"))
+        for name in SHADOW
+    },
+    "mismatch/k3_ratio": Entry(
+        "mismatch/k3_live / mismatch/k3_replay, of the same tokens; above 1 = replay lowers it",
+        "r3/updates.py",
+    ),
     "routing/coverage": Entry("routing/rows_captured / routing/rows_expected", "r3/ledger.py"),
     "routing/agreement": Entry(
-        "share of replayed (token, layer) slots whose live top-k is the replayed set", "r3/policy/replay.py"
+        "share of replayed (token, layer) slots whose live top-k is the replayed set, at the rollout's weights",
+        "r3/policy/replay.py",
+    ),
+    "routing/agreement_layer/LAYER": Entry(
+        "the same of one MoE layer, by its number in the decoder from 0", "r3/policy/replay.py"
+    ),
+    "routing/agreement_update_K": Entry(
+        "routing/agreement in update K of several of a step, K from 1: later ones route with changed weights",
+        "r3/updates.py",
+    ),
+    "routing/margin": Entry(
+        "mean over slots that disagree of: weakest live score - weakest replayed score, in the units the router chooses by",
+        "r3/policy/replay.py",
+    ),
+    "routing/replaced_frac": Entry(
+        "share of replayed experts that replay.plausibility replaced by live ones", "r3/policy/replay.py"
     ),
     "routing/rows_expected": Entry("tokens the engine processed: tokens - 1 a rollout", "r3/ledger.py"),
     "routing/rows_captured": Entry("of these, tokens that came with routes", "r3/ledger.py"),
@@ -154,9 +181,14 @@ GLOSSARY: dict[str, Entry] = {
 }
 
 _PATTERNS = {
-    re.compile(re.escape(key).replace("SET", "[A-Za-z0-9_.-]+").replace("_K", r"_[1-9][0-9]*")): key
+    re.compile(
+        re.escape(key)
+        .replace("SET", "[A-Za-z0-9_.-]+")
+        .replace("_K", r"_[1-9][0-9]*")
+        .replace("LAYER", "[0-9]+")
+    ): key
     for key in GLOSSARY
-    if "SET" in key
+    if "SET" in key or key.endswith(("_K", "/LAYER"))
 }
 
 
@@ -196,8 +228,10 @@ def tensorboard_layout(eval_names: Sequence[str]) -> dict[str, dict[str, list[An
             "response length": ["rollout/response_tokens_mean"],
         },
         "2 replay against live routes": {
-            "k3": ["mismatch/k3", "mismatch/k3_live"],
-            "f2": ["mismatch/f2", "mismatch/f2_live"],
+            "k3": ["mismatch/k3_replay", "mismatch/k3_live"],
+            "k3, live / replayed": ["mismatch/k3_ratio"],
+            "f2": ["mismatch/f2_replay", "mismatch/f2_live"],
+            "largest difference": ["mismatch/abs_max_replay", "mismatch/abs_max_live"],
         },
     }
     # TensorBoard takes a tag for the beginning of a regular expression's match: mismatch/f2 would draw f2_live too.
@@ -254,6 +288,7 @@ class Meter:
             self._events = SummaryWriter(str(self._run_dir.tensorboard), purge_step=purge_step)
             self._events.add_custom_scalars(tensorboard_layout(config.eval.name))
         self._last_step = first_step if first_step else -1  # a fresh run may report a step 0
+        self._agreement: deque[dict[int, float]] = deque(maxlen=STEPS)
         self._parts: dict[str, list[Partial]] = {}
         self._seconds: dict[str, float] = {}
         self._open_phases: list[str] = []
@@ -322,8 +357,15 @@ class Meter:
         if self._run_dir:
             self._run_dir.append_metrics({"step": step, **row})
         if self._events:
+            by_layer = {int(key.removeprefix(_LAYER)): row[key] for key in row if key.startswith(_LAYER)}
             for key, value in row.items():
-                self._events.add_scalar(key, value, global_step=step)
+                if not key.startswith(_LAYER):  # a picture instead of as many curves as layers
+                    self._events.add_scalar(key, value, global_step=step)
+            if by_layer:
+                self._agreement.append(by_layer)
+                self._events.add_image(
+                    _LAYER.rstrip("/"), heat_strip(self._agreement), global_step=step, dataformats="HWC"
+                )
             for key, counts in _histograms(ranks).items():
                 self._draw(key, counts, step)
             self._events.flush()

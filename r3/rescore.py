@@ -39,8 +39,7 @@ from r3.diagnostics import mismatch
 from r3.exchange import Scored, distribute
 from r3.mesh import Mesh, build_mesh
 from r3.policy import Policy
-from r3.policy.policy import agreement_metrics
-from r3.policy.replay import Mode
+from r3.policy.replay import Mode, routing_metrics
 from r3.resume import Found, step_folders
 from r3.rundir import RunDir, read_rollouts
 from r3.shape import ModelShape
@@ -203,7 +202,7 @@ def panel(policy: Policy, mesh: Mesh, micro_batches: Sequence[MicroBatch], mode:
     """The mismatch figures of these micro-batches over all ranks, and `agreement` when replaying. Collective."""
     scores = policy.score(micro_batches, mode=mode)
     partials: dict[str, Any] = {
-        name.removeprefix("routing/"): part for name, part in agreement_metrics(scores.ledger).items()
+        name.removeprefix("routing/"): part for name, part in routing_metrics(scores.ledger).items()
     }
     if policy.reports:
         columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)

@@ -16,10 +16,13 @@ from r3.exchange import Rewards
 from r3.loss import kl_penalty
 from r3.packing import with_advantages
 from r3.policy import Policy, TokenScores
-from r3.policy.replay import Mode
+from r3.policy.replay import Mode, routing_metrics
 from r3.types import Batch
 
 Panel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, Any]]
+
+# Metrics that compare live routes with replayed ones. They are of the first pass with replay alone, at the rollout's weights.
+_COMPARISON = ("routing/agreement", "routing/margin", "routing/replaced_frac")
 
 # What routes do in the pass that scores old log-probabilities, by replay.mode.
 _OLD_PASS: dict[str, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
@@ -45,18 +48,25 @@ def train_on(
     mode = config.replay.mode if policy.shape.moe_layers else "off"
     flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
 
-    if mode != "off" and config.replay.shadow_every and (step - 1) % config.replay.shadow_every == 0:
-        # The same tokens with live routes, before anything changes: what replay is worth in this very run.
-        live = policy.score(flat, mode="live")
-        report(
-            {f"mismatch/{name}_live": part for name, part in _panel(policy, live, diagnostics.k3_f2).items()}
-        )
+    if mode == "r3" and config.replay.shadow_every and (step - 1) % config.replay.shadow_every == 0:
+        # The same tokens with replayed and with live routes, before anything changes: what replay is worth in this very run.
+        sample = flat[(step - 1) // config.replay.shadow_every % len(flat) :][:1]
+        arms: dict[Mode, dict[str, Any]] = {
+            arm: _panel(policy, policy.score(sample, mode=arm), diagnostics.shadow)
+            for arm in ("replay", "live")
+        }
+        for arm, panel in arms.items():
+            report({f"mismatch/{name}_{arm}": part for name, part in panel.items()})
+        if policy.reports:  # of the same tokens: a quotient of sums is that of the means
+            live, replay = arms["live"]["k3"], arms["replay"]["k3"]
+            report({"mismatch/k3_ratio": diagnostics.Mean(live.total, replay.total)})
 
     old: Sequence[torch.Tensor] | None = None
     recorded: Sequence[torch.Tensor] | None = None
     algo = config.algo
     kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
     several = len(batches) > 1 and algo.correction != "bypass"
+    compared = False  # live routes with the replayed ones, at the rollout's weights
     if several or mode == "r2" or kl_in_reward:
         scores = policy.score(flat, mode=_OLD_PASS[mode])
         old = scores.logprobs
@@ -64,6 +74,8 @@ def train_on(
         report(
             {f"mismatch/{name}": part for name, part in _panel(policy, scores, diagnostics.mismatch).items()}
         )
+        report(routing_metrics(scores.ledger))
+        compared = mode == "r3"
     reference: Sequence[torch.Tensor] | None = None
     if algo.kl_coef:
         replays = config.replay.reference and mode != "off"
@@ -87,7 +99,12 @@ def train_on(
             recorded_routes=recorded[part] if recorded is not None else None,
             first=number == 0,
         )
-        report(update.metrics)
+        metrics = dict(update.metrics)
+        routing = {key: metrics.pop(key) for key in update.metrics if key.startswith(_COMPARISON)}
+        report(metrics if compared else metrics | routing)
+        compared = True
+        if len(batches) > 1 and "routing/agreement" in routing:
+            report({f"routing/agreement_update_{number + 1}": routing["routing/agreement"]})
         if policy.mesh.world.rank == 0:  # every rank has these alike; one reports them
             report(
                 {

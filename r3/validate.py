@@ -123,6 +123,12 @@ _RANGES: tuple[_Range, ...] = (
     ("train.beta2", lambda v: 0 <= v < 1, "must be at least 0 and below 1", "0.95"),
     ("train.clip_grad", lambda v: v >= 0, "must not be negative", "0 = off, 1.0 is common"),
     ("train.seed", lambda v: 0 <= v < 2**31, "must be at least 0 and below 2**31", "any small number"),
+    (
+        "replay.plausibility",
+        lambda v: 0 <= v <= 1,
+        "must be at least 0 and at most 1: it is a share of the weakest live expert's score",
+        "0 = off, which replays every route as it is",
+    ),
     ("engine.kv_cache_gib", lambda v: v >= 0, "must not be negative", "0 = what the device leaves"),
     ("engine.memory_fraction", lambda v: 0 < v < 1, "must be between 0 and 1", "0.6"),
     ("replay.min_coverage", lambda v: 0 <= v <= 1, "must be between 0 and 1", "0.99, or 0 to accept any gap"),
@@ -677,11 +683,18 @@ def _ignored_settings(config: Config, shape: ModelShape | None, given: Collectio
     elif not config.env.path and not config.env.workers:
         ignored("the environment is a built-in one, which runs at once", "env.timeout_s")
     if config.replay.mode == "off":
-        ignored("replay.mode is off", "replay.on_missing", "replay.reference", "replay.shadow_every")
+        ignored("replay.mode is off", "replay.on_missing", "replay.reference", "replay.plausibility")
     if config.replay.mode == "r2":
         ignored("replay.mode r2 captures nothing in the engine", "replay.on_missing")
     if config.replay.mode != "r3" or config.replay.on_missing == "error":
         ignored("it is asked with replay.mode r3 and replay.on_missing live only", "replay.min_coverage")
+    if config.replay.mode != "r3":
+        ignored(f"replay.mode is {config.replay.mode}", "replay.shadow_every")
+    if config.model.dtype == "float32" and config.engine.dtype == "bfloat16":
+        notes.append(
+            "model.dtype is float32 and engine.dtype bfloat16: the engine rounds every weight, which dominates the mismatch "
+            "and which replay cannot remove; take one dtype for both"
+        )
     if algo.kl_coef == 0:
         ignored("algo.kl_coef is 0", "algo.kl_estimator", "algo.kl_in", "replay.reference")
     notes += _algorithm_notes(config)

@@ -23,7 +23,7 @@ from r3.policy.build import build_chunks, learning_rate, scale_rope, transformer
 from r3.policy.families import FAMILIES
 from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.modules import packed_params
-from r3.policy.replay import Mode, Replay, ReplayLedger, attach_replay
+from r3.policy.replay import Mode, Replay, ReplayLedger, attach_replay, routing_metrics
 from r3.policy.residency import TrainingMemory, chained
 from r3.policy.weights import HeadLayout, Slot, load, slots
 from r3.shape import ModelShape
@@ -72,7 +72,9 @@ class Policy:
         )
         chunks = build_chunks(config, hf, self.megatron, mesh, device)
         scale_rope(chunks, shape)
-        self.replay: Replay = attach_replay(chunks, shape.moe_layers)
+        self.replay: Replay = attach_replay(
+            chunks, shape.moe_layers, mesh.pp, plausibility=config.replay.plausibility
+        )
         trainable = wrap(config, self.megatron, chunks, mesh)
         self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
         self._frozen = trainable.frozen
@@ -353,9 +355,9 @@ class Policy:
         self, seen: Sequence[Mapping[str, torch.Tensor]], ledger: ReplayLedger, *, panel: bool
     ) -> dict[str, Any]:
         # Every rank compared other slots: its layers (pp), its rows (dp, cp, and tp under sequence parallelism).
-        agreement = agreement_metrics(ledger) | consumed_rows(ledger, len(self.shape.moe_layers))
+        routing = routing_metrics(ledger) | consumed_rows(ledger, len(self.shape.moe_layers))
         if not self.reports or not seen:
-            return agreement
+            return routing
         column = {name: torch.cat([s[name].reshape(-1) for s in seen]) for name in seen[0]}
         mask, count = column["mask"], float(column["mask"].sum())
 
@@ -378,7 +380,7 @@ class Policy:
         ):  # these log-probabilities are those of the rollout's weights, and nobody has measured them yet
             mismatch = diagnostics.mismatch(column["logprobs"], column["rollout_logprobs"], mask)
             partials |= {f"mismatch/{name}": value for name, value in mismatch.items()}
-        return partials | agreement
+        return partials | routing
 
     def _router_grad_norm(self) -> float:
         """Norm of the routers' gradients before clipping, over all layers. All ranks must call.
@@ -459,14 +461,4 @@ def consumed_rows(ledger: ReplayLedger, num_layers: int) -> dict[str, Any]:
     return {
         name: diagnostics.PerLayer(slots=slots, layers=num_layers)
         for name, slots in zip(names, ledger.consumed.tolist(), strict=True)
-    }
-
-
-def agreement_metrics(ledger: ReplayLedger) -> dict[str, Any]:
-    """routing/agreement: share of captured (token, layer) slots whose live top-k is the replayed set."""
-    if not ledger.agreed:
-        return {}
-    agreed = float(torch.stack(ledger.agreed).sum())
-    return {
-        "routing/agreement": diagnostics.Mean(total=agreed, count=float(ledger.rows * len(ledger.agreed)))
     }

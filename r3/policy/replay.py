@@ -15,15 +15,20 @@ output says it. Every backward pass of a chunk starts there, before any of its l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.utils import get_attr_wrapped_model
+
+from r3.diagnostics import Mean, Partial
+from r3.mesh import Axis
 
 Mode = Literal["live", "replay", "record"]
 
@@ -36,10 +41,13 @@ def _is_recomputation() -> bool:
 class RouterTap(RouterReplay):
     """One router's routes. Megatron calls `get_replay_topk` in every forward of its router."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, router: Any, plausibility: float = 0.0) -> None:
         super().__init__()
         RouterReplay.global_router_replay_instances.remove(self)  # never in the class-level list
-        self.layer = layer
+        self.layer = router.layer_number - 1
+        self.plausibility = plausibility
+        self.topk: int = router.topk
+        self._router = router
         self.mode: Mode = "live"
         self.training = False
         self._loaded: torch.Tensor | None = None
@@ -49,7 +57,7 @@ class RouterTap(RouterReplay):
         self._recomputations: dict[int, torch.Tensor] = {}  # by number of the forward
         self.recorded: list[torch.Tensor] = []
         self.used: torch.Tensor | None = None
-        self.agreed: list[torch.Tensor] = []
+        self.counts: list[torch.Tensor] = []  # of each forward, see `ReplayLedger`
         self.consumed: list[torch.Tensor] = []
         self.rows = 0
 
@@ -91,18 +99,32 @@ class RouterTap(RouterReplay):
             assert loaded_NK.shape == (scores.shape[0], topk), (
                 f"layer {self.layer}: routes {tuple(loaded_NK.shape)} for {scores.shape[0]} tokens and top {topk}"
             )
-            routes_NK = torch.where(loaded_NK[:, :1] < 0, live_NK, loaded_NK)
+            asked_NK = torch.where(loaded_NK[:, :1] < 0, live_NK, loaded_NK)
+            routes_NK = self._plausible(scores.detach(), live_NK, asked_NK) if self.plausibility else asked_NK
+            self.counts.append(_counts(scores.detach(), live_NK, asked_NK, routes_NK, captured_N))
             replayed_N = loaded_NK[:, 0] >= 0
             self.consumed.append(
                 torch.stack([replayed_N & captured_N, ~replayed_N, replayed_N & ~captured_N]).sum(1)
             )
-            same_N = (live_NK.sort(-1).values == routes_NK.sort(-1).values).all(-1)
-            self.agreed.append((same_N & captured_N).sum())
         if self.training and not torch.is_grad_enabled():  # checkpointed: its recomputation will come
             self._recomputations[self.forwards] = routes_NK.to(torch.int16)
         self.forwards += 1
         self.used = routes_NK
         return scores.gather(1, routes_NK), routes_NK
+
+    def _plausible(self, scores: torch.Tensor, live_NK: torch.Tensor, asked_NK: torch.Tensor) -> torch.Tensor:
+        """`asked_NK` without the experts whose gate score is below `plausibility` times the weakest live one's."""
+        config = self._router.config
+        if self._router.expert_bias is not None:  # moves the choice, not the gates
+            scores = scores - self._router.expert_bias
+        weakest = scores.gather(1, live_NK).min(-1, keepdim=True).values
+        if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+            limit = weakest + math.log(
+                self.plausibility
+            )  # scores are logits: a ratio of gates is a difference
+        else:
+            limit = weakest * self.plausibility
+        return refilled(asked_NK, scores.gather(1, asked_NK) >= limit, live_NK)
 
     def leftovers(self) -> str:
         """What was loaded and not used, in words; empty when everything was."""
@@ -119,7 +141,33 @@ class RouterTap(RouterReplay):
         self._loaded = self._captured_N = self.used = None
         self.forwards, self.backward_of = 0, None
         self._recomputations.clear()
-        self.recorded, self.agreed, self.consumed, self.rows = [], [], [], 0
+        self.recorded, self.counts, self.consumed, self.rows = [], [], [], 0
+
+
+def refilled(routes_NK: torch.Tensor, kept_NK: torch.Tensor, live_NK: torch.Tensor) -> torch.Tensor:
+    """Routes with every slot that is not kept given to the best live expert that the row has not chosen yet.
+
+    `live_NK` is ordered, best first. A row has as many live experts that it does not keep as slots to fill, or more.
+    """
+    taken_NK = (live_NK[:, :, None] == torch.where(kept_NK, routes_NK, -1)[:, None, :]).any(-1)
+    free_first_NK = live_NK.gather(1, taken_NK.int().argsort(-1, stable=True))
+    place_NK = ((~kept_NK).cumsum(-1) - 1).clamp(min=0)
+    return torch.where(kept_NK, routes_NK, free_first_NK.gather(1, place_NK))
+
+
+def _counts(
+    scores: torch.Tensor,
+    live_NK: torch.Tensor,
+    asked_NK: torch.Tensor,
+    routes_NK: torch.Tensor,
+    captured_N: torch.Tensor,
+) -> torch.Tensor:
+    """A forward's sums over captured rows, float64 `[3]` on the device; see `ReplayLedger.counts`."""
+    is_live = torch.zeros_like(scores, dtype=torch.bool).scatter(1, live_NK, True)
+    agreed_N = is_live.gather(1, asked_NK).all(-1)
+    margin_N = scores.gather(1, live_NK).amin(-1) - scores.gather(1, asked_NK).amin(-1)
+    replaced_N = (routes_NK != asked_NK).sum(-1)
+    return (torch.stack([agreed_N, margin_N, replaced_N]).double() * captured_N).sum(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,17 +175,43 @@ class ReplayLedger:
     """What one schedule did on this rank.
 
     Attributes:
-        agreed: per MoE layer of this rank, rows whose live top-k equals the replayed set (device scalars).
-        rows: captured rows that were compared, per layer.
+        layers: MoE layers of this rank, by global number: L below.
+        rows: captured rows that were compared, in each of them.
+        counts: `[L, 3]` on the device, None when nothing was replayed. Over the captured rows of a layer: rows whose live
+            top-k equals the replayed set; the sum of margins, which are the weakest live score less the weakest replayed one,
+            in the units the router chooses by; slots that the plausibility filter gave to another expert.
         consumed: (token, layer) slots that this rank's routers replayed, routed live and filled, int64 [3] on the device;
             recomputations not counted again; None when nothing was replayed.
-        recorded: routes recorded per micro-batch, `[N, L_local, K]` (mode "record").
+        topk: slots of a row.
+        filtered: whether there was a plausibility filter.
+        recorded: routes recorded per micro-batch, `[N, L, K]` int16 (mode "record").
     """
 
-    agreed: tuple[torch.Tensor, ...] = ()
-    rows: int = 0
+    layers: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    counts: torch.Tensor | None = None
     consumed: torch.Tensor | None = None
+    topk: int = 0
+    filtered: bool = False
     recorded: tuple[torch.Tensor, ...] = ()
+
+
+def routing_metrics(ledger: ReplayLedger) -> dict[str, Partial]:
+    """Agreement of live and replayed routes, over all layers and per layer, with one transfer from the device."""
+    if ledger.counts is None:
+        return {}
+    counts = ledger.counts.tolist()
+    agreed, margin, replaced = (sum(column) for column in zip(*counts, strict=True))
+    rows = sum(ledger.rows)
+    metrics: dict[str, Partial] = {
+        "routing/agreement": Mean(agreed, rows),
+        "routing/margin": Mean(margin, rows - agreed),
+    }
+    if ledger.filtered:
+        metrics["routing/replaced_frac"] = Mean(replaced, rows * ledger.topk)
+    for layer, compared, (same, *_) in zip(ledger.layers, ledger.rows, counts, strict=True):
+        metrics[f"routing/agreement_layer/{layer}"] = Mean(same, compared)
+    return metrics
 
 
 @dataclass
@@ -209,41 +283,87 @@ class Replay:
 
     def _ledger(self) -> ReplayLedger:
         taps = [self.taps[layer] for layer in self._layers(None)]
-        agreed = tuple(torch.stack(tap.agreed).sum() for tap in taps if tap.agreed)
-        consumed = [count for tap in taps for count in tap.consumed]
         recorded = tuple(
             torch.stack(layers, dim=1) for layers in zip(*(tap.recorded for tap in taps), strict=True)
         )
+        if not any(tap.counts for tap in taps):
+            return ReplayLedger(recorded=recorded)
         return ReplayLedger(
-            agreed=agreed,
-            rows=taps[0].rows if taps else 0,
-            consumed=torch.stack(consumed).sum(0) if consumed else None,
-            recorded=recorded,
+            layers=tuple(tap.layer for tap in taps),
+            rows=tuple(tap.rows for tap in taps),
+            counts=torch.stack([torch.stack(tap.counts).sum(0) for tap in taps]),
+            consumed=torch.stack([rows for tap in taps for rows in tap.consumed]).sum(0),
+            topk=taps[0].topk,
+            filtered=taps[0].plausibility > 0,
         )
 
 
-def attach_replay(chunks: Iterable[Any], moe_layers: Sequence[int]) -> Replay:
-    """Put a tap on every router of the decoder (multi-token-prediction heads keep routing live) and return their owner.
+# What a router's choice must rest on for replay to be exact: settings of Megatron's TransformerConfig and why.
+_PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "moe_router_fusion": ((False,), "the fused router returns before it asks for routes"),
+    "moe_router_load_balancing_type": (("none",), "sinkhorn chooses by itself, the others add a loss"),
+    "moe_aux_loss_coeff": ((0,), "the loss would be of the live choice, not of the replayed one"),
+    "moe_router_force_load_balancing": ((False, None), "it routes by random numbers"),
+    "moe_input_jitter_eps": ((None,), "the router would see noise"),
+    "moe_expert_capacity_factor": ((None,), "tokens over an expert's capacity would be dropped"),
+    "moe_pad_expert_input_to_capacity": ((False,), "tokens over an expert's capacity would be dropped"),
+    "moe_router_padding_for_quantization": ((False,), "padding sends tokens to experts nobody chose"),
+    "moe_token_dispatcher_type": (("alltoall", "allgather"), "other dispatchers have not been shown to keep"),
+}
 
-    Raises AssertionError when a router's layer is not one of `moe_layers`, or two routers claim one layer.
+
+def check_plain_routing(config: TransformerConfig) -> None:
+    """Assert that routers built from this config choose a plain top-k, ask for routes, and drop no token."""
+    for name, (allowed, reason) in _PLAIN.items():
+        value = getattr(config, name, allowed[0])
+        assert value in allowed, f"{name} = {value!r}, and replay needs {allowed[0]!r}: {reason}"
+    if config.moe_router_enable_expert_bias:
+        rate = config.moe_router_bias_update_rate
+        assert rate == 0, (
+            f"moe_router_bias_update_rate = {rate!r}, and replay needs 0: the engine's bias is fixed"
+        )
+
+
+def attach_replay(
+    chunks: Iterable[Any], moe_layers: Sequence[int], pp: Axis, *, plausibility: float = 0.0
+) -> Replay:
+    """Put a tap on every router of the decoder and return their owner. All ranks of `pp` must call.
+
+    Routers of multi-token-prediction heads stay live. Raises AssertionError when routing is not a plain top-k, a router's
+    layer is not one of `moe_layers`, two routers claim one layer, a router belongs to nothing known, or the pipeline stages
+    together do not have exactly `moe_layers`.
     """
     taps: dict[int, RouterTap] = {}
     decoders: dict[Any, list[int]] = {}
     for chunk in chunks:
         layers = decoders[chunk.decoder] = []
-        for module in chunk.decoder.modules():
-            if isinstance(module, TopKRouter):
-                layer = module.layer_number - 1
-                assert layer in moe_layers and layer not in taps, (
-                    f"router of decoder layer {layer}; MoE layers are {list(moe_layers)}, taps exist on {sorted(taps)}"
-                )
-                tap = RouterTap(layer)
-                if module.router_replay in RouterReplay.global_router_replay_instances:
-                    RouterReplay.global_router_replay_instances.remove(module.router_replay)
-                module.router_replay = taps[layer] = tap
-                module.weight.is_router = True  # for the routers' own gradient norm
-                layers.append(layer)
+        for name, router in chunk.named_modules():
+            if not isinstance(router, Router):
+                continue
+            made = getattr(router, "router_replay", None)  # by Megatron
+            if made in RouterReplay.global_router_replay_instances:
+                RouterReplay.global_router_replay_instances.remove(made)
+            if name.startswith("mtp."):
+                router.router_replay = None
+                continue
+            layer = (router.layer_number or 0) - 1
+            assert name.startswith("decoder.") and layer in moe_layers and layer not in taps, (
+                f"router {name} says decoder layer {layer}; MoE layers are {list(moe_layers)}, taps exist on {sorted(taps)}"
+            )
+            assert type(router) is TopKRouter, (
+                f"router {name} is a {type(router).__name__}, no plain top-k router"
+            )
+            check_plain_routing(router.config)
+            router.router_replay = taps[layer] = RouterTap(router, plausibility)
+            router.weight.is_router = True  # for the routers' own gradient norm
+            # The bias is the checkpoint's for good; nothing may count tokens for it, least of all fillers.
+            router.enable_expert_bias = False
+            layers.append(layer)
         chunk.decoder.register_forward_hook(_announce_backward([taps[layer] for layer in layers]))
+    stages = pp.all_gather_object(sorted(taps))
+    assert sorted(layer for stage in stages for layer in stage) == list(moe_layers), (
+        f"pipeline stages have routers in layers {stages}, the model in {list(moe_layers)}"
+    )
     return Replay(taps=taps, moe_layers=tuple(moe_layers), decoders=decoders)
 
 

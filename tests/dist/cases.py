@@ -129,7 +129,7 @@ def gradients(
     algo: dict[str, Any] | None = None,
     padded: bool = False,
     chunk: int = 32,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Loss and gradients of one batch with replayed random routes, then the gradient norm and weights after a step."""
     config = tiny_config(
         model,
@@ -163,6 +163,11 @@ def gradients(
         "router_grad_norm": update.router_grad_norm,
         "micro_batches": len(batch.micro_batches),
         "agreement_slots": update.metrics["routing/agreement"].count if policy.replay.taps else 0,
+        "by_layer": {
+            key.removeprefix("routing/agreement_layer/"): [part.total, part.count]
+            for key, part in update.metrics.items()
+            if key.startswith("routing/agreement_layer/")
+        },
         **loaded,
     }
 

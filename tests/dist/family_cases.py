@@ -230,6 +230,14 @@ def expert_biases(device: Device, *, folder: str, out: str) -> dict[str, Any]:
     for _ in range(2):
         policy.update(batch, total_updates=4)
     found["trained"] = same()
+    policy.forward_backward(batch)
+    counts = [
+        tensor
+        for chunk in policy.chunks
+        for name, tensor in chunk.named_buffers()
+        if name.endswith("local_tokens_per_expert")
+    ]
+    found["uncounted"] = len(counts) == len(on_disk) and not any(tensor.any() for tensor in counts)
     saved = checkpoint.save(Path(out) / "checkpoints", policy, device, mesh, step=2, keep=0)
     for frozen in policy.shared_buffers()[len(policy.parameter_buffers()) :]:
         frozen.zero_()

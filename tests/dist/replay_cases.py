@@ -12,12 +12,13 @@ import torch
 
 from r3.config import Config
 from r3.device import Device
-from r3.diagnostics import mismatch
-from r3.exchange import distribute
+from r3.diagnostics import Mean, mismatch
+from r3.exchange import Rewards, distribute
 from r3.mesh import Mesh, build_mesh
 from r3.policy import Policy
-from r3.policy.replay import Replay, RouterTap
+from r3.policy.replay import Replay, RouterTap, attach_replay, routing_metrics
 from r3.types import Batch, MicroBatch, Rollout
+from r3.updates import train_on
 from tests.dist.cases import batches_of, build
 from tests.tiny import tiny_config
 
@@ -60,14 +61,19 @@ class Model:
 
 
 def model_of(
-    device: Device, mesh: Mesh, options: dict[str, Any], *, seed: int = 0, experts: str = "grouped"
+    device: Device,
+    mesh: Mesh,
+    options: dict[str, Any],
+    *,
+    seed: int = 0,
+    experts: str = "grouped",
+    plausibility: float = 0.0,
 ) -> Model:
     """Build it with random weights; `options` are those of the router, or of the model's type."""
     from transformers import Qwen3MoeConfig
 
     from r3.policy.build import build_chunks, transformer_config
     from r3.policy.families import Family
-    from r3.policy.replay import attach_replay
 
     hf = Qwen3MoeConfig(
         vocab_size=VOCAB,
@@ -99,7 +105,7 @@ def model_of(
         for name, tensor in chunk.named_buffers():
             if name.endswith("expert_bias"):  # as large as the spread of the scores: it decides
                 tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
-    replay = attach_replay([chunk], [1, 2])
+    replay = attach_replay([chunk], [1, 2], mesh.pp, plausibility=plausibility)
     routers = {layer.layer_number - 1: layer.mlp.router for layer in chunk.decoder.layers[1:]}
     return Model(chunk=chunk, replay=replay, routers=routers)
 
@@ -157,6 +163,8 @@ def routers(device: Device) -> dict[str, Any]:
         "oracle": against_oracle(device, mesh),
         "top 1": top_1_softmax(device, mesh),
         "reach": gradient_reach(device, mesh),
+        "filter": plausibility_filter(device, mesh),
+        "refusals": refusals(device, mesh),
     }
 
 
@@ -226,7 +234,7 @@ def identity(device: Device, mesh: Mesh) -> dict[str, Any]:
             ),
             "record": identical(untouched, recording),
             "replay": identical(untouched, replaying),
-            "agreed": [int(agreed) for agreed in ledger.agreed],
+            "agreed": ledger.counts[:, 0].tolist(),
             "live_rows": identical(untouched, partly),
             "missing": int(missing.sum()),
             "foreign": identical(untouched, among_foreign),
@@ -531,6 +539,117 @@ def gradient_reach(device: Device, mesh: Mesh) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# The plausibility filter, and what is refused
+
+
+def plausibility_filter(device: Device, mesh: Mesh) -> dict[str, Any]:
+    """Hand-made scores through a tap; foreign routes through whole models with a ratio of nearly 0 and of 1."""
+    scores = torch.full((4, EXPERTS), 0.1)
+    scores[:, :8] = torch.tensor([8.0, 7.0, 6.0, 4.0, 3.0, 2.1, 1.9, 1.0])
+    routes = torch.tensor([[4, 6, 5, 0], [7, 8, 9, 10], [0, 1, 2, 5], [-1, -1, -1, -1]])
+    captured = torch.tensor([True, True, True, False])
+    found: dict[str, Any] = {}
+    for name, options, seen in (
+        ("softmax over the top k", SOFTMAX, scores.log()),
+        ("softmax over all", SOFTMAX | {"moe_router_pre_softmax": True}, scores / scores.sum(-1, keepdim=True)),
+        ("sigmoid, bias", SIGMOID | BIAS, scores / 10),
+    ):
+        model = model_of(device, mesh, options, plausibility=0.5)
+        tap = model.replay.taps[1]
+        if "bias" in name:  # the live choice is by 0.01 * score, upside down where the bias says so; gates are not
+            model.routers[1].expert_bias.zero_()[7] = 5.0
+            seen = seen + model.routers[1].expert_bias
+        tap.clear()
+        tap.mode = "replay"
+        tap.load(routes.to(torch.int8), captured, rows=3)
+        values, used = tap.get_replay_topk(seen, TOPK, None, None, lambda s, k, *_: torch.topk(s, k))
+        found[name] = {
+            "used": used.tolist(),
+            "gathered": torch.equal(values, seen.gather(1, used)),
+            "counts": tap.counts[0].tolist(),
+        }
+        tap.clear()
+    foreign = random_routes(np.random.default_rng(2), len(_TOKENS), 2, TOPK)
+    outcomes = {}
+    for ratio in (0.0, 1e-30, 1.0):
+        model = model_of(device, mesh, ROUTERS["sigmoid"], plausibility=ratio)
+        maps: list[torch.Tensor] = []
+        hooks = [
+            router.register_forward_hook(lambda _module, _args, out, maps=maps: maps.append(out[1]))
+            for router in model.routers.values()
+        ]
+        with model.replay.schedule("replay", training=True) as ledger_of:
+            load(model.replay, foreign)
+            outcomes[ratio] = forward_backward(model)
+            ledger = ledger_of()
+        metrics = routing_metrics(ledger)
+        if ratio == 1.0:
+            with model.replay.schedule("live", training=True):
+                forward_backward(model)
+            found["ratio 1 is the live choice"] = torch.equal(maps[0], maps[2]) and torch.equal(maps[1], maps[3])
+        for hook in hooks:
+            hook.remove()
+        found[f"replaced at {ratio}"] = (
+            Mean.reduce([metrics["routing/replaced_frac"]]) if "routing/replaced_frac" in metrics else None
+        )
+    found["nearly 0 is off"] = identical(outcomes[0.0], outcomes[1e-30])
+    return found
+
+
+def refusals(device: Device, mesh: Mesh) -> dict[str, str]:
+    """What `attach_replay` says of every setting and every router that would break replay silently."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    model = model_of(device, mesh, ROUTERS["sigmoid, bias"])
+    chunk, config = model.chunk, model.moe.config
+    said: dict[str, str] = {}
+
+    def attach(name: str, moe_layers: Sequence[int] = (1, 2)) -> None:
+        try:
+            attach_replay([chunk], moe_layers, mesh.pp)
+            said[name] = "nothing was raised"
+        except AssertionError as error:
+            said[name] = str(error)
+
+    for name, value in {
+        "moe_router_fusion": True,
+        "moe_router_load_balancing_type": "sinkhorn",
+        "moe_aux_loss_coeff": 0.01,
+        "moe_router_force_load_balancing": True,
+        "moe_input_jitter_eps": 0.1,
+        "moe_expert_capacity_factor": 1.25,
+        "moe_pad_expert_input_to_capacity": True,
+        "moe_router_padding_for_quantization": True,
+        "moe_token_dispatcher_type": "flex",
+        "moe_router_bias_update_rate": 0.001,
+    }.items():
+        plain = getattr(config, name)
+        setattr(config, name, value)
+        attach(name)
+        setattr(config, name, plain)
+    attach("a router in a dense layer", (2,))
+    attach("a layer without a router", (1, 2, 5))
+
+    class Quantile(TopKRouter):
+        pass
+
+    model.moe.router.__class__ = Quantile
+    attach("another router")
+    model.moe.router.__class__ = TopKRouter
+
+    outside = TopKRouter(config=config, pg_collection=mesh.megatron)
+    chunk.add_module("head", torch.nn.ModuleList([outside]))
+    attach("an orphan")
+    del chunk.head
+    chunk.add_module("mtp", torch.nn.ModuleList([outside]))
+    listed = outside.router_replay in RouterReplay.global_router_replay_instances
+    attach("a head of multi-token prediction")
+    said["of the head"] = f"{listed} {outside.router_replay} {len(RouterReplay.global_router_replay_instances)}"
+    return said
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # Passes of one policy
 
 
@@ -635,6 +754,77 @@ class LastFirst(RouterTap):
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def modes(device: Device, *, model: str) -> dict[str, Any]:
+    """Keys and values that steps report in every replay mode, with the reference replayed or not; then an accident."""
+    config = tiny_config(model, model={"recompute": "full"}, algo={"kl_coef": 0.1}, train={"lr": 0.02})
+    mesh = build_mesh(device, config.parallel)
+    unused = Rewards(rewards_R=torch.zeros(0, dtype=torch.float64), groups_R=torch.zeros(0, dtype=torch.int64))
+    found: dict[str, Any] = {}
+    for name, replay, updates in (
+        ("off", {"mode": "off"}, 2),
+        ("r2", {"mode": "r2"}, 2),
+        ("r3", {"mode": "r3"}, 2),
+        ("r3, one update", {"mode": "r3", "reference": True}, 1),
+    ):
+        setting = replace(
+            config,
+            replay=replace(config.replay, **replay),
+            train=replace(config.train, updates_per_step=updates),
+        )
+        policy = _policy(device, mesh, setting)
+        batches = batches_of(mesh, policy.shape, micro_batch_tokens=96, num_updates=updates)
+        flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+        before = policy.score(flat, mode="replay").ledger
+        live, replay_arm = (policy.score(flat[1:2], mode=mode) for mode in ("live", "replay"))
+        k3 = [mismatch(*(torch.cat(c) for c in (s.logprobs, s.rollout_logprobs, s.loss_mask)))["k3"] for s in (live, replay_arm)]
+        parts: dict[str, list[Any]] = {}
+
+        def report(metrics: Any, parts: dict[str, list[Any]] = parts) -> None:
+            for key, part in metrics.items():
+                parts.setdefault(key, []).append(part)
+
+        train_on(policy, batches, unused, setting, step=2, report=report)
+        found[name] = {
+            "row": {key: type(some[0]).reduce(some) for key, some in parts.items()},
+            "slots": {key: sum(part.count for part in some) for key, some in parts.items() if key == "routing/agreement"},
+            "agreement": Mean.reduce([routing_metrics(before)["routing/agreement"]]),
+            "all_slots": sum(before.rows),
+            "k3_ratio": k3[0].total / k3[1].total,
+        }
+    found["accident"] = _accident(policy, batches[0])
+    return found
+
+
+def _accident(policy: Policy, batch: Batch) -> dict[str, Any]:
+    """A forward of an update raises in its second micro-batch, checkpointed: what the passes after it see of that."""
+    before = policy.score(batch.micro_batches, mode="live").logprobs
+    last = max(policy.replay.taps)
+    calls = []
+
+    def fail(_module: Any, _args: Any, _out: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("in the middle of a schedule")
+
+    router = next(layer.mlp.router for layer in policy.chunks[0].decoder.layers if layer.layer_number - 1 == last)
+    hook = router.register_forward_hook(fail)
+    try:
+        policy.forward_backward(batch)
+        said = "nothing was raised"
+    except OSError as error:
+        said = str(error)
+    hook.remove()
+    tap = policy.replay.taps[last]
+    state = (tap.mode, tap.training, tap.forwards, tap.leftovers(), tap.counts, policy.replay.mode)
+    after = policy.score(batch.micro_batches, mode="live").logprobs
+    return {
+        "said": said,
+        "state": state,
+        "same": all(torch.equal(one, other) for one, other in zip(before, after, strict=True)),
+        "update": policy.update(batch, total_updates=10).grad_norm,
+    }
 
 
 def recomputation(device: Device, *, model: str) -> dict[str, Any]:
@@ -769,9 +959,8 @@ def dose_response(device: Device, *, engine_dtype: str) -> dict[str, Any]:
         )
         figures: dict[str, Any] = {name: type(part).reduce([part]) for name, part in parts.items()}
         if mode == "replay":
-            rows = scores.ledger.rows
-            figures["rows"] = rows
-            figures["agreed"] = [int(agreed) for agreed in scores.ledger.agreed]
+            figures["rows"] = scores.ledger.rows[0]
+            figures["agreed"] = scores.ledger.counts[:, 0].tolist()
             figures["wrong"] = sum(
                 int(
                     (maps[layer][i] != _as_map(micro_batch, position, shape.num_experts))[
@@ -881,4 +1070,4 @@ def _runners_up(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[tor
     return swapped
 
 
-__all__ = ["consistency", "dose_response", "recomputation", "routers"]
+__all__ = ["consistency", "dose_response", "modes", "recomputation", "routers"]

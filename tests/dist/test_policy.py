@@ -40,7 +40,11 @@ def _gradients(tmp: Path, model: str, name: str, ranks: int, **arguments: Any) -
     merged, updated = (_merged([folder / f"{what}_{rank}.pt" for rank in range(ranks)]) for what in ("rank", "updated"))
     slots = sum(result["agreement_slots"] for result in results)
     loaded = {name: max(result[name] for result in results) for name in ("read", "largest_read", "share")}
-    return results[0] | loaded | {"agreement_slots": slots, "updated": updated}, merged
+    by_layer: dict[str, list[float]] = {}
+    for result in results:
+        for layer, part in result["by_layer"].items():
+            by_layer[layer] = [a + b for a, b in zip(by_layer.get(layer, (0, 0)), part, strict=True)]
+    return results[0] | loaded | {"agreement_slots": slots, "by_layer": by_layer, "updated": updated}, merged
 
 
 def _merged(files: list[Path]) -> dict[str, torch.Tensor]:
@@ -117,6 +121,11 @@ def _compare(
     assert figures["agreement_slots"] == expected_figures["agreement_slots"], "every slot is compared exactly once"
     assert figures["read"] == 1.0, "a rank reads the parts of the checkpoint that it holds, not a byte more or less"
     assert figures["largest_read"] <= 1.0, "and never more of it at once than its largest tensor"
+    assert figures["by_layer"].keys() == expected_figures["by_layer"].keys()
+    for layer, (agreed, slots) in figures["by_layer"].items():
+        expected_agreed, expected_slots = expected_figures["by_layer"][layer]
+        assert slots == expected_slots > 0
+        assert abs(agreed - expected_agreed) <= 1, "a near-tie may fall the other way in another order of sums"
     # the last pipeline stage has its own copy of a tied embedding
     assert gradients.keys() - {"output_layer.weight"} == expected.keys() - {"output_layer.weight"}
     largest = max(float(gradient.abs().max()) for gradient in expected.values())

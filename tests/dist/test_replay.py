@@ -5,6 +5,7 @@ The experiments are those of `r3-algorithms.md` section 7; E4 and E9 are in test
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -117,6 +118,110 @@ def test_gradients_reach_router_and_drifted_experts_and_nobody_else(routers: dic
             assert _reach_faults(found) == [], name
         else:  # the faulty tap gathers from scores that were zeroed outside the live choice: the check must say so
             assert "logits of drifted experts" in _reach_faults(found), name
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The plausibility filter, and what is refused
+
+
+def test_an_implausible_expert_gives_way_to_the_best_live_one_left(routers: dict[str, Any]) -> None:
+    """Gate scores 8 7 6 4 | 3 2.1 1.9 1 | 0.1 ...; the weakest live one is 4, so at ratio 0.5 experts below 2 go."""
+    for router in ("softmax over the top k", "softmax over all"):
+        found = routers["filter"][router]
+        assert found["used"] == [[4, 1, 5, 0], [0, 1, 2, 3], [0, 1, 2, 5], [0, 1, 2, 3]]
+        assert found["gathered"]
+        agreed, margin, replaced = found["counts"]
+        assert (agreed, replaced) == (0, 1 + 4)  # the row without a route is not counted
+        weakest = (1.9, 0.1, 2.1)  # of each row's replayed experts
+        margins = {
+            "softmax over the top k": sum(math.log(4 / score) for score in weakest),
+            "softmax over all": sum(4 - score for score in weakest) / 33.8,  # 33 of eight experts, 0.8 of the others
+        }
+        assert margin == pytest.approx(margins[router], rel=1e-6)  # float32
+    # Expert 7 is live by its bias; its gate score of 0.1 is the weakest live one, and half of it the limit.
+    biased = routers["filter"]["sigmoid, bias"]
+    assert biased["used"] == [[4, 6, 5, 0], [7, 0, 1, 2], [0, 1, 2, 5], [7, 0, 1, 2]]
+    assert biased["counts"][2] == 3
+
+
+def test_the_filter_off_changes_no_bit_and_at_1_is_the_live_choice(routers: dict[str, Any]) -> None:
+    found = routers["filter"]
+    assert found["nearly 0 is off"] == []
+    assert found["ratio 1 is the live choice"]
+    assert found["replaced at 0.0"] is None and found["replaced at 1e-30"] == 0.0
+    assert 0.5 < found["replaced at 1.0"] < 1.0  # random top 4 of 16 shares one in four with the live one
+
+
+def test_replay_refuses_routers_that_would_break_it_silently(routers: dict[str, Any]) -> None:
+    said = routers["refusals"]
+    for name, value in {
+        "moe_router_fusion": "True",
+        "moe_router_load_balancing_type": "'sinkhorn'",
+        "moe_aux_loss_coeff": "0.01",
+        "moe_router_force_load_balancing": "True",
+        "moe_input_jitter_eps": "0.1",
+        "moe_expert_capacity_factor": "1.25",
+        "moe_pad_expert_input_to_capacity": "True",
+        "moe_router_padding_for_quantization": "True",
+        "moe_token_dispatcher_type": "'flex'",
+        "moe_router_bias_update_rate": "0.001",
+    }.items():
+        assert said[name].startswith(f"{name} = {value}, and replay needs "), name
+    assert "says decoder layer 1; MoE layers are [2]" in said["a router in a dense layer"]
+    assert "have routers in layers [[1, 2]], the model in [1, 2, 5]" in said["a layer without a router"]
+    assert "is a Quantile, no plain top-k router" in said["another router"]
+    assert "router head.0 says decoder layer -1" in said["an orphan"]
+    assert said["a head of multi-token prediction"] == "nothing was raised"
+    assert said["of the head"] == "True None 0", "in Megatron's list when built; live and unlisted when attached"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Modes
+
+
+@pytest.fixture(scope="module")
+def modes(other_model: str) -> dict[str, Any]:
+    (result,) = run_world(cases.modes, 1, model=other_model)
+    return result
+
+
+def test_every_mode_reports_agreement_at_the_rollouts_weights_only(modes: dict[str, Any]) -> None:
+    assert not [key for key in modes["off"]["row"] if key.startswith("routing/") or key.endswith("_live")]
+    recorded = modes["r2"]["row"]
+    assert recorded["routing/agreement"] == recorded["routing/agreement_update_1"] == 1.0
+    assert recorded["routing/agreement_update_2"] < 1.0, "the second update routes with changed weights"
+    assert "mismatch/k3_live" not in recorded
+    for name in ("r3", "r3, one update"):
+        found = modes[name]
+        assert found["slots"]["routing/agreement"] == found["all_slots"] > 200  # each slot once
+        assert found["row"]["routing/agreement"] == found["agreement"]
+        assert found["row"]["routing/margin"] > 0
+        assert {key for key in found["row"] if "_layer/" in key} == {f"routing/agreement_layer/{i}" for i in (0, 2)}
+    assert {"routing/agreement_update_1", "routing/agreement_update_2"} <= modes["r3"]["row"].keys()
+    assert "routing/agreement_update_1" not in modes["r3, one update"]["row"]
+
+
+def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: dict[str, Any]) -> None:
+    for name in ("r3", "r3, one update"):
+        row = modes[name]["row"]
+        assert row["mismatch/k3_ratio"] == modes[name]["k3_ratio"]  # step 2 samples the second micro-batch
+        assert row["mismatch/k3_ratio"] == pytest.approx(row["mismatch/k3_live"] / row["mismatch/k3_replay"])
+        for figure in ("f2", "abs_p99", "abs_max"):
+            assert {f"mismatch/{figure}_live", f"mismatch/{figure}_replay"} <= row.keys()
+
+
+def test_the_reference_replays_only_when_asked(modes: dict[str, Any]) -> None:
+    """Before the first update the reference is the policy: any KL between them is of other routes."""
+    assert modes["r3, one update"]["row"]["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9)
+    assert modes["r3"]["row"]["loss/kl_ref"] > 1e-2
+
+
+def test_a_schedule_that_fails_half_way_leaves_nothing_behind(modes: dict[str, Any]) -> None:
+    accident = modes["accident"]
+    assert accident["said"] == "in the middle of a schedule"
+    assert accident["state"] == ["live", False, 0, "", [], "live"]
+    assert accident["same"], "bitwise"
+    assert accident["update"] > 0
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ LAYERS = {
         "advantage",
         "diagnostics",
         "envs",
+        "heatmap",
         "loss",
         "packing",
         "plan",

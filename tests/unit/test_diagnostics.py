@@ -21,9 +21,8 @@ from r3.diagnostics import (
     PerLayer,
     Quantile,
     Sum,
-    agreement,
-    k3_f2,
     mismatch,
+    shadow,
     to_partials,
 )
 
@@ -194,10 +193,10 @@ def test_the_panel_equals_a_loop_over_tokens(seed: int) -> None:
     assert panel["abs_p99"] == pytest.approx(p99, rel=1e-9)
 
 
-def test_k3_f2_is_part_of_the_panel() -> None:
+def test_the_shadow_panel_is_part_of_the_panel() -> None:
     tokens = random_tokens(0)
     panel = values(mismatch(*tokens))
-    assert values(k3_f2(*tokens)) == {"k3": panel["k3"], "f2": panel["f2"]}
+    assert values(shadow(*tokens)) == {key: panel[key] for key in ("k3", "f2", "abs_p99", "abs_max")}
 
 
 def test_no_loss_tokens_report_nothing() -> None:
@@ -229,19 +228,3 @@ def test_panel_refuses_what_would_broadcast() -> None:
         mismatch(torch.zeros(3), torch.zeros(1), torch.ones(3))
     with pytest.raises(ValueError, match=r"\[3, 1\]"):
         mismatch(torch.zeros(3, 1), torch.zeros(3, 1), torch.ones(3, 1))
-
-
-# --- agreement ----------------------------------------------------------------------------------------------
-
-
-def test_agreement_is_about_sets() -> None:
-    live_NK = torch.tensor([[1, 2, 3], [2, 3, 1], [1, 2, 3], [1, 2, 3]])
-    replayed_NK = torch.tensor([[3, 1, 2], [1, 2, 3], [1, 2, 4], [-1, -1, -1]])
-    assert agreement(live_NK, replayed_NK).tolist() == [True, True, False, False]
-    assert agreement(live_NK, replayed_NK.to(torch.int16)).tolist() == [True, True, False, False]
-    assert agreement(live_NK.view(2, 2, 3), replayed_NK.view(2, 2, 3)).shape == (2, 2)
-
-
-def test_agreement_refuses_other_shapes() -> None:
-    with pytest.raises(ValueError, match=r"\[4, 2\] and \[4, 3\]"):
-        agreement(torch.zeros(4, 2), torch.zeros(4, 3))

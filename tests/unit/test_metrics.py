@@ -50,10 +50,14 @@ DESIGN_KEYS = [
     "mismatch/abs_p99",
     "mismatch/abs_max",
     "mismatch/ess",
-    "mismatch/k3_live",
-    "mismatch/f2_live",
+    *(f"mismatch/{name}_{arm}" for name in ("k3", "f2", "abs_p99", "abs_max") for arm in ("replay", "live")),
+    "mismatch/k3_ratio",
     "routing/coverage",
     "routing/agreement",
+    "routing/agreement_layer/LAYER",
+    "routing/agreement_update_K",
+    "routing/margin",
+    "routing/replaced_frac",
     "routing/rows_captured",
     "routing/rows_replayed",
     "routing/rows_live",
@@ -258,6 +262,21 @@ def events(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder / "tensorboard")).Reload()
 
 
+def test_agreement_per_layer_is_a_row_of_numbers_and_a_picture(tmp_path: Path) -> None:
+    drawn = meter(tmp_path, log={"tensorboard": True})
+    for step in (1, 2):
+        drawn.add({f"routing/agreement_layer/{layer}": Mean(layer, 20.0) for layer in (3, 12)})
+        row = drawn.close_step(step)
+        assert row["routing/agreement_layer/12"] == 0.6
+    drawn.close()
+    pictures = events(tmp_path).Images("routing/agreement_layer")
+    assert [(picture.step, picture.width, picture.height) for picture in pictures] == [
+        (1, 384, 22),
+        (2, 384, 30),
+    ]
+    assert not [tag for tag in events(tmp_path).Tags()["scalars"] if tag.startswith("routing/")]
+
+
 def test_a_resumed_run_continues_file_and_curves(tmp_path: Path) -> None:
     first = meter(tmp_path, log={"tensorboard": True})
     for step in range(6):
@@ -313,8 +332,10 @@ def test_the_first_page_is_that_of_the_design(tmp_path: Path) -> None:
         {"rollout/response_tokens_mean"},
     ]
     assert [set(chart) for chart in paired] == [
-        {"mismatch/k3", "mismatch/k3_live"},
-        {"mismatch/f2", "mismatch/f2_live"},
+        {"mismatch/k3_replay", "mismatch/k3_live"},
+        {"mismatch/k3_ratio"},
+        {"mismatch/f2_replay", "mismatch/f2_live"},
+        {"mismatch/abs_max_replay", "mismatch/abs_max_live"},
     ]
 
 
