@@ -150,7 +150,7 @@ def refilled(routes_NK: torch.Tensor, kept_NK: torch.Tensor, live_NK: torch.Tens
     `live_NK` is ordered, best first. A row has as many live experts that it does not keep as slots to fill, or more.
     """
     taken_NK = (live_NK[:, :, None] == torch.where(kept_NK, routes_NK, -1)[:, None, :]).any(-1)
-    free_first_NK = live_NK.gather(1, taken_NK.int().argsort(-1, stable=True))
+    free_first_NK = live_NK.gather(1, taken_NK.int().argsort(dim=-1, stable=True))
     place_NK = ((~kept_NK).cumsum(-1) - 1).clamp(min=0)
     return torch.where(kept_NK, routes_NK, free_first_NK.gather(1, place_NK))
 

@@ -668,9 +668,9 @@ def consistency(device: Device, *, model: str, ep: int) -> dict[str, Any]:
     ratios: list[torch.Tensor] = []
     real = module.policy_loss
 
-    def watched(algo: Any, logprobs_N: Any, old_N: Any, reference_N: Any, tokens: Any, **kwargs: Any) -> Any:
+    def watched(algo: Any, logprobs_N: Any, old_N: Any, reference_N: Any, tokens: Any, *rest: Any, **kwargs: Any) -> Any:
         ratios.append((logprobs_N.detach() - old_N).exp()[tokens.loss_mask_N > 0])
-        return real(algo, logprobs_N, old_N, reference_N, tokens, **kwargs)
+        return real(algo, logprobs_N, old_N, reference_N, tokens, *rest, **kwargs)
 
     module.policy_loss = watched
     found: dict[str, Any] = {}
