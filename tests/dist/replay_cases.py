@@ -639,9 +639,9 @@ def refusals(device: Device, mesh: Mesh) -> dict[str, str]:
     model.moe.router.__class__ = TopKRouter
 
     outside = TopKRouter(config=config, pg_collection=mesh.megatron)
-    chunk.add_module("head", torch.nn.ModuleList([outside]))
+    chunk.add_module("stray", torch.nn.ModuleList([outside]))
     attach("an orphan")
-    del chunk.head
+    del chunk.stray
     chunk.add_module("mtp", torch.nn.ModuleList([outside]))
     listed = outside.router_replay in RouterReplay.global_router_replay_instances
     attach("a head of multi-token prediction")

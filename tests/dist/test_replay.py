@@ -170,7 +170,7 @@ def test_replay_refuses_routers_that_would_break_it_silently(routers: dict[str, 
     assert "says decoder layer 1; MoE layers are [2]" in said["a router in a dense layer"]
     assert "have routers in layers [[1, 2]], the model in [1, 2, 5]" in said["a layer without a router"]
     assert "is a Quantile, no plain top-k router" in said["another router"]
-    assert "router head.0 says decoder layer -1" in said["an orphan"]
+    assert "router stray.0 says decoder layer -1" in said["an orphan"]
     assert said["a head of multi-token prediction"] == "nothing was raised"
     assert said["of the head"] == "True None 0", "in Megatron's list when built; live and unlisted when attached"
 
