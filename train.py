@@ -142,7 +142,7 @@ def main() -> None:
             with meter.phase("export"):
                 folder = run_dir.hf(train.steps)
                 export(folder, weights, policy, device, mesh, like=config.model.path, step=train.steps)
-    task.talk.environments.close()
+    task.close()
     meter.close()
     if device.rank == 0:
         print(closing(config, run_dir, time.perf_counter() - began, last), flush=True)

@@ -280,12 +280,21 @@ class EvalSet:
 
     path: str
     name: str
+    env: str
     function: str
     max_prompts: int
     samples: int
     temperature: float
     top_p: float
     max_tokens: int
+
+    def environment(self, training: EnvConfig) -> EnvConfig:
+        """What a conversation of this set is: the training's, but for the environment itself where the set names one."""
+        if not self.env:
+            return training
+        if ":" in self.env:
+            return replace(training, name=EnvConfig().name, path=self.env)
+        return replace(training, name=parse_value("env.name", self.env), path="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +308,8 @@ class EvalConfig:
     """Held-out sets, each one path as in data.path, with the same columns; empty = no evaluation."""
     name: tuple[str, ...] = ("heldout",)
     """Names of the sets in metrics and files."""
+    env: tuple[str, ...] = ()
+    """What a conversation of a set is, as in env.name or env.path; empty = what it is in training."""
     function: tuple[str, ...] = ()
     """What judges a set, as in reward.function; empty = what judges in training."""
     every: int = 10

@@ -17,12 +17,12 @@ from r3.types import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """A held-out set as it is used: its settings, its questions, and what judges their answers."""
+    """A held-out set as it is used: its settings, its questions, what judges their answers, what a conversation is."""
 
     settings: EvalSet
     prompts: tuple[Prompt, ...]
     judge: Judge
-    talk: Talk | None = None
+    talk: Talk
 
 
 @dataclass(frozen=True, kw_only=True)

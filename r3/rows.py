@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3.config import Config
+from r3.config import Config, EvalSet
 
 _GYM_SIZE = 1000
 
@@ -85,16 +85,18 @@ class SourceError(ValueError):
         super().__init__(f"{rule}. Fix: {fix}")
 
 
-def columns_of(config: Config, reward: str = "") -> Columns:
-    """What a run reads from rows that `reward` will judge (empty: the training's)."""
-    data, env = config.data, config.env
+def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
+    """What a run reads from the rows of training, or of a held-out set."""
+    data, env, reward = config.data, config.env, config.reward.function
+    if each is not None:
+        env, reward = each.environment(env), each.function or reward
     judges = env.name != "guess_number" and not env.path  # others may give rewards of their own
     return Columns(
         prompt=data.prompt_key,
         answer=data.answer_key,
         tools=data.tools_key,
         system_prompt=data.system_prompt,
-        answer_holds="####" if judges and (reward or config.reward.function) == "gsm8k" else "",
+        answer_holds="####" if judges and reward == "gsm8k" else "",
     )
 
 

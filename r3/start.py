@@ -41,6 +41,13 @@ class Task:
     shape: ModelShape
     max_model_len: int
 
+    def close(self) -> None:
+        """End what environments started."""
+        self.talk.environments.close()
+        for each in self.heldout:
+            if each.talk is not self.talk:
+                each.talk.environments.close()
+
 
 def read_task(config: Config) -> Task:
     """Read and check model facts, tokenizer, data and reward. Touches no device.
@@ -57,6 +64,13 @@ def read_task(config: Config) -> Task:
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)
     talk = Talk.of(config.env, tokenizer, config.model.path)
     data, context = config.data, shape.max_position_embeddings
+
+    def room(talk: Talk, longest_prompt: int, response: int) -> int:
+        if talk.environments.one_turn:
+            return longest_prompt + response
+        # The first messages of an environment are known when it gives them: its conversations get all the room there is.
+        return min(context, config.longest_sequence(context) - config.rollout.max_response_tokens + response)
+
     prompts, longest = Dataset(prompts=()), 0
     if not config.eval.only:
         prompts = load_prompts(
@@ -70,25 +84,27 @@ def read_task(config: Config) -> Task:
             weights=data.weights,
         )
         longest = max(len(prompt.tokens_T) for prompt in prompts.prompts)
-        longest += config.rollout.max_response_tokens
+        longest = room(talk, longest, config.rollout.max_response_tokens)
     heldout = []
     for each in config.eval.sets:
         response = each.max_tokens or config.rollout.max_response_tokens
+        conversation = (
+            Talk.of(each.environment(config.env), tokenizer, config.model.path) if each.env else talk
+        )
         found = load_prompts(
             each.path,
             tokenizer,
-            columns=columns_of(config, each.function),
-            tools=talk.environments.tools,
+            columns=columns_of(config, each),
+            tools=conversation.environments.tools,
             max_prompt_tokens=min(config.engine.max_model_len or context, context) - response,
             on_too_long=data.on_too_long,
         )
         questions = found.prompts[: each.max_prompts or None]
         judge = judge_of(each.function or config.reward.function)
-        heldout.append(HeldOut(settings=each, prompts=questions, judge=judge, talk=talk))
-        longest = max(longest, max(len(prompt.tokens_T) for prompt in questions) + response)
-    if not talk.environments.one_turn:
-        # The first messages of an environment are known when it gives them: its conversations get all the room there is.
-        longest = config.longest_sequence(context)
+        heldout.append(HeldOut(settings=each, prompts=questions, judge=judge, talk=conversation))
+        longest = max(
+            longest, room(conversation, max(len(prompt.tokens_T) for prompt in questions), response)
+        )
     return Task(
         prompts=prompts,
         heldout=tuple(heldout),

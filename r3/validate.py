@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from r3.config import Config, EnvConfig, EvalSet, Problem, flatten
+from r3.config import FIELD_TYPES, Config, EnvConfig, EvalSet, Problem, flatten
 from r3.rows import Columns, Row, columns_of, is_folder, is_near, read_rows
 from r3.shape import ModelShape, ShapeError, checkpoint_tensors
 
@@ -502,22 +502,25 @@ def _check_environment(config: Config, found: _Findings) -> None:
             f"exceeds rollout.max_response_tokens = {config.rollout.max_response_tokens}, which bounds all turns together",
             "0 for whatever is left, or a larger rollout.max_response_tokens",
         )
-    if not env.path:
-        return
-    if env.name != EnvConfig().name:
+    if env.path and env.name != EnvConfig().name:
         found.add(
             "env.name", "is set beside env.path: a conversation has one environment", "give one of the two"
         )
-    path, colon, name = env.path.rpartition(":")
+    if env.path:
+        _check_environment_file(env.path, "env.path", found)
+
+
+def _check_environment_file(spec: str, field: str, found: _Findings) -> None:
+    path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():
-        found.add("env.path", "is not file.py:Class", "path/to/my_env.py:MyEnv")
+        found.add(field, "is not file.py:Class", "path/to/my_env.py:MyEnv", spec)
         return
-    if (tree := _parse(path, "env.path", found)) is None:
+    if (tree := _parse(path, field, found)) is None:
         return
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:
         fix = f"it defines {', '.join(classes) or 'none'}; write the class at the top level of the file"
-        found.add("env.path", f"{path} defines no class {name!r}", fix)
+        found.add(field, f"{path} defines no class {name!r}", fix, spec)
         return
     methods = {
         node.name: node
@@ -532,10 +535,10 @@ def _check_environment(config: Config, found: _Findings) -> None:
             needed = len(positional) - len(arguments.defaults)
             if needed > 2 or (len(positional) < 2 and arguments.vararg is None):
                 found.add(
-                    "env.path", f"{name}.{method} does not take self and one argument, the {argument}", fix
+                    field, f"{name}.{method} does not take self and one argument, the {argument}", fix, spec
                 )
         elif not classes[name].bases:
-            found.add("env.path", f"class {name} has no method {method}", fix)
+            found.add(field, f"class {name} has no method {method}", fix, spec)
 
 
 def _parse(path: str, field: str, found: _Findings) -> ast.Module | None:
@@ -574,7 +577,7 @@ def _check_eval(config: Config, found: _Findings, shape: ModelShape | None) -> t
         return ()
     for entry in fields(EvalSet):
         values = found.values[f"eval.{entry.name}"]
-        may_be = {1, count} | ({0} if entry.name == "function" else set())
+        may_be = {1, count} | ({0} if entry.name in ("env", "function") else set())
         if len(values) not in may_be:
             rule = f"has {len(values)} values for the {count} paths of eval.path"
             found.add(f"eval.{entry.name}", rule, "one a set, or one for all")
@@ -597,6 +600,14 @@ def _check_eval(config: Config, found: _Findings, shape: ModelShape | None) -> t
     if shape and longest >= shape.max_position_embeddings:
         rule = f"does not fit the model's context of {shape.max_position_embeddings} tokens"
         found.add("eval.max_tokens", rule, "smaller, with room for the questions")
+    for env in filter(None, dict.fromkeys(settings.env)):
+        if ":" in env:
+            _check_environment_file(env, "eval.env", found)
+        elif env not in (names := get_args(FIELD_TYPES["env.name"])):
+            fix = f"one of {', '.join(names)}, or path/to/my_env.py:MyEnv"
+            found.add("eval.env", "names no environment", fix, value=env)
+    if not found.sound("eval.env"):
+        return ()
     for function in filter(None, dict.fromkeys(settings.function)):
         _check_reward(function, found, "eval.function")
     return settings.sets
@@ -615,7 +626,7 @@ def _check_data(config: Config, found: _Findings, sets: Sequence[EvalSet]) -> tu
         row for path in dict.fromkeys(training) for row in _check_rows(path, columns, found, "data.path")
     ]
     # Sets may differ in sampling alone: a path is read once for each way of judging it.
-    held_out = dict.fromkeys((each.path, columns_of(config, each.function)) for each in sets)
+    held_out = dict.fromkeys((each.path, columns_of(config, each)) for each in sets)
     if not sets:  # their lists do not fit together, and what the paths hold is said all the same
         held_out = dict.fromkeys((path, columns) for path in config.eval.path)
     heldout = [row for path, how in held_out for row in _check_rows(path, how, found, "eval.path")]
@@ -677,7 +688,7 @@ def _ignored_settings(config: Config, shape: ModelShape | None, given: Collectio
             )
     if config.model.dtype == config.engine.dtype == "float32":
         ignored("policy and engine are float32 throughout", "model.fp32_head")
-    if config.env.name == "single_turn" and not config.env.path:
+    if config.env.name == "single_turn" and not config.env.path and not any(config.eval.env):
         turns = ("env.max_turns", "env.max_turn_tokens", "env.workers", "env.timeout_s", "env.retries")
         ignored("env.name is single_turn", *turns, "env.on_error")
     elif not config.env.path and not config.env.workers:

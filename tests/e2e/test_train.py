@@ -214,9 +214,22 @@ def test_evaluation_alone_scores_the_newest_checkpoint_and_trains_nothing(
     output = run(
         folder,
         *FLAGS,
-        *("--eval.only", "--eval.path", held_out, held_out, "--eval.name", "heldout", "sampled"),
-        *("--eval.samples", "1", "4", "--eval.temperature", "0", "1", "--eval.max_prompts", "0", "32"),
-        *("--eval.pass_at", "1", "2", "--eval.max_tokens", "0", "8"),
+        *("--eval.only", "--eval.path", held_out, held_out, held_out),
+        *("--eval.name", "heldout", "sampled", "game", "--eval.env", "", "", "guess_number"),
+        *("--eval.samples", "1", "4", "1", "--eval.temperature", "0", "1", "0"),
+        *(
+            "--eval.max_prompts",
+            "0",
+            "32",
+            "4",
+            "--eval.pass_at",
+            "1",
+            "2",
+            "--eval.max_tokens",
+            "0",
+            "8",
+            "40",
+        ),
     )
     assert f"evaluating checkpoint {folder}/checkpoints/step_000006, after step 6; no training" in output
     answers = folder / "eval" / "step_000006.jsonl"
@@ -227,6 +240,7 @@ def test_evaluation_alone_scores_the_newest_checkpoint_and_trains_nothing(
     old = [json.loads(line) for line in before[answers].splitlines()]
     assert greedy == old  # the weights of the checkpoint are those that were evaluated in training
 
+    assert len([row for row in rows if row["set"] == "game"]) == 4  # in an environment of its own
     sampled = [row for row in rows if row["set"] == "sampled"]
     assert len(sampled) == 32 * 4 and max(row["response_tokens"] for row in sampled) == 8
     right = [[row["reward"] >= 1 for row in sampled[i : i + 4]] for i in range(0, 128, 4)]

@@ -363,6 +363,9 @@ def test_every_number_has_a_rule() -> None:
         ({"eval.temperature": [float("nan")]}, "eval.temperature", "finite"),
         ({"eval.max_tokens": 512}, "eval.max_tokens", "context of 512"),
         ({"eval.function": "gsm9k"}, "eval.function", "neither a built-in reward nor"),
+        ({"eval.env": "chess"}, "eval.env", "names no environment. Fix: one of single_turn"),
+        ({"eval.env": "missing.py:Env"}, "eval.env", "cannot be read"),
+        ({"eval.env": ["single_turn", "calculator"]}, "eval.env", "has 2 values for the 1 paths"),
         ({"eval.function": "gym"}, "eval.function", "scores the tasks of reasoning-gym alone"),
         ({"reward.function": "gym", "eval.path": ""}, "reward.function", "and {train} is none"),
         ({"eval.path": "", "eval.only": True}, "eval.only", "nothing to evaluate"),
@@ -550,6 +553,12 @@ def test_lists_of_evaluation_are_spread_over_the_sets() -> None:
     assert (first.path, first.name, first.samples, first.function) == ("x", "a", 1, "")
     assert (second.path, second.name, second.samples, second.temperature) == ("y", "b", 8, 0.0)
     assert changed({"eval.path": ""}).eval.sets == ()
+    sets = changed({"eval.path": ["x", "y", "z"], "eval.env": ["", "guess_number", "e.py:E"]}).eval.sets
+    training = replace(TINY.env, name="calculator", max_turns=3)
+    environments = [each.environment(training) for each in sets]
+    assert environments[0] == training
+    assert environments[1] == replace(training, name="guess_number")
+    assert environments[2] == replace(training, name="single_turn", path="e.py:E")
 
 
 # ---- rewards
