@@ -691,7 +691,7 @@ def _ignored_settings(config: Config, shape: ModelShape | None, given: Collectio
     if config.env.name == "single_turn" and not config.env.path and not any(config.eval.env):
         turns = ("env.max_turns", "env.max_turn_tokens", "env.workers", "env.timeout_s", "env.retries")
         ignored("env.name is single_turn", *turns, "env.on_error")
-    elif not config.env.path and not config.env.workers:
+    elif not any(":" in spec for spec in (config.env.path, *config.eval.env)) and not config.env.workers:
         ignored("the environment is a built-in one, which runs at once", "env.timeout_s")
     if config.replay.mode == "off":
         ignored("replay.mode is off", "replay.on_missing", "replay.reference", "replay.plausibility")
