@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from r3.config import Config
 from r3.device import Device
-from r3.engine import Engine
+from r3.engine import Engine, RouteError, Sampled, Transcript
 from r3.exchange import score_all
 from r3.mesh import Mesh, build_mesh
 from r3.refill import NoSignalError, answers_of_step
@@ -59,6 +58,8 @@ class Trouble:
     def step(self, message):
         self.turns += 1
         if self.turns == 2:
+            with open("{order}", "a") as file:
+                file.write(self.id + "\\n")
             return [], 1.0, True
         if self.id == "{crash}":
             os._exit(9)
@@ -94,7 +95,6 @@ class Talker:
         members: int = 2,
         max_tokens: int = 120,
         keep_all: bool = False,
-        seen: list[str] | None = None,
         **env: Any,
     ) -> Answers:
         """One round in an environment with these settings."""
@@ -117,7 +117,6 @@ class Talker:
                 temperature=1.0,
                 talk=talk,
                 keep_all=keep_all,
-                on_answer=lambda: seen.append(str(time.monotonic())) if seen is not None else None,
             )
         finally:
             talk.environments.close()
@@ -205,7 +204,40 @@ def talks(device: Device, *, folder: str, engine_tp: int = 1) -> dict[str, Any]:
             "facts": numbers(answers),
             **comparison,
         }
+        if kind == "chatty" and answers.rollouts:
+            found["guards"] = guards(talker.engine, answers.rollouts)
     return found
+
+
+def guards(engine: Engine, rollouts: Sequence[Rollout]) -> dict[str, str]:
+    """Feed a conversation that was held to a new transcript, with the rows of its second turn as they came, and wrong."""
+    rollout = max(rollouts, key=lambda rollout: len(rollout.tokens_T))
+    mask, rows = rollout.loss_mask_T, rollout.routed_experts
+    turns = np.flatnonzero(np.diff(mask, prepend=0, append=0))[:4].tolist()  # begin and end of two turns
+    assert len(turns) == 4, "it has only one turn"
+    said: dict[str, str] = {}
+    for name, shift, missing in (("right", 0, 0), ("shifted", 1, 0), ("too few", 0, 1)):
+        transcript = Transcript(engine, rollout.tokens_T[: turns[0]].tolist(), who="the rollout")
+        try:
+            for start, end in (turns[:2], turns[2:]):
+                transcript.observe(rollout.tokens_T[len(transcript.tokens) : start].tolist())
+                first = transcript.first_row
+                late = shift if first else 0
+                transcript.take(
+                    Sampled(
+                        key=0,
+                        tokens_T=rollout.tokens_T[start:end].tolist(),
+                        logprobs_T=rollout.logprobs_T[start:end].tolist(),
+                        routed_experts=rows[first - late : end - 1 - late - (missing if first else 0)],
+                        first_row=first,
+                        finish_reason="stop",
+                    )
+                )
+            same = transcript.tokens == rollout.tokens_T[: turns[3]].tolist()
+            said[name] = f"{same} {np.array_equal(transcript.rows(), rows[: turns[3] - 1])}"
+        except RouteError as error:
+            said[name] = str(error)
+    return said
 
 
 def trouble(device: Device, *, folder: str, slow_s: float, limit_s: float) -> dict[str, Any]:
@@ -215,11 +247,13 @@ def trouble(device: Device, *, folder: str, slow_s: float, limit_s: float) -> di
     prompts = talker.task.prompts.prompts[:64]
     crash, hang, slow = (prompts[i].id.rpartition(":")[2] for i in (5, 9, 11))
     file = Path(folder) / "trouble.py"
-    file.write_text(TROUBLE.format(crash=crash, hang=hang, slow=slow, slow_s=slow_s))
+    order = Path(folder) / "order"
+    file.write_text(TROUBLE.format(crash=crash, hang=hang, slow=slow, slow_s=slow_s, order=order))
     calm = Path(folder) / "calm.py"
-    calm.write_text(TROUBLE.format(crash="no", hang="no", slow="no", slow_s=0))
+    calm.write_text(TROUBLE.format(crash="no", hang="no", slow="no", slow_s=0, order=order))
+    name_of_file = prompts[0].id.rpartition(":")[0]
     found: dict[str, Any] = {"crash": prompts[5].id, "hang": prompts[9].id, "slow": prompts[11].id}
-    common: dict[str, Any] = {"workers": 2, "prompts": prompts, "members": 1, "max_tokens": 60}
+    common: dict[str, Any] = {"workers": 3, "prompts": prompts, "members": 1, "max_tokens": 60}
     runs: dict[str, dict[str, Any]] = {
         "calm": {"path": f"{calm}:Trouble", "timeout_s": 60.0},
         "drop": {"path": f"{file}:Trouble", "timeout_s": limit_s, "on_error": "drop", "retries": 1},
@@ -227,14 +261,14 @@ def trouble(device: Device, *, folder: str, slow_s: float, limit_s: float) -> di
         "kept": {"path": f"{file}:Trouble", "timeout_s": limit_s, "on_error": "drop", "keep_all": True},
     }
     for name, settings in runs.items():
-        seen: list[str] = []
-        answers = talker.answer(**common, **settings, seen=seen)
+        order.write_text("")
+        answers = talker.answer(**common, **settings)
         found[name] = {
             "tokens": {rollout.prompt_id: rollout.tokens_T.tolist() for rollout in answers.rollouts},
             "rewards": dict(zip((r.prompt_id for r in answers.rollouts), answers.rewards, strict=True)),
             "outcomes": {rollout.prompt_id: rollout.finish_reason for rollout in answers.rollouts},
             "facts": numbers(answers),
-            "ended": [float(when) - float(seen[0]) for when in seen],
+            "order": [f"{name_of_file}:{line}" for line in order.read_text().split()],
         }
     try:
         talker.answer(**common, path=f"{file}:Trouble", timeout_s=limit_s, on_error="stop")
