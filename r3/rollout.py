@@ -18,9 +18,8 @@ from r3.types import Message, Prompt, Rollout
 
 Judge = Callable[[Rollout, Prompt], float]
 
-_IDLE_WAIT_S = (
-    1.0  # while nothing is in flight and environments work; the ranks of an engine meet at least this often
-)
+# While nothing is in flight and environments work. The ranks of one engine meet at least this often.
+_IDLE_WAIT_S = 1.0
 
 
 class EnvironmentFailed(RuntimeError):
@@ -224,8 +223,10 @@ class _Conversation:
             assert reply.step is not None and self.transcript is not None
             if reply.step.reward is not None:
                 self._rewards.append(reply.step.reward)
-            if reply.step.done or self._room() < 1:
+            if reply.step.done:
                 return self._end("length" if self._cut else "stop")
+            if self._room() < 1:
+                return self._end("length")
             if self.turns == self._talk.environments.settings.max_turns:
                 return self._end("turns")
             return self._observe(reply.step.messages)

@@ -65,9 +65,10 @@ class Rollout:
         logprobs_T: log-probability of each sampled token under the distribution it was drawn from, 0 elsewhere, float32.
         routed_experts: experts that processed positions 0 .. T-2 in the MoE layers, [T-1, L, K]; the smallest signed
             integer type that fits; empty [T-1, 0, 0] for a dense model.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop"; "length" (the last message was cut, or no room was left for another); of conversations with an
+            environment also "turns" (env.max_turns) and "error" (the environment failed).
         version: policy version (the step) that sampled it.
-        response: the decoded response, for rewards, dumps and people.
+        response: the model's last message, decoded, for rewards, dumps and people.
     """
 
     prompt_id: str
