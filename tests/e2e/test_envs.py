@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import env_cases
+from tests.e2e.test_train import rows_of, run
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -170,3 +171,26 @@ def test_dynamic_sampling_refills_until_every_group_teaches_and_is_the_same_on_a
     assert one["capped"]["1"]["rollout/groups_trained"] < 6
     assert 0.0 in one["off"]["1"]["advantages"] and "rollout/rounds" not in one["off"]["1"]
     assert "all solved or all out of reach" in one["nothing"]
+
+
+def test_games_and_tools_train_end_to_end(tmp_path: Path) -> None:
+    flags = ("--train.steps", "2", "--rollout.prompts_per_step", "4", "--eval.max_prompts", "8")
+    flags += ("--checkpoint.export", "false", "--rollout.max_response_tokens", "160")
+    run(
+        tmp_path / "game",
+        *flags,
+        *("--env.name", "guess_number", "--env.max_turn_tokens", "12", "--env.workers", "1"),
+        *("--algo.dynamic_sampling", "2"),
+    )
+    start, *rows = rows_of(tmp_path / "game")
+    assert "eval/heldout/accuracy" in start
+    for row in rows:
+        assert row["env/turns_mean"] > 1.5 and row["env/errors"] == row["env/dropped"] == 0
+        assert row["routing/coverage"] == 1.0, (
+            "every observed and every sampled token but the last has its routes"
+        )
+        assert row["routing/overlap_differs"] == 0.0
+        # Policy and engine agree on every sampled token of every turn; float32 on both sides.
+        assert row["mismatch/abs_max"] <= 1e-4 and row["routing/agreement"] > 0.999
+        assert row["rollout/groups_trained"] <= 4 <= row["rollout/groups_sampled"]
+        assert row["reward/group_zero_std_frac"] < 1
