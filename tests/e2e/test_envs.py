@@ -124,7 +124,7 @@ def test_an_engine_of_two_ranks_holds_the_same_kind_of_conversation(tmp_path: Pa
 
 
 def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(tmp_path: Path) -> None:
-    (found,) = run_world(env_cases.trouble, 1, folder=str(tmp_path), slow_s=4.0, limit_s=10.0)
+    (found,) = run_world(env_cases.trouble, 1, folder=str(tmp_path), slow_s=3.0, limit_s=7.0)
     crash, hang, slow = found["crash"], found["hang"], found["slow"]
     calm = found["calm"]
     assert len(calm["tokens"]) == 64 and set(calm["rewards"].values()) == {1.0}
