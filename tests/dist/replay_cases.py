@@ -638,14 +638,17 @@ def refusals(device: Device, mesh: Mesh) -> dict[str, str]:
     attach("another router")
     model.moe.router.__class__ = TopKRouter
 
-    outside = TopKRouter(config=config, pg_collection=mesh.megatron)
-    chunk.add_module("stray", torch.nn.ModuleList([outside]))
+    def outside() -> Any:
+        return TopKRouter(config=config, pg_collection=mesh.megatron)
+
+    chunk.add_module("stray", torch.nn.ModuleList([outside()]))
     attach("an orphan")
     del chunk.stray
-    chunk.add_module("mtp", torch.nn.ModuleList([outside]))
-    listed = outside.router_replay in RouterReplay.global_router_replay_instances
+    head = outside()
+    listed = head.router_replay in RouterReplay.global_router_replay_instances
+    chunk.add_module("mtp", torch.nn.ModuleList([head]))
     attach("a head of multi-token prediction")
-    said["of the head"] = f"{listed} {outside.router_replay} {len(RouterReplay.global_router_replay_instances)}"
+    said["of the head"] = f"{listed} {head.router_replay} {len(RouterReplay.global_router_replay_instances)}"
     return said
 
 
