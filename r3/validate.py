@@ -415,6 +415,8 @@ def _check_layout(config: Config, found: _Findings, shape: ModelShape | None, wo
     divides("engine_tp", shape.num_heads, f"the model's {shape.num_heads} attention heads")
     if len(shape.moe_layers) < shape.num_layers:
         divides("tp", shape.ffn_size, f"the dense layers' width of {shape.ffn_size}")
+    if shape.shared_ffn_size:
+        divides("tp", shape.shared_ffn_size, f"the shared experts' width of {shape.shared_ffn_size}")
     _check_pieces(config, found, shape)
     if not shape.moe_layers:
         for name in ("ep", "etp"):

@@ -397,10 +397,10 @@ def test_crash_in_a_reward_names_the_sample_and_keeps_what_was_written(tmp_path:
     "parallel",
     [
         ("--parallel.tp", "2", "--parallel.ep", "1", "--parallel.engine_tp", "2"),
-        ("--parallel.pp", "2", "--parallel.ep", "1"),
+        ("--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.ep", "1"),
         ("--parallel.cp", "2", "--parallel.ep", "2"),
     ],
-    ids=["tp2-engine-tp2", "pp2", "cp2-ep2"],
+    ids=["tp2-engine-tp2", "pp2-vpp2", "cp2-ep2"],
 )
 def test_a_step_is_the_same_under_every_layout(
     parallel: tuple[str, ...], straight: Path, tmp_path: Path

@@ -423,6 +423,22 @@ def test_sizes_must_divide_what_they_cut(values: dict[str, Any], field: str, rul
     assert rule in problems[field]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rule"),
+    [
+        ({"ffn_size": 3070, "moe_layers": ()}, "must divide the dense layers' width of 3070"),
+        ({"shared_ffn_size": 1022}, "must divide the shared experts' width of 1022"),
+    ],
+)
+def test_tensor_parallelism_must_divide_the_widths(sizes: dict[str, Any], rule: str) -> None:
+    config = with_values(TINY, {"model.path": "", "parallel.tp": 4, "parallel.etp": 1})
+    shape = replace(ModelShape.read(TINY_MOE), num_heads=8, num_kv_heads=4)
+    said = [str(problem) for problem in validate.examine(config, 4, shape).problems]
+    assert not any("width of" in problem for problem in said)
+    said = [str(problem) for problem in validate.examine(config, 4, replace(shape, **sizes)).problems]
+    assert sum(rule in problem for problem in said) == 1
+
+
 def test_a_dense_model_has_no_experts_to_lay_out() -> None:
     config = with_values(TINY, {"model.path": "not/downloaded", "engine.kv_cache_gib": 0.0})
     problems = validate.examine(config, 2, DENSE).problems
