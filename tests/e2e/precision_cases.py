@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from r3.advantage import ADVANTAGES
 from r3.device import Device
 from r3.diagnostics import mismatch
 from r3.engine.build import require_head_type
-from r3.exchange import distribute, score_all
+from r3.exchange import distribute, gather_rewards, score_all
 from tests.e2e.cases import World
 from tests.tiny import tiny_config
 
@@ -40,7 +39,7 @@ def head(device: Device, *, fp32: bool, model: str = "") -> dict[str, Any]:
     world.engine.llm.collective_rpc(look)
     answers = world.answer(0)
     world.residency.move(world.residency.state.TRAIN)
-    scored = score_all(answers, ADVANTAGES["grpo"], config.rollout.group_size)
+    scored = score_all(answers, gather_rewards(answers, world.mesh.world, config), config)
     (batch,), _ = distribute(
         scored, world.mesh, world.task.shape, num_updates=1, micro_batch_tokens=1024, on_missing="error"
     )
