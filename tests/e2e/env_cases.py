@@ -24,6 +24,8 @@ from tests.tiny import tiny_config
 CHATTY = '''
 import random, time
 
+from r3.envs.calculator import Calculator
+
 class Chatty:
     """Three turns; what it says depends on what it heard; it takes its time, another one in every run."""
     role = "user"
@@ -41,6 +43,16 @@ class Chatty:
 class Tool(Chatty):
     role = "tool"
     tools = ({"type": "function", "function": {"name": "calc"}},)
+
+class Calls(Calculator):
+    """The model was never taught to call a tool, but it writes sums: each one it begins is a call."""
+    stop = ("=",)
+    def step(self, message):
+        text = message["content"]
+        if text.endswith("="):
+            last = text[:-1].split()[-1:]
+            text = f"<tool_call>{''.join(last)}</tool_call>"
+        return super().step({**message, "content": text})
 
 class Stops(Chatty):
     stop = ("=", "####")
@@ -188,6 +200,7 @@ def talks(device: Device, *, folder: str, engine_tp: int = 1) -> dict[str, Any]:
         "plain": {},
         "chatty": {"path": f"{file}:Chatty"},
         "tool in workers": {"path": f"{file}:Tool", "workers": 1},
+        "calls": {"path": f"{file}:Calls", "max_turns": 5},
         "stop strings": {"path": f"{file}:Stops", "stop": ("+",)},
         "cut turns": {"path": f"{file}:Chatty", "max_turn_tokens": 3},
         "little room": {"path": f"{file}:Chatty", "max_tokens": 40},

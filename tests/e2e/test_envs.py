@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from r3.envs.calculator import evaluate
 from tests.e2e import env_cases
 from tests.e2e.test_train import rows_of, run
 from tests.world import run_world
@@ -70,6 +72,18 @@ def test_conversations_have_the_turns_they_should(talks: dict[str, Any]) -> None
     few = [(r["turns"], r["finish_reason"]) for r in talks["few turns"]["rollouts"]]
     assert set(few) <= {(2, "turns"), (2, "length"), (1, "length")} and few.count((2, "turns")) > 8
     assert talks["game"]["facts"]["env/turns_mean"] > 2
+
+
+def test_the_calculator_answers_the_sums_that_the_model_begins(talks: dict[str, Any]) -> None:
+    replies = [
+        (text, reply)
+        for rollout in talks["calls"]["rollouts"]
+        for text, reply in re.findall(
+            r"(\d+[+-]\d+)=<\|im_end\|>\n<\|im_start\|>user\n<tool_response>(-?\d+)<", rollout["after"][0]
+        )
+    ]
+    assert replies, "at temperature 1 some of 16 conversations write their steps"
+    assert all(evaluate(text) == reply for text, reply in replies)
 
 
 def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(talks: dict[str, Any]) -> None:
