@@ -63,7 +63,7 @@ import os, time
 from pathlib import Path
 
 class Trouble:
-    """Two turns; in the first, prompt {crash} takes its process down, {hang} never returns, {slow} takes its time."""
+    """Two turns; in the first, prompt {crash} takes its process down, {hang} never returns, {slow} waits for 30 others."""
     def reset(self, prompt):
         self.id, self.turns = prompt.id.rpartition(":")[2], 0
         return prompt.messages
@@ -78,7 +78,8 @@ class Trouble:
         if self.id == "{hang}":
             time.sleep(600)
         if self.id == "{slow}":
-            time.sleep({slow_s})
+            while len(Path("{order}").read_text().split()) < 30:
+                time.sleep(0.05)
         return [{{"role": "user", "content": "go on"}}], None, False
 '''
 
@@ -253,7 +254,7 @@ def guards(engine: Engine, rollouts: Sequence[Rollout]) -> dict[str, str]:
     return said
 
 
-def trouble(device: Device, *, folder: str, slow_s: float, limit_s: float) -> dict[str, Any]:
+def trouble(device: Device, *, folder: str, limit_s: float) -> dict[str, Any]:
     """64 conversations of which one crashes, one hangs and one is slow, under every policy; and the same without trouble."""
     config = tiny_config(engine={"max_model_len": 160, "kv_cache_gib": 0.0625})
     talker = Talker(device, config)
@@ -261,9 +262,11 @@ def trouble(device: Device, *, folder: str, slow_s: float, limit_s: float) -> di
     crash, hang, slow = (prompts[i].id.rpartition(":")[2] for i in (5, 9, 11))
     file = Path(folder) / "trouble.py"
     order = Path(folder) / "order"
-    file.write_text(TROUBLE.format(crash=crash, hang=hang, slow=slow, slow_s=slow_s, order=order))
+    file.write_text(TROUBLE.format(crash=crash, hang=hang, slow=slow, order=order))
     calm = Path(folder) / "calm.py"
-    calm.write_text(TROUBLE.format(crash="no", hang="no", slow="no", slow_s=0, order=order))
+    calm.write_text(TROUBLE.format(crash="no", hang="no", slow="no", order=order))
+    crashing = Path(folder) / "crashing.py"
+    crashing.write_text(TROUBLE.format(crash=crash, hang="no", slow="no", order=order))
     name_of_file = prompts[0].id.rpartition(":")[0]
     found: dict[str, Any] = {"crash": prompts[5].id, "hang": prompts[9].id, "slow": prompts[11].id}
     common: dict[str, Any] = {"workers": 3, "prompts": prompts, "members": 1, "max_tokens": 60}
@@ -271,7 +274,7 @@ def trouble(device: Device, *, folder: str, slow_s: float, limit_s: float) -> di
         "calm": {"path": f"{calm}:Trouble", "timeout_s": 60.0},
         "drop": {"path": f"{file}:Trouble", "timeout_s": limit_s, "on_error": "drop", "retries": 1},
         "zero": {"path": f"{file}:Trouble", "timeout_s": limit_s, "on_error": "zero"},
-        "kept": {"path": f"{file}:Trouble", "timeout_s": limit_s, "on_error": "drop", "keep_all": True},
+        "kept": {"path": f"{crashing}:Trouble", "on_error": "drop", "keep_all": True},
     }
     for name, settings in runs.items():
         order.write_text("")

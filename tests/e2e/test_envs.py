@@ -138,7 +138,7 @@ def test_an_engine_of_two_ranks_holds_the_same_kind_of_conversation(tmp_path: Pa
 
 
 def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(tmp_path: Path) -> None:
-    (found,) = run_world(env_cases.trouble, 1, folder=str(tmp_path), slow_s=3.0, limit_s=7.0)
+    (found,) = run_world(env_cases.trouble, 1, folder=str(tmp_path), limit_s=12.0)
     crash, hang, slow = found["crash"], found["hang"], found["slow"]
     calm = found["calm"]
     assert len(calm["tokens"]) == 64 and set(calm["rewards"].values()) == {1.0}
@@ -151,16 +151,16 @@ def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(tmp_path: Path) 
     assert (facts["env/crashes"], facts["env/timeouts"], facts["env/retries"]) == (2, 2, 2)
     assert (facts["env/dropped"], facts["env/zeroed"], facts["env/errors"]) == (2, 0, 0)
 
-    for name in ("zero", "kept"):
+    for name, failed in (("zero", {crash, hang}), ("kept", {crash})):
         run = found[name]
         assert len(run["tokens"]) == 64
-        assert {who for who, reward in run["rewards"].items() if reward == 0.0} == {crash, hang}
-        assert {who for who, outcome in run["outcomes"].items() if outcome == "error"} == {crash, hang}
-        assert (run["facts"]["env/dropped"], run["facts"]["env/zeroed"]) == (0, 2)
-        others = calm["tokens"].keys() - {crash, hang}
+        assert {who for who, reward in run["rewards"].items() if reward == 0.0} == failed
+        assert {who for who, outcome in run["outcomes"].items() if outcome == "error"} == failed
+        assert (run["facts"]["env/dropped"], run["facts"]["env/zeroed"]) == (0, len(failed))
+        others = calm["tokens"].keys() - failed
         assert all(run["tokens"][who] == calm["tokens"][who] for who in others)
-        # The engine never waited: every other conversation was over before the slow one, which went on.
-        assert len(run["order"]) == 62 and run["order"][-1] == slow
+    # The slow tool waits until 30 conversations are over: an engine that waited for it would never have come to that.
+    assert found["zero"]["order"].index(slow) >= 30 and len(found["zero"]["order"]) == 62
 
     assert "env.on_error" in found["stop"] and "rollout word_problems_train.jsonl:" in found["stop"]
 
