@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from r3.policy import Policy
 from r3.policy.weights import load
 from r3.resume import Found
 from r3.shape import ModelShape
-from r3.types import Batch
+from r3.types import Batch, Rollout
 from tests.tiny import random_rollouts, tiny_config
 
 LENGTHS = (37, 12, 50, 9, 23, 31, 44, 18)
@@ -129,12 +132,15 @@ def gradients(
     algo: dict[str, Any] | None = None,
     padded: bool = False,
     chunk: int = 32,
+    dtype: str = "float32",
+    replay: str = "r3",
 ) -> dict[str, Any]:
     """Loss and gradients of one batch with replayed random routes, then the gradient norm and weights after a step."""
     config = tiny_config(
         model,
         parallel=parallel or {},
-        model={"experts": experts, "recompute": recompute},
+        model={"experts": experts, "recompute": recompute, "dtype": dtype},
+        replay={"mode": replay},
         algo={"correction": "token_tis"} | (algo or {}),
         train={"logprob_chunk_tokens": chunk},
     )
@@ -162,7 +168,7 @@ def gradients(
         "grad_norm": update.grad_norm,
         "router_grad_norm": update.router_grad_norm,
         "micro_batches": len(batch.micro_batches),
-        "agreement_slots": update.metrics["routing/agreement"].count if policy.replay.taps else 0,
+        "agreement_slots": update.metrics["routing/agreement"].count if policy.replay.taps and replay == "r3" else 0,
         "by_layer": {
             key.removeprefix("routing/agreement_layer/"): [part.total, part.count]
             for key, part in update.metrics.items()
@@ -208,15 +214,9 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
             borders = list(zip(micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], strict=False))
             longest = max(end - start for start, end in borders)
             tokens = torch.zeros(len(borders), longest, dtype=torch.int64)
-            routes = torch.full(
-                (longest, len(borders), *micro_batch.routed_experts_NLK.shape[1:]), -1, dtype=torch.int16
-            )
             for row, (start, end) in enumerate(borders):
                 tokens[row, : end - start] = micro_batch.tokens_N[start:end]
-                routes[: end - start, row] = micro_batch.routed_experts_NLK[
-                    start:end
-                ]  # Megatron's rows are s-major
-            routes = routes.flatten(0, 1)
+            routes = padded_rows(micro_batch.routed_experts_NLK, micro_batch.cu_seqlens)
             captured = (routes >= 0).flatten(1).all(1)
             policy.replay.load(routes, captured, rows=int(captured.sum()))
             positions = torch.arange(longest).expand(len(borders), longest)
@@ -243,7 +243,42 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
     return {"loss/total": Mean(total, 1.0)}
 
 
-def routes_used(device: Device, *, model: str, parallel: dict[str, Any]) -> dict[str, int]:
+def padded_rows(values_N: torch.Tensor, cu_seqlens: Sequence[int]) -> torch.Tensor:
+    """Values of packed tokens as the rows that a router sees of the same sequences padded: s-major, -1 where nothing is."""
+    borders = list(pairwise(cu_seqlens))
+    longest = max(end - start for start, end in borders)
+    padded = torch.full((longest, len(borders), *values_N.shape[1:]), -1, dtype=values_N.dtype)
+    for row, (start, end) in enumerate(borders):
+        padded[: end - start, row] = values_N[start:end]
+    return padded.flatten(0, 1)
+
+
+def digest(rows: Iterable[tuple[int, int, int, list[int]]]) -> int:
+    """Of a set of (rollout, position, layer, sorted experts), in any order: digests of disjoint sets add up modulo 2^64."""
+    total = 0
+    for row in rows:
+        total += int.from_bytes(hashlib.blake2b(repr(row).encode(), digest_size=8).digest(), "little")
+    return total % 2**64
+
+
+def digest_of_rollouts(rollouts: Sequence[Rollout], layers: Sequence[int]) -> int:
+    """What the routers of any layout must have done with these rollouts."""
+    return digest(
+        (index, position, layer, sorted(experts))
+        for index, rollout in enumerate(rollouts)
+        for position, row in enumerate(rollout.routed_experts.tolist())
+        for layer, experts in zip(layers, row, strict=True)
+    )
+
+
+def routes_used(
+    device: Device,
+    *,
+    model: str,
+    parallel: dict[str, Any],
+    micro_batch_tokens: int = 96,
+    padded: bool = False,
+) -> dict[str, int]:
     """Read back at every router which experts each token really went to, and compare with the routes it was given.
 
     Then a recording pass, and its routes replayed: `apart` counts the log-probabilities that are not the same, bit for bit.
@@ -251,32 +286,60 @@ def routes_used(device: Device, *, model: str, parallel: dict[str, Any]) -> dict
     from r3.policy.layout import local_tokens
 
     mesh, policy = build(device, tiny_config(model, parallel=parallel))
-    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
+    layers = policy.replay.layers
+    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=micro_batch_tokens, layers=layers)
     used: dict[int, list[torch.Tensor]] = {}
-    for layer in (layer for chunk in policy.chunks for layer in chunk.decoder.layers):
-        number = layer.layer_number - 1
-        if number in policy.shape.moe_layers:
-            used[number] = []
-            layer.mlp.router.register_forward_hook(lambda _m, _i, out, n=number: used[n].append(out[1]))
-    policy.score(batch.micro_batches, mode="replay")
+    for chunk in policy.chunks:
+        for layer in chunk.decoder.layers:
+            number = layer.layer_number - 1
+            if number in layers:
+                used[number] = []
+                layer.mlp.router.register_forward_hook(lambda _m, _i, out, n=number: used[n].append(out[1]))
+    if padded:
+        padded_backward(policy, batch)
+    else:
+        policy.score(batch.micro_batches, mode="replay")
     slots = wrong = 0
+    seen: list[tuple[int, int, int, list[int]]] = []
     for i, micro_batch in enumerate(batch.micro_batches):
-        local = local_tokens(micro_batch, mesh, device.torch)
-        captured = local.captured_N
-        for position, layer in enumerate(policy.shape.moe_layers):
-            if layer not in used:
-                continue  # on another pipeline stage
-            rows = local.routes_NLK[:, position].long()[captured]
+        # Which token a router's row is of: cut, or padded, as the routes are.
+        lengths = torch.tensor([end - start for start, end in pairwise(micro_batch.cu_seqlens)])
+        rollout_N = torch.tensor(micro_batch.rollout_ids).repeat_interleave(lengths)
+        names_N = torch.where(micro_batch.captured_N, rollout_N * 1000 + micro_batch.positions_N, -1)
+        if padded:
+            names = padded_rows(names_N, micro_batch.cu_seqlens)
+            routes_NLK = padded_rows(micro_batch.routed_experts_NLK, micro_batch.cu_seqlens)
+        else:
+            named = replace(micro_batch, routed_experts_NLK=names_N[:, None, None])
+            names = local_tokens(named, mesh, device.torch).routes_NLK[:, 0, 0]
+            routes_NLK = local_tokens(micro_batch, mesh, device.torch).routes_NLK
+        captured = names >= 0
+        for position, number in enumerate(layers):
+            rows = routes_NLK[:, position].long()[captured]
             given = torch.zeros(len(rows), policy.shape.num_experts, dtype=torch.bool).scatter(1, rows, True)
-            same = (used[layer][i][captured] == given).all(-1)
-            slots += len(same)
-            wrong += int((~same).sum())
+            found = used[number][i][captured]
+            slots += len(found)
+            wrong += int((found != given).any(-1).sum())
+            for name, row in zip(names[captured].tolist(), found, strict=True):
+                seen.append((*divmod(name, 1000), number, row.nonzero().flatten().tolist()))
     recorded = policy.score(batch.micro_batches, mode="record")
     replayed = policy.score(batch.micro_batches, mode="replay", recorded_routes=recorded.ledger.recorded)
     apart = sum(
         int((one != other).sum()) for one, other in zip(recorded.logprobs, replayed.logprobs, strict=True)
     )
-    return {"slots": slots, "wrong": wrong, "apart": apart}
+    rollouts = random_rollouts(policy.shape, LENGTHS)
+    late = replace(rollouts[3], routed_experts=np.roll(rollouts[3].routed_experts, 1, axis=0))
+    return {
+        "slots": slots,
+        "wrong": wrong,
+        "apart": apart,
+        "micro_batches": len(batch.micro_batches),
+        "digest": digest(seen),
+        "expected": digest_of_rollouts(rollouts, policy.shape.moe_layers),
+        "one rollout late by a token": digest_of_rollouts(
+            [*rollouts[:3], late, *rollouts[4:]], policy.shape.moe_layers
+        ),
+    }
 
 
 def replay_guards(device: Device, *, model: str) -> list[str]:

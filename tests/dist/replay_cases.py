@@ -930,13 +930,13 @@ def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0
 DOSES = (0.0, 0.001, 0.01, 0.1, 1.0)
 
 
-def dose_response(device: Device, *, engine_dtype: str) -> dict[str, Any]:
+def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> dict[str, Any]:
     """E6: k3 and agreement as a growing share of slots is corrupted, and for every way routes can be misaligned."""
     from r3.exchange import gather_rewards, score_all
     from tests.e2e.cases import World
 
     config = tiny_config(
-        engine={"dtype": engine_dtype}, rollout={"prompts_per_step": 16, "max_response_tokens": 40}
+        model, engine={"dtype": engine_dtype}, rollout={"prompts_per_step": 16, "max_response_tokens": 40}
     )
     world = World(device, config)
     world.sync(0)

@@ -308,6 +308,9 @@ def test_flips_show_in_agreement_one_for_one_and_raise_k3_with_the_dose() -> Non
         assert found["hits"][layer] > 100 and sum(found["hits"]) == found["hits"][layer]
         expected = [found["rows"]] * layer + [found["rows"] - found["hits"][layer]]
         assert found["agreed"][: layer + 1] == pytest.approx(expected, abs=near_ties)
+    # E4: without replay too, two float32 stacks give one probability and make one choice.
+    assert result["live"]["abs_max"] <= 1e-4
+    assert doses[0]["agreed"] == pytest.approx([doses[0]["rows"]] * len(doses[0]["agreed"]), abs=near_ties)
     k3 = [dose["k3"] for dose in doses]
     assert k3 == sorted(set(k3)), f"k3 of the doses {cases.DOSES}: {k3}"
     assert k3[0] < 1e-10 < 1e-7 < k3[1]

@@ -358,3 +358,28 @@ def test_lock_is_complete_and_portable() -> None:
     specs = [*project["dependencies"], *extras["data"], *extras["dev"]]
     wanted = [re.split(r"[<>=]", spec)[0].lower() for spec in specs]
     assert set(wanted) <= locked
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The map of the acceptance experiments
+
+
+def missing_tests(text: str) -> list[str]:
+    """Tests and files that a document names and that are not there."""
+    sources = {
+        str(path.relative_to(ROOT / "tests")): path.read_text() for path in ROOT.glob("tests/*/test_*.py")
+    }
+    defined = set(re.findall(r"^def (test_\w+)", "\n".join(sources.values()), re.MULTILINE))
+    files = set(re.findall(r"\w+/test_\w+\.py", text))
+    names = set(re.findall(r"\btest_\w+\b(?!\.py)", text))
+    return sorted(files - sources.keys()) + sorted(names - defined)
+
+
+def test_map_of_experiments_names_tests_that_exist() -> None:
+    text = (ROOT / "tests" / "README.md").read_text()
+    assert missing_tests(text) == []
+    assert [f"**E{number}**" in text for number in range(1, 13)] == [True] * 12
+
+
+def test_a_test_that_is_gone_is_missed() -> None:
+    assert missing_tests("`unit/test_gone.py::test_of_nothing`") == ["unit/test_gone.py", "test_of_nothing"]

@@ -1,0 +1,482 @@
+"""What replay is worth and what it costs: experiments E5 (paired mismatch), E6 (wrong routes) and E12 (usefulness, cost).
+
+    .venv/bin/python -m benchmarks.mismatch                          all of it
+    .venv/bin/python -m benchmarks.mismatch --experiments E12 --seeds 1      one part of it
+    .venv/bin/python -m benchmarks.mismatch --redraw                 table and picture once more, from the json
+
+E5 and E6 are the cases of tests/e2e/mismatch_cases.py and tests/dist/replay_cases.py, with more tokens; E12 are runs of train.py.
+What mismatch.json holds already is not measured again. Writes mismatch.json, mismatch.md and mismatch.png to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from benchmarks.learning_curve import BLUE, ENVIRONMENT, GREY, PACKAGES, RED, ROOT, hardware, source
+from r3 import assets
+from r3.rundir import RunDir, read_jsonl, read_metrics, read_rollouts
+from tests.dist.replay_cases import DOSES, dose_response
+from tests.e2e.mismatch_cases import near_tie_checkpoint, paired
+from tests.world import run_world
+
+PRECISIONS = (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32"))  # policy, engine
+BATCHES, PROMPTS, GROUP, MAX_TOKENS = 20, 16, 8, 40
+MODES, UPDATES = ("off", "r2", "r3"), (1, 8)
+ROUTER_NOISE = "0.3"  # changes the experts of a third of the slots
+STEPS, COST_STEPS, ENDURANCE_STEPS = 15, 12, 100
+ONE_RANK = "--parallel.ep 1 --checkpoint.every 0 --checkpoint.export false --log.tensorboard false"
+
+Row = Mapping[str, Any]
+Measures = dict[str, Callable[[], Any]]
+
+
+def main() -> None:
+    """Measure, merge into what is there, write, draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--experiments", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs of E12")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--redraw", action="store_true", help="run nothing")
+    words = parser.parse_args()
+    file = words.out / "mismatch.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    with tempfile.TemporaryDirectory(prefix="r3-mismatch-") as folder:
+        for name in () if words.redraw else words.experiments:
+            section = found.setdefault(name, {})
+            for what, measure in EXPERIMENTS[name](Path(folder), words.seeds).items():
+                if what in section:
+                    print(f"{name} {what}: is there already", flush=True)
+                    continue
+                section[what] = measure()
+                print(f"{name} {what}", flush=True)
+                found["about"] = about()
+                words.out.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    text = "\n".join(tables(found)) + "\n"
+    (words.out / "mismatch.md").write_text(text, encoding="utf-8")
+    print(text)
+    draw(found, words.out / "mismatch.png")
+
+
+def about() -> dict[str, Any]:
+    """What made the figures, and where."""
+    return {
+        "what": "experiments E5, E6 and E12: what replay is worth and what it costs",
+        "made_by": "python -m benchmarks.mismatch",
+        "date": date.today().isoformat(),
+        "source": source(),
+        "hardware": hardware(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "environment": ENVIRONMENT,
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# E5 and E6: an engine and a policy, no training
+
+
+def e5(folder: Path, _seeds: Sequence[int]) -> Measures:
+    """The same tokens with routes replayed and live, on a model with near ties, its dense twin and the shipped model."""
+    models = {
+        "near ties": near_tie_checkpoint(folder / "moe"),
+        "dense twin": near_tie_checkpoint(folder / "dense", dense=True),
+        "shipped": assets.TINY_MOE,
+    }
+    sizes = dict(batches=BATCHES, prompts=PROMPTS, group=GROUP, max_tokens=MAX_TOKENS)
+
+    def measure(model: Path, policy: str, engine: str) -> list[Row]:
+        (made,) = run_world(
+            paired, 1, timeout_s=600, model=str(model), policy_dtype=policy, engine_dtype=engine, **sizes
+        )
+        return made["rows"]
+
+    return {
+        f"{name} | {policy} | {engine}": partial(measure, model, policy, engine)
+        for name, model in models.items()
+        for policy, engine in PRECISIONS
+    }
+
+
+def e6(folder: Path, _seeds: Sequence[int]) -> Measures:
+    """Wrong routes: doses of flips, and misalignment."""
+    models = {"near ties": str(near_tie_checkpoint(folder / "ties")), "shipped": ""}
+
+    def measure(model: str, engine: str) -> Row:
+        (made,) = run_world(dose_response, 1, timeout_s=600, engine_dtype=engine, model=model)
+        return made
+
+    return {
+        f"{name} | {engine}": partial(measure, model, engine)
+        for name, model in models.items()
+        for engine in ("float32", "bfloat16")
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# E12: runs of train.py
+
+
+def e12(folder: Path, seeds: Sequence[int]) -> Measures:
+    """Training with noisy engine routers, without replay, with recorded (R2) and with captured routes (R3); then the cost."""
+
+    def learn(seed: int, updates: int, mode: str) -> Row:
+        flags = ("--train.seed", str(seed), "--train.updates_per_step", str(updates), "--replay.mode", mode)
+        rows, run_dir = train(folder / f"{seed}-{updates}-{mode}", STEPS, *flags, noise=ROUTER_NOISE)
+        return {
+            "accuracy": rows[-1]["eval/heldout/accuracy"],
+            "right": "".join("01"[answer["reward"] >= 1.0] for answer in read_jsonl(run_dir.eval(STEPS))),
+            **columns(rows, "mismatch/k3", "mismatch/f2", "optim/grad_norm", "reward/mean"),
+        }
+
+    def cost(seed: int, mode: str) -> Row:
+        # The same tokens in all modes: nothing is learnt at this rate.
+        flags = ("--train.seed", str(seed), "--train.lr", "1e-12", "--replay.mode", mode, "--eval.path", "")
+        rows, run_dir = train(folder / f"cost-{seed}-{mode}", COST_STEPS, *flags)
+        names = ("time/step_s", "time/generate_s", "time/train_s", "rollout/tokens")
+        return columns(rows, *names) | {"routes": route_bytes(run_dir)}
+
+    def endurance() -> Row:
+        rows, _ = train(folder / "long", ENDURANCE_STEPS, "--replay.mode", "r3", "--eval.path", "")
+        memory = [name for name in rows[-1] if name.startswith("memory/")]
+        return columns(rows, "time/step_s", "routing/coverage", "rollout/tokens", *memory)
+
+    measures: Measures = {}
+    for seed in seeds:
+        for updates in UPDATES:
+            for mode in MODES:
+                measures[f"learn | {seed} | {updates} | {mode}"] = partial(learn, seed, updates, mode)
+        for mode in ("off", "r3"):  # one after the other: the machine is shared
+            measures[f"cost | {seed} | {mode}"] = partial(cost, seed, mode)
+    return measures | {"endurance": endurance}
+
+
+def train(folder: Path, steps: int, *flags: str, noise: str = "") -> tuple[list[Row], RunDir]:
+    """Rows of the training steps of one run of tiny-smoke on one rank."""
+    module = ["-m", "benchmarks.noisy_engine"] if noise else ["train.py"]
+    settings = ["--train.steps", str(steps), "--replay.shadow_every", "0", *ONE_RANK.split(), *flags]
+    command = [*module, "tiny-smoke", *settings, "--log.dir", str(folder)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "ROUTER_NOISE": noise},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        sys.exit(f"{done.stdout}\n{shlex.join(command)}\nended with exit code {done.returncode}")
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0], RunDir(folder)
+
+
+def columns(rows: Sequence[Row], *names: str) -> dict[str, list[float]]:
+    """The named metrics over the steps that have them."""
+    return {name: [row[name] for row in rows if name in row] for name in names}
+
+
+def route_bytes(run_dir: RunDir) -> dict[str, int]:
+    """Bytes of the routes of the dumped step 1, and what (T - 1) * L * K * b gives."""
+    rollouts, _, _ = read_rollouts(run_dir.rollouts(1))
+    routes = [rollout.routed_experts for rollout in rollouts]
+    _, layers, topk = routes[0].shape
+    rows = sum(len(rollout.tokens_T) - 1 for rollout in rollouts)
+    return {"bytes": sum(r.nbytes for r in routes), "formula": rows * layers * topk * routes[0].itemsize}
+
+
+EXPERIMENTS = {"E5": e5, "E6": e6, "E12": e12}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def tables(found: Mapping[str, Any]) -> list[str]:
+    """Everything as markdown."""
+    lines = [
+        "# Mismatch: E5, E6, E12",
+        "",
+        "Written by `python -m benchmarks.mismatch`; figures in mismatch.json.",
+    ]
+    for name, write in (("E5", e5_table), ("E6", e6_table), ("E12", e12_table)):
+        if name in found:
+            lines += ["", *write(found[name])]
+    return lines
+
+
+def mean(rows: Sequence[Row], arm: str, figure: str) -> float:
+    return fmean(row[arm][figure] for row in rows)
+
+
+def e5_table(found: Mapping[str, Any]) -> list[str]:
+    """A line per model and precision; replayed / live."""
+    lines = [
+        f"## E5: {BATCHES} batches of {PROMPTS * GROUP} answers, replayed / live routes of the same tokens",
+        "",
+        "Live of the dense twin is the floor. `k3 <= 0.6` and `f2 <= 0.1` count batches where replayed is at most that part of"
+        " live.",
+        "",
+        "| model, policy, engine | k3 | ratio | k3 lower | k3 <= 0.6 | f2 | f2 lower or equal | f2 <= 0.1 | p99 | max |"
+        " slots differ | tokens differ | replayed / floor |",
+        "|---" * 13 + "|",
+    ]
+    for name, rows in found.items():
+        model, *precision = name.split(" | ")
+        if "replay" not in rows[0]:
+            cells = [
+                f"- / {mean(rows, 'live', 'k3'):.2e}",
+                "",
+                "",
+                "",
+                f"- / {mean(rows, 'live', 'f2'):.1e}",
+                "",
+                "",
+            ]
+            cells += [f"- / {mean(rows, 'live', figure):.2g}" for figure in ("abs_p99", "abs_max")] + [
+                "",
+                "",
+                "",
+            ]
+        else:
+            pairs = {f: [(row["replay"][f], row["live"][f]) for row in rows] for f in rows[0]["replay"]}
+            on, off = mean(rows, "replay", "k3"), mean(rows, "live", "k3")
+            floor = (
+                mean(found[" | ".join(["dense twin", *precision])], "live", "k3")
+                if model == "near ties"
+                else 0.0
+            )
+            cells = [
+                f"{on:.2e} / {off:.2e}",
+                f"{on / off:.3f}",
+                f"{sum(a < b for a, b in pairs['k3'])}",
+                f"{sum(a <= 0.6 * b for a, b in pairs['k3'])}",
+                f"{mean(rows, 'replay', 'f2'):.1e} / {mean(rows, 'live', 'f2'):.1e}",
+                f"{sum(a <= b for a, b in pairs['f2'])}",
+                f"{sum(a <= 0.1 * b for a, b in pairs['f2'])}",
+                *(
+                    f"{mean(rows, 'replay', f):.2g} / {mean(rows, 'live', f):.2g}"
+                    for f in ("abs_p99", "abs_max")
+                ),
+                f"{100 * fmean(row['slots_differ'] for row in rows):.2g} %",
+                f"{100 * fmean(row['tokens_differ'] for row in rows):.2g} %",
+                f"{on / floor:.2f}" if floor else "",
+            ]
+        lines.append(f"| {', '.join([model, *precision])} | {' | '.join(cells)} |")
+    return lines
+
+
+def e6_table(found: Mapping[str, Any]) -> list[str]:
+    """Doses, then misalignment."""
+    lines = [
+        "## E6: rank K swapped with rank K + 1 in a share p of (token, layer) slots; float32 policy",
+        "",
+        "`agreement` is of the first layer, which no other flip reaches: 1 - p up to sampling. `used` is the share of slots"
+        " whose tokens went where the installed route says.",
+        "",
+        "| model, engine | p | slots hit | agreement | used | k3 | k3 of live routes |",
+        "|---" * 7 + "|",
+    ]
+    for name, made in found.items():
+        for share in DOSES:
+            dose = made["doses"][str(share)]
+            hit = sum(dose["hits"]) / (dose["rows"] * len(dose["hits"]))
+            used = 1 - dose["wrong"] / (dose["rows"] * len(dose["hits"]))
+            cells = [f"{share:.1%}", f"{hit:.2%}", f"{dose['agreed'][0] / dose['rows']:.4f}", f"{used:.0%}"]
+            cells += [f"{dose['k3']:.2e}", f"{made['live']['k3']:.2e}"]
+            lines.append(f"| {name.replace(' | ', ', ')} | {' | '.join(cells)} |")
+    names = list(next(iter(found.values()))["misaligned"])
+    lines += ["", "Misaligned routes with a bfloat16 engine: k3 over that of correct routes.", ""]
+    lines += [f"| model | correct k3 | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for name, made in found.items():
+        if name.endswith("bfloat16"):
+            right = made["doses"]["0.0"]["k3"]
+            cells = [
+                f"{right:.1e}",
+                *(f"{made['misaligned'][wrong]['k3'] / right:,.0f} x" for wrong in names),
+            ]
+            lines.append(f"| {name.split(' | ')[0]} | {' | '.join(cells)} |")
+    return lines
+
+
+def e12_table(found: Mapping[str, Any]) -> list[str]:
+    """Learning by updates a step and seed, the paired comparison, and the cost."""
+    lines = [
+        f"## E12: tiny-smoke, {STEPS} steps, engine routers with noise {ROUTER_NOISE}",
+        "",
+        "Means over the steps; accuracy is greedy, on held-out questions, without noise.",
+        "",
+        "| updates a step | seed | k3 off / r2 / r3 | f2 off / r2 / r3 | grad norm p99 off / r2 / r3 |"
+        " accuracy off / r2 / r3 |",
+        "|---" * 6 + "|",
+    ]
+    started = sorted({int(name.split(" | ")[1]) for name in found if name.startswith("learn")})
+    seeds = [seed for seed in started if f"cost | {seed} | r3" in found]  # the last run of a seed
+    if not seeds:
+        return ["## E12: no seed is complete"]
+    for updates in UPDATES:
+        for seed in seeds:
+            runs = [found[f"learn | {seed} | {updates} | {mode}"] for mode in MODES]
+            cells = [
+                " / ".join(f"{fmean(run['mismatch/k3']):.1e}" for run in runs),
+                " / ".join(f"{fmean(run['mismatch/f2']):.1e}" for run in runs),
+                " / ".join(f"{grad_p99(run):.2f}" for run in runs),
+                " / ".join(f"{run['accuracy']:.3f}" for run in runs),
+            ]
+            lines.append(f"| {updates} | {seed} | {' | '.join(cells)} |")
+    lines += ["", "| updates a step | pre-registered | found | holds |", "|---" * 4 + "|"]
+    for updates in UPDATES:
+        pairs = [
+            tuple(found[f"learn | {seed} | {updates} | {mode}"] for mode in ("off", "r3")) for seed in seeds
+        ]
+        for text, name in (
+            ("k3 lower in every seed", "mismatch/k3"),
+            ("f2 lower in every seed", "mismatch/f2"),
+        ):
+            lower = [fmean(on[name]) < fmean(off[name]) for off, on in pairs]
+            lines.append(f"| {updates} | {text} | {sum(lower)} of {len(lower)} | {yes(all(lower))} |")
+        lower = [grad_p99(on) < grad_p99(off) for off, on in pairs]
+        lines.append(
+            f"| {updates} | grad norm p99 lower in every seed | {sum(lower)} of {len(lower)} | {yes(all(lower))} |"
+        )
+        gain, low, high = bootstrap([(on["right"], off["right"]) for off, on in pairs])
+        said = f"{gain:+.3f}, 95 % in [{low:+.3f}, {high:+.3f}]"
+        lines.append(
+            f"| {updates} | accuracy r3 - off not worse (paired bootstrap) | {said} | {yes(high >= 0)} |"
+        )
+    lines += ["", *cost_table(found, seeds)]
+    return lines
+
+
+def cost_table(found: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
+    """What r3 costs over off on the same tokens."""
+
+    def pooled(mode: str, name: str) -> list[float]:
+        return [
+            value for seed in seeds for value in found[f"cost | {seed} | {mode}"][name][1:]
+        ]  # the first warms up
+
+    def rate(mode: str) -> float:
+        tokens, seconds = pooled(mode, "rollout/tokens"), pooled(mode, "time/generate_s")
+        return median(t / s for t, s in zip(tokens, seconds, strict=True))
+
+    step = median(pooled("r3", "time/step_s")) / median(pooled("off", "time/step_s"))
+    training = median(pooled("r3", "time/train_s")) / median(pooled("off", "time/train_s"))
+    routes = [found[f"cost | {seed} | r3"]["routes"] for seed in seeds]
+    exact = all(r["bytes"] == r["formula"] for r in routes)
+    speed = rate("r3") / rate("off")
+    lines = [
+        f"Cost, the same tokens in both modes, medians over {len(seeds)} x {COST_STEPS - 1} steps without noise:",
+        "",
+        "| pre-registered | found | holds |",
+        "|---" * 3 + "|",
+        f"| route bytes == (T - 1) L K b | {routes[0]['bytes']:,} of {routes[0]['formula']:,} | {yes(exact)} |",
+        f"| rollout tokens/s, r3 / off >= 0.95 | {speed:.3f} | {yes(speed >= 0.95)} |",
+        f"| step time, r3 / off <= 1.05 | {step:.3f} (training alone {training:.3f}) | {yes(step <= 1.05)} |",
+    ]
+    if long := found.get("endurance"):
+        early = {name: values[9] for name, values in long.items() if name.startswith("memory/")}
+        grown = max(long[name][-1] - value for name, value in early.items())
+        name = "memory/peak_gib"
+        per_token = [s / t for s, t in zip(long["time/step_s"], long["rollout/tokens"], strict=True)]
+        ratio = median(per_token[-30:]) / median(per_token[9:39])
+        lines += [
+            f"| no growth over {ENDURANCE_STEPS} steps (from step 10) | memory {grown:+.3f} GiB of {long[name][-1]:.2f}; "
+            f"seconds a token, last 30 / steps 10 to 39: {ratio:.2f} | {yes(grown < 0.02 and ratio <= 1.05)} |"
+        ]
+    return lines
+
+
+def grad_p99(run: Row) -> float:
+    return float(np.quantile(run["optim/grad_norm"], 0.99))
+
+
+def bootstrap(pairs: Sequence[tuple[str, str]], draws: int = 10_000) -> tuple[float, float, float]:
+    """Mean difference of paired 0/1 answers and its 95 % interval; questions are drawn within each seed."""
+    rng = np.random.default_rng(0)
+    differences = [
+        np.array([int(a) - int(b) for a, b in zip(one, other, strict=True)]) for one, other in pairs
+    ]
+    means = np.mean([rng.choice(d, (draws, len(d))).mean(1) for d in differences], axis=0)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(np.mean([d.mean() for d in differences])), float(low), float(high)
+
+
+def yes(holds: bool) -> str:
+    return "yes" if holds else "**no**"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Picture
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """E5 as pairs, E6 as a curve, E12 as k3 over steps."""
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure, (pairs, doses, learning) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    if made := found.get("E5"):
+        names = [name for name in made if "dense" not in name and not name.endswith("float32")]
+        for place, name in enumerate(names):
+            for row in made[name]:
+                values = [row["live"]["k3"], row["replay"]["k3"]]
+                pairs.plot([place - 0.2, place + 0.2], values, color=GREY, linewidth=0.4, alpha=0.6)
+                for where, value, color in zip((place - 0.2, place + 0.2), values, (RED, BLUE), strict=True):
+                    pairs.plot(where, value, "o", color=color, markersize=3)
+            if twin := made.get(name.replace("near ties", "dense twin") if "near" in name else ""):
+                floor = mean(twin, "live", "k3")
+                pairs.plot([place - 0.35, place + 0.35], [floor] * 2, color="black", linewidth=1)
+                pairs.text(place + 0.35, floor, " dense\n twin", fontsize=7, va="center")
+        pairs.set_xticks(range(len(names)), [name.replace(" | ", "\n") for name in names], fontsize=7)
+        pairs.set(yscale="log", title="E5: live (red), replayed (blue); a line is a batch", ylabel="k3")
+    for (name, made), color in zip(
+        found.get("E6", {}).items(), (BLUE, RED, "#2e8b57", "#d9822b"), strict=False
+    ):
+        k3 = [made["doses"][str(share)]["k3"] for share in DOSES]
+        doses.plot(
+            [max(share, 1e-4) for share in DOSES],
+            k3,
+            "o-",
+            color=color,
+            label=name.replace(" | ", ", engine "),
+        )
+    doses.set(
+        xscale="log", yscale="log", title="E6: k3 by share of flipped slots (0 drawn at 1e-4)", xlabel="p"
+    )
+    doses.legend(frameon=False, fontsize=7)
+    for name, run in found.get("E12", {}).items():
+        kind, *what = name.split(" | ")
+        if kind == "learn" and what[1] == str(UPDATES[0]):
+            color = {"off": RED, "r2": GREY, "r3": BLUE}[what[2]]
+            label = what[2] if what[0] == "0" else None
+            learning.plot(range(1, STEPS + 1), run["mismatch/k3"], color=color, label=label, linewidth=1)
+    learning.set(
+        yscale="log", title=f"E12: k3 in training, router noise {ROUTER_NOISE}, 3 seeds", xlabel="step"
+    )
+    if found.get("E12"):
+        learning.legend(frameon=False)
+    for axes in (pairs, doses, learning):
+        axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
