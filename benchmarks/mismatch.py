@@ -375,33 +375,37 @@ def cost_table(found: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
             value for seed in seeds for value in found[f"cost | {seed} | {mode}"][name][1:]
         ]  # the first warms up
 
-    def rate(mode: str) -> float:
+    def rates(mode: str) -> list[float]:
         tokens, seconds = pooled(mode, "rollout/tokens"), pooled(mode, "time/generate_s")
-        return median(t / s for t, s in zip(tokens, seconds, strict=True))
+        return [t / s for t, s in zip(tokens, seconds, strict=True)]
 
-    step = median(pooled("r3", "time/step_s")) / median(pooled("off", "time/step_s"))
-    training = median(pooled("r3", "time/train_s")) / median(pooled("off", "time/train_s"))
+    def ratio(of: Callable[[list[float]], float], name: str) -> float:
+        return of(pooled("r3", name)) / of(pooled("off", name))
+
+    step, training = ratio(median, "time/step_s"), ratio(median, "time/train_s")
+    times = f"{step:.3f}; training alone {training:.3f}; fastest {ratio(min, 'time/step_s'):.3f}"
     routes = [found[f"cost | {seed} | r3"]["routes"] for seed in seeds]
     exact = all(r["bytes"] == r["formula"] for r in routes)
-    speed = rate("r3") / rate("off")
+    speed, best = (of(rates("r3")) / of(rates("off")) for of in (median, max))
     lines = [
-        f"Cost, the same tokens in both modes, medians over {len(seeds)} x {COST_STEPS - 1} steps without noise:",
+        f"Cost, the same tokens in both modes, medians over {len(seeds)} x {COST_STEPS - 1} steps without noise. Others use the"
+        " machine, which only ever adds time: the fastest step of each mode is beside the median.",
         "",
         "| pre-registered | found | holds |",
         "|---" * 3 + "|",
         f"| route bytes == (T - 1) L K b | {routes[0]['bytes']:,} of {routes[0]['formula']:,} | {yes(exact)} |",
-        f"| rollout tokens/s, r3 / off >= 0.95 | {speed:.3f} | {yes(speed >= 0.95)} |",
-        f"| step time, r3 / off <= 1.05 | {step:.3f} (training alone {training:.3f}) | {yes(step <= 1.05)} |",
+        f"| rollout tokens/s, r3 / off >= 0.95 | {speed:.3f}; fastest {best:.3f} | {yes(speed >= 0.95)} |",
+        f"| step time, r3 / off <= 1.05 | {times} | {yes(step <= 1.05)} |",
     ]
     if long := found.get("endurance"):
         early = {name: values[9] for name, values in long.items() if name.startswith("memory/")}
         grown = max(long[name][-1] - value for name, value in early.items())
         name = "memory/peak_gib"
         per_token = [s / t for s, t in zip(long["time/step_s"], long["rollout/tokens"], strict=True)]
-        ratio = median(per_token[-30:]) / median(per_token[9:39])
+        slower = median(per_token[-30:]) / median(per_token[9:39])
         lines += [
             f"| no growth over {ENDURANCE_STEPS} steps (from step 10) | memory {grown:+.3f} GiB of {long[name][-1]:.2f}; "
-            f"seconds a token, last 30 / steps 10 to 39: {ratio:.2f} | {yes(grown < 0.02 and ratio <= 1.05)} |"
+            f"seconds a token, last 30 / steps 10 to 39: {slower:.2f} | {yes(grown < 0.02 and slower <= 1.05)} |"
         ]
     return lines
 
