@@ -1,0 +1,69 @@
+"""An engine that loses routes, in a run from its command line, under replay.on_missing=live: counted, or too many."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_doctor import torchrun
+
+pytestmark = pytest.mark.e2e
+
+# Of the fault: every engine returns nothing for its tenth answer of a call, and two rows too few for its twentieth.
+DRIVER = """
+import train
+from r3.engine import generate
+check, calls = generate.check_routes, 0
+
+def losing(routes, **facts):
+    global calls
+    calls += 1
+    return check({10: None, 20: routes[:-2]}.get(calls, routes), **facts)
+
+generate.check_routes = losing
+train.main()
+"""
+
+
+def run(folder: Path, *flags: str) -> tuple[int, str]:
+    driver = folder / "losing.py"
+    driver.write_text(DRIVER)
+    shared = (
+        "--log.dir",
+        str(folder / "run"),
+        "--train.steps",
+        "1",
+        "--eval.path",
+        "",
+        "--checkpoint.export",
+        "false",
+    )
+    # The proof of the sync generates too: four answers, before the step's.
+    done = torchrun(2, str(driver), "tiny-smoke", *shared, *flags)
+    return done.returncode, done.stdout
+
+
+def test_missing_routes_are_counted_by_cause_and_routed_live(tmp_path: Path) -> None:
+    code, said = run(tmp_path, "--replay.on_missing", "live", "--replay.min_coverage", "0.5")
+    assert code == 0, said[-4000:]
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    missing = row["routing/rows_missing_rollout"]
+    assert (
+        missing > 4 * 10
+    )  # two whole rollouts on each of two engines: prompts alone have more than ten tokens
+    assert row["routing/rows_missing"] == 0
+    assert row["routing/rows_captured"] == row["routing/rows_expected"] - missing
+    assert row["routing/coverage"] == row["routing/rows_captured"] / row["routing/rows_expected"] < 1
+    # What the routers counted; the run itself has compared the two ends, and went on.
+    assert row["routing/rows_replayed"] == row["routing/rows_captured"]
+    assert row["routing/rows_live"] == row["routing/rows_last_token"] + missing == 128 + missing
+    assert row["mismatch/abs_max"] <= 1e-4  # float32: the router chooses live what the engine chose
+
+
+def test_run_stops_below_min_coverage_by_name(tmp_path: Path) -> None:
+    code, said = run(tmp_path, "--replay.on_missing", "live", "--replay.min_coverage", "0.99")
+    assert code != 0
+    assert "RouteError" in said and "rows of routes were captured, replay.min_coverage" in said, said[-4000:]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
