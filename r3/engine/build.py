@@ -192,6 +192,7 @@ def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bo
         llm = LLM(**arguments)
     for segment in Path("/dev/shm").glob(f"{names}*") if names else ():
         segment.unlink(missing_ok=True)  # mapped by all ranks now; a killed run leaves nothing behind
+    _unlink_message_queues()
     refuse_unfit(llm.llm_engine.vllm_config, config, capture=capture)
     if not device.is_cuda:
         llm.collective_rpc(_rotate_slices_in_torch)
@@ -218,6 +219,21 @@ def require_head_type(llm: LLM, config: Config) -> None:
             f"model.fp32_head {config.model.fp32_head} with engine.dtype {config.engine.dtype} asks for an output layer in "
             f"{asked}, and the engine's is {found or 'none of vLLM, which cannot be asked'}"
         )
+
+
+def _unlink_message_queues() -> None:
+    """Unlink the queues between the ranks of an engine, which all of them have mapped once it is built.
+
+    vLLM does so when the queue is collected, which `r3.device.leave` does not wait for: Python's resource tracker would warn
+    of a leak after every run.
+    """
+    from vllm.distributed import parallel_state
+
+    for reference in parallel_state._groups.values():
+        queue = getattr(reference(), "mq_broadcaster", None)
+        if queue is not None and queue.buffer is not None and queue.buffer.is_creator:
+            queue.buffer.shared_memory.unlink()
+            queue.buffer.is_creator = False  # what is unlinked must not be unlinked again
 
 
 def _own_shared_memory() -> str:

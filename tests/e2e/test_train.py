@@ -405,7 +405,8 @@ def test_crash_in_a_reward_names_the_sample_and_keeps_what_was_written(tmp_path:
 def test_a_step_is_the_same_under_every_layout(
     parallel: tuple[str, ...], straight: Path, tmp_path: Path
 ) -> None:
-    run(tmp_path / "layout", *parallel, "--train.steps", "1", "--eval.path", "")
+    said = run(tmp_path / "layout", *parallel, "--train.steps", "1", "--eval.path", "")
+    assert "leaked shared_memory" not in said
     (row,) = rows_of(tmp_path / "layout")
     expected = rows_of(straight)[1]
     assert row["reward/mean"] == expected["reward/mean"], "the same answers are sampled"
