@@ -54,7 +54,8 @@ def check_routes(
         if on_missing == "live":
             return all_missing()
         raise RouteError(
-            f"{who}: the engine returned no routes. Is capture on (replay.mode) on every engine rank?"
+            f"{who}: the engine returned no routes for positions 0..{expected - 1} in all {len(moe_layers)} MoE layers. "
+            "Is capture on (replay.mode) on every engine rank?"
         )
     too_few = routes.ndim == 3 and routes.shape[0] < expected
     if routes.ndim != 3 or routes.shape[0] > expected or (too_few and on_missing == "error"):

@@ -1,8 +1,9 @@
-"""An engine that loses routes, in a run from its command line, under replay.on_missing=live: counted, or too many."""
+"""An engine that loses routes, in a run from its command line: refused by default, counted under replay.on_missing=live."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -66,4 +67,12 @@ def test_run_stops_below_min_coverage_by_name(tmp_path: Path) -> None:
     code, said = run(tmp_path, "--replay.on_missing", "live", "--replay.min_coverage", "0.99")
     assert code != 0
     assert "RouteError" in said and "rows of routes were captured, replay.min_coverage" in said, said[-4000:]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_run_stops_at_the_first_missing_route_by_name_unless_told_otherwise(tmp_path: Path) -> None:
+    code, said = run(tmp_path)
+    assert code != 0
+    refused = r"RouteError: rollout word_problems_train.jsonl:\d+/\d of step 0: the engine returned no routes for positions"
+    assert re.search(refused + r" 0\.\.\d+ in all 4 MoE layers", said), said[-4000:]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

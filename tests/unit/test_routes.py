@@ -79,7 +79,7 @@ def _constant(routes: np.ndarray, layer: int) -> np.ndarray:
 
 
 FAULTS: dict[str, tuple[Callable[[np.ndarray], np.ndarray | None], str]] = {
-    "none": (lambda routes: None, "returned no routes"),
+    "none": (lambda routes: None, "returned no routes for positions 0..98 in all 3 MoE layers"),
     "a row too few": (lambda routes: routes[:-1], "need 99 rows of routes, got shape \\(98, 3, 2\\)"),
     "a row too many": (lambda routes: np.concatenate([routes, routes[-1:]]), "need 99 rows"),
     "no layer axis": (lambda routes: routes[:, 0], "need 99 rows of routes, got shape \\(99, 2\\)"),
