@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3.advantage import ADVANTAGES
 from r3.device import Device
 from r3.diagnostics import mismatch
-from r3.exchange import distribute, score_all
+from r3.exchange import distribute, gather_rewards, score_all
 from r3.policy import TokenScores
 from r3.types import MicroBatch
 from tests.e2e.cases import World
@@ -84,7 +83,7 @@ def paired(
     world.residency.move(world.residency.state.TRAIN)
     rows = []
     for answers in rounds:
-        scored = score_all(answers, ADVANTAGES["grpo"], group)
+        scored = score_all(answers, gather_rewards(answers, world.mesh.world, config), config)
         (batch,), _ = distribute(
             scored,
             world.mesh,
