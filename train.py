@@ -50,7 +50,7 @@ def main() -> None:
     engine = Engine(config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len)
     policy = Policy(config, device, mesh, task.shape)
     weights = WeightStream(policy, device, mesh)
-    residency = Residency(engine, policy, device)
+    residency = Residency(engine, policy, device, reward_model=task.reward_model)
     if start.found:
         checkpoint.load(start.found, policy, device, mesh, weights_only=config.eval.only)
     done = start.found.step if start.found else 0

@@ -104,10 +104,51 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """How answers are judged."""
+    """How answers are judged: the weighted sum of what one or several functions say."""
 
-    function: str = "gsm8k"
-    """A built-in reward by name, or `path/to/file.py:function`."""
+    function: tuple[str, ...] = ("gsm8k",)
+    """One or several of: gsm8k, exact, math (math-verify), gym (reasoning-gym's scorer of the task), http (a chat server), model
+    (a reward model on the ranks), `path/to/file.py:function`, plain or async."""
+    weights: tuple[float, ...] = ()
+    """Weights of the functions in the sum, one a function; empty = all 1."""
+    workers: int = 0
+    """Processes on every rank for functions of files, for ones that compute; 0 = threads, for ones that wait. math has one
+    at least."""
+    timeout_s: float = 60.0
+    """Seconds a call may take; a worker process that takes longer is killed and replaced."""
+    retries: int = 3
+    """Times a call is repeated that raised, took too long or was refused for a while. gsm8k, exact and gym are not."""
+    on_error: Literal["stop", "zero", "drop"] = "stop"
+    """When it still fails: stop the run, give reward 0, or leave the answer out. Evaluation never leaves out."""
+    url: str = ""
+    """http: base address of a server that speaks OpenAI's API, e.g. http://host:8000/v1."""
+    model: str = ""
+    """http: the model's name there."""
+    api_key_env: str = ""
+    """http: name of the environment variable with the key; empty = none is sent."""
+    prompt_file: str = ""
+    """http: file with the prompt, in which {question}, {answer} and {response} are filled in; empty = right or wrong, 1 or 0."""
+    pattern: str = ""
+    """http: regular expression whose one group is the score; empty = "score" of a JSON object in the judge's answer."""
+    max_tokens: int = 512
+    """http: tokens of the judge's answer."""
+    max_connections: int = 16
+    """http: requests of a rank in flight."""
+    backoff_s: float = 1.0
+    """http: wait before the first repetition, twice as long before each further one; Retry-After may ask for more."""
+    model_path: str = ""
+    """model: folder of a Hugging Face sequence-classification checkpoint with one label, and its tokenizer."""
+    model_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """model: type of its weights and arithmetic."""
+    model_ranks: tuple[int, ...] = ()
+    """model: ranks that hold a copy; empty = the first rank of every engine, which scores its engine's answers. The one
+    placement there is: another list is refused."""
+    model_batch: int = 16
+    """model: conversations scored at once, at most. Scores depend on the batch in their last bits; 1 = not at all."""
+    model_wait_s: float = 0.05
+    """model: seconds the first conversation of a batch waits for others."""
+    model_tokens: int = 16384
+    """model: padded tokens of a batch; one conversation may have more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -591,6 +632,17 @@ RESUME_MAY_CHANGE = (
     "env.workers",
     "env.timeout_s",
     "env.retries",
+    "reward.workers",
+    "reward.timeout_s",
+    "reward.retries",
+    "reward.url",  # the same model may have moved
+    "reward.api_key_env",
+    "reward.max_connections",
+    "reward.backoff_s",
+    "reward.model_ranks",
+    "reward.model_batch",
+    "reward.model_wait_s",
+    "reward.model_tokens",
     "eval.",
     "checkpoint.",
     "log.",

@@ -32,6 +32,7 @@ from r3.policy import Policy
 from r3.policy.replay import RouterTap
 from r3.rescore import panel, share_out
 from r3.residency import Residency, State
+from r3.rewards.judge import Judge
 from r3.rollout import answer
 from r3.shape import ModelShape
 from r3.start import Task, read_task, refusing
@@ -412,7 +413,7 @@ def check_engine_rows(patient: Patient) -> str:
     answers = answer(
         patient.engine,
         prompts,
-        lambda _rollout, _prompt: 0.0,
+        Judge.of_function(lambda _rollout, _prompt: 0.0),
         patient.mesh,
         members=_ANSWERS,
         version=0,

@@ -11,7 +11,8 @@ from r3.config import Config, EvalSet
 from r3.diagnostics import Mean
 from r3.engine import Engine
 from r3.mesh import Mesh
-from r3.rollout import Judge, Talk, answer
+from r3.rewards.judge import Judge
+from r3.rollout import Talk, answer
 from r3.types import Prompt
 
 
@@ -94,6 +95,8 @@ def evaluate(
         on_answer=on_answer,
     )
     metrics = accuracy_metrics(settings.name, answers.rewards, settings.samples, config.eval.pass_at)
+    if "reward/zeroed" in answers.facts:  # a judge that may fail
+        metrics[f"eval/{settings.name}/unjudged"] = answers.facts["reward/zeroed"]
     rows = [
         {
             "place": rollout.group,
@@ -102,6 +105,7 @@ def evaluate(
             "response": rollout.response,
             "answer": prompts[rollout.group].answer,
             "reward": reward,
+            "rewards": dict(answers.parts.get((rollout.group, rollout.member), {})),
             "finish_reason": rollout.finish_reason,
             "response_tokens": rollout.num_response_tokens,
         }

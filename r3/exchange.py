@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -34,15 +34,16 @@ from r3.types import Batch, MicroBatch, Rollout
 class Scored:
     """A rollout with what was made of it.
 
-    `index` is its place among all rollouts of the step. One that does not `train` counted for its group's baseline, and gets
-    no loss (algo.overlong_filter). `checksums` came with it when it was sent here: one for each layer of its routes, over
-    tokens and rows.
+    `index` is its place among all rollouts of the step, `parts` what each component of the reward gave. One that does not
+    `train` counted for its group's baseline, and gets no loss (algo.overlong_filter). `checksums` came with it when it was
+    sent here: one for each layer of its routes, over tokens and rows.
     """
 
     index: int
     rollout: Rollout
     advantage: float
     reward: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
     trains: bool = True
     checksums: tuple[int, ...] | None = None
 
@@ -116,7 +117,14 @@ def score_all(answers: Answers, rewards: Rewards, config: Config) -> list[Scored
         index = index_of[rollout.group, rollout.member]
         trains = not (config.algo.overlong_filter and rollout.finish_reason == "length")
         scored.append(
-            Scored(index=index, rollout=rollout, advantage=advantages_R[index], reward=reward, trains=trains)
+            Scored(
+                index=index,
+                rollout=rollout,
+                advantage=advantages_R[index],
+                reward=reward,
+                parts=answers.parts.get((rollout.group, rollout.member), {}),
+                trains=trains,
+            )
         )
     return scored
 
@@ -325,6 +333,7 @@ def dump_rollouts(run_dir: RunDir, step: int, scored: Sequence[Scored], world: A
             [item.rollout for item in items],
             [item.reward for item in items],
             [item.advantage for item in items],
+            [item.parts for item in items],
         )
 
 
@@ -345,6 +354,7 @@ def encode(items: Sequence[Scored], layers: Sequence[int] | None = None) -> byte
             "index": item.index,
             "advantage": float(item.advantage).hex(),
             "reward": float(item.reward).hex(),
+            "parts": {name: float(part).hex() for name, part in item.parts.items()},
             "trains": item.trains,
             "prompt_id": rollout.prompt_id,
             "group": rollout.group,
@@ -386,6 +396,7 @@ def decode(message: bytes) -> list[Scored]:
             index=facts["index"],
             advantage=float.fromhex(facts["advantage"]),
             reward=float.fromhex(facts["reward"]),
+            parts={name: float.fromhex(part) for name, part in facts["parts"].items()},
             trains=facts["trains"],
             checksums=tuple(facts["checksums"]),
             rollout=Rollout(

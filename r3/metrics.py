@@ -49,9 +49,25 @@ GLOSSARY: dict[str, Entry] = {
     "reward/std": Entry("standard deviation of the rewards of the step's rollouts", "r3/rollout.py"),
     "reward/shaped_mean": Entry("mean reward with the overlong penalty taken off", "r3/exchange.py"),
     "reward/group_zero_std_frac": Entry("share of groups whose rewards are all equal", "r3/rollout.py"),
+    "reward/COMPONENT/mean": Entry(
+        "mean of what one function of reward.function gave, before its weight", "r3/rollout.py"
+    ),
+    "reward/calls": Entry("calls of functions that do not run at once", "r3/workers.py"),
+    "reward/errors": Entry(
+        "of their attempts, those that raised, were refused or gave no score", "r3/workers.py"
+    ),
+    "reward/timeouts": Entry(
+        "of their attempts, those that took longer than reward.timeout_s", "r3/workers.py"
+    ),
+    "reward/crashes": Entry("of their attempts, those that took their worker process down", "r3/workers.py"),
+    "reward/retries": Entry("attempts after a failed one", "r3/workers.py"),
+    "reward/dropped": Entry("answers left out after a failure (reward.on_error)", "r3/rollout.py"),
+    "reward/zeroed": Entry("answers given 0 after a failure (reward.on_error)", "r3/rollout.py"),
+    "time/judge_mean_s": Entry("mean seconds from an answer's end to its reward", "r3/rollout.py"),
     "eval/SET/accuracy": Entry(
         "share of answers to the held-out questions with reward >= 1", "r3/evaluate.py"
     ),
+    "eval/SET/unjudged": Entry("answers given 0 because their reward failed", "r3/evaluate.py"),
     "eval/SET/avg_at_K": Entry("mean reward of the K answers to each held-out question", "r3/evaluate.py"),
     "eval/SET/pass_at_K": Entry(
         "mean of 1 - C(n-c, K) / C(n, K), c of n answers right", "arXiv 2107.03374, eq. 1"
@@ -184,11 +200,12 @@ _PATTERNS = {
     re.compile(
         re.escape(key)
         .replace("SET", "[A-Za-z0-9_.-]+")
+        .replace("COMPONENT", r"\w+")
         .replace("_K", r"_[1-9][0-9]*")
         .replace("LAYER", "[0-9]+")
     ): key
     for key in GLOSSARY
-    if "SET" in key or key.endswith(("_K", "/LAYER"))
+    if "SET" in key or "COMPONENT" in key or key.endswith(("_K", "/LAYER"))
 }
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from r3.config import Config, to_yaml
-from r3.shape import ModelShape
+from r3.shape import ModelShape, ShapeError, checkpoint_tensors
 from r3.validate import BYTES_OF
 
 PHASES = ("SYNC", "GENERATE", "TRAIN")
@@ -123,6 +124,7 @@ def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict
                          of 1 / pp of the layers, an interleaved one (pp - 1) / (pp vpp) more
         output layer     head_bytes, on the last pipeline stage
         engine weights   all parameters * bytes of engine.dtype / engine_tp
+        reward model     its checkpoint's parameters * bytes of reward.model_dtype, on the first rank of each engine
         KV cache         engine.kv_cache_gib; left out when that is 0, for then the engine takes what its share of the
                          device's memory leaves
     """
@@ -141,6 +143,7 @@ def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict
         "GENERATE": {
             "policy weights": weights,
             "engine weights": engine,
+            **({"reward model": reward} if (reward := reward_model_bytes(config)) else {}),
             "KV cache": config.engine.kv_cache_gib * 2**30,
         },
         "TRAIN": {
@@ -151,6 +154,17 @@ def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict
             "output layer": head_bytes(config, shape),
         },
     }
+
+
+def reward_model_bytes(config: Config) -> float:
+    """Bytes of the reward model's weights; 0 without one, and where its folder cannot be read."""
+    if "model" not in (*config.reward.function, *config.eval.function):
+        return 0.0
+    try:
+        tensors = checkpoint_tensors(Path(config.reward.model_path))
+    except (OSError, ShapeError):
+        return 0.0
+    return float(sum(map(math.prod, tensors.values())) * BYTES_OF[config.reward.model_dtype])
 
 
 def kv_cache_demand(config: Config, shape: ModelShape, world_size: int) -> float:

@@ -3,7 +3,7 @@
 state      policy                                      engine
 TRAIN      weights, gradients, optimizer state         asleep
 SYNC       weights                                     weights awake, being replaced
-GENERATE   weights                                     weights and KV cache awake
+GENERATE   weights                                     weights and KV cache awake; a reward model is on the device too
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from r3.device import Device
 if TYPE_CHECKING:
     from r3.engine import Engine
     from r3.policy import Policy
+    from r3.rewards.model import RewardModel
 
 
 class State(Enum):
@@ -40,11 +41,14 @@ class Residency:
         used_gib: memory in use on entering each state, and "residue": what stays when both worlds have given up theirs.
     """
 
-    def __init__(self, engine: Engine, policy: Policy, device: Device) -> None:
+    def __init__(
+        self, engine: Engine, policy: Policy, device: Device, *, reward_model: RewardModel | None = None
+    ) -> None:
         assert engine.is_asleep and policy.is_onloaded, (
             "a run begins in TRAIN: engine asleep, policy onloaded"
         )
         self._engine, self._policy, self._device = engine, policy, device
+        self._reward_model = reward_model
         self.state = State.TRAIN
         self.used_gib: dict[str, float] = {State.TRAIN.value: device.used_gib()}
 
@@ -63,8 +67,12 @@ class Residency:
             self.note(State.SYNC.value)
         elif to is State.GENERATE:
             self._engine.wake("kv_cache")
+            if self._reward_model:
+                self._reward_model.wake(self._device)
         else:
             self.note(State.GENERATE.value)
+            if self._reward_model:
+                self._reward_model.sleep(self._device)
             self._engine.sleep()
             self._policy.onload()
         self.state = to

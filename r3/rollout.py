@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from r3.chat import Chat, ChatError
 from r3.config import EnvConfig
@@ -14,12 +14,12 @@ from r3.diagnostics import Mean, StandardDeviation, Sum
 from r3.engine import Engine, Sampled, Sampling, Transcript, Turn, sampling_seed
 from r3.envs.run import Environments, Reply
 from r3.mesh import Mesh
+from r3.rewards.judge import Judge, Verdict
 from r3.types import Message, Prompt, Rollout
-
-Judge = Callable[[Rollout, Prompt], float]
 
 # While nothing is in flight and environments work. The ranks of one engine meet at least this often.
 _IDLE_WAIT_S = 1.0
+_SLICE_S = 0.01  # between looks at environments and judges, when both are waited for
 
 
 class EnvironmentFailed(RuntimeError):
@@ -49,11 +49,13 @@ class Answers:
     """This rank's rollouts and their rewards, parallel lists in order of group and member.
 
     Empty on ranks that only lend their device to another rank's engine. Groups are whole, but for conversations whose
-    environment failed (`env.on_error` "drop"). `facts` are metric partials of the conversations themselves.
+    environment or reward failed (`env.on_error`, `reward.on_error` "drop"). `parts` are the rewards of each component by
+    (group, member), where the judge was asked. `facts` are metric partials of the conversations themselves.
     """
 
     rollouts: list[Rollout]
     rewards: list[float]
+    parts: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -62,12 +64,17 @@ class Answers:
         return cls(
             rollouts=[rollout for part in parts for rollout in part.rollouts],
             rewards=[reward for part in parts for reward in part.rewards],
+            parts={name: found for part in parts for name, found in part.parts.items()},
         )
 
     def of_groups(self, groups: frozenset[int]) -> Answers:
         """Those of some groups; facts aside."""
         kept = [pair for pair in zip(self.rollouts, self.rewards, strict=True) if pair[0].group in groups]
-        return Answers(rollouts=[rollout for rollout, _ in kept], rewards=[reward for _, reward in kept])
+        return Answers(
+            rollouts=[rollout for rollout, _ in kept],
+            rewards=[reward for _, reward in kept],
+            parts={name: found for name, found in self.parts.items() if name[0] in groups},
+        )
 
 
 def answer(
@@ -99,10 +106,11 @@ def answer(
         first_group: number of the first prompt's group in the step.
         max_tokens: tokens of a conversation after its first messages, sampled and observed.
         talk: the environment; None = one question, one answer.
-        keep_all: conversations that `env.on_error` would leave out end with reward 0 instead, and routes may be absent.
+        judge: asked about each conversation when it ends; the engine goes on meanwhile.
+        keep_all: conversations that `on_error` would leave out end with reward 0 instead, and routes may be absent.
 
     Raises:
-        EnvironmentFailed: an environment failed and that stops the run.
+        EnvironmentFailed, RewardError: an environment or a reward failed and that stops the run.
     """
     talk = talk or Talk.of(EnvConfig(), engine.tokenizer, "")
     settings = talk.environments.settings
@@ -135,6 +143,8 @@ def answer(
     ]
     rewards: dict[int, float] = {}
     rollouts: dict[int, Rollout] = {}
+    verdicts: dict[int, Verdict] = {}
+    environments = talk.environments
     with engine.sampler(version=version) as sampler:
         if engine.speaks:  # the other ranks of its engine do what they are told
             for conversation in conversations:
@@ -144,15 +154,25 @@ def answer(
             turns: list[Turn] = []
             ended = 0
             if engine.speaks:
-                for reply in talk.environments.poll(0.0 if sampler.busy else _IDLE_WAIT_S):
+                idle_s = _SLICE_S if judge.outstanding and environments.outstanding else _IDLE_WAIT_S
+                for reply in environments.poll(0.0 if sampler.busy else idle_s):
                     conversation = conversations[reply.key]
                     if turn := conversation.hear(reply):
                         turns.append(turn)
                         continue
+                    if conversation.is_dropped:
+                        ended += 1
+                        continue
+                    rollouts[reply.key] = conversation.rollout()
+                    if conversation.reward is None:
+                        judge.submit(reply.key, rollouts[reply.key], conversation.prompt)
+                    else:
+                        rewards[reply.key] = conversation.reward
+                        ended += 1
+                for verdict in judge.poll(0.0 if sampler.busy or turns or ended else idle_s):
+                    key = cast("int", verdict.key)
+                    verdicts[key], rewards[key] = verdict, verdict.reward
                     ended += 1
-                    if not conversation.is_dropped:
-                        rollouts[reply.key] = conversation.rollout()
-                        rewards[reply.key] = conversation.reward(judge, rollouts[reply.key])
             turns, ended = engine.share((turns, ended))
             for turn in turns:
                 sampler.add(turn)
@@ -166,10 +186,21 @@ def answer(
     if not engine.speaks:  # ranks of one engine hold the same answers; the first speaks for them
         return Answers(rollouts=[], rewards=[])
     counts = talk.environments.take_counts()
+    facts = {} if talk.environments.one_turn else _facts(conversations, counts)
+    facts |= _judged(verdicts, judge, keep_all)
+    if judge.on_error == "drop" and not keep_all:
+        rollouts = {
+            key: found for key, found in rollouts.items() if not (key in verdicts and verdicts[key].failure)
+        }
     return Answers(
         rollouts=[rollouts[key] for key in sorted(rollouts)],
         rewards=[rewards[key] for key in sorted(rollouts)],
-        facts={} if talk.environments.one_turn else _facts(conversations, counts),
+        parts={
+            (rollouts[key].group, rollouts[key].member): verdict.parts
+            for key, verdict in sorted(verdicts.items())
+            if key in rollouts
+        },
+        facts=facts,
     )
 
 
@@ -268,11 +299,12 @@ class _Conversation:
             last_turn=self._last_turn,
         )
 
-    def reward(self, judge: Judge, rollout: Rollout) -> float:
-        """What the environment gave, summed over turns; the judge's word where it gave nothing; 0 after a failure."""
+    @property
+    def reward(self) -> float | None:
+        """What the environment gave, summed over turns; 0 after a failure; None where it gave nothing: ask the judge."""
         if self.outcome == "error":
             return 0.0
-        return sum(self._rewards) if self._rewards else judge(rollout, self.prompt)
+        return sum(self._rewards) if self._rewards else None
 
     def _open(self, messages: tuple[Message, ...]) -> Turn | None:
         tokens: Sequence[int] = self.prompt.tokens_T  # with the tools of its row, or else the environment's
@@ -351,6 +383,26 @@ def _facts(conversations: Sequence[_Conversation], counts: Counter[str]) -> dict
     return facts
 
 
+def _judged(verdicts: Mapping[int, Verdict], judge: Judge, keep_all: bool) -> dict[str, Any]:
+    """Partials of what judging took; none where every component is quick and nothing went wrong."""
+    counts = judge.take_counts()
+    failed = float(sum(bool(verdict.failure) for verdict in verdicts.values()))
+    if judge.quick and not failed:
+        return {}
+    dropped = failed if judge.on_error == "drop" and not keep_all else 0.0
+    return {
+        "time/judge_mean_s": Mean(
+            total=sum(verdict.seconds for verdict in verdicts.values()), count=float(len(verdicts))
+        ),
+        "reward/dropped": Sum(value=dropped),
+        "reward/zeroed": Sum(value=failed - dropped),
+        **{
+            f"reward/{name}": Sum(value=float(counts[name]))
+            for name in ("calls", "errors", "timeouts", "crashes", "retries")
+        },
+    }
+
+
 def rollout_metrics(answers: Answers) -> dict[str, Any]:
     """Partials of reward/* and rollout/* for this rank's answers."""
     rewards, count = answers.rewards, float(len(answers.rewards))
@@ -358,11 +410,19 @@ def rollout_metrics(answers: Answers) -> dict[str, Any]:
     for rollout, reward in zip(answers.rollouts, rewards, strict=True):
         by_group.setdefault(rollout.group, []).append(reward)
     groups = list(by_group.values())
+    parts: dict[str, list[float]] = {}
+    for found in answers.parts.values():
+        for name, part in found.items():
+            parts.setdefault(name, []).append(part)
     response_tokens = float(sum(rollout.num_response_tokens for rollout in answers.rollouts))
     truncated = float(sum(rollout.finish_reason == "length" for rollout in answers.rollouts))
     return {
         "reward/mean": Mean(total=sum(rewards), count=count),
         "reward/std": StandardDeviation(tuple(rewards)),
+        **{
+            f"reward/{name}/mean": Mean(total=sum(found), count=float(len(found)))
+            for name, found in parts.items()
+        },
         "reward/group_zero_std_frac": Mean(
             total=float(sum(max(group) == min(group) for group in groups)), count=float(len(groups))
         ),

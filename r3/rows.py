@@ -87,16 +87,16 @@ class SourceError(ValueError):
 
 def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
     """What a run reads from the rows of training, or of a held-out set."""
-    data, env, reward = config.data, config.env, config.reward.function
+    data, env, functions = config.data, config.env, config.reward.function
     if each is not None:
-        env, reward = each.environment(env), each.function or reward
+        env, functions = each.environment(env), (each.function,) if each.function else functions
     judges = env.name != "guess_number" and not env.path  # others may give rewards of their own
     return Columns(
         prompt=data.prompt_key,
         answer=data.answer_key,
         tools=data.tools_key,
         system_prompt=data.system_prompt,
-        answer_holds="####" if judges and reward == "gsm8k" else "",
+        answer_holds="####" if judges and "gsm8k" in functions else "",
     )
 
 

@@ -76,10 +76,16 @@ class RunDir:
             os.fsync(file.fileno())
 
     def write_rollouts(
-        self, step: int, rollouts: Sequence[Rollout], rewards: Sequence[float], advantages: Sequence[float]
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        rewards: Sequence[float],
+        advantages: Sequence[float],
+        parts: Sequence[Mapping[str, float]] = (),
     ) -> Path:
         """Dump a step: text and figures as jsonl, tokens, logprobs and routes as safetensors.
 
+        `parts` are what the components of each reward gave; none = they are not known.
         Arrays are concatenated over rollouts: rollout i has tokens `cu_tokens[i] : cu_tokens[i + 1]` and routes
         `cu_rows[i] : cu_rows[i + 1]`. Where the jsonl is, the whole dump is.
         """
@@ -104,13 +110,16 @@ class RunDir:
                 "member": rollout.member,
                 "response": rollout.response,
                 "reward": float(reward),
+                "rewards": dict(given),
                 "advantage": float(advantage),
                 "finish_reason": rollout.finish_reason,
                 "version": rollout.version,
                 "tokens": len(rollout.tokens_T),
                 "response_tokens": rollout.num_response_tokens,
             }
-            for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True)
+            for rollout, reward, advantage, given in zip(
+                rollouts, rewards, advantages, parts or [{}] * len(rollouts), strict=True
+            )
         ]
         path = self.rollouts(step)
         # Both are whole before either appears; the inner one, the arrays, appears first.

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from r3 import rewards
 from r3.config import Config, ConfigError
 from r3.data import DataError, Dataset, load_prompts
 from r3.device import Device, has_gpu
@@ -18,11 +17,12 @@ from r3.evaluate import HeldOut
 from r3.hf import CheckpointError
 from r3.mesh import Mesh
 from r3.resume import ResumeError, Start, open_run
-from r3.rollout import Judge, Talk
+from r3.rewards.judge import Judge, judge_of
+from r3.rewards.model import RewardModel
+from r3.rollout import Talk
 from r3.rows import columns_of
 from r3.rundir import RunDir, read_metrics
 from r3.shape import ModelShape
-from r3.types import Prompt, Rollout
 from r3.validate import cpu_engine_problems
 
 
@@ -40,11 +40,14 @@ class Task:
     tokenizer: Any
     shape: ModelShape
     max_model_len: int
+    reward_model: RewardModel | None = None
 
     def close(self) -> None:
-        """End what environments started."""
+        """End what environments and judges started."""
         self.talk.environments.close()
+        self.judge.close()
         for each in self.heldout:
+            each.judge.close()
             if each.talk is not self.talk:
                 each.talk.environments.close()
 
@@ -63,6 +66,9 @@ def read_task(config: Config) -> Task:
     # Lengths are checked here, with a rule and a row: transformers' own warning about them would only confuse.
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)
     talk = Talk.of(config.env, tokenizer, config.model.path)
+    functions = {*config.reward.function, *config.eval.function}
+    reward_model = RewardModel(config.reward) if "model" in functions else None
+    judge = judge_of(config.reward, model=reward_model)
     data, context = config.data, shape.max_position_embeddings
 
     def room(talk: Talk, longest_prompt: int, response: int) -> int:
@@ -100,8 +106,8 @@ def read_task(config: Config) -> Task:
             on_too_long=data.on_too_long,
         )
         questions = found.prompts[: each.max_prompts or None]
-        judge = judge_of(each.function or config.reward.function)
-        heldout.append(HeldOut(settings=each, prompts=questions, judge=judge, talk=conversation))
+        own = judge_of(config.reward, (each.function,), model=reward_model) if each.function else judge
+        heldout.append(HeldOut(settings=each, prompts=questions, judge=own, talk=conversation))
         longest = max(
             longest, room(conversation, max(len(prompt.tokens_T) for prompt in questions), response)
         )
@@ -109,21 +115,12 @@ def read_task(config: Config) -> Task:
         prompts=prompts,
         heldout=tuple(heldout),
         talk=talk,
-        judge=judge_of(config.reward.function),
+        judge=judge,
+        reward_model=reward_model,
         tokenizer=tokenizer,
         shape=shape,
         max_model_len=config.engine.max_model_len or longest,
     )
-
-
-def judge_of(name: str) -> Judge:
-    """What `reward.function` names, as what the rounds of answers call."""
-    function = rewards.resolve(name)
-
-    def judge(rollout: Rollout, prompt: Prompt) -> float:
-        return rewards.score(function, rollout.response, prompt, rollout.member)
-
-    return judge
 
 
 @contextmanager
@@ -188,6 +185,14 @@ def closing(config: Config, run_dir: RunDir, seconds: float, step: int) -> str:
     return f"done       in {seconds:.0f} s: {result(run_dir, step)}; {', '.join(places)}"
 
 
+def judged_by(config: Config) -> str:
+    """The reward in one line: `math` or `math + 0.1 my.py:short`."""
+    reward = config.reward
+    weights = reward.weights or (1.0,) * len(reward.function)
+    terms = zip(reward.function, weights, strict=True)
+    return " + ".join(function if weight == 1.0 else f"{weight:g} {function}" for function, weight in terms)
+
+
 def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start) -> list[str]:
     """What a person should know before the first step, a line each."""
     shape, parallel = task.shape, config.parallel
@@ -223,7 +228,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         f"{', head float32' if config.model.fp32_head else ''}"
         f"{', deterministic kernels' if config.debug.deterministic else ''}",
         f"data       {len(task.prompts)} prompts{sources} ({left_out}), {held_out}",
-        f"task       {config.env.path or config.env.name}, judged by {config.reward.function}",
+        f"task       {config.env.path or config.env.name}, judged by {judged_by(config)}",
         f"step       {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} answers, "
         f"{config.train.updates_per_step} update(s), {config.train.steps} steps",
         f"replay     {replay}; missing routes: {config.replay.on_missing}; reference "

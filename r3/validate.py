@@ -15,11 +15,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from r3.config import FIELD_TYPES, Config, EnvConfig, EvalSet, Problem, flatten
+from r3.config import FIELD_TYPES, Config, EnvConfig, EvalSet, Problem, RewardConfig, flatten
 from r3.rows import Columns, Row, columns_of, is_folder, is_near, read_rows
 from r3.shape import ModelShape, ShapeError, checkpoint_tensors
 
-BUILTIN_REWARDS = ("gsm8k", "exact", "gym")  # those of r3.rewards, which imports too much to be asked here
+# Those of r3.rewards, which imports too much to be asked here, and the ones that are more than a function.
+BUILTIN_REWARDS = ("gsm8k", "exact", "gym", "math", "http", "model")
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30's attention on CPU
@@ -28,12 +29,22 @@ _SOURCES = "give a JSONL or .parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gym
 _SHOWN_ROWS = 5  # of a bad data file; the rest is counted
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
+_REWARD_FIELDS = {  # that one kind of judge alone has use for
+    "http": (
+        *("url", "model", "api_key_env", "prompt_file", "pattern", "max_tokens", "max_connections"),
+        "backoff_s",
+    ),
+    "model": (*("model_path", "model_dtype", "model_ranks", "model_batch", "model_wait_s", "model_tokens"),),
+}
+
 _Range = tuple[str, Callable[[Any], bool], str, str]
 _COUNTS = (
     "data.max_prompt_tokens",
     "env.max_turn_tokens",
     "env.workers",
     "env.retries",
+    "reward.workers",
+    "reward.retries",
     "rollout.top_k",
     "train.warmup_updates",
     "train.logprob_chunk_tokens",
@@ -51,6 +62,10 @@ _COUNTS = (
 )
 _SIZES = (
     "env.max_turns",
+    "reward.max_tokens",
+    "reward.max_connections",
+    "reward.model_batch",
+    "reward.model_tokens",
     "rollout.prompts_per_step",
     "rollout.group_size",
     "rollout.max_response_tokens",
@@ -75,6 +90,10 @@ _RANGES: tuple[_Range, ...] = (
     *((name, lambda v: v >= 1, "must be at least 1", "give a positive whole number") for name in _SIZES),
     ("parallel.etp", lambda v: v >= 0, "must not be negative", "0 = same as parallel.tp"),
     ("env.timeout_s", lambda v: v > 0, "must be above 0", "60, or what the slowest call needs"),
+    ("reward.timeout_s", lambda v: v > 0, "must be above 0", "60, or what the slowest call needs"),
+    ("reward.backoff_s", lambda v: v >= 0, "must not be negative", "1.0"),
+    ("reward.model_wait_s", lambda v: v >= 0, "must not be negative", "0.05; 0 = whatever is there"),
+    ("reward.weights", lambda v: v != 0, "must not be 0", "leave the function out"),
     (
         "env.stop",
         lambda v: v != "",
@@ -185,7 +204,7 @@ def examine(
     _check_layout(config, found, shape, world_size)
     _check_lengths(config, found, shape)
     _check_environment(config, found)
-    _check_reward(config.reward.function, found, "reward.function")
+    _check_judge(config, found, world_size)
     sets = _check_eval(config, found, shape)
     train, heldout = _check_data(config, found, sets)
     if config.log.dir and Path(config.log.dir).exists() and not Path(config.log.dir).is_dir():
@@ -553,6 +572,90 @@ def _parse(path: str, field: str, found: _Findings) -> ast.Module | None:
     return None
 
 
+def _check_judge(config: Config, found: _Findings, world_size: int) -> None:
+    """The functions of the reward, and what the servers and models that they name need."""
+    reward = config.reward
+    if not reward.function:
+        found.add("reward.function", "is empty", "gsm8k, or path/to/my_reward.py:function")
+    if len(set(reward.function)) < len(reward.function):
+        found.add("reward.function", "names a function twice", "once, with a larger weight")
+    if reward.weights and len(reward.weights) != len(reward.function):
+        rule = f"has {len(reward.weights)} values for the {len(reward.function)} functions of reward.function"
+        found.add("reward.weights", rule, "one a function, or none: all count alike")
+    for function in dict.fromkeys(reward.function):
+        _check_reward(function, found, "reward.function")
+    used = {*reward.function, *config.eval.function}
+    if "http" in used:
+        _check_server(config.reward, found)
+    if "model" in used:
+        _check_reward_model(config, found, world_size)
+
+
+def _check_server(reward: RewardConfig, found: _Findings) -> None:
+    if not re.match(r"https?://[^/]", reward.url):
+        found.add(
+            "reward.url",
+            "must be the address of a server for the judge http",
+            "http://host:8000/v1 or the like",
+        )
+    if not reward.model:
+        found.add("reward.model", "is empty", "the model's name on the server (GET URL/models lists them)")
+    if reward.prompt_file:
+        try:
+            if "{response}" not in Path(reward.prompt_file).read_text(encoding="utf-8"):
+                found.add("reward.prompt_file", "has no {response} in it", "put it where the answer belongs")
+        except OSError as error:
+            found.add("reward.prompt_file", f"cannot be read ({error.strerror})", "give a text file")
+        except UnicodeDecodeError as error:
+            found.add("reward.prompt_file", f"is not UTF-8 ({error})", "give a text file")
+    if reward.pattern:
+        try:
+            if re.compile(reward.pattern).groups != 1:
+                found.add("reward.pattern", "must have one group, around the score", r"Score: *([\d.]+)")
+        except re.error as error:
+            found.add("reward.pattern", f"is no regular expression ({error})", r"Score: *([\d.]+)")
+
+
+def _check_reward_model(config: Config, found: _Findings, world_size: int) -> None:
+    """A folder with a classifier of one label, its weights, tokenizer and chat template; a copy on every rank that judges."""
+    path, tp = Path(config.reward.model_path), config.parallel.engine_tp
+    if found.sound("parallel.engine_tp"):
+        judging = tuple(range(0, world_size, tp))
+        if config.reward.model_ranks and tuple(sorted(config.reward.model_ranks)) != judging:
+            found.add(
+                "reward.model_ranks",
+                f"each engine's first rank scores the answers of its engine, and those are ranks {judging}",
+                "leave it empty",
+            )
+
+    def refuse(rule: str, fix: str = "give a sequence-classification checkpoint with one label") -> None:
+        found.add("reward.model_path", rule, fix)
+
+    if not config.reward.model_path or not path.is_dir():
+        refuse("is no folder, and the judge model needs one")
+        return
+    try:
+        facts = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        refuse(f"its config.json cannot be read ({error})")
+        return
+    kinds = facts.get("architectures") or ["nothing"]
+    labels = len(facts["id2label"]) if facts.get("id2label") else facts.get("num_labels", 2)
+    if not kinds[0].endswith("ForSequenceClassification"):
+        refuse(f"is a checkpoint of {kinds[0]}, not of a sequence classifier: its head would be random")
+    elif labels != 1:
+        refuse(f"has {labels} labels, and a reward is one number")
+    try:
+        checkpoint_tensors(path)
+    except ShapeError as error:
+        refuse(str(error), "download or export the checkpoint again")
+    if not (path / "tokenizer.json").is_file() or not _has_chat_template(path):
+        refuse(
+            "has no tokenizer.json with a chat template, so there is no way to put a conversation",
+            "save its fast tokenizer beside it, and write chat_template.jinja",
+        )
+
+
 def _check_reward(reward: str, found: _Findings, name: str) -> None:
     if reward in BUILTIN_REWARDS:
         return
@@ -563,10 +666,10 @@ def _check_reward(reward: str, found: _Findings, name: str) -> None:
         return
     if (tree := _parse(path, name, found)) is None:
         return
-    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     if function not in defined:
         fix = f"it defines {', '.join(defined) or 'none'}; write the function at the top level of the file"
-        found.add(name, f"{path} defines no plain function {function!r}", fix, value=reward)
+        found.add(name, f"{path} defines no function {function!r}", fix, value=reward)
 
 
 def _check_eval(config: Config, found: _Findings, shape: ModelShape | None) -> tuple[EvalSet, ...]:
@@ -639,13 +742,16 @@ def _check_data(config: Config, found: _Findings, sets: Sequence[EvalSet]) -> tu
                 f"has {len(train)} rows, and a step takes {config.rollout.prompts_per_step} different prompts",
                 "more rows, or a smaller --rollout.prompts_per_step",
             )
-    judged = [("reward.function", config.reward.function, training)]
-    judged += [("eval.function", each.function or config.reward.function, (each.path,)) for each in sets]
-    for name, function, paths in judged:
+    everything = config.reward.function
+    judged = [("reward.function", everything, training)]
+    judged += [
+        ("eval.function", (each.function,) if each.function else everything, (each.path,)) for each in sets
+    ]
+    for name, functions, paths in judged:
         others = [path for path in paths if not path.startswith("gym:")]
-        if function == "gym" and others:
-            rule = f"scores the tasks of reasoning-gym alone, and {others[0]} is none"
-            found.add(name, rule, "another function, or paths like gym:chain_sum", value=function)
+        if "gym" in functions and others:
+            rule = f"gym scores the tasks of reasoning-gym alone, and {others[0]} is none"
+            found.add(name, rule, "another function, or paths like gym:chain_sum", value="gym")
     return train, heldout
 
 
@@ -695,6 +801,7 @@ def _ignored_settings(config: Config, shape: ModelShape | None, given: Collectio
         ignored("env.name is single_turn", *turns, "env.on_error")
     elif not any(":" in spec for spec in (config.env.path, *config.eval.env)) and not config.env.workers:
         ignored("the environment is a built-in one, which runs at once", "env.timeout_s")
+    notes += _ignored_rewards(config, ignored)
     if config.replay.mode == "off":
         ignored("replay.mode is off", "replay.on_missing", "replay.reference", "replay.plausibility")
     if config.replay.mode == "r2":
@@ -743,6 +850,24 @@ def _ignored_settings(config: Config, shape: ModelShape | None, given: Collectio
             "importance weights include that difference"
         )
     return list(dict.fromkeys(notes))
+
+
+def _ignored_rewards(config: Config, ignored: Callable[..., None]) -> list[str]:
+    reward = config.reward
+    used = {*reward.function, *filter(None, config.eval.function)}
+    for kind, prefixes in _REWARD_FIELDS.items():
+        if kind not in used:
+            names = [f"reward.{name}" for name in prefixes]
+            ignored(f"no reward function is {kind}", *names)
+    if used <= {"gsm8k", "exact", "gym"}:
+        quick = "built-in functions run at once"
+        ignored(quick, "reward.timeout_s", "reward.workers", "reward.retries")
+    if len(reward.function) > 1 and any(not each.function for each in config.eval.sets):
+        return [
+            "eval.function is not set: evaluation takes the weighted sum of reward.function, and an answer is right when that "
+            "is at least 1"
+        ]
+    return []
 
 
 def _algorithm_notes(config: Config) -> list[str]:

@@ -36,15 +36,29 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 _START_LIMIT_S = 120.0  # for a worker's interpreter and the user's imports; a loaded machine needs seconds
+_LONGEST_BACKOFF_S = 60.0
 _PR_SET_PDEATHSIG = 1
+
+
+class CallError(Exception):
+    """What a call raises that knows whether trying again may help, and how long to wait before."""
+
+    def __init__(self, text: str, *, again: bool = True, wait_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.again, self.wait_s = again, wait_s
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a call has no value: it raised, ran out of time, or took its process down."""
+    """Why a call has no value: it raised, ran out of time, or took its process down.
+
+    `again`: whether trying again may help; `wait_s`: not before so many seconds (`CallError`).
+    """
 
     kind: Literal["error", "timeout", "crash"]
     text: str
+    again: bool = True
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +100,33 @@ class _Call:
     arguments: tuple[Any, ...]
     attempts: int = 0
     deadline: float = 0.0
+    due: float = 0.0
 
 
 class Pool:
     """Calls in a place, each with a time limit, and tried again when it fails.
 
+    The n-th repetition waits `backoff_s` * 2^(n-1) seconds, a minute at most, or as long as the failure asks.
+
     Attributes:
         counts: calls, errors, timeouts, crashes and retries since it was last cleared.
     """
 
-    def __init__(self, place: Place, *, timeout_s: float, retries: int = 0) -> None:
+    def __init__(self, place: Place, *, timeout_s: float, retries: int = 0, backoff_s: float = 0.0) -> None:
         self.counts: Counter[str] = Counter()
         self._place = place
         self._timeout_s = timeout_s
         self._retries = retries
+        self._backoff_s = backoff_s
         self._waiting: deque[_Call] = deque()
+        self._later: list[_Call] = []  # to be tried again, when it is time
         self._running: dict[int, _Call] = {}
         self._tokens = 0
 
     @property
     def outstanding(self) -> int:
         """Calls submitted and not yet returned by `poll`."""
-        return len(self._waiting) + len(self._running)
+        return len(self._waiting) + len(self._later) + len(self._running)
 
     def submit(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> None:
         """Call `function(*arguments)` as soon as there is room."""
@@ -122,7 +141,8 @@ class Pool:
         while self.outstanding and not done:
             self._start_waiting()
             now = time.monotonic()
-            soonest = min([until, *(call.deadline for call in self._running.values())])
+            events = [call.deadline for call in self._running.values()] + [call.due for call in self._later]
+            soonest = min([until, *events])
             for token, value, failure in self._place.collect(max(0.0, soonest - now)):
                 if token in self._running:  # else it was abandoned, and ended all the same
                     done += self._ended(self._running.pop(token), value, failure)
@@ -140,9 +160,14 @@ class Pool:
         """End what was started; calls still outstanding are lost."""
         self._place.close()
         self._waiting.clear()
+        self._later.clear()
         self._running.clear()
 
     def _start_waiting(self) -> None:
+        if self._later:
+            now = time.monotonic()
+            self._waiting += [call for call in self._later if call.due <= now]
+            self._later = [call for call in self._later if call.due > now]
         while self._waiting and self._place.has_room():
             call = self._waiting.popleft()
             call.attempts += 1
@@ -156,9 +181,11 @@ class Pool:
             return [Done(call.key, value, None)]
         plural = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
         self.counts[plural[failure.kind]] += 1
-        if call.attempts <= self._retries:
+        if call.attempts <= self._retries and failure.again:
             self.counts["retries"] += 1
-            self._waiting.append(call)
+            pause = min(self._backoff_s * 2.0 ** (call.attempts - 1), _LONGEST_BACKOFF_S)
+            call.due = time.monotonic() + max(pause, failure.wait_s)
+            self._later.append(call)
             return []
         return [Done(call.key, None, failure)]
 
@@ -190,17 +217,23 @@ class Threads:
     """A thread for each call that waits for something else; coroutines share one event loop.
 
     A thread cannot be killed: one that hangs is left behind, and what it returns later is not used.
+
+    Args:
+        limit: calls at once, those left behind aside; None = any number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._running: set[int] = set()
         self._ended: queue.SimpleQueue[tuple[int, Any, Failure | None]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[int, Any] = {}
 
     def has_room(self) -> bool:
-        return True
+        return self._limit is None or len(self._running) < self._limit
 
     def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._running.add(token)
         if inspect.iscoroutinefunction(function):
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -220,6 +253,7 @@ class Threads:
             self._ended.put((token, None, _failure(error)))
 
     def abandon(self, token: int) -> None:
+        self._running.discard(token)
         if token in self._tasks:
             self._tasks.pop(token).cancel()
 
@@ -230,6 +264,7 @@ class Threads:
             while True:
                 ended.append(self._ended.get_nowait())
         for token, _, _ in ended:
+            self._running.discard(token)
             self._tasks.pop(token, None)
         return ended
 
@@ -346,11 +381,15 @@ def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[
     try:
         value = function(*arguments)
         return (asyncio.run(value) if inspect.iscoroutine(value) else value), None
+    except KeyboardInterrupt:  # of the person at the terminal
+        raise
     except BaseException as error:  # users' code may raise anything, SystemExit too; it goes on with its call
         return None, _failure(error)
 
 
 def _failure(error: BaseException) -> Failure:
+    if isinstance(error, CallError):  # its text says all; where it was raised is of no interest
+        return Failure("error", str(error), error.again, error.wait_s)
     return Failure("error", "".join(traceback.format_exception(error, limit=-6)).rstrip())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from r3.engine import Engine, RouteError, Sampled, Transcript
 from r3.exchange import score_all
 from r3.mesh import Mesh, build_mesh
 from r3.refill import NoSignalError, answers_of_step
-from r3.rollout import Answers, EnvironmentFailed, Judge, Talk, answer
+from r3.rewards.judge import Judge
+from r3.rollout import Answers, EnvironmentFailed, Talk, answer
 from r3.start import Task, read_task
 from r3.types import Prompt, Rollout
 from tests.tiny import tiny_config
@@ -120,7 +121,7 @@ class Talker:
             return answer(
                 self.engine,
                 prompts or self.task.prompts.prompts[:8],
-                judge,
+                Judge.of_function(judge),
                 self.mesh,
                 members=members,
                 version=0,
@@ -306,11 +307,11 @@ def refills(device: Device) -> dict[str, Any]:
     def judge(rollout: Rollout, prompt: Prompt) -> float:
         return float(rollout.member) if int(prompt.id.rpartition(":")[2]) % 3 == 0 else 1.0
 
-    def steps(config: Config, judge: Judge, *wanted: int) -> dict[str, Any]:
+    def steps(config: Config, judge: Callable[[Rollout, Prompt], float], *wanted: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for step in wanted:
             talker.engine.version = step - 1
-            task = replace(talker.task, judge=judge)
+            task = replace(talker.task, judge=Judge.of_function(judge))
             made = answers_of_step(talker.engine, task, config, talker.mesh, step=step)
             scored = score_all(made.answers, made.rewards, config)
             parts = {name: part for parts in made.metrics for name, part in parts.items()}

@@ -389,7 +389,11 @@ def test_crash_in_a_reward_names_the_sample_and_keeps_what_was_written(tmp_path:
     )
     output = finish(process)
     assert process.returncode != 0
-    assert "reward judge raised KeyError" in output and "word_problems_train.jsonl:" in output
+    assert (
+        "reward judge failed (error)" in output
+        and "KeyError: 'no such thing'" in output
+        and "word_problems_train.jsonl:" in output
+    )
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1]
 
 

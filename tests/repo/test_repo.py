@@ -31,7 +31,6 @@ LAYERS = {
         "loss",
         "packing",
         "plan",
-        "rewards",
         "validate",
         "workers",
     },
@@ -45,6 +44,7 @@ LAYERS = {
         "mesh",
         "metrics",
         "resume",
+        "rewards",
         "rundir",
         "watchdog",
     },
@@ -287,7 +287,9 @@ def heavy_imports(start: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("module", ["r3.config", "r3.cli", "configs", "train", "r3.workers", "r3.envs.run"])
+@pytest.mark.parametrize(
+    "module", ["r3.config", "r3.cli", "configs", "train", "r3.workers", "r3.envs.run", "r3.rewards.judge"]
+)
 def test_settings_and_help_load_nothing_heavy(module: str) -> None:
     assert heavy_imports(module) == []
 
@@ -355,7 +357,7 @@ def test_lock_is_complete_and_portable() -> None:
     assert f'__version__ = "{project["version"]}"' in (ROOT / "r3/__init__.py").read_text(encoding="utf-8")
     extras = project["optional-dependencies"]
     assert set(extras["cpu"]) <= set(lines)
-    specs = [*project["dependencies"], *extras["data"], *extras["dev"]]
+    specs = [*project["dependencies"], *extras["data"], *extras["math"], *extras["dev"]]
     wanted = [re.split(r"[<>=]", spec)[0].lower() for spec in specs]
     assert set(wanted) <= locked
 

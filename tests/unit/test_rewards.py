@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from r3.config import ConfigError
-from r3.rewards import REWARDS, RewardError, exact, gsm8k, resolve, score
+from r3.rewards import REWARDS, checked, exact, gsm8k, resolve
 from r3.types import Prompt
+from r3.workers import CallError
 
 pytestmark = pytest.mark.unit
 
@@ -61,39 +62,17 @@ def test_exact_ignores_outer_white_space_only() -> None:
     assert exact("ab", prompt("a b")) == 0.0
 
 
-def test_score_passes_numbers_on() -> None:
+def test_numbers_pass() -> None:
     for value in (1, 0.25, True, np.float32(0.5), np.int64(2)):
-        reward = score(lambda response, prompt, value=value: value, "", prompt(""), 0)
-        assert reward == float(value)
-        assert type(reward) is float
+        assert checked(value) == float(value)
+        assert type(checked(value)) is float
 
 
 @pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"gym"}))  # gym: below, where reasoning-gym is
 def test_every_built_in_resolves_and_gives_a_number(name: str) -> None:
     assert resolve(name) is REWARDS[name]
-    assert score(resolve(name), "#### 7", prompt("#### 7"), 0) == 1.0
-    assert score(resolve(name), "#### 8", prompt("#### 7"), 0) == 0.0
-
-
-def test_a_crash_names_the_sample() -> None:
-    def crash(response: str, prompt: Prompt) -> float:
-        return 1 / 0
-
-    with pytest.raises(RewardError) as caught:
-        score(crash, "r" * 300, prompt(""), 3)
-    message = str(caught.value)
-    assert "crash raised ZeroDivisionError: division by zero" in message
-    assert "prompt rows.jsonl:7, member 3" in message
-    assert f"'{'r' * 200}'" in message
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_interrupts_are_not_rewards() -> None:
-    def interrupted(response: str, prompt: Prompt) -> float:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        score(interrupted, "", prompt(""), 0)
+    assert resolve(name)("#### 7", prompt("#### 7")) == 1.0
+    assert resolve(name)("#### 8", prompt("#### 7")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -106,10 +85,9 @@ def test_interrupts_are_not_rewards() -> None:
         (torch.tensor(1.0), r"\(Tensor\), not a number"),
     ],
 )
-def test_score_refuses_what_is_no_finite_number(value: Any, rule: str) -> None:
-    with pytest.raises(RewardError, match=rule) as caught:
-        score(lambda response, prompt: value, "text", prompt(""), 2)
-    assert "prompt rows.jsonl:7, member 2" in str(caught.value)
+def test_what_is_no_finite_number_is_refused(value: Any, rule: str) -> None:
+    with pytest.raises(CallError, match=rule):
+        checked(value)
 
 
 def test_resolve_loads_a_function_of_a_file(tmp_path: Path) -> None:
@@ -120,11 +98,11 @@ def test_resolve_loads_a_function_of_a_file(tmp_path: Path) -> None:
         "class Weight:\n    value: float = 0.5\n"
         "def length(response, prompt):\n    return Weight().value * len(response)\n"
     )
-    assert score(resolve(f"{file}:length"), "abcd", prompt(""), 0) == 2.0
+    assert resolve(f"{file}:length")("abcd", prompt("")) == 2.0
     (tmp_path / "other").mkdir()
     twin = tmp_path / "other" / "mine.py"
     twin.write_text("def length(response, prompt):\n    return -1\n")
-    assert score(resolve(f"{twin}:length"), "abcd", prompt(""), 0) == -1.0
+    assert resolve(f"{twin}:length")("abcd", prompt("")) == -1.0
 
 
 @pytest.mark.parametrize(
@@ -133,10 +111,9 @@ def test_resolve_loads_a_function_of_a_file(tmp_path: Path) -> None:
         ("gsm9k", "", "names no built-in reward"),
         ("{folder}/mine.py", "", "names no built-in reward"),
         ("{folder}/absent.py:reward", "", "there is no file"),
-        ("{folder}/mine.py:reward", "other = 1", "reward is not defined"),
+        ("{folder}/mine.py:reward", "other = 1", "has no attribute 'reward'"),
         ("{folder}/mine.py:reward", "reward = 1", "reward is not a function"),
         ("{folder}/mine.py:reward", "def reward(response): ...", "cannot be called as"),
-        ("{folder}/mine.py:reward", "async def reward(response, prompt): ...", "is async"),
         ("{folder}/mine.py:reward", "import no_such_module", "raised ModuleNotFoundError"),
         ("{folder}/mine.py:reward", "def reward(", "raised SyntaxError"),
     ],

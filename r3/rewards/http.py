@@ -1,0 +1,147 @@
+"""A judge behind HTTP: any server that speaks OpenAI's chat completions, asked about many conversations at once.
+
+One event loop, at most `reward.max_connections` requests in flight. Refusals that pass (429, 5xx, no connection) and time-outs
+are tried again, `reward.retries` times, after `reward.backoff_s`, twice as long each time, or what Retry-After says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from r3.config import RewardConfig
+from r3.rewards import checked, problem
+from r3.types import Prompt
+from r3.workers import CallError
+
+TEMPLATE = """You are a strict grader. Compare the response with the reference answer.
+
+Question:
+{question}
+
+Reference answer:
+{answer}
+
+Response:
+{response}
+
+Reply with a JSON object {"score": s} and nothing else: s is 1 when the response's final answer is right, 0 when it is wrong."""
+
+_PLACES = re.compile(r"\{(question|answer|response)\}")
+_SHOWN = 400  # characters of what a server said, in messages
+
+
+class ChatJudge:
+    """Asks the server at `reward.url` for a score of each response."""
+
+    def __init__(self, settings: RewardConfig) -> None:
+        """Read the template and the key; raises ConfigError."""
+        self._settings = settings
+        self._template = TEMPLATE
+        if settings.prompt_file:
+            try:
+                self._template = Path(settings.prompt_file).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise problem(
+                    settings.prompt_file, f"cannot be read: {error}", "a text file", "reward.prompt_file"
+                ) from None
+        self._headers = {}
+        if name := settings.api_key_env:
+            if not os.environ.get(name):
+                rule = "is not set in the environment"
+                raise problem(name, rule, f"export {name}=...", "reward.api_key_env")
+            self._headers = {"Authorization": f"Bearer {os.environ[name]}"}
+        self._url = f"{settings.url.rstrip('/')}/chat/completions"
+        self._clients: dict[
+            asyncio.AbstractEventLoop, Any
+        ] = {}  # a client belongs to the loop it was made in
+
+    async def score(self, response: str, prompt: Prompt) -> float:
+        """The server's score of a response.
+
+        Raises:
+            CallError: the server refused, or what it said holds no score; says what it said.
+        """
+        import httpx
+
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            # The pool of calls counts connections and keeps the time.
+            limits = httpx.Limits(
+                max_connections=None, max_keepalive_connections=self._settings.max_connections
+            )
+            self._clients[loop] = httpx.AsyncClient(headers=self._headers, limits=limits, timeout=None)
+        body = {
+            "model": self._settings.model,
+            "messages": [{"role": "user", "content": filled(self._template, response, prompt)}],
+            "temperature": 0.0,
+            "max_tokens": self._settings.max_tokens,
+        }
+        try:
+            answer = await self._clients[loop].post(self._url, json=body)
+        except httpx.HTTPError as error:
+            raise CallError(f"{self._url}: {type(error).__name__}: {error}") from error
+        if answer.status_code != 200:
+            passes = answer.status_code in (408, 409, 429) or answer.status_code >= 500
+            raise CallError(
+                f"{self._url} answered {answer.status_code}: {answer.text[:_SHOWN]}",
+                again=passes,
+                wait_s=_seconds(answer.headers.get("retry-after", "")),
+            )
+        try:
+            text = answer.json()["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise CallError(f"{self._url} sent no chat completion: {answer.text[:_SHOWN]}") from error
+        return parsed(text, self._settings.pattern)
+
+
+def filled(template: str, response: str, prompt: Prompt) -> str:
+    """The template with {question}, {answer} and {response} filled in, all at once: none is looked for in another.
+
+    The question is the conversation before the response: the one message of a user, or all messages with their roles.
+    """
+    said = [message for message in prompt.messages if message["role"] != "system"]
+    if len(said) == 1:
+        question = str(said[0]["content"])
+    else:
+        question = "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
+    values = {"question": question, "answer": prompt.answer, "response": response}
+    return _PLACES.sub(lambda found: values[found[1]], template)
+
+
+def parsed(text: str, pattern: str = "") -> float:
+    """The score in a judge's answer: "score" of its last JSON object that has one, or the last match of the pattern's group.
+
+    Raises:
+        CallError: there is none; says what the judge said.
+    """
+    said = repr(text[-_SHOWN:] if isinstance(text, str) else text)
+    if not isinstance(text, str):
+        raise CallError(f"the judge's answer is no text: {said}")
+    if pattern:
+        found = re.findall(pattern, text)
+        try:
+            return checked(float(found[-1]))
+        except (IndexError, ValueError):
+            raise CallError(f"the judge's answer has no number where {pattern!r} looks: {said}") from None
+    decoder, scores, start = json.JSONDecoder(), [], text.find("{")
+    while start >= 0:
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except ValueError:
+            value, end = None, start + 1
+        if isinstance(value, dict) and type(value.get("score")) in (int, float):
+            scores.append(value["score"])
+        start = text.find("{", end)
+    if not scores:
+        raise CallError(f'the judge\'s answer has no JSON object {{"score": number}}: {said}')
+    return checked(scores[-1])
+
+
+def _seconds(header: str) -> float:
+    """Retry-After in seconds; dates, which it may also be, are left to the back-off."""
+    return float(header) if re.fullmatch(r"\d{1,4}", header) else 0.0

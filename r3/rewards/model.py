@@ -1,0 +1,238 @@
+"""A reward model on the rank's own device: a sequence-classification checkpoint with one label, scoring in dynamic batches.
+
+Conversations are scored in a thread beside the engine, in the order in which they end. A batch closes when it has
+`reward.model_batch` of them or `reward.model_tokens` padded tokens, or when its first one has waited `reward.model_wait_s`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from r3.config import RewardConfig
+from r3.device import Device, Stash
+from r3.rewards import checked
+from r3.types import Prompt
+from r3.workers import CallError, Failure
+
+Ended = tuple[int, Any, Failure | None]
+Encoded = list[int]
+
+
+class RewardModel:
+    """The model of `reward.model_path` with its own tokenizer and chat template; one copy on each rank that judges.
+
+    It is loaded on the host. `wake` brings it to the device before conversations are generated, `sleep` puts it away for the
+    policy's training; on CPU it stays where it is.
+    """
+
+    def __init__(self, settings: RewardConfig) -> None:
+        """Load it. `r3.validate` has read its config.json before."""
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self.settings = settings
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.model_path, model_max_length=10**9)
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model_dtype]
+        model = AutoModelForSequenceClassification.from_pretrained(settings.model_path, dtype=dtype).eval()
+        model.requires_grad_(False)
+        # The score is read at the last token that is no padding, so both must agree on what padding is.
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._longest = getattr(model.config, "max_position_embeddings", None)
+        self._model = model
+        self._device = torch.device("cpu")
+        self._stash: Stash | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def wake(self, device: Device) -> None:
+        """Bring the weights to the device."""
+        if not device.is_cuda:
+            return
+        if self._stash is None:
+            self._model.to(device.torch)
+            self._stash, self._device = Stash(device=device), device.torch
+        for name, tensor in self._tensors().items():
+            self._stash.get(name, tensor)
+        device.synchronize()
+
+    def sleep(self, device: Device) -> None:
+        """Put the weights away; nothing may be being scored."""
+        if self._stash is not None:
+            for name, tensor in self._tensors().items():
+                self._stash.put(name, tensor)
+            device.synchronize()
+            device.release_memory()
+
+    def batches(self) -> Batches:
+        """A new place for the calls of one judge."""
+        each = self.settings
+        return Batches(
+            self.encode,
+            self.score_encoded,
+            size=each.model_batch,
+            tokens=each.model_tokens,
+            wait_s=each.model_wait_s,
+        )
+
+    def encode(self, response: str, prompt: Prompt) -> Encoded:
+        """Tokens of the conversation with its response, in the template of the reward model.
+
+        Raises:
+            CallError: it does not fit the model's context. It is never cut: a cut conversation is another one.
+        """
+        messages = [*prompt.messages, {"role": "assistant", "content": response}]
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self._longest and len(tokens) > self._longest:
+            raise CallError(
+                f"the conversation has {len(tokens)} tokens, the reward model's context {self._longest}",
+                again=False,
+            )
+        return list(tokens)
+
+    @torch.inference_mode()
+    def score_encoded(self, conversations: Sequence[Encoded]) -> list[float]:
+        """Scores of a batch in one forward pass, padded at the right to the longest.
+
+        Padding is masked, and changes a score by rounding alone.
+        """
+        longest = max(map(len, conversations))
+        tokens_BT = torch.full((len(conversations), longest), self._tokenizer.pad_token_id)
+        mask_BT = torch.zeros_like(tokens_BT)
+        for row, tokens in enumerate(conversations):
+            tokens_BT[row, : len(tokens)] = torch.tensor(tokens)
+            mask_BT[row, : len(tokens)] = 1
+        output = self._model(
+            input_ids=tokens_BT.to(self._device), attention_mask=mask_BT.to(self._device), use_cache=False
+        )
+        scores: list[float] = output.logits.float().squeeze(-1).tolist()
+        return scores
+
+    def score(self, response: str, prompt: Prompt) -> float:
+        """The score of one conversation by itself."""
+        return self.score_encoded([self.encode(response, prompt)])[0]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+
+class Batches:
+    """A place (`r3.workers.Place`) whose calls are answered together by one thread.
+
+    The function that is submitted is not called: `encode` and `score_many` do its work, for many arguments at once.
+
+    Attributes:
+        trace: of every batch, when it began and ended (time.monotonic) and its size.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[..., Encoded],
+        score_many: Callable[[Sequence[Encoded]], list[float]],
+        *,
+        size: int,
+        tokens: int,
+        wait_s: float,
+    ) -> None:
+        self._encode, self._score_many = encode, score_many
+        self._size, self._budget, self._wait_s = size, tokens, wait_s
+        self._arrived: queue.SimpleQueue[tuple[int, tuple[Any, ...], float] | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Ended | BaseException] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._abandoned: set[int] = set()
+        self.trace: list[tuple[float, float, int]] = []
+
+    def has_room(self) -> bool:
+        return True
+
+    def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, daemon=True, name="r3-reward-model")
+            self._thread.start()
+        self._arrived.put((token, arguments, time.monotonic()))
+
+    def abandon(self, token: int) -> None:
+        self._abandoned.add(token)
+
+    def collect(self, timeout_s: float) -> list[Ended]:
+        ended: list[Ended] = []
+        try:
+            found = self._ended.get(timeout=timeout_s) if timeout_s > 0 else self._ended.get_nowait()
+            while True:
+                if isinstance(found, BaseException):  # not of one conversation: the model itself cannot run
+                    raise found
+                ended.append(found)
+                found = self._ended.get_nowait()
+        except queue.Empty:
+            return ended
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._arrived.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _serve(self) -> None:
+        held: tuple[int, Encoded, float] | None = None  # did not fit into the batch before
+        try:
+            while True:
+                batch = [held] if held else []
+                held = None
+                if not batch and (first := self._next(None)):
+                    batch = [first]
+                if not batch:
+                    return
+                until = batch[0][2] + self._wait_s
+                while len(batch) < self._size:
+                    following = self._next(until)
+                    if following is None:
+                        break
+                    longest = max(len(tokens) for _, tokens, _ in [*batch, following])
+                    if longest * (len(batch) + 1) > self._budget:
+                        held = following
+                        break
+                    batch.append(following)
+                self._answer(batch)
+        except BaseException as error:  # goes on in the thread that collects, which ends the run with it
+            self._ended.put(error)
+
+    def _next(self, until: float | None) -> tuple[int, Encoded, float] | None:
+        """The next conversation in tokens; None at the time `until`, or when the place was closed."""
+        while True:
+            try:
+                if until is None:
+                    arrived = self._arrived.get()
+                else:
+                    arrived = self._arrived.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return None
+            if arrived is None:
+                self._arrived.put(None)  # for whoever looks next
+                return None
+            token, arguments, when = arrived
+            if token in self._abandoned:
+                continue
+            try:
+                return token, self._encode(*arguments), when
+            except CallError as error:
+                self._ended.put((token, None, Failure("error", str(error), error.again)))
+
+    def _answer(self, batch: Sequence[tuple[int, Encoded, float]]) -> None:
+        began = time.monotonic()
+        scores = self._score_many([tokens for _, tokens, _ in batch])
+        self.trace.append((began, time.monotonic(), len(batch)))
+        for (token, _, _), score in zip(batch, scores, strict=True):
+            try:
+                self._ended.put((token, checked(score), None))
+            except CallError as error:
+                self._ended.put((token, None, Failure("error", str(error), error.again)))

@@ -1,0 +1,408 @@
+"""Judges: components are asked without waiting, fail by name, and add up by weight; servers are real HTTP on loopback."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3 import assets
+from r3.config import ConfigError, RewardConfig
+from r3.rewards.http import filled, parsed
+from r3.rewards.judge import Judge, RewardError, Verdict, judge_of, names_of
+from r3.shape import ModelShape
+from r3.types import Prompt, Rollout
+from r3.workers import CallError
+from tests.tiny import random_rollouts
+
+pytestmark = pytest.mark.unit
+
+PROMPT = Prompt(
+    id="rows.jsonl:7", messages=({"role": "user", "content": "3 + 4?"},), tokens_T=(1,), answer="#### 7"
+)
+
+FUNCTIONS = """
+import asyncio, os, sys, time
+from pathlib import Path
+
+def length(response, prompt):
+    return len(response) / 10
+
+async def later(response, prompt):
+    await asyncio.sleep(0.3)
+    return 2.0
+
+def crash(response, prompt):
+    return 1 / 0
+
+def text(response, prompt):
+    return "1"
+
+def hang(response, prompt):
+    if "hang" in response:
+        time.sleep(600)
+    return 1.0
+
+async def hang_async(response, prompt):
+    if "hang" in response:
+        await asyncio.sleep(600)
+    return 1.0
+
+def die(response, prompt):
+    if "die" in response:
+        os._exit(9)
+    return 1.0
+
+def once(response, prompt):
+    path = Path(__file__).with_name(response)
+    if not path.exists():
+        path.touch()
+        raise OSError("not yet")
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("functions") / "mine.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def rollout(response: str, member: int = 0) -> Rollout:
+    (made,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
+    return replace(made, response=response, member=member)
+
+
+@contextmanager
+def judging(*functions: str, **settings: Any) -> Iterator[Judge]:
+    judge = judge_of(RewardConfig(function=functions, **{"retries": 0} | settings))
+    try:
+        yield judge
+    finally:
+        judge.close()
+
+
+def verdicts(judge: Judge, responses: list[str], limit_s: float = 60.0) -> dict[Any, Verdict]:
+    """All of them, however they come."""
+    for key, response in enumerate(responses):
+        judge.submit(key, rollout(response, key), PROMPT)
+    found: dict[Any, Verdict] = {}
+    until = time.monotonic() + limit_s
+    while judge.outstanding and time.monotonic() < until:
+        found |= {verdict.key: verdict for verdict in judge.poll(0.2)}
+    assert len(found) == len(responses), f"after {limit_s} s {judge.outstanding} are without a verdict"
+    return found
+
+
+# ---- composition
+
+
+def test_the_reward_is_the_weighted_sum_of_its_components(file: Path) -> None:
+    with judging("gsm8k", f"{file}:length", f"{file}:later", weights=(1.0, -0.5, 0.25), workers=0) as judge:
+        found = verdicts(judge, ["#### 7", "#### 8888888888"])
+    # 1 - 0.5 * 6 / 10 + 0.25 * 2; 0 - 0.5 * 15 / 10 + 0.25 * 2. In float64, and in this order.
+    assert found[0].reward == 1.0 - 0.5 * 0.6 + 0.5
+    assert found[1].reward == 0.0 - 0.5 * 1.5 + 0.5
+    assert found[0].parts == {"gsm8k": 1.0, "length": 0.6, "later": 2.0}
+    assert found[1].parts == {"gsm8k": 0.0, "length": 1.5, "later": 2.0}
+
+
+def test_components_of_one_name_are_numbered() -> None:
+    assert names_of(["a.py:f", "b.py:f", "gsm8k", "c.py:f"]) == ["f", "f_2", "gsm8k", "f_3"]
+
+
+def test_built_in_functions_judge_at_once() -> None:
+    with judging("gsm8k", "exact") as judge:
+        assert judge.quick
+        judge.submit("a", rollout("#### 7"), PROMPT)
+        assert [(each.key, each.reward) for each in judge.poll(0.0)] == [("a", 2.0)]
+
+
+def test_nobody_waits_for_a_slow_function(file: Path) -> None:
+    with judging(f"{file}:later") as judge:
+        assert not judge.quick
+        began = time.monotonic()
+        for key in range(8):
+            judge.submit(key, rollout(""), PROMPT)
+        assert judge.poll(0.0) == [] and time.monotonic() - began < 0.25  # they take 0.3 s each
+        while judge.outstanding:
+            judge.poll(1.0)
+        assert time.monotonic() - began < 2.0  # together, not 8 * 0.3 = 2.4 s
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("crash", "ZeroDivisionError: division by zero"),
+        ("text", r"returned '1' \(str\), not a number"),
+        ("hang", "timeout"),
+        ("hang_async", "timeout"),
+    ],
+)
+def test_a_failure_stops_the_run_and_names_the_sample(file: Path, name: str, rule: str) -> None:
+    with judging(f"{file}:{name}", timeout_s=0.5) as judge:
+        judge.submit(0, rollout("hang " + "r" * 300, member=3), PROMPT)
+        with pytest.raises(RewardError, match=rule) as caught:
+            judge.poll(60.0)
+    message = str(caught.value)
+    assert f"reward {name} failed" in message and "prompt rows.jsonl:7, member 3" in message
+    assert f"'hang {'r' * 195}'" in message and "reward.on_error" in message
+
+
+def test_a_crash_of_a_built_in_names_the_sample() -> None:
+    with judging("gsm8k") as judge:
+        judge.submit(0, rollout("#### 7"), replace(PROMPT, answer="seven"))
+        with pytest.raises(RewardError, match=r"has no '#### number': 'seven'"):
+            judge.poll()
+
+
+def test_interrupts_are_not_rewards() -> None:
+    def interrupted(rollout: Rollout, prompt: Prompt) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Judge.of_function(interrupted)(rollout(""), PROMPT)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("hang", "timeouts"), ("die", "crashes")])
+def test_a_worker_that_hangs_or_dies_costs_its_own_answer_alone(file: Path, name: str, kind: str) -> None:
+    settings: dict[str, Any] = {"workers": 1, "timeout_s": 2.0, "on_error": "zero"}
+    with judging("gsm8k", f"{file}:{name}", **settings) as judge:
+        found = verdicts(judge, ["#### 7", f"#### 7 {name}", "#### 7"])
+        counts = judge.take_counts()
+    assert [found[key].reward for key in range(3)] == [2.0, 0.0, 2.0]
+    assert found[1].parts == {"gsm8k": 1.0} and f"reward {name} failed" in found[1].failure
+    assert counts[kind] == 1 and counts["calls"] == 6
+
+
+def test_an_async_function_runs_in_worker_processes_too(file: Path) -> None:
+    with judging(f"{file}:later", workers=1) as judge:
+        assert judge(rollout(""), PROMPT) == 2.0
+
+
+def test_a_call_is_tried_again(file: Path) -> None:
+    with judging(f"{file}:once", retries=1) as judge:
+        assert judge(rollout("flag"), PROMPT) == 1.0
+        assert judge.take_counts() == {"calls": 1, "errors": 1, "retries": 1}
+
+
+# ---- math
+
+
+def test_math_judges_by_value_in_worker_processes() -> None:
+    pytest.importorskip("math_verify", reason="the extra math is not installed")
+    half = replace(PROMPT, answer="steps\n#### \\frac{1}{2}")
+    tower = "$" + "9^{" * 7 + "9" + "}" * 7 + "$"  # a number that nobody can compute
+    with judging("math", timeout_s=20.0, on_error="zero") as judge:
+        right, wrong = ("so it is \\boxed{0.5}", "thus $2/4$"), ("\\boxed{2}", "no idea")
+        for key, response in enumerate([*right, *wrong, tower]):
+            judge.submit(key, rollout(response), half)
+        judge.submit("unreadable", rollout("7"), replace(PROMPT, answer="####"))
+        found: dict[Any, Verdict] = {}
+        while judge.outstanding:
+            found |= {verdict.key: verdict for verdict in judge.poll(1.0)}
+        counts = judge.take_counts()
+    assert [found[key].reward for key in range(4)] == [1.0, 1.0, 0.0, 0.0]
+    assert not any(found[key].failure for key in range(4))
+    assert "has no expression" in found["unreadable"].failure
+    assert found[4].reward == 0.0
+    assert counts["errors"] + counts["timeouts"] + counts["crashes"] == 1 + bool(found[4].failure)
+
+
+def test_math_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
+    with pytest.raises(ConfigError, match="pip install 'math-verify"):
+        judge_of(RewardConfig(function=("math",)))
+
+
+# ---- HTTP
+
+Answer = tuple[int, Any, dict[str, str]]
+
+
+class Server:
+    """A real HTTP server on loopback that speaks just enough of OpenAI's protocol; `behave(n, body)` answers request n."""
+
+    def __init__(self, behave: Callable[[int, dict[str, Any]], Answer]) -> None:
+        self.seen: list[tuple[float, dict[str, Any], str]] = []
+        self.most = self.now = 0
+        lock, outer = threading.Lock(), self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    outer.seen.append(
+                        (time.monotonic(), body, f"{self.path} {self.headers.get('Authorization')}")
+                    )
+                    number = len(outer.seen)
+                    outer.now += 1
+                    outer.most = max(outer.most, outer.now)
+                status, content, headers = behave(number, body)
+                with lock:
+                    outer.now -= 1
+                data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Says nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextmanager
+def served(
+    behave: Callable[[int, dict[str, Any]], Answer], **settings: Any
+) -> Iterator[tuple[Judge, Server]]:
+    server = Server(behave)
+    try:
+        defaults = {"url": server.url, "model": "grader", "backoff_s": 0.05, "timeout_s": 20.0}
+        with judging("http", **defaults | settings) as judge:
+            yield judge, server
+    finally:
+        server.close()
+
+
+def completion(text: Any) -> Answer:
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
+
+
+def test_a_server_judges_many_at_once_but_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADER_KEY", "secret")
+
+    def behave(number: int, body: dict[str, Any]) -> Answer:
+        time.sleep(0.1)
+        said = body["messages"][0]["content"]
+        assert "3 + 4?" in said and "#### 7" in said
+        score = float("Response:\n#### 7" in said)
+        return completion(f'I think {{"reason": "sum", "score": {score}}} it is')
+
+    with served(behave, max_connections=3, api_key_env="GRADER_KEY") as (judge, server):
+        began = time.monotonic()
+        found = verdicts(judge, ["#### 7", "#### 8"] * 6)
+        seconds = time.monotonic() - began
+    assert [found[key].reward for key in range(12)] == [1.0, 0.0] * 6
+    assert server.most == 3
+    assert seconds >= 0.4  # twelve of 0.1 s, three at a time
+    assert {how for _, _, how in server.seen} == {"/v1/chat/completions Bearer secret"}
+    assert server.seen[0][1]["model"] == "grader" and server.seen[0][1]["temperature"] == 0.0
+
+
+def test_rate_limits_and_faults_of_a_server_are_waited_out() -> None:
+    def behave(number: int, body: dict[str, Any]) -> Answer:
+        return [(429, "slow down", {}), (503, "busy", {}), (500, "oops", {}), completion('{"score": 0.5}')][
+            number - 1
+        ]
+
+    with served(behave, retries=3) as (judge, server):
+        assert judge(rollout("r"), PROMPT) == 0.5
+        assert judge.take_counts() == {"calls": 1, "errors": 3, "retries": 3}
+    times = [when for when, _, _ in server.seen]
+    pauses = [after - before for before, after in zip(times, times[1:], strict=False)]
+    # 0.05, 0.1, 0.2 s of back-off at least; how much more is the machine's affair.
+    assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2), strict=True))
+
+
+def test_retry_after_is_heeded() -> None:
+    def behave(number: int, body: dict[str, Any]) -> Answer:
+        return (429, "slow down", {"Retry-After": "1"}) if number == 1 else completion('{"score": 1}')
+
+    with served(behave, retries=1) as (judge, server):
+        assert judge(rollout("r"), PROMPT) == 1.0
+    assert server.seen[1][0] - server.seen[0][0] >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "settings", "rule", "requests"),
+    [
+        ((404, "no such model: grader", {}), {"retries": 3}, "answered 404: no such model: grader", 1),
+        ((429, "slow down", {}), {"retries": 1}, "answered 429: slow down", 2),
+        (completion("It is right."), {}, "has no JSON object .* 'It is right.'", 1),
+        (completion(None), {}, "is no text: None", 1),
+        ((200, "<html>", {}), {}, "sent no chat completion: <html>", 1),
+        (completion("Score: high"), {"pattern": r"Score: *([\d.]+)"}, "has no number where", 1),
+    ],
+)
+def test_what_a_server_did_wrong_is_said(
+    answer: Answer, settings: dict[str, Any], rule: str, requests: int
+) -> None:
+    with served(lambda number, body: answer, **settings) as (judge, server):
+        judge.submit(0, rollout("my answer"), PROMPT)
+        with pytest.raises(RewardError, match=rule) as caught:
+            while True:
+                judge.poll(1.0)
+        assert len(server.seen) == requests
+    assert "prompt rows.jsonl:7, member 0" in str(caught.value) and "'my answer'" in str(caught.value)
+
+
+def test_a_slow_server_and_an_absent_one_are_failures() -> None:
+    def behave(number: int, body: dict[str, Any]) -> Answer:
+        time.sleep(2.0 if number == 1 else 0.0)
+        return completion('{"score": 1}')
+
+    with served(behave, timeout_s=0.5, on_error="drop") as (judge, server):
+        (found,) = verdicts(judge, ["r"]).values()
+        assert "failed (timeout): not done after 0.5 s" in found.failure
+        assert judge.take_counts()["timeouts"] == 1
+    with served(behave, retries=2) as (judge, server):
+        server.close()
+        with pytest.raises(RewardError, match="ConnectError"):
+            judge(rollout("r"), PROMPT)
+        assert judge.take_counts() == {"calls": 1, "errors": 3, "retries": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "score"),
+    [
+        ('{"score": 0.25}', "", 0.25),
+        ('{"score": 1} no: {"score": 0}', "", 0.0),  # the last one counts
+        ('```json\n{"why": {"a": 1}, "score": -2}\n```', "", -2.0),
+        ("Score: 3, no, Score: 4.5", r"Score: *([\d.]+)", 4.5),
+    ],
+)
+def test_scores_are_found(text: str, pattern: str, score: float) -> None:
+    assert parsed(text, pattern) == score
+
+
+@pytest.mark.parametrize("text", ["", "1", '{"score": "1"}', '{"score": true}', '{"score": NaN}', "{"])
+def test_what_is_no_score_is_refused(text: str) -> None:
+    with pytest.raises(CallError):
+        parsed(text)
+
+
+def test_a_response_cannot_reach_into_the_template() -> None:
+    assert (
+        filled("{question}|{response}|{x}", "{answer} {question}", PROMPT) == "3 + 4?|{answer} {question}|{x}"
+    )
+
+
+def test_an_absent_key_is_said_before_the_run() -> None:
+    settings = RewardConfig(function=("http",), url="http://x/v1", model="m", api_key_env="R3_NO_SUCH_KEY")
+    with pytest.raises(ConfigError, match="R3_NO_SUCH_KEY"):
+        judge_of(settings)
