@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from configs import KNOWN_SHAPES, PRESETS
-from r3 import validate
+from r3 import plan, validate
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.config import (
     FIELD_TYPES,
@@ -38,6 +39,7 @@ HF_TINY = json.loads((TINY_MOE / "config.json").read_text())
 
 
 TWO_SETS = [str(WORD_PROBLEMS_EVAL)] * 2
+HTTP = {"reward.function": "http", "reward.url": "http://localhost:8000/v1", "reward.model": "grader"}
 
 
 def changed(values: dict[str, Any], config: Config = TINY) -> Config:
@@ -331,6 +333,28 @@ def test_every_number_has_a_rule() -> None:
         ),
         ({"reward.function": "gsm9k"}, "reward.function", "neither a built-in reward nor"),
         ({"reward.function": "missing.py:score"}, "reward.function", "cannot be read"),
+        ({"reward.function": []}, "reward.function", "is empty"),
+        ({"reward.function": ["exact", "exact"]}, "reward.function", "names a function twice"),
+        ({"reward.weights": [1.0, 2.0]}, "reward.weights", "has 2 values for the 1 functions"),
+        ({"reward.weights": [0.0]}, "reward.weights", "must not be 0"),
+        ({"reward.workers": -1}, "reward.workers", "must not be negative"),
+        ({"reward.retries": -1}, "reward.retries", "must not be negative"),
+        ({"reward.timeout_s": 0.0}, "reward.timeout_s", "above 0"),
+        ({"reward.backoff_s": -1.0}, "reward.backoff_s", "must not be negative"),
+        ({"reward.max_tokens": 0}, "reward.max_tokens", "at least 1"),
+        ({"reward.max_connections": 0}, "reward.max_connections", "at least 1"),
+        ({"reward.model_batch": 0}, "reward.model_batch", "at least 1"),
+        ({"reward.model_tokens": 0}, "reward.model_tokens", "at least 1"),
+        ({"reward.model_wait_s": -0.1}, "reward.model_wait_s", "must not be negative"),
+        (HTTP | {"reward.url": ""}, "reward.url", "must be the address of a server"),
+        (HTTP | {"reward.url": "localhost:8000"}, "reward.url", "must be the address of a server"),
+        (HTTP | {"reward.model": ""}, "reward.model", "is empty"),
+        (HTTP | {"reward.prompt_file": "missing.txt"}, "reward.prompt_file", "cannot be read"),
+        (HTTP | {"reward.prompt_file": __file__ + "/.."}, "reward.prompt_file", "cannot be read"),
+        (HTTP | {"reward.pattern": "("}, "reward.pattern", "is no regular expression"),
+        (HTTP | {"reward.pattern": "score"}, "reward.pattern", "must have one group"),
+        ({"eval.function": "http", "reward.model": "m"}, "reward.url", "must be the address of a server"),
+        ({"reward.function": "model"}, "reward.model_path", "is no folder"),
         ({"eval.samples": 4}, "eval.samples", "all the same"),
         ({"eval.name": "a/b"}, "eval.name", "names metrics and files"),
         ({"eval.path": "missing.jsonl"}, "eval.path", "no such file"),
@@ -578,6 +602,60 @@ def test_lists_of_evaluation_are_spread_over_the_sets() -> None:
 
 
 # ---- rewards
+
+
+def classifier(folder: Path, **changes: Any) -> Path:
+    """As much of a reward model as is looked at before a run."""
+    from safetensors.numpy import save_file
+
+    facts = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (folder / "config.json").write_text(json.dumps(facts | changes))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((TINY_MOE / name).read_bytes())
+    save_file({"score.weight": np.zeros((1, 1000), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacking", "rule"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "", "checkpoint of LlamaForCausalLM, not of a sequence"),
+        ({"id2label": {"0": "bad", "1": "good"}}, "", "has 2 labels, and a reward is one number"),
+        ({"id2label": None}, "", "has 2 labels"),  # transformers' default
+        ({}, "config.json", "its config.json cannot be read"),
+        ({}, "model.safetensors", "there are no *.safetensors files"),
+        ({}, "chat_template.jinja", "no tokenizer.json with a chat template"),
+    ],
+)
+def test_a_reward_model_must_give_one_number(
+    tmp_path: Path, changes: dict[str, Any], lacking: str, rule: str
+) -> None:
+    path = classifier(tmp_path, **changes)
+    if lacking:
+        (path / lacking).unlink()
+    settings = {"reward.function": "model", "reward.model_path": str(path)}
+    assert rule in found(settings)["reward.model_path"]
+
+
+def test_a_reward_model_lies_on_the_ranks_that_judge(tmp_path: Path) -> None:
+    settings = {"reward.function": "model", "reward.model_path": str(classifier(tmp_path))}
+    assert found(settings | {"reward.model_ranks": [1, 0]}) == {}
+    assert "ranks (0, 1)" in found(settings | {"reward.model_ranks": [0]})["reward.model_ranks"]
+    shared = settings | {"parallel.ep": 1, "parallel.engine_tp": 2, "reward.model_ranks": [0]}
+    assert found(shared) == {}
+
+
+def test_a_reward_model_is_planned_where_conversations_are_generated(tmp_path: Path) -> None:
+    settings = {"reward.function": ["gsm8k", "model"], "reward.model_path": str(classifier(tmp_path))}
+    assert found(settings) == {}
+    config = with_values(tiny_config(), {name: parse_value(name, value) for name, value in settings.items()})
+    phases = plan.memory(config, ModelShape.read(config.model.path), 2)
+    assert phases["GENERATE"]["reward model"] == 2 * 1000  # bfloat16
+    assert not any("reward model" in phases[phase] for phase in ("SYNC", "TRAIN"))
+
+
+def test_a_config_of_before_with_one_function_still_loads() -> None:
+    assert from_yaml("reward: {function: exact}").reward.function == ("exact",)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ def test_math_judges_by_value_in_worker_processes() -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
     half = replace(PROMPT, answer="steps\n#### \\frac{1}{2}")
     tower = "$" + "9^{" * 7 + "9" + "}" * 7 + "$"  # a number that nobody can compute
-    with judging("math", timeout_s=20.0, on_error="zero") as judge:
+    with judging("math", timeout_s=10.0, on_error="zero") as judge:
         right, wrong = ("so it is \\boxed{0.5}", "thus $2/4$"), ("\\boxed{2}", "no idea")
         for key, response in enumerate([*right, *wrong, tower]):
             judge.submit(key, rollout(response), half)
@@ -324,7 +325,7 @@ def test_rate_limits_and_faults_of_a_server_are_waited_out() -> None:
         assert judge(rollout("r"), PROMPT) == 0.5
         assert judge.take_counts() == {"calls": 1, "errors": 3, "retries": 3}
     times = [when for when, _, _ in server.seen]
-    pauses = [after - before for before, after in zip(times, times[1:], strict=False)]
+    pauses = [after - before for before, after in pairwise(times)]
     # 0.05, 0.1, 0.2 s of back-off at least; how much more is the machine's affair.
     assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2), strict=True))
 
