@@ -763,7 +763,8 @@ def modes(device: Device, *, model: str) -> dict[str, Any]:
     """Keys and values that steps report in every replay mode, with the reference replayed or not; then an accident."""
     config = tiny_config(model, model={"recompute": "full"}, algo={"kl_coef": 0.1}, train={"lr": 0.02})
     mesh = build_mesh(device, config.parallel)
-    unused = Rewards(rewards_R=torch.zeros(0, dtype=torch.float64), groups_R=torch.zeros(0, dtype=torch.int64))
+    nothing_R = torch.zeros(0)
+    unused = Rewards(rewards_R=nothing_R.double(), groups_R=nothing_R.long(), names_R=())
     found: dict[str, Any] = {}
     for name, replay, updates in (
         ("off", {"mode": "off"}, 2),
