@@ -654,11 +654,15 @@ RESUME_MAY_CHANGE = (
 def resume_problems(old: Config, new: Config) -> list[Problem]:
     """Settings that differ from those a run was started with and may not: they would make it two runs in one folder.
 
-    With a decaying schedule `train.steps` shapes every learning rate, so then it is frozen too.
+    With a decaying schedule `train.steps` shapes every learning rate, so then it is frozen too. So is the size of a micro-batch
+    where nothing else says how long a prompt may be, and longer ones are dropped or conversations end there.
     """
     may_change = set(RESUME_MAY_CHANGE)
     if old.train.lr_schedule != "constant":
         may_change.remove("train.steps")
+    several_turns = old.env.name != "single_turn" or old.env.path != ""
+    if not old.data.max_prompt_tokens and (old.data.on_too_long == "drop" or several_turns):
+        may_change.remove("train.micro_batch_tokens")
     before = flatten(old)
     return [
         Problem(

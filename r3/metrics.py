@@ -176,7 +176,6 @@ GLOSSARY: dict[str, Entry] = {
     "optim/grad_norm": Entry("global gradient norm before clipping, mean over updates", "r3/policy"),
     "optim/router_grad_norm": Entry("the same over router weights alone", "r3/policy"),
     "optim/lr": Entry("learning rate, mean over updates", "r3/policy"),
-    "optim/skipped": Entry("updates skipped because a gradient was not finite", "r3/policy"),
     "time/step_s": Entry("seconds from the row's first phase to its end, slowest rank", "r3/metrics.py"),
     **{
         f"time/{phase}_s": Entry(f"seconds of: {what}; slowest rank", "r3/metrics.py")
@@ -184,7 +183,8 @@ GLOSSARY: dict[str, Entry] = {
     },
     "perf/tokens_per_s": Entry("rollout/tokens / time/step_s", "r3/metrics.py"),
     "perf/packing_efficiency": Entry(
-        "tokens of rollouts / packed tokens computed, fillers included", "r3/packing.py"
+        "tokens of rollouts / those there would be if every micro-batch were as large as its update's largest",
+        "r3/packing.py",
     ),
     "memory/peak_gib": Entry("largest memory in use in the step, fullest rank", "r3/residency.py"),
     "memory/residue_gib": Entry(

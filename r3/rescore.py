@@ -244,7 +244,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     policy = Policy(config, device, mesh, shape)
     version = rollouts[0].version
     if order.weights.is_checkpoint:
-        checkpoint.load(Found(folder=order.weights.folder, step=version), policy, device, mesh)
+        checkpoint.load(
+            Found(folder=order.weights.folder, step=version), policy, device, mesh, weights_only=True
+        )
     captured = bool(shape.moe_layers) and rollouts[0].routed_experts.shape[1] > 0
     (batch,), _ = distribute(
         share_out(rollouts, device.rank, device.world_size),

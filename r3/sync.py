@@ -198,7 +198,8 @@ class WeightStream:
         me, source = self._mesh.world.rank, self._sources[cut_id]
         shard = self._cuts[cut_id][source]
         if cut_id not in self._crossing:
-            return self._view(source, shard)
+            # On CUDA a peer's memory is mapped on the peer's device, and cuts are joined on this one.
+            return self._view(source, shard).to(self._device.torch)
         sender = min(self._cuts[cut_id])
         mine = self._cuts[cut_id].get(me)
         if me == sender:
@@ -253,10 +254,11 @@ def prove_sync(
     """Sample a few tokens and score the same tokens with the policy; returns the largest |log-probability difference|.
 
     All ranks must call, with the engine awake at the policy's version and equally many prompts. Routes are replayed where
-    captured, so that a flipped expert is not mistaken for a wrong weight.
+    captured, so that a flipped expert is not mistaken for a wrong weight. The figure is of all ranks.
 
     Raises:
-        SyncError: the difference exceeds what rounding in the two types explains: the engine holds other weights.
+        SyncError: on every rank: the difference exceeds what rounding in the two types explains, so an engine holds other
+            weights.
     """
     requests = [
         Request(
@@ -278,22 +280,26 @@ def prove_sync(
     # All ranks score the same tokens, those of the first engine; then every engine is compared with the first.
     first = decode(mesh.world.all_gather_object(encode(own))[0])
     num_layers = len(policy.shape.moe_layers) if engine.capture else 0
-    micro_batch = pack_for(mesh, policy.shape, first, num_layers=num_layers)
-    scores = policy.score([micro_batch], mode="replay" if engine.capture else "live")
-    worst = 0.0
+    # One sequence each: no larger than what training is planned for, however long the prompts.
+    micro_batches = [pack_for(mesh, policy.shape, [one], num_layers=num_layers) for one in first]
+    scores = policy.score(micro_batches, mode="replay" if engine.capture else "live")
+    differences = [
+        _difference(mine.rollout, theirs.rollout) for mine, theirs in zip(own, first, strict=False)
+    ]
     if policy.reports:
-        difference_N = (scores.logprobs[0] - scores.rollout_logprobs[0]).abs() * scores.loss_mask[0]
-        worst = float(difference_N.max())
-    for mine, theirs in zip(own, first, strict=False):
-        worst = max(worst, _difference(mine.rollout, theirs.rollout))
+        columns = zip(scores.logprobs, scores.rollout_logprobs, scores.loss_mask, strict=True)
+        differences += [
+            float(((ours_N - theirs_N).abs() * mask_N).max()) for ours_N, theirs_N, mask_N in columns
+        ]
+    everybody = mesh.world.all_gather_object(differences)
     limit = sync_tolerance(config.model.dtype, config.engine.dtype)
-    if not worst <= limit:
-        raise SyncError(
-            f"rank {mesh.world.rank}: after the weight sync to version {engine.version} engine and policy differ by "
-            f"{worst:.3g} in the log-probability of a sampled token (limit {limit:g}): the engine does not hold the "
-            "policy's weights"
-        )
-    return worst
+    for rank, found in enumerate(everybody):
+        if beyond := [difference for difference in found if not difference <= limit]:  # nan is none
+            raise SyncError(
+                f"rank {rank}: after the weight sync to version {engine.version} engine and policy differ by {max(beyond):.3g} "
+                f"in the log-probability of a sampled token (limit {limit:g}): the engine does not hold the policy's weights"
+            )
+    return max(difference for found in everybody for difference in found)
 
 
 def _difference(mine: Rollout, theirs: Rollout) -> float:

@@ -153,5 +153,4 @@ class Update:
     grad_norm: float
     router_grad_norm: float
     lr: float
-    skipped: bool
     metrics: Mapping[str, Any]

@@ -111,7 +111,6 @@ def train_on(
                     "optim/grad_norm": diagnostics.Mean(update.grad_norm, 1.0),
                     "optim/router_grad_norm": diagnostics.Mean(update.router_grad_norm, 1.0),
                     "optim/lr": diagnostics.Mean(update.lr, 1.0),
-                    "optim/skipped": diagnostics.Sum(float(update.skipped)),
                 }
             )
         on_update()

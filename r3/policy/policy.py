@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -198,6 +199,9 @@ class Policy:
             recorded_routes: `ledger.recorded` of an earlier pass over the same micro-batches (R2); None replays what the
                 engine captured.
             first: no update of this step came before.
+
+        Raises:
+            FloatingPointError: on every rank: a gradient is not finite. The weights are not to be used any more.
         """
         gradients = self.forward_backward(
             batch,
@@ -212,15 +216,14 @@ class Policy:
             group["weight_decay"] = self.config.train.weight_decay * group.get("wd_mult", 1.0)
         router_grad_norm = self._router_grad_norm()
         with cuda_type_names():
-            done, grad_norm, _ = self.optimizer.step()
+            _, grad_norm, _ = self.optimizer.step()
+        if not math.isfinite(grad_norm):  # Megatron looks for that only where a loss scale could mend it
+            raise FloatingPointError(
+                f"update {self.update_number}: the gradient norm is {grad_norm:g} and the weights are lost; the run goes on from "
+                "its newest checkpoint"
+            )
         self.update_number += 1
-        return Update(
-            grad_norm=float(grad_norm),
-            router_grad_norm=router_grad_norm,
-            lr=lr,
-            skipped=not done,
-            metrics=gradients,
-        )
+        return Update(grad_norm=float(grad_norm), router_grad_norm=router_grad_norm, lr=lr, metrics=gradients)
 
     def forward_backward(
         self,
@@ -298,7 +301,10 @@ class Policy:
         def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[torch.Tensor, Any]:
             number, micro_batch = next(iterator)
             tokens = local_tokens(micro_batch, self.mesh, self.device.torch)
-            if self.replay.mode == "replay" and recorded_routes:  # none on a stage of dense layers
+            is_filler = number >= len(micro_batches)
+            if (
+                self.replay.mode == "replay" and recorded_routes and not is_filler
+            ):  # none on a stage of dense layers
                 routes_NLK = recorded_routes[number].to(self.device.torch)
                 self.replay.load_local(routes_NLK, tokens.real_N, rows=tokens.num_real, model=model)
             elif self.replay.mode == "replay":
@@ -312,10 +318,7 @@ class Policy:
             )
 
             def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-                if number >= len(micro_batches):
-                    loss = 0.0 * output.sum()
-                else:
-                    loss = on_scores(number, tokens, output)
+                loss = 0.0 * output.sum() if is_filler else on_scores(number, tokens, output)
                 return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
 
             return scores, loss_func
@@ -332,13 +335,16 @@ class Policy:
             )
 
     def _fillers(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """What the interleaved schedule needs beside these: it takes micro-batches in groups of one for every stage."""
+        """What the interleaved schedule needs beside these: it takes micro-batches in groups of one for every stage.
+
+        They have routes of this rank's layers even where the micro-batches have none (R2 replays what it recorded).
+        """
         missing = -len(micro_batches) % self.mesh.pp.size if len(self.wrapped) > 1 else 0
-        layers, topk = micro_batches[0].routed_experts_NLK.shape[1:]
+        layers = len(self.replay.layers)
         filler = filler_micro_batch(
             num_experts=self.shape.num_experts,
             num_layers=layers,
-            topk=topk,
+            topk=self.shape.topk if layers else 0,
             multiple=2 * self.mesh.cp.size * self.mesh.tp.size,
         )
         return [filler] * missing

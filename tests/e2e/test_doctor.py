@@ -50,6 +50,8 @@ def test_sound_path_passes_and_nothing_is_written(tmp_path: Path) -> None:
         "2",
         "--model.recompute",
         "full",
+        "--replay.plausibility",  # a filter would give most of the made-up routes to other experts
+        "0.5",
     )
     assert done.returncode == 0, done.stdout[-4000:]
     assert "7 of 7 passed" in done.stdout

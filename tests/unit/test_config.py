@@ -226,6 +226,27 @@ def test_the_number_of_steps_is_frozen_under_a_decaying_schedule() -> None:
     assert [problem.field for problem in problems] == ["train.steps"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "frozen"),
+    [
+        ({"data.on_too_long": "drop"}, ["train.micro_batch_tokens"]),
+        ({"env.name": "calculator"}, ["train.micro_batch_tokens"]),
+        ({"data.on_too_long": "drop", "data.max_prompt_tokens": 100}, []),
+    ],
+    ids=[
+        "decides which prompts are dropped",
+        "decides how long a conversation may be",
+        "another setting does",
+    ],
+)
+def test_the_size_of_a_micro_batch_is_frozen_where_it_decides_what_is_trained_on(
+    settings: dict[str, object], frozen: list[str]
+) -> None:
+    old = with_values(TINY, {"data.max_prompt_tokens": 0, **settings})
+    problems = resume_problems(old, with_values(old, {"train.micro_batch_tokens": 2048}))
+    assert [problem.field for problem in problems] == frozen
+
+
 def test_what_may_change_on_resume_exists() -> None:
     for name in RESUME_MAY_CHANGE:
         assert name in FIELD_TYPES or any(

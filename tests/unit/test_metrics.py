@@ -68,7 +68,6 @@ DESIGN_KEYS = [
     "optim/grad_norm",
     "optim/router_grad_norm",
     "optim/lr",
-    "optim/skipped",
     "time/step_s",
     "time/sync_s",
     "time/generate_s",
