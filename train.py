@@ -22,7 +22,7 @@ def main() -> None:
     began = time.perf_counter()
     invocation = cli.parse(sys.argv[1:])
     config = invocation.config
-    from r3.start import begin, closing, header  # torch loads from here on
+    from r3.start import begin, closing, header, require_one_start  # torch loads from here on
 
     task, run_dir, start = begin(config, check=invocation.check)
 
@@ -46,6 +46,7 @@ def main() -> None:
     device = init_device()
     seed_everything(train.seed, deterministic=config.debug.deterministic)
     mesh = build_mesh(device, config.parallel)
+    require_one_start(config, task, start, mesh.world)
     # The engine first: vLLM sizes itself by the memory it finds free.
     engine = Engine(config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len)
     policy = Policy(config, device, mesh, task.shape)

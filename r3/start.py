@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from r3.config import Config, ConfigError
+from r3.config import Config, ConfigError, flatten
 from r3.data import DataError, Dataset, load_prompts
 from r3.device import Device, has_gpu
 from r3.evaluate import HeldOut
 from r3.hf import CheckpointError
-from r3.mesh import Mesh
+from r3.mesh import Axis, Mesh
 from r3.resume import ResumeError, Start, open_run
 from r3.rewards.judge import Judge, judge_of
 from r3.rewards.model import RewardModel
@@ -24,6 +25,10 @@ from r3.rows import columns_of
 from r3.rundir import RunDir, read_metrics
 from r3.shape import ModelShape
 from r3.validate import cpu_engine_problems
+
+
+class RankError(RuntimeError):
+    """Ranks that are not of one run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +168,41 @@ def begin(config: Config, *, check: bool = False) -> tuple[Task, RunDir, Start]:
             )
         sys.exit(0)
     return task, run_dir, start
+
+
+def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> None:
+    """Every rank read the same settings, data and checkpoint, or the run ends here. All ranks must call.
+
+    Ranks that begin at different steps wait for each other for ever, and prompts that differ mix up groups: both happen where
+    machines do not see the same files.
+
+    Raises:
+        RankError: on every rank: what two ranks have differently.
+    """
+    # Where a run writes may be named in several ways.
+    settings = {name: value for name, value in flatten(config).items() if name != "log.dir"}
+    sets = (task.prompts.prompts, *(each.prompts for each in task.heldout))
+    mine = {
+        "step to begin after": start.found.step if start.found else 0,
+        "settings": _digest(f"{name} {value}" for name, value in settings.items()),
+        "prompts": _digest(f"{p.id} {len(p.tokens_T)} {p.answer}" for prompts in sets for p in prompts),
+        "sizes of the model": task.shape,
+    }
+    everybody = world.all_gather_object(mine)
+    for what, value in everybody[0].items():
+        for rank, theirs in enumerate(everybody):
+            if theirs[what] != value:
+                raise RankError(
+                    f"ranks 0 and {rank} differ in {what}: {value} and {theirs[what]}. Do all machines see the same folders "
+                    "(log.dir, data, model)?"
+                )
+
+
+def _digest(lines: Iterable[str]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for line in lines:
+        digest.update(line.encode(errors="backslashreplace") + b"\n")
+    return digest.hexdigest()
 
 
 def result(run_dir: RunDir, step: int) -> str:
