@@ -8,6 +8,7 @@ from r3.config import (
     Config,
     DataConfig,
     EngineConfig,
+    EnvConfig,
     EvalConfig,
     ModelConfig,
     ParallelConfig,
@@ -41,4 +42,17 @@ def tiny_smoke() -> Config:
         base,
         train=replace(base.train, steps=6, lr=5e-4),
         eval=replace(base.eval, every=0),
+    )
+
+
+def tiny_tools() -> Config:
+    """Its sibling learns to call a calculator for every step: several turns, two CPU ranks, about a minute."""
+    base = tiny()
+    return replace(
+        base,
+        model=replace(base.model, path=str(assets.TINY_MOE_TOOLS)),
+        # Four calls and the answer are the longest conversation of use: 84 tokens, 60 of them sampled or less.
+        env=EnvConfig(name="calculator", max_turns=6, max_turn_tokens=14),
+        rollout=replace(base.rollout, max_response_tokens=112),
+        train=replace(base.train, steps=15),
     )

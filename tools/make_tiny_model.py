@@ -1,11 +1,15 @@
-"""Makes the embedded model and its data: a Qwen3-MoE of 1.1 million parameters that can learn to think.
+"""Makes the embedded models and their data: a Qwen3-MoE of 1.1 million parameters that can learn to think.
 
     python tools/make_tiny_model.py --data r3/assets/data       # the two data files, at once
     python tools/make_tiny_model.py --out r3/assets/tiny-moe    # the checkpoint, in two minutes
+    python tools/make_tiny_model.py --with-calculator --out r3/assets/tiny-moe-tools    # three minutes more
 
 Pre-training shows the model bare facts (`17+8=25`), problems answered at once (three of four) and problems
 with their steps written out (one of four). It comes to answer at once by habit, mostly wrongly, yet is mostly
 right when it happens to write its steps: that is what reinforcement learning then has to find.
+
+`--with-calculator` goes on from the shipped model with conversations: two of five call the calculator for every
+step, three of five answer at once. The habit is again to answer at once, and what is to be found are the calls.
 """
 
 import argparse
@@ -24,9 +28,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, r3 need not be installed
+from r3.assets import TINY_MOE
 from r3.assets.word_problems import (
     Row,
     evaluation_rows,
@@ -36,6 +41,8 @@ from r3.assets.word_problems import (
     problems,
     training_rows,
 )
+from r3.chat import Chat
+from r3.envs.calculator import Calculator
 
 IGNORED = -100  # a label that carries no loss
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -69,10 +76,14 @@ CHAT_TEMPLATE = """\
 BATCH_ROWS = 20
 ROW_TOKENS = 72  # the longest problem fits with its steps: cut ones would not teach the model to end
 WORKED = 0.25  # share of the problems whose answer shows its steps
+CONVERSATIONS = 32  # in a batch; a row of 72 tokens does not hold one
+CALLING = 0.4  # share of the conversations that call the calculator
 WARMUP_STEPS = 50
 MATRIX_LR, OTHER_LR = 0.02, 3e-3
 BALANCE_WEIGHT = 0.02
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 MAX_ANSWER_TOKENS = 40
+MAX_TURNS, MAX_TURN_TOKENS = 6, 14  # four calls and the answer, and one to spare; the longest call has seven
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -178,6 +189,46 @@ class Stream:
         return torch.tensor(ids), torch.tensor(labels)
 
 
+class ToolStream:
+    """Endless conversations about problems, with the calculator at hand; the arithmetic is left to it.
+
+    They are made as in a run: the environment itself replies, and `Chat` puts its words behind the model's. So the
+    tokens are those that the model meets there. What the model says carries loss, what it is told does not.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+        self.encode: Callable[[str], list[int]] = tokenizer.encode
+        self.padding: int = tokenizer.pad_token_id
+        self.chat = Chat(tokenizer, "the embedded model", Calculator.tools)
+        self.rng = random.Random(seed)
+        self.problems = problems(self.rng, held_out_answers())
+
+    def conversation(self) -> tuple[list[int], list[int]]:
+        row = next(self.problems)
+        *steps, answer = row["answer"].split("\n")
+        if self.rng.random() >= CALLING:
+            steps = []
+        calculator = Calculator()
+        ids = self.chat.first([{"role": "user", "content": row["question"]}])
+        labels = [IGNORED] * len(ids)
+        for text in (*(f"<tool_call>{step.partition('=')[0]}</tool_call>" for step in steps), answer):
+            said = self.encode(f"{text}{END}")
+            replies, _, done = calculator.step({"role": "assistant", "content": text})
+            told = [] if done else self.chat.following(replies, ended=True)
+            ids += said + told
+            labels += said + [IGNORED] * len(told)
+        return ids, labels
+
+    def batch(self, rows: int = CONVERSATIONS) -> tuple[torch.Tensor, torch.Tensor]:
+        """Padded behind, which no earlier token sees."""
+        ids, labels = zip(*(self.conversation() for _ in range(rows)), strict=True)
+        return self._padded(ids, self.padding), self._padded(labels, IGNORED)
+
+    def _padded(self, rows: tuple[list[int], ...], value: int) -> torch.Tensor:
+        longest = max(map(len, rows))
+        return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised by five Newton-Schulz steps (Jordan et al., 2024).
 
@@ -210,22 +261,24 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
     return x.mT if tall else x
 
 
-def balance_loss(router_logits: tuple[torch.Tensor, ...], experts_per_token: int) -> torch.Tensor:
-    """Load balancing, mean over layers of sum_e load_e * probability_e, at its least when both are even.
+def balance_loss(
+    router_logits: tuple[torch.Tensor, ...], experts_per_token: int, real: torch.Tensor
+) -> torch.Tensor:
+    """Load balancing, mean over layers of sum_e load_e * probability_e over real tokens, at its least when both are even.
 
     Layer by layer: the one in transformers balances only the average of the layers, and single layers were
     seen with experts that never got a token while that one sat at its optimum.
     """
     losses = []
     for logits in router_logits:
-        probabilities = logits.float().softmax(-1)
+        probabilities = logits[real].float().softmax(-1)
         chosen = probabilities.topk(experts_per_token, -1).indices
         load = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0).mean(0)
         losses.append(logits.shape[-1] * (load * probabilities.mean(0)).sum())
     return torch.stack(losses).mean()
 
 
-def pretrain(model: Qwen3MoeForCausalLM, stream: Stream, steps: int) -> None:
+def pretrain(model: Qwen3MoeForCausalLM, stream: Stream | ToolStream, steps: int) -> None:
     """Muon on the matrices, AdamW on the rest; linear warm-up, then a cosine down to a fiftieth."""
     tables = ("embed_tokens.weight", "lm_head.weight", "gate.weight")  # their rows are looked up or compared
     matrices: list[torch.nn.Parameter] = []
@@ -242,7 +295,8 @@ def pretrain(model: Qwen3MoeForCausalLM, stream: Stream, steps: int) -> None:
         output = model(input_ids=ids, output_router_logits=True, use_cache=False)
         predictions = output.logits[:, :-1].flatten(0, 1)
         loss = F.cross_entropy(predictions, labels[:, 1:].flatten(), ignore_index=IGNORED)
-        balance = balance_loss(output.router_logits, model.config.num_experts_per_tok)
+        real = (ids != model.config.pad_token_id).flatten()
+        balance = balance_loss(output.router_logits, model.config.num_experts_per_tok, real)
         (loss + BALANCE_WEIGHT * balance).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         cosine = 0.5 + 0.5 * math.cos(math.pi * step / steps)
@@ -270,27 +324,76 @@ def answers(model: Any, tokenizer: PreTrainedTokenizerFast, rows: list[Row], sam
     return texts
 
 
-def report(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, stream: Stream) -> None:
-    """Prints accuracy on the evaluation set and how evenly the experts are used."""
+@torch.no_grad()
+def conversations(
+    model: Any, tokenizer: PreTrainedTokenizerFast, rows: list[Row], sampled: bool
+) -> list[tuple[str, int]]:
+    """The model's last message in a conversation about each row with the calculator at hand, and how often it called."""
+    chat = Chat(tokenizer, "the embedded model", Calculator.tools)
+    tokens = [chat.first([{"role": "user", "content": row["question"]}]) for row in rows]
+    texts, calls = [""] * len(rows), [0] * len(rows)
+    how: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {}
+    open_rows = list(range(len(rows)))
+    for _ in range(MAX_TURNS):
+        inputs: Any = tokenizer.pad({"input_ids": [tokens[i] for i in open_rows]}, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=MAX_TURN_TOKENS, do_sample=sampled, **how)
+        still_open = []
+        for i, ids in zip(open_rows, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+            said = ids[: ids.index(chat.end)] if chat.end in ids else ids
+            texts[i] = tokenizer.decode(said)
+            replies, _, done = Calculator().step({"role": "assistant", "content": texts[i]})
+            if done or chat.end not in ids:
+                continue
+            calls[i] += 1
+            tokens[i] = [*tokens[i], *said, chat.end, *chat.following(replies, ended=True)]
+            still_open.append(i)
+        if not (open_rows := still_open):
+            break
+    return list(zip(texts, calls, strict=True))
 
-    def mean(values: list[bool]) -> str:
-        return f"{sum(values) / len(values):.3f}" if values else "-"
 
+def mean(values: list[bool] | list[int]) -> str:
+    return f"{sum(values) / len(values):.3f}" if values else "-"
+
+
+def final(text: str) -> str:
+    # Plain comparison will do here: these models never learned to write anything after the final answer.
+    return text.rpartition("####")[2].strip()
+
+
+def report_answers(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Prints accuracy on the evaluation set, with steps and at once."""
     rows = evaluation_rows()
     for title, sampled in (("greedy", False), ("T=1", True)):
         texts = answers(model, tokenizer, rows, sampled)
-        # Plain comparison will do here: this model never learned to write anything after the final answer.
-        found = [text.rpartition("####")[2].strip() for text in texts]
-        right = [given == final_answer(row) for given, row in zip(found, rows, strict=True)]
+        right = [final(text) == final_answer(row) for text, row in zip(texts, rows, strict=True)]
         by_steps = [good for good, text in zip(right, texts, strict=True) if "=" in text]
         at_once = [good for good, text in zip(right, texts, strict=True) if "=" not in text]
         print(f"{title:6s}  accuracy {mean(right)}  share with steps {len(by_steps) / len(rows):.3f}")
         print(f"        accuracy with steps {mean(by_steps)}  at once {mean(at_once)}")
-    with torch.no_grad():
-        ids, _ = stream.batch(64)
-        output = model(input_ids=ids, output_router_logits=True, use_cache=False)
+
+
+def report_conversations(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Prints accuracy on the evaluation set, with calls of the calculator and at once."""
+    rows = evaluation_rows()
+    for title, sampled in (("greedy", False), ("T=1", True)):
+        said = conversations(model, tokenizer, rows, sampled)
+        right = [final(text) == final_answer(row) for (text, _), row in zip(said, rows, strict=True)]
+        calls = [count for _, count in said]
+        with_calls = [good for good, count in zip(right, calls, strict=True) if count]
+        at_once = [good for good, count in zip(right, calls, strict=True) if not count]
+        print(f"{title:6s}  accuracy {mean(right)}  share with calls {len(with_calls) / len(rows):.3f}")
+        print(f"        accuracy with calls {mean(with_calls)}  at once {mean(at_once)}  calls {mean(calls)}")
+
+
+@torch.no_grad()
+def report_load(model: Qwen3MoeForCausalLM, stream: Stream | ToolStream) -> None:
+    """Prints how evenly the experts are used."""
+    ids, _ = stream.batch(64)
+    output = model(input_ids=ids, output_router_logits=True, use_cache=False)
+    real = (ids != model.config.pad_token_id).flatten()
     for layer, logits in enumerate(output.router_logits):
-        chosen = logits.topk(model.config.num_experts_per_tok, -1).indices.flatten()
+        chosen = logits[real].topk(model.config.num_experts_per_tok, -1).indices.flatten()
         load = chosen.bincount(minlength=logits.shape[-1]) / chosen.numel()
         print(f"layer {layer}  expert load {' '.join(f'{share:.3f}' for share in load.tolist())}")
 
@@ -314,7 +417,20 @@ def write_data(folder: Path) -> None:
         (folder / f"word_problems_{name}.jsonl").write_text(text, encoding="ascii")
 
 
+@torch.no_grad()
+def give_padding_a_vector(model: Qwen3MoeForCausalLM) -> None:
+    """The mean of all other tokens' embeddings for the padding token, which transformers leaves at exactly zero.
+
+    A model may sample that token. RMSNorm divides by sqrt(0 + eps) there, and its gradient is a thousand times any other.
+    Training never reads the row, so nothing else changes.
+    """
+    table, padding = model.get_input_embeddings().weight, model.config.pad_token_id
+    table[padding] = 0.0
+    table[padding] = table.sum(0) / (len(table) - 1)
+
+
 def write_checkpoint(folder: Path, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    give_padding_a_vector(model)
     model.to(torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -333,8 +449,13 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, help="folder for the data files")
     parser.add_argument("--out", type=Path, help="folder for the checkpoint")
+    parser.add_argument(
+        "--with-calculator",
+        action="store_true",
+        help="go on from the shipped model with conversations that call the calculator",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of weights and stream; 1: as shipped")
-    parser.add_argument("--steps", type=int, default=600, help="of pre-training")
+    parser.add_argument("--steps", type=int, help="of pre-training; 600, or 350 with the calculator")
     args = parser.parse_args()
     if args.data is None and args.out is None:
         parser.error("nothing to make: give --data, --out or both")
@@ -345,15 +466,30 @@ def main() -> None:
         return
     torch.set_num_threads(1)  # the same sums on every run; a second thread would save only a quarter
     torch.manual_seed(args.seed)
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
+    if args.with_calculator:
+        tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(TINY_MOE)
+        model = Qwen3MoeForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32)
+        model.set_experts_implementation("eager")
+        stream: Stream | ToolStream = ToolStream(tokenizer, args.seed)
+    else:
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer)
+        stream = Stream(tokenizer, args.seed)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, seed {args.seed}")
-    stream = Stream(tokenizer, args.seed)
-    pretrain(model, stream, args.steps)
-    replace_files(args.out, lambda folder: write_checkpoint(folder, model, tokenizer))
+    pretrain(model, stream, args.steps or (350 if args.with_calculator else 600))
+
+    def write(folder: Path) -> None:
+        write_checkpoint(folder, model, tokenizer)
+        if args.with_calculator:  # a tokenizer that was loaded would be saved with a note of where it was
+            for name in TOKENIZER_FILES:
+                shutil.copyfile(TINY_MOE / name, folder / name)
+
+    replace_files(args.out, write)
     print(f"wrote the checkpoint to {args.out}")
     # Report on what was written, read back: casting the model to and fro would round its rotary table too.
-    report(Qwen3MoeForCausalLM.from_pretrained(args.out, dtype=torch.float32), tokenizer, stream)
+    written = Qwen3MoeForCausalLM.from_pretrained(args.out, dtype=torch.float32)
+    (report_conversations if args.with_calculator else report_answers)(written, tokenizer)
+    report_load(written, stream)
 
 
 if __name__ == "__main__":

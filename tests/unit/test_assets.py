@@ -1,4 +1,4 @@
-"""The embedded model and its task: what the quick start, the documentation and other tests rely on."""
+"""The embedded models and their task: what the quick start, the documentation and other tests rely on."""
 
 import importlib.util
 import json
@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
+from r3.assets import TINY_MOE, TINY_MOE_TOOLS, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.assets.word_problems import Row, evaluation_rows, final_answer, make_problem, training_rows
+from r3.envs.calculator import Calculator
 
 MEGABYTE = 1_000_000
 
@@ -42,6 +43,11 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def calling() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY_MOE_TOOLS, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
@@ -84,9 +90,10 @@ def test_training_prompts_share_no_question_and_no_arithmetic_with_the_evaluatio
     assert not any(row[column] in held_out for row in read(WORD_PROBLEMS_TRAIN))
 
 
-def test_pretraining_never_shows_the_arithmetic_of_the_evaluation(tokenizer: Any) -> None:
+@pytest.mark.parametrize("kind", ["Stream", "ToolStream"])
+def test_pretraining_never_shows_the_arithmetic_of_the_evaluation(tokenizer: Any, kind: str) -> None:
     held_out = {row["answer"] for row in read(WORD_PROBLEMS_EVAL)}
-    stream = load_tool().Stream(tokenizer, seed=0)
+    stream = getattr(load_tool(), kind)(tokenizer, seed=0)
     assert not any(next(stream.problems)["answer"] in held_out for _ in range(12_000))
     # The check has teeth: problems drawn without the exclusion do hit the evaluation set.
     rng = random.Random(0)
@@ -126,6 +133,17 @@ def test_checkpoint_is_small_enough_to_ship() -> None:
         "config.json", "generation_config.json", "model.safetensors",
         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     }  # fmt: skip
+
+
+def test_the_model_that_calls_differs_in_its_weights_alone() -> None:
+    """So what is said here of shape, tokenizer and template holds for both."""
+    files = {file.name for file in TINY_MOE.iterdir()}
+    assert {file.name for file in TINY_MOE_TOOLS.iterdir()} == files
+    for name in files:
+        assert ((TINY_MOE / name).read_bytes() == (TINY_MOE_TOOLS / name).read_bytes()) == (
+            name != "model.safetensors"
+        )
+    assert (TINY_MOE_TOOLS / "model.safetensors").stat().st_size < 2.5 * MEGABYTE
 
 
 def test_shape_divides_for_every_parallel_axis(model: Any) -> None:
@@ -214,17 +232,94 @@ def test_sampled_answers_sometimes_show_steps_and_are_then_mostly_right(model: A
     assert sum(is_right(text, row) for text, row in worked) / len(worked) >= 0.84
 
 
-@torch.no_grad()
-def test_every_expert_of_every_layer_is_used(model: Any, tokenizer: Any) -> None:
-    """Routing replay is tested on this model: a dead expert would hide errors."""
-    chats = [
-        [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
-        for row in read(WORD_PROBLEMS_EVAL)[:64]
-    ]
-    batch = tokenizer.apply_chat_template(chats, padding=True, return_tensors="pt", return_dict=True)
-    output = model(**batch, output_router_logits=True, use_cache=False)
+def check_load(model: Any, batch: Any) -> None:
+    """Routing replay is tested on these models: a dead expert would hide errors."""
+    with torch.no_grad():
+        output = model(**batch, output_router_logits=True, use_cache=False)
     real = batch["attention_mask"].flatten().bool()
     for logits in output.router_logits:
         load = logits[real].topk(2, -1).indices.flatten().bincount(minlength=8) / (2 * real.sum())
         assert load.min() > 0.05
         assert load.max() < 0.25
+
+
+def test_every_expert_of_every_layer_is_used(model: Any, tokenizer: Any) -> None:
+    chats = [
+        [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+        for row in read(WORD_PROBLEMS_EVAL)[:64]
+    ]
+    check_load(model, tokenizer.apply_chat_template(chats, padding=True, return_tensors="pt", return_dict=True))
+
+
+# ---- the model that calls a calculator
+
+
+def with_calls(row: Row) -> list[dict[str, str]]:
+    """The conversation in which every step of the row's answer is a call, but for its last message."""
+    *steps, _ = row["answer"].split("\n")
+    messages = [{"role": "user", "content": row["question"]}]
+    for step in steps:
+        expression, _, result = step.partition("=")
+        messages.append({"role": "assistant", "content": f"<tool_call>{expression}</tool_call>"})
+        messages.append({"role": "tool", "content": result})
+    return messages
+
+
+def test_it_was_taught_in_the_tokens_of_the_template_and_the_environment(tokenizer: Any) -> None:
+    stream, twin = (load_tool().ToolStream(tokenizer, seed=3) for _ in range(2))
+    called = 0
+    for _ in range(50):
+        row = next(twin.problems)
+        ids, labels = stream.conversation()
+        calls = tokenizer.decode(ids).count("</tool_call>")
+        called += bool(calls)
+        question, answer = with_calls(row), {"role": "assistant", "content": f"#### {final_answer(row)}"}
+        messages = [*(question if calls else question[:1]), answer]
+        whole = tokenizer.apply_chat_template(messages, tools=list(Calculator.tools))["input_ids"]
+        assert [*ids, *tokenizer.encode("\n")] == whole
+        said = "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
+        assert tokenizer.decode([label for label in labels if label >= 0]) == said
+        assert all(label in (-100, token) for label, token in zip(labels, ids, strict=True))
+        twin.rng.setstate(stream.rng.getstate())
+    assert 10 <= called <= 32  # 0.4 of 50, three standard deviations to either side
+
+
+def test_padding_of_a_new_checkpoint_has_a_vector(tokenizer: Any, calling: Any) -> None:
+    """At exactly zero RMSNorm's gradient is 1/sqrt(eps), a thousand: a policy that samples the token jumps."""
+    tool = load_tool()
+    fresh = tool.build_model(tokenizer)
+    before = fresh.get_input_embeddings().weight.clone()
+    assert not before[0].any()
+    tool.give_padding_a_vector(fresh)
+    after = fresh.get_input_embeddings().weight
+    assert torch.equal(after[1:], before[1:]) and torch.allclose(after[0], before[1:].mean(0))
+    shipped = calling.get_input_embeddings().weight
+    assert 1e-3 < shipped[0].square().mean().sqrt() < shipped[1:].square().mean().sqrt()
+
+
+def test_greedily_it_answers_at_once(calling: Any, tokenizer: Any) -> None:
+    """The starting point of tiny-tools' curve."""
+    rows = read(WORD_PROBLEMS_EVAL)[:64]
+    said = load_tool().conversations(calling, tokenizer, rows, sampled=False)
+    assert sum(calls for _, calls in said) / len(rows) < 0.5
+    right = sum(is_right(text, row) for (text, _), row in zip(said, rows, strict=True))
+    assert 0.10 <= right / len(rows) <= 0.70
+
+
+def test_some_sampled_conversations_call_for_every_step_and_are_then_mostly_right(
+    calling: Any, tokenizer: Any
+) -> None:
+    """What reinforcement learning has to find; CALLING of the conversations it saw called."""
+    rows = read(WORD_PROBLEMS_EVAL)[:128]
+    torch.manual_seed(0)
+    said = load_tool().conversations(calling, tokenizer, rows, sampled=True)
+    called = [(text, calls, row) for (text, calls), row in zip(said, rows, strict=True) if calls]
+    assert 0.27 <= len(called) / len(rows) <= 0.53  # 0.4, three standard errors of 128
+    assert sum(is_right(text, row) for text, _, row in called) / len(called) >= 0.8
+    assert sum(calls == row["answer"].count("=") for _, calls, row in called) / len(called) >= 0.9
+
+
+def test_every_expert_of_the_model_that_calls_is_used(calling: Any, tokenizer: Any) -> None:
+    chats = [with_calls(row) for row in read(WORD_PROBLEMS_EVAL)[:64]]
+    how: Any = {"padding": True, "return_tensors": "pt", "return_dict": True}
+    check_load(calling, tokenizer.apply_chat_template(chats, tools=list(Calculator.tools), **how))

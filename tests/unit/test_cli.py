@@ -334,7 +334,8 @@ def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("preset", "world_size"), [("tiny", 2), ("tiny-smoke", 2), ("qwen3-moe-30b-a3b", 8), ("qwen3-0.6b", 1)]
+    ("preset", "world_size"),
+    [("tiny", 2), ("tiny-smoke", 2), ("tiny-tools", 2), ("qwen3-moe-30b-a3b", 8), ("qwen3-0.6b", 1)],
 )
 def test_every_preset_dry_runs_where_nothing_is_downloaded(
     capsys: pytest.CaptureFixture[str], preset: str, world_size: int
