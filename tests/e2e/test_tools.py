@@ -18,7 +18,7 @@ from tests.e2e.test_train import rows_of, run
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 5
+STEPS = 6
 CALL = re.compile(r"<tool_call>([^<]*)</tool_call><\|im_end\|>\n")
 CALL_AND_REPLY = re.compile(CALL.pattern + r"<\|im_start\|>user\n<tool_response>([^<]*)</tool_response>")
 
@@ -28,7 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few steps on two ranks, at a higher learning rate than the preset's, every step's rollouts kept."""
     folder = tmp_path_factory.mktemp("tools") / "run"
     flags = {"train.steps": STEPS, "train.lr": 5e-4, "log.rollouts_every": 1, "eval.every": 0}
-    run(folder, *(word for name, value in flags.items() for word in (f"--{name}", str(value))), preset="tiny-tools")
+    run(
+        folder,
+        *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
+        preset="tiny-tools",
+    )
     return folder
 
 
@@ -53,7 +57,9 @@ def test_conversations_call_the_calculator_and_hear_the_right_answer(folder: Pat
             assert reply == "error"
     rows = rows_of(folder)[1:]
     assert all(row["env/turns_mean"] > 1.5 and row["env/calls"] > 128 * 1.5 for row in rows)
-    assert not any(row[f"env/{what}"] for row in rows for what in ("errors", "timeouts", "crashes", "dropped"))
+    assert not any(
+        row[f"env/{what}"] for row in rows for what in ("errors", "timeouts", "crashes", "dropped")
+    )
 
 
 def test_what_the_tool_said_has_routes_and_no_loss(folder: Path, tokenizer: Any) -> None:
@@ -77,14 +83,21 @@ def test_every_row_of_every_turn_is_accounted_for_and_replayed(folder: Path) -> 
     for row in rows_of(folder)[1:]:
         tokens = [len(rollout.tokens_T) for rollout in rollouts_of(folder, int(row["step"]))]
         rows = sum(tokens) - len(tokens)
-        assert row["routing/rows_expected"] == row["routing/rows_captured"] == row["routing/rows_replayed"] == rows
+        assert (
+            row["routing/rows_expected"]
+            == row["routing/rows_captured"]
+            == row["routing/rows_replayed"]
+            == rows
+        )
         assert row["routing/rows_live"] == row["routing/rows_last_token"] == len(tokens)
         assert row["routing/coverage"] == 1.0 and row["routing/overlap_differs"] == 0.0
 
 
 def test_engine_and_policy_agree_on_several_turns(folder: Path) -> None:
     for row in rows_of(folder)[1:]:
-        assert row["mismatch/k3"] <= 1e-9  # float32 on both sides leaves some 1e-13, a shift by one token 1e-2 and more
+        assert (
+            row["mismatch/k3"] <= 1e-9
+        )  # float32 on both sides leaves some 1e-13, a shift by one token 1e-2 and more
         assert row["mismatch/abs_max"] <= 1e-4
         assert row["routing/agreement"] > 0.999
         assert np.isfinite(row["optim/grad_norm"])

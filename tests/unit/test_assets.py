@@ -248,7 +248,9 @@ def test_every_expert_of_every_layer_is_used(model: Any, tokenizer: Any) -> None
         [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
         for row in read(WORD_PROBLEMS_EVAL)[:64]
     ]
-    check_load(model, tokenizer.apply_chat_template(chats, padding=True, return_tensors="pt", return_dict=True))
+    check_load(
+        model, tokenizer.apply_chat_template(chats, padding=True, return_tensors="pt", return_dict=True)
+    )
 
 
 # ---- the model that calls a calculator

@@ -257,7 +257,9 @@ def test_what_may_change_on_resume_exists() -> None:
 # ---- rules
 
 
-@pytest.mark.parametrize(("preset", "world_size"), [("tiny", 2), ("tiny", 4), ("tiny-smoke", 2), ("tiny-tools", 2)])
+@pytest.mark.parametrize(
+    ("preset", "world_size"), [("tiny", 2), ("tiny", 4), ("tiny-smoke", 2), ("tiny-tools", 2)]
+)
 def test_embedded_presets_have_no_problem_and_no_warning(preset: str, world_size: int) -> None:
     report = validate.examine(PRESETS[preset](), world_size)
     assert (report.problems, report.warnings) == ((), ())
