@@ -37,22 +37,18 @@ def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_sound_path_passes_and_nothing_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        # A filter would give most of the made-up routes to other experts, if the doctor did not leave it out.
+        ("--parallel.ep", "2", "--model.recompute", "full", "--replay.plausibility", "0.5"),
+        ("--parallel.ep", "1", "--parallel.pp", "2", "--parallel.vpp", "2"),
+    ],
+    ids=["ep2", "pp2-vpp2"],
+)
+def test_sound_path_passes_and_nothing_is_written(flags: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    done = torchrun(
-        2,
-        "-m",
-        "r3.doctor",
-        "tiny",
-        "--log.dir",
-        str(folder),
-        "--parallel.ep",
-        "2",
-        "--model.recompute",
-        "full",
-        "--replay.plausibility",  # a filter would give most of the made-up routes to other experts
-        "0.5",
-    )
+    done = torchrun(2, "-m", "r3.doctor", "tiny", "--log.dir", str(folder), *flags)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "7 of 7 passed" in done.stdout
     assert "FAIL" not in done.stdout

@@ -61,21 +61,21 @@ def test_dump_scores_as_the_run_scored_it(run_dir: Path, one_rank: dict[str, dic
     assert one_rank["live"]["k3"] != pytest.approx(one_rank["replay"]["k3"], rel=1e-3)
 
 
-def test_dump_scores_alike_under_another_layout(run_dir: Path, one_rank: dict[str, dict[str, float]]) -> None:
-    done = torchrun(
-        2,
-        "-m",
-        "r3.rescore",
-        str(run_dir),
-        "--step",
-        "1",
-        "--parallel.ep",
-        "2",
-        "--train.micro_batch_tokens",
-        "600",
-    )
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        ("--parallel.pp 2 --train.micro_batch_tokens 600", "tp 1 ep 1 pp 2"),
+        ("--parallel.tp 2", "tp 2 ep 1 pp 1"),
+    ],
+    ids=["pp2", "tp2"],
+)
+def test_dump_scores_alike_under_another_layout(
+    flags: str, layout: str, run_dir: Path, one_rank: dict[str, dict[str, float]]
+) -> None:
+    asked = (str(run_dir), "--step", "1", "--parallel.ep", "1", *flags.split())
+    done = torchrun(2, "-m", "r3.rescore", *asked)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "layout      2 rank(s): tp 1 ep 2" in done.stdout
+    assert f"layout      2 rank(s): {layout}" in done.stdout
     found = rows_of(done.stdout)
     for label in ("replay", "live"):
         assert found[label] == pytest.approx(one_rank[label], rel=1e-4), label
