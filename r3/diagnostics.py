@@ -104,18 +104,6 @@ class Max:
         return float(np.max(values)) if values else None
 
 
-@dataclass(frozen=True, slots=True)
-class Min:
-    """Smallest value; None: this part has seen none."""
-
-    value: float | None
-
-    @staticmethod
-    def reduce(parts: Sequence[Min]) -> float | None:
-        values = [part.value for part in parts if part.value is not None]
-        return float(np.min(values)) if values else None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantile:
     """Quantile q of all values together, linear between neighbours. Exact, so every value travels."""

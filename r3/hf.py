@@ -102,12 +102,6 @@ class CheckpointReader:
         return piece
 
 
-def tensor_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in a checkpoint folder."""
-    with CheckpointReader(folder) as reader:
-        return dict(reader.shapes)
-
-
 def write_checkpoint(
     folder: Path,
     weights: Iterable[tuple[str, torch.Tensor]],

@@ -41,11 +41,6 @@ class UpdatePlan:
         """Rollouts of the update over all ranks."""
         return len(self.rollout_ids)
 
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of each rank."""
-        return len(self.micro_batches[0])
-
 
 def route_dtype(num_experts: int) -> np.dtype:
     """Smallest signed integer that holds every expert id and -1."""

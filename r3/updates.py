@@ -143,7 +143,7 @@ def take_kl_from_reward(
             lengths = [
                 (end - start) // policy.mesh.cp.size for start, end in pairwise(micro_batch.cu_seqlens)
             ]
-            sums = [float(part_N.sum()) for part_N in kl_N.split(lengths)]
+            sums = torch.stack([part_N.sum() for part_N in kl_N.split(lengths)]).tolist()  # one transfer
             own += [(i, kl) for i, kl in zip(micro_batch.rollout_ids, sums, strict=True) if i >= 0]
             tokens += float(mask_N.sum())
         report({"loss/kl_ref": diagnostics.Mean(total=sum(kl for _, kl in own), count=tokens)})

@@ -30,11 +30,17 @@ _SHOWN_ROWS = 5  # of a bad data file; the rest is counted
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 _REWARD_FIELDS = {  # that one kind of judge alone has use for
-    "http": (
-        *("url", "model", "api_key_env", "prompt_file", "pattern", "max_tokens", "max_connections"),
+    "http": [
+        "url",
+        "model",
+        "api_key_env",
+        "prompt_file",
+        "pattern",
+        "max_tokens",
+        "max_connections",
         "backoff_s",
-    ),
-    "model": (*("model_path", "model_dtype", "model_ranks", "model_batch", "model_wait_s", "model_tokens"),),
+    ],
+    "model": ["model_path", "model_dtype", "model_ranks", "model_batch", "model_wait_s", "model_tokens"],
 }
 
 _Range = tuple[str, Callable[[Any], bool], str, str]
@@ -855,9 +861,9 @@ def _ignored_settings(config: Config, shape: ModelShape | None, given: Collectio
 def _ignored_rewards(config: Config, ignored: Callable[..., None]) -> list[str]:
     reward = config.reward
     used = {*reward.function, *filter(None, config.eval.function)}
-    for kind, prefixes in _REWARD_FIELDS.items():
+    for kind, fields_of in _REWARD_FIELDS.items():
         if kind not in used:
-            names = [f"reward.{name}" for name in prefixes]
+            names = [f"reward.{name}" for name in fields_of]
             ignored(f"no reward function is {kind}", *names)
     if used <= {"gsm8k", "exact", "gym"}:
         quick = "built-in functions run at once"

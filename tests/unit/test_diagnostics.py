@@ -16,7 +16,6 @@ from r3.diagnostics import (
     LogHistogram,
     Max,
     Mean,
-    Min,
     Partial,
     PerLayer,
     Quantile,
@@ -45,7 +44,6 @@ EXAMPLES: list[tuple[list[Any], float]] = [
     ([Sum(1.0), Sum(2.5)], 3.5),
     ([PerLayer(6, 3), PerLayer(0, 3), PerLayer(3, 3)], 3.0),  # three layers saw three rows each
     ([Max(-3.0), Max(None), Max(-1.0)], -1.0),
-    ([Min(3.0), Min(None), Min(1.0)], 1.0),
     ([Quantile(floats(4, 1), 0.5), Quantile(floats(), 0.5), Quantile(floats(3, 2), 0.5)], 2.5),
     ([Quantile(floats(*range(51)), 0.99), Quantile(floats(*range(51, 101)), 0.99)], 99.0),
     ([EffectiveSampleSize(1.0, 1.0, 1), EffectiveSampleSize(3.0, 9.0, 1)], 16 / 20),  # weights 1 and 3
@@ -59,7 +57,7 @@ def test_reduce_by_hand_in_every_order(parts: list[Any], expected: float) -> Non
 
 
 @pytest.mark.parametrize(
-    "nothing", [Mean(0.0, 0), Max(None), Min(None), Quantile(floats(), 0.9), EffectiveSampleSize(0.0, 0.0, 0)]
+    "nothing", [Mean(0.0, 0), Max(None), Quantile(floats(), 0.9), EffectiveSampleSize(0.0, 0.0, 0)]
 )
 def test_nothing_counted_is_none_and_changes_nothing(nothing: Any) -> None:
     assert nothing.reduce([nothing, nothing]) is None

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from r3.console import step_line
-from r3.diagnostics import EffectiveSampleSize, LogHistogram, Max, Mean, Min, Quantile, Sum
+from r3.diagnostics import EffectiveSampleSize, LogHistogram, Max, Mean, Quantile, Sum
 from r3.mesh import Axis
 from r3.metrics import (
     GLOSSARY,
@@ -160,7 +160,7 @@ def test_parts_of_every_kind_merge_and_are_written_exactly(tmp_path: Path) -> No
     m.add(
         {
             "mismatch/abs_max": Max(0.5),
-            "optim/lr": Min(1e-4),
+            "optim/lr": Mean(1e-4, 1.0),
             "mismatch/ess": EffectiveSampleSize(3.0, 5.0, 2.0),
         }
     )
