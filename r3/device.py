@@ -108,6 +108,13 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def device_gib() -> float | None:
+    """Memory of the GPU that `init_device` will take; None on CPU."""
+    if not has_gpu():
+        return None
+    return torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory / GIB
+
+
 def init_device(*, timeout_s: float = 1800.0) -> Device:
     """Select the device and create the default process group. All ranks must call.
 

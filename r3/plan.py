@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from r3.config import Config, to_yaml
+from r3.config import Config, Problem, to_yaml
 from r3.shape import ModelShape, ShapeError, checkpoint_tensors
 from r3.validate import BYTES_OF
 
@@ -165,6 +165,29 @@ def reward_model_bytes(config: Config) -> float:
     except (OSError, ShapeError):
         return 0.0
     return float(sum(map(math.prod, tensors.values())) * BYTES_OF[config.reward.model_dtype])
+
+
+def reward_model_problems(
+    config: Config, shape: ModelShape, world_size: int, device_gib: float
+) -> list[Problem]:
+    """Whether reward model, policy weights and engine fit a device of that size together, as they lie while generating."""
+    reward = reward_model_bytes(config) / 2**30
+    if not reward:
+        return []
+    parts = memory(config, shape, world_size)["GENERATE"]
+    policy = parts["policy weights"] / 2**30
+    if config.engine.kv_cache_gib:
+        engine = (parts["engine weights"] + parts["KV cache"]) / 2**30
+    else:
+        engine = config.engine.memory_fraction * device_gib
+    if reward + policy + engine <= device_gib:
+        return []
+    rule = (
+        f"its {reward:.1f} GiB, the policy's weights of {policy:.1f} GiB and the engine's {engine:.1f} GiB exceed the "
+        f"device's {device_gib:.1f} GiB, and all of them lie there while conversations are generated"
+    )
+    fix = "a smaller --engine.memory_fraction or --engine.kv_cache_gib, or a smaller reward model"
+    return [Problem("reward.model_path", config.reward.model_path, rule, fix)]
 
 
 def kv_cache_demand(config: Config, shape: ModelShape, world_size: int) -> float:

@@ -13,10 +13,11 @@ from typing import Any
 
 from r3.config import Config, ConfigError, flatten
 from r3.data import DataError, Dataset, load_prompts
-from r3.device import Device, has_gpu
+from r3.device import Device, device_gib, has_gpu
 from r3.evaluate import HeldOut
 from r3.hf import CheckpointError
 from r3.mesh import Axis, Mesh
+from r3.plan import reward_model_problems
 from r3.resume import ResumeError, Start, open_run
 from r3.rewards.judge import Judge, judge_of
 from r3.rewards.model import RewardModel
@@ -67,6 +68,10 @@ def read_task(config: Config) -> Task:
 
     shape = ModelShape.read(config.model.path)
     if not has_gpu() and (problems := cpu_engine_problems(config, shape)):
+        raise ConfigError(problems)
+    if (size := device_gib()) and (
+        problems := reward_model_problems(config, shape, int(os.environ.get("WORLD_SIZE", "1")), size)
+    ):
         raise ConfigError(problems)
     # Lengths are checked here, with a rule and a row: transformers' own warning about them would only confuse.
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)

@@ -110,11 +110,12 @@ class Pool:
 
     Attributes:
         counts: calls, errors, timeouts, crashes and retries since it was last cleared.
+        place: where they run.
     """
 
     def __init__(self, place: Place, *, timeout_s: float, retries: int = 0, backoff_s: float = 0.0) -> None:
         self.counts: Counter[str] = Counter()
-        self._place = place
+        self.place = place
         self._timeout_s = timeout_s
         self._retries = retries
         self._backoff_s = backoff_s
@@ -143,12 +144,12 @@ class Pool:
             now = time.monotonic()
             events = [call.deadline for call in self._running.values()] + [call.due for call in self._later]
             soonest = min([until, *events])
-            for token, value, failure in self._place.collect(max(0.0, soonest - now)):
+            for token, value, failure in self.place.collect(max(0.0, soonest - now)):
                 if token in self._running:  # else it was abandoned, and ended all the same
                     done += self._ended(self._running.pop(token), value, failure)
             now = time.monotonic()
             for token in [token for token, call in self._running.items() if call.deadline <= now]:
-                self._place.abandon(token)
+                self.place.abandon(token)
                 failure = Failure("timeout", f"not done after {self._timeout_s:g} s")
                 done += self._ended(self._running.pop(token), None, failure)
             self._start_waiting()
@@ -158,7 +159,7 @@ class Pool:
 
     def close(self) -> None:
         """End what was started; calls still outstanding are lost."""
-        self._place.close()
+        self.place.close()
         self._waiting.clear()
         self._later.clear()
         self._running.clear()
@@ -168,13 +169,13 @@ class Pool:
             now = time.monotonic()
             self._waiting += [call for call in self._later if call.due <= now]
             self._later = [call for call in self._later if call.due > now]
-        while self._waiting and self._place.has_room():
+        while self._waiting and self.place.has_room():
             call = self._waiting.popleft()
             call.attempts += 1
             call.deadline = time.monotonic() + self._timeout_s
             self._tokens += 1
             self._running[self._tokens] = call
-            self._place.start(self._tokens, call.function, call.arguments)
+            self.place.start(self._tokens, call.function, call.arguments)
 
     def _ended(self, call: _Call, value: Any, failure: Failure | None) -> list[Done]:
         if failure is None:

@@ -677,6 +677,27 @@ def test_a_reward_model_is_planned_where_conversations_are_generated(tmp_path: P
     assert not any("reward model" in phases[phase] for phase in ("SYNC", "TRAIN"))
 
 
+def test_a_reward_model_must_fit_beside_engine_and_policy(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    path = classifier(tmp_path)
+    save_file(
+        {"score.weight": np.zeros((2**20,), np.float32)}, path / "model.safetensors"
+    )  # 2 MiB in bfloat16
+    settings = {"reward.function": "model", "reward.model_path": str(path)}
+    config = with_values(
+        tiny_config(engine={"kv_cache_gib": 0.0, "memory_fraction": 0.5}),
+        {name: parse_value(name, value) for name, value in settings.items()},
+    )
+    shape = ModelShape.read(config.model.path)
+    policy = plan.memory(config, shape, 1)["GENERATE"]["policy weights"] / 2**30
+    enough = 2 * (policy + 2 / 2**10)  # half of it is the engine's
+    assert plan.reward_model_problems(config, shape, 1, 1.01 * enough) == []
+    (problem,) = plan.reward_model_problems(config, shape, 1, 0.99 * enough)
+    assert problem.field == "reward.model_path" and "exceed the device's" in problem.rule
+    assert plan.reward_model_problems(tiny_config(), shape, 1, 0.0) == []
+
+
 def test_a_config_of_before_with_one_function_still_loads() -> None:
     assert from_yaml("reward: {function: exact}").reward.function == ("exact",)
 

@@ -1,0 +1,191 @@
+"""Rounds of real answers under judges of every kind, and what came when."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from r3.config import RewardConfig
+from r3.device import Device
+from r3.rewards.judge import Component, Judge, Verdict, judge_of
+from r3.rewards.model import Batches, RewardModel
+from r3.rollout import Answers, answer
+from r3.types import Prompt, Rollout
+from r3.workers import Pool, Threads
+from tests.e2e.env_cases import Talker
+from tests.tiny import tiny_config
+
+
+class Watched(Judge):
+    """Writes down when conversations ended and when they had their reward."""
+
+    def __init__(self, judge: Judge) -> None:
+        super().__init__(judge.components, on_error=judge.on_error)
+        self.began = time.monotonic()
+        self.ended: dict[Any, float] = {}
+        self.judged: dict[Any, float] = {}
+
+    def submit(self, key: Any, rollout: Rollout, prompt: Prompt) -> None:
+        self.ended[key] = time.monotonic()
+        super().submit(key, rollout, prompt)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Verdict]:
+        verdicts = super().poll(timeout_s)
+        self.judged |= {verdict.key: time.monotonic() for verdict in verdicts}
+        return verdicts
+
+    def overlap(self) -> int:
+        """Conversations that had their reward while others were still being written."""
+        return sum(when < max(self.ended.values()) for when in self.judged.values())
+
+
+def talker(device: Device) -> Talker:
+    """The shipped model's engine, with room for all conversations at once."""
+    return Talker(device, tiny_config(engine={"max_model_len": 320, "kv_cache_gib": 0.0625}))
+
+
+def round_of(
+    talker: Talker, judge: Judge, *, prompts: int = 8, max_tokens: int = 200, keep_all: bool = False
+) -> tuple[Answers, Watched, float]:
+    """One round of two answers to each of some prompts; what came, who came when, and the seconds it took."""
+    watched = Watched(judge)
+    began = time.monotonic()
+    answers = answer(
+        talker.engine,
+        talker.task.prompts.prompts[:prompts],
+        watched,
+        talker.mesh,
+        members=4,
+        version=0,
+        run_seed=0,
+        seed_step=0,
+        max_tokens=max_tokens,
+        temperature=1.5,  # answers of many lengths
+        keep_all=keep_all,
+    )
+    seconds = time.monotonic() - began
+    watched.close()
+    return answers, watched, seconds
+
+
+def told(answers: Answers, watched: Watched, seconds: float) -> dict[str, Any]:
+    """A round as JSON."""
+    names = [f"{rollout.group}/{rollout.member}" for rollout in answers.rollouts]
+    return {
+        "tokens": dict(zip(names, (rollout.tokens_T.tolist() for rollout in answers.rollouts), strict=True)),
+        "responses": dict(zip(names, (rollout.response for rollout in answers.rollouts), strict=True)),
+        "rewards": dict(zip(names, answers.rewards, strict=True)),
+        "parts": {f"{group}/{member}": dict(parts) for (group, member), parts in answers.parts.items()},
+        "facts": {name: float(type(part).reduce([part])) for name, part in answers.facts.items()},
+        "overlap": watched.overlap(),
+        "judged": len(watched.judged),
+        "seconds": seconds,
+    }
+
+
+def kinds(device: Device, *, file: str, reward_model: str, url: str, prompt_file: str) -> dict[str, Any]:
+    """The same round under a quick judge, a slow one, a reward model, a server, and one that fails for some."""
+    engine = talker(device)
+    found: dict[str, Any] = {}
+
+    def run(name: str, settings: RewardConfig, *, keep_all: bool = False, model: Any = None) -> None:
+        judge = judge_of(settings, model=model)
+        found[name] = told(*round_of(engine, judge, keep_all=keep_all))
+
+    run("quick", RewardConfig(function=("exact",)))
+    run("slow", RewardConfig(function=(f"{file}:slow", "exact"), weights=(0.5, 1.0)))
+    settings = RewardConfig(
+        function=("model",), model_path=reward_model, model_dtype="float32", model_batch=4, model_wait_s=0.01
+    )
+    model = RewardModel(settings)
+    model.wake(device)
+    run("model", settings, model=model)
+    prompts = engine.task.prompts.prompts
+    found["model"]["single"] = {
+        name: model.score(response, prompts[int(name.partition("/")[0])])
+        for name, response in found["model"]["responses"].items()
+    }
+    server = RewardConfig(
+        function=("http",),
+        url=url,
+        model="grader",
+        prompt_file=prompt_file,
+        pattern=r"####\s*(-?\d+)",
+        max_tokens=40,
+        max_connections=8,
+        retries=0,
+        on_error="drop",
+    )
+    run("http", server)
+    picky = RewardConfig(function=(f"{file}:picky",), on_error="drop", retries=1)
+    run("drop", picky)
+    run("kept", picky, keep_all=True)
+    return found
+
+
+SLEEP_S = 0.1  # of the slow judge, in benchmarks/judges.py
+
+
+def turns(device: Device, *, reward_model: str, rounds: int) -> list[dict[str, Any]]:
+    """What benchmarks/judges.py measures: the same round under each judge, in turns."""
+    engine = talker(device)
+    prompts = engine.task.prompts.prompts
+
+    def at_once(batch: int) -> RewardConfig:
+        return RewardConfig(
+            function=("model",),
+            model_path=reward_model,
+            model_dtype="float32",
+            model_batch=batch,
+            model_wait_s=0.05 if batch > 1 else 0.0,
+        )
+
+    batched, single = RewardModel(at_once(16)), RewardModel(at_once(1))
+
+    async def sleep(response: str, prompt: Prompt) -> float:
+        await asyncio.sleep(SLEEP_S)
+        return 1.0
+
+    def wait(rollout: Rollout, prompt: Prompt) -> float:
+        time.sleep(SLEEP_S)
+        return 1.0
+
+    def sleeping() -> Judge:
+        pool = Pool(Threads(), timeout_s=60.0)
+        return Judge([Component(name="sleep", function=sleep, pool=pool)])
+
+    arms: dict[str, Callable[[], Judge]] = {
+        "quick": lambda: judge_of(RewardConfig(function=("exact",))),
+        "beside": sleeping,
+        "in the loop": lambda: Judge.of_function(wait),
+        "model": lambda: judge_of(batched.settings, model=batched),
+        "model of one": lambda: judge_of(single.settings, model=single),
+    }
+    found: list[dict[str, Any]] = []
+    for number in range(rounds + 1):
+        figures: dict[str, Any] = {}
+        for name, arm in arms.items():
+            judge = arm()
+            answers, watched, seconds = round_of(engine, judge, prompts=16)
+            last = max(watched.ended.values())
+            figures[name] = {
+                "seconds": seconds,
+                "writing_s": last - watched.began,
+                "judged_before_last": watched.overlap(),
+                "answers": len(answers.rollouts),
+                "judge_mean_s": sum(watched.judged[key] - when for key, when in watched.ended.items())
+                / len(watched.ended),
+            }
+            if name.startswith("model"):
+                place = judge.components[0].pool.place
+                assert isinstance(place, Batches)
+                alone = [single.score(each.response, prompts[each.group]) for each in answers.rollouts]
+                figures[name]["batches"] = len(place.trace)
+                figures[name]["worst_difference"] = max(
+                    abs(one - other) for one, other in zip(answers.rewards, alone, strict=True)
+                )
+        if number:  # the first warms everything up
+            found.append(figures)
+    return found

@@ -1,0 +1,148 @@
+"""Judges beside a real engine: what is sampled does not depend on them, and answers are judged while others are written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from r3 import assets
+from r3.device import free_port
+from tests.e2e import judge_cases
+from tests.unit.test_reward_model import TOLERANCE, classifier
+from tests.world import ROOT, run_world
+
+pytestmark = pytest.mark.e2e
+
+FUNCTIONS = """
+import asyncio
+
+async def slow(response, prompt):
+    await asyncio.sleep(0.2)
+    return float(len(response))
+
+def picky(response, prompt):
+    if len(response) % 3 == 0:
+        raise ValueError("I do not like its length")
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def vllm_server() -> Iterator[str]:
+    """vLLM's own OpenAI-compatible server with the shipped model, on loopback."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(assets.TINY_MOE)]
+    command += ["--served-model-name", "grader", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager"]
+    command += ["--kv-cache-memory-bytes", str(2**25)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        until = time.monotonic() + 240.0
+        while True:
+            try:
+                with urllib.request.urlopen(f"{url}/models", timeout=5):
+                    break
+            except (urllib.error.URLError, OSError):
+                assert process.poll() is None, process.communicate()[0][-4000:]
+                assert time.monotonic() < until, "vLLM's server did not answer in four minutes"
+                time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def rounds(vllm_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("judges")
+    (folder / "mine.py").write_text(FUNCTIONS)
+    (folder / "prompt.txt").write_text("{question} {response}")  # as much as the shipped model can take
+    (folder / "classifier").mkdir()
+    (found,) = run_world(
+        judge_cases.kinds,
+        1,
+        file=str(folder / "mine.py"),
+        reward_model=str(classifier(folder / "classifier")),
+        url=vllm_server,
+        prompt_file=str(folder / "prompt.txt"),
+    )
+    return dict(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_is_sampled_does_not_depend_on_the_judge(rounds: dict[str, Any]) -> None:
+    quick = rounds["quick"]["tokens"]
+    assert len(quick) == 32
+    for name in ("slow", "model", "kept"):
+        assert rounds[name]["tokens"] == quick
+    for name in ("drop", "http"):
+        assert rounds[name]["tokens"].items() <= quick.items()
+
+
+def test_answers_are_judged_while_others_are_written(rounds: dict[str, Any]) -> None:
+    for name in ("slow", "model"):
+        assert rounds[name]["judged"] == 32
+        assert rounds[name]["overlap"] >= 8, f"{name}: {rounds[name]['overlap']} of 32"
+
+
+def test_rewards_are_weighted_sums_with_their_parts(rounds: dict[str, Any]) -> None:
+    slow = rounds["slow"]
+    for name, response in slow["responses"].items():
+        assert slow["parts"][name]["slow"] == len(response)
+        assert slow["rewards"][name] == 0.5 * len(response) + slow["parts"][name]["exact"]
+
+
+def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, Any]) -> None:
+    model = rounds["model"]
+    worst = max(abs(model["rewards"][name] - model["single"][name]) for name in model["rewards"])
+    assert worst <= TOLERANCE  # as in tests/unit/test_reward_model.py
+
+
+def test_vllms_own_server_judges(rounds: dict[str, Any]) -> None:
+    """The shipped model is asked as a grader; what it says is a number after #### or counted as a failure."""
+    http = rounds["http"]
+    facts = http["facts"]
+    assert facts["reward/calls"] == 32 and facts["reward/timeouts"] == 0
+    assert facts["reward/errors"] == facts["reward/dropped"] == 32 - len(http["rewards"])
+    assert http["rewards"], "not one answer was judged"
+    assert all(
+        reward == parts["http"]
+        for reward, parts in zip(http["rewards"].values(), http["parts"].values(), strict=True)
+    )
+
+
+def test_failures_are_left_out_of_training_and_0_in_evaluation(rounds: dict[str, Any]) -> None:
+    drop, kept = rounds["drop"], rounds["kept"]
+    bad = {name for name, response in kept["responses"].items() if len(response) % 3 == 0}
+    assert 0 < len(bad) < 32
+    assert drop["rewards"].keys() == kept["rewards"].keys() - bad
+    assert {name for name, reward in kept["rewards"].items() if reward == 0.0} == bad
+    count = len(bad)
+    for facts, dropped in ((drop["facts"], count), (kept["facts"], 0)):
+        assert (facts["reward/dropped"], facts["reward/zeroed"]) == (dropped, count - dropped)
+        assert (facts["reward/errors"], facts["reward/retries"]) == (2 * count, count)
