@@ -125,7 +125,7 @@ def kinds(device: Device, *, file: str, reward_model: str, url: str, prompt_file
     return found
 
 
-SLEEP_S = 0.1  # of the slow judge, in benchmarks/judges.py
+SLEEP_S = 0.05  # of the slow judge, in benchmarks/judges.py
 
 
 def turns(device: Device, *, reward_model: str, rounds: int) -> list[dict[str, Any]]:
