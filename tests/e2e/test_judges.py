@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 from r3 import assets
 from r3.device import free_port
 from tests.e2e import judge_cases
+from tests.e2e.test_train import rows_of, run
 from tests.unit.test_reward_model import TOLERANCE, classifier
 from tests.world import ROOT, run_world
 
@@ -148,3 +151,32 @@ def test_failures_are_left_out_of_training_and_0_in_evaluation(rounds: dict[str,
     for facts, dropped in ((drop["facts"], count), (kept["facts"], 0)):
         assert (facts["reward/dropped"], facts["reward/zeroed"]) == (dropped, count - dropped)
         assert (facts["reward/errors"], facts["reward/retries"]) == (2 * count, count)
+
+
+def test_a_run_is_trained_on_several_rewards_each_recorded(tmp_path: Path) -> None:
+    """From the command line: a function, a file's async function and a reward model, weighted; the held-out set has its own."""
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (tmp_path / "classifier").mkdir()
+    path = classifier(tmp_path / "classifier")
+    flags = ["--reward.function", "gsm8k", f"{tmp_path / 'mine.py'}:slow", "model"]
+    flags += ["--reward.weights", "1.0", "-0.01", "0.1", "--reward.model_path", str(path)]
+    flags += ["--reward.model_dtype", "float32", "--reward.model_ranks", "0", "1"]
+    flags += ["--eval.function", "gsm8k", "--train.steps", "1", "--checkpoint.export", "False"]
+    run(tmp_path / "run", *flags)
+    row = rows_of(tmp_path / "run")[-1]
+    names = ("gsm8k", "slow", "model")
+    total = sum(
+        weight * row[f"reward/{name}/mean"] for name, weight in zip(names, (1.0, -0.01, 0.1), strict=True)
+    )
+    assert row["reward/mean"] == pytest.approx(
+        total, abs=1e-9
+    )  # float64 means of the same numbers, summed in other orders
+    assert row["reward/calls"] > 0 and row["reward/errors"] == row["reward/dropped"] == 0
+    assert row["time/judge_mean_s"] >= 0.02  # it sleeps so long
+    dump = (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    for rollout in map(json.loads, dump):
+        parts = rollout["rewards"]
+        assert list(parts) == list(names) and parts["slow"] == len(rollout["response"])
+        assert rollout["reward"] == 1.0 * parts["gsm8k"] + -0.01 * parts["slow"] + 0.1 * parts["model"]
+    answers = (tmp_path / "run" / "eval" / "step_000001.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["rewards"].keys() == {"gsm8k"} for line in answers)

@@ -190,7 +190,7 @@ def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
         "while not pool.poll(1.0): pass\n"
         "pool.submit(1, misbehave, 'hang')\n"
         "pool.poll(0.1)\n"
-        "print(pool._place._workers[0].process.pid, flush=True)\n"
+        "print(pool.place._workers[0].process.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     root = Path(__file__).resolve().parents[2]
