@@ -26,7 +26,7 @@ def main() -> None:
 
     task, run_dir, start = begin(config, check=invocation.check)
 
-    from r3 import checkpoint
+    from r3 import carry, checkpoint
     from r3.device import init_device, leave, seed_everything, settle
     from r3.diagnostics import Max
     from r3.engine import Engine
@@ -55,6 +55,15 @@ def main() -> None:
     if start.found:
         checkpoint.load(start.found, policy, device, mesh, weights_only=config.eval.only)
     done = start.found.step if start.found else 0
+    carried = carry.Carry()  # conversations that the step before left unfinished
+    if start.found and rollout.step_token_budget:
+        carried = carry.from_checkpoint(
+            start.found.folder,
+            task.prompts.prompts,
+            engine=mesh.engine_dp.rank,
+            engines=mesh.engine_dp.size,
+            speaks=engine.speaks,
+        )
     last = done if config.eval.only else train.steps
     settle()
 
@@ -99,7 +108,8 @@ def main() -> None:
             # 2 generate, 3 score: answers are judged while others are still being written
             total = rollout.prompts_per_step * rollout.group_size // mesh.engine_dp.size
             with meter.phase("generate"), meter.progress(total, f"step {step} generate") as tick:
-                found = answers_of_step(engine, task, config, mesh, step=step, on_answer=tick)
+                found = answers_of_step(engine, task, config, mesh, step=step, carry=carried, on_answer=tick)
+            carried = found.carry
             with meter.phase("score"):
                 scored = score_all(found.answers, found.rewards, config)
                 for part in found.metrics:
@@ -117,7 +127,7 @@ def main() -> None:
                     captured=engine.capture,
                     on_missing=config.replay.on_missing,
                     min_coverage=config.replay.min_coverage,
-                    versions=(version,),
+                    versions=range(max(0, version - rollout.max_staleness), version + 1),
                     layers=policy.replay.layers,
                 )
                 meter.add(ledger)
@@ -137,7 +147,10 @@ def main() -> None:
             if step == train.steps or every(step, config.checkpoint.every):
                 with meter.phase("checkpoint"):
                     keep = config.checkpoint.keep
-                    checkpoint.save(run_dir.checkpoints, policy, device, mesh, step=step, keep=keep)
+                    files = carry.to_files(carried, mesh.engine_dp.rank, speaks=engine.speaks)
+                    checkpoint.save(
+                        run_dir.checkpoints, policy, device, mesh, step=step, keep=keep, files=files
+                    )
 
         if config.checkpoint.export and not config.eval.only and not run_dir.hf(train.steps).exists():
             with meter.phase("export"):

@@ -1,8 +1,8 @@
 """Checkpoints: complete or absent, resumed bit for bit, readable under another layout.
 
 What a run needs to go on: weights, optimizer state, the step (data order, sampling seeds and the learning rate are functions
-of it) and random states. Tensors go through Megatron's sharded state and torch's distributed checkpoint writer, so a run may
-resume with other parallel sizes.
+of it), random states and interrupted conversations (r3/carry.py). Tensors go through Megatron's sharded state and torch's
+distributed checkpoint writer, so a run may resume with other parallel sizes.
 
 Upstream faults designed around (Megatron-Core 0.16.1 with torch's AdamW):
   - `load_state_dict` gives every parameter the same `step` tensor, which AdamW then advances once per parameter: wrong from
@@ -18,7 +18,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,20 @@ from r3.policy.residency import chained
 from r3.resume import Found, step_folders
 
 
-def save(checkpoints: Path, policy: Policy, device: Device, mesh: Mesh, *, step: int, keep: int) -> Path:
+def save(
+    checkpoints: Path,
+    policy: Policy,
+    device: Device,
+    mesh: Mesh,
+    *,
+    step: int,
+    keep: int,
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
     """Write `step_000010/` (state after `step` steps) in one rename, point `latest` at it, drop older than `keep`.
 
-    All ranks must call, with the policy's training memory onloaded.
+    `files` are more of this rank's, by names that no other rank gives. All ranks must call, with the policy's training memory
+    onloaded.
     """
     assert policy.is_onloaded, f"rank {device.rank}: a checkpoint needs the optimizer state in memory"
     folder = checkpoints / f"step_{step:06d}"
@@ -50,6 +60,8 @@ def save(checkpoints: Path, policy: Policy, device: Device, mesh: Mesh, *, step:
     started = time.time()
     _write_sharded(partial, _sharded_state(policy, mesh, loading=False))
     torch.save(_random_state(), partial / f"random_{device.rank:05d}.pt")
+    for name, content in (files or {}).items():
+        (partial / name).write_bytes(content)
     mesh.world.barrier()
     if device.rank == 0:
         facts = {

@@ -100,6 +100,11 @@ class RolloutConfig:
     """Nucleus mass. Below 1 the policy's probabilities are over a larger support than the engine's: see README."""
     top_k: int = 0
     """Only the k likeliest tokens; 0 = all. Same caveat as top_p."""
+    step_token_budget: int = 0
+    """Tokens that a conversation may be given in one step; then it is interrupted (partial rollouts); 0 = no end but its own."""
+    max_staleness: int = 0
+    """Steps that an interrupted conversation may go on for, its earlier tokens, log-probabilities and routes kept; a group
+    is trained on when all its conversations are over. 0 = interrupted conversations are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,12 +129,17 @@ def prompts_of_step(dataset: Dataset, *, seed: int, step: int, count: int) -> li
     epochs laid end to end, so nothing repeats inside an epoch, and a step may begin in one epoch and end in the next.
     With weights every source has epochs of its own, and a place takes the next prompt of the source whose turn it is.
     """
+    return prompts_from(dataset, seed=seed, start=step * count, count=count)
+
+
+def prompts_from(dataset: Dataset, *, seed: int, start: int, count: int) -> list[Prompt]:
+    """The prompts at places start .. start + count - 1 of that order."""
     if not len(dataset):
         raise ValueError("the data set holds no prompt")
     if not dataset.weights:
-        return _draw(dataset.prompts, [seed], step * count, (step + 1) * count)
+        return _draw(dataset.prompts, [seed], start, start + count)
     ends = np.cumsum(dataset.sizes)
-    taken = [turns(dataset.weights, step * count + i) for i in range(count + 1)]
+    taken = [turns(dataset.weights, start + i) for i in range(count + 1)]
     drawn = [
         _draw(dataset.prompts[end - size : end], [seed, index], taken[0][index], taken[-1][index])
         for index, (size, end) in enumerate(zip(dataset.sizes, ends, strict=True))

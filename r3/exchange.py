@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -185,7 +185,7 @@ def distribute(
     captured: bool = True,
     on_missing: Literal["error", "live"] = "error",
     min_coverage: float = 0.0,
-    versions: Container[int] | None = None,
+    versions: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
 ) -> tuple[list[Batch], dict[str, Any]]:
     """This rank's share of every update of the step, packed, and metric partials. All ranks must call.
@@ -195,7 +195,8 @@ def distribute(
     Args:
         captured: whether the engine captures routes at all (it does in replay mode r3).
         on_missing, min_coverage: what missing routes do, see `ledger.admit`.
-        versions: versions of the policy whose rollouts may be trained on in this step; None = any (a dump scored again).
+        versions: versions of the policy whose rollouts may be trained on in this step, the step's own last; None = any (a dump
+            scored again).
         layers: global numbers of the MoE layers whose routers this rank holds; only their routes come. None = all.
 
     Raises:
@@ -235,7 +236,13 @@ def distribute(
     for update in plan:
         members = [lengths[i] for rank in update.micro_batches for micro_batch in rank for i in micro_batch]
         micro_batches_of_rank = tuple(
-            pack_for(mesh, shape, [mine[i] for i in micro_batch], num_layers=len(places))
+            pack_for(
+                mesh,
+                shape,
+                [mine[i] for i in micro_batch],
+                num_layers=len(places),
+                version=versions[-1] if versions else None,
+            )
             for micro_batch in update.micro_batches[mesh.dp.rank]
         )
         batches.append(
@@ -265,7 +272,9 @@ def length_multiples(mesh: Mesh) -> tuple[int, int]:
     return each * mesh.tp.size, each
 
 
-def pack_for(mesh: Mesh, shape: ModelShape, scored: Sequence[Scored], *, num_layers: int) -> MicroBatch:
+def pack_for(
+    mesh: Mesh, shape: ModelShape, scored: Sequence[Scored], *, num_layers: int, version: int | None = None
+) -> MicroBatch:
     """Pack whole rollouts, whose routes have `num_layers` layers, into one micro-batch that this layout can cut."""
     whole, each = length_multiples(mesh)
     return packing.pack(
@@ -277,6 +286,7 @@ def pack_for(mesh: Mesh, shape: ModelShape, scored: Sequence[Scored], *, num_lay
         topk=shape.topk if num_layers else 0,
         multiple=whole,
         sequence_multiple=each,
+        version=version,
     )
 
 
@@ -361,6 +371,7 @@ def encode(items: Sequence[Scored], layers: Sequence[int] | None = None) -> byte
             "member": rollout.member,
             "finish_reason": rollout.finish_reason,
             "version": rollout.version,
+            "segments": rollout.segments,
             "response": rollout.response,
             "checksums": checksums(rollout.tokens_T, rows),
         }
@@ -409,6 +420,7 @@ def decode(message: bytes) -> list[Scored]:
                 routed_experts=routes,
                 finish_reason=facts["finish_reason"],
                 version=facts["version"],
+                segments=tuple((token, version) for token, version in facts["segments"]),
                 response=facts["response"],
             ),
         )

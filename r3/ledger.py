@@ -136,9 +136,9 @@ def reconcile(row: Mapping[str, float]) -> None:
 
 def _fault(rollout: Rollout, versions: Container[int] | None, num_experts: int) -> str:
     """What keeps a rollout from being trained on now, missing rows aside; empty when nothing does."""
-    if versions is not None and rollout.version not in versions:
+    if versions is not None and (refused := [v for v in rollout.versions if v not in versions]):
         return (
-            f"{_name(rollout)}: its routes and log-probabilities are of policy version {rollout.version}, "
+            f"{_name(rollout)}: its routes and log-probabilities are of policy version {refused[0]}, "
             f"this step trains on {versions}"
         )
     routes = rollout.routed_experts

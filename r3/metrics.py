@@ -43,6 +43,7 @@ PHASES: dict[str, str] = {
 _R3 = "arXiv 2510.11370"
 _LAYER = "routing/agreement_layer/"
 _TOKENS = "over the loss tokens; D = log pi_old - log mu: policy at the rollout's weights against engine"
+# Rollouts that an older version began (rollout.step_token_budget) are left out of the mismatch panels.
 
 GLOSSARY: dict[str, Entry] = {
     "reward/mean": Entry("mean reward of the step's rollouts", "r3/rollout.py"),
@@ -78,6 +79,17 @@ GLOSSARY: dict[str, Entry] = {
     "rollout/rounds": Entry("rounds of prompts the step took (algo.dynamic_sampling)", "r3/refill.py"),
     "rollout/groups_sampled": Entry("groups answered in all rounds", "r3/refill.py"),
     "rollout/groups_trained": Entry("of them, those with signal that are trained on", "r3/refill.py"),
+    "rollout/carried": Entry(
+        "conversations that rollout.step_token_budget interrupted and that go on in the next step",
+        "r3/carry.py",
+    ),
+    "rollout/dropped_by_budget": Entry(
+        "conversations it interrupted that were dropped: they would have exceeded rollout.max_staleness",
+        "r3/carry.py",
+    ),
+    "rollout/stale_tokens_frac": Entry(
+        "share of sampled tokens that an older version than the step's sampled", "r3/carry.py"
+    ),
     "env/turns_mean": Entry("mean of the model's messages per conversation", "r3/rollout.py"),
     "env/max_turns_frac": Entry("share of conversations that ended at env.max_turns", "r3/rollout.py"),
     "env/calls": Entry("calls of environments in the step", "r3/workers.py"),

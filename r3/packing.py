@@ -163,6 +163,7 @@ class _Sequence(NamedTuple):
     weights_T: np.ndarray
     routes_TLK: np.ndarray
     real_T: np.ndarray
+    current_T: np.ndarray
     rollout_id: int
 
 
@@ -176,6 +177,7 @@ def pack(
     topk: int,
     multiple: int = 1,
     sequence_multiple: int = 1,
+    version: int | None = None,
 ) -> MicroBatch:
     """Shift the rollouts by one, as drawn in `types.py`, and lay them end to end, nothing between them.
 
@@ -198,6 +200,7 @@ def pack(
         multiple: the packed length is a multiple of this; itself a multiple of `sequence_multiple`.
         sequence_multiple: every sequence is padded to a multiple of this with filler tokens (context parallelism
             cuts each one into equal chunks).
+        version: of the policy that trains on them, which rollouts that an older one began are marked against; None = none is.
     """
     if multiple % sequence_multiple:
         raise ValueError(f"multiple {multiple} is no multiple of sequence_multiple {sequence_multiple}")
@@ -212,7 +215,15 @@ def pack(
         )
     sequences = [
         _padded(
-            _shift(rollout, index, advantage, num_experts=num_experts, num_layers=num_layers, topk=topk),
+            _shift(
+                rollout,
+                index,
+                advantage,
+                num_experts=num_experts,
+                num_layers=num_layers,
+                topk=topk,
+                version=version,
+            ),
             -len(rollout.tokens_T) % sequence_multiple,
             num_experts=num_experts,
         )
@@ -257,7 +268,14 @@ def count_loss_tokens(micro_batches: Iterable[MicroBatch]) -> int:
 
 
 def _shift(
-    rollout: Rollout, rollout_id: int, advantage: float, *, num_experts: int, num_layers: int, topk: int
+    rollout: Rollout,
+    rollout_id: int,
+    advantage: float,
+    *,
+    num_experts: int,
+    num_layers: int,
+    topk: int,
+    version: int | None,
 ) -> _Sequence:
     name = f"rollout {rollout_id} ({rollout.prompt_id}/{rollout.member})"
     if rollout_id < 0:
@@ -287,6 +305,7 @@ def _shift(
         weights_T=loss_mask_T / np.float32(max(1, rollout.num_response_tokens)),
         routes_TLK=routes_TLK,
         real_T=np.ones(len(rollout.tokens_T), np.bool_),
+        current_T=np.full(len(rollout.tokens_T), version is None or rollout.version >= version),
         rollout_id=rollout_id,
     )
 
@@ -348,6 +367,7 @@ def _filler(num_tokens: int, *, num_experts: int, num_layers: int, topk: int) ->
         weights_T=nothing_T,
         routes_TLK=filler_routes(num_tokens, num_layers, topk, num_experts),
         real_T=np.zeros(num_tokens, np.bool_),
+        current_T=np.ones(num_tokens, np.bool_),
         rollout_id=-1,
     )
 
@@ -368,5 +388,6 @@ def _concatenate(sequences: Sequence[_Sequence]) -> MicroBatch:
         sequence_weights_N=join("weights_T"),
         routed_experts_NLK=join("routes_TLK"),
         real_N=join("real_T"),
+        current_N=join("current_T"),
         rollout_ids=tuple(sequence.rollout_id for sequence in sequences),
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from r3.chat import Chat, ChatError
@@ -45,22 +45,50 @@ class Talk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Held:
+    """A conversation that was interrupted, and where it goes on.
+
+    Attributes:
+        rollout: the conversation so far, by its group's number in the step; nothing to train on yet.
+        born: the step and the number in it that its random streams are named after.
+        turns: messages of the model that are complete; `asked`: continuations that the engine was asked for.
+        longest: tokens it may have; `last_turn`: where the model's last message begins, `midway` if that is not complete.
+        heard: tokens of the environment's messages that come next.
+        rewards: of its turns; `environment`: its state, as `Environments.suspend` gives it.
+    """
+
+    prompt: Prompt
+    rollout: Rollout
+    born: tuple[int, int]
+    turns: int
+    asked: int
+    longest: int
+    last_turn: int
+    midway: bool
+    heard: tuple[int, ...]
+    rewards: tuple[float, ...]
+    environment: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Answers:
     """This rank's rollouts and their rewards, parallel lists in order of group and member.
 
     Empty on ranks that only lend their device to another rank's engine. Groups are whole, but for conversations whose
     environment or reward failed (`env.on_error`, `reward.on_error` "drop"). `parts` are the rewards of each component by
-    (group, member), where the judge was asked. `facts` are metric partials of the conversations themselves.
+    (group, member), where the judge was asked. `facts` are metric partials of the conversations themselves, `held` those that
+    the budget interrupted.
     """
 
     rollouts: list[Rollout]
     rewards: list[float]
     parts: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    held: tuple[Held, ...] = ()
 
     @classmethod
     def joined(cls, parts: Sequence[Answers]) -> Answers:
-        """All of several rounds, whose groups have numbers of their own; facts aside."""
+        """All of several rounds, whose groups have numbers of their own; facts and what is held aside."""
         return cls(
             rollouts=[rollout for part in parts for rollout in part.rollouts],
             rewards=[reward for part in parts for reward in part.rewards],
@@ -68,12 +96,25 @@ class Answers:
         )
 
     def of_groups(self, groups: frozenset[int]) -> Answers:
-        """Those of some groups; facts aside."""
+        """Those of some groups; facts and what is held aside."""
         kept = [pair for pair in zip(self.rollouts, self.rewards, strict=True) if pair[0].group in groups]
         return Answers(
             rollouts=[rollout for rollout, _ in kept],
             rewards=[reward for _, reward in kept],
             parts={name: found for name, found in self.parts.items() if name[0] in groups},
+        )
+
+    def in_order(self) -> Answers:
+        """In order of group and member; facts and what is held aside."""
+        pairs = sorted(
+            zip(self.rollouts, self.rewards, strict=True), key=lambda pair: (pair[0].group, pair[0].member)
+        )
+        return replace(
+            self,
+            rollouts=[rollout for rollout, _ in pairs],
+            rewards=[reward for _, reward in pairs],
+            facts={},
+            held=(),
         )
 
 
@@ -90,6 +131,9 @@ def answer(
     max_tokens: int,
     temperature: float,
     first_group: int = 0,
+    places: Sequence[int] | None = None,
+    held: Sequence[Held] = (),
+    budget: int = 0,
     top_p: float = 1.0,
     top_k: int = 0,
     talk: Talk | None = None,
@@ -104,6 +148,10 @@ def answer(
 
     Args:
         first_group: number of the first prompt's group in the step.
+        places: of the prompts that this engine takes instead.
+        held: conversations that this rank's engine goes on with, too.
+        budget: tokens that a conversation may be given now; then it is interrupted, and held. With stop strings a message is
+            never cut, since one might lie across the cut: the conversation is interrupted before its next one. 0 = none.
         max_tokens: tokens of a conversation after its first messages, sampled and observed.
         talk: the environment; None = one question, one answer.
         judge: asked about each conversation when it ends; the engine goes on meanwhile.
@@ -121,24 +169,30 @@ def answer(
         stop=talk.environments.stop,
         stop_tokens=(talk.chat.end,) if talk.chat else (),
     )
-    conversations = [
+    common: dict[str, Any] = {
+        "engine": engine,
+        "talk": talk,
+        "sampling": sampling,
+        "budget": budget,
+        "on_error": settings.on_error,
+        "keep": keep_all,
+    }
+    conversations = [_Conversation.resumed(each, key, run_seed, **common) for key, each in enumerate(held)]
+    if places is None:
+        places = range(mesh.engine_dp.rank, len(prompts), mesh.engine_dp.size)
+    conversations += [
         _Conversation(
-            engine=engine,
-            talk=talk,
             key=key,
             prompt=prompts[place],
             group=first_group + place,
             member=member,
-            seed_of=partial(_turn_seed, run_seed, seed_step, prompts[place].id, first_group + place, member),
-            sampling=sampling,
+            run_seed=run_seed,
+            born=(seed_step, first_group + place),
             max_tokens=max_tokens,
-            on_error=settings.on_error,
-            keep=keep_all,
+            **common,
         )
         for key, (place, member) in enumerate(
-            (place, member)
-            for place in range(mesh.engine_dp.rank, len(prompts), mesh.engine_dp.size)
-            for member in range(members)
+            ((place, member) for place in places for member in range(members)), start=len(held)
         )
     ]
     rewards: dict[int, float] = {}
@@ -147,12 +201,14 @@ def answer(
     environments = talk.environments
     with engine.sampler(version=version) as sampler:
         if engine.speaks:  # the other ranks of its engine do what they are told
-            for conversation in conversations:
+            for conversation in conversations[len(held) :]:
                 talk.environments.open(conversation.key, conversation.prompt)
-        left = len(conversations)
+        resumed = [conversation.go_on() for conversation in conversations[: len(held)]]
+        paused = 0
+        left = engine.share(len(conversations))
         while left:
-            turns: list[Turn] = []
-            ended = 0
+            turns, resumed = resumed, []
+            ended, paused = paused, 0
             if engine.speaks:
                 idle_s = _SLICE_S if judge.outstanding and environments.outstanding else _IDLE_WAIT_S
                 for reply in environments.poll(0.0 if sampler.busy else idle_s):
@@ -160,7 +216,7 @@ def answer(
                     if turn := conversation.hear(reply):
                         turns.append(turn)
                         continue
-                    if conversation.is_dropped:
+                    if conversation.is_dropped or conversation.is_paused:
                         ended += 1
                         continue
                     rollouts[reply.key] = conversation.rollout()
@@ -183,6 +239,7 @@ def answer(
                 for sampled in sampler.step():
                     if engine.speaks:
                         conversations[sampled.key].say(sampled)
+                        paused += conversations[sampled.key].is_paused
     if not engine.speaks:  # ranks of one engine hold the same answers; the first speaks for them
         return Answers(rollouts=[], rewards=[])
     counts = talk.environments.take_counts()
@@ -201,6 +258,7 @@ def answer(
             if key in rollouts
         },
         facts=facts,
+        held=tuple(conversation.hold() for conversation in conversations if conversation.is_paused),
     )
 
 
@@ -222,9 +280,11 @@ class _Conversation:
         prompt: Prompt,
         group: int,
         member: int,
-        seed_of: Callable[[int], int],
+        run_seed: int,
+        born: tuple[int, int],
         sampling: Sampling,
         max_tokens: int,
+        budget: int,
         on_error: Literal["drop", "zero", "stop"],
         keep: bool,
     ) -> None:
@@ -233,12 +293,69 @@ class _Conversation:
         self.outcome = ""  # how it ended: "stop", "length", "turns" or "error"
         self.transcript: Transcript | None = None
         self._engine, self._talk = engine, talk
-        self._seed_of, self._sampling = seed_of, sampling
+        self._sampling, self._run_seed, self._born = sampling, run_seed, born
         self._longest = max_tokens  # of the whole conversation in tokens, once its first messages are known
         self._on_error, self._keep = on_error, keep
         self._rewards: list[float] = []
         self._last_turn = 0
         self._cut = False
+        # Interruption: what is left of the budget, whether its end cut the model's message, what was heard and not answered.
+        self.is_paused = False
+        self._budget, self._left = budget, budget
+        self._may_cut = self._midway = False
+        self._heard: tuple[int, ...] = ()
+        self._asked = 0
+
+    @classmethod
+    def resumed(cls, held: Held, key: int, run_seed: int, **common: Any) -> _Conversation:
+        """One that was interrupted."""
+        conversation = cls(
+            key=key,
+            prompt=held.prompt,
+            group=held.rollout.group,
+            member=held.rollout.member,
+            run_seed=run_seed,
+            born=held.born,
+            max_tokens=held.longest,
+            **common,
+        )
+        conversation.turns, conversation._asked = held.turns, held.asked
+        conversation._last_turn, conversation._midway = held.last_turn, held.midway
+        conversation._heard, conversation._rewards = held.heard, list(held.rewards)
+        conversation.transcript = Transcript.resumed(conversation._engine, held.rollout, who=conversation.who)
+        conversation._talk.environments.resume(key, held.environment)
+        return conversation
+
+    def go_on(self) -> Turn:
+        """The first turn after an interruption."""
+        assert self.transcript is not None
+        self.transcript.observe(self._heard)
+        self._heard = ()
+        return self._turn()
+
+    def hold(self) -> Held:
+        """What is kept of an interrupted conversation."""
+        try:
+            state = self._talk.environments.suspend(self.key)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise EnvironmentFailed(
+                f"{self.who}: interrupted by rollout.step_token_budget, and its environment cannot be kept ({error})\n"
+                "  write one that can be pickled, or switch the budget off with --rollout.step_token_budget 0"
+            ) from error
+        self.outcome = "interrupted"
+        return Held(
+            prompt=self.prompt,
+            rollout=self.rollout(),
+            born=self._born,
+            turns=self.turns,
+            asked=self._asked,
+            longest=self._longest,
+            last_turn=self._last_turn,
+            midway=self._midway,
+            heard=self._heard,
+            rewards=tuple(self._rewards),
+            environment=state,
+        )
 
     @property
     def who(self) -> str:
@@ -267,11 +384,16 @@ class _Conversation:
     def say(self, sampled: Sampled) -> None:
         """Take what the model said, and give it to the environment."""
         assert self.transcript is not None
-        self._last_turn = len(self.transcript.tokens)
+        if not self._midway:
+            self._last_turn = len(self.transcript.tokens)
         self.transcript.take(sampled)
+        self._left -= len(sampled.tokens_T)
+        self.is_paused = self._midway = self._may_cut and sampled.finish_reason == "length"
+        if self._midway:
+            return
         self.turns += 1
         self._cut = sampled.finish_reason == "length"
-        said = sampled.tokens_T
+        said = self.transcript.tokens[self._last_turn :]
         ends = {*self._sampling.stop_tokens, self._engine.tokenizer.eos_token_id}
         text = self._engine.tokenizer.decode(said[:-1] if said[-1] in ends else said)
         message: Message = {
@@ -324,18 +446,26 @@ class _Conversation:
         # What the model could not answer any more is left out: nothing would be trained on it, and it has no routes.
         if self._room() - len(tokens) < 1:
             return self._end("length")
+        if self._budget and self._left < 1:
+            self.is_paused, self._heard = True, tuple(tokens)
+            return None
         self.transcript.observe(tokens)
         return self._turn()
 
     def _turn(self) -> Turn:
         assert self.transcript is not None
+        said = len(self.transcript.tokens) - self._last_turn if self._midway else 0
         limit = self._talk.environments.settings.max_turn_tokens
+        most = min(self._room(), limit - said if limit else self._room())
+        self._may_cut = bool(self._budget) and not self._sampling.stop and self._left < most
+        self._asked += 1
+        step, group = self._born
         return Turn(
             key=self.key,
             tokens_T=tuple(self.transcript.tokens),
             first_row=self.transcript.first_row,
-            seed=self._seed_of(self.turns),
-            max_tokens=min(self._room(), limit or self._room()),
+            seed=_turn_seed(self._run_seed, step, self.prompt.id, group, self.member, self._asked - 1),
+            max_tokens=self._left if self._may_cut else most,
             sampling=self._sampling,
         )
 
@@ -360,7 +490,7 @@ class _Conversation:
 
 def _facts(conversations: Sequence[_Conversation], counts: Counter[str]) -> dict[str, Any]:
     """Partials of env/* and of the routes that were asked for twice."""
-    over = [c for c in conversations if c.transcript is not None and c.turns]
+    over = [c for c in conversations if c.transcript is not None and c.turns and not c.is_paused]
     failed = [c for c in conversations if c.outcome == "error"]
     dropped = sum(c.is_dropped for c in failed)
     differing = [c.transcript.differing for c in over if c.transcript is not None]

@@ -114,6 +114,7 @@ class RunDir:
                 "advantage": float(advantage),
                 "finish_reason": rollout.finish_reason,
                 "version": rollout.version,
+                "segments": rollout.segments,
                 "tokens": len(rollout.tokens_T),
                 "response_tokens": rollout.num_response_tokens,
             }
@@ -211,6 +212,7 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], list[float], list[float]]:
                 routed_experts=arrays["routed_experts"][routes],
                 finish_reason=row["finish_reason"],
                 version=row["version"],
+                segments=tuple((token, version) for token, version in row.get("segments", ())),
                 response=row["response"],
             )
         )

@@ -67,7 +67,10 @@ class Rollout:
             integer type that fits; empty [T-1, 0, 0] for a dense model.
         finish_reason: "stop"; "length" (the last message was cut, or no room was left for another); of conversations with an
             environment also "turns" (env.max_turns) and "error" (the environment failed).
-        version: policy version (the step) that sampled it.
+        version: policy version (the step) that sampled it; the oldest, when several did.
+        segments: ((first token, version), ...) where several versions sampled it in turn (rollout.step_token_budget): from
+            that token on the sampled ones, with their log-probabilities, are of that version, and so are the routes from the
+            row before, which chose it. Empty: all of `version`.
         response: the model's last message, decoded, for rewards, dumps and people.
     """
 
@@ -81,6 +84,7 @@ class Rollout:
     finish_reason: str
     version: int
     response: str
+    segments: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         tokens = len(self.tokens_T)
@@ -96,6 +100,18 @@ class Rollout:
         """Tokens the policy sampled."""
         return int(self.loss_mask_T.sum())
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Policy versions that sampled it, oldest first."""
+        return tuple(version for _, version in self.segments) or (self.version,)
+
+    def num_stale_tokens(self, version: int) -> int:
+        """Tokens that older versions than this one sampled."""
+        first = next((token for token, sampler in self.segments if sampler >= version), len(self.tokens_T))
+        if not self.segments and self.version >= version:
+            return 0
+        return int(self.loss_mask_T[:first].sum())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
@@ -105,7 +121,8 @@ class MicroBatch:
     the index of each sequence in the step's list of rollouts, -1 for a filler sequence that carries no loss.
     `routed_experts_NLK` holds the MoE layers of the rank's pipeline stage, or all of the model's, in the smallest type.
     `sequence_weights_N` is 1 / (loss tokens of the sequence) at its loss tokens, 0 elsewhere; `real_N` is true on tokens of
-    rollouts and false on filler.
+    rollouts and false on filler. `current_N` is false on rollouts that an older version than the step's began: policy and
+    engine cannot be compared there.
     """
 
     tokens_N: torch.Tensor
@@ -118,6 +135,7 @@ class MicroBatch:
     sequence_weights_N: torch.Tensor
     routed_experts_NLK: torch.Tensor
     real_N: torch.Tensor
+    current_N: torch.Tensor
     rollout_ids: tuple[int, ...]
 
     @property

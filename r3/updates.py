@@ -163,8 +163,8 @@ def take_kl_from_reward(
 
 
 def _panel(policy: Policy, scores: TokenScores, panel: Panel) -> dict[str, Any]:
-    """A panel of metrics over the tokens this rank speaks for."""
+    """A panel of metrics over the tokens this rank speaks for, of rollouts that the present weights sampled."""
     if not policy.reports:
         return {}
-    columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
+    columns = (scores.logprobs, scores.rollout_logprobs, scores.compared)
     return dict(panel(*(torch.cat(column) for column in columns)))

@@ -52,6 +52,8 @@ _COUNTS = (
     "reward.workers",
     "reward.retries",
     "rollout.top_k",
+    "rollout.step_token_budget",
+    "rollout.max_staleness",
     "train.warmup_updates",
     "train.logprob_chunk_tokens",
     "engine.max_model_len",
@@ -382,6 +384,12 @@ def _check_algorithm(config: Config, found: _Findings) -> None:
             "algo.dynamic_sampling",
             "leaves out groups whose rewards are all equal, and reinforce_pp learns from those too: it has no groups",
             "0, or another algo.advantage",
+        )
+    if algo.dynamic_sampling > 0 and config.rollout.step_token_budget and config.rollout.max_staleness > 0:
+        found.add(
+            "rollout.max_staleness",
+            "keeps groups for later steps, and algo.dynamic_sampling leaves out groups of this one by their rewards",
+            "0, which drops interrupted conversations, or --algo.dynamic_sampling 0",
         )
     length = config.rollout.max_response_tokens
     if found.sound("algo.overlong_buffer", "rollout.max_response_tokens") and algo.overlong_buffer > length:
@@ -850,6 +858,13 @@ def _ignored_settings(config: Config, shape: ModelShape | None, given: Collectio
     ):  # a preset's own settings are of no concern when the user switches evaluation off
         names = [name for name in values if name.startswith("eval.") and (given is None or name in given)]
         ignored("eval.path is empty, nothing is evaluated", *names)
+    if not rollout.step_token_budget:
+        ignored("rollout.step_token_budget is 0", "rollout.max_staleness")
+    elif rollout.max_staleness and algo.correction == "none" and algo.loss != "minirl":
+        notes.append(
+            "rollout.max_staleness lets older policies sample, and nothing weighs their tokens by pi_old / mu: give "
+            "--algo.correction token_tis, another one, or --algo.loss minirl"
+        )
     if rollout.top_p < 1 or rollout.top_k > 0:
         notes.append(
             "rollout.top_p and top_k cut the engine's distribution but not the policy's: mismatch metrics and "

@@ -167,6 +167,9 @@ class Sampler:
 class Transcript:
     """The tokens of a conversation as they were sampled and observed, with what the engine did for them. Only appended to.
 
+    Under new weights (`resumed`) the engine computes what came before anew, for its own use: rows and log-probabilities that
+    are held stay those of the version that sampled the tokens, and are not compared with what newer weights say.
+
     Attributes:
         differing: of the rows that were asked for twice, the (token, layer) slots that came back with other experts, and all.
     """
@@ -181,11 +184,24 @@ class Transcript:
         self._who = who
         self._rows: list[np.ndarray] = []
         self._held = 0
+        self._segments: list[tuple[int, int]] = []
+
+    @classmethod
+    def resumed(cls, engine: Engine, rollout: Rollout, *, who: str) -> Transcript:
+        """Of a conversation that was interrupted, perhaps under older weights."""
+        transcript = cls(engine, rollout.tokens_T.tolist(), who=who)
+        transcript.loss_mask = rollout.loss_mask_T.tolist()
+        transcript.logprobs = rollout.logprobs_T.tolist()
+        if transcript._captures:
+            transcript._rows, transcript._held = [rollout.routed_experts], len(rollout.routed_experts)
+        transcript._segments = list(rollout.segments)
+        return transcript
 
     @property
     def first_row(self) -> int:
-        """Where the routes of the next turn should begin: a few rows before those not held yet."""
-        return max(0, self._held - OVERLAP_ROWS)
+        """Where the routes of the next turn should begin: a few rows before those not held yet, if the same weights made them."""
+        same = not self._segments or self._segments[-1][1] == self._engine.version
+        return max(0, self._held - OVERLAP_ROWS) if same else self._held
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append what the model did not say."""
@@ -203,6 +219,8 @@ class Transcript:
         if not np.isfinite(sampled.logprobs_T).all():
             lowest = min(sampled.logprobs_T)
             raise FloatingPointError(f"{self._who}: the engine sampled a token with log-probability {lowest}")
+        if not self._segments or self._segments[-1][1] != self._engine.version:
+            self._segments.append((len(self.tokens) if self._segments else 0, self._engine.version))
         self.tokens += sampled.tokens_T
         self.loss_mask += [1.0] * len(sampled.tokens_T)
         self.logprobs += sampled.logprobs_T
@@ -258,7 +276,8 @@ class Transcript:
             logprobs_T=np.array(self.logprobs, dtype=np.float32),
             routed_experts=self.rows(),
             finish_reason=finish_reason,
-            version=self._engine.version,
+            version=self._segments[0][1] if self._segments else self._engine.version,
+            segments=tuple(self._segments),
             response=self._engine.tokenizer.decode(self.tokens[last_turn:], skip_special_tokens=True),
         )
 

@@ -76,6 +76,18 @@ class Environments:
         step = _step_there if self.settings.workers else _step_async if self._is_async else _step
         self._pool.submit(key, step, self._states[key], message)
 
+    def suspend(self, key: int) -> bytes:
+        """Take the environment of a conversation that goes on later, as bytes that only `resume` opens.
+
+        Raises what pickling an object raises that cannot be pickled.
+        """
+        state = self._states.pop(key)
+        return state if self.settings.workers else pickle.dumps(state)
+
+    def resume(self, key: int, state: bytes) -> None:
+        """Go on with an environment that was suspended."""
+        self._states[key] = state if self.settings.workers else pickle.loads(state)
+
     def forget(self, key: int) -> None:
         """The conversation is over."""
         self._states.pop(key, None)

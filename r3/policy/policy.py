@@ -42,6 +42,7 @@ class TokenScores:
         logprobs: log-probability of each target.
         entropy: of the distribution each target was drawn from.
         rollout_logprobs, loss_mask: the micro-batches' own, cut to the same tokens.
+        compared: the loss tokens that the engine sampled with the policy's present weights; others lie apart for that reason.
         ledger: what replay did; `ledger.recorded` holds routes when the pass recorded them.
     """
 
@@ -49,6 +50,7 @@ class TokenScores:
     entropy: tuple[torch.Tensor, ...]
     rollout_logprobs: tuple[torch.Tensor, ...]
     loss_mask: tuple[torch.Tensor, ...]
+    compared: tuple[torch.Tensor, ...]
     ledger: ReplayLedger
 
 
@@ -176,6 +178,7 @@ class Policy:
             entropy=tuple(entropy for _, entropy in outputs),
             rollout_logprobs=tuple(tokens.rollout_logprobs_N for tokens in seen),
             loss_mask=tuple(tokens.loss_mask_N for tokens in seen),
+            compared=tuple(tokens.loss_mask_N * tokens.current_N for tokens in seen),
             ledger=ledger,
         )
 
@@ -265,6 +268,7 @@ class Policy:
                 stats
                 | {
                     "mask": tokens.loss_mask_N,
+                    "compared": tokens.loss_mask_N * tokens.current_N,
                     "entropy": entropy_N.detach(),
                     "loss": loss.detach(),
                     "logprobs": logprobs_N.detach(),
@@ -384,7 +388,9 @@ class Policy:
         if (
             panel
         ):  # these log-probabilities are those of the rollout's weights, and nobody has measured them yet
-            mismatch = diagnostics.mismatch(column["logprobs"], column["rollout_logprobs"], mask)
+            mismatch = diagnostics.mismatch(
+                column["logprobs"], column["rollout_logprobs"], column["compared"]
+            )
             partials |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         return partials | routing
 

@@ -50,6 +50,7 @@ LAYERS = {
     },
     "worlds": {"engine", "policy"},
     "joints": {
+        "carry",
         "checkpoint",
         "cli",
         "doctor",
