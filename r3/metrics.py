@@ -81,14 +81,14 @@ GLOSSARY: dict[str, Entry] = {
     "rollout/groups_trained": Entry("of them, those with signal that are trained on", "r3/refill.py"),
     "rollout/carried": Entry(
         "conversations that rollout.step_token_budget interrupted and that go on in the next step",
-        "r3/carry.py",
+        "r3/refill.py",
     ),
     "rollout/dropped_by_budget": Entry(
         "conversations it interrupted that were dropped: they would have exceeded rollout.max_staleness",
-        "r3/carry.py",
+        "r3/refill.py",
     ),
     "rollout/stale_tokens_frac": Entry(
-        "share of sampled tokens that an older version than the step's sampled", "r3/carry.py"
+        "share of sampled tokens that an older version than the step's sampled", "r3/refill.py"
     ),
     "env/turns_mean": Entry("mean of the model's messages per conversation", "r3/rollout.py"),
     "env/max_turns_frac": Entry("share of conversations that ended at env.max_turns", "r3/rollout.py"),
