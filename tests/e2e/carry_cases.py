@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +229,7 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
     marked = {
         index
         for micro_batch in batch.micro_batches
-        for index, start, end in zip(
-            micro_batch.rollout_ids, micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], strict=True
-        )
+        for index, (start, end) in zip(micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True)
         if index >= 0 and not bool(micro_batch.current_N[start:end].any())
     }
     found["marked"] = [sorted(old), sorted(marked), len(scored)]
