@@ -54,7 +54,8 @@ class Carry:
             ),
             done=replace(
                 self.done,
-                rollouts=[replace(rollout, group=number_of[rollout.group]) for rollout in self.done.rollouts],
+                rollouts=[replace(each, group=number_of[each.group]) for each in self.done.rollouts],
+                parts={(number_of[group], member): part for (group, member), part in self.done.parts.items()},
             ),
         )
 
@@ -101,7 +102,13 @@ def to_files(carry: Carry, engine: int, *, speaks: bool) -> dict[str, bytes]:
     items = [
         *(Scored(index=i, rollout=each.rollout, advantage=0.0) for i, each in enumerate(carry.held)),
         *(
-            Scored(index=len(facts) + i, rollout=rollout, advantage=0.0, reward=reward)
+            Scored(
+                index=len(facts) + i,
+                rollout=rollout,
+                advantage=0.0,
+                reward=reward,
+                parts=carry.done.parts.get((rollout.group, rollout.member), {}),
+            )
             for i, (rollout, reward) in enumerate(zip(carry.done.rollouts, carry.done.rewards, strict=True))
         ),
     ]
@@ -163,6 +170,10 @@ def _read(file: Path, prompts: Mapping[str, Prompt], *, keeps: bool) -> Carry:
     done = items[len(held) :]
     return Carry(
         held=held,
-        done=Answers(rollouts=[item.rollout for item in done], rewards=[item.reward for item in done]),
+        done=Answers(
+            rollouts=[item.rollout for item in done],
+            rewards=[item.reward for item in done],
+            parts={(item.rollout.group, item.rollout.member): item.parts for item in done if item.parts},
+        ),
         taken=header["taken"],
     )

@@ -19,6 +19,7 @@ from r3.device import Device
 from r3.exchange import distribute, score_all
 from r3.ledger import captured_rows
 from r3.refill import BudgetError, Round, answers_of_step
+from r3.rewards.judge import Judge
 from r3.rollout import Talk
 from r3.types import Rollout
 from tests.e2e.env_cases import CHATTY, Talker, Yardstick
@@ -67,7 +68,7 @@ class Stepper(Talker):
         task = replace(
             self.task,
             talk=Talk.of(settings, self.task.tokenizer, config.model.path),
-            judge=lambda rollout, _prompt: float(len(rollout.response)),
+            judge=Judge.of_function(lambda rollout, _prompt: float(len(rollout.response))),
         )
         rounds: list[Round] = []
         left = carry.Carry()
@@ -113,7 +114,8 @@ def everything(rounds: Sequence[Round]) -> list[Any]:
 
 def metrics(made: Round) -> dict[str, float]:
     parts = {name: part for each in made.metrics for name, part in each.items() if "rollout/" in name}
-    return {name: float(type(part).reduce([part])) for name, part in parts.items()}
+    values = {name: type(part).reduce([part]) for name, part in parts.items()}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 @torch.no_grad()
@@ -175,7 +177,9 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     yardsticks = [Yardstick(str(path)) for path in versions] if device.world_size == 1 else []
     for kind, env in kinds.items():
-        rounds = stepper.steps(config, **env)
+        short = replace(config, rollout=replace(config.rollout, step_token_budget=6))
+        budget = short if kind == "stops" else config  # its messages are short
+        rounds = stepper.steps(budget, **env)
         found[kind] = {"all": everything(rounds), "metrics": [metrics(made) for made in rounds]}
         if not yardsticks:
             continue
@@ -185,7 +189,7 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
             len(each.routed_experts) == len(each.tokens_T) - 1 and each.routed_experts.min() >= 0
             for each in rollouts
         )
-        again = stepper.steps(config, saved=where / kind, **env)
+        again = stepper.steps(budget, saved=where / kind, **env)
         found[kind]["saved"] = everything(again) == found[kind]["all"]
     if not yardsticks:
         return found
@@ -202,7 +206,7 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
     ]
     found["groups"] = [left.groups, *(part.groups for part in parts)]
 
-    dropping = replace(config, rollout=replace(config.rollout, max_staleness=0, step_token_budget=40))
+    dropping = replace(config, rollout=replace(config.rollout, max_staleness=0, step_token_budget=24))
     rounds = stepper.steps(dropping)
     found["drop"] = {"all": everything(rounds), "metrics": [metrics(made) for made in rounds]}
     # A budget that nobody reaches changes nothing at all.

@@ -97,7 +97,7 @@ def test_interrupted_conversations_are_dropped_where_none_may_grow_old(budgets: 
     unbounded = {(step, tuple(each[:3])): each for step, all_ in enumerate(budgets["off"]) for each in all_}
     for step, rollouts in enumerate(budgets["drop"]["all"]):
         for each in rollouts:
-            assert len(each[4][5]) == 1 and sum(each[4][1]) <= 40
+            assert len(each[4][5]) == 1 and sum(each[4][1]) <= 24
             # The others are those that a run without a budget has.
             assert each[4][0] == unbounded[step, tuple(each[:3])][4][0]
     assert "rollout.step_token_budget = 2" in budgets["nothing"]

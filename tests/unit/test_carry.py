@@ -67,7 +67,7 @@ def left() -> Carry:
     """Groups 1 and 3 wait, the first with one conversation over."""
     return Carry(
         held=(held(1, 0, 2, (8, 3)), held(3, 0), held(3, 1)),
-        done=Answers(rollouts=[rollout_of(1, 1, 2)], rewards=[0.1]),
+        done=Answers(rollouts=[rollout_of(1, 1, 2)], rewards=[0.1], parts={(1, 1): {"gsm8k": 0.1}}),
         taken=17,
     )
 
@@ -96,6 +96,7 @@ def test_groups_get_new_numbers_and_lose_nothing_else() -> None:
     assert left().groups == [1, 3] and found.groups == [0, 1]
     assert [each.rollout.group for each in found.held] == [0, 1, 1]
     assert [rollout.group for rollout in found.done.rollouts] == [0]
+    assert found.done.parts == {(0, 1): {"gsm8k": 0.1}}
     assert [each.born for each in found.held] == [(3, 1), (4, 3), (4, 3)], "random streams keep their names"
     assert same(found.renumbered({0: 1, 1: 3}), left())
 
