@@ -68,9 +68,9 @@ class Rollout:
         finish_reason: "stop"; "length" (the last message was cut, or no room was left for another); of conversations with an
             environment also "turns" (env.max_turns) and "error" (the environment failed).
         version: policy version (the step) that sampled it; the oldest, when several did.
-        segments: ((first token, version), ...) where several versions sampled it in turn (rollout.step_token_budget): from
-            that token on the sampled ones, with their log-probabilities, are of that version, and so are the routes from the
-            row before, which chose it. Empty: all of `version`.
+        segments: ((first token, version), ...) where several versions sampled it in turn (rollout.step_token_budget): tokens
+            from the first one on came under that version, and so did the routes from the row before it, which led to it.
+            Empty: all of `version`.
         response: the model's last message, decoded, for rewards, dumps and people.
     """
 

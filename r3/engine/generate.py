@@ -185,6 +185,7 @@ class Transcript:
         self._rows: list[np.ndarray] = []
         self._held = 0
         self._segments: list[tuple[int, int]] = []
+        self._began = 0  # first token that the present weights may have sampled
 
     @classmethod
     def resumed(cls, engine: Engine, rollout: Rollout, *, who: str) -> Transcript:
@@ -194,7 +195,7 @@ class Transcript:
         transcript.logprobs = rollout.logprobs_T.tolist()
         if transcript._captures:
             transcript._rows, transcript._held = [rollout.routed_experts], len(rollout.routed_experts)
-        transcript._segments = list(rollout.segments)
+        transcript._segments, transcript._began = list(rollout.segments), len(rollout.tokens_T)
         return transcript
 
     @property
@@ -220,7 +221,7 @@ class Transcript:
             lowest = min(sampled.logprobs_T)
             raise FloatingPointError(f"{self._who}: the engine sampled a token with log-probability {lowest}")
         if not self._segments or self._segments[-1][1] != self._engine.version:
-            self._segments.append((len(self.tokens) if self._segments else 0, self._engine.version))
+            self._segments.append((self._began, self._engine.version))
         self.tokens += sampled.tokens_T
         self.loss_mask += [1.0] * len(sampled.tokens_T)
         self.logprobs += sampled.logprobs_T
