@@ -86,8 +86,10 @@ def check_routes(
             f"{who}: position {row}, layer {moe_layers[layer]}: experts {routes[row, layer].tolist()} repeat; "
             "such a row was never routed"
         )
-    # K = 1 cannot repeat an id, so a dead capture shows only as one constant row. Short answers may be constant by chance.
-    if routes.shape[0] >= 64 and (constant := (ordered == ordered[:1]).all(axis=(0, 2))).any():
+    # K = 1 cannot repeat an id, so a dead capture shows only as one constant row. Short answers may be constant by chance,
+    # and where every token goes to all experts nothing else is possible.
+    chooses = topk < num_experts and routes.shape[0] >= 64
+    if chooses and (constant := (ordered == ordered[:1]).all(axis=(0, 2))).any():
         raise RouteError(
             f"{who}: layer {moe_layers[int(np.argmax(constant))]} sent all {routes.shape[0]} tokens to experts "
             f"{ordered[0, int(np.argmax(constant))].tolist()}; the capture of this layer is dead or the router collapsed"

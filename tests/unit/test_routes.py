@@ -159,6 +159,11 @@ def test_short_answer_may_route_alike_by_chance() -> None:
         check(_constant(routes_of(len(MOE_LAYERS), rows=64), 1), num_tokens=65)
 
 
+def test_model_that_sends_every_token_to_all_experts_is_no_dead_layer() -> None:
+    routes = routes_of(len(MOE_LAYERS), topk=EXPERTS)
+    np.testing.assert_array_equal(check(routes, topk=EXPERTS), routes)
+
+
 def test_single_token_has_no_rows_and_a_type_all_the_same() -> None:
     checked = check(np.zeros((0, NUM_LAYERS, TOPK), np.uint8), num_tokens=1)
     assert checked.shape == (0, 3, 2) and checked.dtype == np.int8
