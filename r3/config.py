@@ -112,8 +112,9 @@ class RewardConfig:
     """How answers are judged: the weighted sum of what one or several functions say."""
 
     function: tuple[str, ...] = ("gsm8k",)
-    """One or several of: gsm8k, exact, math (math-verify), gym (reasoning-gym's scorer of the task), http (a chat server), model
-    (a reward model on the ranks), `path/to/file.py:function`, plain or async."""
+    """One or several of: gsm8k, exact, math (math-verify), gym (reasoning-gym's scorer of the task), row (the one of gsm8k, exact
+    and gym that the row's column `verifier` names), http (a chat server), model (a reward model on the ranks),
+    `path/to/file.py:function`, plain or async."""
     weights: tuple[float, ...] = ()
     """Weights of the functions in the sum, one a function; empty = all 1."""
     workers: int = 0

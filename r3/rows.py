@@ -22,6 +22,9 @@ from r3.config import Config, EvalSet
 _GYM_SIZE = 1000
 
 
+ROW_VERIFIERS = ("gsm8k", "exact", "gym")  # of r3.rewards: those that a row may name as its own
+
+
 @dataclass(frozen=True, kw_only=True)
 class Columns:
     """What is read from a row, and where. A key with dots also reaches into nested objects.
@@ -32,6 +35,7 @@ class Columns:
         tools: column of the tools' schemas; "" = rows have none.
         system_prompt: put before every chat that has no system message of its own.
         answer_holds: text that every answer must hold; the reward reads what follows it.
+        verifiers: what a row's column `verifier` may name; () = rows need no such column.
     """
 
     prompt: str = "question"
@@ -39,6 +43,7 @@ class Columns:
     tools: str = ""
     system_prompt: str = ""
     answer_holds: str = ""
+    verifiers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +102,7 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
         tools=data.tools_key,
         system_prompt=data.system_prompt,
         answer_holds="####" if judges and "gsm8k" in functions else "",
+        verifiers=ROW_VERIFIERS if judges and "row" in functions else (),
     )
 
 
@@ -324,6 +330,16 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
         rule = f"has no {columns.answer_holds!r}, behind which the reward gsm8k reads the number"
         fault(columns.answer, rule, "mend the row, or give another --reward.function")
 
+    if columns.verifiers:
+        verifier = verifier_of(content)
+        if verifier not in columns.verifiers:
+            rule = f"is {verifier!r}, and the reward row knows {', '.join(columns.verifiers)}"
+            fault("verifier", rule, "name one of them in each row, or give another --reward.function")
+        elif verifier == "gym" and "gym" not in content:
+            fault("verifier", "is gym, and the row is none of reasoning-gym's", "name gsm8k or exact")
+        elif verifier == "gsm8k" and isinstance(answer, str) and "####" not in answer:
+            fault(columns.answer, "has no '####', behind which gsm8k reads the number", "mend the row")
+
     tools = _tools(_look_up(content, columns.tools)) if columns.tools else ()
     if isinstance(tools, str):
         fault(columns.tools, tools, "write a list of JSON schemas, or leave the column out")
@@ -339,6 +355,11 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
         tools=tools,
         columns={key: value for key, value in content.items() if key not in named},
     )
+
+
+def verifier_of(columns: Mapping[str, Any]) -> object:
+    """The verifier that a row names; those that reasoning-gym made need not."""
+    return columns.get("verifier", "gym" if "gym" in columns else None)
 
 
 _ABSENT = object()

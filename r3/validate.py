@@ -20,7 +20,7 @@ from r3.rows import Columns, Row, columns_of, is_folder, is_near, read_rows
 from r3.shape import ModelShape, ShapeError, checkpoint_tensors
 
 # Those of r3.rewards, which imports too much to be asked here, and the ones that are more than a function.
-BUILTIN_REWARDS = ("gsm8k", "exact", "gym", "math", "http", "model")
+BUILTIN_REWARDS = ("gsm8k", "exact", "gym", "row", "math", "http", "model")
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30's attention on CPU
@@ -880,7 +880,7 @@ def _ignored_rewards(config: Config, ignored: Callable[..., None]) -> list[str]:
         if kind not in used:
             names = [f"reward.{name}" for name in fields_of]
             ignored(f"no reward function is {kind}", *names)
-    if used <= {"gsm8k", "exact", "gym"}:
+    if used <= {"gsm8k", "exact", "gym", "row"}:
         quick = "built-in functions run at once"
         ignored(quick, "reward.timeout_s", "reward.workers", "reward.retries")
     if len(reward.function) > 1 and any(not each.function for each in config.eval.sets):

@@ -67,7 +67,19 @@ def gym(response: str, prompt: Prompt) -> float:
     return float(get_score_answer_fn(prompt.metadata["gym"])(answer.strip(), entry))
 
 
-REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "exact": exact, "gym": gym}
+VERIFIERS: dict[str, Reward] = {"gsm8k": gsm8k, "exact": exact, "gym": gym}
+
+
+def row(response: str, prompt: Prompt) -> float:
+    """What the verifier says that the row itself names in its column `verifier`: several data sets, each judged its own way.
+
+    Rows are checked for it when they are read. Those that reasoning-gym made need no such column.
+    """
+    name = prompt.metadata.get("verifier", "gym" if "gym" in prompt.metadata else None)
+    return float(VERIFIERS[name](response, prompt))
+
+
+REWARDS: dict[str, Reward] = {**VERIFIERS, "row": row}
 
 
 def resolve(spec: str) -> Reward:

@@ -12,8 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
+from r3.config import Config, RewardConfig
 from r3.data import DataError, Dataset, load_prompts, prompts_of_step, turns
-from r3.rows import Columns, is_near, read_rows
+from r3.rows import Columns, columns_of, is_near, read_rows
 from r3.types import Prompt
 
 pytestmark = pytest.mark.unit
@@ -308,6 +309,23 @@ def test_rows_may_have_no_answers(tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path, [{"question": "Say hi."}])
     (prompt,) = load_prompts(path, tokenizer, columns=Columns(answer=""), max_prompt_tokens=99).prompts
     assert prompt.answer == ""
+
+
+def test_verifier_that_a_row_names_is_checked_when_it_is_read(tmp_path: Path) -> None:
+    columns = columns_of(Config(reward=RewardConfig(function=("row",))))
+    rows = [{**ROWS[0], "verifier": "gsm8k"}, {**ROWS[1], "verifier": "exact"}]
+    found, none = read_rows(jsonl(tmp_path, rows), columns)
+    assert [row.columns["verifier"] for row in found] == ["gsm8k", "exact"] and none == []
+    bad = [
+        (ROWS[0], "verifier", "is None, and the reward row knows gsm8k, exact, gym"),
+        ({**ROWS[0], "verifier": "math"}, "verifier", "is 'math'"),
+        ({**ROWS[0], "verifier": "gym"}, "verifier", "is none of reasoning-gym's"),
+        ({**ROWS[0], "verifier": "gsm8k", "answer": "7"}, "answer", "has no '####'"),
+    ]
+    for row, field, rule in bad:
+        _, (problem,) = read_rows(jsonl(tmp_path, [row]), columns)
+        assert problem.field == field and rule in problem.rule
+    assert columns_of(Config()).verifiers == ()
 
 
 TOOL = {
