@@ -271,9 +271,18 @@ class Threads:
 
     def close(self) -> None:
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            asyncio.run_coroutine_threadsafe(_stop_loop(), self._loop)
             self._loop = None
         self._tasks.clear()
+
+
+async def _stop_loop() -> None:
+    """Cancel what still runs on this event loop and stop it once that has ended; asyncio complains of tasks left pending."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    asyncio.get_running_loop().stop()
 
 
 @dataclass(slots=True)

@@ -296,8 +296,12 @@ class Plain:
         return [{"role": "user", "content": " ".join(self.heard)}], None, False
 
 class Async(Plain):
+    inside = most = 0
     async def step(self, message):
+        Async.inside += 1
+        Async.most = max(Async.most, Async.inside)
         await asyncio.sleep(0.2)
+        Async.inside -= 1
         return super().step(message)
 """
 
@@ -323,12 +327,12 @@ def test_conversations_keep_their_own_environment_wherever_it_runs(
         environments.open(key, prompt())
     assert all(reply.opened == prompt().messages for reply in collect(environments, count).values())
     for turn in range(2):
-        began = time.monotonic()
         for key in range(count):
             environments.send(key, said("bad" if key == 3 and turn == 1 else f"{key}.{turn}"))
         replies = collect(environments, count)
         if name == "Async" and not workers:
-            assert time.monotonic() - began < 4, "40 waits of 0.2 s overlap"
+            most = environments._class.most  # type: ignore[attr-defined]
+            assert most > 1, "waits overlap"
     failure = replies.pop(3).failure
     assert failure is not None and "bad word" in failure.text
     for key, reply in replies.items():
