@@ -95,8 +95,11 @@ def reinforce_pp(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
 
         A_i = (R_i - mean) / (std + 1e-6)
 
-    mean and (unbiased) std are over all rollouts of all ranks. The paper takes KL to the reference from the
-    reward first (algo.kl_in reward). A step of zero spread gets exactly 0.
+    mean and (unbiased) std are over all rollouts of all ranks. A step of zero spread gets exactly 0.
+
+    This differs from the paper, which gives token t the advantage R_i - beta * sum of KL over the tokens from t on, and
+    whitens over all tokens of the step. Here each rollout has one advantage and one weight in mean and std, whatever its
+    length. With algo.kl_in reward the KL of the whole response is subtracted, the same for each of its tokens.
     """
     _groups(rewards_R, groups_R)  # for its checks
     group = _groups(rewards_R, torch.zeros_like(groups_R))
@@ -127,7 +130,7 @@ ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def overlong_penalty(num_response_tokens: int, *, max_response_tokens: int, buffer: int) -> float:
+def overlong_penalty(num_tokens: int, *, max_response_tokens: int, buffer: int) -> float:
     """Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13), to be added to the reward.
 
         0                                      |y| <= L - B
@@ -135,10 +138,12 @@ def overlong_penalty(num_response_tokens: int, *, max_response_tokens: int, buff
         -1                                     |y| > L
 
     with L = max_response_tokens and B = buffer, in tokens. The paper has L = 20480 and B = 4096. B = 0 is no penalty.
+    |y| counts what L limits: every token after the prompt, observations of an environment included. If it counted sampled
+    tokens only, a conversation that L cuts off could be far from the penalty.
     """
     if not 0 <= buffer <= max_response_tokens:
         raise ValueError(f"the buffer must be within 0 .. {max_response_tokens}, got {buffer}")
     if not buffer:
         return 0.0
-    over = num_response_tokens - (max_response_tokens - buffer)
+    over = num_tokens - (max_response_tokens - buffer)
     return -min(max(over / buffer, 0.0), 1.0)

@@ -172,7 +172,7 @@ class AlgoConfig:
     without are never trained on; 0 = off."""
     overlong_buffer: int = 0
     """Soft overlong penalty (DAPO): the reward falls linearly over the last so many tokens before
-    rollout.max_response_tokens; 0 = off."""
+    rollout.max_response_tokens, observations counted as that limit counts them; 0 = off."""
     overlong_penalty: float = 1.0
     """What it takes from the reward of an answer of full length."""
     overlong_filter: bool = False

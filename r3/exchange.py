@@ -95,7 +95,7 @@ def gather_rewards(answers: Answers, world: Axis, config: Config) -> Rewards:
             reward
             + algo.overlong_penalty
             * overlong_penalty(
-                rollout.num_response_tokens, max_response_tokens=length, buffer=algo.overlong_buffer
+                rollout.num_tokens_after_prompt, max_response_tokens=length, buffer=algo.overlong_buffer
             ),
         )
         for rollout, reward in zip(answers.rollouts, answers.rewards, strict=True)

@@ -146,7 +146,9 @@ class ModelShape:
             ffn_size=keys.number("intermediate_size"),
             vocab_size=keys.number("vocab_size"),
             max_position_embeddings=keys.number("max_position_embeddings"),
-            rope_theta=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
+            rope_theta=float(
+                rope.get("rope_theta") or hf.get("rope_theta") or _ROPE_THETA.get(model_type, 10000.0)
+            ),
             rope_scaling=_rope_scaling(_Keys(rope), keys.number("max_position_embeddings")),
             norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
             tied=bool(hf.get("tie_word_embeddings", False)),
@@ -515,6 +517,10 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[_Keys], dict[str, Any]]]] = {
     "DeepseekV3ForCausalLM": ("deepseek_v3", _deepseek_v3),
     "LlamaForCausalLM": ("llama", _plain),
 }
+
+
+# Base of the rotary frequencies where config.json names none. Both transformers and vLLM use this default.
+_ROPE_THETA = {"mixtral": 1e6}
 
 
 def checkpoint_tensors(folder: str | Path) -> dict[str, tuple[int, ...]]:

@@ -101,6 +101,12 @@ class Rollout:
         return int(self.loss_mask_T.sum())
 
     @property
+    def num_tokens_after_prompt(self) -> int:
+        """Tokens that `rollout.max_response_tokens` limits: the sampled ones and the observations between them."""
+        sampled = np.flatnonzero(self.loss_mask_T)
+        return len(self.tokens_T) - int(sampled[0]) if len(sampled) else 0
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """Policy versions that sampled it, oldest first."""
         return tuple(version for _, version in self.segments) or (self.version,)

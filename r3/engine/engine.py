@@ -123,7 +123,7 @@ class Engine:
                 delivered.add(name)
                 yield name, tensor
 
-        unloaded = push(self.llm, counted())
+        unloaded = push(self.llm, counted(), tied=self.shape.tied)
         problems = [f"announced but not delivered: {name}" for name in sorted(expected.keys() - delivered)]
         problems += [f"engine parameter left at its old value: {name}" for name in sorted(unloaded)]
         if problems:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,13 +11,19 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 
-def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -> set[str]:
     """Stream full tensors with Hugging Face names into the engine; returns the parameters that nothing was loaded into.
 
     vLLM's layerwise reload: parameters move to the meta device, each module is re-made when its last tensor has come, and
     kernel tensors keep their storage (CUDA graphs stay valid). A tensor is held until its module is complete, so a buffer
     must not be reused before this returns. On CPU vLLM 0.30 skips the experts' weight packing in a reload, which leaves
     them silently wrong: it is run here.
+
+    With tied embeddings the checkpoint has no output layer, and vLLM's models skip its name. The reload gives the output
+    layer a parameter of its own, so the embedding is loaded into both.
     """
 
     def reload(worker: Any) -> set[str]:
@@ -33,8 +39,20 @@ def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
             initialize_layerwise_reload(model)
             # Asked now: parameters that vLLM derives from others (latent attention's) are put away until they are re-made.
             wanted = {_reported(name) for name, _ in model.named_parameters()}
+            embedding: list[torch.Tensor] = []
+
+            def detached() -> Iterator[tuple[str, torch.Tensor]]:
+                for name, tensor in weights:
+                    if name == _EMBEDDING:
+                        embedding.append(tensor.detach())
+                    yield name, tensor.detach()
+
             try:
-                loaded = model.load_weights((name, tensor.detach()) for name, tensor in weights)
+                loaded = set(model.load_weights(detached()))
+                if tied and embedding and _HEAD in wanted - loaded:
+                    head = model.lm_head.weight
+                    head.weight_loader(head, *embedding)
+                    loaded.add(_HEAD)
             finally:
                 # A reload that stops half-way poisons the next one; close it whatever happened.
                 finalize_layerwise_reload(model, worker.model_config)

@@ -69,6 +69,8 @@ def transformer_config(config: Config, hf: Any, family: Family) -> TransformerCo
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
         variable_seq_lengths=parallel.pp > 1,  # packed micro-batches differ in length; stages exchange shapes
+        # Set for dense models too: Megatron's default, allgather, refuses variable lengths even without experts.
+        moe_token_dispatcher_type="alltoall",
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
@@ -100,7 +102,6 @@ def transformer_config(config: Config, hf: Any, family: Family) -> TransformerCo
         arguments |= dict(
             moe_aux_loss_coeff=0.0,
             moe_router_load_balancing_type="none",
-            moe_token_dispatcher_type="alltoall",
             moe_router_dtype="fp32",
             moe_enable_routing_replay=True,  # makes routers ask; who answers is decided by r3.policy.replay
         )

@@ -16,10 +16,18 @@ pytestmark = pytest.mark.e2e
 # Those with a rope scaling answer beyond the 16 tokens they were "trained" on.
 @pytest.mark.parametrize(
     "name",
-    [*(name for name in MOE_FAMILIES if name != "qwen3_moe"), "llama3.1", "qwen3-yarn"],  # in test_engine.py
+    [
+        *(name for name in MOE_FAMILIES if name != "qwen3_moe"),  # in test_engine.py
+        "llama3.1",
+        "qwen3-yarn",
+        # Tied embeddings: one family without experts, one with.
+        "qwen3-tied",
+        "qwen3_moe-tied",
+    ],
 )
 def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
-    folder = family_checkpoint(tmp_path / name, name, **engine_sizes(name))
+    family, tied = name.removesuffix("-tied"), name.endswith("-tied")
+    folder = family_checkpoint(tmp_path / name, family, tied=tied, **engine_sizes(family))
     (result,) = run_world(family_cases.pushed_family, 1, model=str(folder), out=str(tmp_path))
     assert result["moved"], "the moved weights must sample something else, or the test shows nothing"
     assert result["equal"]

@@ -14,13 +14,18 @@ from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
 
+# Relative difference of a figure under two layouts. Other sums round single log-probabilities by up to 1e-5, of which
+# `abs_max` shows the largest: up to 1.1e-4 was seen, with and without AVX-512. A slot of routes that flips by rounding
+# changes `agreement` by 1.7e-4. Live routes in place of replayed ones change k3 by 1e-2 (checked below).
+ROUNDING = 1e-3
+
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps on two ranks with half of the experts each, checkpoints after the second and third.
 
     The policy is float32 and the engine bfloat16: then the figures are 4e-5 and more, and what another layout changes, the
-    rounding of the policy's log-probabilities, is 1e-6 of single tokens and far less of their means. With both in float32
+    rounding of the policy's log-probabilities, is 1e-5 of single tokens and far less of their means. With both in float32
     the figures would themselves be rounding, and differ by their own size.
     """
     folder = tmp_path_factory.mktemp("runs") / "run"
@@ -56,9 +61,9 @@ def one_rank(run_dir: Path) -> dict[str, dict[str, float]]:
 
 
 def test_dump_scores_as_the_run_scored_it(run_dir: Path, one_rank: dict[str, dict[str, float]]) -> None:
-    assert one_rank["replay"] == pytest.approx(metrics_of(run_dir, 1), rel=1e-4)
+    assert one_rank["replay"] == pytest.approx(metrics_of(run_dir, 1), rel=ROUNDING)
     assert one_rank["live"].keys() == set(FIGURES[:-1])
-    assert one_rank["live"]["k3"] != pytest.approx(one_rank["replay"]["k3"], rel=1e-3)
+    assert one_rank["live"]["k3"] != pytest.approx(one_rank["replay"]["k3"], rel=5 * ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -78,14 +83,14 @@ def test_dump_scores_alike_under_another_layout(
     assert f"layout      2 rank(s): {layout}" in done.stdout
     found = rows_of(done.stdout)
     for label in ("replay", "live"):
-        assert found[label] == pytest.approx(one_rank[label], rel=1e-4), label
+        assert found[label] == pytest.approx(one_rank[label], rel=ROUNDING), label
 
 
 def test_weights_of_a_later_version_come_from_its_checkpoint(run_dir: Path) -> None:
     done = torchrun(2, "-m", "r3.rescore", str(run_dir), "--step", "3", "--parallel.ep", "2")
     assert done.returncode == 0, done.stdout[-4000:]
     assert "checkpoints/step_000002" in done.stdout
-    assert rows_of(done.stdout)["replay"] == pytest.approx(metrics_of(run_dir, 3), rel=1e-4)
+    assert rows_of(done.stdout)["replay"] == pytest.approx(metrics_of(run_dir, 3), rel=ROUNDING)
 
 
 def test_what_cannot_be_scored_is_said_at_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

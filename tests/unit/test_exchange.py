@@ -76,6 +76,18 @@ def test_overlong_penalty_shapes_the_reward_before_the_advantage_and_leaves_the_
     assert [item.reward for item in scored] == [1.0, 0.0, 1.0, 0.0]
 
 
+def test_overlong_penalty_counts_observations_as_the_limit_does() -> None:
+    config = replace(CONFIG, algo=replace(CONFIG.algo, overlong_buffer=8))
+    talks = answers()
+    mask_T = talks.rollouts[2].loss_mask_T.copy()
+    mask_T[10:20] = 0  # 6 of its 16 tokens after the prompt are sampled, the others are observations
+    talks.rollouts[2] = replace(talks.rollouts[2], loss_mask_T=mask_T)
+    assert talks.rollouts[2].num_response_tokens == 6 and talks.rollouts[2].num_tokens_after_prompt == 16
+    assert gather_rewards(talks, ALONE, config).rewards_R.tolist() == [1.0, -1.0, 0.5, 0.0]
+    nothing = replace(talks.rollouts[2], loss_mask_T=np.zeros_like(mask_T))
+    assert nothing.num_tokens_after_prompt == 0
+
+
 def test_filtered_answers_keep_their_place_in_the_baseline_and_lose_their_loss() -> None:
     config = replace(CONFIG, algo=replace(CONFIG.algo, advantage="dr_grpo", overlong_filter=True))
     cut = answers()

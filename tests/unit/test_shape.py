@@ -60,6 +60,19 @@ def test_facts_that_are_not_sizes_of_tensors_are_read_as_transformers_reads_them
     assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rope_without_theta_takes_the_default_of_transformers(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    hf = json.loads((folders[name] / "config.json").read_text())
+    del hf["rope_parameters"]["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert ModelShape.from_hf(hf).rope_theta == theirs.rope_parameters["rope_theta"]
+
+
 def test_rope_keys_of_published_files_are_read_under_both_their_names(folders: dict[str, Path]) -> None:
     hf = json.loads((folders["deepseek_v3"] / "config.json").read_text())
     published = {  # of DeepSeek-V3's config.json
