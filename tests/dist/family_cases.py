@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import traceback
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def contracts(
     found = {}
     for name, folder in folders.items():
         try:
-            found[name] = contract(device, mesh, folder, Path(out) / name, parallel)
+            one = pipeline_contract if mesh.pp.size > 1 else contract
+            found[name] = one(device, mesh, folder, Path(out) / name, parallel)
         except Exception:
             if mesh.world.size > 1:
                 raise  # the other ranks wait in a collective; alone, the other families still have a say
@@ -58,6 +60,47 @@ def contract(device: Device, mesh: Mesh, folder: str, out: Path, parallel: dict[
         "round_trip": compare_files(Path(folder), out) if device.rank == 0 else [],
         "router_gradients": router_gradients,
         "num_moe_layers": len(policy.shape.moe_layers),
+    }
+
+
+def pipeline_contract(
+    device: Device, mesh: Mesh, folder: str, out: Path, parallel: dict[str, int]
+) -> dict[str, Any]:
+    """The contract where layers lie on several stages: log-probabilities and gradients through Megatron's schedule.
+
+    No rank sees logits of all layers by itself, so the policy's own passes are compared, with live routes.
+    """
+    config = tiny_config(folder, parallel=parallel, replay={"mode": "off"})
+    policy = Policy(config, device, mesh, ModelShape.read(folder))
+    stream = WeightStream(policy, device, mesh)
+    export(out, stream, policy, device, mesh, like=folder, step=0)
+    (batch,) = batches_of(mesh, policy.shape)
+    reference = transformers_model(folder)
+    theirs: list[torch.Tensor] = []
+    for micro_batch in batch.micro_batches:
+        rows = [
+            reference(micro_batch.tokens_N[None, start:end], use_cache=False).logits[0].log_softmax(-1)
+            for start, end in pairwise(micro_batch.cu_seqlens)
+        ]
+        theirs.append(torch.cat(rows).gather(-1, micro_batch.targets_N[:, None]).squeeze(-1))
+    weighted = [
+        (logprobs_N * micro_batch.advantages_N * micro_batch.loss_mask_N).sum()
+        for logprobs_N, micro_batch in zip(theirs, batch.micro_batches, strict=True)
+    ]
+    (-torch.stack(weighted).sum() / batch.num_loss_tokens).backward()
+    ours = policy.score(batch.micro_batches, mode="live").logprobs
+    largest = (
+        max((float((a - b.detach()).abs().max()) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+        if policy.reports
+        else 0.0
+    )
+    policy.forward_backward(batch)
+    return {
+        "logits": largest,
+        **gradient_differences(policy, mesh, stream, reference, out.with_name(f"{out.name}.gradients")),
+        "round_trip": compare_files(Path(folder), out) if device.rank == 0 else [],
+        "router_gradients": {},
+        "num_moe_layers": 0,
     }
 
 
@@ -99,11 +142,12 @@ def put_gradients_for_weights(policy: Policy, scale: float) -> None:
     for chunk in policy.wrapped:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             group = buffer.data_parallel_group
-            assert len(buffer.buckets) == 1
-            part = buffer.grad_data.chunk(group.size())[group.rank()].clone()
-            parts = [torch.empty_like(part) for _ in range(group.size())]
-            dist.all_gather(parts, part, group=group)
-            buffer.param_data.copy_(torch.cat(parts) * scale)
+            for bucket in buffer.buckets:
+                part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                parts = [torch.empty_like(part) for _ in range(group.size())]
+                dist.all_gather(parts, part, group=group)
+                whole = torch.cat(parts) * scale
+                buffer.param_data[bucket.offset : bucket.offset + len(whole)].copy_(whole)
     for frozen in policy.shared_buffers()[len(policy.parameter_buffers()) :]:
         frozen.zero_()
 
@@ -142,10 +186,20 @@ def differences(
         dist.all_gather(parts, whole_NV.contiguous(), group=mesh.tp.group)
         whole_NV = torch.cat(parts, -1)
 
+    return {
+        "logits": float((whole_NV - theirs_NV).abs().max()),
+        **gradient_differences(policy, mesh, stream, reference, scratch, scale=1 / mesh.dp.size),
+    }
+
+
+def gradient_differences(
+    policy: Policy, mesh: Mesh, stream: WeightStream, reference: Any, scratch: Path, *, scale: float = 1.0
+) -> dict[str, float]:
+    """Of the gradients that both models hold, the policy's times `scale`; see `differences`. Overwrites both's weights."""
     with cuda_type_names():
         policy.optimizer.prepare_grads()
-        norm = policy.optimizer.get_grad_norm() / mesh.dp.size
-    put_gradients_for_weights(policy, 1 / mesh.dp.size)
+        norm = policy.optimizer.get_grad_norm() * scale
+    put_gradients_for_weights(policy, scale)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros(()))
@@ -165,7 +219,6 @@ def differences(
     least = 1e-3 * max(sizes.values())
     expected_norm = float(torch.stack([tensor.double().norm() for tensor in expected.values()]).norm())
     return {
-        "logits": float((whole_NV - theirs_NV).abs().max()),
         "gradients": max(
             float((found[name] - expected[name]).abs().max()) / max(sizes[name], least) for name in found
         ),

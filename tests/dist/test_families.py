@@ -22,7 +22,8 @@ pytestmark = pytest.mark.dist
 RUNS: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "single": (1, {}, [f"{name}{tied}" for name in FAMILIES for tied in ("", "-tied")]),
     "ep2": (2, {"ep": 2}, list(MOE_FAMILIES)),
-    "tp2": (2, {"tp": 2}, list(FAMILIES)),
+    "tp2": (2, {"tp": 2}, [*FAMILIES, "qwen3-tied", "qwen3_moe-tied"]),
+    "pp2": (2, {"pp": 2}, [f"{name}{tied}" for name in FAMILIES for tied in ("", "-tied")]),
 }
 
 
@@ -75,7 +76,8 @@ def test_contract(run: str, name: str, figures: Any) -> None:
         assert rank["grad_norm"] <= 1e-6
         assert rank["round_trip"] == [], "tensors that are not bit for bit those on disk"
         routed = name.removesuffix("-tied") in MOE_FAMILIES
-        assert len(rank["router_gradients"]) == (rank["num_moe_layers"] if routed else 0)
+        if run != "pp2":  # whose batch has live routes: a router may choose experts that train nothing
+            assert len(rank["router_gradients"]) == (rank["num_moe_layers"] if routed else 0)
         assert all(largest > 1e-5 for largest in rank["router_gradients"].values())
 
 
