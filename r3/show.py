@@ -1,0 +1,98 @@
+"""Show conversations of a dumped step in the terminal.
+
+    python -m r3.show RUN_DIR                          the newest dump: three best and three worst samples
+    python -m r3.show RUN_DIR --step 10 --best 1 --worst 5
+    python -m r3.show RUN_DIR --step 10 --group 3      all samples of a prompt, by group number or prompt id
+    python -m r3.show RUN_DIR --eval --step 10         held-out questions; --set NAME for one of several sets
+
+Exit code 2: the run, the step or the prompt is not there; one line says what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from r3.view.runs import Kind, ViewError, dumped_steps, read_samples
+from r3.view.samples import Sample, best, worst
+from r3.view.terminal import conversation
+
+DEFAULT_COUNT = 3
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="r3.show",
+        description=(__doc__ or "").partition("\n")[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    parser.add_argument("--step", type=int, help="step whose samples to show; the newest dump if not given")
+    parser.add_argument("--eval", action="store_true", help="evaluation samples instead of training's")
+    parser.add_argument("--set", default="", help="name of the evaluation set, where there are several")
+    parser.add_argument("--best", type=int, help="number of samples with the highest rewards")
+    parser.add_argument("--worst", type=int, help="number of samples with the lowest rewards")
+    parser.add_argument("--group", help="all samples of one prompt: its group number or its prompt id")
+    parser.add_argument("--width", type=int, help="columns; the terminal's width if not given")
+    return parser.parse_args(argv)
+
+
+def chosen(words: argparse.Namespace) -> tuple[str, list[tuple[str, list[Sample]]]]:
+    """A heading, and lists of samples under their titles; raises ViewError when something is not there."""
+    kind: Kind = "eval" if words.eval else "train"
+    steps = dumped_steps(words.run_dir, kind)
+    step = words.step if words.step is not None else (steps[-1] if steps else 0)
+    sets = read_samples(words.run_dir, kind, step)
+    if words.set and words.set not in sets:
+        raise ViewError(f"--set {words.set}: no such set at step {step}; it has {', '.join(sets)}. Choose one")
+    samples = sets[words.set] if words.set else [sample for found in sets.values() for sample in found]
+    mean = sum(sample.reward for sample in samples) / len(samples)
+    name = words.set or ", ".join(sets)
+    heading = f"{words.run_dir}  step {step}  {name}: {len(samples)} samples, mean reward {mean:.3f}"
+    if words.group is not None:
+        return heading, [(f"prompt {words.group}", _group(samples, words.group))]
+    counts = [words.best, words.worst]
+    if counts == [None, None]:
+        counts = [DEFAULT_COUNT, DEFAULT_COUNT]
+    titles = [("highest rewards", best), ("lowest rewards", worst)]
+    return heading, [
+        (title, choose(samples, count)) for (title, choose), count in zip(titles, counts, strict=True) if count
+    ]
+
+
+def _group(samples: Sequence[Sample], group: str) -> list[Sample]:
+    found = [sample for sample in samples if group in (str(sample.group), sample.prompt_id)]
+    if not found:
+        groups = sorted({sample.group for sample in samples})
+        example = samples[0].prompt_id
+        raise ViewError(
+            f"--group {group}: no such prompt in this dump. Give a group number from {groups[0]} to {groups[-1]} "
+            f"or a prompt id such as {example}"
+        )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print, or say in one line what is not there."""
+    words = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        heading, parts = chosen(words)
+    except ViewError as error:
+        print(f"r3.show: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    console = Console(width=words.width, highlight=False)
+    console.print(Text(heading, style="bold"))
+    for title, samples in parts:
+        console.print(Text(f"\n{title}", style="bold underline"))
+        for sample in samples:
+            console.print(conversation(sample))
+
+
+if __name__ == "__main__":
+    main()

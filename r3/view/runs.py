@@ -1,0 +1,114 @@
+"""What the folder of a run holds: settings, metric rows, dumps. Every mistake of a user is one line in a `ViewError`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from r3.rundir import RunDir, read_jsonl
+from r3.view.samples import Sample, sample_of
+
+Kind = Literal["train", "eval"]
+
+
+class ViewError(ValueError):
+    """A run, a step or a sample that was asked for is not there; one line says which and what there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Settings and metrics of a run.
+
+    Attributes:
+        name: last part of the folder's path.
+        settings: resolved settings by `section.field`, as text.
+        rows: one object per step, in order.
+        notes: what a reader should know about the files, such as a torn last line.
+    """
+
+    name: str
+    path: Path
+    settings: Mapping[str, str]
+    rows: Sequence[Mapping[str, float]]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def model_path(self) -> str:
+        """Folder or hub name of the model, which also has the tokenizer."""
+        return self.settings.get("model.path", "")
+
+
+def read_run(path: Path) -> RunFacts:
+    """Settings and metrics of the run in `path`; raises ViewError when it is not the folder of a run."""
+    run_dir = RunDir(path)
+    if not run_dir.config.exists():
+        raise ViewError(f"{path}: no config.yaml in this folder. Give the folder of a run, such as runs/tiny")
+    settings = flatten_settings(yaml.safe_load(run_dir.config.read_text(encoding="utf-8")))
+    rows: list[dict[str, Any]] = []
+    notes = []
+    if run_dir.metrics.exists():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rows = read_jsonl(run_dir.metrics)
+        notes += [str(warning.message) for warning in caught]
+    if not rows:
+        notes.append("metrics.jsonl has no rows yet")
+    return RunFacts(name=path.resolve().name, path=path, settings=settings, rows=rows, notes=tuple(notes))
+
+
+def flatten_settings(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Settings by `section.field`, each as the text that a person would type."""
+    flat = {}
+    for section, fields in tree.items():
+        if isinstance(fields, Mapping):
+            flat |= {f"{section}.{name}": _text(value) for name, value in fields.items()}
+        else:
+            flat[section] = _text(fields)
+    return flat
+
+
+def differing_settings(runs: Sequence[Mapping[str, str]]) -> list[str]:
+    """Names of settings that are not equal in all runs, in the order of the first run that has them."""
+    names = dict.fromkeys(name for settings in runs for name in settings)
+    return [name for name in names if len({settings.get(name) for settings in runs}) > 1]
+
+
+def dumped_steps(path: Path, kind: Kind) -> list[int]:
+    """Steps with a dump, ascending."""
+    run_dir = RunDir(path)
+    folder = (run_dir.rollouts(0) if kind == "train" else run_dir.eval(0)).parent
+    return sorted(int(file.stem.removeprefix("step_")) for file in folder.glob("step_*.jsonl"))
+
+
+def read_samples(path: Path, kind: Kind, step: int) -> dict[str, list[Sample]]:
+    """Samples of a dump by data set; rollouts of training have the one key "train"."""
+    run_dir = RunDir(path)
+    if not path.is_dir():
+        raise ViewError(f"{path}: no such folder. Give the folder of a run, such as runs/tiny")
+    file = run_dir.rollouts(step) if kind == "train" else run_dir.eval(step)
+    if not file.exists():
+        what, fix = (
+            ("rollouts", "set --log.rollouts_every to dump more steps")
+            if kind == "train"
+            else ("evaluation", "set --eval.every to evaluate more often")
+        )
+        steps = dumped_steps(path, kind)
+        there = f"steps with one: {', '.join(map(str, steps))}" if steps else "the run has none"
+        raise ViewError(f"--step {step}: no dump of {what} at this step; {there}. Choose one, or {fix}")
+    sets: dict[str, list[Sample]] = {}
+    for number, row in enumerate(read_jsonl(file)):
+        sets.setdefault(row["set"] if kind == "eval" else "train", []).append(sample_of(number, row))
+    return sets
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(_text(item) for item in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else str(value)

@@ -1,0 +1,90 @@
+"""One sample of a dump as people read it: a conversation with its rewards, whatever version of R3 wrote the row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from r3.types import Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A row of `rollouts/step_N.jsonl` or `eval/step_N.jsonl`.
+
+    Attributes:
+        row: index of the row in its file; the arrays beside a rollout dump have the same order.
+        group: samples with the same number answer the same prompt.
+        question: the last message of the user; empty in dumps that older versions wrote.
+        reference: the reference answer; empty when the dump does not have it.
+        messages: the whole conversation. Older dumps have the last message of the model only.
+        components: what each component of the reward gave, by name.
+        turn_rewards: reward of each turn that the environment rewarded, None where it gave none.
+        advantage: None for evaluation.
+        is_complete: whether `messages` is the whole conversation.
+    """
+
+    row: int
+    prompt_id: str
+    group: int
+    sample_index: int
+    question: str
+    reference: str
+    messages: tuple[Message, ...]
+    reward: float
+    components: Mapping[str, float]
+    turn_rewards: tuple[float | None, ...]
+    advantage: float | None
+    finish_reason: str
+    response_tokens: int
+    is_complete: bool
+
+
+def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
+    """The sample of row `number`. Reads rows of older versions too, which lack the question and most messages."""
+    messages = row.get("messages") or [{"role": "assistant", "content": row["response"]}]
+    return Sample(
+        row=number,
+        prompt_id=row["prompt_id"],
+        group=_first(row, "group", "place"),
+        sample_index=_first(row, "sample_index", "member", "sample"),
+        question=row.get("question", ""),
+        reference=_first(row, "reference", "answer", default=""),
+        messages=tuple(messages),
+        reward=row["reward"],
+        components=row.get("rewards", {}),
+        turn_rewards=tuple(row.get("turn_rewards", ())),
+        advantage=row.get("advantage"),
+        finish_reason=row["finish_reason"],
+        response_tokens=row["response_tokens"],
+        is_complete=bool(row.get("messages")),
+    )
+
+
+def best(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """The `count` samples with the highest rewards, in the order of the dump where rewards are equal."""
+    return sorted(samples, key=lambda sample: -sample.reward)[:count]
+
+
+def worst(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """The `count` samples with the lowest rewards, in the order of the dump where rewards are equal."""
+    return sorted(samples, key=lambda sample: sample.reward)[:count]
+
+
+def tool_calls_text(message: Message) -> list[str]:
+    """One line per structured tool call of a message: `name(arguments)`."""
+    lines = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        lines.append(f"{function.get('name', '?')}({function.get('arguments', '')})")
+    return lines
+
+
+def _first(row: Mapping[str, Any], *names: str, default: Any = None) -> Any:
+    for name in names:
+        if name in row:
+            return row[name]
+    if default is None:
+        raise ValueError(f"a row of a dump has none of the keys {', '.join(names)}: {sorted(row)}")
+    return default

@@ -1,0 +1,49 @@
+"""Conversations in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.text import Text
+
+from r3.view.samples import Sample, tool_calls_text
+
+ROLE_STYLES = {"system": "dim", "user": "bold blue", "assistant": "bold green", "tool": "bold magenta"}
+
+
+def conversation(sample: Sample) -> RenderableType:
+    """A sample: facts, every message under its role, the reference answer."""
+    return Group(*_parts(sample))
+
+
+def facts(sample: Sample) -> str:
+    """One line: `reward 1  (gsm8k 1)  advantage +0.53  stop  22 tokens`."""
+    parts = [f"reward {sample.reward:.4g}"]
+    if sample.components and list(sample.components.values()) != [sample.reward]:
+        parts.append("(" + ", ".join(f"{name} {part:.4g}" for name, part in sample.components.items()) + ")")
+    if sample.turn_rewards:
+        parts.append("per turn " + " ".join("-" if r is None else f"{r:.4g}" for r in sample.turn_rewards))
+    if sample.advantage is not None:
+        parts.append(f"advantage {sample.advantage:+.3f}")
+    parts += [f"finish {sample.finish_reason}", f"{sample.response_tokens} sampled tokens"]
+    return "  ".join(parts)
+
+
+def _parts(sample: Sample) -> Iterator[RenderableType]:
+    yield Rule(Text(f"{sample.prompt_id}  sample {sample.sample_index}", style="bold"), align="left", style="dim")
+    colour = "green" if sample.reward > 0 else "red"
+    yield Text(facts(sample), style=colour)
+    if not sample.is_complete:
+        yield Text("This dump has the last message only; newer ones have the whole conversation.", style="dim")
+    for message in sample.messages:
+        role = str(message["role"])
+        yield Text(role, style=ROLE_STYLES.get(role, "bold"))
+        body = [str(message.get("content") or "").rstrip("\n"), *tool_calls_text(message)]
+        yield Padding(Text("\n".join(filter(None, body))), (0, 0, 0, 2))
+    if sample.reference:
+        yield Text("reference", style="bold yellow")
+        yield Padding(Text(sample.reference), (0, 0, 0, 2))
+    yield Text("")
