@@ -45,12 +45,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def chosen(words: argparse.Namespace) -> tuple[str, list[tuple[str, list[Sample]]]]:
     """A heading, and lists of samples under their titles; raises ViewError when something is not there."""
+    for name in ("best", "worst"):
+        if (count := getattr(words, name)) is not None and count < 0:
+            raise ViewError(f"--{name} {count}: must be >= 0. Give the number of samples to show")
     kind: Kind = "eval" if words.eval else "train"
     steps = dumped_steps(words.run_dir, kind)
     step = words.step if words.step is not None else (steps[-1] if steps else 0)
     sets = read_samples(words.run_dir, kind, step)
     if words.set and words.set not in sets:
-        raise ViewError(f"--set {words.set}: no such set at step {step}; it has {', '.join(sets)}. Choose one")
+        raise ViewError(
+            f"--set {words.set}: no such set at step {step}; it has {', '.join(sets)}. Choose one"
+        )
     samples = sets[words.set] if words.set else [sample for found in sets.values() for sample in found]
     mean = sum(sample.reward for sample in samples) / len(samples)
     name = words.set or ", ".join(sets)
@@ -62,7 +67,9 @@ def chosen(words: argparse.Namespace) -> tuple[str, list[tuple[str, list[Sample]
         counts = [DEFAULT_COUNT, DEFAULT_COUNT]
     titles = [("highest rewards", best), ("lowest rewards", worst)]
     return heading, [
-        (title, choose(samples, count)) for (title, choose), count in zip(titles, counts, strict=True) if count
+        (title, choose(samples, count))
+        for (title, choose), count in zip(titles, counts, strict=True)
+        if count
     ]
 
 

@@ -63,7 +63,7 @@ def read_run(path: Path) -> RunFacts:
 
 def flatten_settings(tree: Mapping[str, Any]) -> dict[str, str]:
     """Settings by `section.field`, each as the text that a person would type."""
-    flat = {}
+    flat: dict[str, str] = {}
     for section, fields in tree.items():
         if isinstance(fields, Mapping):
             flat |= {f"{section}.{name}": _text(value) for name, value in fields.items()}

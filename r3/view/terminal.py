@@ -33,11 +33,15 @@ def facts(sample: Sample) -> str:
 
 
 def _parts(sample: Sample) -> Iterator[RenderableType]:
-    yield Rule(Text(f"{sample.prompt_id}  sample {sample.sample_index}", style="bold"), align="left", style="dim")
+    yield Rule(
+        Text(f"{sample.prompt_id}  sample {sample.sample_index}", style="bold"), align="left", style="dim"
+    )
     colour = "green" if sample.reward > 0 else "red"
     yield Text(facts(sample), style=colour)
     if not sample.is_complete:
-        yield Text("This dump has the last message only; newer ones have the whole conversation.", style="dim")
+        yield Text(
+            "This dump has the last message only; newer ones have the whole conversation.", style="dim"
+        )
     for message in sample.messages:
         role = str(message["role"])
         yield Text(role, style=ROLE_STYLES.get(role, "bold"))

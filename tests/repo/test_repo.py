@@ -46,6 +46,7 @@ LAYERS = {
         "resume",
         "rewards",
         "rundir",
+        "view",
         "watchdog",
     },
     "worlds": {"engine", "policy"},
@@ -55,6 +56,8 @@ LAYERS = {
         "cli",
         "doctor",
         "rescore",
+        "report",
+        "show",
         "evaluate",
         "exchange",
         "refill",
@@ -358,7 +361,7 @@ def test_lock_is_complete_and_portable() -> None:
     assert f'__version__ = "{project["version"]}"' in (ROOT / "r3/__init__.py").read_text(encoding="utf-8")
     extras = project["optional-dependencies"]
     assert set(extras["cpu"]) <= set(lines)
-    specs = [*project["dependencies"], *extras["data"], *extras["math"], *extras["dev"]]
+    specs = [*project["dependencies"], *extras["data"], *extras["math"], *extras["report"], *extras["dev"]]
     wanted = [re.split(r"[<>=]", spec)[0].lower() for spec in specs]
     assert set(wanted) <= locked
 

@@ -1,0 +1,71 @@
+"""Write a page about one or several runs that works without a network.
+
+    python -m r3.report RUN_DIR [RUN_DIR ...] -o report.html
+    python -m r3.report runs/replay runs/live -o report.html --steps 1 10 20
+
+Charts are drawn by Plotly (the extra `report`), which the page contains. Exit code 2: a folder is not that of a run, or Plotly
+is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from r3.report.page import Limits, page_data, render
+from r3.rundir import write_text
+from r3.view.runs import ViewError
+
+
+def plotly_source() -> str:
+    """Plotly's script; raises ViewError when the package is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError:
+        raise ViewError(
+            "plotly is not installed, and the charts need it. Install it with: pip install plotly"
+        ) from None
+    return str(get_plotlyjs())
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    usual = Limits()
+    parser = argparse.ArgumentParser(
+        prog="r3.report",
+        description=(__doc__ or "").partition("\n")[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run")
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="the page to write")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs="+",
+        default=[],
+        help=f"steps whose dumps the page holds; if not given, {usual.dumps} of them, evenly spaced",
+    )
+    parser.add_argument("--samples", type=int, default=usual.samples, help="most samples per dump")
+    parser.add_argument(
+        "--tokens", type=int, default=usual.tokens, help="most tokens per dump that can be coloured"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page, or say in one line what is missing."""
+    words = parse(sys.argv[1:] if argv is None else argv)
+    limits = Limits(steps=tuple(words.steps), samples=words.samples, tokens=words.tokens)
+    try:
+        page = render(page_data(words.run_dirs, limits), plotly_source())
+    except ViewError as error:
+        print(f"r3.report: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    write_text(words.output, page)
+    print(f"{words.output}: {len(words.run_dirs)} run(s), {words.output.stat().st_size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()

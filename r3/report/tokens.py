@@ -1,0 +1,105 @@
+"""Facts per token of a dump, small enough for a page: text, where the policy sampled, log-probability, disagreement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrays:
+    """Arrays beside a rollout dump, laid end to end over its rows; the legend of `r3.types` gives the shapes.
+
+    `policy_logprobs` and `live_routes` come from `python -m r3.rescore --save`; None where it was not run.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    routed_experts: np.ndarray
+    cu_tokens: np.ndarray
+    cu_rows: np.ndarray
+    policy_logprobs: np.ndarray | None = None
+    live_routes: np.ndarray | None = None
+
+
+def scores_path(dump: Path) -> Path:
+    """Where the scores of a dump lie that `python -m r3.rescore --save` writes."""
+    return dump.with_suffix(".scores.safetensors")
+
+
+def read_arrays(dump: Path) -> Arrays:
+    """The arrays of a rollout dump, and its scores if there are any."""
+    arrays = load_file(dump.with_suffix(".safetensors"))
+    scores = load_file(scores_path(dump)) if scores_path(dump).exists() else {}
+    return Arrays(
+        **{
+            name: arrays[name]
+            for name in ("tokens", "loss_mask", "logprobs", "routed_experts", "cu_tokens", "cu_rows")
+        },
+        policy_logprobs=scores.get("logprobs_replay"),
+        live_routes=scores.get("routes_live"),
+    )
+
+
+def token_facts(arrays: Arrays, row: int) -> dict[str, Any]:
+    """What the page draws of one rollout's tokens.
+
+    Returns:
+        `ids` [T]; `sampled`, the [start, end) spans that the policy sampled; `logprobs` of the tokens in these spans, one
+        after the other; `differences` of policy and engine of the same tokens and `disagreement`, the share of MoE layers
+        whose live top-k is another set than the replayed one for the row that predicted the token: both only after
+        `rescore --save`.
+    """
+    start, end = (int(border) for border in arrays.cu_tokens[row : row + 2])
+    tokens, mask = slice(start, end), arrays.loss_mask[start:end] > 0
+    facts: dict[str, Any] = {
+        "ids": arrays.tokens[tokens].tolist(),
+        "sampled": spans(mask),
+        "logprobs": _rounded(arrays.logprobs[tokens][mask]),
+    }
+    if arrays.policy_logprobs is not None:
+        facts["differences"] = _rounded(
+            (arrays.policy_logprobs[tokens] - arrays.logprobs[tokens])[mask], digits=6
+        )
+    if arrays.live_routes is not None and arrays.routed_experts.shape[1]:
+        rows = slice(*(int(border) for border in arrays.cu_rows[row : row + 2]))
+        shares = disagreement(arrays.routed_experts[rows], arrays.live_routes[rows])
+        # Row t predicted token t + 1; a prompt's first token was never sampled.
+        facts["disagreement"] = _rounded(shares[np.flatnonzero(mask) - 1])
+    return facts
+
+
+def disagreement(captured: np.ndarray, live: np.ndarray) -> np.ndarray:
+    """Share of layers in which two choices `[rows, L, K]` are different sets; NaN in rows that were not captured."""
+    differs = (np.sort(captured, axis=2) != np.sort(live, axis=2)).any(axis=2)
+    missing = (captured < 0).any(axis=(1, 2))
+    return np.where(missing, np.nan, differs.mean(axis=1))
+
+
+def expert_load(routed_experts: np.ndarray, num_experts: int) -> list[list[int]]:
+    """Tokens per expert, `[L][E]`, over the captured rows of routes `[rows, L, K]`."""
+    layers = range(routed_experts.shape[1])
+    flat = [routed_experts[:, layer].reshape(-1) for layer in layers]
+    return [np.bincount(ids[ids >= 0], minlength=num_experts).tolist() for ids in flat]
+
+
+def spans(mask: Sequence[bool] | np.ndarray) -> list[list[int]]:
+    """[start, end) of each run of true values."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], np.asarray(mask, dtype=bool), [False]])))
+    return [[int(start), int(end)] for start, end in pairwise(edges)][::2]
+
+
+def vocabulary(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:
+    """Text of each token id, decoded alone."""
+    return {token: tokenizer.decode([token]) for token in sorted(set(ids))}
+
+
+def _rounded(values: np.ndarray, digits: int = 4) -> list[float | None]:
+    return [None if not np.isfinite(value) else round(float(value), digits) for value in values]

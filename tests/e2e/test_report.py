@@ -1,0 +1,150 @@
+"""`python -m r3.report`: the page, opened and clicked through in a real headless browser that cannot reach any network."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.browser import Browser, chromium, why_absent
+from tests.run_folder import GROUPS, SAMPLES, write_run
+from tests.world import ROOT
+
+pytestmark = pytest.mark.e2e
+needs_browser = pytest.mark.skipif(bool(why_absent()), reason=why_absent())
+
+
+def report(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "r3.report", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of a run with replay and of one without."""
+    folder = tmp_path_factory.mktemp("report")
+    runs = [write_run(folder / "with_replay"), write_run(folder / "live", replay="off", steps=2)]
+    done = report(*runs, "-o", folder / "report.html")
+    assert done.returncode == 0, done.stderr
+    assert "2 run(s)" in done.stdout
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory, page: Path) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("profile") / "chromium") as opened:
+        opened.open(page)
+        yield opened
+
+
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    done = report(tmp_path / "absent", "-o", tmp_path / "page.html")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "no config.yaml in this folder" in done.stderr
+    assert not (tmp_path / "page.html").exists()
+
+
+@needs_browser
+def test_every_part_is_drawn_without_errors(browser: Browser) -> None:
+    assert browser.errors() == []
+    assert browser.text("h1") == "with_replay and live"
+    assert browser.text("#overview table").count("\n") >= 2
+    assert "replay.mode" in browser.text("#settings")
+    assert "balanced" in browser.text("#ledger") and "not balanced" not in browser.text("#ledger")
+    assert "Without captured routes: live." in browser.text("#ledger")
+    drawn = browser.run(
+        "return [...document.querySelectorAll('.plot')].filter((each) => !each.querySelector('svg.main-svg')).length"
+    )
+    assert drawn == 0, "plots without a drawing"
+    for box, expected in (("#agreement", 1), ("#load", 2), ("#time", 2), ("#memory", 2)):
+        assert browser.count(f"{box} .heatmaplayer, {box} .barlayer, {box} .scatterlayer") >= expected, box
+    titles = browser.run("return [...document.querySelectorAll('.chart h4')].map((each) => each.textContent)")
+    assert {"Reward", "Held-out accuracy", "Entropy", "k3 with and without replay"} <= set(titles)
+    assert "The same in every step" in browser.text("#routing"), "coverage or agreement does not change here"
+
+
+@needs_browser
+def test_a_run_can_be_hidden(browser: Browser) -> None:
+    lines = "#learning-charts .scatterlayer .trace"
+    both = browser.count(lines)
+    browser.click("#chips .chip:nth-child(2)")
+    assert browser.count(lines) == both / 2
+    browser.click("#chips .chip:nth-child(2)")
+    assert browser.count(lines) == both
+
+
+@needs_browser
+def test_list_is_filtered_sorted_and_searched(browser: Browser) -> None:
+    rewards = "return [...document.querySelectorAll('.row .reward')].map((each) => Number(each.textContent))"
+    assert len(browser.run(rewards)) == GROUPS * SAMPLES
+    browser.choose("#order", "reward, highest first")
+    assert browser.run(rewards) == [1] * GROUPS + [0] * (GROUPS * (SAMPLES - 1))
+    browser.choose("#reward", "mean or less")
+    assert set(browser.run(rewards)) == {0}
+    browser.choose("#finish", "length")
+    assert len(browser.run(rewards)) == GROUPS, "one sample of each group was cut"
+    browser.choose("#reward", "any")
+    browser.choose("#finish", "any")
+    browser.type("#search", "1+2=3")
+    assert len(browser.run(rewards)) == GROUPS, "the third sample of each group"
+    browser.run(
+        "const s = document.getElementById('search'); s.value = ''; s.dispatchEvent(new Event('input'))"
+    )
+    browser.click("#only-prompt")
+    assert len(browser.run(rewards)) == SAMPLES
+    browser.click("#all-prompts")
+    assert len(browser.run(rewards)) == GROUPS * SAMPLES
+
+
+@needs_browser
+def test_samples_of_a_group_are_compared_word_by_word(browser: Browser) -> None:
+    browser.choose("#order", "dump order")
+    browser.click(".row:nth-child(1)")
+    browser.click("#view-compare")
+    # "1+0=1 #### 1" against "1+3=4 #### 4", the sample whose reward is farthest away.
+    assert browser.run("return [...document.querySelectorAll('.pair del')].map((e) => e.textContent)") == [
+        "0",
+        "1",
+        "1",
+    ]
+    assert browser.run("return [...document.querySelectorAll('.pair ins')].map((e) => e.textContent)") == [
+        "3",
+        "4",
+        "4",
+    ]
+    browser.choose("#other", "sample 1, reward 0")
+    assert browser.count(".pair ins") == 3
+
+
+@needs_browser
+def test_tokens_are_coloured_and_what_is_not_in_the_dump_is_said(browser: Browser) -> None:
+    browser.click(".row:nth-child(2)")
+    browser.click("#view-tokens")
+    assert browser.count(".tokens span") == 11 and browser.count(".tokens span.s") == 5
+    colours = (
+        "return [...document.querySelectorAll('.tokens span.s')].map((each) => each.style.backgroundColor)"
+    )
+    browser.choose("#colour", "advantage")
+    (advantage,) = set(browser.run(colours))
+    browser.choose("#colour", "log-probability when sampled")
+    assert len(set(browser.run(colours))) > 1 and advantage not in browser.run(colours)
+    disabled = "return [...document.querySelectorAll('#colour option')].filter((e) => e.disabled).map((e) => e.value)"
+    assert browser.run(disabled) == ["difference", "disagreement"]
+    assert "are not in this dump" in browser.text("#detail")
+    browser.choose("#dump", "step 3, heldout (evaluation)")
+    assert "Evaluation dumps hold text, not tokens" in browser.text("#detail")
+    browser.click("#view-conversation")
+    assert "reference answer" in browser.text("#detail")
+    assert browser.errors() == []
+
+
+@needs_browser
+def test_any_metric_can_be_drawn_with_its_formula(browser: Browser) -> None:
+    browser.choose("#metric", "mismatch/k3_live")
+    assert "k3" in browser.text("#metric-formula")
+    browser.click("#metric-log")
+    assert browser.count("#metric-plot .scatterlayer .trace") == 1, "the other run has no such metric"
+    assert browser.errors() == []

@@ -1,0 +1,84 @@
+"""The folder of a run, written by R3's own writers from made-up numbers: what the views read, without training anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from r3.config import to_yaml
+from r3.rundir import RunDir, write_text
+from r3.types import Rollout
+from tests.tiny import tiny_config
+
+GROUPS, SAMPLES, LAYERS, EXPERTS, TOP = 3, 4, 4, 8, 2
+
+
+def rollout(group: int, index: int, *, text: str = "") -> Rollout:
+    """A rollout of 6 prompt tokens and 4 + index sampled ones, the same for the same numbers."""
+    rng = np.random.default_rng(100 * group + index)
+    tokens = 10 + index
+    mask = (np.arange(tokens) >= 6).astype(np.float32)
+    return Rollout(
+        prompt_id=f"rows.jsonl:{group + 1}",
+        group=group,
+        member=index,
+        tokens_T=rng.integers(20, 400, tokens),
+        loss_mask_T=mask,
+        logprobs_T=(-rng.random(tokens) * mask).astype(np.float32),
+        routed_experts=np.argsort(rng.random((tokens - 1, LAYERS, EXPERTS)))[..., :TOP].astype(np.int8),
+        finish_reason="stop" if index else "length",
+        version=0,
+        response=text or f"1+{index}={1 + index}\n#### {1 + index}",
+    )
+
+
+def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "") -> Path:
+    """Write `steps` metric rows, the rollouts of step 1 and of the last step, and evaluation at step 0 and the last one.
+
+    In each group only the last sample is right; `text` replaces every response.
+    """
+    run_dir = RunDir(path)
+    write_text(run_dir.config, to_yaml(tiny_config(replay={"mode": replay}, log={"dir": str(path)})))
+    for step in range(steps + 1):
+        row = {"step": step, "time/step_s": 1.0 + step, "time/generate_s": 0.25, "time/train_s": 0.5}
+        if step:
+            row |= {
+                "reward/mean": 0.25 + 0.1 * step,
+                "mismatch/k3": 10.0**-step,
+                "policy/entropy": 1.0 / step,
+            }
+            row |= {"memory/peak_gib": 1.5, "memory/train_gib": 1.5, "memory/generate_gib": 1.0}
+        if step and replay == "r3":
+            row |= {"routing/rows_expected": 150, "routing/rows_captured": 150, "routing/rows_replayed": 150}
+            row |= {"routing/rows_last_token": 12, "routing/rows_live": 12, "routing/agreement": 0.99}
+            row |= {"mismatch/k3_replay": 10.0**-step, "mismatch/k3_live": 2.0 * 10.0**-step}
+            row |= {f"routing/agreement_layer/{layer}": 1 - 0.01 * layer for layer in range(LAYERS)}
+        if step in (0, steps):
+            row["eval/heldout/accuracy"] = 0.25 + 0.2 * step
+        run_dir.append_metrics(row)
+    rollouts = [rollout(group, index, text=text) for group in range(GROUPS) for index in range(SAMPLES)]
+    rewards = [float(each.member == SAMPLES - 1) for each in rollouts]
+    advantages = [1.5 if reward else -0.5 for reward in rewards]
+    for step in (1, steps):
+        run_dir.write_rollouts(step, rollouts, rewards, advantages, [{"gsm8k": r} for r in rewards])
+    for step in (0, steps):
+        run_dir.write_eval(
+            step,
+            "heldout",
+            [
+                {
+                    "place": place,
+                    "prompt_id": f"eval.jsonl:{place + 1}",
+                    "sample": 0,
+                    "response": f"#### {place}",
+                    "answer": "#### 1",
+                    "reward": float(place == 1),
+                    "rewards": {"gsm8k": float(place == 1)},
+                    "finish_reason": "stop",
+                    "response_tokens": 4,
+                }
+                for place in range(3)
+            ],
+        )
+    return path

@@ -1,0 +1,130 @@
+"""The data of a report, worked out by hand, and the page that holds it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from r3.report.page import Limits, columns, dump_data, evenly, page_data, render, shown_samples
+from r3.report.tokens import disagreement, expert_load, read_arrays, spans, token_facts
+from r3.rundir import RunDir
+from r3.view.runs import ViewError, read_samples
+from tests.run_folder import GROUPS, SAMPLES, rollout, write_run
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "first")
+
+
+def test_columns_keep_the_step_of_every_value() -> None:
+    rows = [{"step": 0, "a": 1.0}, {"step": 1, "b": 1 / 3}, {"step": 2, "a": float("nan"), "b": float("inf")}]
+    assert columns(rows) == {"step": [0, 1, 2], "a": [1, None, None], "b": [None, 0.333333, None]}
+    assert columns([]) == {}
+
+
+def test_evenly_spaced_steps_hold_the_first_and_the_last() -> None:
+    assert evenly([1, 10, 20, 30, 40, 50], 3) == [1, 20, 50]
+    assert evenly([1, 2], 3) == [1, 2]
+    assert evenly([1, 2, 3], 1) == [3]
+
+
+def test_a_limit_keeps_whole_groups(run: Path) -> None:
+    samples = read_samples(run, "train", 1)["train"]
+    kept = shown_samples(samples, 2 * SAMPLES + 1)
+    assert [each.group for each in kept] == [0] * SAMPLES + [2] * SAMPLES
+    assert len(shown_samples(samples, 1)) == SAMPLES, "never less than a group"
+    assert len(shown_samples(samples, 100)) == GROUPS * SAMPLES
+
+
+def test_samples_beyond_the_token_limit_have_text_alone(run: Path) -> None:
+    samples = read_samples(run, "train", 1)["train"]
+    arrays = read_arrays(RunDir(run).rollouts(1))
+    # The first two samples have 10 and 11 tokens.
+    data = dump_data(samples, kind="train", name="train", step=1, arrays=arrays, limits=Limits(tokens=21))
+    assert ["tokens" in row for row in data["samples"]] == [True, True] + [False] * 10
+    assert (data["total"], data["mean"]) == (12, 0.25)
+    assert not data["has_differences"] and not data["has_disagreement"]
+
+
+def test_facts_of_tokens_are_those_of_the_dump(run: Path) -> None:
+    arrays = read_arrays(RunDir(run).rollouts(1))
+    facts = token_facts(arrays, 5)
+    expected = rollout(1, 1)
+    assert facts["ids"] == expected.tokens_T.tolist()
+    assert facts["sampled"] == [[6, 11]]
+    # Rounded to 4 digits for the page.
+    assert facts["logprobs"] == pytest.approx(expected.logprobs_T[6:].tolist(), abs=1e-4)
+    assert facts.keys() == {"ids", "sampled", "logprobs"}
+
+
+def test_spans_are_half_open() -> None:
+    assert spans([False, True, True, False, True]) == [[1, 3], [4, 5]]
+    assert spans([False]) == [] and spans([True]) == [[0, 1]]
+
+
+def test_disagreement_is_of_sets_and_unknown_where_not_captured() -> None:
+    captured = np.array([[[0, 1], [2, 3]], [[0, 1], [2, 3]], [[-1, -1], [-1, -1]]])
+    live = np.array([[[1, 0], [2, 3]], [[0, 2], [3, 2]], [[0, 1], [2, 3]]])
+    np.testing.assert_array_equal(disagreement(captured, live), [0.0, 0.5, np.nan])
+
+
+def test_expert_load_counts_captured_choices() -> None:
+    routes = np.array([[[0, 1], [3, 2]], [[0, 2], [3, 2]], [[-1, -1], [-1, -1]]])
+    assert expert_load(routes, 4) == [[2, 1, 1, 0], [0, 0, 2, 2]]
+
+
+def test_page_data_is_complete_and_json(run: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "first", replay="off")
+    data = page_data([run, other], Limits())
+    first, second = data["runs"]
+    assert [first["name"], second["name"]] == [str(run), str(other)], (
+        "equal names are told apart by their paths"
+    )
+    assert data["differing"] == ["replay.mode", "log.dir"]
+    assert first["metrics"]["mismatch/k3"] == [None, 0.1, 0.01, 0.001]
+    assert [(dump["kind"], dump["step"]) for dump in first["dumps"]] == [
+        ("train", 1),
+        ("train", 3),
+        ("eval", 0),
+        ("eval", 3),
+    ]
+    assert [load["layers"] for load in first["loads"]] == [[0, 1, 2, 3]] * 2
+    # Every row of the 12 rollouts has two choices per layer: 12 * 10.5 rows on average.
+    assert [sum(layer) for layer in first["loads"][0]["tokens"]] == [2 * 126] * 4
+    assert set(first["vocabulary"]) == {int(t) for t in read_arrays(RunDir(run).rollouts(1)).tokens}
+    assert "replay.mode" in second["changed"] and "replay.mode" not in first["changed"]
+    assert data["glossary"]["mismatch/k3"].startswith("mean(e^D - D - 1)")
+    json.dumps(data, allow_nan=False)
+
+
+def test_asked_steps_are_shown_if_they_were_dumped(run: Path) -> None:
+    data = page_data([run], Limits(steps=(3, 7)))
+    assert {dump["step"] for dump in data["runs"][0]["dumps"]} == {3}
+
+
+def test_text_of_a_sample_cannot_leave_its_script_element(tmp_path: Path) -> None:
+    text = "</script><script>alert(1)</script> <!-- \u2028"
+    page = render(page_data([write_run(tmp_path / "run", text=text)], Limits()), plotly_js="")
+    assert "alert(1)" in page and "</script><script>alert" not in page
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    samples = json.loads(found[1])["runs"][0]["dumps"][0]["samples"]
+    assert samples[0]["messages"][-1]["content"] == text
+
+
+def test_page_refers_to_nothing_outside_of_it(run: Path) -> None:
+    page = render(page_data([run], Limits()), plotly_js="")
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)[^"']*""", page)
+    assert "@import" not in page and "url(" not in page and "fetch(" not in page
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ViewError, match=r"no config\.yaml"):
+        page_data([tmp_path], Limits())

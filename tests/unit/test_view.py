@@ -1,0 +1,121 @@
+"""What `r3.show` prints and refuses, from the folder of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from r3 import show
+from r3.view.runs import ViewError, differing_settings, read_run, read_samples
+from r3.view.samples import best, sample_of, tool_calls_text, worst
+from tests.run_folder import GROUPS, SAMPLES, write_run
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "first")
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    show.main([*map(str, words), "--width", "100"])
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with pytest.raises(SystemExit) as ended:
+        show.main([*map(str, words)])
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1, captured
+    return captured.err
+
+
+def test_best_and_worst_are_by_reward_and_keep_the_order_of_the_dump(run: Path) -> None:
+    samples = read_samples(run, "train", 1)["train"]
+    assert len(samples) == GROUPS * SAMPLES
+    assert [(each.group, each.sample_index) for each in best(samples, 2)] == [(0, 3), (1, 3)]
+    assert [(each.group, each.sample_index) for each in worst(samples, 2)] == [(0, 0), (0, 1)]
+
+
+def test_newest_dump_is_shown_with_best_and_worst(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, run)
+    assert "step 3" in out and "12 samples, mean reward 0.250" in out
+    assert out.count("reward 1 ") == 3 and out.count("reward 0 ") == 3
+    assert "advantage +1.500" in out and "finish length" in out
+
+
+def test_counts_choose_what_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, run, "--step", 1, "--worst", 2)
+    assert "highest rewards" not in out and out.count("reward 0 ") == 2
+
+
+def test_group_is_found_by_number_and_by_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    by_number = shown(capsys, run, "--group", 1)
+    by_name = shown(capsys, run, "--group", "rows.jsonl:2")
+    assert by_number.count("rows.jsonl:2  sample") == SAMPLES
+    assert by_number.splitlines()[4:] == by_name.splitlines()[4:]
+
+
+def test_evaluation_shows_the_reference(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, run, "--eval", "--step", 0, "--best", 1)
+    assert "heldout: 3 samples" in out and "reference\n  #### 1" in out and "advantage" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--step", "2"], "--step 2: no dump of rollouts at this step; steps with one: 1, 3"),
+        (["--eval", "--step", "1"], "--step 1: no dump of evaluation at this step; steps with one: 0, 3"),
+        (["--group", "9"], "--group 9: no such prompt in this dump. Give a group number from 0 to 2"),
+        (["--eval", "--set", "math"], "--set math: no such set at step 3; it has heldout"),
+        (["--best", "-1"], "--best -1: must be >= 0"),
+    ],
+)
+def test_what_is_not_there_is_one_line(
+    words: list[str], expected: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in refused(capsys, run, *words)
+
+
+def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no such folder" in refused(capsys, tmp_path / "absent")
+    assert "the run has none" in refused(capsys, tmp_path)
+    with pytest.raises(ViewError, match=r"no config\.yaml in this folder"):
+        read_run(tmp_path)
+
+
+def test_torn_metrics_are_noted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 4, "rew')
+    facts = read_run(run)
+    assert [row["step"] for row in facts.rows] == [0, 1, 2, 3]
+    assert any("torn" in note for note in facts.notes)
+
+
+def test_settings_that_differ_are_found_by_name(tmp_path: Path) -> None:
+    first, second = (read_run(write_run(tmp_path / mode, replay=mode)) for mode in ("r3", "off"))
+    assert differing_settings([first.settings, second.settings]) == ["replay.mode", "log.dir"]
+    assert differing_settings([first.settings, first.settings]) == []
+    assert differing_settings([{"a.b": "1"}, {}]) == ["a.b"]
+
+
+def test_rows_of_older_versions_are_read_and_alien_rows_refused() -> None:
+    row = {"prompt_id": "p", "group": 2, "member": 1, "response": "yes", "reward": 1.0}
+    row |= {"advantage": 0.5, "finish_reason": "stop", "response_tokens": 3}
+    sample = sample_of(0, row)
+    assert sample.messages == ({"role": "assistant", "content": "yes"},)
+    assert not sample.is_complete and sample.reference == "" and sample.sample_index == 1
+    del row["group"]
+    with pytest.raises(ValueError, match="none of the keys group, place"):
+        sample_of(0, row)
+
+
+def test_structured_tool_calls_are_one_line_each() -> None:
+    call = {"type": "function", "function": {"name": "calc", "arguments": '{"expression": "1+2"}'}}
+    assert tool_calls_text({"role": "assistant", "content": "", "tool_calls": [call]}) == [
+        'calc({"expression": "1+2"})'
+    ]
