@@ -58,6 +58,7 @@ LAYERS = {
         "rescore",
         "report",
         "show",
+        "watch",
         "evaluate",
         "exchange",
         "refill",

@@ -1,0 +1,164 @@
+"""The state of a run as a screen of text: progress, the numbers a person steers by as small curves, what each rank does."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from r3.rundir import RunDir
+from r3.view.runs import RunFacts
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 32
+STALE_S = 120.0
+"""A heartbeat older than this belongs to a run that ended or hangs."""
+
+_PLAIN: Callable[[float], str] = "{:.3f}".format
+_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "reward/mean": ("reward", _PLAIN),
+    "policy/entropy": ("entropy", _PLAIN),
+    "rollout/response_tokens_mean": ("response tokens", "{:.1f}".format),
+    "rollout/truncated_frac": ("truncated", _PLAIN),
+    "reward/group_zero_std_frac": ("groups without signal", _PLAIN),
+    "loss/clip_frac": ("clipped", _PLAIN),
+    "loss/kl_ref": ("KL to reference", "{:.2e}".format),
+    "mismatch/k3": ("mismatch k3", "{:.1e}".format),
+    "mismatch/k3_live": ("  with live routes", "{:.1e}".format),
+    "routing/agreement": ("routing agreement", "{:.4f}".format),
+    "optim/grad_norm": ("gradient norm", "{:.2f}".format),
+    "perf/tokens_per_s": ("tokens per second", "{:.0f}".format),
+    "memory/peak_gib": ("memory peak, GiB", "{:.2f}".format),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """What a rank said last. `age_s`: seconds since then; `silent_s`: seconds without progress at that time."""
+
+    rank: int
+    phase: str
+    silent_s: float
+    age_s: float
+
+
+def read_heartbeats(path: Path, now: float) -> list[Heartbeat]:
+    """The heartbeats of a run's ranks; a file that is being replaced is left out."""
+    beats = []
+    for file in sorted(RunDir(path).heartbeat(0).parent.glob("rank_*.json")):
+        try:
+            said = json.loads(file.read_bytes())
+        except (OSError, ValueError):
+            continue
+        beats.append(
+            Heartbeat(
+                rank=said["rank"],
+                phase=said["phase"],
+                silent_s=said["silent_s"],
+                age_s=now - said["written_at"],
+            )
+        )
+    return beats
+
+
+def curve(values: Sequence[float | None], width: int = CURVE_WIDTH) -> str:
+    """The newest values as bars of eight heights, from the smallest to the largest of those shown; a gap where none is."""
+    shown = list(values)[-width:]
+    known = [value for value in shown if value is not None and math.isfinite(value)]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        BARS[round((value - low) * scale)] if value is not None and math.isfinite(value) else " "
+        for value in shown
+    )
+
+
+def remaining_s(rows: Sequence[Mapping[str, float]], steps: int, recent: int = 10) -> float | None:
+    """Seconds to the end, by the mean of the newest steps; None before the first step."""
+    times = [row["time/step_s"] for row in rows if row["step"] > 0 and "time/step_s" in row][-recent:]
+    if not times:
+        return None
+    return sum(times) / len(times) * (steps - rows[-1]["step"])
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `7 min`, `3 h 05 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def screen(facts: RunFacts, beats: Sequence[Heartbeat]) -> RenderableType:
+    """Everything that `r3.watch` shows."""
+    steps = int(facts.settings.get("train.steps", "0"))
+    done = int(facts.rows[-1]["step"]) if facts.rows else 0
+    left = remaining_s(facts.rows, steps)
+    parts: list[RenderableType] = [
+        Text(str(facts.path), style="bold"),
+        _progress(done, steps, left),
+        *(Text(note, style="yellow") for note in facts.notes),
+        Text(""),
+        _figures(facts.rows),
+        Text(""),
+        _ranks(beats, is_done=done >= steps),
+    ]
+    return Group(*parts)
+
+
+def _progress(done: int, steps: int, left: float | None) -> RenderableType:
+    line = Table.grid(padding=(0, 2))
+    end = "" if left is None else "finished" if done >= steps else f"about {duration(left)} left"
+    line.add_row(
+        f"step {done}/{steps}", ProgressBar(total=max(1, steps), completed=done, width=CURVE_WIDTH), end
+    )
+    return line
+
+
+def _figures(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    labels = dict(_FIGURES)
+    for key in sorted({key for row in rows for key in row}):
+        if key.startswith("eval/") and key.endswith("/accuracy"):
+            labels = {key: (f"{key.split('/')[1]} accuracy", _PLAIN)} | labels
+    for key, (label, show) in labels.items():
+        values = [row.get(key) for row in rows]
+        known = [value for value in values if value is not None]
+        if not known:
+            continue
+        if key.startswith("eval/"):
+            values = known  # evaluated every so many steps: without the gaps
+        table.add_row(label, Text(show(known[-1]), style="bold"), Text(curve(values), style="cyan"))
+    return table
+
+
+def _ranks(beats: Sequence[Heartbeat], *, is_done: bool) -> RenderableType:
+    if not beats:
+        return Text("no heartbeats: the run did not start its steps, or debug.stall_s is 0", style="dim")
+    if is_done:
+        return Text("")
+    if all(beat.age_s > STALE_S for beat in beats):
+        age = duration(min(beat.age_s for beat in beats))
+        return Text(f"all ranks silent for {age}: the run was stopped, or hangs", style="bold red")
+    phases: dict[str, list[int]] = {}
+    for beat in beats:
+        phases.setdefault(beat.phase, []).append(beat.rank)
+    text = Text()
+    for phase, ranks in phases.items():
+        named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        text.append(f"{phase}: rank{'s' if len(ranks) > 1 else ''} {named}   ")
+    slowest = max(beats, key=lambda beat: beat.silent_s + beat.age_s)
+    silent = slowest.silent_s + slowest.age_s
+    if silent > STALE_S:
+        text.append(f"\nrank {slowest.rank} made no progress for {duration(silent)}", style="bold red")
+    return text

@@ -1,0 +1,65 @@
+"""Follow a run from another shell: progress, the numbers to steer by, what each rank does.
+
+    python -m r3.watch RUN_DIR             until the run ends, or Ctrl-C
+    python -m r3.watch RUN_DIR --once      print the present state and end
+
+Reads metrics.jsonl and heartbeats; the run is not touched. Exit code 2: the folder is not that of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from r3.view.runs import ViewError, read_run
+from r3.view.watch import read_heartbeats, screen
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="r3.watch",
+        description=(__doc__ or "").partition("\n")[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between looks (default 2)")
+    parser.add_argument("--once", action="store_true", help="print the present state and end")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Show the run until its last step, or say in one line what is wrong."""
+    words = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        if not words.every > 0:
+            raise ViewError(f"--every {words.every:g}: must be > 0. Give the seconds between two looks")
+        facts = read_run(words.run_dir)
+    except ViewError as error:
+        print(f"r3.watch: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    console = Console(highlight=False)
+    if words.once:
+        console.print(screen(facts, read_heartbeats(words.run_dir, time.time())))
+        return
+    steps = int(facts.settings.get("train.steps", "0"))
+    try:
+        with Live(console=console, refresh_per_second=4, screen=False) as live:
+            while True:
+                facts = read_run(words.run_dir)
+                live.update(screen(facts, read_heartbeats(words.run_dir, time.time())))
+                if facts.rows and facts.rows[-1]["step"] >= steps:
+                    return
+                time.sleep(words.every)
+    except KeyboardInterrupt:
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What `r3.watch` shows of a run, from its files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from r3 import watch
+from r3.rundir import RunDir, write_json
+from r3.view.watch import BARS, STALE_S, curve, duration, read_heartbeats, remaining_s
+from tests.run_folder import write_run
+
+pytestmark = pytest.mark.unit
+
+
+def shown(capsys: pytest.CaptureFixture[str], run: Path) -> str:
+    watch.main([str(run), "--once"])
+    return capsys.readouterr().out
+
+
+def beat(run: Path, rank: int, phase: str, *, age_s: float = 0.0, silent_s: float = 0.0) -> None:
+    state = {"rank": rank, "phase": phase, "phases": 1, "silent_s": silent_s}
+    write_json(
+        RunDir(run).heartbeat(rank), state | {"written_at": time.time() - age_s, "host": "here", "pid": 1}
+    )
+
+
+def test_curve_runs_from_lowest_to_highest_with_gaps() -> None:
+    assert curve([0.0, 1.0, None, 0.5]) == f"{BARS[0]}{BARS[-1]} {BARS[4]}"
+    assert curve([2.0, 2.0]) == BARS[0] * 2
+    assert curve([float("nan"), 1.0]) == f" {BARS[0]}" and curve([]) == ""
+    assert curve([9.0, 0.0, 1.0], width=2) == f"{BARS[0]}{BARS[-1]}", "the newest values"
+
+
+def test_remaining_time_is_of_the_newest_steps() -> None:
+    rows = [{"step": 0, "time/step_s": 100.0}, *({"step": i, "time/step_s": float(i)} for i in range(1, 5))]
+    assert remaining_s(rows, 10, recent=2) == 3.5 * 6
+    assert remaining_s(rows[:1], 10) is None
+    assert [duration(s) for s in (42, 100, 7200)] == ["42 s", "2 min", "2 h 00 min"]
+
+
+def test_screen_has_progress_figures_and_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", steps=1)  # of the 2 that its config asks for
+    beat(run, 0, "generate")
+    beat(run, 1, "train")
+    out = shown(capsys, run)
+    assert "step 1/2" in out and "about 2 s left" in out
+    assert "heldout accuracy" in out and "1.0e-01" in out
+    assert "generate: rank 0" in out and "train: rank 1" in out
+    assert [each.phase for each in read_heartbeats(run, time.time())] == ["generate", "train"]
+
+
+def test_silence_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    assert "no heartbeats" in shown(capsys, run)
+    beat(run, 0, "train", silent_s=2 * STALE_S)
+    beat(run, 1, "train")
+    assert "rank 0 made no progress for 4 min" in shown(capsys, run)
+    for rank in (0, 1):
+        beat(run, rank, "train", age_s=2 * STALE_S)
+    assert "all ranks silent for 4 min: the run was stopped, or hangs" in shown(capsys, run)
+
+
+def test_it_follows_a_run_to_its_end(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    command = [sys.executable, "-m", "r3.watch", str(run), "--every", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        RunDir(run).append_metrics({"step": 2, "reward/mean": 0.5})
+        out, _ = watching.communicate(timeout=60)
+    assert watching.returncode == 0 and "step 2/2" in out and "finished" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["--every", "0"], "--every 0: must be > 0"), ([], "no config.yaml in this folder")],
+)
+def test_mistakes_are_one_line(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        watch.main([str(tmp_path), *words])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
