@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 
-from r3 import cli
+from r3.cli import parse as cli
 
 
 def main() -> None:
@@ -22,25 +22,28 @@ def main() -> None:
     began = time.perf_counter()
     invocation = cli.parse(sys.argv[1:])
     config = invocation.config
-    from r3.start import begin, closing, header, require_one_start  # torch loads from here on
+    from r3.run.start import begin, closing, header, require_one_start
 
     task, run_dir, start = begin(config, check=invocation.check)
 
-    from r3 import carry, checkpoint
-    from r3.device import init_device, leave, seed_everything, settle
-    from r3.diagnostics import Max
     from r3.engine import Engine
-    from r3.evaluate import evaluate
-    from r3.exchange import distribute, dump_rollouts, score_all
-    from r3.ledger import reconcile
-    from r3.mesh import build_mesh
-    from r3.metrics import Meter
+    from r3.handover.memory import Residency, State
+    from r3.handover.rollouts import distribute
+    from r3.handover.weights import WeightStream, export, prove_sync, sync_weights
+    from r3.metrics.meter import Meter
+    from r3.metrics.reduce import Max
     from r3.policy import Policy
-    from r3.refill import answers_of_step
-    from r3.residency import Residency, State
-    from r3.sync import WeightStream, export, prove_sync, sync_weights
-    from r3.updates import train_on
-    from r3.watchdog import Watchdog
+    from r3.policy.updates import train_on
+    from r3.rollout import partial as carry
+    from r3.rollout.evaluate import evaluate
+    from r3.rollout.scored import score_all
+    from r3.rollout.step import answers_of_step
+    from r3.routing.ledger import reconcile
+    from r3.run import checkpoint
+    from r3.run.dumps import dump_rollouts, write_eval
+    from r3.run.watchdog import Watchdog
+    from r3.runtime.device import init_device, leave, seed_everything, settle
+    from r3.runtime.mesh import build_mesh
 
     rollout, train = config.rollout, config.train
     device = init_device()
@@ -62,35 +65,44 @@ def main() -> None:
             task.prompts.prompts,
             engine=mesh.engine_dp.rank,
             engines=mesh.engine_dp.size,
-            speaks=engine.speaks,
+            is_leader=engine.is_leader,
         )
     last = done if config.eval.only else train.steps
     settle()
 
-    watchdog = Watchdog(device.rank, device.world_size, stall_s=config.debug.stall_s, run_dir=run_dir)
-    rows = None if config.eval.only else run_dir  # such a run leaves answers, and no row among the training's
+    watchdog = Watchdog(
+        device.rank, device.world_size, stall_s=config.debug.stall_s, run_dir=run_dir
+    )
+    rows = (
+        None if config.eval.only else run_dir
+    )  # such a run leaves answers, and no row among the training's
     meter = Meter(
         rows, mesh.world, config, on_phase=watchdog.beat, first_step=0 if config.eval.only else done
     )
     meter.header(header(config, task, mesh, device, start))
 
-    def hand_over(version: int) -> None:
+    def hand_over(policy_version: int) -> None:
         """sync: the engine takes the policy's weights; every use of the engine starts here, so none can be stale."""
         with meter.phase("sync"):
             residency.move(State.SYNC)
-            sync_weights(weights, engine, device, mesh, version=version)
+            sync_weights(weights, engine, device, mesh, policy_version=policy_version)
             residency.move(State.GENERATE)
 
-    def evaluate_policy(version: int) -> None:
+    def evaluate_policy(policy_version: int) -> None:
         """Held-out accuracy of the policy after `version` steps, between two trainings."""
-        hand_over(version)
+        hand_over(policy_version)
         for heldout in task.heldout:
             name, total = heldout.settings.name, len(heldout.prompts) * heldout.settings.samples
-            with meter.phase("evaluate"), meter.progress(total // mesh.engine_dp.size, name) as tick:
-                found = evaluate(engine, heldout, config, mesh, version=version, on_answer=tick)
+            with (
+                meter.phase("evaluate"),
+                meter.progress(total // mesh.engine_dp.size, name) as tick,
+            ):
+                found = evaluate(
+                    engine, heldout, config, mesh, policy_version=policy_version, on_answer=tick
+                )
             meter.add(found.metrics)
             if device.rank == 0:
-                run_dir.write_eval(version, name, found.rows)
+                write_eval(run_dir, policy_version, name, found.rows)
         residency.move(State.TRAIN)
 
     with watchdog:
@@ -98,17 +110,19 @@ def main() -> None:
             evaluate_policy(done)
             meter.close_step(done)
         for step in range(done + 1, last + 1):
-            version = step - 1  # the engine samples with the weights after this many steps
+            policy_version = step - 1  # the engine samples with the weights after this many steps
 
             # 1 sync
-            hand_over(version)
-            if version == done or every(version, config.debug.prove_sync_every):
+            hand_over(policy_version)
+            if policy_version == done or every(policy_version, config.debug.prove_sync_every):
                 prove_sync(engine, policy, task.prompts.prompts[:4], config, mesh)
 
             # 2 generate, 3 score: answers are judged while others are still being written
             total = rollout.prompts_per_step * rollout.group_size // mesh.engine_dp.size
             with meter.phase("generate"), meter.progress(total, f"step {step} generate") as tick:
-                found = answers_of_step(engine, task, config, mesh, step=step, carry=carried, on_answer=tick)
+                found = answers_of_step(
+                    engine, task, config, mesh, step=step, carry=carried, on_answer=tick
+                )
             carried = found.carry
             with meter.phase("score"):
                 scored = score_all(found.answers, found.rewards, config)
@@ -127,14 +141,25 @@ def main() -> None:
                     captured=engine.capture,
                     on_missing=config.replay.on_missing,
                     min_coverage=config.replay.min_coverage,
-                    versions=range(max(0, version - rollout.max_staleness), version + 1),
+                    policy_versions=range(
+                        max(0, policy_version - rollout.max_staleness), policy_version + 1
+                    ),
                     layers=policy.replay.layers,
                 )
                 meter.add(ledger)
 
             # 5 train: old log-probabilities where they are needed, then the updates, routes replayed in every pass
             with meter.phase("train"), meter.progress(len(batches), f"step {step} train") as tick:
-                train_on(policy, batches, found.rewards, config, step=step, report=meter.add, on_update=tick)
+                train_on(
+                    policy,
+                    batches,
+                    found.rewards.rewards_R,
+                    found.rewards.groups_R,
+                    config,
+                    step=step,
+                    report=meter.add,
+                    on_update=tick,
+                )
 
             # 6 report
             meter.add({f"memory/{name}_gib": Max(gib) for name, gib in residency.used_gib.items()})
@@ -147,15 +172,21 @@ def main() -> None:
             if step == train.steps or every(step, config.checkpoint.every):
                 with meter.phase("checkpoint"):
                     keep = config.checkpoint.keep
-                    files = carry.to_files(carried, mesh.engine_dp.rank, speaks=engine.speaks)
+                    files = carry.to_files(carried, mesh.engine_dp.rank, is_leader=engine.is_leader)
                     checkpoint.save(
                         run_dir.checkpoints, policy, device, mesh, step=step, keep=keep, files=files
                     )
 
-        if config.checkpoint.export and not config.eval.only and not run_dir.hf(train.steps).exists():
+        if (
+            config.checkpoint.export
+            and not config.eval.only
+            and not run_dir.hf(train.steps).exists()
+        ):
             with meter.phase("export"):
                 folder = run_dir.hf(train.steps)
-                export(folder, weights, policy, device, mesh, like=config.model.path, step=train.steps)
+                export(
+                    folder, weights, policy, device, mesh, like=config.model.path, step=train.steps
+                )
     task.close()
     meter.close()
     if device.rank == 0:

@@ -83,9 +83,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), metavar="NAME")
+    parser.add_argument(
+        "--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), metavar="NAME"
+    )
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--table", action="store_true", help="write the table from the json, run nothing")
+    parser.add_argument(
+        "--table", action="store_true", help="write the table from the json, run nothing"
+    )
     words = parser.parse_args()
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"algorithms": {}}
     if not words.table:
@@ -95,17 +99,28 @@ def main() -> None:
             "date": date.today().isoformat(),
             "source": source(),
             "hardware": hardware(),
-            "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+            "versions": {
+                "python": platform.python_version(),
+                **{name: version(name) for name in PACKAGES},
+            },
         }
         for name in words.only:
             with tempfile.TemporaryDirectory(prefix="r3-algorithms-") as folder:
-                found["algorithms"][name] = run(Path(folder) / "run", words.steps, ALGORITHMS[name].split())
+                found["algorithms"][name] = run(
+                    Path(folder) / "run", words.steps, ALGORITHMS[name].split()
+                )
             # After each, so that a run that is stopped loses only the one it was at.
             RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             print(row_of(name, found["algorithms"][name]), flush=True)
     before, rest = README.read_text().split(MARKS[0])
     README.write_text(
-        before + MARKS[0] + "\n\n" + table(found["algorithms"]) + "\n\n" + MARKS[1] + rest.split(MARKS[1])[1]
+        before
+        + MARKS[0]
+        + "\n\n"
+        + table(found["algorithms"])
+        + "\n\n"
+        + MARKS[1]
+        + rest.split(MARKS[1])[1]
     )
 
 
@@ -138,7 +153,9 @@ def run(folder: Path, steps: int, flags: Sequence[str]) -> dict[str, Any]:
     command = shlex.join(["torchrun", *arguments])
     if done.returncode:
         sys.exit(f"{done.stdout}\n{command}\nended with exit code {done.returncode}")
-    rows: list[Row] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows: list[Row] = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     accuracy = [row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row]
     trained = [row for row in rows if row["step"] > 0]
 

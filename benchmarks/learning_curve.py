@@ -59,7 +59,9 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40, help="of the learning curves")
-    parser.add_argument("--mismatch-steps", type=int, default=10, help="of the runs with a bfloat16 engine")
+    parser.add_argument(
+        "--mismatch-steps", type=int, default=10, help="of the runs with a bfloat16 engine"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument(
         "--redraw", action="store_true", help="draw the figures of OUT once more, run nothing"
@@ -67,7 +69,10 @@ def main() -> None:
     words = parser.parse_args()
 
     if words.redraw:
-        draw(json.loads((words.out / "learning_curve.json").read_text()), words.out / "learning_curve.png")
+        draw(
+            json.loads((words.out / "learning_curve.json").read_text()),
+            words.out / "learning_curve.png",
+        )
         return
     with tempfile.TemporaryDirectory(prefix="r3-curve-") as folder:
         curves = {
@@ -77,7 +82,12 @@ def main() -> None:
         mismatch = {
             name: [
                 run(
-                    Path(folder) / f"{number}-{seed}", seed, words.mismatch_steps, *flags, "--eval.every", "0"
+                    Path(folder) / f"{number}-{seed}",
+                    seed,
+                    words.mismatch_steps,
+                    *flags,
+                    "--eval.every",
+                    "0",
                 )
                 for seed in words.seeds
             ]
@@ -89,13 +99,18 @@ def main() -> None:
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
         "environment": ENVIRONMENT,
         "seeds": {str(seed): curve(*made) for seed, made in curves.items()},
         "mismatch": {name: gap(runs) for name, runs in mismatch.items()},
     }
     words.out.mkdir(parents=True, exist_ok=True)
-    (words.out / "learning_curve.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (words.out / "learning_curve.json").write_text(
+        json.dumps(found, indent=1) + "\n", encoding="utf-8"
+    )
     draw(found, words.out / "learning_curve.png")
     report(found)
 
@@ -128,11 +143,15 @@ def run(folder: Path, seed: int, steps: int, *flags: str) -> tuple[list[Row], di
 def curve(rows: Sequence[Row], how: Mapping[str, Any]) -> dict[str, Any]:
     """What one seed learnt, and when. Seconds of training are those of the steps, evaluations among them."""
     accuracy = {
-        int(row["step"]): row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row
+        int(row["step"]): row["eval/heldout/accuracy"]
+        for row in rows
+        if "eval/heldout/accuracy" in row
     }
     trained = [row for row in rows if row["step"] > 0]
     reached = next((step for step, value in accuracy.items() if value >= TARGET), None)
-    until = [row["time/step_s"] for row in trained if reached is not None and row["step"] <= reached]
+    until = [
+        row["time/step_s"] for row in trained if reached is not None and row["step"] <= reached
+    ]
     return {
         **how,
         "training_s": round(sum(row["time/step_s"] for row in trained), 1),
@@ -164,13 +183,16 @@ def gap(runs: Sequence[tuple[Sequence[Row], Mapping[str, Any]]]) -> dict[str, An
         "routing_agreement_mean": fmean(row["routing/agreement"] for row in rows),
         "routing_coverage_min": min(row["routing/coverage"] for row in rows),
         "k3": [
-            [row["mismatch/k3_replay"] for row in run_rows if "mismatch/k3" in row] for run_rows, _ in runs
+            [row["mismatch/k3_replay"] for row in run_rows if "mismatch/k3" in row]
+            for run_rows, _ in runs
         ],
         "k3_live": [
-            [row["mismatch/k3_live"] for row in run_rows if "mismatch/k3" in row] for run_rows, _ in runs
+            [row["mismatch/k3_live"] for row in run_rows if "mismatch/k3" in row]
+            for run_rows, _ in runs
         ],
         "routing_agreement": [
-            [row["routing/agreement"] for row in run_rows if "mismatch/k3" in row] for run_rows, _ in runs
+            [row["routing/agreement"] for row in run_rows if "mismatch/k3" in row]
+            for run_rows, _ in runs
         ],
     }
 
@@ -179,11 +201,15 @@ def source() -> dict[str, Any]:
     """The commit that ran, and whether files differed from it."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
 
     return {
         "commit": git("rev-parse", "--short", "HEAD") or None,
-        "changed_files": len(git("status", "--porcelain", "--", "train.py", "r3", "configs").splitlines()),
+        "changed_files": len(
+            git("status", "--porcelain", "--", "train.py", "r3", "configs").splitlines()
+        ),
     }
 
 
@@ -205,7 +231,12 @@ def hardware() -> dict[str, Any]:
 def draw(found: Mapping[str, Any], path: Path) -> None:
     """Accuracy and reward of every seed, and below them the gap with replayed and with live routes."""
     plt.rcParams.update(
-        {"font.size": 9, "axes.titlesize": 9.5, "axes.spines.top": False, "axes.spines.right": False}
+        {
+            "font.size": 9,
+            "axes.titlesize": 9.5,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
     )
     figure = plt.figure(figsize=(9.6, 7.4), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=[1.45, 1], hspace=0.05)
@@ -219,14 +250,17 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     for (seed, made), color in zip(found["seeds"].items(), SEED_COLORS, strict=False):
         label, accuracy, rewards = f"seed {seed}", made["heldout_accuracy"], made["reward_mean"]
         steps = [int(step) for step in accuracy]
-        learning.plot(steps, list(accuracy.values()), color=color, marker="o", markersize=4, label=label)
+        learning.plot(
+            steps, list(accuracy.values()), color=color, marker="o", markersize=4, label=label
+        )
         reward.plot(range(1, len(rewards) + 1), rewards, color=color, linewidth=1.3, label=label)
         last = max(last, *steps)
     learning.axhline(TARGET, color=GREY, linewidth=0.8)
     learning.text(0.3, TARGET + 0.01, f"{TARGET:.2f}", color=GREY, fontsize=8)
     learning.set(title="Accuracy on 256 held-out problems, greedy", ylabel="share of answers right")
     reward.set(
-        title="Reward of sampled training answers (temperature 1)", ylabel="mean of 128 answers, 0 or 1 each"
+        title="Reward of sampled training answers (temperature 1)",
+        ylabel="mean of 128 answers, 0 or 1 each",
     )
     for axes in (learning, reward):
         axes.set(xlabel="step (one update each)", ylim=(0, 1.04), xlim=(-1, last + 1))
@@ -237,7 +271,8 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             axes.text(PRESET_STEPS + 0.5, 0.03, "make demo stops here", color=GREY, fontsize=8)
 
     bottom.suptitle(
-        "The gap between engine (vLLM) and policy (Megatron), before any update of the step", fontsize=10
+        "The gap between engine (vLLM) and policy (Megatron), before any update of the step",
+        fontsize=10,
     )
     k3, agree = bottom.subplots(1, 2, gridspec_kw={"width_ratios": [1.35, 1]})
     rounded = [name for name in found["mismatch"] if "bfloat16" in name]
@@ -251,10 +286,20 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             (left, live, made["k3_live_mean"], RED, "live routes"),
             (right, replayed, made["k3_mean"], BLUE, "replayed routes"),
         ):
-            k3.plot([where] * len(values), values, "o", color=color, markersize=3, alpha=0.6, label=label)
+            k3.plot(
+                [where] * len(values),
+                values,
+                "o",
+                color=color,
+                markersize=3,
+                alpha=0.6,
+                label=label,
+            )
             k3.plot([where - 0.09, where + 0.09], [mean] * 2, color=color, linewidth=2.2)
             side, align = (-0.12, "right") if where == left else (0.12, "left")
-            k3.text(where + side, mean, f"{mean:.1e}", color=color, fontsize=8, ha=align, va="center")
+            k3.text(
+                where + side, mean, f"{mean:.1e}", color=color, fontsize=8, ha=align, va="center"
+            )
         if not place:
             k3.legend(loc="upper right", frameon=False)
     k3.set(
@@ -285,7 +330,9 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
 def report(found: Mapping[str, Any]) -> None:
     """The figures in short."""
     for seed, made in found["seeds"].items():
-        accuracy = " ".join(f"{step}:{value:.3f}" for step, value in made["heldout_accuracy"].items())
+        accuracy = " ".join(
+            f"{step}:{value:.3f}" for step, value in made["heldout_accuracy"].items()
+        )
         print(
             f"seed {seed}: {accuracy}; >= {TARGET:.2f} at step {made['first_step_at_target']} after "
             f"{made['training_s_to_target']} s; {made['training_s']} s of training, {made['wall_s']} s in all"

@@ -4,7 +4,7 @@
     .venv/bin/python -m benchmarks.mismatch --experiments E12 --seeds 1      one part of it
     .venv/bin/python -m benchmarks.mismatch --redraw                 table and picture once more, from the json
 
-E5 and E6 are the cases of tests/e2e/mismatch_cases.py and tests/dist/replay_cases.py, with more tokens; E12 are runs of train.py.
+E5 and E6 are the cases of tests/e2e/mismatch_cases.py and tests/ranks/replay_cases.py, with more tokens; E12 are runs of train.py.
 What mismatch.json holds already is not measured again. Writes mismatch.json, mismatch.md and mismatch.png to benchmarks/results/.
 """
 
@@ -31,15 +31,20 @@ import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from tests.dist.replay_cases import DOSES, dose_response
 
 from benchmarks.learning_curve import BLUE, ENVIRONMENT, GREY, PACKAGES, RED, ROOT, hardware, source
 from r3 import assets
-from r3.rundir import RunDir, read_jsonl, read_metrics, read_rollouts
-from tests.dist.replay_cases import DOSES, dose_response
+from r3.run.dumps import read_rollouts
+from r3.run.folder import RunDir, read_jsonl, read_metrics
 from tests.e2e.mismatch_cases import near_tie_checkpoint, paired
 from tests.world import run_world
 
-PRECISIONS = (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32"))  # policy, engine
+PRECISIONS = (
+    ("bfloat16", "bfloat16"),
+    ("float32", "bfloat16"),
+    ("float32", "float32"),
+)  # policy, engine
 BATCHES, PROMPTS, GROUP, MAX_TOKENS = 20, 16, 8, 40
 MODES, UPDATES = ("off", "r2", "r3"), (1, 8)
 ROUTER_NOISE = "0.3"  # changes the experts of a third of the slots
@@ -55,8 +60,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--experiments", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs of E12")
+    parser.add_argument(
+        "--experiments", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS)
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs of E12"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--redraw", action="store_true", help="run nothing")
     words = parser.parse_args()
@@ -88,7 +97,10 @@ def about() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
         "environment": ENVIRONMENT,
     }
 
@@ -108,7 +120,13 @@ def e5(folder: Path, _seeds: Sequence[int]) -> Measures:
 
     def measure(model: Path, policy: str, engine: str) -> list[Row]:
         (made,) = run_world(
-            paired, 1, timeout_s=600, model=str(model), policy_dtype=policy, engine_dtype=engine, **sizes
+            paired,
+            1,
+            timeout_s=600,
+            model=str(model),
+            policy_dtype=policy,
+            engine_dtype=engine,
+            **sizes,
         )
         return made["rows"]
 
@@ -142,17 +160,37 @@ def e12(folder: Path, seeds: Sequence[int]) -> Measures:
     """Training with noisy engine routers, without replay, with recorded (R2) and with captured routes (R3); then the cost."""
 
     def learn(seed: int, updates: int, mode: str) -> Row:
-        flags = ("--train.seed", str(seed), "--train.updates_per_step", str(updates), "--replay.mode", mode)
-        rows, run_dir = train(folder / f"{seed}-{updates}-{mode}", STEPS, *flags, noise=ROUTER_NOISE)
+        flags = (
+            "--train.seed",
+            str(seed),
+            "--train.updates_per_step",
+            str(updates),
+            "--replay.mode",
+            mode,
+        )
+        rows, run_dir = train(
+            folder / f"{seed}-{updates}-{mode}", STEPS, *flags, noise=ROUTER_NOISE
+        )
         return {
             "accuracy": rows[-1]["eval/heldout/accuracy"],
-            "right": "".join("01"[answer["reward"] >= 1.0] for answer in read_jsonl(run_dir.eval(STEPS))),
+            "right": "".join(
+                "01"[answer["reward"] >= 1.0] for answer in read_jsonl(run_dir.eval(STEPS))
+            ),
             **columns(rows, "mismatch/k3", "mismatch/f2", "optim/grad_norm", "reward/mean"),
         }
 
     def cost(seed: int, mode: str) -> Row:
         # The same tokens in all modes: nothing is learnt at this rate.
-        flags = ("--train.seed", str(seed), "--train.lr", "1e-12", "--replay.mode", mode, "--eval.path", "")
+        flags = (
+            "--train.seed",
+            str(seed),
+            "--train.lr",
+            "1e-12",
+            "--replay.mode",
+            mode,
+            "--eval.path",
+            "",
+        )
         rows, run_dir = train(folder / f"cost-{seed}-{mode}", COST_STEPS, *flags)
         names = ("time/step_s", "time/generate_s", "time/train_s", "rollout/tokens")
         return columns(rows, *names) | {"routes": route_bytes(run_dir)}
@@ -166,7 +204,9 @@ def e12(folder: Path, seeds: Sequence[int]) -> Measures:
     for seed in seeds:
         for updates in UPDATES:
             for mode in MODES:
-                measures[f"learn | {seed} | {updates} | {mode}"] = partial(learn, seed, updates, mode)
+                measures[f"learn | {seed} | {updates} | {mode}"] = partial(
+                    learn, seed, updates, mode
+                )
         for mode in ("off", "r3"):  # one after the other: the machine is shared
             measures[f"cost | {seed} | {mode}"] = partial(cost, seed, mode)
     return measures | {"endurance": endurance}
@@ -175,7 +215,14 @@ def e12(folder: Path, seeds: Sequence[int]) -> Measures:
 def train(folder: Path, steps: int, *flags: str, noise: str = "") -> tuple[list[Row], RunDir]:
     """Rows of the training steps of one run of tiny-smoke on one rank."""
     module = ["-m", "benchmarks.noisy_engine"] if noise else ["train.py"]
-    settings = ["--train.steps", str(steps), "--replay.shadow_every", "0", *ONE_RANK.split(), *flags]
+    settings = [
+        "--train.steps",
+        str(steps),
+        "--replay.shadow_every",
+        "0",
+        *ONE_RANK.split(),
+        *flags,
+    ]
     command = [*module, "tiny-smoke", *settings, "--log.dir", str(folder)]
     done = subprocess.run(
         [sys.executable, *command],
@@ -187,7 +234,9 @@ def train(folder: Path, steps: int, *flags: str, noise: str = "") -> tuple[list[
     )
     if done.returncode:
         sys.exit(f"{done.stdout}\n{shlex.join(command)}\nended with exit code {done.returncode}")
-    return [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0], RunDir(folder)
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0], RunDir(
+        folder
+    )
 
 
 def columns(rows: Sequence[Row], *names: str) -> dict[str, list[float]]:
@@ -201,7 +250,10 @@ def route_bytes(run_dir: RunDir) -> dict[str, int]:
     routes = [rollout.routed_experts for rollout in rollouts]
     _, layers, topk = routes[0].shape
     rows = sum(len(rollout.tokens_T) - 1 for rollout in rollouts)
-    return {"bytes": sum(r.nbytes for r in routes), "formula": rows * layers * topk * routes[0].itemsize}
+    return {
+        "bytes": sum(r.nbytes for r in routes),
+        "formula": rows * layers * topk * routes[0].itemsize,
+    }
 
 
 EXPERIMENTS = {"E5": e5, "E6": e6, "E12": e12}
@@ -252,13 +304,17 @@ def e5_table(found: Mapping[str, Any]) -> list[str]:
                 "",
                 "",
             ]
-            cells += [f"- / {mean(rows, 'live', figure):.2g}" for figure in ("abs_p99", "abs_max")] + [
+            cells += [
+                f"- / {mean(rows, 'live', figure):.2g}" for figure in ("abs_p99", "abs_max")
+            ] + [
                 "",
                 "",
                 "",
             ]
         else:
-            pairs = {f: [(row["replay"][f], row["live"][f]) for row in rows] for f in rows[0]["replay"]}
+            pairs = {
+                f: [(row["replay"][f], row["live"][f]) for row in rows] for f in rows[0]["replay"]
+            }
             on, off = mean(rows, "replay", "k3"), mean(rows, "live", "k3")
             floor = (
                 mean(found[" | ".join(["dense twin", *precision])], "live", "k3")
@@ -301,7 +357,12 @@ def e6_table(found: Mapping[str, Any]) -> list[str]:
             dose = made["doses"][str(share)]
             hit = sum(dose["hits"]) / (dose["rows"] * len(dose["hits"]))
             used = 1 - dose["wrong"] / (dose["rows"] * len(dose["hits"]))
-            cells = [f"{share:.1%}", f"{hit:.2%}", f"{dose['agreed'][0] / dose['rows']:.4f}", f"{used:.0%}"]
+            cells = [
+                f"{share:.1%}",
+                f"{hit:.2%}",
+                f"{dose['agreed'][0] / dose['rows']:.4f}",
+                f"{used:.0%}",
+            ]
             cells += [f"{dose['k3']:.2e}", f"{made['live']['k3']:.2e}"]
             lines.append(f"| {name.replace(' | ', ', ')} | {' | '.join(cells)} |")
     names = list(next(iter(found.values()))["misaligned"])
@@ -346,14 +407,17 @@ def e12_table(found: Mapping[str, Any]) -> list[str]:
     lines += ["", "| updates a step | pre-registered | found | holds |", "|---" * 4 + "|"]
     for updates in UPDATES:
         pairs = [
-            tuple(found[f"learn | {seed} | {updates} | {mode}"] for mode in ("off", "r3")) for seed in seeds
+            tuple(found[f"learn | {seed} | {updates} | {mode}"] for mode in ("off", "r3"))
+            for seed in seeds
         ]
         for text, name in (
             ("k3 lower in every seed", "mismatch/k3"),
             ("f2 lower in every seed", "mismatch/f2"),
         ):
             lower = [fmean(on[name]) < fmean(off[name]) for off, on in pairs]
-            lines.append(f"| {updates} | {text} | {sum(lower)} of {len(lower)} | {yes(all(lower))} |")
+            lines.append(
+                f"| {updates} | {text} | {sum(lower)} of {len(lower)} | {yes(all(lower))} |"
+            )
         lower = [grad_p99(on) < grad_p99(off) for off, on in pairs]
         lines.append(
             f"| {updates} | grad norm p99 lower in every seed | {sum(lower)} of {len(lower)} | {yes(all(lower))} |"
@@ -401,7 +465,9 @@ def cost_table(found: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
         early = {name: values[9] for name, values in long.items() if name.startswith("memory/")}
         grown = max(long[name][-1] - value for name, value in early.items())
         name = "memory/peak_gib"
-        per_token = [s / t for s, t in zip(long["time/step_s"], long["rollout/tokens"], strict=True)]
+        per_token = [
+            s / t for s, t in zip(long["time/step_s"], long["rollout/tokens"], strict=True)
+        ]
         slower = median(per_token[-30:]) / median(per_token[9:39])
         lines += [
             f"| no growth over {ENDURANCE_STEPS} steps (from step 10) | memory {grown:+.3f} GiB of {long[name][-1]:.2f}; "
@@ -443,14 +509,20 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             for row in made[name]:
                 values = [row["live"]["k3"], row["replay"]["k3"]]
                 pairs.plot([place - 0.2, place + 0.2], values, color=GREY, linewidth=0.4, alpha=0.6)
-                for where, value, color in zip((place - 0.2, place + 0.2), values, (RED, BLUE), strict=True):
+                for where, value, color in zip(
+                    (place - 0.2, place + 0.2), values, (RED, BLUE), strict=True
+                ):
                     pairs.plot(where, value, "o", color=color, markersize=3)
             if twin := made.get(name.replace("near ties", "dense twin") if "near" in name else ""):
                 floor = mean(twin, "live", "k3")
                 pairs.plot([place - 0.35, place + 0.35], [floor] * 2, color="black", linewidth=1)
                 pairs.text(place + 0.35, floor, " dense\n twin", fontsize=7, va="center")
-        pairs.set_xticks(range(len(names)), [name.replace(" | ", "\n") for name in names], fontsize=7)
-        pairs.set(yscale="log", title="E5: live (red), replayed (blue); a line is a batch", ylabel="k3")
+        pairs.set_xticks(
+            range(len(names)), [name.replace(" | ", "\n") for name in names], fontsize=7
+        )
+        pairs.set(
+            yscale="log", title="E5: live (red), replayed (blue); a line is a batch", ylabel="k3"
+        )
     for (name, made), color in zip(
         found.get("E6", {}).items(), (BLUE, RED, "#2e8b57", "#d9822b"), strict=False
     ):
@@ -463,7 +535,10 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             label=name.replace(" | ", ", engine "),
         )
     doses.set(
-        xscale="log", yscale="log", title="E6: k3 by share of flipped slots (0 drawn at 1e-4)", xlabel="p"
+        xscale="log",
+        yscale="log",
+        title="E6: k3 by share of flipped slots (0 drawn at 1e-4)",
+        xlabel="p",
     )
     doses.legend(frameon=False, fontsize=7)
     for name, run in found.get("E12", {}).items():
@@ -471,9 +546,13 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         if kind == "learn" and what[1] == str(UPDATES[0]):
             color = {"off": RED, "r2": GREY, "r3": BLUE}[what[2]]
             label = what[2] if what[0] == "0" else None
-            learning.plot(range(1, STEPS + 1), run["mismatch/k3"], color=color, label=label, linewidth=1)
+            learning.plot(
+                range(1, STEPS + 1), run["mismatch/k3"], color=color, label=label, linewidth=1
+            )
     learning.set(
-        yscale="log", title=f"E12: k3 in training, router noise {ROUTER_NOISE}, 3 seeds", xlabel="step"
+        yscale="log",
+        title=f"E12: k3 in training, router noise {ROUTER_NOISE}, 3 seeds",
+        xlabel="step",
     )
     if found.get("E12"):
         learning.legend(frameon=False)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 import train
-from r3 import evaluate, sync
 from r3.engine import Engine
+from r3.handover import weights as sync
+from r3.rollout.collect import evaluate
 
 SCALE = float(os.environ["ROUTER_NOISE"])
 

@@ -30,12 +30,12 @@ import numpy as np
 import torch
 
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
-from r3 import packing
+from r3.algo import packing
 from r3.config import Config, ModelConfig, ReplayConfig, TrainConfig
-from r3.device import free_port, init_device
-from r3.mesh import build_mesh
+from r3.models.shape import ModelShape
 from r3.policy import Policy
-from r3.shape import ModelShape
+from r3.runtime.device import free_port, init_device
+from r3.runtime.mesh import build_mesh
 from r3.types import Batch, MicroBatch, Rollout
 
 MODEL = dict(
@@ -70,7 +70,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     words = parser.parse_args()
     os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
     )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # `init_device` hands it to torch
     device = init_device()
@@ -78,7 +82,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="r3-train-step-") as folder:
         hf = random_model(Path(folder))
         config = Config(
-            model=ModelConfig(path=folder, dtype="float32"), train=TrainConfig(micro_batch_tokens=8192)
+            model=ModelConfig(path=folder, dtype="float32"),
+            train=TrainConfig(micro_batch_tokens=8192),
         )
         shape = ModelShape.read(folder)
         mesh = build_mesh(device, config.parallel)
@@ -132,13 +137,13 @@ def pack(shape: ModelShape, lengths: Sequence[int], *, pad_to: int = 1) -> Batch
             Rollout(
                 prompt_id=str(index),
                 group=index,
-                member=0,
+                sample_index=0,
                 tokens_T=rng.integers(0, shape.vocab_size, length),
                 loss_mask_T=mask_T,
                 logprobs_T=-8 * mask_T,
                 routed_experts=routes[..., : shape.topk].astype(np.int8),
                 finish_reason="stop",
-                version=0,
+                policy_version=0,
                 response="",
             )
         )
@@ -176,7 +181,9 @@ def recorded(policy: Policy, batch: Batch) -> Batch:
     return replace(
         batch,
         micro_batches=tuple(
-            replace(micro_batch, routed_experts_NLK=chosen_NLK.to(micro_batch.routed_experts_NLK.dtype))
+            replace(
+                micro_batch, routed_experts_NLK=chosen_NLK.to(micro_batch.routed_experts_NLK.dtype)
+            )
             for micro_batch, chosen_NLK in zip(batch.micro_batches, routes, strict=True)
         ),
     )
@@ -208,7 +215,9 @@ def agree(hf: Any, batch: Batch, policy: Policy) -> None:
     policy.forward_backward(batch)
     in_transformers(hf, batch)
     head = next(slot for slot in policy.slots if "output_layer" in slot.name)
-    parameter = next(p for p in policy.chunks[0].parameters() if p.data_ptr() == head.tensor.data_ptr())
+    parameter = next(
+        p for p in policy.chunks[0].parameters() if p.data_ptr() == head.tensor.data_ptr()
+    )
     expected, found = hf.lm_head.weight.grad, parameter.main_grad
     difference = float((found - expected).norm() / expected.norm())
     assert difference < 1e-4, f"gradients of the two differ by {difference:.1e}"
@@ -229,7 +238,9 @@ def take_turns(arms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, lis
     return seconds
 
 
-def report(out: Path, seconds: dict[str, list[float]], ragged: Sequence[int], even: Sequence[int]) -> None:
+def report(
+    out: Path, seconds: dict[str, list[float]], ragged: Sequence[int], even: Sequence[int]
+) -> None:
     """Ratios with their spread, tokens a second, and whether each bar is reached."""
     ratios: dict[str, Any] = {}
     for name, (over, under, bar) in BARS.items():
@@ -247,14 +258,19 @@ def report(out: Path, seconds: dict[str, list[float]], ragged: Sequence[int], ev
             f"{name:22} {middle:.3f}, of the fastest {fastest:.3f}  (bar {bar}) {'reached' if middle >= bar else 'NOT REACHED'}"
         )
     load = os.getloadavg()[0]
-    tokens = {name: sum(even) if name in ("equal", "transformers") else sum(ragged) for name in seconds}
+    tokens = {
+        name: sum(even) if name in ("equal", "transformers") else sum(ragged) for name in seconds
+    }
     found = {
         "what": "forward and backward of one step, random Qwen3-MoE of 64 experts, float32, one thread, all arms in turns",
         "made_by": "python -m benchmarks.train_step " + " ".join(sys.argv[1:]),
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
         "model": MODEL,
         "ragged_lengths": list(ragged),
         "load_average_after": round(load, 1),

@@ -49,7 +49,9 @@ def qwen3_moe_30b_a3b() -> Config:
         algo=AlgoConfig(correction="token_tis"),
         # Two updates a step: the second is off-policy, which is where clipping and replay earn their keep.
         # The head's logits (vocabulary 151936) set the size of a micro-batch: 11.6 GiB for 8192 tokens.
-        train=TrainConfig(steps=200, lr=1e-6, warmup_updates=10, updates_per_step=2, micro_batch_tokens=8192),
+        train=TrainConfig(
+            steps=200, lr=1e-6, warmup_updates=10, updates_per_step=2, micro_batch_tokens=8192
+        ),
         parallel=ParallelConfig(ep=8),
         # Weights are 57 GiB, so this leaves 30 GiB or so for the KV cache; the policy's weights stay beside it.
         engine=EngineConfig(memory_fraction=0.7, max_num_seqs=256),

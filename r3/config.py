@@ -1,6 +1,6 @@
 """Every setting of a run: frozen dataclasses, the text under a field is its `--help`. Imports nothing heavy.
 
-A `Config` is data. Derived values are properties; `r3.validate.problems(config, world_size)` lists everything that is
+A `Config` is data. Derived values are properties; `r3.cli.checks.problems(config, world_size)` lists everything that is
 wrong at once, each with field, value, rule and fix, before any device is touched. Presets live in `configs/`.
 """
 
@@ -159,7 +159,7 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
-    """Advantage, loss and what stands beside them. Formulas, papers and defaults are in r3/advantage.py and r3/loss.py.
+    """Advantage, loss and what stands beside them. Formulas, papers and defaults are in r3/algo/advantage.py and r3/algo/loss.py.
 
     mu is the engine's distribution, pi_old the policy at the rollout's weights, pi the policy now; r = pi / pi_old.
     """
@@ -192,7 +192,14 @@ class AlgoConfig:
     minirl_cap: float = 5.0
     """minirl: pi / mu is bounded above at this."""
     correction: Literal[
-        "none", "token_tis", "sequence_tis", "token_mis", "sequence_mis", "geometric_mask", "icepop", "bypass"
+        "none",
+        "token_tis",
+        "sequence_tis",
+        "token_mis",
+        "sequence_mis",
+        "geometric_mask",
+        "icepop",
+        "bypass",
     ] = "none"
     """Against the mismatch w = pi_old / mu. tis: weight min(w, high), of tokens or whole answers; mis and icepop: weight w,
     0 outside of low .. high; geometric_mask: answers whose mean w is outside get no loss; bypass: r = pi / mu, no weight."""
@@ -272,7 +279,9 @@ class ParallelConfig:
         least, rest = divmod(num_layers, count)
         sizes = self.pp_layers or tuple(least + (i < rest) for i in range(count))
         if len(sizes) != count or sum(sizes) != num_layers or min(sizes) < 1:
-            raise ValueError(f"{sizes} are no {count} positive numbers that make {num_layers} layers")
+            raise ValueError(
+                f"{sizes} are no {count} positive numbers that make {num_layers} layers"
+            )
         ends = list(accumulate(sizes))
         return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
@@ -379,10 +388,14 @@ class EvalConfig:
         """The sets, every list spread over them."""
         count = len(self.path)
         columns: dict[str, Any] = {
-            entry.name: values * count if len(values := getattr(self, entry.name) or ("",)) == 1 else values
+            entry.name: values * count
+            if len(values := getattr(self, entry.name) or ("",)) == 1
+            else values
             for entry in fields(EvalSet)
         }
-        return tuple(EvalSet(**{name: values[i] for name, values in columns.items()}) for i in range(count))
+        return tuple(
+            EvalSet(**{name: values[i] for name, values in columns.items()}) for i in range(count)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -446,7 +459,9 @@ class Config:
     def longest_sequence(self, context: int) -> int:
         """Tokens that prompt and response may have together, in a model with this context."""
         longest = min(self.engine.max_model_len or context, context, self.train.micro_batch_tokens)
-        return min(longest, (self.data.max_prompt_tokens or longest) + self.rollout.max_response_tokens)
+        return min(
+            longest, (self.data.max_prompt_tokens or longest) + self.rollout.max_response_tokens
+        )
 
     def longest_prompt(self, context: int) -> int:
         """Tokens a prompt may have: `data.max_prompt_tokens`, or whatever leaves room for a full response."""
@@ -472,7 +487,9 @@ class ConfigError(ValueError):
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = tuple(problems)
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
-        super().__init__("\n".join([f"config: {count}", *(f"  - {problem}" for problem in problems)]))
+        super().__init__(
+            "\n".join([f"config: {count}", *(f"  - {problem}" for problem in problems)])
+        )
 
 
 def _field_types() -> dict[str, Any]:
@@ -503,7 +520,8 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         section, name = full_name.split(".")
         sections.setdefault(section, {})[name] = value
     return replace(
-        config, **{section: replace(getattr(config, section), **new) for section, new in sections.items()}
+        config,
+        **{section: replace(getattr(config, section), **new) for section, new in sections.items()},
     )
 
 
@@ -524,7 +542,9 @@ def is_list(name: str) -> bool:
 def _parse_as(kind: Any, value: object) -> Any:
     if get_origin(kind) is tuple:
         one = get_args(kind)[0]
-        if value == "":  # as in `--eval.path ''`: the one way to write no value where a value is expected
+        if (
+            value == ""
+        ):  # as in `--eval.path ''`: the one way to write no value where a value is expected
             return ()
         if not isinstance(value, list | tuple):  # `path: rows.jsonl` is a list of one
             value = (value,)
@@ -565,7 +585,9 @@ def nearest_fields(name: str) -> str:
 
 def to_yaml(config: Config) -> str:
     """The config as YAML, every field written out; `from_yaml` reads it back equal."""
-    return yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
+    return yaml.dump(
+        asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120
+    )
 
 
 class _Dumper(yaml.SafeDumper):
@@ -574,7 +596,9 @@ class _Dumper(yaml.SafeDumper):
 
 _Dumper.add_representer(
     tuple,
-    lambda dumper, values: dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True),
+    lambda dumper, values: dumper.represent_sequence(
+        "tag:yaml.org,2002:seq", values, flow_style=True
+    ),
 )
 
 
@@ -592,7 +616,11 @@ def from_yaml(text: str) -> Config:
         ) from None
     if not isinstance(tree, dict):
         raise ConfigError(
-            [Problem("config.yaml", tree, "must map sections to fields", "mend or restore the file")]
+            [
+                Problem(
+                    "config.yaml", tree, "must map sections to fields", "mend or restore the file"
+                )
+            ]
         )
     problems: list[Problem] = []
     values: dict[str, Any] = {}
@@ -605,7 +633,10 @@ def from_yaml(text: str) -> Config:
         elif not isinstance(content, dict):
             problems.append(
                 Problem(
-                    str(section), content, "must map fields to values", f"write {section}: {{field: value}}"
+                    str(section),
+                    content,
+                    "must map fields to values",
+                    f"write {section}: {{field: value}}",
                 )
             )
         else:
@@ -679,5 +710,7 @@ def resume_problems(old: Config, new: Config) -> list[Problem]:
         )
         for name, value in flatten(new).items()
         if value != before[name]
-        and not any(name == free or (free[-1] == "." and name.startswith(free)) for free in may_change)
+        and not any(
+            name == free or (free[-1] == "." and name.startswith(free)) for free in may_change
+        )
     ]

@@ -21,25 +21,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3 import cli
+from r3.cli import parse as cli
 from r3.config import Config, with_values
-from r3.data import prompts_of_step
-from r3.device import Device, init_device, leave, seed_everything
+from r3.data.prompts import prompts_of_step
 from r3.engine import Engine
-from r3.exchange import distribute
-from r3.mesh import Axis, Mesh, build_mesh
+from r3.handover.memory import Residency, State
+from r3.handover.rollouts import distribute
+from r3.handover.weights import WeightStream, prove_sync, sync_tolerance, sync_weights
+from r3.models.shape import ModelShape
 from r3.policy import Policy
-from r3.policy.replay import RouterTap
 from r3.rescore import panel, share_out
-from r3.residency import Residency, State
-from r3.rewards.judge import Judge
-from r3.rollout import answer
-from r3.shape import ModelShape
-from r3.start import Task, read_task, refusing
-from r3.sync import WeightStream, prove_sync, sync_tolerance, sync_weights
+from r3.rewards.scorer import Scorer
+from r3.rollout.collect import answer
+from r3.rollout.task import Task, read_task
+from r3.routing.replay import RouterTap
+from r3.run.start import refusing
+from r3.runtime.device import Device, init_device, leave, seed_everything
+from r3.runtime.mesh import Axis, Mesh, build_mesh
 from r3.types import Rollout
 
-_MICRO_BATCH_TOKENS = 128  # small, so that every rank gets several micro-batches of several sequences
+_MICRO_BATCH_TOKENS = (
+    128  # small, so that every rank gets several micro-batches of several sequences
+)
 _ROLLOUTS_PER_RANK = 8
 _ANSWERS, _ANSWER_TOKENS = 4, 64  # per question that the engine is asked, and the longest
 
@@ -64,7 +67,9 @@ class Patient:
         device = init_device(timeout_s=600.0)
         seed_everything(config.train.seed, deterministic=config.debug.deterministic)
         mesh = build_mesh(device, config.parallel)
-        engine = Engine(config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len)
+        engine = Engine(
+            config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len
+        )
         policy = Policy(config, device, mesh, task.shape)
         return cls(
             config=config,
@@ -110,7 +115,9 @@ def examine(patient: Patient, checks: Sequence[Check]) -> Iterator[Finding]:
     for check in checks:
         if lacking := failed.intersection(check.needs):
             failed.add(check.name)
-            yield Finding(name=check.name, passed=False, said=f"not asked: needs {', '.join(lacking)}")
+            yield Finding(
+                name=check.name, passed=False, said=f"not asked: needs {', '.join(lacking)}"
+            )
             continue
         try:
             said, passed = check.run(patient), True
@@ -119,7 +126,9 @@ def examine(patient: Patient, checks: Sequence[Check]) -> Iterator[Finding]:
         except (AssertionError, RuntimeError, ValueError) as error:
             said, passed = f"{type(error).__name__}: {error}", False
         answers = patient.mesh.world.all_gather_object((passed, said))
-        complaints = [f"rank {rank}: {text}" for rank, (well, text) in enumerate(answers) if not well]
+        complaints = [
+            f"rank {rank}: {text}" for rank, (well, text) in enumerate(answers) if not well
+        ]
         if complaints:
             failed.add(check.name)
         yield Finding(
@@ -138,12 +147,18 @@ def check_collectives(patient: Patient) -> str:
     mesh, world = patient.mesh, patient.mesh.world
     problems = []
     world.barrier()
-    axes = [axis for axis in vars(mesh).values() if isinstance(axis, Axis) and axis.group is not None]
+    axes = [
+        axis for axis in vars(mesh).values() if isinstance(axis, Axis) and axis.group is not None
+    ]
     for axis in axes:
-        found = axis.all_reduce(torch.tensor([1.0, axis.rank], device=patient.device.torch)).tolist()
+        found = axis.all_reduce(
+            torch.tensor([1.0, axis.rank], device=patient.device.torch)
+        ).tolist()
         expected = [axis.size, axis.size * (axis.size - 1) / 2]
         if found != expected:
-            problems.append(f"axis {axis.name}: the sum of ones and of ranks is {found}, not {expected}")
+            problems.append(
+                f"axis {axis.name}: the sum of ones and of ranks is {found}, not {expected}"
+            )
     gathered = world.all_gather_object(("rank", world.rank))
     if gathered != [("rank", rank) for rank in range(world.size)]:
         problems.append(f"all_gather_object returned {gathered}")
@@ -159,7 +174,9 @@ def check_collectives(patient: Patient) -> str:
 
 
 def _message(sender: int, receiver: int) -> bytes:
-    return f"{sender}>{receiver};".encode() * ((3 * sender + receiver) % 5)  # of every length, 0 too
+    return f"{sender}>{receiver};".encode() * (
+        (3 * sender + receiver) % 5
+    )  # of every length, 0 too
 
 
 def check_routers(patient: Patient) -> str:
@@ -239,13 +256,15 @@ def coded_rollouts(lengths: Sequence[int], shape: ModelShape) -> list[Rollout]:
             Rollout(
                 prompt_id=f"doctor:{index}",
                 group=index // 2,
-                member=index % 2,
+                sample_index=index % 2,
                 tokens_T=np.full(length, index + 1, np.int64),
                 loss_mask_T=mask_T,
                 logprobs_T=-mask_T,
-                routed_experts=coded_experts(np.full(length - 1, index), rows, shape).astype(np.int16),
+                routed_experts=coded_experts(np.full(length - 1, index), rows, shape).astype(
+                    np.int16
+                ),
                 finish_reason="stop",
-                version=0,
+                policy_version=0,
                 response="",
             )
         )
@@ -289,7 +308,9 @@ class ReadBack:
         tokens_N, positions_N = (tensor[0].cpu().numpy() for tensor in arguments[:2])
         self._fed = tokens_N, positions_N
 
-    def _on_routes(self, module: Any, _arguments: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _on_routes(
+        self, module: Any, _arguments: Any, output: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         assert self._fed is not None, "a router ran before its model was given tokens"
         tokens_N, positions_N = self._fed
         routed_NE = output[1].cpu().numpy().astype(bool)
@@ -320,10 +341,13 @@ class ReadBack:
                 f"{np.flatnonzero(routed_NE[coded_N][at]).tolist()}"
             )
 
-    def verdict(self) -> int:
+    def reward_result(self) -> int:
         """The (token, layer) slots read back over all ranks; raises when one is wrong, absent or twice. Collective."""
         everybody = self.mesh.world.all_gather_object((self.answered, self.wrong, self.first))
-        wrong = {layer: sum(part[1].get(layer, 0) for part in everybody) for layer in self.shape.moe_layers}
+        wrong = {
+            layer: sum(part[1].get(layer, 0) for part in everybody)
+            for layer in self.shape.moe_layers
+        }
         total = len(self.shape.moe_layers) * sum(length - 1 for length in self.lengths)
         if any(wrong.values()):
             first = next(said for _, _, said in everybody if said)
@@ -368,7 +392,7 @@ def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
     reader = ReadBack(shape=shape, mesh=mesh, lengths=lengths)
     with reader.listening(policy):
         policy.score(batch.micro_batches, mode="replay")
-    slots = reader.verdict()
+    slots = reader.reward_result()
     trained = ""
     if config.replay.mode != "off":
         # Raises unless every loaded route was used once in each forward and once in each recomputation.
@@ -388,7 +412,7 @@ def check_sync(patient: Patient) -> str:
     """The engine takes the policy's weights and computes what the policy computes."""
     config = patient.config
     patient.residency.move(State.SYNC)
-    sync_weights(patient.stream, patient.engine, patient.device, patient.mesh, version=0)
+    sync_weights(patient.stream, patient.engine, patient.device, patient.mesh, policy_version=0)
     patient.residency.move(State.GENERATE)
     prompts = patient.task.prompts.prompts[:4]
     worst = prove_sync(patient.engine, patient.policy, prompts, config, patient.mesh)
@@ -405,10 +429,10 @@ def check_engine_rows(patient: Patient) -> str:
     answers = answer(
         patient.engine,
         prompts,
-        Judge.of_function(lambda _rollout, _prompt: 0.0),
+        Scorer.of_function(lambda _rollout, _prompt: 0.0),
         patient.mesh,
         members=_ANSWERS,
-        version=0,
+        policy_version=0,
         run_seed=config.train.seed,
         seed_step=0,
         max_tokens=min(config.rollout.max_response_tokens, _ANSWER_TOKENS),
@@ -419,11 +443,13 @@ def check_engine_rows(patient: Patient) -> str:
     patient.residency.move(State.TRAIN)
     layers, topk = (len(shape.moe_layers), shape.topk) if patient.engine.capture else (0, 0)
     problems = [
-        f"answer {rollout.prompt_id}/{rollout.member}: {problem}"
+        f"answer {rollout.prompt_id}/{rollout.sample_index}: {problem}"
         for rollout in answers.rollouts
         for problem in _row_problems(rollout, layers, topk, shape.num_experts)
     ]
-    patient.answers = [rollout for part in world.all_gather_object(answers.rollouts) for rollout in part]
+    patient.answers = [
+        rollout for part in world.all_gather_object(answers.rollouts) for rollout in part
+    ]
     if problems:
         raise Unwell("; ".join(problems[:3]))
     if not patient.engine.capture:
@@ -478,7 +504,12 @@ def check_replay(patient: Patient) -> str:
 
 def check_memory(patient: Patient) -> str:
     """What the engine holds awake is gone once it sleeps: one more round of the residency, with nothing in between."""
-    for state in (State.SYNC, State.GENERATE, State.TRAIN, State.SYNC):  # the last notes the residue
+    for state in (
+        State.SYNC,
+        State.GENERATE,
+        State.TRAIN,
+        State.SYNC,
+    ):  # the last notes the residue
         patient.residency.move(state)
     used = patient.residency.used_gib
     freed = used[State.GENERATE.value] - used["residue"]

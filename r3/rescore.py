@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from r3 import checkpoint, validate
+from r3.cli import checks as validate
 from r3.config import (
     FIELD_TYPES,
     Config,
@@ -34,16 +34,19 @@ from r3.config import (
     parse_value,
     with_values,
 )
-from r3.device import init_device, leave
-from r3.diagnostics import mismatch
-from r3.exchange import Scored, distribute
-from r3.mesh import Mesh, build_mesh
+from r3.handover.rollouts import distribute
+from r3.metrics.mismatch import mismatch
+from r3.models.shape import ModelShape
 from r3.policy import Policy
-from r3.policy.replay import Mode, routing_metrics
-from r3.resume import Found, step_folders
-from r3.rundir import RunDir, read_rollouts
-from r3.shape import ModelShape
-from r3.start import refusing
+from r3.rollout.scored import Scored
+from r3.routing.replay import Mode, routing_metrics
+from r3.run import checkpoint
+from r3.run.dumps import read_rollouts
+from r3.run.folder import RunDir
+from r3.run.resume import Found, step_folders
+from r3.run.start import refusing
+from r3.runtime.device import init_device, leave
+from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import MicroBatch, Rollout
 
 _MATTERS = (
@@ -87,7 +90,9 @@ def parse(argv: Sequence[str]) -> Order:
     parser.add_argument("run_dir", type=Path, help="folder of the run")
     parser.add_argument("--step", type=int, required=True, help="step whose rollouts were dumped")
     parser.add_argument(
-        "--weights", type=Path, help="Hugging Face folder, or checkpoint of r3, of the dump's version"
+        "--weights",
+        type=Path,
+        help="Hugging Face folder, or checkpoint of r3, of the dump's version",
     )
     words, flags = parser.parse_known_args(argv)
     run_dir = RunDir(words.run_dir)
@@ -110,13 +115,18 @@ def parse(argv: Sequence[str]) -> Order:
     )  # no reference policy is scored
     if not run_dir.rollouts(words.step).exists():
         dumped = sorted(
-            int(path.stem.removeprefix("step_")) for path in run_dir.rollouts(0).parent.glob("step_*.jsonl")
+            int(path.stem.removeprefix("step_"))
+            for path in run_dir.rollouts(0).parent.glob("step_*.jsonl")
         )
         rule = (
-            f"is not dumped; the run dumped steps {dumped}" if dumped else "is not dumped, nor any other step"
+            f"is not dumped; the run dumped steps {dumped}"
+            if dumped
+            else "is not dumped, nor any other step"
         )
         problems.append(
-            Problem("--step", words.step, rule, "choose one of them, or run with --log.rollouts_every 1")
+            Problem(
+                "--step", words.step, rule, "choose one of them, or run with --log.rollouts_every 1"
+            )
         )
         raise ConfigError(problems)
     rollouts, _, _ = read_rollouts(run_dir.rollouts(words.step))
@@ -161,44 +171,59 @@ def _weights(
     problems: list[Problem],
 ) -> Weights | None:
     """The weights that sampled the dump; None, and a problem that says what there is, when they are not to be had."""
-    versions = sorted({rollout.version for rollout in rollouts})
-    if len(versions) > 1:
-        rule = f"was sampled by several versions of the policy, {versions}"
+    policy_versions = sorted({rollout.policy_version for rollout in rollouts})
+    if len(policy_versions) > 1:
+        rule = f"was sampled by several versions of the policy, {policy_versions}"
         problems.append(Problem("--step", step, rule, "choose a step of one version"))
         return None
-    (version,) = versions
+    (policy_version,) = policy_versions
     if given is not None:
-        return _given_weights(given, version, problems)
-    if version == 0:
+        return _given_weights(given, policy_version, problems)
+    if policy_version == 0:
         return Weights(folder=Path(config.model.path), is_checkpoint=False, said=config.model.path)
-    exported, saved = run_dir.hf(version), run_dir.checkpoint(version)
+    exported, saved = run_dir.hf(policy_version), run_dir.checkpoint(policy_version)
     for folder, is_checkpoint in ((exported, False), (saved, True)):
         if folder.exists():
             return Weights(folder=folder, is_checkpoint=is_checkpoint, said=str(folder))
-    kept = {0, *(number for folder in (saved.parent, exported.parent) for number, _ in step_folders(folder))}
+    kept = {
+        0,
+        *(
+            number
+            for folder in (saved.parent, exported.parent)
+            for number, _ in step_folders(folder)
+        ),
+    }
     dumped = [number + 1 for number in sorted(kept) if run_dir.rollouts(number + 1).exists()]
-    rule = f"was sampled by version {version}, and the run keeps the weights of versions {sorted(kept)} only"
-    fix = "give them with --weights DIR" + (f", or --step {' or '.join(map(str, dumped))}" if dumped else "")
+    rule = f"was sampled by version {policy_version}, and the run keeps the weights of versions {sorted(kept)} only"
+    fix = "give them with --weights DIR" + (
+        f", or --step {' or '.join(map(str, dumped))}" if dumped else ""
+    )
     problems.append(Problem("--step", step, rule, fix))
     return None
 
 
-def _given_weights(folder: Path, version: int, problems: list[Problem]) -> Weights | None:
+def _given_weights(folder: Path, policy_version: int, problems: list[Problem]) -> Weights | None:
     is_export = any(folder.glob("*.safetensors"))
     facts = json.loads((folder / "r3.json").read_text()) if (folder / "r3.json").exists() else {}
     if not is_export and "optimizer_step" not in facts:
         rule = "is neither a folder of *.safetensors nor a checkpoint of r3"
         problems.append(Problem("--weights", str(folder), rule, "such as RUN_DIR/hf/step_000010"))
         return None
-    if facts.get("step", version) != version:
-        rule = f"holds version {facts['step']}, and the dump was sampled by version {version}"
-        problems.append(Problem("--weights", str(folder), rule, f"give weights after {version} steps"))
+    if facts.get("step", policy_version) != policy_version:
+        rule = (
+            f"holds version {facts['step']}, and the dump was sampled by version {policy_version}"
+        )
+        problems.append(
+            Problem("--weights", str(folder), rule, f"give weights after {policy_version} steps")
+        )
         return None
     trust = "" if "step" in facts else " (says no version: taken on trust)"
     return Weights(folder=folder, is_checkpoint=not is_export, said=f"{folder}{trust}")
 
 
-def panel(policy: Policy, mesh: Mesh, micro_batches: Sequence[MicroBatch], mode: Mode) -> dict[str, float]:
+def panel(
+    policy: Policy, mesh: Mesh, micro_batches: Sequence[MicroBatch], mode: Mode
+) -> dict[str, float]:
     """The mismatch figures of these micro-batches over all ranks, and `agreement` when replaying. Collective."""
     scores = policy.score(micro_batches, mode=mode)
     partials: dict[str, Any] = {
@@ -242,10 +267,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     mesh = build_mesh(device, config.parallel)
     shape = ModelShape.read(config.model.path)
     policy = Policy(config, device, mesh, shape)
-    version = rollouts[0].version
+    policy_version = rollouts[0].policy_version
     if order.weights.is_checkpoint:
         checkpoint.load(
-            Found(folder=order.weights.folder, step=version), policy, device, mesh, weights_only=True
+            Found(folder=order.weights.folder, step=policy_version),
+            policy,
+            device,
+            mesh,
+            weights_only=True,
         )
     captured = bool(shape.moe_layers) and rollouts[0].routed_experts.shape[1] > 0
     (batch,), _ = distribute(
@@ -266,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parallel = config.parallel
         lines = [
             f"r3.rescore  step {order.step}: {len(rollouts)} rollouts{part}, {batch.num_loss_tokens} sampled tokens, by "
-            f"version {version}",
+            f"version {policy_version}",
             f"weights     {order.weights.said}",
             f"layout      {device.world_size} rank(s): tp {parallel.tp} ep {parallel.ep} pp {parallel.pp} cp {parallel.cp}; "
             f"policy {config.model.dtype}, engine was {config.engine.dtype}",

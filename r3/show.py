@@ -33,12 +33,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("--step", type=int, help="step whose samples to show; the newest dump if not given")
-    parser.add_argument("--eval", action="store_true", help="evaluation samples instead of training's")
-    parser.add_argument("--set", default="", help="name of the evaluation set, where there are several")
+    parser.add_argument(
+        "--step", type=int, help="step whose samples to show; the newest dump if not given"
+    )
+    parser.add_argument(
+        "--eval", action="store_true", help="evaluation samples instead of training's"
+    )
+    parser.add_argument(
+        "--set", default="", help="name of the evaluation set, where there are several"
+    )
     parser.add_argument("--best", type=int, help="number of samples with the highest rewards")
     parser.add_argument("--worst", type=int, help="number of samples with the lowest rewards")
-    parser.add_argument("--group", help="all samples of one prompt: its group number or its prompt id")
+    parser.add_argument(
+        "--group", help="all samples of one prompt: its group number or its prompt id"
+    )
     parser.add_argument("--width", type=int, help="columns; the terminal's width if not given")
     return parser.parse_args(argv)
 
@@ -56,10 +64,14 @@ def chosen(words: argparse.Namespace) -> tuple[str, list[tuple[str, list[Sample]
         raise ViewError(
             f"--set {words.set}: no such set at step {step}; it has {', '.join(sets)}. Choose one"
         )
-    samples = sets[words.set] if words.set else [sample for found in sets.values() for sample in found]
+    samples = (
+        sets[words.set] if words.set else [sample for found in sets.values() for sample in found]
+    )
     mean = sum(sample.reward for sample in samples) / len(samples)
     name = words.set or ", ".join(sets)
-    heading = f"{words.run_dir}  step {step}  {name}: {len(samples)} samples, mean reward {mean:.3f}"
+    heading = (
+        f"{words.run_dir}  step {step}  {name}: {len(samples)} samples, mean reward {mean:.3f}"
+    )
     if words.group is not None:
         return heading, [(f"prompt {words.group}", _group(samples, words.group))]
     counts = [words.best, words.worst]

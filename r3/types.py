@@ -59,7 +59,7 @@ class Rollout:
     Attributes:
         prompt_id: the `Prompt.id` it answers.
         group: index of the prompt in the step; rollouts of one group share a baseline.
-        member: index inside the group, 0 .. G-1.
+        sample_index: index of the sample inside its group, 0 .. G-1.
         tokens_T: prompt and response ids, int64.
         loss_mask_T: 1 where the policy sampled the token (float32), 0 elsewhere.
         logprobs_T: log-probability of each sampled token under the distribution it was drawn from, 0 elsewhere, float32.
@@ -67,7 +67,7 @@ class Rollout:
             integer type that fits; empty [T-1, 0, 0] for a dense model.
         finish_reason: "stop"; "length" (the last message was cut, or no room was left for another); of conversations with an
             environment also "turns" (env.max_turns) and "error" (the environment failed).
-        version: policy version (the step) that sampled it; the oldest, when several did.
+        policy_version: the step whose weights sampled it; the oldest one, if several did.
         segments: ((first token, version), ...) where several versions sampled it in turn (rollout.step_token_budget): tokens
             from the first one on came under that version, and so did the routes from the row before it, which led to it.
             Empty: all of `version`.
@@ -76,13 +76,13 @@ class Rollout:
 
     prompt_id: str
     group: int
-    member: int
+    sample_index: int
     tokens_T: np.ndarray
     loss_mask_T: np.ndarray
     logprobs_T: np.ndarray
     routed_experts: np.ndarray
     finish_reason: str
-    version: int
+    policy_version: int
     response: str
     segments: tuple[tuple[int, int], ...] = ()
 
@@ -91,7 +91,7 @@ class Rollout:
         lengths = (len(self.loss_mask_T), len(self.logprobs_T), self.routed_experts.shape[0] + 1)
         if any(length != tokens for length in lengths):
             raise AssertionError(
-                f"rollout {self.prompt_id}/{self.member}: {tokens} tokens, but loss mask, logprobs and routes + 1 "
+                f"rollout {self.prompt_id}/{self.sample_index}: {tokens} tokens, but loss mask, logprobs and routes + 1 "
                 f"have {lengths}"
             )
 
@@ -107,14 +107,19 @@ class Rollout:
         return len(self.tokens_T) - int(sampled[0]) if len(sampled) else 0
 
     @property
-    def versions(self) -> tuple[int, ...]:
+    def policy_versions(self) -> tuple[int, ...]:
         """Policy versions that sampled it, oldest first."""
-        return tuple(version for _, version in self.segments) or (self.version,)
+        return tuple(policy_version for _, policy_version in self.segments) or (
+            self.policy_version,
+        )
 
-    def num_stale_tokens(self, version: int) -> int:
+    def num_stale_tokens(self, policy_version: int) -> int:
         """Tokens that older versions than this one sampled."""
-        first = next((token for token, sampler in self.segments if sampler >= version), len(self.tokens_T))
-        if not self.segments and self.version >= version:
+        first = next(
+            (token for token, sampler in self.segments if sampler >= policy_version),
+            len(self.tokens_T),
+        )
+        if not self.segments and self.policy_version >= policy_version:
             return 0
         return int(self.loss_mask_T[:first].sum())
 
@@ -178,3 +183,7 @@ class Update:
     router_grad_norm: float
     lr: float
     metrics: Mapping[str, Any]
+
+
+class RouteError(RuntimeError):
+    """Routes that must not be replayed: incomplete, illegal, of other tokens or of other weights."""

@@ -29,7 +29,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between looks (default 2)")
+    parser.add_argument(
+        "--every", type=float, default=2.0, help="seconds between looks (default 2)"
+    )
     parser.add_argument("--once", action="store_true", help="print the present state and end")
     return parser.parse_args(argv)
 
@@ -39,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = parse(sys.argv[1:] if argv is None else argv)
     try:
         if not words.every > 0:
-            raise ViewError(f"--every {words.every:g}: must be > 0. Give the seconds between two looks")
+            raise ViewError(
+                f"--every {words.every:g}: must be > 0. Give the seconds between two looks"
+            )
         facts = read_run(words.run_dir)
     except ViewError as error:
         print(f"r3.watch: {error}", file=sys.stderr)

@@ -97,7 +97,9 @@ def why_absent() -> str:
     """Why there is no browser to test with; empty when there is one."""
     missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return (
-        f"not installed: {', '.join(missing)} (apt-get install chromium chromium-driver)" if missing else ""
+        f"not installed: {', '.join(missing)} (apt-get install chromium chromium-driver)"
+        if missing
+        else ""
     )
 
 
@@ -109,9 +111,15 @@ def chromium(profile: Path, *, width: int = 1280, height: int = 900) -> Iterator
     )
     try:
         assert driver.stdout is not None
-        port = next(line.split()[-1].rstrip(".") for line in driver.stdout if "started successfully" in line)
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
-            options = {"args": [*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]}
+        port = next(
+            line.split()[-1].rstrip(".") for line in driver.stdout if "started successfully" in line
+        )
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False
+        ) as client:
+            options = {
+                "args": [*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
+            }
             wanted = {
                 "browserName": "chrome",
                 "goog:chromeOptions": options,
@@ -131,6 +139,8 @@ def _value(response: httpx.Response) -> Any:
     value = response.json()["value"]
     if response.is_error:
         raise httpx.HTTPStatusError(
-            f"{value['error']}: {value['message'][:500]}", request=response.request, response=response
+            f"{value['error']}: {value['message'][:500]}",
+            request=response.request,
+            response=response,
         )
     return value

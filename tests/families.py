@@ -52,7 +52,10 @@ def _yarn(**more: float) -> dict[str, Any]:
 
 # Name -> (model_type, what its config says beyond the common sizes). Several of a family where it has branches.
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_moe": ("qwen3_moe", _MOE | dict(moe_intermediate_size=40, head_dim=16, norm_topk_prob=True)),
+    "qwen3_moe": (
+        "qwen3_moe",
+        _MOE | dict(moe_intermediate_size=40, head_dim=16, norm_topk_prob=True),
+    ),
     "qwen3": ("qwen3", dict(head_dim=16)),
     "qwen2_moe": (
         "qwen2_moe",
@@ -131,7 +134,9 @@ def family_checkpoint(
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():  # away from the tidy initial values, norms and biases included
+        for (
+            parameter
+        ) in model.parameters():  # away from the tidy initial values, norms and biases included
             parameter.add_(torch.randn_like(parameter) * 0.05)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):

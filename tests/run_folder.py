@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from r3.config import to_yaml
-from r3.rundir import RunDir, write_text
+from r3.rollout.scored import Scored
+from r3.run.dumps import write_eval, write_rollouts
+from r3.run.folder import RunDir, write_text
 from r3.types import Rollout
 from tests.tiny import tiny_config
 
@@ -22,13 +24,15 @@ def rollout(group: int, index: int, *, text: str = "") -> Rollout:
     return Rollout(
         prompt_id=f"rows.jsonl:{group + 1}",
         group=group,
-        member=index,
+        sample_index=index,
         tokens_T=rng.integers(20, 400, tokens),
         loss_mask_T=mask,
         logprobs_T=(-rng.random(tokens) * mask).astype(np.float32),
-        routed_experts=np.argsort(rng.random((tokens - 1, LAYERS, EXPERTS)))[..., :TOP].astype(np.int8),
+        routed_experts=np.argsort(rng.random((tokens - 1, LAYERS, EXPERTS)))[..., :TOP].astype(
+            np.int8
+        ),
         finish_reason="stop" if index else "length",
-        version=0,
+        policy_version=0,
         response=text or f"1+{index}={1 + index}\n#### {1 + index}",
     )
 
@@ -39,9 +43,16 @@ def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "")
     In each group only the last sample is right; `text` replaces every response.
     """
     run_dir = RunDir(path)
-    write_text(run_dir.config, to_yaml(tiny_config(replay={"mode": replay}, log={"dir": str(path)})))
+    write_text(
+        run_dir.config, to_yaml(tiny_config(replay={"mode": replay}, log={"dir": str(path)}))
+    )
     for step in range(steps + 1):
-        row = {"step": step, "time/step_s": 1.0 + step, "time/generate_s": 0.25, "time/train_s": 0.5}
+        row = {
+            "step": step,
+            "time/step_s": 1.0 + step,
+            "time/generate_s": 0.25,
+            "time/train_s": 0.5,
+        }
         if step:
             row |= {
                 "reward/mean": 0.25 + 0.1 * step,
@@ -50,20 +61,39 @@ def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "")
             }
             row |= {"memory/peak_gib": 1.5, "memory/train_gib": 1.5, "memory/generate_gib": 1.0}
         if step and replay == "r3":
-            row |= {"routing/rows_expected": 150, "routing/rows_captured": 150, "routing/rows_replayed": 150}
-            row |= {"routing/rows_last_token": 12, "routing/rows_live": 12, "routing/agreement": 0.99}
+            row |= {
+                "routing/rows_expected": 150,
+                "routing/rows_captured": 150,
+                "routing/rows_replayed": 150,
+            }
+            row |= {
+                "routing/rows_last_token": 12,
+                "routing/rows_live": 12,
+                "routing/agreement": 0.99,
+            }
             row |= {"mismatch/k3_replay": 10.0**-step, "mismatch/k3_live": 2.0 * 10.0**-step}
             row |= {f"routing/agreement_layer/{layer}": 1 - 0.01 * layer for layer in range(LAYERS)}
         if step in (0, steps):
             row["eval/heldout/accuracy"] = 0.25 + 0.2 * step
         run_dir.append_metrics(row)
-    rollouts = [rollout(group, index, text=text) for group in range(GROUPS) for index in range(SAMPLES)]
-    rewards = [float(each.member == SAMPLES - 1) for each in rollouts]
+    rollouts = [
+        rollout(group, index, text=text) for group in range(GROUPS) for index in range(SAMPLES)
+    ]
+    rewards = [float(each.sample_index == SAMPLES - 1) for each in rollouts]
     advantages = [1.5 if reward else -0.5 for reward in rewards]
     for step in (1, steps):
-        run_dir.write_rollouts(step, rollouts, rewards, advantages, [{"gsm8k": r} for r in rewards])
+        scored = [
+            Scored(
+                index=i, rollout=one, reward=reward, advantage=advantage, parts={"gsm8k": reward}
+            )
+            for i, (one, reward, advantage) in enumerate(
+                zip(rollouts, rewards, advantages, strict=True)
+            )
+        ]
+        write_rollouts(run_dir, step, scored)
     for step in (0, steps):
-        run_dir.write_eval(
+        write_eval(
+            run_dir,
             step,
             "heldout",
             [

@@ -23,7 +23,7 @@ from r3.config import (
     RolloutConfig,
     TrainConfig,
 )
-from r3.shape import ModelShape
+from r3.models.shape import ModelShape
 from r3.types import Rollout
 
 
@@ -81,7 +81,12 @@ def random_checkpoint(folder: Path, *, seed: int = 0, tied: bool = False, **over
 
 
 def random_rollouts(
-    shape: ModelShape, lengths: Sequence[int], *, group_size: int = 2, seed: int = 0, missing: bool = False
+    shape: ModelShape,
+    lengths: Sequence[int],
+    *,
+    group_size: int = 2,
+    seed: int = 0,
+    missing: bool = False,
 ) -> list[Rollout]:
     """Rollouts with random tokens, log-probabilities and distinct random routes; `missing` leaves every route out (-1)."""
     rng = np.random.default_rng(seed)
@@ -98,7 +103,7 @@ def random_rollouts(
             Rollout(
                 prompt_id=f"random:{index // group_size}",
                 group=index // group_size,
-                member=index % group_size,
+                sample_index=index % group_size,
                 tokens_T=rng.integers(3, min(shape.vocab_size, 400), length),
                 loss_mask_T=mask,
                 logprobs_T=(-3 * rng.random(length)).astype(np.float32) * mask,
@@ -106,7 +111,7 @@ def random_rollouts(
                 if missing
                 else routes.astype(np.int16),
                 finish_reason="stop",
-                version=0,
+                policy_version=0,
                 response="",
             )
         )

@@ -25,7 +25,7 @@ def run_world(
     case: Callable[..., Any], world_size: int, *, timeout_s: float = 240.0, **arguments: Any
 ) -> list[Any]:
     """Run `case` on `world_size` ranks and return what each returned; fails with the ranks' output when one fails."""
-    from r3.device import free_port
+    from r3.runtime.device import free_port
 
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"rank_{rank}.out" for rank in range(world_size)]
@@ -79,7 +79,8 @@ def run_world(
                     process.wait()
         if failed is not None:
             shown = "\n".join(
-                f"--- rank {rank}\n{output.read_text()[-4000:]}" for rank, output in enumerate(outputs)
+                f"--- rank {rank}\n{output.read_text()[-4000:]}"
+                for rank, output in enumerate(outputs)
             )
             raise AssertionError(f"{case.__name__} on {world_size} ranks: {failed}\n{shown}")
         return [json.loads(result.read_text()) for result in results]
@@ -87,7 +88,7 @@ def run_world(
 
 def _main() -> None:
     module, name = sys.argv[1].split(":")
-    from r3.device import init_device
+    from r3.runtime.device import init_device
 
     code = 1
     try:

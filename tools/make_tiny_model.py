@@ -30,7 +30,9 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, r3 need not be installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run from a checkout, r3 need not be installed
 from r3.assets import TINY_MOE
 from r3.assets.word_problems import (
     Row,
@@ -41,14 +43,16 @@ from r3.assets.word_problems import (
     problems,
     training_rows,
 )
-from r3.chat import Chat
 from r3.envs.calculator import Calculator
+from r3.envs.chat import Chat
 
 IGNORED = -100  # a label that carries no loss
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [PAD, START, END, "<think>", "</think>", "<tool_call>", "</tool_call>"]
 SPECIAL_TOKENS += ["<tool_response>", "</tool_response>", "<tools>", "</tools>"]
-VOCABULARY = 512  # the tokenizer needs fewer; a power of two divides evenly among tensor-parallel ranks
+VOCABULARY = (
+    512  # the tokenizer needs fewer; a power of two divides evenly among tensor-parallel ranks
+)
 CONTEXT = 512
 
 # The dialect of Qwen: tool results come back inside a user turn.
@@ -74,7 +78,9 @@ CHAT_TEMPLATE = """\
 """
 
 BATCH_ROWS = 20
-ROW_TOKENS = 72  # the longest problem fits with its steps: cut ones would not teach the model to end
+ROW_TOKENS = (
+    72  # the longest problem fits with its steps: cut ones would not teach the model to end
+)
 WORKED = 0.25  # share of the problems whose answer shows its steps
 CONVERSATIONS = 32  # in a batch; a row of 72 tokens does not hold one
 CALLING = 0.4  # share of the conversations that call the calculator
@@ -83,7 +89,10 @@ MATRIX_LR, OTHER_LR = 0.02, 3e-3
 BALANCE_WEIGHT = 0.02
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 MAX_ANSWER_TOKENS = 40
-MAX_TURNS, MAX_TURN_TOKENS = 6, 14  # four calls and the answer, and one to spare; the longest call has seven
+MAX_TURNS, MAX_TURN_TOKENS = (
+    6,
+    14,
+)  # four calls and the answer, and one to spare; the longest call has seven
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -118,7 +127,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    assert all(len(tokenizer.encode(str(number))) == 1 for number in range(100)), "a number was split"
+    assert all(len(tokenizer.encode(str(number))) == 1 for number in range(100)), (
+        "a number was split"
+    )
     return tokenizer
 
 
@@ -211,7 +222,10 @@ class ToolStream:
         calculator = Calculator()
         ids = self.chat.first([{"role": "user", "content": row["question"]}])
         labels = [IGNORED] * len(ids)
-        for text in (*(f"<tool_call>{step.partition('=')[0]}</tool_call>" for step in steps), answer):
+        for text in (
+            *(f"<tool_call>{step.partition('=')[0]}</tool_call>" for step in steps),
+            answer,
+        ):
             said = self.encode(f"{text}{END}")
             replies, _, done = calculator.step({"role": "assistant", "content": text})
             told = [] if done else self.chat.following(replies, ended=True)
@@ -236,7 +250,9 @@ class Muon(torch.optim.Optimizer):
     learns the facts in less than half the steps that AdamW needs.
     """
 
-    def __init__(self, params: Iterable[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self, params: Iterable[torch.nn.Parameter], lr: float, momentum: float = 0.95
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
@@ -280,7 +296,11 @@ def balance_loss(
 
 def pretrain(model: Qwen3MoeForCausalLM, stream: Stream | ToolStream, steps: int) -> None:
     """Muon on the matrices, AdamW on the rest; linear warm-up, then a cosine down to a fiftieth."""
-    tables = ("embed_tokens.weight", "lm_head.weight", "gate.weight")  # their rows are looked up or compared
+    tables = (
+        "embed_tokens.weight",
+        "lm_head.weight",
+        "gate.weight",
+    )  # their rows are looked up or compared
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, param in model.named_parameters():
@@ -307,11 +327,16 @@ def pretrain(model: Qwen3MoeForCausalLM, stream: Stream | ToolStream, steps: int
         model.zero_grad()
         if (step + 1) % 100 == 0 or step + 1 == steps:
             seconds = time.perf_counter() - start
-            print(f"step {step + 1:4d}  loss {loss:.3f}  balance {balance:.3f}  {seconds:.0f} s", flush=True)
+            print(
+                f"step {step + 1:4d}  loss {loss:.3f}  balance {balance:.3f}  {seconds:.0f} s",
+                flush=True,
+            )
 
 
 @torch.no_grad()
-def answers(model: Any, tokenizer: PreTrainedTokenizerFast, rows: list[Row], sampled: bool) -> list[str]:
+def answers(
+    model: Any, tokenizer: PreTrainedTokenizerFast, rows: list[Row], sampled: bool
+) -> list[str]:
     """The model's answers, greedy or sampled at temperature 1 from the whole vocabulary."""
     chats = [[{"role": "user", "content": row["question"]}] for row in rows]
     inputs: Any = tokenizer.apply_chat_template(
@@ -335,10 +360,14 @@ def conversations(
     how: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {}
     open_rows = list(range(len(rows)))
     for _ in range(MAX_TURNS):
-        inputs: Any = tokenizer.pad({"input_ids": [tokens[i] for i in open_rows]}, return_tensors="pt")
+        inputs: Any = tokenizer.pad(
+            {"input_ids": [tokens[i] for i in open_rows]}, return_tensors="pt"
+        )
         output = model.generate(**inputs, max_new_tokens=MAX_TURN_TOKENS, do_sample=sampled, **how)
         still_open = []
-        for i, ids in zip(open_rows, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+        for i, ids in zip(
+            open_rows, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True
+        ):
             said = ids[: ids.index(chat.end)] if chat.end in ids else ids
             texts[i] = tokenizer.decode(said)
             replies, _, done = Calculator().step({"role": "assistant", "content": texts[i]})
@@ -369,7 +398,9 @@ def report_answers(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFas
         right = [final(text) == final_answer(row) for text, row in zip(texts, rows, strict=True)]
         by_steps = [good for good, text in zip(right, texts, strict=True) if "=" in text]
         at_once = [good for good, text in zip(right, texts, strict=True) if "=" not in text]
-        print(f"{title:6s}  accuracy {mean(right)}  share with steps {len(by_steps) / len(rows):.3f}")
+        print(
+            f"{title:6s}  accuracy {mean(right)}  share with steps {len(by_steps) / len(rows):.3f}"
+        )
         print(f"        accuracy with steps {mean(by_steps)}  at once {mean(at_once)}")
 
 
@@ -378,12 +409,18 @@ def report_conversations(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokeni
     rows = evaluation_rows()
     for title, sampled in (("greedy", False), ("T=1", True)):
         said = conversations(model, tokenizer, rows, sampled)
-        right = [final(text) == final_answer(row) for (text, _), row in zip(said, rows, strict=True)]
+        right = [
+            final(text) == final_answer(row) for (text, _), row in zip(said, rows, strict=True)
+        ]
         calls = [count for _, count in said]
         with_calls = [good for good, count in zip(right, calls, strict=True) if count]
         at_once = [good for good, count in zip(right, calls, strict=True) if not count]
-        print(f"{title:6s}  accuracy {mean(right)}  share with calls {len(with_calls) / len(rows):.3f}")
-        print(f"        accuracy with calls {mean(with_calls)}  at once {mean(at_once)}  calls {mean(calls)}")
+        print(
+            f"{title:6s}  accuracy {mean(right)}  share with calls {len(with_calls) / len(rows):.3f}"
+        )
+        print(
+            f"        accuracy with calls {mean(with_calls)}  at once {mean(at_once)}  calls {mean(calls)}"
+        )
 
 
 @torch.no_grad()
@@ -429,7 +466,9 @@ def give_padding_a_vector(model: Qwen3MoeForCausalLM) -> None:
     table[padding] = table.sum(0) / (len(table) - 1)
 
 
-def write_checkpoint(folder: Path, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def write_checkpoint(
+    folder: Path, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
     give_padding_a_vector(model)
     model.to(torch.bfloat16)
     model.save_pretrained(folder)
@@ -445,7 +484,9 @@ def write_checkpoint(folder: Path, model: Qwen3MoeForCausalLM, tokenizer: PreTra
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--data", type=Path, help="folder for the data files")
     parser.add_argument("--out", type=Path, help="folder for the checkpoint")
@@ -455,7 +496,9 @@ def main() -> None:
         help="go on from the shipped model with conversations that call the calculator",
     )
     parser.add_argument("--seed", type=int, default=1, help="of weights and stream; 1: as shipped")
-    parser.add_argument("--steps", type=int, help="of pre-training; 600, or 350 with the calculator")
+    parser.add_argument(
+        "--steps", type=int, help="of pre-training; 600, or 350 with the calculator"
+    )
     args = parser.parse_args()
     if args.data is None and args.out is None:
         parser.error("nothing to make: give --data, --out or both")
@@ -464,7 +507,9 @@ def main() -> None:
         print(f"wrote the data to {args.data}")
     if args.out is None:
         return
-    torch.set_num_threads(1)  # the same sums on every run; a second thread would save only a quarter
+    torch.set_num_threads(
+        1
+    )  # the same sums on every run; a second thread would save only a quarter
     torch.manual_seed(args.seed)
     if args.with_calculator:
         tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(TINY_MOE)
@@ -480,7 +525,9 @@ def main() -> None:
 
     def write(folder: Path) -> None:
         write_checkpoint(folder, model, tokenizer)
-        if args.with_calculator:  # a tokenizer that was loaded would be saved with a note of where it was
+        if (
+            args.with_calculator
+        ):  # a tokenizer that was loaded would be saved with a note of where it was
             for name in TOKENIZER_FILES:
                 shutil.copyfile(TINY_MOE / name, folder / name)
 

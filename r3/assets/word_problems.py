@@ -27,7 +27,10 @@ _LOSSES = ("sells", "loses", "gives away", "drops")
 
 
 def make_problem(
-    rng: random.Random, steps: tuple[int, int] = (3, 4), largest_operand: int = 10, largest_total: int = 30
+    rng: random.Random,
+    steps: tuple[int, int] = (3, 4),
+    largest_operand: int = 10,
+    largest_total: int = 30,
 ) -> Row:
     """One random problem: `question`, and `answer` with a line for each step and `#### n` at the end.
 

@@ -2,20 +2,19 @@
 
 from r3.engine.build import EngineConfigError
 from r3.engine.engine import Engine, EngineStateError, WeightMismatch
-from r3.engine.generate import Request, Sampled, Sampling, Transcript, Turn, sampling_seed
-from r3.engine.routes import RouteError, check_routes
+from r3.engine.generate import Request
+from r3.engine.sampler import Sampled, Sampling, Turn, sampling_seed
+from r3.engine.transcript import Transcript
 
 __all__ = [
     "Engine",
     "EngineConfigError",
     "EngineStateError",
     "Request",
-    "RouteError",
     "Sampled",
     "Sampling",
     "Transcript",
     "Turn",
     "WeightMismatch",
-    "check_routes",
     "sampling_seed",
 ]

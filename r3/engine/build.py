@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.device import preserved_random_state
+from r3.runtime.device import preserved_random_state
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.config import VllmConfig
 
     from r3.config import Config
-    from r3.device import Device
+    from r3.runtime.device import Device
 
 # KV cache on CPU when the config does not say: enough for a small model, small enough for a laptop.
 DEFAULT_CPU_KV_CACHE_BYTES = 256 << 20
@@ -54,7 +54,12 @@ def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
             capture,
             "engine and replay.mode must agree: routes are captured on both sides or on none",
         ),
-        ("tensor_parallel_size", parallel.tensor_parallel_size, config.parallel.engine_tp, "as configured"),
+        (
+            "tensor_parallel_size",
+            parallel.tensor_parallel_size,
+            config.parallel.engine_tp,
+            "as configured",
+        ),
         (
             "pipeline_parallel_size",
             parallel.pipeline_parallel_size,
@@ -80,7 +85,12 @@ def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
             "r3 has an engine of its own for each such rank",
         ),
         ("enable_eplb", parallel.enable_eplb, False, f"experts move between slots, {ids}"),
-        ("enable_dbo", parallel.enable_dbo, False, "half batches would be captured over one another"),
+        (
+            "enable_dbo",
+            parallel.enable_dbo,
+            False,
+            "half batches would be captured over one another",
+        ),
         ("kv_transfer_config", built.kv_transfer_config, None, rows),
         ("kv_offloading_size", cache.kv_offloading_size, None, rows),
         ("cpu_offload_gb", offload.uva.cpu_offload_gb, 0, pushed),
@@ -191,7 +201,9 @@ def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bo
     with kept_process_state():
         llm = LLM(**arguments)
     for segment in Path("/dev/shm").glob(f"{names}*") if names else ():
-        segment.unlink(missing_ok=True)  # mapped by all ranks now; a killed run leaves nothing behind
+        segment.unlink(
+            missing_ok=True
+        )  # mapped by all ranks now; a killed run leaves nothing behind
     _unlink_message_queues()
     refuse_unfit(llm.llm_engine.vllm_config, config, capture=capture)
     if not device.is_cuda:
@@ -224,7 +236,7 @@ def require_head_type(llm: LLM, config: Config) -> None:
 def _unlink_message_queues() -> None:
     """Unlink the queues between the ranks of an engine, which all of them have mapped once it is built.
 
-    vLLM does so when the queue is collected, which `r3.device.leave` does not wait for: Python's resource tracker would warn
+    vLLM does so when the queue is collected, which `r3.runtime.device.leave` does not wait for: Python's resource tracker would warn
     of a leak after every run.
     """
     from vllm.distributed import parallel_state

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from r3.device import preserved_random_state
 from r3.engine import memory
 from r3.engine.build import build_llm
-from r3.engine.generate import Request, Sampler, generate
+from r3.engine.generate import Request, generate
+from r3.engine.sampler import Sampler
 from r3.engine.weights import push
+from r3.runtime.device import preserved_random_state
 from r3.types import Rollout
 
 if TYPE_CHECKING:
     from vllm import LLM
 
     from r3.config import Config
-    from r3.device import Device
-    from r3.shape import ModelShape
+    from r3.models.shape import ModelShape
+    from r3.runtime.device import Device
 
 Part = Literal["weights", "kv_cache"]
 
@@ -48,7 +49,13 @@ class Engine:
     """
 
     def __init__(
-        self, config: Config, device: Device, shape: ModelShape, tokenizer: Any, *, max_model_len: int
+        self,
+        config: Config,
+        device: Device,
+        shape: ModelShape,
+        tokenizer: Any,
+        *,
+        max_model_len: int,
     ) -> None:
         """Build it asleep. All ranks must call at the same place."""
         self.shape = shape
@@ -56,8 +63,8 @@ class Engine:
         self.device = device
         self.capture = config.replay.mode == "r3" and bool(shape.moe_layers)
         self.on_missing = config.replay.on_missing
-        self.speaks = device.rank % config.parallel.engine_tp == 0
-        self.version = -1
+        self.is_leader = device.rank % config.parallel.engine_tp == 0
+        self.policy_version = -1
         self.max_model_len = max_model_len
         self._ranks = config.parallel.engine_tp
         self._sleep_level = config.engine.sleep_level
@@ -88,7 +95,7 @@ class Engine:
         shapes: Mapping[str, tuple[int, ...]],
         weights: Iterable[tuple[str, torch.Tensor]],
         *,
-        version: int,
+        policy_version: int,
     ) -> None:
         """Replace all weights by `weights` (Hugging Face names, full tensors) and become `version`.
 
@@ -101,7 +108,9 @@ class Engine:
             WeightMismatch: a name is missing, unknown, misshaped or was announced and not delivered.
         """
         if "weights" not in self._awake:
-            raise EngineStateError("load_weights while the weights sleep: call wake('weights') first")
+            raise EngineStateError(
+                "load_weights while the weights sleep: call wake('weights') first"
+            )
         expected = self.shape.tensor_shapes
         problems = [f"missing {name}" for name in sorted(expected.keys() - shapes.keys())]
         problems += [f"unknown {name}" for name in sorted(shapes.keys() - expected.keys())]
@@ -113,22 +122,32 @@ class Engine:
         if problems:
             raise WeightMismatch(_listing("weights refused, none was loaded", problems))
         self._stale_cache = True
-        self.version = -1  # until everything is in, the engine is no version of the policy
+        self.policy_version = -1  # until everything is in, the engine is no version of the policy
         delivered: set[str] = set()
 
         def counted() -> Iterable[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
-                if name not in expected or tuple(tensor.shape) != expected[name] or name in delivered:
-                    raise WeightMismatch(f"{name} {tuple(tensor.shape)} was not announced so, or came twice")
+                if (
+                    name not in expected
+                    or tuple(tensor.shape) != expected[name]
+                    or name in delivered
+                ):
+                    raise WeightMismatch(
+                        f"{name} {tuple(tensor.shape)} was not announced so, or came twice"
+                    )
                 delivered.add(name)
                 yield name, tensor
 
         unloaded = push(self.llm, counted(), tied=self.shape.tied)
-        problems = [f"announced but not delivered: {name}" for name in sorted(expected.keys() - delivered)]
+        problems = [
+            f"announced but not delivered: {name}" for name in sorted(expected.keys() - delivered)
+        ]
         problems += [f"engine parameter left at its old value: {name}" for name in sorted(unloaded)]
         if problems:
-            raise WeightMismatch(_listing("the engine is incomplete; push all weights again", problems))
-        self.version = version
+            raise WeightMismatch(
+                _listing("the engine is incomplete; push all weights again", problems)
+            )
+        self.policy_version = policy_version
 
     def reset_cache(self) -> None:
         """Forget cached prefixes, and with them the KV and the routes of older weights."""
@@ -140,7 +159,7 @@ class Engine:
         self,
         requests: Sequence[Request],
         *,
-        version: int,
+        policy_version: int,
         on_finished: Callable[[int, Rollout], None] = lambda _index, _rollout: None,
     ) -> list[Rollout]:
         """Answer all requests with the weights of `version`; see `r3.engine.generate.generate`.
@@ -148,11 +167,11 @@ class Engine:
         Raises:
             EngineStateError: asleep, weights of another version, or a prefix cache of older weights.
         """
-        self._refuse_stale(version)
+        self._refuse_stale(policy_version)
         return generate(self, requests, on_finished)
 
     @contextmanager
-    def sampler(self, *, version: int) -> Iterator[Sampler]:
+    def sampler(self, *, policy_version: int) -> Iterator[Sampler]:
         """Turns of conversations with the weights of `version`, added and ended at any time while others are in flight.
 
         The caller's random state is left as it was. All ranks of one engine must enter, add and step together.
@@ -160,7 +179,7 @@ class Engine:
         Raises:
             EngineStateError: asleep, weights of another version, or a prefix cache of older weights.
         """
-        self._refuse_stale(version)
+        self._refuse_stale(policy_version)
         with preserved_random_state():
             yield Sampler(self)
 
@@ -174,12 +193,12 @@ class Engine:
         torch.distributed.broadcast_object_list(box, src=group.ranks[0], group=group.cpu_group)
         return box[0]
 
-    def _refuse_stale(self, version: int) -> None:
+    def _refuse_stale(self, policy_version: int) -> None:
         if asleep := sorted({"weights", "kv_cache"} - self._awake):
             raise EngineStateError(f"generate while {' and '.join(asleep)} sleep: wake them first")
-        if self.version != version:
+        if self.policy_version != policy_version:
             raise EngineStateError(
-                f"generate for policy version {version}, but the engine holds version {self.version}"
+                f"generate for policy version {policy_version}, but the engine holds version {self.policy_version}"
             )
         if self._stale_cache:
             raise EngineStateError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.device import Device
+from r3.runtime.device import Device
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -35,7 +35,11 @@ def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -
         )
 
         model = worker.model_runner.get_model()
-        with torch.no_grad(), torch.device(worker.device), set_current_vllm_config(worker.vllm_config):
+        with (
+            torch.no_grad(),
+            torch.device(worker.device),
+            set_current_vllm_config(worker.vllm_config),
+        ):
             initialize_layerwise_reload(model)
             # Asked now: parameters that vLLM derives from others (latent attention's) are put away until they are re-made.
             wanted = {_reported(name) for name, _ in model.named_parameters()}
@@ -59,7 +63,9 @@ def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -
             if worker.device.type == "cpu":
                 for module in model.modules():
                     if isinstance(module, routed_experts.RoutedExperts):
-                        module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+                        module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(
+                            module
+                        )
         return wanted - {_reported(name) for name in loaded}
 
     return llm.collective_rpc(reload)[0]

@@ -27,8 +27,8 @@ from r3.config import ConfigError, EnvConfig, Problem
 from r3.envs.calculator import Calculator
 from r3.envs.guess_number import GuessNumber
 from r3.envs.single_turn import SingleTurn
+from r3.runtime.workers import load
 from r3.types import Message, Prompt
-from r3.workers import load
 
 Observed = tuple[Sequence[Message], float | None, bool]
 
@@ -86,19 +86,27 @@ def find(settings: EnvConfig) -> type[Environment]:
     try:
         inspect.signature(found).bind()
     except TypeError as error:
-        raise refuse(f"{name}() cannot be made without arguments: {error}", "mend __init__") from None
+        raise refuse(
+            f"{name}() cannot be made without arguments: {error}", "mend __init__"
+        ) from None
     for method, argument in (("reset", "prompt"), ("step", "message")):
         function = getattr(found, method, None)
         if not callable(function):
-            raise refuse(f"{name} has no method {method}", f"write `def {method}(self, {argument})`")
+            raise refuse(
+                f"{name} has no method {method}", f"write `def {method}(self, {argument})`"
+            )
         try:
             inspect.signature(function).bind("self", argument)
         except TypeError as error:
             rule = f"{name}.{method} cannot be called as {method}({argument}): {error}"
             raise refuse(rule, f"write `def {method}(self, {argument})`") from None
     for attribute in ("tools", "stop"):
-        if isinstance(value := getattr(found, attribute, ()), str) or not isinstance(value, Sequence):
-            raise refuse(f"{name}.{attribute} is {value!r}, not a list or tuple", "put it in brackets")
+        if isinstance(value := getattr(found, attribute, ()), str) or not isinstance(
+            value, Sequence
+        ):
+            raise refuse(
+                f"{name}.{attribute} is {value!r}, not a list or tuple", "put it in brackets"
+            )
     return cast("type[Environment]", found)
 
 
@@ -110,7 +118,9 @@ def checked_messages(value: Any, method: str) -> tuple[Message, ...]:
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
-            raise TypeError(f"{method}: {message!r} is no message with 'role' and 'content' that are text")
+            raise TypeError(
+                f"{method}: {message!r} is no message with 'role' and 'content' that are text"
+            )
     return tuple(dict(message) for message in value)
 
 
@@ -122,7 +132,11 @@ def checked_step(value: Any) -> Step:
     # numpy's numbers are Real too; tensors and strings are not.
     if reward is not None and not (isinstance(reward, Real) and isfinite(reward)):
         raise TypeError(f"step must return a finite number or None as reward, returned {reward!r}")
-    step = Step(checked_messages(messages, "step"), None if reward is None else float(reward), bool(done))
+    step = Step(
+        checked_messages(messages, "step"), None if reward is None else float(reward), bool(done)
+    )
     if not step.done and not step.messages:
-        raise TypeError("step returned no message for the model though the conversation is not over")
+        raise TypeError(
+            "step returned no message for the model though the conversation is not over"
+        )
     return step

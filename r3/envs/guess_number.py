@@ -40,4 +40,8 @@ class GuessNumber:
             return [], 0.0, True
         if guess is None:
             return [{"role": "user", "content": "Say a number."}], 0.0, False
-        return [{"role": "user", "content": "higher" if guess < self.number else "lower"}], 0.0, False
+        return (
+            [{"role": "user", "content": "higher" if guess < self.number else "lower"}],
+            0.0,
+            False,
+        )

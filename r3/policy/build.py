@@ -24,21 +24,25 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from r3.config import Config, TrainConfig
-from r3.device import Device
-from r3.device_cpu import cuda_type_names, install
-from r3.mesh import Mesh
+from r3.models.shape import ModelShape, yarn_mscale
 from r3.policy.context_parallel import ContextParallelAttention
 from r3.policy.families import FAMILIES, Family
 from r3.policy.logprobs import Head, ScoringGPT
 from r3.policy.modules import AllHeadsNorm, CausalAttention, decoder_spec
 from r3.policy.rope import inverse_frequencies
-from r3.shape import ModelShape, yarn_mscale
+from r3.runtime.device import Device
+from r3.runtime.device_cpu import cuda_type_names, install
+from r3.runtime.mesh import Mesh
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
 
 
@@ -68,7 +72,8 @@ def transformer_config(config: Config, hf: Any, family: Family) -> TransformerCo
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
-        variable_seq_lengths=parallel.pp > 1,  # packed micro-batches differ in length; stages exchange shapes
+        variable_seq_lengths=parallel.pp
+        > 1,  # packed micro-batches differ in length; stages exchange shapes
         # Set for dense models too: Megatron's default, allgather, refuses variable lengths even without experts.
         moe_token_dispatcher_type="alltoall",
         bias_dropout_fusion=False,
@@ -103,7 +108,7 @@ def transformer_config(config: Config, hf: Any, family: Family) -> TransformerCo
             moe_aux_loss_coeff=0.0,
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
-            moe_enable_routing_replay=True,  # makes routers ask; who answers is decided by r3.policy.replay
+            moe_enable_routing_replay=True,  # makes routers ask; who answers is decided by r3.routing.replay
         )
     kind = MLATransformerConfig if specific.get("multi_latent_attention") else TransformerConfig
     return kind(**(arguments | specific))
@@ -172,10 +177,16 @@ def scale_rope(chunks: list[Any], shape: ModelShape) -> None:
     scaling = shape.rope_scaling
     if scaling is None:
         return
-    factor = yarn_mscale(scaling.factor, scaling.mscale_all_dim) if shape.latent else scaling.attention_factor
+    factor = (
+        yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+        if shape.latent
+        else scaling.attention_factor
+    )
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, RotaryEmbedding):
-            module.inv_freq = inverse_frequencies(2 * len(module.inv_freq), shape.rope_theta, scaling)
+            module.inv_freq = inverse_frequencies(
+                2 * len(module.inv_freq), shape.rope_theta, scaling
+            )
         elif isinstance(module, CausalAttention):
             module.scale *= factor**2
 
@@ -251,7 +262,9 @@ def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: M
         finalize_model_grads(model, None)  # without a token count: the loss is normalised already
 
     megatron.finalize_model_grads_func = finalize
-    megatron.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
+    megatron.no_sync_func = (
+        wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
+    )
     megatron.grad_scale_func = optimizer.scale_loss
     return Trainable(wrapped=wrapped, optimizer=optimizer, frozen=frozen)
 
@@ -286,5 +299,9 @@ def learning_rate(update: int, total_updates: int, train: TrainConfig) -> float:
         return train.lr
     span = max(1, total_updates - 1 - train.warmup_updates)
     progress = min(1.0, (update - train.warmup_updates) / span)
-    shape = 1.0 - progress if train.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    shape = (
+        1.0 - progress
+        if train.lr_schedule == "linear"
+        else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
     return train.min_lr + (train.lr - train.min_lr) * shape

@@ -70,7 +70,10 @@ class ContextParallelAttention(CausalAttention):
             out = self._varlen_rectangular(query, key, value, query_lengths, key_lengths, grouped)
         else:
             parts = zip(
-                query.split(query_lengths), key.split(key_lengths), value.split(key_lengths), strict=True
+                query.split(query_lengths),
+                key.split(key_lengths),
+                value.split(key_lengths),
+                strict=True,
             )
             out = torch.cat([self._chunk(q, k, v, grouped) for q, k, v in parts])
         return out.reshape(out.shape[0], 1, -1)
@@ -98,7 +101,9 @@ class ContextParallelAttention(CausalAttention):
         key_lengths: list[int],
         grouped: bool,
     ) -> torch.Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # CUDA only; its causal mask is aligned at the end
+        from torch.nn.attention.varlen import (
+            varlen_attn,
+        )  # CUDA only; its causal mask is aligned at the end
 
         width = value.shape[-1]
         if width != query.shape[-1]:

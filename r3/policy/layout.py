@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from r3.mesh import Mesh
+from r3.runtime.mesh import Mesh
 from r3.types import MicroBatch
 
 
@@ -27,7 +27,9 @@ def zigzag_rows(cu_seqlens: Sequence[int], rank: int, size: int) -> torch.Tensor
     rows = []
     for start, end in pairwise(cu_seqlens):
         chunk, rest = divmod(end - start, 2 * size)
-        assert rest == 0, f"a sequence of {end - start} tokens is no multiple of 2 * cp = {2 * size}"
+        assert rest == 0, (
+            f"a sequence of {end - start} tokens is no multiple of 2 * cp = {2 * size}"
+        )
         for number in (rank, 2 * size - 1 - rank):
             rows.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
     return torch.cat(rows)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from r3.mesh import Axis
+from r3.runtime.mesh import Axis
 
 # A logit whose probability is exactly 0 after the softmax, and that times 0 is 0, which infinity is not.
 _NOWHERE = -1e30
@@ -60,7 +60,9 @@ class Head:
             scaled_NV[:, max(0, self.vocab_size - first) :] = _NOWHERE
         return scaled_NV
 
-    def local_targets(self, targets_N: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def local_targets(
+        self, targets_N: torch.Tensor, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Column of each target in this rank's slice `[N, 1]` (of any other where it lies elsewhere), and whether it is here."""
         local_N = targets_N - self.axis.rank * rows
         return local_N.clamp(0, rows - 1).unsqueeze(-1), (local_N >= 0) & (local_N < rows)
@@ -69,7 +71,11 @@ class Head:
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: Head
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_N: torch.Tensor,
+        head: Head,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         index_N1, mine_N = head.local_targets(targets_N, len(weight_VD))
         weight = head.operand(weight_VD)
@@ -80,7 +86,9 @@ class _HeadLogprobs(torch.autograd.Function):
             scaled_NV.sub_(top_N.unsqueeze(-1))
             target_N = scaled_NV.gather(-1, index_N1[rows]).squeeze(-1)
             probs_NV = scaled_NV.exp()
-            parts.append(torch.stack([top_N, probs_NV.sum(-1), scaled_NV.mul_(probs_NV).sum(-1), target_N]))
+            parts.append(
+                torch.stack([top_N, probs_NV.sum(-1), scaled_NV.mul_(probs_NV).sum(-1), target_N])
+            )
         own_top_N, total_N, weighted_N, target_N = torch.cat(parts, 1).unbind(0)
 
         # Slices measured from their own largest z are put on the largest of all; then they add up.
@@ -151,7 +159,9 @@ class ScoringGPT(GPTModel):
 
     head: Head
 
-    def _postprocess(self, hidden_states: torch.Tensor, labels: torch.Tensor | None, **rest: Any) -> Any:
+    def _postprocess(
+        self, hidden_states: torch.Tensor, labels: torch.Tensor | None, **rest: Any
+    ) -> Any:
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
         if self.head.axis.size > 1:

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
-from r3.mesh import Axis
+from r3.runtime.mesh import Axis
 
 
 @dataclass
@@ -181,7 +181,12 @@ class CausalAttention(MegatronModule):
         return out.reshape(out.shape[0], 1, -1)
 
     def _varlen(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Packed, grouped: bool
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        params: Packed,
+        grouped: bool,
     ) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn  # CUDA only
 
@@ -212,10 +217,17 @@ class GroupedExperts(MegatronModule):
     """
 
     def __init__(
-        self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None, **_: Any
+        self,
+        num_local_experts: int,
+        config: Any,
+        submodules: Any = None,
+        pg_collection: Any = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
-        assert config.gated_linear_unit and not config.add_bias_linear, "experts are gated and have no bias"
+        assert config.gated_linear_unit and not config.add_bias_linear, (
+            "experts are gated and have no bias"
+        )
         self.num_local_experts = num_local_experts
         self.ep_group, self.tp_group, self.dp_group = (
             pg_collection.ep,
@@ -226,7 +238,9 @@ class GroupedExperts(MegatronModule):
         self.w1 = nn.Parameter(
             torch.empty(num_local_experts, 2 * ffn // tp, hidden, dtype=config.params_dtype)
         )
-        self.w2 = nn.Parameter(torch.empty(num_local_experts, hidden, ffn // tp, dtype=config.params_dtype))
+        self.w2 = nn.Parameter(
+            torch.empty(num_local_experts, hidden, ffn // tp, dtype=config.params_dtype)
+        )
         if config.perform_initialization:
             config.init_method(self.w1)
             config.output_layer_init_method(self.w2)
@@ -268,9 +282,17 @@ class GroupedExperts(MegatronModule):
         def sharded(
             key: str, tensor: torch.Tensor, replica_id: Any, *cuts: tuple[int, int, int]
         ) -> ShardedTensor:
-            offsets = [(axis, ep_rank, ep), *((axis + 1 + dim, index, count) for dim, index, count in cuts)]
+            offsets = [
+                (axis, ep_rank, ep),
+                *((axis + 1 + dim, index, count) for dim, index, count in cuts),
+            ]
             return ShardedTensor.from_rank_offsets(
-                key, tensor, *sharded_offsets, *offsets, replica_id=replica_id, prepend_axis_num=axis
+                key,
+                tensor,
+                *sharded_offsets,
+                *offsets,
+                replica_id=replica_id,
+                prepend_axis_num=axis,
             )
 
         def gate_and_up(
@@ -290,7 +312,9 @@ class GroupedExperts(MegatronModule):
                 lambda parts: torch.cat(parts, 1),
                 replica,
             ),
-            f"{prefix}w2": sharded(f"{prefix}experts.linear_fc2.weight", self.w2, replica, (1, tp_rank, tp)),
+            f"{prefix}w2": sharded(
+                f"{prefix}experts.linear_fc2.weight", self.w2, replica, (1, tp_rank, tp)
+            ),
         }
 
 

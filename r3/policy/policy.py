@@ -12,22 +12,23 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoConfig
 
-from r3 import diagnostics
+from r3.algo.loss import CORRECTIONS, LOSSES, Bounds, Sequences, aggregate, correct, kl_penalty
+from r3.algo.packing import filler_micro_batch
 from r3.config import AlgoConfig, Config
-from r3.device import Device, SharedTensor, share
-from r3.device_cpu import cuda_type_names
-from r3.hf import CheckpointReader
-from r3.loss import CORRECTIONS, LOSSES, Bounds, Sequences, aggregate, correct, kl_penalty
-from r3.mesh import Axis, Mesh
-from r3.packing import filler_micro_batch
+from r3.metrics.mismatch import mismatch
+from r3.metrics.reduce import Mean, PerLayer
+from r3.models.hf_checkpoint import CheckpointReader
+from r3.models.shape import ModelShape
 from r3.policy.build import build_chunks, learning_rate, scale_rope, transformer_config, wrap
 from r3.policy.families import FAMILIES
 from r3.policy.layout import LocalTokens, local_tokens
+from r3.policy.memory import TrainingMemory, chained
 from r3.policy.modules import packed_params
-from r3.policy.replay import Mode, Replay, ReplayLedger, attach_replay, routing_metrics
-from r3.policy.residency import TrainingMemory, chained
 from r3.policy.weights import HeadLayout, Slot, load, slots
-from r3.shape import ModelShape
+from r3.routing.replay import Mode, Replay, ReplayLedger, attach_replay, routing_metrics
+from r3.runtime.device import Device, SharedTensor, share
+from r3.runtime.device_cpu import cuda_type_names
+from r3.runtime.mesh import Axis, Mesh
 from r3.types import Batch, MicroBatch, Update
 
 
@@ -137,13 +138,17 @@ class Policy:
 
     def offload(self) -> None:
         """Free gradients and put optimizer state away; parameters stay readable."""
-        assert self.is_onloaded, f"rank {self.device.rank}: the policy's training memory is away already"
+        assert self.is_onloaded, (
+            f"rank {self.device.rank}: the policy's training memory is away already"
+        )
         self.memory.offload()
         self.is_onloaded = False
 
     def onload(self) -> None:
         """Bring gradients and optimizer state back."""
-        assert not self.is_onloaded, f"rank {self.device.rank}: the policy's training memory is here already"
+        assert not self.is_onloaded, (
+            f"rank {self.device.rank}: the policy's training memory is here already"
+        )
         self.memory.onload()
         self.is_onloaded = True
 
@@ -171,7 +176,9 @@ class Policy:
             return scores_2N.new_zeros(())
 
         with self.replay.schedule(self._mode(mode), training=False) as ledger_of:
-            self._run_schedule(micro_batches, keep, forward_only=True, recorded_routes=recorded_routes)
+            self._run_schedule(
+                micro_batches, keep, forward_only=True, recorded_routes=recorded_routes
+            )
             ledger = ledger_of()
         return TokenScores(
             logprobs=tuple(logprobs for logprobs, _ in outputs),
@@ -220,13 +227,17 @@ class Policy:
         router_grad_norm = self._router_grad_norm()
         with cuda_type_names():
             _, grad_norm, _ = self.optimizer.step()
-        if not math.isfinite(grad_norm):  # Megatron looks for that only where a loss scale could mend it
+        if not math.isfinite(
+            grad_norm
+        ):  # Megatron looks for that only where a loss scale could mend it
             raise FloatingPointError(
                 f"update {self.update_number}: the gradient norm is {grad_norm:g} and the weights are lost; the run goes on from "
                 "its newest checkpoint"
             )
         self.update_number += 1
-        return Update(grad_norm=float(grad_norm), router_grad_norm=router_grad_norm, lr=lr, metrics=gradients)
+        return Update(
+            grad_norm=float(grad_norm), router_grad_norm=router_grad_norm, lr=lr, metrics=gradients
+        )
 
     def forward_backward(
         self,
@@ -242,7 +253,9 @@ class Policy:
         Scaling: each micro-batch's loss is a sum over its tokens divided by the batch's global denominator; micro-batches
         and data-parallel ranks add up, and nobody divides again.
         """
-        assert self.is_onloaded, f"rank {self.device.rank}: update while the policy's training memory is away"
+        assert self.is_onloaded, (
+            f"rank {self.device.rank}: update while the policy's training memory is away"
+        )
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -302,7 +315,9 @@ class Policy:
         """
         everything = [*micro_batches, *self._fillers(micro_batches)]
 
-        def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[torch.Tensor, Any]:
+        def forward_step(
+            iterator: Iterator[tuple[int, MicroBatch]], model: Any
+        ) -> tuple[torch.Tensor, Any]:
             number, micro_batch = next(iterator)
             tokens = local_tokens(micro_batch, self.mesh, self.device.torch)
             is_filler = number >= len(micro_batches)
@@ -312,7 +327,9 @@ class Policy:
                 routes_NLK = recorded_routes[number].to(self.device.torch)
                 self.replay.load_local(routes_NLK, tokens.real_N, rows=tokens.num_real, model=model)
             elif self.replay.mode == "replay":
-                self.replay.load(tokens.routes_NLK, tokens.captured_N, rows=tokens.num_captured, model=model)
+                self.replay.load(
+                    tokens.routes_NLK, tokens.captured_N, rows=tokens.num_captured, model=model
+                )
             scores = model(
                 tokens.tokens_N[None],
                 tokens.positions_N[None],
@@ -321,7 +338,9 @@ class Policy:
                 packed_seq_params=packed_params(micro_batch.cu_seqlens, self.device.torch),
             )
 
-            def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            def loss_func(
+                output: torch.Tensor,
+            ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
                 loss = 0.0 * output.sum() if is_filler else on_scores(number, tokens, output)
                 return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
 
@@ -371,12 +390,12 @@ class Policy:
         column = {name: torch.cat([s[name].reshape(-1) for s in seen]) for name in seen[0]}
         mask, count = column["mask"], float(column["mask"].sum())
 
-        def mean(name: str) -> diagnostics.Mean:
-            return diagnostics.Mean(total=float((column[name] * mask).sum()), count=count)
+        def mean(name: str) -> Mean:
+            return Mean(total=float((column[name] * mask).sum()), count=count)
 
         partials: dict[str, Any] = {
             # Ranks and micro-batches add up to the update's loss; the mean is over the step's updates.
-            "loss/total": diagnostics.Mean(float(column["loss"].sum()), float(self.mesh.dp_cp.rank == 0)),
+            "loss/total": Mean(float(column["loss"].sum()), float(self.mesh.dp_cp.rank == 0)),
             "loss/clip_frac": mean("clipped"),
             "policy/entropy": mean("entropy"),
         }
@@ -385,13 +404,11 @@ class Policy:
         for name, key in (("weight", "correction/weight_mean"), ("cut", "correction/cut_frac")):
             if name in column:
                 partials[key] = mean(name)
-        if (
-            panel
-        ):  # these log-probabilities are those of the rollout's weights, and nobody has measured them yet
-            mismatch = diagnostics.mismatch(
+        if panel:  # these log-probabilities are those of the rollout's weights, and nobody has measured them yet
+            panel_metrics = mismatch(
                 column["logprobs"], column["rollout_logprobs"], column["compared"]
             )
-            partials |= {f"mismatch/{name}": value for name, value in mismatch.items()}
+            partials |= {f"mismatch/{name}": value for name, value in panel_metrics.items()}
         return partials | routing
 
     def _router_grad_norm(self) -> float:
@@ -404,7 +421,12 @@ class Policy:
             for parameter, _ in getattr(optimizer, "model_param_gbuf_map", {}).items():
                 if getattr(parameter, "is_router", False):
                     owned = optimizer._get_model_param_range_map(parameter)["param"]
-                    squares += parameter.main_grad.view(-1)[owned.start : owned.end].double().square().sum()
+                    squares += (
+                        parameter.main_grad.view(-1)[owned.start : owned.end]
+                        .double()
+                        .square()
+                        .sum()
+                    )
         self.mesh.dp_cp.all_reduce(squares)
         self.mesh.pp.all_reduce(squares)
         return float(squares.sqrt())
@@ -441,7 +463,9 @@ def policy_loss(
     if algo.correction in CORRECTIONS:
         usual = CORRECTIONS[algo.correction]
         weights_N, cut_N = correct(
-            usual._replace(low=algo.correction_low or usual.low, high=algo.correction_high or usual.high),
+            usual._replace(
+                low=algo.correction_low or usual.low, high=algo.correction_high or usual.high
+            ),
             old_logprobs_N,
             tokens.rollout_logprobs_N,
             tokens.loss_mask_N,
@@ -471,6 +495,6 @@ def consumed_rows(ledger: ReplayLedger, num_layers: int) -> dict[str, Any]:
         return {}
     names = ("routing/rows_replayed", "routing/rows_live", "routing/rows_filler")
     return {
-        name: diagnostics.PerLayer(slots=slots, layers=num_layers)
+        name: PerLayer(slots=slots, layers=num_layers)
         for name, slots in zip(names, ledger.consumed.tolist(), strict=True)
     }

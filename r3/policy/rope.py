@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from r3.shape import RopeScaling
+from r3.models.shape import RopeScaling
 
 
 def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
@@ -29,7 +29,9 @@ def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> 
         turns = scaling.original / (2 * math.pi / plain)
         share = (turns - scaling.slow) / (scaling.fast - scaling.slow)
         slowed = torch.where(
-            turns < scaling.slow, plain / scaling.factor, (1 - share) * plain / scaling.factor + share * plain
+            turns < scaling.slow,
+            plain / scaling.factor,
+            (1 - share) * plain / scaling.factor + share * plain,
         )
         return torch.where(turns > scaling.fast, plain, slowed)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from r3.mesh import Mesh
 from r3.policy.families.family import Family, Kind, Rule
+from r3.runtime.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,12 @@ _STACKED_EXPERTS = {"mlp.experts.w1": "linear_fc1.weight", "mlp.experts.w2": "li
 
 
 def slots(
-    chunks: Iterable[Any], family: Family, mesh: Mesh, *, hf_shapes: Mapping[str, tuple[int, ...]], tied: bool
+    chunks: Iterable[Any],
+    family: Family,
+    mesh: Mesh,
+    *,
+    hf_shapes: Mapping[str, tuple[int, ...]],
+    tied: bool,
 ) -> list[Slot]:
     """All tensors of this rank's model chunks, in layer order.
 
@@ -115,13 +120,17 @@ def slots(
         for name, tensor in _tensors(chunk, family):
             if name in family.top:
                 rule = family.top[name]
-                if tied and name == "output_layer.weight":  # the last pipeline stage's copy of the embedding
+                if (
+                    tied and name == "output_layer.weight"
+                ):  # the last pipeline stage's copy of the embedding
                     rule = family.top["embedding.word_embeddings.weight"]
                 add(name, rule, tensor)
                 continue
             match = _LAYER.fullmatch(name)
             if match is None:
-                raise KeyError(f"Megatron parameter {name} is not in the table of {family.model_type}")
+                raise KeyError(
+                    f"Megatron parameter {name} is not in the table of {family.model_type}"
+                )
             local, suffix = int(match[1]), match[2]
             layer = layer_numbers[local]
             where, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
@@ -149,7 +158,9 @@ def slots(
             elif suffix in family.layer:
                 add(where + suffix, family.layer[suffix], tensor, prefix=prefix)
             else:
-                raise KeyError(f"Megatron parameter {name} is not in the table of {family.model_type}")
+                raise KeyError(
+                    f"Megatron parameter {name} is not in the table of {family.model_type}"
+                )
     return found
 
 

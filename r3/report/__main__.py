@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from r3.report.page import Limits, page_data, render
-from r3.rundir import write_text
+from r3.run.folder import write_text
 from r3.view.runs import ViewError
 
 
@@ -39,7 +39,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run")
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="the page to write")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), help="the page to write"
+    )
     parser.add_argument(
         "--steps",
         type=int,
@@ -64,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"r3.report: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     write_text(words.output, page)
-    print(f"{words.output}: {len(words.run_dirs)} run(s), {words.output.stat().st_size / 2**20:.1f} MiB")
+    print(
+        f"{words.output}: {len(words.run_dirs)} run(s), {words.output.stat().st_size / 2**20:.1f} MiB"
+    )
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from typing import Any
 
 import r3
 from r3.config import Config, flatten
-from r3.metrics import UnknownMetricError, explain
+from r3.metrics.glossary import UnknownMetricError, explain
+from r3.models.shape import ModelShape
 from r3.report.tokens import Arrays, expert_load, read_arrays, token_facts, vocabulary
-from r3.rundir import RunDir
-from r3.shape import ModelShape
+from r3.run.folder import RunDir
 from r3.view.runs import (
     Kind,
     RunFacts,
@@ -98,7 +98,13 @@ def sample_row(sample: Sample) -> dict[str, Any]:
 
 
 def dump_data(
-    samples: Sequence[Sample], *, kind: Kind, name: str, step: int, arrays: Arrays | None, limits: Limits
+    samples: Sequence[Sample],
+    *,
+    kind: Kind,
+    name: str,
+    step: int,
+    arrays: Arrays | None,
+    limits: Limits,
 ) -> dict[str, Any]:
     """One dump of the browser: its samples, with facts per token up to the limit."""
     shown = shown_samples(samples, limits.samples)
@@ -139,7 +145,9 @@ def run_data(path: Path, limits: Limits) -> dict[str, Any]:
                     loads.append({"step": step, **_load(arrays, shape)})
             for name, samples in read_samples(path, kind, step).items():
                 dumps.append(
-                    dump_data(samples, kind=kind, name=name, step=step, arrays=arrays, limits=limits)
+                    dump_data(
+                        samples, kind=kind, name=name, step=step, arrays=arrays, limits=limits
+                    )
                 )
     texts: dict[int, str] = {}
     if ids:
@@ -193,7 +201,9 @@ def render(data: Mapping[str, Any], plotly_js: str) -> str:
         "TITLE": "R3: " + ", ".join(run["name"] for run in data["runs"]).replace("<", "&lt;"),
     }
     pieces = template.split("@@")
-    assert set(pieces[1::2]) == set(parts), f"report.html names {pieces[1::2]}, this function {sorted(parts)}"
+    assert set(pieces[1::2]) == set(parts), (
+        f"report.html names {pieces[1::2]}, this function {sorted(parts)}"
+    )
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
@@ -227,7 +237,9 @@ def _steps(facts: RunFacts, kind: Kind, limits: Limits) -> list[int]:
 def _load(arrays: Arrays, shape: ModelShape | None) -> dict[str, Any]:
     layers = arrays.routed_experts.shape[1]
     named = shape is not None and len(shape.moe_layers) == layers
-    experts = shape.num_experts if shape is not None and named else int(arrays.routed_experts.max()) + 1
+    experts = (
+        shape.num_experts if shape is not None and named else int(arrays.routed_experts.max()) + 1
+    )
     numbers = list(shape.moe_layers) if shape is not None and named else list(range(layers))
     return {"layers": numbers, "tokens": expert_load(arrays.routed_experts, experts)}
 

@@ -41,7 +41,14 @@ def read_arrays(dump: Path) -> Arrays:
     return Arrays(
         **{
             name: arrays[name]
-            for name in ("tokens", "loss_mask", "logprobs", "routed_experts", "cu_tokens", "cu_rows")
+            for name in (
+                "tokens",
+                "loss_mask",
+                "logprobs",
+                "routed_experts",
+                "cu_tokens",
+                "cu_rows",
+            )
         },
         policy_logprobs=scores.get("logprobs_replay"),
         live_routes=scores.get("routes_live"),
@@ -92,7 +99,9 @@ def expert_load(routed_experts: np.ndarray, num_experts: int) -> list[list[int]]
 
 def spans(mask: Sequence[bool] | np.ndarray) -> list[list[int]]:
     """[start, end) of each run of true values."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], np.asarray(mask, dtype=bool), [False]])))
+    edges = np.flatnonzero(
+        np.diff(np.concatenate([[False], np.asarray(mask, dtype=bool), [False]]))
+    )
     return [[int(start), int(end)] for start, end in pairwise(edges)][::2]
 
 

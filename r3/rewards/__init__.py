@@ -4,7 +4,7 @@
         return float(len(response) < 200)        # prompt.answer, prompt.messages, prompt.metadata
 
 `reward.function` may name several; the reward is their weighted sum. How they are called beside the engine is in
-`r3/rewards/judge.py`. A reward that fails or returns no number never becomes a silent 0: that would train on a lie.
+`r3/rewards/scorer.py`. A reward that fails or returns no number never becomes a silent 0: that would train on a lie.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from r3.config import ConfigError, Problem
+from r3.runtime.workers import CallError, load
 from r3.types import Prompt
-from r3.workers import CallError, load
 
 Reward = Callable[[str, Prompt], Any]
 
@@ -93,18 +93,26 @@ def resolve(spec: str) -> Reward:
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py"):
         rule = "names no built-in reward and is not path/to/file.py:function"
-        raise problem(spec, rule, f"one of {', '.join(sorted(REWARDS))}, or a file and its function")
+        raise problem(
+            spec, rule, f"one of {', '.join(sorted(REWARDS))}, or a file and its function"
+        )
     if not Path(file).is_file():
-        raise problem(spec, f"there is no file {file}", "give the path from the folder the run starts in")
+        raise problem(
+            spec, f"there is no file {file}", "give the path from the folder the run starts in"
+        )
     try:
         function = load(spec)
     except AttributeError as error:
         raise problem(spec, f"{error}", f"write `def {name}(response, prompt)` there") from error
     except Exception as error:  # a user's file may raise anything; the message names it
-        raise problem(spec, f"{file} raised {type(error).__name__}: {error}", "mend the file") from error
+        raise problem(
+            spec, f"{file} raised {type(error).__name__}: {error}", "mend the file"
+        ) from error
     if not callable(function):
         raise problem(
-            spec, f"{name} is not a function in {file}", f"write `def {name}(response, prompt)` there"
+            spec,
+            f"{name} is not a function in {file}",
+            f"write `def {name}(response, prompt)` there",
         )
     try:
         inspect.signature(function).bind("response", "prompt")
@@ -122,7 +130,9 @@ def checked(value: Any) -> float:
     """
     # numpy's numbers are Real too; tensors and strings are not.
     if not isinstance(value, Real):
-        raise CallError(f"it returned {value!r} ({type(value).__name__}), not a number", again=False)
+        raise CallError(
+            f"it returned {value!r} ({type(value).__name__}), not a number", again=False
+        )
     if not math.isfinite(value):
         raise CallError(f"it returned {value}, not a finite number", again=False)
     return float(value)

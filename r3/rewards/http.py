@@ -15,8 +15,8 @@ from typing import Any
 
 from r3.config import RewardConfig
 from r3.rewards import checked, problem
+from r3.runtime.workers import CallError
 from r3.types import Prompt
-from r3.workers import CallError
 
 TEMPLATE = """You are a strict grader. Compare the response with the reference answer.
 
@@ -47,7 +47,10 @@ class ChatJudge:
                 self._template = Path(settings.prompt_file).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise problem(
-                    settings.prompt_file, f"cannot be read: {error}", "a text file", "reward.prompt_file"
+                    settings.prompt_file,
+                    f"cannot be read: {error}",
+                    "a text file",
+                    "reward.prompt_file",
                 ) from None
         self._headers = {}
         if name := settings.api_key_env:
@@ -74,7 +77,9 @@ class ChatJudge:
             limits = httpx.Limits(
                 max_connections=None, max_keepalive_connections=self._settings.max_connections
             )
-            self._clients[loop] = httpx.AsyncClient(headers=self._headers, limits=limits, timeout=None)
+            self._clients[loop] = httpx.AsyncClient(
+                headers=self._headers, limits=limits, timeout=None
+            )
         body = {
             "model": self._settings.model,
             "messages": [{"role": "user", "content": filled(self._template, response, prompt)}],
@@ -95,7 +100,9 @@ class ChatJudge:
         try:
             text = answer.json()["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError) as error:
-            raise CallError(f"{self._url} sent no chat completion: {answer.text[:_SHOWN]}") from error
+            raise CallError(
+                f"{self._url} sent no chat completion: {answer.text[:_SHOWN]}"
+            ) from error
         return parsed(text, self._settings.pattern)
 
 
@@ -127,7 +134,9 @@ def parsed(text: str, pattern: str = "") -> float:
         try:
             return checked(float(found[-1]))
         except (IndexError, ValueError):
-            raise CallError(f"the judge's answer has no number where {pattern!r} looks: {said}") from None
+            raise CallError(
+                f"the judge's answer has no number where {pattern!r} looks: {said}"
+            ) from None
     decoder, scores, start = json.JSONDecoder(), [], text.find("{")
     while start >= 0:
         try:

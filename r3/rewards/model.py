@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from r3.config import RewardConfig
-from r3.device import Device, Stash
 from r3.rewards import checked
+from r3.runtime.device import Device, Stash
+from r3.runtime.workers import CallError, Failure
 from r3.types import Prompt
-from r3.workers import CallError, Failure
 
 Ended = tuple[int, Any, Failure | None]
 Encoded = list[int]
@@ -32,13 +32,15 @@ class RewardModel:
     """
 
     def __init__(self, settings: RewardConfig) -> None:
-        """Load it. `r3.validate` has read its config.json before."""
+        """Load it. `r3.cli.checks` has read its config.json before."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self.settings = settings
         self._tokenizer = AutoTokenizer.from_pretrained(settings.model_path, model_max_length=10**9)
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model_dtype]
-        model = AutoModelForSequenceClassification.from_pretrained(settings.model_path, dtype=dtype).eval()
+        model = AutoModelForSequenceClassification.from_pretrained(
+            settings.model_path, dtype=dtype
+        ).eval()
         model.requires_grad_(False)
         # The score is read at the last token that is no padding, so both must agree on what padding is.
         if self._tokenizer.pad_token_id is None:
@@ -113,7 +115,9 @@ class RewardModel:
             tokens_BT[row, : len(tokens)] = torch.tensor(tokens)
             mask_BT[row, : len(tokens)] = 1
         output = self._model(
-            input_ids=tokens_BT.to(self._device), attention_mask=mask_BT.to(self._device), use_cache=False
+            input_ids=tokens_BT.to(self._device),
+            attention_mask=mask_BT.to(self._device),
+            use_cache=False,
         )
         scores: list[float] = output.logits.float().squeeze(-1).tolist()
         return scores
@@ -127,7 +131,7 @@ class RewardModel:
 
 
 class Batches:
-    """A place (`r3.workers.Place`) whose calls are answered together by one thread.
+    """A place (`r3.runtime.workers.Place`) whose calls are answered together by one thread.
 
     The function that is submitted is not called: `encode` and `score_many` do its work, for many arguments at once.
 
@@ -146,7 +150,9 @@ class Batches:
     ) -> None:
         self._encode, self._score_many = encode, score_many
         self._size, self._budget, self._wait_s = size, tokens, wait_s
-        self._arrived: queue.SimpleQueue[tuple[int, tuple[Any, ...], float] | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[int, tuple[Any, ...], float] | None] = (
+            queue.SimpleQueue()
+        )
         self._ended: queue.SimpleQueue[Ended | BaseException] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._abandoned: set[int] = set()
@@ -167,9 +173,13 @@ class Batches:
     def collect(self, timeout_s: float) -> list[Ended]:
         ended: list[Ended] = []
         try:
-            found = self._ended.get(timeout=timeout_s) if timeout_s > 0 else self._ended.get_nowait()
+            found = (
+                self._ended.get(timeout=timeout_s) if timeout_s > 0 else self._ended.get_nowait()
+            )
             while True:
-                if isinstance(found, BaseException):  # not of one conversation: the model itself cannot run
+                if isinstance(
+                    found, BaseException
+                ):  # not of one conversation: the model itself cannot run
                     raise found
                 ended.append(found)
                 found = self._ended.get_nowait()
@@ -203,7 +213,9 @@ class Batches:
                         break
                     batch.append(following)
                 self._answer(batch)
-        except BaseException as error:  # goes on in the thread that collects, which ends the run with it
+        except (
+            BaseException
+        ) as error:  # goes on in the thread that collects, which ends the run with it
             self._ended.put(error)
 
     def _next(self, until: float | None) -> tuple[int, Encoded, float] | None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 
+from r3.runtime.workers import CallError
 from r3.types import Prompt
-from r3.workers import CallError
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns at every call that its time limits are off
+logging.getLogger("math_verify").setLevel(
+    logging.ERROR
+)  # warns at every call that its time limits are off
 
 
 def equal(response: str, prompt: Prompt) -> float:
@@ -30,6 +32,10 @@ def equal(response: str, prompt: Prompt) -> float:
         text, parsing_timeout=None, raise_on_error=True
     )
     if not reference:
-        raise CallError(f"the reference answer has no expression: {prompt.answer[-200:]!r}", again=False)
+        raise CallError(
+            f"the reference answer has no expression: {prompt.answer[-200:]!r}", again=False
+        )
     answer = parse(response, parsing_timeout=None, raise_on_error=True)
-    return float(bool(answer) and verify(reference, answer, timeout_seconds=None, raise_on_error=True))
+    return float(
+        bool(answer) and verify(reference, answer, timeout_seconds=None, raise_on_error=True)
+    )

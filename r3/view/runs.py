@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from r3.rundir import RunDir, read_jsonl
+from r3.run.folder import RunDir, read_jsonl
 from r3.view.samples import Sample, sample_of
 
 Kind = Literal["train", "eval"]
@@ -47,7 +47,9 @@ def read_run(path: Path) -> RunFacts:
     """Settings and metrics of the run in `path`; raises ViewError when it is not the folder of a run."""
     run_dir = RunDir(path)
     if not run_dir.config.exists():
-        raise ViewError(f"{path}: no config.yaml in this folder. Give the folder of a run, such as runs/tiny")
+        raise ViewError(
+            f"{path}: no config.yaml in this folder. Give the folder of a run, such as runs/tiny"
+        )
     settings = flatten_settings(yaml.safe_load(run_dir.config.read_text(encoding="utf-8")))
     rows: list[dict[str, Any]] = []
     notes = []
@@ -58,7 +60,9 @@ def read_run(path: Path) -> RunFacts:
         notes += [str(warning.message) for warning in caught]
     if not rows:
         notes.append("metrics.jsonl has no rows yet")
-    return RunFacts(name=path.resolve().name, path=path, settings=settings, rows=rows, notes=tuple(notes))
+    return RunFacts(
+        name=path.resolve().name, path=path, settings=settings, rows=rows, notes=tuple(notes)
+    )
 
 
 def flatten_settings(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -99,10 +103,14 @@ def read_samples(path: Path, kind: Kind, step: int) -> dict[str, list[Sample]]:
         )
         steps = dumped_steps(path, kind)
         there = f"steps with one: {', '.join(map(str, steps))}" if steps else "the run has none"
-        raise ViewError(f"--step {step}: no dump of {what} at this step; {there}. Choose one, or {fix}")
+        raise ViewError(
+            f"--step {step}: no dump of {what} at this step; {there}. Choose one, or {fix}"
+        )
     sets: dict[str, list[Sample]] = {}
     for number, row in enumerate(read_jsonl(file)):
-        sets.setdefault(row["set"] if kind == "eval" else "train", []).append(sample_of(number, row))
+        sets.setdefault(row["set"] if kind == "eval" else "train", []).append(
+            sample_of(number, row)
+        )
     return sets
 
 

@@ -11,7 +11,12 @@ from rich.text import Text
 
 from r3.view.samples import Sample, tool_calls_text
 
-ROLE_STYLES = {"system": "dim", "user": "bold blue", "assistant": "bold green", "tool": "bold magenta"}
+ROLE_STYLES = {
+    "system": "dim",
+    "user": "bold blue",
+    "assistant": "bold green",
+    "tool": "bold magenta",
+}
 
 
 def conversation(sample: Sample) -> RenderableType:
@@ -23,9 +28,13 @@ def facts(sample: Sample) -> str:
     """One line: `reward 1  (gsm8k 1)  advantage +0.53  stop  22 tokens`."""
     parts = [f"reward {sample.reward:.4g}"]
     if sample.components and list(sample.components.values()) != [sample.reward]:
-        parts.append("(" + ", ".join(f"{name} {part:.4g}" for name, part in sample.components.items()) + ")")
+        parts.append(
+            "(" + ", ".join(f"{name} {part:.4g}" for name, part in sample.components.items()) + ")"
+        )
     if sample.turn_rewards:
-        parts.append("per turn " + " ".join("-" if r is None else f"{r:.4g}" for r in sample.turn_rewards))
+        parts.append(
+            "per turn " + " ".join("-" if r is None else f"{r:.4g}" for r in sample.turn_rewards)
+        )
     if sample.advantage is not None:
         parts.append(f"advantage {sample.advantage:+.3f}")
     parts += [f"finish {sample.finish_reason}", f"{sample.response_tokens} sampled tokens"]
@@ -34,13 +43,16 @@ def facts(sample: Sample) -> str:
 
 def _parts(sample: Sample) -> Iterator[RenderableType]:
     yield Rule(
-        Text(f"{sample.prompt_id}  sample {sample.sample_index}", style="bold"), align="left", style="dim"
+        Text(f"{sample.prompt_id}  sample {sample.sample_index}", style="bold"),
+        align="left",
+        style="dim",
     )
     colour = "green" if sample.reward > 0 else "red"
     yield Text(facts(sample), style=colour)
     if not sample.is_complete:
         yield Text(
-            "This dump has the last message only; newer ones have the whole conversation.", style="dim"
+            "This dump has the last message only; newer ones have the whole conversation.",
+            style="dim",
         )
     for message in sample.messages:
         role = str(message["role"])

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from r3.rundir import RunDir
+from r3.run.folder import RunDir
 from r3.view.runs import RunFacts
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -85,7 +85,9 @@ def curve(values: Sequence[float | None], width: int = CURVE_WIDTH) -> str:
 
 def remaining_s(rows: Sequence[Mapping[str, float]], steps: int, recent: int = 10) -> float | None:
     """Seconds to the end, by the mean of the newest steps; None before the first step."""
-    times = [row["time/step_s"] for row in rows if row["step"] > 0 and "time/step_s" in row][-recent:]
+    times = [row["time/step_s"] for row in rows if row["step"] > 0 and "time/step_s" in row][
+        -recent:
+    ]
     if not times:
         return None
     return sum(times) / len(times) * (steps - rows[-1]["step"])
@@ -120,7 +122,9 @@ def _progress(done: int, steps: int, left: float | None) -> RenderableType:
     line = Table.grid(padding=(0, 2))
     end = "" if left is None else "finished" if done >= steps else f"about {duration(left)} left"
     line.add_row(
-        f"step {done}/{steps}", ProgressBar(total=max(1, steps), completed=done, width=CURVE_WIDTH), end
+        f"step {done}/{steps}",
+        ProgressBar(total=max(1, steps), completed=done, width=CURVE_WIDTH),
+        end,
     )
     return line
 
@@ -144,7 +148,9 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 def _ranks(beats: Sequence[Heartbeat], *, is_done: bool) -> RenderableType:
     if not beats:
-        return Text("no heartbeats: the run did not start its steps, or debug.stall_s is 0", style="dim")
+        return Text(
+            "no heartbeats: the run did not start its steps, or debug.stall_s is 0", style="dim"
+        )
     if is_done:
         return Text("")
     if all(beat.age_s > STALE_S for beat in beats):
@@ -155,10 +161,14 @@ def _ranks(beats: Sequence[Heartbeat], *, is_done: bool) -> RenderableType:
         phases.setdefault(beat.phase, []).append(beat.rank)
     text = Text()
     for phase, ranks in phases.items():
-        named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        named = ", ".join(map(str, ranks[:8])) + (
+            f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        )
         text.append(f"{phase}: rank{'s' if len(ranks) > 1 else ''} {named}   ")
     slowest = max(beats, key=lambda beat: beat.silent_s + beat.age_s)
     silent = slowest.silent_s + slowest.age_s
     if silent > STALE_S:
-        text.append(f"\nrank {slowest.rank} made no progress for {duration(silent)}", style="bold red")
+        text.append(
+            f"\nrank {slowest.rank} made no progress for {duration(silent)}", style="bold red"
+        )
     return text

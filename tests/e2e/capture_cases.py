@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3.device import Device
 from r3.engine import Engine, Request, sampling_seed
+from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.e2e.cases import World, signature
 from tests.tiny import tiny_config
@@ -28,12 +28,12 @@ def captured(device: Device) -> dict[str, Any]:
         Request(
             prompt=prompt,
             group=group,
-            member=member,
-            seed=sampling_seed(0, 1, prompt.id, member),
+            sample_index=sample_index,
+            seed=sampling_seed(0, 1, prompt.id, sample_index),
             max_tokens=24,
         )
         for group, prompt in enumerate(world.task.prompts.prompts[:16])
-        for member in range(4)
+        for sample_index in range(4)
     ]
     found: dict[str, Any] = {"requests": len(requests)}
 
@@ -42,7 +42,7 @@ def captured(device: Device) -> dict[str, Any]:
         for request in requests:
             engine.reset_cache()
             chosen.clear()
-            (rollout,) = engine.generate([request], version=0)
+            (rollout,) = engine.generate([request], policy_version=0)
             differ += rows_that_differ(rollout, chosen)
             rows += len(rollout.routed_experts)
             alone.append(rollout)
@@ -53,11 +53,11 @@ def captured(device: Device) -> dict[str, Any]:
         found["late_rows_unlike_the_routers"] = rows_that_differ(late, chosen)
 
         cached.clear()
-        (again,) = engine.generate(requests[-1:], version=0)
+        (again,) = engine.generate(requests[-1:], policy_version=0)
         found["warm_equal"] = signature([again]) == signature(alone[-1:])
         found["warm_cached_tokens"] = sum(cached)
 
-    together = engine.generate(requests, version=0)
+    together = engine.generate(requests, policy_version=0)
     found["together_equal"] = signature(together) == signature(alone)
     prompt = len(requests[0].prompt.tokens_T)
     found["members_answers"] = len({rollout.tokens_T.tobytes() for rollout in together[:4]})
@@ -72,21 +72,32 @@ def captured(device: Device) -> dict[str, Any]:
         core.abort_request([str(other) for other in range(len(requests)) if other != index][-3:])
 
     try:
-        engine.generate(requests, version=0, on_finished=abort)
+        engine.generate(requests, policy_version=0, on_finished=abort)
         found["abort"] = "nothing was raised"
     except AssertionError as error:
         found["abort"] = str(error)
-    found["after_abort_equal"] = signature(engine.generate(requests, version=0)) == signature(alone)
+    found["after_abort_equal"] = signature(
+        engine.generate(requests, policy_version=0)
+    ) == signature(alone)
 
-    config = replace(world.config, engine=replace(world.config.engine, kv_cache_gib=SMALL_CACHE_GIB))
+    config = replace(
+        world.config, engine=replace(world.config.engine, kv_cache_gib=SMALL_CACHE_GIB)
+    )
     small = Engine(
-        config, device, world.task.shape, world.task.tokenizer, max_model_len=world.task.max_model_len
+        config,
+        device,
+        world.task.shape,
+        world.task.tokenizer,
+        max_model_len=world.task.max_model_len,
     )
     small.wake("weights")
     small.wake("kv_cache")
-    small.version, small._stale_cache = 0, False  # loaded from the files that the policy started from
+    small.policy_version, small._stale_cache = (
+        0,
+        False,
+    )  # loaded from the files that the policy started from
     with watched_preemptions(small) as preempted:
-        squeezed = small.generate(requests, version=0)
+        squeezed = small.generate(requests, policy_version=0)
     found["preemptions"] = len(preempted)
     found["preempted_equal"] = signature(squeezed) == signature(alone)
     found["preempted_differ"] = [
@@ -105,7 +116,9 @@ def watched_routers(engine: Engine) -> Iterator[dict[int, list[torch.Tensor]]]:
 
     def watch(worker: Any) -> list[Any]:
         def hook(layer: int) -> Any:
-            return lambda _module, _args, out: chosen.setdefault(layer, []).append(out[0].topk(topk).indices)
+            return lambda _module, _args, out: chosen.setdefault(layer, []).append(
+                out[0].topk(topk).indices
+            )
 
         return [
             module.register_forward_hook(hook(int(name.split(".")[2])))
@@ -124,7 +137,11 @@ def watched_routers(engine: Engine) -> Iterator[dict[int, list[torch.Tensor]]]:
 
 def rows_that_differ(rollout: Rollout, chosen: dict[int, list[torch.Tensor]]) -> int:
     """Rows of a request computed alone whose experts are not those of the routers; all rows when their number is not."""
-    seen = torch.stack([torch.cat(chosen[layer]) for layer in sorted(chosen)], 1).sort(-1).values.numpy()
+    seen = (
+        torch.stack([torch.cat(chosen[layer]) for layer in sorted(chosen)], 1)
+        .sort(-1)
+        .values.numpy()
+    )
     routes = np.sort(rollout.routed_experts, axis=-1)
     if seen.shape != routes.shape:
         return len(routes)

@@ -13,14 +13,16 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3 import assets, carry
+from r3 import assets
 from r3.config import Config
-from r3.device import Device
-from r3.exchange import distribute, score_all
-from r3.ledger import captured_rows
-from r3.refill import BudgetError, Round, answers_of_step
-from r3.rewards.judge import Judge
-from r3.rollout import Talk
+from r3.handover.rollouts import distribute
+from r3.rewards.scorer import Scorer
+from r3.rollout import partial as carry
+from r3.rollout.conversation import ConversationSetup
+from r3.rollout.scored import score_all
+from r3.rollout.step import BudgetError, Round, answers_of_step
+from r3.routing.ledger import captured_rows
+from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.e2e.env_cases import CHATTY, Talker, Yardstick
 from tests.tiny import tiny_config
@@ -31,13 +33,14 @@ STEPS = 4
 def versions_of(folder: Path, device: Device) -> list[Path]:
     """Checkpoints of the versions before the steps: the shipped model, each time moved a little."""
     folders = []
-    for version in range(STEPS):
-        path = folder / f"version_{device.rank}_{device.world_size}_{version}"
+    for policy_version in range(STEPS):
+        path = folder / f"version_{device.rank}_{device.world_size}_{policy_version}"
         shutil.copytree(assets.TINY_MOE, path)
-        generator = torch.Generator().manual_seed(version)
+        generator = torch.Generator().manual_seed(policy_version)
         for file in path.glob("*.safetensors"):
             tensors = {
-                name: tensor + version * 0.004 * torch.randn(tensor.shape, generator=generator)
+                name: tensor
+                + policy_version * 0.004 * torch.randn(tensor.shape, generator=generator)
                 for name, tensor in sorted(load_file(file).items())
             }
             save_file(tensors, file, metadata={"format": "pt"})
@@ -48,18 +51,18 @@ def versions_of(folder: Path, device: Device) -> list[Path]:
 class Stepper(Talker):
     """Steps of generation with the weights of each version."""
 
-    def __init__(self, device: Device, config: Config, versions: Sequence[Path]) -> None:
+    def __init__(self, device: Device, config: Config, policy_versions: Sequence[Path]) -> None:
         super().__init__(device, config)
-        self.versions = versions
+        self.policy_versions = policy_versions
 
-    def take(self, version: int) -> None:
+    def take(self, policy_version: int) -> None:
         tensors = {
             name: tensor
-            for file in self.versions[version].glob("*.safetensors")
+            for file in self.policy_versions[policy_version].glob("*.safetensors")
             for name, tensor in load_file(file).items()
         }
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self.engine.load_weights(shapes, iter(tensors.items()), version=version)
+        self.engine.load_weights(shapes, iter(tensors.items()), policy_version=policy_version)
         self.engine.reset_cache()
 
     def steps(self, config: Config, *, saved: Path | None = None, **env: Any) -> list[Round]:
@@ -67,25 +70,29 @@ class Stepper(Talker):
         settings = replace(self.config.env, **env)
         task = replace(
             self.task,
-            talk=Talk.of(settings, self.task.tokenizer, config.model.path),
-            judge=Judge.of_function(lambda rollout, _prompt: float(len(rollout.response))),
+            conversation_setup=ConversationSetup.of(
+                settings, self.task.tokenizer, config.model.path
+            ),
+            scorer=Scorer.of_function(lambda rollout, _prompt: float(len(rollout.response))),
         )
         rounds: list[Round] = []
         left = carry.Carry()
         engine, engines = self.mesh.engine_dp.rank, self.mesh.engine_dp.size
         for step in range(1, STEPS + 1):
             self.take(step - 1)
-            rounds.append(answers_of_step(self.engine, task, config, self.mesh, step=step, carry=left))
+            rounds.append(
+                answers_of_step(self.engine, task, config, self.mesh, step=step, carry=left)
+            )
             left = rounds[-1].carry
             if saved:
                 folder = saved / f"step_{step}"
                 folder.mkdir(parents=True)
-                for name, content in carry.to_files(left, engine, speaks=True).items():
+                for name, content in carry.to_files(left, engine, is_leader=True).items():
                     (folder / name).write_bytes(content)
                 left = carry.from_checkpoint(
-                    folder, task.prompts.prompts, engine=engine, engines=engines, speaks=True
+                    folder, task.prompts.prompts, engine=engine, engines=engines, is_leader=True
                 )
-        task.talk.environments.close()
+        task.conversation_setup.environments.close()
         return rounds
 
 
@@ -105,7 +112,7 @@ def fingerprint(rollout: Rollout) -> list[Any]:
 def everything(rounds: Sequence[Round]) -> list[Any]:
     return [
         [
-            [each.prompt_id, each.group, each.member, reward, fingerprint(each)]
+            [each.prompt_id, each.group, each.sample_index, reward, fingerprint(each)]
             for each, reward in zip(made.answers.rollouts, made.answers.rewards, strict=True)
         ]
         for made in rounds
@@ -113,7 +120,9 @@ def everything(rounds: Sequence[Round]) -> list[Any]:
 
 
 def metrics(made: Round) -> dict[str, float]:
-    parts = {name: part for each in made.metrics for name, part in each.items() if "rollout/" in name}
+    parts = {
+        name: part for each in made.metrics for name, part in each.items() if "rollout/" in name
+    }
     values = {name: type(part).reduce([part]) for name, part in parts.items()}
     return {name: float(value) for name, value in values.items() if value is not None}
 
@@ -125,14 +134,22 @@ def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> dic
     for rollout in rollouts:
         tokens = torch.from_numpy(rollout.tokens_T)[None]
         ends = [*(token for token, _ in rollout.segments[1:]), len(rollout.tokens_T)]
-        for (start, version), end in zip(rollout.segments, ends, strict=True):
+        for (start, policy_version), end in zip(rollout.segments, ends, strict=True):
             for shift in (0, 1):
-                if version + shift >= len(yardsticks):
+                if policy_version + shift >= len(yardsticks):
                     continue
-                output = yardsticks[version + shift].model(tokens, output_router_logits=True)
-                logprobs = output.logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+                output = yardsticks[policy_version + shift].model(tokens, output_router_logits=True)
+                logprobs = (
+                    output.logits[0, :-1]
+                    .log_softmax(-1)
+                    .gather(1, tokens[0, 1:, None])[:, 0]
+                    .numpy()
+                )
                 apart = abs(logprobs - rollout.logprobs_T[1:]) * rollout.loss_mask_T[1:]
-                first, last = max(0, start - 1), end - 1  # rows and targets of tokens start .. end - 1
+                first, last = (
+                    max(0, start - 1),
+                    end - 1,
+                )  # rows and targets of tokens start .. end - 1
                 worst = float(apart[first:last].max())
                 wrong, slots = 0, 0
                 for layer, scores in enumerate(output.router_logits):
@@ -167,15 +184,17 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
             "max_staleness": 2,
         },
     )
-    versions = versions_of(where, device)
-    stepper = Stepper(device, config, versions)
+    policy_versions = versions_of(where, device)
+    stepper = Stepper(device, config, policy_versions)
     kinds: dict[str, dict[str, Any]] = {
         "single": {},
         "chatty": {"path": f"{file}:Chatty", "max_turn_tokens": 20},
         "stops": {"path": f"{file}:Stops", "max_turn_tokens": 20},
     }
     found: dict[str, Any] = {}
-    yardsticks = [Yardstick(str(path)) for path in versions] if device.world_size == 1 else []
+    yardsticks = (
+        [Yardstick(str(path)) for path in policy_versions] if device.world_size == 1 else []
+    )
     for kind, env in kinds.items():
         short = replace(config, rollout=replace(config.rollout, step_token_budget=6))
         budget = short if kind == "stops" else config  # its messages are short
@@ -196,17 +215,27 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
 
     # Two engines' files for one, and one's for two: every group is there once.
     left = carry.from_checkpoint(
-        where / "single" / "step_2", stepper.task.prompts.prompts, engine=0, engines=1, speaks=True
+        where / "single" / "step_2",
+        stepper.task.prompts.prompts,
+        engine=0,
+        engines=1,
+        is_leader=True,
     )
     parts = [
         carry.from_checkpoint(
-            where / "single" / "step_2", stepper.task.prompts.prompts, engine=i, engines=2, speaks=True
+            where / "single" / "step_2",
+            stepper.task.prompts.prompts,
+            engine=i,
+            engines=2,
+            is_leader=True,
         )
         for i in range(2)
     ]
     found["groups"] = [left.groups, *(part.groups for part in parts)]
 
-    dropping = replace(config, rollout=replace(config.rollout, max_staleness=0, step_token_budget=24))
+    dropping = replace(
+        config, rollout=replace(config.rollout, max_staleness=0, step_token_budget=24)
+    )
     rounds = stepper.steps(dropping)
     found["drop"] = {"all": everything(rounds), "metrics": [metrics(made) for made in rounds]}
     # A budget that nobody reaches changes nothing at all.
@@ -227,20 +256,26 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
     sizes: dict[str, Any] = {"num_updates": 1, "micro_batch_tokens": 512}
     current = STEPS - 1
     (batch,), _ = distribute(
-        scored, stepper.mesh, stepper.task.shape, versions=range(current - 2, current + 1), **sizes
+        scored,
+        stepper.mesh,
+        stepper.task.shape,
+        policy_versions=range(current - 2, current + 1),
+        **sizes,
     )
-    old = {item.index for item in scored if item.rollout.version < current}
+    old = {item.index for item in scored if item.rollout.policy_version < current}
     marked = {
         index
         for micro_batch in batch.micro_batches
-        for index, (start, end) in zip(micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True)
+        for index, (start, end) in zip(
+            micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True
+        )
         if index >= 0 and not bool(micro_batch.current_N[start:end].any())
     }
     found["marked"] = [sorted(old), sorted(marked), len(scored)]
     rows = captured_rows([item.rollout for item in scored])
     found["captured"] = [rows["routing/rows_expected"].value, rows["routing/rows_captured"].value]
     try:
-        distribute(scored, stepper.mesh, stepper.task.shape, versions=(current,), **sizes)
+        distribute(scored, stepper.mesh, stepper.task.shape, policy_versions=(current,), **sizes)
         found["too old"] = "nothing was raised"
     except RuntimeError as error:
         found["too old"] = f"{type(error).__name__}: {error}"

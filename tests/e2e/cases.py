@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from r3.config import Config
-from r3.data import prompts_of_step
-from r3.device import Device
+from r3.data.prompts import prompts_of_step
 from r3.engine import (
     Engine,
     EngineConfigError,
@@ -23,13 +22,15 @@ from r3.engine import (
     sampling_seed,
 )
 from r3.engine.build import refuse_unfit
-from r3.exchange import distribute, gather_rewards, score_all
-from r3.mesh import Mesh, build_mesh
+from r3.handover.memory import Residency, ResidencyError, State
+from r3.handover.rollouts import distribute
+from r3.handover.weights import SyncError, WeightStream, export, prove_sync, sync_weights
 from r3.policy import Policy
-from r3.residency import Residency, ResidencyError, State
-from r3.rollout import Answers, answer
-from r3.start import Task, read_task
-from r3.sync import SyncError, WeightStream, export, prove_sync, sync_weights
+from r3.rollout.collect import CollectedRollouts, answer
+from r3.rollout.scored import gather_rewards, score_all
+from r3.rollout.task import Task, read_task
+from r3.runtime.device import Device
+from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Rollout
 from tests.tiny import tiny_config
 
@@ -42,28 +43,36 @@ class World:
         self.task: Task = read_task(config)
         self.mesh: Mesh = build_mesh(device, config.parallel)
         self.engine = Engine(
-            config, device, self.task.shape, self.task.tokenizer, max_model_len=self.task.max_model_len
+            config,
+            device,
+            self.task.shape,
+            self.task.tokenizer,
+            max_model_len=self.task.max_model_len,
         )
         self.policy = Policy(config, device, self.mesh, self.task.shape)
         self.stream = WeightStream(self.policy, device, self.mesh, hosts=hosts)
         self.residency = Residency(self.engine, self.policy, device)
 
-    def sync(self, version: int) -> None:
+    def sync(self, policy_version: int) -> None:
         """Hand the memory over and the weights with it."""
         self.residency.move(State.SYNC)
-        sync_weights(self.stream, self.engine, self.device, self.mesh, version=version)
+        sync_weights(
+            self.stream, self.engine, self.device, self.mesh, policy_version=policy_version
+        )
         self.residency.move(State.GENERATE)
 
-    def answer(self, version: int, *, step: int = 0, engine: Engine | None = None) -> Answers:
+    def answer(
+        self, policy_version: int, *, step: int = 0, engine: Engine | None = None
+    ) -> CollectedRollouts:
         """One round of answers."""
         rollout = self.config.rollout
         return answer(
             engine or self.engine,
             prompts_of_step(self.task.prompts, seed=0, step=step, count=rollout.prompts_per_step),
-            self.task.judge,
+            self.task.scorer,
             self.mesh,
             members=rollout.group_size,
-            version=version,
+            policy_version=policy_version,
             run_seed=0,
             seed_step=step,
             max_tokens=rollout.max_response_tokens,
@@ -99,14 +108,23 @@ def push_equals_fresh_engine(
     pushed = signature(world.answer(1).rollouts)
     again = signature(world.answer(1).rollouts)  # now with every prompt in the prefix cache
     folder = Path(out) / "export"
-    export(folder, world.stream, world.policy, device, world.mesh, like=world.config.model.path, step=1)
+    export(
+        folder, world.stream, world.policy, device, world.mesh, like=world.config.model.path, step=1
+    )
     config = replace(world.config, model=replace(world.config.model, path=str(folder)))
     fresh = Engine(
-        config, device, world.task.shape, world.task.tokenizer, max_model_len=world.task.max_model_len
+        config,
+        device,
+        world.task.shape,
+        world.task.tokenizer,
+        max_model_len=world.task.max_model_len,
     )
     fresh.wake("weights")
     fresh.wake("kv_cache")
-    fresh.version, fresh._stale_cache = 1, False  # it was loaded from the files, not pushed to
+    fresh.policy_version, fresh._stale_cache = (
+        1,
+        False,
+    )  # it was loaded from the files, not pushed to
     loaded = signature(world.answer(1, engine=fresh).rollouts)
     return {
         "moved": before != pushed,
@@ -129,15 +147,19 @@ def engine_guards(device: Device) -> dict[str, str]:
         except (EngineStateError, WeightMismatch, ResidencyError, SyncError) as error:
             said[name] = f"{type(error).__name__}: {error}"
 
-    request = Request(prompt=world.task.prompts.prompts[0], group=0, member=0, seed=1, max_tokens=4)
+    request = Request(
+        prompt=world.task.prompts.prompts[0], group=0, sample_index=0, seed=1, max_tokens=4
+    )
 
     def push(shapes: dict[str, Any] | None = None, skip: str = "") -> None:
         weights = ((name, tensor) for name, tensor in stream.read() if name != skip)
-        engine.load_weights(shapes if shapes is not None else stream.shapes, weights, version=1)
+        engine.load_weights(
+            shapes if shapes is not None else stream.shapes, weights, policy_version=1
+        )
 
     gone = "model.layers.1.mlp.experts.3.up_proj.weight"
     provoke("push asleep", push)
-    provoke("generate asleep", lambda: engine.generate([request], version=1))
+    provoke("generate asleep", lambda: engine.generate([request], policy_version=1))
     provoke("cache first", lambda: engine.wake("kv_cache"))
     provoke("sleep twice", engine.sleep)
     provoke("train to generate", lambda: world.residency.move(State.GENERATE))
@@ -147,20 +169,25 @@ def engine_guards(device: Device) -> dict[str, str]:
     provoke("misshaped", lambda: push(stream.shapes | {gone: (3, 3)}))
     provoke("unknown", lambda: push(stream.shapes | {"model.layers.9.x": (3, 3)}))
     provoke("not delivered", lambda: push(skip=gone))
-    provoke("half pushed", lambda: (engine.wake("kv_cache"), engine.generate([request], version=1)))
+    provoke(
+        "half pushed",
+        lambda: (engine.wake("kv_cache"), engine.generate([request], policy_version=1)),
+    )
     push()
-    provoke("cache not reset", lambda: engine.generate([request], version=1))
+    provoke("cache not reset", lambda: engine.generate([request], policy_version=1))
     engine.reset_cache()
-    provoke("other version", lambda: engine.generate([request], version=2))
+    provoke("other version", lambda: engine.generate([request], policy_version=2))
     world.residency.state = State.GENERATE
     provoke("generate to sync", lambda: world.residency.move(State.SYNC))
     prove_sync(engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh)
     world.perturb()
     provoke(
         "stale",
-        lambda: prove_sync(engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh),
+        lambda: prove_sync(
+            engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh
+        ),
     )
-    said["works"] = str(engine.generate([request], version=1)[0].num_response_tokens)
+    said["works"] = str(engine.generate([request], policy_version=1)[0].num_response_tokens)
     return said | _unfit(engine.llm.llm_engine.vllm_config, world.config)
 
 
@@ -213,12 +240,19 @@ def step_routes(device: Device, *, ep: int) -> dict[str, Any]:
     config = tiny_config(parallel={"ep": ep}, rollout={"prompts_per_step": 8})
     world = World(device, config)
     world.sync(0)
-    proof = prove_sync(world.engine, world.policy, world.task.prompts.prompts[:4], config, world.mesh)
+    proof = prove_sync(
+        world.engine, world.policy, world.task.prompts.prompts[:4], config, world.mesh
+    )
     answers = world.answer(0)
     world.residency.move(State.TRAIN)
     scored = score_all(answers, gather_rewards(answers, world.mesh.world, config), config)
     (batch,), _ = distribute(
-        scored, world.mesh, world.task.shape, num_updates=1, micro_batch_tokens=700, on_missing="error"
+        scored,
+        world.mesh,
+        world.task.shape,
+        num_updates=1,
+        micro_batch_tokens=700,
+        on_missing="error",
     )
     policy = world.policy
     used: dict[int, list[torch.Tensor]] = {layer: [] for layer in policy.shape.moe_layers}
@@ -236,7 +270,9 @@ def step_routes(device: Device, *, ep: int) -> dict[str, Any]:
         captured = micro_batch.captured_N
         for position, layer in enumerate(policy.shape.moe_layers):
             rows = micro_batch.routed_experts_NLK[:, position].long()[captured]
-            given = torch.zeros(len(rows), policy.shape.num_experts, dtype=torch.bool).scatter(1, rows, True)
+            given = torch.zeros(len(rows), policy.shape.num_experts, dtype=torch.bool).scatter(
+                1, rows, True
+            )
             slots += len(rows)
             wrong += int((used[layer][i][captured] != given).any(-1).sum())
     return {
@@ -254,7 +290,9 @@ def sampled(device: Device, *, ep: int, max_num_seqs: int = 64) -> dict[str, str
     found = {}
     for step in (1, 2):
         for rollout in world.answer(0, step=step).rollouts:
-            found[f"{step} {rollout.prompt_id} {rollout.member}"] = str(rollout.tokens_T.tolist())
+            found[f"{step} {rollout.prompt_id} {rollout.sample_index}"] = str(
+                rollout.tokens_T.tolist()
+            )
     return found
 
 
@@ -266,14 +304,21 @@ def memory_moves(device: Device, *, dtype: str) -> dict[str, Any]:
     random_state = torch.get_rng_state()
     world.sync(0)
     generate_gib = device.used_gib()
-    gradient_bytes = sum(buffer.untyped_storage().nbytes() for buffer in policy.memory.gradient_buffers())
+    gradient_bytes = sum(
+        buffer.untyped_storage().nbytes() for buffer in policy.memory.gradient_buffers()
+    )
     answers = world.answer(0)
     neutral = torch.equal(random_state, torch.get_rng_state())
     world.residency.move(State.TRAIN)
     asleep_gib = device.used_gib()
     scored = score_all(answers, gather_rewards(answers, world.mesh.world, config), config)
     (batch,), _ = distribute(
-        scored, world.mesh, world.task.shape, num_updates=1, micro_batch_tokens=512, on_missing="error"
+        scored,
+        world.mesh,
+        world.task.shape,
+        num_updates=1,
+        micro_batch_tokens=512,
+        on_missing="error",
     )
     policy.update(batch, total_updates=4)
     kept = {key: tensor.clone() for key, tensor in policy.memory.optimizer_tensors()}

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from r3 import exchange, packing
-from r3.device import Device
+from r3.algo import packing
 from r3.doctor import Unwell, coded_experts, read_back_coded_routes
-from r3.engine import RouteError
-from r3.mesh import build_mesh
+from r3.handover import rollouts as exchange
+from r3.models.shape import ModelShape
 from r3.policy import Policy
-from r3.policy.replay import Replay, RouterTap
-from r3.shape import ModelShape
+from r3.routing.replay import Replay, RouterTap
+from r3.runtime.device import Device
+from r3.runtime.mesh import build_mesh
+from r3.types import RouteError
 from tests.tiny import tiny_config
 
 
@@ -96,7 +97,9 @@ def _only_on_rank_1(wrap: Callable[[Any], Any], rank: int) -> Callable[[Any], An
 def _live(get_replay_topk: Any) -> Any:
     """The router asks, takes its answer, and routes live: what a fused router does."""
 
-    def faulty(self: RouterTap, scores: Any, topk: int, groups: Any, group_topk: Any, compute: Any) -> Any:
+    def faulty(
+        self: RouterTap, scores: Any, topk: int, groups: Any, group_topk: Any, compute: Any
+    ) -> Any:
         get_replay_topk(self, scores, topk, groups, group_topk, compute)
         return compute(scores, topk, groups, group_topk)
 
@@ -135,7 +138,9 @@ def faults(device: Device, *, ep: int) -> dict[str, str]:
 def codes() -> dict[str, float]:
     """How recognisable coded routes are: shares of slots that answer for another token, layer or rollout by chance."""
     shape = ModelShape.read(tiny_config().model.path)
-    rollouts, positions = (x.reshape(-1) for x in np.meshgrid(np.arange(20), np.arange(50), indexing="ij"))
+    rollouts, positions = (
+        x.reshape(-1) for x in np.meshgrid(np.arange(20), np.arange(50), indexing="ij")
+    )
     code = np.sort(coded_experts(rollouts, positions, shape), axis=-1)
     grid = code.reshape(20, 50, *code.shape[1:])
     return {

@@ -11,15 +11,16 @@ import numpy as np
 import torch
 
 from r3.config import Config
-from r3.device import Device
-from r3.engine import Engine, RouteError, Sampled, Transcript
-from r3.exchange import score_all
-from r3.mesh import Mesh, build_mesh
-from r3.refill import NoSignalError, answers_of_step
-from r3.rewards.judge import Judge
-from r3.rollout import Answers, EnvironmentFailed, Talk, answer
-from r3.start import Task, read_task
-from r3.types import Prompt, Rollout
+from r3.engine import Engine, Sampled, Transcript
+from r3.rewards.scorer import Scorer
+from r3.rollout.collect import CollectedRollouts, answer
+from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
+from r3.rollout.scored import score_all
+from r3.rollout.step import NoSignalError, answers_of_step
+from r3.rollout.task import Task, read_task
+from r3.runtime.device import Device
+from r3.runtime.mesh import Mesh, build_mesh
+from r3.types import Prompt, Rollout, RouteError
 from tests.tiny import tiny_config
 
 CHATTY = '''
@@ -93,11 +94,15 @@ class Talker:
         self.task: Task = read_task(config)
         self.mesh: Mesh = build_mesh(device, config.parallel)
         self.engine = Engine(
-            config, device, self.task.shape, self.task.tokenizer, max_model_len=config.engine.max_model_len
+            config,
+            device,
+            self.task.shape,
+            self.task.tokenizer,
+            max_model_len=config.engine.max_model_len,
         )
         self.engine.wake("weights")
         self.engine.wake("kv_cache")
-        self.engine.version, self.engine._stale_cache = (
+        self.engine.policy_version, self.engine._stale_cache = (
             0,
             False,
         )  # it was loaded from the files, not pushed to
@@ -110,30 +115,32 @@ class Talker:
         max_tokens: int = 120,
         keep_all: bool = False,
         **env: Any,
-    ) -> Answers:
+    ) -> CollectedRollouts:
         """One round in an environment with these settings."""
-        talk = Talk.of(replace(self.config.env, **env), self.task.tokenizer, self.config.model.path)
+        conversation_setup = ConversationSetup.of(
+            replace(self.config.env, **env), self.task.tokenizer, self.config.model.path
+        )
 
-        def judge(rollout: Rollout, prompt: Prompt) -> float:
+        def scorer(rollout: Rollout, prompt: Prompt) -> float:
             return float(len(rollout.response))
 
         try:
             return answer(
                 self.engine,
                 prompts or self.task.prompts.prompts[:8],
-                Judge.of_function(judge),
+                Scorer.of_function(scorer),
                 self.mesh,
                 members=members,
-                version=0,
+                policy_version=0,
                 run_seed=0,
                 seed_step=0,
                 max_tokens=max_tokens,
                 temperature=1.0,
-                talk=talk,
+                conversation_setup=conversation_setup,
                 keep_all=keep_all,
             )
         finally:
-            talk.environments.close()
+            conversation_setup.environments.close()
 
 
 class Yardstick:
@@ -151,7 +158,9 @@ class Yardstick:
         for rollout in rollouts:
             tokens = torch.from_numpy(rollout.tokens_T)[None]
             output = self.model(tokens, output_router_logits=True)
-            logprobs_T = output.logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+            logprobs_T = (
+                output.logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+            )
             sampled_T = rollout.loss_mask_T[1:] > 0
             worst = max(worst, float(abs(logprobs_T - rollout.logprobs_T[1:])[sampled_T].max()))
             k = rollout.routed_experts.shape[-1]
@@ -170,7 +179,7 @@ def facts(rollout: Rollout, decode: Any) -> dict[str, Any]:
     starts = np.flatnonzero(np.diff(mask, prepend=0) == 1).tolist()
     ends = [*np.flatnonzero(np.diff(mask) == -1).tolist(), len(mask) - 1][: len(starts)]
     return {
-        "who": f"{rollout.prompt_id}/{rollout.member}",
+        "who": f"{rollout.prompt_id}/{rollout.sample_index}",
         "tokens": rollout.tokens_T.tolist(),
         "rows": len(rollout.routed_experts),
         "turns": len(starts),
@@ -182,7 +191,7 @@ def facts(rollout: Rollout, decode: Any) -> dict[str, Any]:
     }
 
 
-def numbers(answers: Answers) -> dict[str, float]:
+def numbers(answers: CollectedRollouts) -> dict[str, float]:
     return {name: float(type(part).reduce([part])) for name, part in answers.facts.items()}
 
 
@@ -214,7 +223,9 @@ def talks(device: Device, *, folder: str, engine_tp: int = 1) -> dict[str, Any]:
         answers = talker.answer(**settings)
         comparison = yardstick.compare(answers.rollouts) if answers.rollouts else {}
         found[kind] = {
-            "rollouts": [facts(rollout, talker.task.tokenizer.decode) for rollout in answers.rollouts],
+            "rollouts": [
+                facts(rollout, talker.task.tokenizer.decode) for rollout in answers.rollouts
+            ],
             "rewards": answers.rewards,
             "facts": numbers(answers),
             **comparison,
@@ -228,7 +239,9 @@ def guards(engine: Engine, rollouts: Sequence[Rollout]) -> dict[str, str]:
     """Feed a conversation that was held to a new transcript, with the rows of its second turn as they came, and wrong."""
     rollout = max(rollouts, key=lambda rollout: len(rollout.tokens_T))
     mask, rows = rollout.loss_mask_T, rollout.routed_experts
-    turns = np.flatnonzero(np.diff(mask, prepend=0, append=0))[:4].tolist()  # begin and end of two turns
+    turns = np.flatnonzero(np.diff(mask, prepend=0, append=0))[
+        :4
+    ].tolist()  # begin and end of two turns
     assert len(turns) == 4, "it has only one turn"
     said: dict[str, str] = {}
     for name, shift, missing in (("right", 0, 0), ("shifted", 1, 0), ("too few", 0, 1)):
@@ -243,7 +256,9 @@ def guards(engine: Engine, rollouts: Sequence[Rollout]) -> dict[str, str]:
                         key=0,
                         tokens_T=rollout.tokens_T[start:end].tolist(),
                         logprobs_T=rollout.logprobs_T[start:end].tolist(),
-                        routed_experts=rows[first - late : end - 1 - late - (missing if first else 0)],
+                        routed_experts=rows[
+                            first - late : end - 1 - late - (missing if first else 0)
+                        ],
                         first_row=first,
                         finish_reason="stop",
                     )
@@ -281,8 +296,12 @@ def trouble(device: Device, *, folder: str, limit_s: float) -> dict[str, Any]:
         order.write_text("")
         answers = talker.answer(**common, **settings)
         found[name] = {
-            "tokens": {rollout.prompt_id: rollout.tokens_T.tolist() for rollout in answers.rollouts},
-            "rewards": dict(zip((r.prompt_id for r in answers.rollouts), answers.rewards, strict=True)),
+            "tokens": {
+                rollout.prompt_id: rollout.tokens_T.tolist() for rollout in answers.rollouts
+            },
+            "rewards": dict(
+                zip((r.prompt_id for r in answers.rollouts), answers.rewards, strict=True)
+            ),
             "outcomes": {rollout.prompt_id: rollout.finish_reason for rollout in answers.rollouts},
             "facts": numbers(answers),
             "order": [f"{name_of_file}:{line}" for line in order.read_text().split()],
@@ -304,20 +323,22 @@ def refills(device: Device) -> dict[str, Any]:
     )
     talker = Talker(device, config)
 
-    def judge(rollout: Rollout, prompt: Prompt) -> float:
-        return float(rollout.member) if int(prompt.id.rpartition(":")[2]) % 3 == 0 else 1.0
+    def scorer(rollout: Rollout, prompt: Prompt) -> float:
+        return float(rollout.sample_index) if int(prompt.id.rpartition(":")[2]) % 3 == 0 else 1.0
 
-    def steps(config: Config, judge: Callable[[Rollout, Prompt], float], *wanted: int) -> dict[str, Any]:
+    def steps(
+        config: Config, scorer: Callable[[Rollout, Prompt], float], *wanted: int
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for step in wanted:
-            talker.engine.version = step - 1
-            task = replace(talker.task, judge=Judge.of_function(judge))
+            talker.engine.policy_version = step - 1
+            task = replace(talker.task, scorer=Scorer.of_function(scorer))
             made = answers_of_step(talker.engine, task, config, talker.mesh, step=step)
             scored = score_all(made.answers, made.rewards, config)
             parts = {name: part for parts in made.metrics for name, part in parts.items()}
             found[str(step)] = {
                 "sampled": {
-                    f"{rollout.prompt_id} {rollout.group} {rollout.member}": rollout.tokens_T.tolist()
+                    f"{rollout.prompt_id} {rollout.group} {rollout.sample_index}": rollout.tokens_T.tolist()
                     for rollout in made.answers.rollouts
                 },
                 "advantages": [item.advantage for item in scored],
@@ -330,10 +351,10 @@ def refills(device: Device) -> dict[str, Any]:
             }
         return found
 
-    found = {"run": steps(config, judge, 1, 2, 3), "resumed": steps(config, judge, 3)}
+    found = {"run": steps(config, scorer, 1, 2, 3), "resumed": steps(config, scorer, 3)}
     one = replace(config, algo=replace(config.algo, dynamic_sampling=1))
-    found["capped"] = steps(one, judge, 1)
-    found["off"] = steps(replace(config, algo=replace(config.algo, dynamic_sampling=0)), judge, 1)
+    found["capped"] = steps(one, scorer, 1)
+    found["off"] = steps(replace(config, algo=replace(config.algo, dynamic_sampling=0)), scorer, 1)
     try:
         steps(one, lambda _rollout, _prompt: 1.0, 1)
         found["nothing"] = "nothing was raised"

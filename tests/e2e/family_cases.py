@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from r3.device import Device
 from r3.engine import Engine
-from r3.residency import State
-from r3.sync import export, prove_sync
+from r3.handover.memory import State
+from r3.handover.weights import export, prove_sync
+from r3.runtime.device import Device
 from tests.e2e.cases import World, signature
 from tests.tiny import tiny_config
 
@@ -31,11 +31,18 @@ def pushed_family(device: Device, *, model: str, out: str) -> dict[str, Any]:
     export(folder, world.stream, world.policy, device, world.mesh, like=model, step=1)
     config = replace(world.config, model=replace(world.config.model, path=str(folder)))
     fresh = Engine(
-        config, device, world.task.shape, world.task.tokenizer, max_model_len=world.task.max_model_len
+        config,
+        device,
+        world.task.shape,
+        world.task.tokenizer,
+        max_model_len=world.task.max_model_len,
     )
     fresh.wake("weights")
     fresh.wake("kv_cache")
-    fresh.version, fresh._stale_cache = 1, False  # it was loaded from the files, not pushed to
+    fresh.policy_version, fresh._stale_cache = (
+        1,
+        False,
+    )  # it was loaded from the files, not pushed to
     return {
         "moved": before != pushed,
         "equal": pushed == signature(world.answer(1, engine=fresh).rollouts),

@@ -8,21 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 from r3.config import RewardConfig
-from r3.device import Device
-from r3.rewards.judge import Component, Judge, Verdict, judge_of
 from r3.rewards.model import Batches, RewardModel
-from r3.rollout import Answers, answer
+from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
+from r3.rollout.collect import CollectedRollouts, answer
+from r3.runtime.device import Device
+from r3.runtime.workers import Pool, Threads
 from r3.types import Prompt, Rollout
-from r3.workers import Pool, Threads
 from tests.e2e.env_cases import Talker
 from tests.tiny import tiny_config
 
 
-class Watched(Judge):
+class Watched(Scorer):
     """Writes down when conversations ended and when they had their reward."""
 
-    def __init__(self, judge: Judge) -> None:
-        super().__init__(judge.components, on_error=judge.on_error)
+    def __init__(self, scorer: Scorer) -> None:
+        super().__init__(scorer.components, on_error=scorer.on_error)
         self.began = time.monotonic()
         self.ended: dict[Any, float] = {}
         self.judged: dict[Any, float] = {}
@@ -31,10 +31,10 @@ class Watched(Judge):
         self.ended[key] = time.monotonic()
         super().submit(key, rollout, prompt)
 
-    def poll(self, timeout_s: float = 0.0) -> list[Verdict]:
-        verdicts = super().poll(timeout_s)
-        self.judged |= {verdict.key: time.monotonic() for verdict in verdicts}
-        return verdicts
+    def poll(self, timeout_s: float = 0.0) -> list[RewardResult]:
+        reward_results = super().poll(timeout_s)
+        self.judged |= {reward_result.key: time.monotonic() for reward_result in reward_results}
+        return reward_results
 
     def overlap(self) -> int:
         """Conversations that had their reward while others were still being written."""
@@ -47,10 +47,15 @@ def talker(device: Device) -> Talker:
 
 
 def round_of(
-    talker: Talker, judge: Judge, *, prompts: int = 8, max_tokens: int = 200, keep_all: bool = False
-) -> tuple[Answers, Watched, float]:
+    talker: Talker,
+    scorer: Scorer,
+    *,
+    prompts: int = 8,
+    max_tokens: int = 200,
+    keep_all: bool = False,
+) -> tuple[CollectedRollouts, Watched, float]:
     """One round of two answers to each of some prompts; what came, who came when, and the seconds it took."""
-    watched = Watched(judge)
+    watched = Watched(scorer)
     began = time.monotonic()
     answers = answer(
         talker.engine,
@@ -58,7 +63,7 @@ def round_of(
         watched,
         talker.mesh,
         members=4,
-        version=0,
+        policy_version=0,
         run_seed=0,
         seed_step=0,
         max_tokens=max_tokens,
@@ -70,14 +75,21 @@ def round_of(
     return answers, watched, seconds
 
 
-def told(answers: Answers, watched: Watched, seconds: float) -> dict[str, Any]:
+def told(answers: CollectedRollouts, watched: Watched, seconds: float) -> dict[str, Any]:
     """A round as JSON."""
-    names = [f"{rollout.group}/{rollout.member}" for rollout in answers.rollouts]
+    names = [f"{rollout.group}/{rollout.sample_index}" for rollout in answers.rollouts]
     return {
-        "tokens": dict(zip(names, (rollout.tokens_T.tolist() for rollout in answers.rollouts), strict=True)),
-        "responses": dict(zip(names, (rollout.response for rollout in answers.rollouts), strict=True)),
+        "tokens": dict(
+            zip(names, (rollout.tokens_T.tolist() for rollout in answers.rollouts), strict=True)
+        ),
+        "responses": dict(
+            zip(names, (rollout.response for rollout in answers.rollouts), strict=True)
+        ),
         "rewards": dict(zip(names, answers.rewards, strict=True)),
-        "parts": {f"{group}/{member}": dict(parts) for (group, member), parts in answers.parts.items()},
+        "parts": {
+            f"{group}/{sample_index}": dict(parts)
+            for (group, sample_index), parts in answers.parts.items()
+        },
         "facts": {name: float(type(part).reduce([part])) for name, part in answers.facts.items()},
         "overlap": watched.overlap(),
         "judged": len(watched.judged),
@@ -85,19 +97,27 @@ def told(answers: Answers, watched: Watched, seconds: float) -> dict[str, Any]:
     }
 
 
-def kinds(device: Device, *, file: str, reward_model: str, url: str, prompt_file: str) -> dict[str, Any]:
+def kinds(
+    device: Device, *, file: str, reward_model: str, url: str, prompt_file: str
+) -> dict[str, Any]:
     """The same round under a quick judge, a slow one, a reward model, a server, and one that fails for some."""
     engine = talker(device)
     found: dict[str, Any] = {}
 
-    def run(name: str, settings: RewardConfig, *, keep_all: bool = False, model: Any = None) -> None:
-        judge = judge_of(settings, model=model)
-        found[name] = told(*round_of(engine, judge, keep_all=keep_all))
+    def run(
+        name: str, settings: RewardConfig, *, keep_all: bool = False, model: Any = None
+    ) -> None:
+        scorer = make_scorer(settings, model=model)
+        found[name] = told(*round_of(engine, scorer, keep_all=keep_all))
 
     run("quick", RewardConfig(function=("exact",)))
     run("slow", RewardConfig(function=(f"{file}:slow", "exact"), weights=(0.5, 1.0)))
     settings = RewardConfig(
-        function=("model",), model_path=reward_model, model_dtype="float32", model_batch=4, model_wait_s=0.01
+        function=("model",),
+        model_path=reward_model,
+        model_dtype="float32",
+        model_batch=4,
+        model_wait_s=0.01,
     )
     model = RewardModel(settings)
     model.wake(device)
@@ -152,36 +172,40 @@ def turns(device: Device, *, reward_model: str, rounds: int) -> list[dict[str, A
         time.sleep(SLEEP_S)
         return 1.0
 
-    def sleeping() -> Judge:
+    def sleeping() -> Scorer:
         pool = Pool(Threads(), timeout_s=60.0)
-        return Judge([Component(name="sleep", function=sleep, pool=pool)])
+        return Scorer([Component(name="sleep", function=sleep, pool=pool)])
 
-    arms: dict[str, Callable[[], Judge]] = {
-        "quick": lambda: judge_of(RewardConfig(function=("exact",))),
+    arms: dict[str, Callable[[], Scorer]] = {
+        "quick": lambda: make_scorer(RewardConfig(function=("exact",))),
         "beside": sleeping,
-        "in the loop": lambda: Judge.of_function(wait),
-        "model": lambda: judge_of(batched.settings, model=batched),
-        "model of one": lambda: judge_of(single.settings, model=single),
+        "in the loop": lambda: Scorer.of_function(wait),
+        "model": lambda: make_scorer(batched.settings, model=batched),
+        "model of one": lambda: make_scorer(single.settings, model=single),
     }
     found: list[dict[str, Any]] = []
     for number in range(rounds + 1):
         figures: dict[str, Any] = {}
         for name, arm in arms.items():
-            judge = arm()
-            answers, watched, seconds = round_of(engine, judge, prompts=16)
+            scorer = arm()
+            answers, watched, seconds = round_of(engine, scorer, prompts=16)
             last = max(watched.ended.values())
             figures[name] = {
                 "seconds": seconds,
                 "writing_s": last - watched.began,
                 "judged_before_last": watched.overlap(),
                 "answers": len(answers.rollouts),
-                "judge_mean_s": sum(watched.judged[key] - when for key, when in watched.ended.items())
+                "judge_mean_s": sum(
+                    watched.judged[key] - when for key, when in watched.ended.items()
+                )
                 / len(watched.ended),
             }
             if name.startswith("model"):
-                place = judge.components[0].pool.place
+                place = scorer.components[0].pool.place
                 assert isinstance(place, Batches)
-                alone = [single.score(each.response, prompts[each.group]) for each in answers.rollouts]
+                alone = [
+                    single.score(each.response, prompts[each.group]) for each in answers.rollouts
+                ]
                 figures[name]["batches"] = len(place.trace)
                 figures[name]["worst_difference"] = max(
                     abs(one - other) for one, other in zip(answers.rewards, alone, strict=True)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from configs.tiny import tiny
-from r3 import packing, plan
-from r3.device import Device
+from r3.algo import packing
+from r3.cli import dry_run as plan
 from r3.engine import Engine
-from r3.mesh import build_mesh
+from r3.models.shape import ModelShape
 from r3.policy import Policy
-from r3.shape import ModelShape
-from r3.start import read_task
+from r3.rollout.task import read_task
+from r3.runtime.device import Device
+from r3.runtime.mesh import build_mesh
 from r3.types import Batch
 from tests.tiny import random_rollouts
 
@@ -97,12 +98,18 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, tuple[float, flo
                     train["policy weights"],
                     sum(t.nbytes for t in policy.parameter_buffers()),
                 ),
-                "gradients": (train["gradients"], sum(t.nbytes for t in policy.memory.gradient_buffers())),
+                "gradients": (
+                    train["gradients"],
+                    sum(t.nbytes for t in policy.memory.gradient_buffers()),
+                ),
                 "optimizer": (
                     train["optimizer"],
                     sum(tensor.nbytes for _, tensor in policy.memory.optimizer_tensors()),
                 ),
-                "activations and output layer": (train["activations"] + train["output layer"], peak),
+                "activations and output layer": (
+                    train["activations"] + train["output layer"],
+                    peak,
+                ),
             }
             del policy
     return found

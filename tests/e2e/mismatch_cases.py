@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3.device import Device
-from r3.diagnostics import mismatch
-from r3.exchange import distribute, gather_rewards, score_all
+from r3.handover.rollouts import distribute
+from r3.metrics.mismatch import mismatch
 from r3.policy import TokenScores
+from r3.rollout.scored import gather_rewards, score_all
+from r3.runtime.device import Device
 from r3.types import MicroBatch
 from tests.e2e.cases import World
 from tests.families import family_checkpoint
@@ -36,7 +37,9 @@ def near_tie_checkpoint(
         head_dim=32,
         intermediate_size=TOPK * EXPERT_FFN,
         max_position_embeddings=512,
-        **{} if dense else dict(num_experts=16, num_experts_per_tok=TOPK, moe_intermediate_size=EXPERT_FFN),
+        **{}
+        if dense
+        else dict(num_experts=16, num_experts_per_tok=TOPK, moe_intermediate_size=EXPERT_FFN),
     )
     # four experts weigh a quarter each, a dense layer is all of them with weight one
     scales = {"lm_head.weight": head, "down_proj.weight": experts / (TOPK if dense else 1)}
@@ -75,7 +78,11 @@ def paired(
         model,
         model={"dtype": policy_dtype},
         engine={"dtype": engine_dtype},
-        rollout={"prompts_per_step": prompts, "group_size": group, "max_response_tokens": max_tokens},
+        rollout={
+            "prompts_per_step": prompts,
+            "group_size": group,
+            "max_response_tokens": max_tokens,
+        },
     )
     world = World(device, config)
     world.sync(0)
@@ -119,4 +126,7 @@ def _disagreement(
         for micro_batch, live_NLK in zip(micro_batches, chosen, strict=True)
     ]
     slots = torch.cat(differs)
-    return {"slots_differ": float(slots.float().mean()), "tokens_differ": float(slots.any(-1).float().mean())}
+    return {
+        "slots_differ": float(slots.float().mean()),
+        "tokens_differ": float(slots.any(-1).float().mean()),
+    }

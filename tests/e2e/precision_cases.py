@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from r3.device import Device
-from r3.diagnostics import mismatch
 from r3.engine.build import require_head_type
-from r3.exchange import distribute, gather_rewards, score_all
+from r3.handover.rollouts import distribute
+from r3.metrics.mismatch import mismatch
+from r3.rollout.scored import gather_rewards, score_all
+from r3.runtime.device import Device
 from tests.e2e.cases import World
 from tests.tiny import tiny_config
 
@@ -41,7 +42,12 @@ def head(device: Device, *, fp32: bool, model: str = "") -> dict[str, Any]:
     world.residency.move(world.residency.state.TRAIN)
     scored = score_all(answers, gather_rewards(answers, world.mesh.world, config), config)
     (batch,), _ = distribute(
-        scored, world.mesh, world.task.shape, num_updates=1, micro_batch_tokens=1024, on_missing="error"
+        scored,
+        world.mesh,
+        world.task.shape,
+        num_updates=1,
+        micro_batch_tokens=1024,
+        on_missing="error",
     )
     policy = world.policy
     hidden: list[torch.Tensor] = []

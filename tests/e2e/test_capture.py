@@ -39,7 +39,9 @@ def test_members_share_the_routes_of_their_prompt_and_nothing_else(found: dict[s
 
 
 def test_preempted_requests_return_the_same_bytes(found: dict[str, Any]) -> None:
-    assert found["preemptions"] >= 1  # three on the machines seen: most answers end inside their block
+    assert (
+        found["preemptions"] >= 1
+    )  # three on the machines seen: most answers end inside their block
     assert found["preempted_differ"] == []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from r3.rundir import read_rollouts
+from r3.run.dumps import read_rollouts
 from tests.e2e import carry_cases
 from tests.e2e.test_train import rows_of, run, timeless
 from tests.world import run_world
@@ -46,17 +46,23 @@ def test_each_segment_is_what_its_own_version_says(budgets: dict[str, Any], kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_groups_are_whole_and_as_many_are_in_flight_in_every_step(budgets: dict[str, Any], kind: str) -> None:
+def test_groups_are_whole_and_as_many_are_in_flight_in_every_step(
+    budgets: dict[str, Any], kind: str
+) -> None:
     carried = 0
     for step, (rollouts, row) in enumerate(
         zip(budgets[kind]["all"], budgets[kind]["metrics"], strict=True), start=1
     ):
         members: dict[int, list[int]] = {}
-        for _, group, member, _, (_, _, _, _, _, segments, _) in rollouts:
-            members.setdefault(group, []).append(member)
-            assert step - 1 >= segments[-1][1] >= segments[0][1] >= step - 1 - 2, "max_staleness is 2"
+        for _, group, sample_index, _, (_, _, _, _, _, segments, _) in rollouts:
+            members.setdefault(group, []).append(sample_index)
+            assert step - 1 >= segments[-1][1] >= segments[0][1] >= step - 1 - 2, (
+                "max_staleness is 2"
+            )
         assert all(0 <= group < 4 for group in members)
-        assert row["rollout/dropped_by_budget"] or all(found == [0, 1] for found in members.values())
+        assert row["rollout/dropped_by_budget"] or all(
+            found == [0, 1] for found in members.values()
+        )
         carried = max(carried, row["rollout/carried"])
     assert carried > 0
     assert any(row["rollout/stale_tokens_frac"] > 0 for row in budgets[kind]["metrics"])
@@ -84,16 +90,22 @@ def test_what_a_checkpoint_holds_goes_on_bit_for_bit(budgets: dict[str, Any], ki
     assert budgets[kind]["saved"]
 
 
-def test_every_group_is_dealt_once_when_the_number_of_engines_changes(budgets: dict[str, Any]) -> None:
+def test_every_group_is_dealt_once_when_the_number_of_engines_changes(
+    budgets: dict[str, Any],
+) -> None:
     whole, left, right = budgets["groups"]
     assert whole and sorted(left + right) == whole
 
 
-def test_interrupted_conversations_are_dropped_where_none_may_grow_old(budgets: dict[str, Any]) -> None:
+def test_interrupted_conversations_are_dropped_where_none_may_grow_old(
+    budgets: dict[str, Any],
+) -> None:
     rows = budgets["drop"]["metrics"]
     assert sum(row["rollout/dropped_by_budget"] for row in rows) > 0
     assert all(row["rollout/carried"] == row["rollout/stale_tokens_frac"] == 0 for row in rows)
-    unbounded = {(step, tuple(each[:3])): each for step, all_ in enumerate(budgets["off"]) for each in all_}
+    unbounded = {
+        (step, tuple(each[:3])): each for step, all_ in enumerate(budgets["off"]) for each in all_
+    }
     for step, rollouts in enumerate(budgets["drop"]["all"]):
         for each in rollouts:
             assert len(each[4][5]) == 1 and sum(each[4][1]) <= 24
@@ -130,7 +142,14 @@ def test_what_is_said_does_not_depend_on_the_number_of_engines(
 
 
 def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None:
-    flags = ("--train.steps", "4", "--rollout.prompts_per_step", "8", "--rollout.step_token_budget", "16")
+    flags = (
+        "--train.steps",
+        "4",
+        "--rollout.prompts_per_step",
+        "8",
+        "--rollout.step_token_budget",
+        "16",
+    )
     flags += ("--rollout.max_staleness", "2", "--algo.correction", "token_tis", "--eval.path", "")
     flags += ("--checkpoint.every", "2", "--checkpoint.keep", "0", "--checkpoint.export", "false")
     flags += ("--log.rollouts_every", "1")
@@ -151,12 +170,18 @@ def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None
     assert any(row["rollout/stale_tokens_frac"] > 0 for row in rows)
     several = 0
     for step in (3, 4):
-        dumps = [folder / "rollouts" / f"step_{step:06d}.safetensors" for folder in (straight, resumed)]
+        dumps = [
+            folder / "rollouts" / f"step_{step:06d}.safetensors" for folder in (straight, resumed)
+        ]
         assert dumps[0].read_bytes() == dumps[1].read_bytes()
         rollouts, _, _ = read_rollouts(dumps[0].with_suffix(".jsonl"))
         several += sum(len(rollout.segments) > 1 for rollout in rollouts)
     assert several > 0
     for row in rows:
-        assert row["routing/rows_replayed"] == row["routing/rows_captured"] == row["routing/rows_expected"]
+        assert (
+            row["routing/rows_replayed"]
+            == row["routing/rows_captured"]
+            == row["routing/rows_expected"]
+        )
         # Of rollouts that the present version alone sampled: float32 on both sides.
         assert row.get("mismatch/abs_max", 0.0) <= 1e-4

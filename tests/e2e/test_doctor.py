@@ -25,7 +25,14 @@ QUIET_THREADS = {
 
 def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
     """Run a program on so many ranks, with the root of the repository as its folder."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+    ]
     return subprocess.run(
         [*launcher, *command],
         cwd=ROOT,
@@ -61,7 +68,7 @@ def test_broken_path_fails_with_exit_code_1(tmp_path: Path) -> None:
     driver.write_text(
         "import sys\n"
         "from r3 import doctor\n"
-        "from r3.policy.replay import Replay\n"
+        "from r3.routing.replay import Replay\n"
         "load = Replay.load\n"
         "Replay.load = lambda self, routes, *rest, **facts: load(self, routes.roll(1, 0), *rest, **facts)\n"
         "doctor.main(sys.argv[1:])\n"
@@ -82,7 +89,10 @@ def test_known_answer_test_notices_every_fault_and_only_faults() -> None:
         for name in ("sound", "sound again"):
             assert "1688 coded (token, layer) slots read back right, each once" in found.pop(name)
         assert len(found) == 7
-        for name in ("samples swapped", "packed backwards"):  # caught by the checksums, before any router
+        for name in (
+            "samples swapped",
+            "packed backwards",
+        ):  # caught by the checksums, before any router
             said = found.pop(name)
             assert said.startswith("RouteError: rollout "), said
             assert "packed tokens and routes are not those that were sent" in said

@@ -25,8 +25,12 @@ pytestmark = pytest.mark.e2e
 def test_push_makes_the_engine_bit_identical_to_a_freshly_loaded_one(
     ranks: int, ep: int, hosts: list[str] | None, reads: str, tmp_path: Path
 ) -> None:
-    for result in run_world(cases.push_equals_fresh_engine, ranks, ep=ep, out=str(tmp_path), hosts=hosts):
-        assert result["moved"], "the moved weights must sample something else, or the test shows nothing"
+    for result in run_world(
+        cases.push_equals_fresh_engine, ranks, ep=ep, out=str(tmp_path), hosts=hosts
+    ):
+        assert result["moved"], (
+            "the moved weights must sample something else, or the test shows nothing"
+        )
         assert result["equal"]
         assert result["cached_equal"]
         own, peer, network = result["reads"]
@@ -56,7 +60,11 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push() -> None:
     for name, text in expected.items():
         assert text in said[name], f"{name}: {said[name]}"
     assert int(said["works"]) >= 1
-    unfit = {name.removeprefix("unfit "): text for name, text in said.items() if name.startswith("unfit ")}
+    unfit = {
+        name.removeprefix("unfit "): text
+        for name, text in said.items()
+        if name.startswith("unfit ")
+    }
     assert len(unfit) == 20
     assert "enable_return_routed_experts is True, must be False" in unfit.pop("other side")
     for name, text in unfit.items():

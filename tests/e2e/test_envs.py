@@ -18,17 +18,19 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (found,) = run_world(env_cases.talks, 1, folder=str(tmp_path_factory.mktemp("envs")), timeout_s=300.0)
+    (found,) = run_world(
+        env_cases.talks, 1, folder=str(tmp_path_factory.mktemp("envs")), timeout_s=300.0
+    )
     result: dict[str, Any] = found
     return result
 
 
-def agrees_with_transformers(talk: dict[str, Any]) -> None:
-    assert talk["slots"] > 500
+def agrees_with_transformers(conversation_setup: dict[str, Any]) -> None:
+    assert conversation_setup["slots"] > 500
     # Float32 on both sides: a near tie of two experts flips once in ten thousand slots at most, a shift flips most.
-    assert talk["wrong"] <= talk["slots"] / 5000
-    assert talk["worst"] <= 1e-4  # rounding of two float32 stacks leaves some 1e-6
-    for rollout in talk["rollouts"]:
+    assert conversation_setup["wrong"] <= conversation_setup["slots"] / 5000
+    assert conversation_setup["worst"] <= 1e-4  # rounding of two float32 stacks leaves some 1e-6
+    for rollout in conversation_setup["rollouts"]:
         assert rollout["rows"] == len(rollout["tokens"]) - 1
         assert rollout["observed_logprobs"] == 0.0
 
@@ -55,7 +57,9 @@ def test_routes_and_probabilities_of_whole_conversations_equal_transformers(
         assert talks[kind]["facts"]["routing/overlap_differs"] == 0.0
 
 
-def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(talks: dict[str, Any]) -> None:
+def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(
+    talks: dict[str, Any],
+) -> None:
     said = talks["guards"]
     assert said["right"] == "True True"
     assert "that the engine gave again" in said["shifted"] and "rows are shifted" in said["shifted"]
@@ -68,7 +72,9 @@ def test_conversations_have_the_turns_they_should(talks: dict[str, Any]) -> None
     for kind in ("chatty", "tool in workers"):
         assert {r["turns"] for r in talks[kind]["rollouts"]} <= {1, 2, 3, 4}
         assert talks[kind]["facts"]["env/turns_mean"] > 1.5
-    assert any("<tool_response>and then" in r["after"][0] for r in talks["tool in workers"]["rollouts"])
+    assert any(
+        "<tool_response>and then" in r["after"][0] for r in talks["tool in workers"]["rollouts"]
+    )
     few = [(r["turns"], r["finish_reason"]) for r in talks["few turns"]["rollouts"]]
     assert set(few) <= {(2, "turns"), (2, "length"), (1, "length")} and few.count((2, "turns")) > 8
     assert talks["game"]["facts"]["env/turns_mean"] > 2
@@ -79,26 +85,31 @@ def test_the_calculator_answers_the_sums_that_the_model_begins(talks: dict[str, 
         (text, reply)
         for rollout in talks["calls"]["rollouts"]
         for text, reply in re.findall(
-            r"(\d+[+-]\d+)=<\|im_end\|>\n<\|im_start\|>user\n<tool_response>(-?\d+)<", rollout["after"][0]
+            r"(\d+[+-]\d+)=<\|im_end\|>\n<\|im_start\|>user\n<tool_response>(-?\d+)<",
+            rollout["after"][0],
         )
     ]
     assert replies, "at temperature 1 some of 16 conversations write their steps"
     assert all(evaluate(text) == reply for text, reply in replies)
 
 
-def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(talks: dict[str, Any]) -> None:
+def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(
+    talks: dict[str, Any],
+) -> None:
     cut = [r for r in talks["cut turns"]["rollouts"] if r["turns"] > 1]
     assert cut
     for rollout in cut:
         for said in rollout["said"][:-1]:
-            assert f"{said}<|im_end|>\n<|im_start|>user\nand then" in rollout["after"][0] or said.endswith(
-                "<|im_end|>"
-            )
+            assert f"{said}<|im_end|>\n<|im_start|>user\nand then" in rollout["after"][
+                0
+            ] or said.endswith("<|im_end|>")
     stopped = [said for r in talks["stop strings"]["rollouts"] for said in r["said"]]
     assert any(said.endswith(("=", "+", "####")) for said in stopped)
     for said in stopped:
         text = said.removesuffix("<|im_end|>")
-        assert not any(stop in text[:-4] for stop in ("=", "+", "####")), "the stop string ends the turn"
+        assert not any(stop in text[:-4] for stop in ("=", "+", "####")), (
+            "the stop string ends the turn"
+        )
 
 
 def test_conversations_never_outgrow_their_room(talks: dict[str, Any]) -> None:
@@ -107,16 +118,20 @@ def test_conversations_never_outgrow_their_room(talks: dict[str, Any]) -> None:
     assert "length" in {r["finish_reason"] for r in talks["little room"]["rollouts"]}
 
 
-def test_rewards_of_turns_add_up_and_the_judge_speaks_where_there_are_none(talks: dict[str, Any]) -> None:
+def test_rewards_of_turns_add_up_and_the_judge_speaks_where_there_are_none(
+    talks: dict[str, Any],
+) -> None:
     plain = talks["plain"]
     assert plain["rewards"] == [float(len(r["response"])) for r in plain["rollouts"]]
-    for rollout, reward in zip(talks["few turns"]["rollouts"], talks["few turns"]["rewards"], strict=True):
+    for rollout, reward in zip(
+        talks["few turns"]["rollouts"], talks["few turns"]["rewards"], strict=True
+    ):
         assert reward == 0.25 * rollout["turns"]
     assert all(0 <= reward <= 1 for reward in talks["game"]["rewards"])
 
 
-def sampled(talk: dict[str, Any]) -> dict[str, list[int]]:
-    return {rollout["who"]: rollout["tokens"] for rollout in talk["rollouts"]}
+def sampled(conversation_setup: dict[str, Any]) -> dict[str, list[int]]:
+    return {rollout["who"]: rollout["tokens"] for rollout in conversation_setup["rollouts"]}
 
 
 def test_what_is_said_does_not_depend_on_ranks_or_on_how_long_tools_take(
@@ -130,7 +145,9 @@ def test_what_is_said_does_not_depend_on_ranks_or_on_how_long_tools_take(
 
 
 def test_an_engine_of_two_ranks_holds_the_same_kind_of_conversation(tmp_path: Path) -> None:
-    first, second = run_world(env_cases.talks, 2, folder=str(tmp_path), engine_tp=2, timeout_s=400.0)
+    first, second = run_world(
+        env_cases.talks, 2, folder=str(tmp_path), engine_tp=2, timeout_s=400.0
+    )
     for kind in KINDS:
         assert second[kind]["rollouts"] == []
         assert len(first[kind]["rollouts"]) == 16

@@ -29,7 +29,9 @@ def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
     family, tied = name.removesuffix("-tied"), name.endswith("-tied")
     folder = family_checkpoint(tmp_path / name, family, tied=tied, **engine_sizes(family))
     (result,) = run_world(family_cases.pushed_family, 1, model=str(folder), out=str(tmp_path))
-    assert result["moved"], "the moved weights must sample something else, or the test shows nothing"
+    assert result["moved"], (
+        "the moved weights must sample something else, or the test shows nothing"
+    )
     assert result["equal"]
     # Two float32 stacks, routes replayed: rounding leaves 1e-6; Moonlight's 1e-5 comes of vLLM's epsilon for latents.
     assert max(result["proofs"]) <= 5e-5

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from r3 import assets
-from r3.device import free_port
+from r3.runtime.device import free_port
 from tests.e2e import judge_cases
 from tests.e2e.test_train import rows_of, run
 from tests.unit.test_reward_model import TOLERANCE, classifier
@@ -43,9 +43,23 @@ def picky(response, prompt):
 def vllm_server() -> Iterator[str]:
     """vLLM's own OpenAI-compatible server with the shipped model, on loopback."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(assets.TINY_MOE)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(assets.TINY_MOE),
+    ]
     command += ["--served-model-name", "grader", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager"]
+    command += [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "16",
+        "--enforce-eager",
+    ]
     command += ["--kv-cache-memory-bytes", str(2**25)]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -83,7 +97,9 @@ def vllm_server() -> Iterator[str]:
 def rounds(vllm_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("judges")
     (folder / "mine.py").write_text(FUNCTIONS)
-    (folder / "prompt.txt").write_text("{question} {response}")  # as much as the shipped model can take
+    (folder / "prompt.txt").write_text(
+        "{question} {response}"
+    )  # as much as the shipped model can take
     (folder / "classifier").mkdir()
     (found,) = run_world(
         judge_cases.kinds,
@@ -166,7 +182,8 @@ def test_a_run_is_trained_on_several_rewards_each_recorded(tmp_path: Path) -> No
     row = rows_of(tmp_path / "run")[-1]
     names = ("gsm8k", "slow", "model")
     total = sum(
-        weight * row[f"reward/{name}/mean"] for name, weight in zip(names, (1.0, -0.01, 0.1), strict=True)
+        weight * row[f"reward/{name}/mean"]
+        for name, weight in zip(names, (1.0, -0.01, 0.1), strict=True)
     )
     assert row["reward/mean"] == pytest.approx(
         total, abs=1e-9
@@ -177,6 +194,8 @@ def test_a_run_is_trained_on_several_rewards_each_recorded(tmp_path: Path) -> No
     for rollout in map(json.loads, dump):
         parts = rollout["rewards"]
         assert list(parts) == list(names) and parts["slow"] == len(rollout["response"])
-        assert rollout["reward"] == 1.0 * parts["gsm8k"] + -0.01 * parts["slow"] + 0.1 * parts["model"]
+        assert (
+            rollout["reward"] == 1.0 * parts["gsm8k"] + -0.01 * parts["slow"] + 0.1 * parts["model"]
+        )
     answers = (tmp_path / "run" / "eval" / "step_000001.jsonl").read_text().splitlines()
     assert all(json.loads(line)["rewards"].keys() == {"gsm8k"} for line in answers)

@@ -67,4 +67,6 @@ def test_what_replay_leaves_is_what_a_dense_model_has(
 ) -> None:
     floor = mean(rows_of(policy_dtype, dense=True), "live", "k3")
     assert mean(rows_of(policy_dtype), "replay", "k3") <= 1.5 * floor
-    assert mean(rows_of(policy_dtype), "live", "k3") > 10 * floor, "the control: live routing is far above it"
+    assert mean(rows_of(policy_dtype), "live", "k3") > 10 * floor, (
+        "the control: live routing is far above it"
+    )

@@ -47,20 +47,29 @@ def run(folder: Path, *flags: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_missing_routes_are_counted_by_cause_and_routed_live_down_to_min_coverage(tmp_path: Path) -> None:
+def test_missing_routes_are_counted_by_cause_and_routed_live_down_to_min_coverage(
+    tmp_path: Path,
+) -> None:
     code, said = run(tmp_path, "--replay.on_missing", "live", "--replay.min_coverage", "0.9")
     assert code != 0
     stopped = r"RouteError: only \d\.\d+% of the step's \d+ rows of routes were captured, replay.min_coverage"
     assert re.search(stopped, said), said[-4000:]
     # The first step passed, and its row says what it lost; the second has none.
-    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     missing = row["routing/rows_missing_rollout"]
     assert (
         missing > 4 * 10
     )  # two whole rollouts on each of two engines: prompts alone have more than ten tokens
     assert row["routing/rows_missing"] == 0
     assert row["routing/rows_captured"] == row["routing/rows_expected"] - missing
-    assert 0.9 < row["routing/coverage"] == row["routing/rows_captured"] / row["routing/rows_expected"] < 1
+    assert (
+        0.9
+        < row["routing/coverage"]
+        == row["routing/rows_captured"] / row["routing/rows_expected"]
+        < 1
+    )
     # What the routers counted; the run itself has compared the two ends, and went on.
     assert row["routing/rows_replayed"] == row["routing/rows_captured"]
     assert row["routing/rows_live"] == row["routing/rows_last_token"] + missing == 128 + missing

@@ -60,10 +60,16 @@ def test_every_part_is_drawn_without_errors(browser: Browser) -> None:
     )
     assert drawn == 0, "plots without a drawing"
     for box, expected in (("#agreement", 1), ("#load", 2), ("#time", 2), ("#memory", 2)):
-        assert browser.count(f"{box} .heatmaplayer, {box} .barlayer, {box} .scatterlayer") >= expected, box
-    titles = browser.run("return [...document.querySelectorAll('.chart h4')].map((each) => each.textContent)")
+        assert (
+            browser.count(f"{box} .heatmaplayer, {box} .barlayer, {box} .scatterlayer") >= expected
+        ), box
+    titles = browser.run(
+        "return [...document.querySelectorAll('.chart h4')].map((each) => each.textContent)"
+    )
     assert {"Reward", "Held-out accuracy", "Entropy", "k3 with and without replay"} <= set(titles)
-    assert "The same in every step" in browser.text("#routing"), "coverage or agreement does not change here"
+    assert "The same in every step" in browser.text("#routing"), (
+        "coverage or agreement does not change here"
+    )
 
 
 @needs_browser
@@ -105,12 +111,16 @@ def test_samples_of_a_group_are_compared_word_by_word(browser: Browser) -> None:
     browser.click(".row:nth-child(1)")
     browser.click("#view-compare")
     # "1+0=1 #### 1" against "1+3=4 #### 4", the sample whose reward is farthest away.
-    assert browser.run("return [...document.querySelectorAll('.pair del')].map((e) => e.textContent)") == [
+    assert browser.run(
+        "return [...document.querySelectorAll('.pair del')].map((e) => e.textContent)"
+    ) == [
         "0",
         "1",
         "1",
     ]
-    assert browser.run("return [...document.querySelectorAll('.pair ins')].map((e) => e.textContent)") == [
+    assert browser.run(
+        "return [...document.querySelectorAll('.pair ins')].map((e) => e.textContent)"
+    ) == [
         "3",
         "4",
         "4",
@@ -124,9 +134,7 @@ def test_tokens_are_coloured_and_what_is_not_in_the_dump_is_said(browser: Browse
     browser.click(".row:nth-child(2)")
     browser.click("#view-tokens")
     assert browser.count(".tokens span") == 11 and browser.count(".tokens span.s") == 5
-    colours = (
-        "return [...document.querySelectorAll('.tokens span.s')].map((each) => each.style.backgroundColor)"
-    )
+    colours = "return [...document.querySelectorAll('.tokens span.s')].map((each) => each.style.backgroundColor)"
     browser.choose("#colour", "advantage")
     (advantage,) = set(browser.run(colours))
     browser.choose("#colour", "log-probability when sampled")
@@ -146,5 +154,7 @@ def test_any_metric_can_be_drawn_with_its_formula(browser: Browser) -> None:
     browser.choose("#metric", "mismatch/k3_live")
     assert "k3" in browser.text("#metric-formula")
     browser.click("#metric-log")
-    assert browser.count("#metric-plot .scatterlayer .trace") == 1, "the other run has no such metric"
+    assert browser.count("#metric-plot .scatterlayer .trace") == 1, (
+        "the other run has no such metric"
+    )
     assert browser.errors() == []

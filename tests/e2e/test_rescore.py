@@ -30,7 +30,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("runs") / "run"
     flags = "--engine.dtype bfloat16 --train.steps 3 --log.rollouts_every 1 --checkpoint.every 2 --checkpoint.export false"
-    done = torchrun(2, "train.py", "tiny-smoke", "--log.dir", str(folder), "--eval.path", "", *flags.split())
+    done = torchrun(
+        2, "train.py", "tiny-smoke", "--log.dir", str(folder), "--eval.path", "", *flags.split()
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     return folder
 
@@ -48,7 +50,9 @@ def metrics_of(run_dir: Path, step: int) -> dict[str, float]:
     """The run's own figures of a step, under the table's names."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     (row,) = [row for row in rows if row["step"] == step]
-    return {name: row[f"mismatch/{name}"] for name in FIGURES[:-1]} | {"agreement": row["routing/agreement"]}
+    return {name: row[f"mismatch/{name}"] for name in FIGURES[:-1]} | {
+        "agreement": row["routing/agreement"]
+    }
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,9 @@ def one_rank(run_dir: Path) -> dict[str, dict[str, float]]:
     return rows_of(done.stdout)
 
 
-def test_dump_scores_as_the_run_scored_it(run_dir: Path, one_rank: dict[str, dict[str, float]]) -> None:
+def test_dump_scores_as_the_run_scored_it(
+    run_dir: Path, one_rank: dict[str, dict[str, float]]
+) -> None:
     assert one_rank["replay"] == pytest.approx(metrics_of(run_dir, 1), rel=ROUNDING)
     assert one_rank["live"].keys() == set(FIGURES[:-1])
     assert one_rank["live"]["k3"] != pytest.approx(one_rank["replay"]["k3"], rel=5 * ROUNDING)
@@ -93,17 +99,25 @@ def test_weights_of_a_later_version_come_from_its_checkpoint(run_dir: Path) -> N
     assert rows_of(done.stdout)["replay"] == pytest.approx(metrics_of(run_dir, 3), rel=ROUNDING)
 
 
-def test_what_cannot_be_scored_is_said_at_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_scored_is_said_at_once(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     checkpoint = run_dir / "checkpoints" / "step_000002"
     for flags, expected in (
-        (["--step", "2"], "sampled by version 1, and the run keeps the weights of versions [0, 2, 3] only"),
+        (
+            ["--step", "2"],
+            "sampled by version 1, and the run keeps the weights of versions [0, 2, 3] only",
+        ),
         (["--step", "7"], "the run dumped steps [1, 2, 3]"),
         (
             ["--step", "2", "--weights", str(checkpoint)],
             "holds version 2, and the dump was sampled by version 1",
         ),
-        (["--step", "1", "--weights", str(run_dir)], "neither a folder of *.safetensors nor a checkpoint"),
+        (
+            ["--step", "1", "--weights", str(run_dir)],
+            "neither a folder of *.safetensors nor a checkpoint",
+        ),
         (["--step", "1", "--parallel.ep", "3"], "must divide the number of ranks"),
         (["--step", "1", "--parallel.xp", "3"], "there is no such flag"),
         (["--step", "1", "--train.lr", "3"], "has no effect on scores"),

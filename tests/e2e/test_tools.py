@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.envs.calculator import evaluate
-from r3.rundir import read_rollouts
+from r3.run.dumps import read_rollouts
 from r3.types import Rollout
 from tests.e2e.test_train import rows_of, run
 
@@ -20,7 +20,9 @@ pytestmark = pytest.mark.e2e
 
 STEPS = 6
 CALL = re.compile(r"<tool_call>([^<]*)</tool_call><\|im_end\|>\n")
-CALL_AND_REPLY = re.compile(CALL.pattern + r"<\|im_start\|>user\n<tool_response>([^<]*)</tool_response>")
+CALL_AND_REPLY = re.compile(
+    CALL.pattern + r"<\|im_start\|>user\n<tool_response>([^<]*)</tool_response>"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +47,13 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(assets.TINY_MOE_TOOLS)
 
 
-def test_conversations_call_the_calculator_and_hear_the_right_answer(folder: Path, tokenizer: Any) -> None:
+def test_conversations_call_the_calculator_and_hear_the_right_answer(
+    folder: Path, tokenizer: Any
+) -> None:
     first = rollouts_of(folder, 1)
-    heard = [CALL_AND_REPLY.findall(tokenizer.decode(rollout.tokens_T.tolist())) for rollout in first]
+    heard = [
+        CALL_AND_REPLY.findall(tokenizer.decode(rollout.tokens_T.tolist())) for rollout in first
+    ]
     # The model was taught to call in two of five conversations, three or four times.
     assert len(first) == 128 and sum(map(bool, heard)) > 25 and sum(map(len, heard)) > 75
     for expression, reply in (pair for pairs in heard for pair in pairs):
@@ -69,13 +75,19 @@ def test_what_the_tool_said_has_routes_and_no_loss(folder: Path, tokenizer: Any)
         for rollout in rollouts_of(folder, step):
             assert rollout.routed_experts.shape == (len(rollout.tokens_T) - 1, 4, 2)
             assert rollout.routed_experts.min() >= 0 and rollout.routed_experts.max() < 8
-            starts, ends = (np.flatnonzero(rollout.tokens_T == token) for token in (opening, closing))
+            starts, ends = (
+                np.flatnonzero(rollout.tokens_T == token) for token in (opening, closing)
+            )
             sampled = rollout.loss_mask_T == 1
             told = [(a, b) for a, b in zip(starts, ends, strict=False) if not sampled[a]]
             for a, b in told:
-                assert not sampled[a - 3 : b + 6].any()  # from `<|im_start|>user` to `<|im_start|>assistant`
+                assert not sampled[
+                    a - 3 : b + 6
+                ].any()  # from `<|im_start|>user` to `<|im_start|>assistant`
             observed += len(told)
-            assert (rollout.logprobs_T[~sampled] == 0).all() and (rollout.logprobs_T[sampled] < 0).any()
+            assert (rollout.logprobs_T[~sampled] == 0).all() and (
+                rollout.logprobs_T[sampled] < 0
+            ).any()
     assert observed > 300
 
 

@@ -18,15 +18,17 @@ import pytest
 import torch
 
 from r3 import assets
-from r3.advantage import reinforce_pp_baseline
-from r3.metrics import is_wall_clock
-from r3.rundir import read_rollouts
+from r3.algo.advantage import reinforce_pp_baseline
+from r3.metrics.glossary import is_wall_clock
+from r3.run.dumps import read_rollouts
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
 
 
-def start(log_dir: Path, *flags: str, preset: str = "tiny-smoke", ranks: int = 2) -> subprocess.Popen[str]:
+def start(
+    log_dir: Path, *flags: str, preset: str = "tiny-smoke", ranks: int = 2
+) -> subprocess.Popen[str]:
     """Start a run in its own process group; its output goes to a pipe."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -35,7 +37,14 @@ def start(log_dir: Path, *flags: str, preset: str = "tiny-smoke", ranks: int = 2
         "KMP_BLOCKTIME": "0",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+    ]
     command += ["train.py", preset, "--log.dir", str(log_dir), *flags]
     return subprocess.Popen(
         command,
@@ -51,9 +60,9 @@ def start(log_dir: Path, *flags: str, preset: str = "tiny-smoke", ranks: int = 2
 def kill(process: subprocess.Popen[str]) -> str:
     """Kill torchrun and its ranks, which it starts in sessions of their own; returns what was printed."""
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for member in family:
+    for sample_index in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            member.send_signal(signal.SIGKILL)
+            sample_index.send_signal(signal.SIGKILL)
     psutil.wait_procs(family, timeout=10)
     return process.communicate()[0]
 
@@ -132,7 +141,9 @@ def test_killed_run_goes_on_exactly_where_it_was(straight: Path, tmp_path: Path)
 
     output = run(folder, *FLAGS)
     assert "resuming from" in output and "after step 4" in output
-    assert [timeless(row) for row in rows_of(folder)] == [timeless(row) for row in rows_of(straight)]
+    assert [timeless(row) for row in rows_of(folder)] == [
+        timeless(row) for row in rows_of(straight)
+    ]
 
 
 def test_finished_run_started_again_changes_nothing(straight: Path) -> None:
@@ -154,7 +165,12 @@ def test_resume_refuses_a_changed_setting_by_name(straight: Path) -> None:
         "4",
     ]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=os.environ | {"WORLD_SIZE": "2"}
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"WORLD_SIZE": "2"},
     )
     assert done.returncode == 2
     assert "rollout.group_size" in done.stderr
@@ -167,9 +183,12 @@ def test_export_scores_the_same_in_transformers(straight: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     answers = [
-        json.loads(line) for line in (straight / "eval" / "step_000006.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (straight / "eval" / "step_000006.jsonl").read_text().splitlines()
     ]
-    questions = [json.loads(line)["question"] for line in assets.WORD_PROBLEMS_EVAL.read_text().splitlines()]
+    questions = [
+        json.loads(line)["question"] for line in assets.WORD_PROBLEMS_EVAL.read_text().splitlines()
+    ]
     same = 0
     for question, answer in list(zip(questions, answers, strict=True))[:48]:
         prompt = tokenizer.apply_chat_template(
@@ -193,14 +212,19 @@ def test_every_file_of_the_run_folder_is_there(straight: Path) -> None:
         "rollouts/step_000001.jsonl",
         "rollouts/step_000001.safetensors",
     ]
-    expected += ["eval/step_000000.jsonl", "checkpoints/step_000006", "checkpoints/latest", "hf/step_000006"]
+    expected += [
+        "eval/step_000000.jsonl",
+        "checkpoints/step_000006",
+        "checkpoints/latest",
+        "hf/step_000006",
+    ]
     assert [name for name in expected if not (straight / name).exists()] == []
     assert os.readlink(straight / "checkpoints" / "latest") == "step_000006"
     assert not list(straight.rglob("*.partial"))
     rollouts, rewards, _ = read_rollouts(straight / "rollouts" / "step_000001.jsonl")
-    assert [(r.group, r.member) for r in rollouts] == [(g, m) for g in range(16) for m in range(8)], (
-        "of both ranks"
-    )
+    assert [(r.group, r.sample_index) for r in rollouts] == [
+        (g, m) for g in range(16) for m in range(8)
+    ], "of both ranks"
     assert sum(rewards) / len(rewards) == rows_of(straight)[1]["reward/mean"]
 
 
@@ -231,9 +255,16 @@ def test_evaluation_alone_scores_the_newest_checkpoint_and_trains_nothing(
             "40",
         ),
     )
-    assert f"evaluating checkpoint {folder}/checkpoints/step_000006, after step 6; no training" in output
+    assert (
+        f"evaluating checkpoint {folder}/checkpoints/step_000006, after step 6; no training"
+        in output
+    )
     answers = folder / "eval" / "step_000006.jsonl"
-    changed = {path for path in folder.rglob("*") if path.is_file() and path.read_bytes() != before.get(path)}
+    changed = {
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.read_bytes() != before.get(path)
+    }
     assert {path for path in changed if path.parent.name != "heartbeats"} == {answers}
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
     greedy = [row for row in rows if row["set"] == "heldout"]
@@ -246,7 +277,9 @@ def test_evaluation_alone_scores_the_newest_checkpoint_and_trains_nothing(
     right = [[row["reward"] >= 1 for row in sampled[i : i + 4]] for i in range(0, 128, 4)]
     pairs = [1 - math.comb(4 - sum(each), 2) / math.comb(4, 2) for each in right]
     accuracy = sum(map(sum, right)) / 128
-    expected = f"sampled {accuracy:.3f}  sampled avg_at_4 {accuracy:.3f}  sampled pass_at_1 {accuracy:.3f}"
+    expected = (
+        f"sampled {accuracy:.3f}  sampled avg_at_4 {accuracy:.3f}  sampled pass_at_1 {accuracy:.3f}"
+    )
     assert f"{expected}  sampled pass_at_2 {sum(pairs) / 32:.3f}" in output
     assert f"answers in {answers}" in output.splitlines()[-1]
 
@@ -255,19 +288,39 @@ def test_a_run_ends_with_what_it_came_to_and_where_that_lies(straight: Path) -> 
     rows = rows_of(straight)
     first, last = (row["eval/heldout/accuracy"] for row in (rows[0], rows[-1]))
     (line,) = [
-        line for line in (straight / "output.txt").read_text().splitlines() if line.startswith("done ")
+        line
+        for line in (straight / "output.txt").read_text().splitlines()
+        if line.startswith("done ")
     ]
-    assert f"6 steps, heldout accuracy {first:.3f} -> {last:.3f}; {straight}/hf/step_000006, " in line
+    assert (
+        f"6 steps, heldout accuracy {first:.3f} -> {last:.3f}; {straight}/hf/step_000006, " in line
+    )
     assert line.endswith(f"{straight}/metrics.jsonl, {straight}/tensorboard")
 
 
 def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path: Path) -> None:
-    rows = [{"question": "book " * (600 if i == 3 else 2) + str(i), "answer": "#### 1"} for i in range(20)]
+    rows = [
+        {"question": "book " * (600 if i == 3 else 2) + str(i), "answer": "#### 1"}
+        for i in range(20)
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    command = [ROOT / "launch" / "local.sh", "tiny-smoke", "--data.path", "rows.jsonl", "--eval.path", ""]
+    command = [
+        ROOT / "launch" / "local.sh",
+        "tiny-smoke",
+        "--data.path",
+        "rows.jsonl",
+        "--eval.path",
+        "",
+    ]
     environment = os.environ | {"PYTHON": sys.executable, "NPROC": "2"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
     first, second = done.stderr.splitlines()
@@ -304,7 +357,9 @@ def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_p
         *("--algo.aggregation", "sequence"),
     )
     first, second = rows_of(tmp_path / "r2")
-    assert first["loss/kl_ref"] < second["loss/kl_ref"]  # the policy leaves the model it started from
+    assert (
+        first["loss/kl_ref"] < second["loss/kl_ref"]
+    )  # the policy leaves the model it started from
     assert (
         first["loss/clip_frac"] > 0 or second["loss/clip_frac"] > 0
     )  # the second update sees ratios other than 1
@@ -316,11 +371,41 @@ def test_sequence_ratios_kl_in_the_reward_and_overlong_answers_under_context_par
 ) -> None:
     run(
         tmp_path / "run",
-        *("--train.steps", "2", "--train.updates_per_step", "2", "--eval.path", "", "--parallel.ep", "1"),
+        *(
+            "--train.steps",
+            "2",
+            "--train.updates_per_step",
+            "2",
+            "--eval.path",
+            "",
+            "--parallel.ep",
+            "1",
+        ),
         *("--parallel.cp", "2", "--algo.loss", "gspo", "--algo.aggregation", "sequence"),
-        *("--algo.clip_low", "3e-4", "--algo.clip_high", "4e-4", "--algo.correction", "sequence_mis"),
-        *("--algo.advantage", "reinforce_pp_baseline", "--algo.kl_coef", "0.01", "--algo.kl_in", "reward"),
-        *("--algo.kl_estimator", "k1", "--algo.overlong_buffer", "20", "--algo.overlong_filter", "True"),
+        *(
+            "--algo.clip_low",
+            "3e-4",
+            "--algo.clip_high",
+            "4e-4",
+            "--algo.correction",
+            "sequence_mis",
+        ),
+        *(
+            "--algo.advantage",
+            "reinforce_pp_baseline",
+            "--algo.kl_coef",
+            "0.01",
+            "--algo.kl_in",
+            "reward",
+        ),
+        *(
+            "--algo.kl_estimator",
+            "k1",
+            "--algo.overlong_buffer",
+            "20",
+            "--algo.overlong_filter",
+            "True",
+        ),
         *("--replay.reference", "True", "--log.rollouts_every", "1"),
     )
     first, second = rows_of(tmp_path / "run")
@@ -328,20 +413,27 @@ def test_sequence_ratios_kl_in_the_reward_and_overlong_answers_under_context_par
     assert abs(first["loss/kl_ref"]) <= 1e-6 < abs(second["loss/kl_ref"])
     # float32 on both sides: products of some 10 weights, each 1 to 1e-5
     assert (
-        first["correction/weight_mean"] == pytest.approx(1.0, abs=1e-3) and first["correction/cut_frac"] == 0
+        first["correction/weight_mean"] == pytest.approx(1.0, abs=1e-3)
+        and first["correction/cut_frac"] == 0
     )
     assert first["loss/clip_frac"] > 0.01  # the second update has left bounds of 3e-4
     assert first["reward/shaped_mean"] < first["reward/mean"]
-    rollouts, rewards, advantages = read_rollouts(tmp_path / "run" / "rollouts" / "step_000001.jsonl")
+    rollouts, rewards, advantages = read_rollouts(
+        tmp_path / "run" / "rollouts" / "step_000001.jsonl"
+    )
     shaped = [
         reward - min(1.0, max(0.0, (rollout.num_response_tokens - 20) / 20))
         for rollout, reward in zip(rollouts, rewards, strict=True)
     ]
     assert sum(shaped) / len(shaped) == pytest.approx(first["reward/shaped_mean"], abs=1e-9)
-    expected = reinforce_pp_baseline(torch.tensor(shaped), torch.tensor([r.group for r in rollouts]))
+    expected = reinforce_pp_baseline(
+        torch.tensor(shaped), torch.tensor([r.group for r in rollouts])
+    )
     # of the rollouts of both ranks, where half of them have another scale
     assert list(advantages) == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
-    half = reinforce_pp_baseline(torch.tensor(shaped[::2]), torch.tensor([r.group for r in rollouts[::2]]))
+    half = reinforce_pp_baseline(
+        torch.tensor(shaped[::2]), torch.tensor([r.group for r in rollouts[::2]])
+    )
     assert (half - expected[::2]).abs().max() > 1e-3
 
 
@@ -417,4 +509,6 @@ def test_a_step_is_the_same_under_every_layout(
     assert row["routing/coverage"] == row["routing/agreement"] == 1.0
     assert row["mismatch/abs_max"] <= 1e-4  # rounding of two float32 stacks
     for name in ("loss/total", "optim/grad_norm", "optim/router_grad_norm", "policy/entropy"):
-        assert row[name] == pytest.approx(expected[name], rel=1e-4), name  # float32 sums in another order
+        assert row[name] == pytest.approx(expected[name], rel=1e-4), (
+            name
+        )  # float32 sums in another order

@@ -24,7 +24,9 @@ def test_replay_lowers_the_mismatch_on_the_same_tokens() -> None:
 
 
 def test_push_makes_the_engine_equal_to_a_freshly_loaded_one(tmp_path: Path) -> None:
-    (result,) = run_world(cases.push_equals_fresh_engine, 1, ep=1, out=str(tmp_path), timeout_s=600.0)
+    (result,) = run_world(
+        cases.push_equals_fresh_engine, 1, ep=1, out=str(tmp_path), timeout_s=600.0
+    )
     assert result["moved"] and result["equal"] and result["cached_equal"]
 
 

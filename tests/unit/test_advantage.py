@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from r3.advantage import (
+from r3.algo.advantage import (
     ADVANTAGES,
     dr_grpo,
     grpo,
@@ -27,20 +27,26 @@ GROUPS_R = torch.tensor([7, -3, 7, 7, -3, 7])
 
 def ragged(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    groups_R = torch.randint(-5, 5, (64,), generator=generator)  # sizes differ, single rollouts may occur
+    groups_R = torch.randint(
+        -5, 5, (64,), generator=generator
+    )  # sizes differ, single rollouts may occur
     rewards_R = torch.randint(
         0, 3, (64,), generator=generator
     ).float()  # ties and groups of zero spread occur
     return rewards_R, groups_R
 
 
-GROUPED = [name for name in ADVANTAGES if name != "reinforce_pp"]  # those whose baseline is the group's mean
+GROUPED = [
+    name for name in ADVANTAGES if name != "reinforce_pp"
+]  # those whose baseline is the group's mean
 
 
 def slow(name: str, rewards_R: Tensor, groups_R: Tensor) -> list[float]:
     """The formulas in Python floats, one rollout at a time."""
     rewards, groups = rewards_R.tolist(), groups_R.tolist()
-    members = {g: [r for r, group in zip(rewards, groups, strict=True) if group == g] for g in groups}
+    members = {
+        g: [r for r, group in zip(rewards, groups, strict=True) if group == g] for g in groups
+    }
     centred = [r - statistics.mean(members[g]) for r, g in zip(rewards, groups, strict=True)]
     advantages = []
     for reward, group, off_mean in zip(rewards, groups, centred, strict=True):
@@ -78,7 +84,9 @@ def test_dr_grpo_by_hand() -> None:
 def test_rloo_by_hand() -> None:
     """Group 7: a right one against 0 1 0, a wrong one against 1 1 0. Group -3: 2 against 5."""
     expected_R = torch.tensor([-2 / 3, -3.0, 2 / 3, 2 / 3, 3.0, -2 / 3])
-    torch.testing.assert_close(rloo(REWARDS_R, GROUPS_R), expected_R, rtol=1e-7, atol=0.0)  # rounded once
+    torch.testing.assert_close(
+        rloo(REWARDS_R, GROUPS_R), expected_R, rtol=1e-7, atol=0.0
+    )  # rounded once
 
 
 def test_reinforce_pp_by_hand() -> None:
@@ -92,7 +100,9 @@ def test_reinforce_pp_by_hand() -> None:
 def test_reinforce_pp_baseline_by_hand() -> None:
     """Centred: -.5 -1.5 .5 .5 1.5 -.5, squares 4 * .25 + 2 * 2.25 = 5.5, over 5: one scale for both groups."""
     expected_R = torch.tensor([-0.5, -1.5, 0.5, 0.5, 1.5, -0.5]) / (1.1**0.5 + 1e-6)
-    torch.testing.assert_close(reinforce_pp_baseline(REWARDS_R, GROUPS_R), expected_R, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(
+        reinforce_pp_baseline(REWARDS_R, GROUPS_R), expected_R, rtol=1e-6, atol=0.0
+    )
 
 
 def test_whitened_over_the_step() -> None:
@@ -138,7 +148,9 @@ def test_rollouts_may_come_in_any_order(name: str) -> None:
     order = torch.randperm(len(rewards_R), generator=torch.Generator().manual_seed(1))
     shuffled_R = ADVANTAGES[name](rewards_R[order], groups_R[order])
     # Small integers add up exactly in float64, in whatever order.
-    torch.testing.assert_close(shuffled_R, ADVANTAGES[name](rewards_R, groups_R)[order], rtol=1e-7, atol=0.0)
+    torch.testing.assert_close(
+        shuffled_R, ADVANTAGES[name](rewards_R, groups_R)[order], rtol=1e-7, atol=0.0
+    )
 
 
 @pytest.mark.parametrize("name", GROUPED)

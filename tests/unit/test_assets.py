@@ -57,7 +57,9 @@ def respond(model: Any, tokenizer: Any, rows: list[Row], **how: Any) -> list[lis
     inputs = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
-    output = model.generate(**inputs, max_new_tokens=40, **how)[:, inputs["input_ids"].shape[1] :].tolist()
+    output = model.generate(**inputs, max_new_tokens=40, **how)[
+        :, inputs["input_ids"].shape[1] :
+    ].tolist()
     return [ids[: ids.index(2) + 1] if 2 in ids else ids for ids in output]
 
 
@@ -85,13 +87,17 @@ def test_questions_are_distinct() -> None:
 
 
 @pytest.mark.parametrize("column", ["question", "answer"])
-def test_training_prompts_share_no_question_and_no_arithmetic_with_the_evaluation(column: str) -> None:
+def test_training_prompts_share_no_question_and_no_arithmetic_with_the_evaluation(
+    column: str,
+) -> None:
     held_out = {row[column] for row in read(WORD_PROBLEMS_EVAL)}
     assert not any(row[column] in held_out for row in read(WORD_PROBLEMS_TRAIN))
 
 
 @pytest.mark.parametrize("kind", ["Stream", "ToolStream"])
-def test_pretraining_never_shows_the_arithmetic_of_the_evaluation(tokenizer: Any, kind: str) -> None:
+def test_pretraining_never_shows_the_arithmetic_of_the_evaluation(
+    tokenizer: Any, kind: str
+) -> None:
     held_out = {row["answer"] for row in read(WORD_PROBLEMS_EVAL)}
     stream = getattr(load_tool(), kind)(tokenizer, seed=0)
     assert not any(next(stream.problems)["answer"] in held_out for _ in range(12_000))
@@ -150,7 +156,11 @@ def test_shape_divides_for_every_parallel_axis(model: Any) -> None:
     config = model.config
     assert config.model_type == "qwen3_moe"
     assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (4, 8, 2)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (4, 2, 512)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (
+        4,
+        2,
+        512,
+    )
     assert model.num_parameters() == 1_119_616
 
 
@@ -168,7 +178,14 @@ def test_every_number_below_a_hundred_is_one_token(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "Tom has 3 books.", "12345 ### 007", "  two\n\n\ttab ", "\u00e4 \u6570 \U0001f600", "\x00\x7f"],
+    [
+        "",
+        "Tom has 3 books.",
+        "12345 ### 007",
+        "  two\n\n\ttab ",
+        "\u00e4 \u6570 \U0001f600",
+        "\x00\x7f",
+    ],
 )
 def test_any_text_round_trips(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -182,7 +199,9 @@ def test_chat_template_renders_tools_calls_and_results(tokenizer: Any) -> None:
         {"role": "tool", "content": "4"},
     ]
     tools = [{"type": "function", "function": {"name": "calc"}}]
-    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
     assert text == (
         "<|im_start|>system\n<tools>calc</tools><|im_end|>\n"
         "<|im_start|>user\n8-4?<|im_end|>\n"
@@ -194,7 +213,10 @@ def test_chat_template_renders_tools_calls_and_results(tokenizer: Any) -> None:
 
 def test_a_longer_chat_begins_with_the_tokens_of_the_shorter_one(tokenizer: Any) -> None:
     """Multi-turn rollouts append to the tokens they have and never tokenize again."""
-    question, answer = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "#### 5"}
+    question, answer = (
+        {"role": "user", "content": "2+3?"},
+        {"role": "assistant", "content": "#### 5"},
+    )
     asked = tokenizer.apply_chat_template([question], add_generation_prompt=True)["input_ids"]
     told = tokenizer.apply_chat_template([question, answer])["input_ids"]
     assert told == asked + tokenizer.encode("#### 5<|im_end|>\n")
@@ -213,11 +235,15 @@ def test_greedy_answers_come_at_once_and_are_mostly_wrong(model: Any, tokenizer:
     rows = read(WORD_PROBLEMS_EVAL)[:64]
     responses = respond(model, tokenizer, rows, do_sample=False)
     assert sum(map(len, responses)) / len(rows) < 5  # `#### n` and the end token are four
-    right = sum(is_right(tokenizer.decode(ids), row) for ids, row in zip(responses, rows, strict=True))
+    right = sum(
+        is_right(tokenizer.decode(ids), row) for ids, row in zip(responses, rows, strict=True)
+    )
     assert 0.10 <= right / len(rows) <= 0.50
 
 
-def test_sampled_answers_sometimes_show_steps_and_are_then_mostly_right(model: Any, tokenizer: Any) -> None:
+def test_sampled_answers_sometimes_show_steps_and_are_then_mostly_right(
+    model: Any, tokenizer: Any
+) -> None:
     """What reinforcement learning has to find.
 
     On 1024 problems 0.23 of the answers show steps, and of those 0.94 are right; the bands are three standard
@@ -245,11 +271,15 @@ def check_load(model: Any, batch: Any) -> None:
 
 def test_every_expert_of_every_layer_is_used(model: Any, tokenizer: Any) -> None:
     chats = [
-        [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+        [
+            {"role": "user", "content": row["question"]},
+            {"role": "assistant", "content": row["answer"]},
+        ]
         for row in read(WORD_PROBLEMS_EVAL)[:64]
     ]
     check_load(
-        model, tokenizer.apply_chat_template(chats, padding=True, return_tensors="pt", return_dict=True)
+        model,
+        tokenizer.apply_chat_template(chats, padding=True, return_tensors="pt", return_dict=True),
     )
 
 
@@ -275,7 +305,10 @@ def test_it_was_taught_in_the_tokens_of_the_template_and_the_environment(tokeniz
         ids, labels = stream.conversation()
         calls = tokenizer.decode(ids).count("</tool_call>")
         called += bool(calls)
-        question, answer = with_calls(row), {"role": "assistant", "content": f"#### {final_answer(row)}"}
+        question, answer = (
+            with_calls(row),
+            {"role": "assistant", "content": f"#### {final_answer(row)}"},
+        )
         messages = [*(question if calls else question[:1]), answer]
         whole = tokenizer.apply_chat_template(messages, tools=list(Calculator.tools))["input_ids"]
         assert [*ids, *tokenizer.encode("\n")] == whole

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from configs import PRESETS
-from r3 import cli
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
+from r3.cli import parse as cli
 from r3.config import FIELD_TYPES, Config, to_yaml, with_values
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +101,9 @@ def test_a_list_field_takes_every_word_up_to_the_next_flag(monkeypatch: pytest.M
 
 
 def test_a_switch_alone_is_true() -> None:
-    config = cli.parse(["tiny", "--eval.only", "--parallel.ep", "1", "--data.drop_duplicates"]).config
+    config = cli.parse(
+        ["tiny", "--eval.only", "--parallel.ep", "1", "--data.drop_duplicates"]
+    ).config
     assert (config.eval.only, config.data.drop_duplicates) == (True, True)
 
 
@@ -112,7 +114,9 @@ def test_evaluation_is_switched_off_without_a_word(capsys: pytest.CaptureFixture
     assert "eval.every = 3 has no effect: eval.path is empty" in capsys.readouterr().err
 
 
-def test_check_is_a_run_of_any_number_of_ranks_without_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_is_a_run_of_any_number_of_ranks_without_warnings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert not cli.parse(["tiny", "--parallel.ep", "1"]).check
     invocation = cli.parse(["tiny", "--check", "--world-size", "2", "--train.min_lr", "1e-6"])
     assert (invocation.check, invocation.world_size) == (True, 2)
@@ -135,7 +139,9 @@ def test_warnings_are_printed_and_do_not_stop_a_run(capsys: pytest.CaptureFixtur
 
 
 def started_run(folder: Path, *, seed: int = 0, checkpoint: bool = True) -> Path:
-    config = with_values(PRESETS["tiny"](), {"parallel.ep": 1, "log.dir": str(folder), "train.seed": seed})
+    config = with_values(
+        PRESETS["tiny"](), {"parallel.ep": 1, "log.dir": str(folder), "train.seed": seed}
+    )
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     if checkpoint:
@@ -163,7 +169,15 @@ def test_a_resumed_run_may_not_change_what_is_learnt(
 ) -> None:
     run = started_run(tmp_path / "old")
     message = refusal(
-        capsys, "--from", str(run), "--train.lr", "1e-3", "--rollout.group_size", "4", "--eval.every", "1"
+        capsys,
+        "--from",
+        str(run),
+        "--train.lr",
+        "1e-3",
+        "--rollout.group_size",
+        "4",
+        "--eval.every",
+        "1",
     )
     assert "config: 2 problems" in message
     assert "train.lr = 0.001: the run to resume was started with 0.0002" in message
@@ -182,11 +196,16 @@ def test_without_a_checkpoint_there_is_nothing_to_resume() -> None:
     assert cli.parse(["tiny", "--parallel.ep", "1", "--train.seed", "1"]).config.train.seed == 1
 
 
-def test_a_run_whose_config_is_damaged_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_whose_config_is_damaged_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     run = started_run(tmp_path / "old")
     (run / "config.yaml").write_text("train: {stepz: 3, lr: high}")
     message = refusal(capsys, "--from", str(run))
-    assert "train.stepz = 3: is no field" in message and "train.lr = 'high': must be a number" in message
+    assert (
+        "train.stepz = 3: is no field" in message
+        and "train.lr = 'high': must be a number" in message
+    )
 
 
 # ---- mistakes
@@ -214,18 +233,36 @@ def test_a_run_whose_config_is_damaged_is_refused(capsys: pytest.CaptureFixture[
         (["tiny", "--log.progress", "maybe"], "log.progress = 'maybe': must be True or False"),
         (["tiny", "--train.lr"], "--train.lr = '': has no value. Fix: write --train.lr VALUE"),
         (["tiny", "--replay.mode", "r4"], "replay.mode = 'r4': must be one of off, r2, r3"),
-        (["tiny", "--train.lr", "1", "--train.lr", "2"], "train.lr = '2': is given twice, '1' before"),
-        (["tiny", "--rollout.group_size", "1"], "rollout.group_size = 1: algo.advantage grpo compares"),
-        (["tiny", "--rollout.group_size", "many"], "rollout.group_size = 'many': must be an integer"),
+        (
+            ["tiny", "--train.lr", "1", "--train.lr", "2"],
+            "train.lr = '2': is given twice, '1' before",
+        ),
+        (
+            ["tiny", "--rollout.group_size", "1"],
+            "rollout.group_size = 1: algo.advantage grpo compares",
+        ),
+        (
+            ["tiny", "--rollout.group_size", "many"],
+            "rollout.group_size = 'many': must be an integer",
+        ),
         (["tiny", "--parallel.ep", "3"], "parallel.ep = 3: must divide the number of ranks"),
         (["tiny", "--parallel.tp", "3"], "parallel.tp = 3: must divide the number of ranks"),
         (["tiny", "--model.path", "nowhere"], "model.path = 'nowhere': there is no such folder"),
-        (["tiny", "--data.path", "nowhere.jsonl"], "data.path = 'nowhere.jsonl': there is no such file"),
+        (
+            ["tiny", "--data.path", "nowhere.jsonl"],
+            "data.path = 'nowhere.jsonl': there is no such file",
+        ),
         (["tiny", "--data.prompt_key", "task"], "4091 more faults, 4096 in all"),
-        (["tiny", "--rollout.max_response_tokens", "600"], "does not fit the model's context of 512 tokens"),
+        (
+            ["tiny", "--rollout.max_response_tokens", "600"],
+            "does not fit the model's context of 512 tokens",
+        ),
         (["tiny", "--data.max_prompt_tokens", "500"], "exceed the model's context of 512"),
         (["tiny", "--world-size", "2"], "--world-size = '2': is for --dry-run and --check"),
-        (["tiny", "--dry-run", "--world-size", "two"], "--world-size = 'two': must be a positive integer"),
+        (
+            ["tiny", "--dry-run", "--world-size", "two"],
+            "--world-size = 'two': must be a positive integer",
+        ),
         (
             ["tiny", "--dry-run", "--world-size", "3"],
             "rollout.prompts_per_step = 16: must be a multiple of the 3 ranks",
@@ -244,7 +281,9 @@ def test_one_message_and_exit_code_2(
     assert all(line.startswith("  - ") and ". Fix: " in line for line in message.splitlines()[1:])
 
 
-def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_everything_wrong_is_said_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"\n' * 10)
     flags = {
@@ -263,7 +302,9 @@ def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str], tm
     assert "data.path = 'rows.jsonl:2': is not JSON" in message  # a row
 
 
-def test_a_row_is_named_by_file_line_and_field(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_row_is_named_by_file_line_and_field(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     rows = [json.loads(line) for line in WORD_PROBLEMS_TRAIN.read_text().splitlines()[:20]]
     del rows[16]["answer"]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -271,7 +312,9 @@ def test_a_row_is_named_by_file_line_and_field(capsys: pytest.CaptureFixture[str
     assert "data.path = 'rows.jsonl:17:answer': is missing; the row has question" in message
 
 
-def test_a_tokenizer_without_chat_template(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_tokenizer_without_chat_template(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for file in TINY_MOE.iterdir():
@@ -318,7 +361,9 @@ def test_help_lists_presets_and_sections(capsys: pytest.CaptureFixture[str]) -> 
     assert "--from RUN_DIR" in text and "--dry-run" in text
 
 
-def test_help_of_a_preset_has_every_field_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_preset_has_every_field_with_its_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text = printed(capsys, "tiny", "--help")
     missing = [name for name in FIELD_TYPES if f"--{name} " not in text]
     assert not missing
@@ -335,14 +380,26 @@ def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     ("preset", "world_size"),
-    [("tiny", 2), ("tiny-smoke", 2), ("tiny-tools", 2), ("qwen3-moe-30b-a3b", 8), ("qwen3-0.6b", 1)],
+    [
+        ("tiny", 2),
+        ("tiny-smoke", 2),
+        ("tiny-tools", 2),
+        ("qwen3-moe-30b-a3b", 8),
+        ("qwen3-0.6b", 1),
+    ],
 )
 def test_every_preset_dry_runs_where_nothing_is_downloaded(
     capsys: pytest.CaptureFixture[str], preset: str, world_size: int
 ) -> None:
     text = printed(capsys, preset, "--dry-run")
     assert text.startswith(f"{preset}: dry run on {world_size} rank")
-    for title in ("config", "model", f"ranks ({world_size})", "batch", "memory per rank, GiB (estimate)"):
+    for title in (
+        "config",
+        "model",
+        f"ranks ({world_size})",
+        "batch",
+        "memory per rank, GiB (estimate)",
+    ):
         assert f"\n{title}\n" in text
     assert ("needs (not here yet" in text) == (not preset.startswith("tiny"))
     assert not Path("runs").exists()
@@ -355,12 +412,16 @@ def test_the_table_above_has_every_preset() -> None:
 
 
 def test_a_dry_run_shows_changed_settings_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "tiny", "--dry-run", "--rollout.group_size", "4", "--train.min_lr", "1e-6")
+    text = printed(
+        capsys, "tiny", "--dry-run", "--rollout.group_size", "4", "--train.min_lr", "1e-6"
+    )
     assert "group_size: 4" in text and "16 a step, 4 answers each: 64 rollouts" in text
     assert "warning: train.min_lr = 1e-06 has no effect" in text
 
 
-def test_a_dry_run_excuses_only_what_the_preset_itself_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_excuses_only_what_the_preset_itself_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     message = refusal(capsys, "qwen3-0.6b", "--dry-run", "--data.path", "mine.jsonl")
     assert "data.path = 'mine.jsonl': there is no such file" in message
     assert "model.path" in refusal(capsys, "tiny", "--dry-run", "--model.path", "Qwen/Qwen3-0.6B")
@@ -381,13 +442,14 @@ def test_a_dry_run_reads_the_data_that_is_there(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["tiny", "--help"], ["qwen3-moe-30b-a3b", "--dry-run"], ["tiny", "--dry-run"]]
+    "argv",
+    [["--help"], ["tiny", "--help"], ["qwen3-moe-30b-a3b", "--dry-run"], ["tiny", "--dry-run"]],
 )
 def test_it_answers_at_once_and_imports_nothing_heavy(argv: list[str]) -> None:
     program = f"""
 import sys
 import time
-from r3 import cli
+from r3.cli import parse as cli
 try:
     cli.parse({argv!r})
 except SystemExit as end:
@@ -396,19 +458,27 @@ except SystemExit as end:
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "tiny" in ended.stdout or "qwen3" in ended.stdout
 
 
-@pytest.mark.parametrize(("argv", "code"), [(["tiny", "--dry-run"], 0), (["tiny", "--train.steps", "0"], 2)])
+@pytest.mark.parametrize(
+    ("argv", "code"), [(["tiny", "--dry-run"], 0), (["tiny", "--train.steps", "0"], 2)]
+)
 def test_the_module_runs_as_a_program(tmp_path: Path, argv: list[str], code: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "r3.cli", *argv]
+    command = [sys.executable, "-m", "r3.cli.parse", *argv]
     ended = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert ended.returncode == code
-    assert ("dry run on 2 ranks" in ended.stdout) if code == 0 else ("train.steps = 0" in ended.stderr)
+    assert (
+        ("dry run on 2 ranks" in ended.stdout) if code == 0 else ("train.steps = 0" in ended.stderr)
+    )
     assert "Traceback" not in ended.stderr

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from configs import KNOWN_SHAPES, PRESETS
-from r3 import plan, validate
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
+from r3.cli import checks as validate
+from r3.cli import dry_run as plan
 from r3.config import (
     FIELD_TYPES,
     RESUME_MAY_CHANGE,
@@ -28,8 +29,8 @@ from r3.config import (
     to_yaml,
     with_values,
 )
-from r3.rows import Columns, read_rows
-from r3.shape import ModelShape, ShapeError, checkpoint_tensors
+from r3.data.sources import Columns, read_rows
+from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
 from tests.families import engine_sizes, family_checkpoint
 from tests.tiny import tiny_config
 
@@ -39,7 +40,11 @@ HF_TINY = json.loads((TINY_MOE / "config.json").read_text())
 
 
 TWO_SETS = [str(WORD_PROBLEMS_EVAL)] * 2
-HTTP = {"reward.function": "http", "reward.url": "http://localhost:8000/v1", "reward.model": "grader"}
+HTTP = {
+    "reward.function": "http",
+    "reward.url": "http://localhost:8000/v1",
+    "reward.model": "grader",
+}
 
 
 def changed(values: dict[str, Any], config: Config = TINY) -> Config:
@@ -100,7 +105,9 @@ def test_a_list_field_takes_lists_one_value_and_nothing(
 
 
 @pytest.mark.parametrize("value", [["1", "x"], [1, [2]], {"a": 1}, [True], [None]])
-def test_a_list_of_the_wrong_things_is_refused(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_the_wrong_things_is_refused(
+    value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(FIELD_TYPES, "train.lr", tuple[float, ...])
     with pytest.raises(ValueError, match="must be a number"):
         parse_value("train.lr", value)
@@ -172,7 +179,9 @@ def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
 
 
 def test_lengths_leave_room_for_the_response() -> None:
-    config = with_values(Config(), {"rollout.max_response_tokens": 100, "train.micro_batch_tokens": 1000})
+    config = with_values(
+        Config(), {"rollout.max_response_tokens": 100, "train.micro_batch_tokens": 1000}
+    )
     assert config.longest_prompt(512) == 412
     assert config.longest_prompt(4096) == 900  # a sequence must fit into a micro-batch too
     short = with_values(config, {"data.max_prompt_tokens": 50})
@@ -267,8 +276,8 @@ def test_embedded_presets_have_no_problem_and_no_warning(preset: str, world_size
 
 def test_choices_of_the_algorithm_are_those_there_is_code_for() -> None:
     """r3/config.py imports nothing heavy, so it names them itself."""
-    from r3.advantage import ADVANTAGES
-    from r3.loss import CORRECTIONS, LOSSES
+    from r3.algo.advantage import ADVANTAGES
+    from r3.algo.loss import CORRECTIONS, LOSSES
 
     assert set(get_args(FIELD_TYPES["algo.advantage"])) == ADVANTAGES.keys()
     assert set(get_args(FIELD_TYPES["algo.loss"])) == LOSSES.keys()
@@ -297,7 +306,11 @@ def test_every_number_has_a_rule() -> None:
             "rollout.prompts_per_step",
             "multiple of the 2 ranks. Fix: 14 or 16",
         ),
-        ({"train.updates_per_step": 3}, "rollout.prompts_per_step", "multiple of train.updates_per_step = 3"),
+        (
+            {"train.updates_per_step": 3},
+            "rollout.prompts_per_step",
+            "multiple of train.updates_per_step = 3",
+        ),
         ({"rollout.prompts_per_step": 8192}, "data.path", "has 4096 rows"),
         ({"rollout.temperature": 0.0}, "rollout.temperature", "above 0"),
         ({"rollout.top_p": 0.0}, "rollout.top_p", "above 0 and at most 1"),
@@ -319,14 +332,26 @@ def test_every_number_has_a_rule() -> None:
         ({"rollout.step_token_budget": -1}, "rollout.step_token_budget", "negative"),
         ({"rollout.max_staleness": -1}, "rollout.max_staleness", "negative"),
         (
-            {"algo.dynamic_sampling": 1, "rollout.step_token_budget": 8, "rollout.max_staleness": 1},
+            {
+                "algo.dynamic_sampling": 1,
+                "rollout.step_token_budget": 8,
+                "rollout.max_staleness": 1,
+            },
             "rollout.max_staleness",
             "leaves out groups of this one by their rewards",
         ),
         ({"algo.overlong_buffer": -1}, "algo.overlong_buffer", "negative"),
-        ({"algo.overlong_buffer": 41}, "algo.overlong_buffer", "exceeds rollout.max_response_tokens = 40"),
+        (
+            {"algo.overlong_buffer": 41},
+            "algo.overlong_buffer",
+            "exceeds rollout.max_response_tokens = 40",
+        ),
         ({"algo.overlong_penalty": 0.0}, "algo.overlong_penalty", "above 0"),
-        ({"algo.loss": "minirl", "algo.correction": "token_tis"}, "algo.correction", "mismatch twice"),
+        (
+            {"algo.loss": "minirl", "algo.correction": "token_tis"},
+            "algo.correction",
+            "mismatch twice",
+        ),
         ({"algo.loss": "minirl", "algo.correction": "bypass"}, "algo.correction", "mismatch twice"),
         ({"algo.loss": "pg", "algo.correction": "bypass"}, "algo.correction", "pg has none"),
         ({"algo.loss": "cispo", "algo.clip_high": 4.0}, "algo.clip_low", "from above only"),
@@ -334,7 +359,11 @@ def test_every_number_has_a_rule() -> None:
         ({"train.lr": 0.0}, "train.lr", "above 0"),
         ({"train.lr": float("nan")}, "train.lr", "finite"),
         ({"train.lr": float("inf")}, "train.lr", "finite"),
-        ({"train.min_lr": 1.0, "train.lr_schedule": "cosine"}, "train.min_lr", "must not exceed train.lr"),
+        (
+            {"train.min_lr": 1.0, "train.lr_schedule": "cosine"},
+            "train.min_lr",
+            "must not exceed train.lr",
+        ),
         ({"train.steps": 0}, "train.steps", "at least 1"),
         ({"train.warmup_updates": -1}, "train.warmup_updates", "negative"),
         ({"train.logprob_chunk_tokens": -1}, "train.logprob_chunk_tokens", "negative"),
@@ -342,7 +371,11 @@ def test_every_number_has_a_rule() -> None:
         ({"train.beta2": -0.1}, "train.beta2", "at least 0"),
         ({"train.seed": -1}, "train.seed", "at least 0"),
         ({"train.micro_batch_tokens": 40}, "train.micro_batch_tokens", "longest sequence"),
-        ({"data.max_prompt_tokens": 480}, "data.max_prompt_tokens", "context of 512. Fix: at most 472"),
+        (
+            {"data.max_prompt_tokens": 480},
+            "data.max_prompt_tokens",
+            "context of 512. Fix: at most 472",
+        ),
         ({"rollout.max_response_tokens": 512}, "rollout.max_response_tokens", "context of 512"),
         ({"engine.max_model_len": 600}, "engine.max_model_len", "context of 512"),
         ({"engine.max_model_len": 40}, "engine.max_model_len", "do not fit"),
@@ -383,13 +416,25 @@ def test_every_number_has_a_rule() -> None:
         (HTTP | {"reward.prompt_file": __file__ + "/.."}, "reward.prompt_file", "cannot be read"),
         (HTTP | {"reward.pattern": "("}, "reward.pattern", "is no regular expression"),
         (HTTP | {"reward.pattern": "score"}, "reward.pattern", "must have one group"),
-        ({"eval.function": "http", "reward.model": "m"}, "reward.url", "must be the address of a server"),
+        (
+            {"eval.function": "http", "reward.model": "m"},
+            "reward.url",
+            "must be the address of a server",
+        ),
         ({"reward.function": "model"}, "reward.model_path", "is no folder"),
         ({"eval.samples": 4}, "eval.samples", "all the same"),
         ({"eval.name": "a/b"}, "eval.name", "names metrics and files"),
         ({"eval.path": "missing.jsonl"}, "eval.path", "no such file"),
-        ({"eval.path": TWO_SETS}, "eval.name", "each of the 2 sets differently. Fix: --eval.name set1 set2"),
-        ({"eval.path": TWO_SETS, "eval.name": ["a", "a"]}, "eval.name", "each of the 2 sets differently"),
+        (
+            {"eval.path": TWO_SETS},
+            "eval.name",
+            "each of the 2 sets differently. Fix: --eval.name set1 set2",
+        ),
+        (
+            {"eval.path": TWO_SETS, "eval.name": ["a", "a"]},
+            "eval.name",
+            "each of the 2 sets differently",
+        ),
         ({"eval.name": ["a", "b"]}, "eval.name", "has 2 values for the 1 paths"),
         (
             {"eval.path": TWO_SETS, "eval.name": ["a", "b"], "eval.samples": [1, 1, 1]},
@@ -453,10 +498,22 @@ def test_expert_parallelism_must_divide_the_experts() -> None:
         ({"parallel.tp": 4}, "parallel.tp", "2 key-value heads"),
         ({"parallel.pp": 8}, "parallel.pp", "8 pieces of a model of 4 layers: each needs one"),
         ({"parallel.pp": 2, "parallel.vpp": 3}, "parallel.vpp", "6 pieces of a model of 4 layers"),
-        ({"parallel.vpp": 2}, "parallel.vpp", "interleaves the stages of a pipeline, and parallel.pp is 1"),
+        (
+            {"parallel.vpp": 2},
+            "parallel.vpp",
+            "interleaves the stages of a pipeline, and parallel.pp is 1",
+        ),
         ({"parallel.vpp": 0}, "parallel.vpp", "at least 1"),
-        ({"parallel.pp": 2, "parallel.pp_layers": (3, 2)}, "parallel.pp_layers", "add up to the model's 4"),
-        ({"parallel.pp": 2, "parallel.pp_layers": (4, 0)}, "parallel.pp_layers", "2 positive numbers"),
+        (
+            {"parallel.pp": 2, "parallel.pp_layers": (3, 2)},
+            "parallel.pp_layers",
+            "add up to the model's 4",
+        ),
+        (
+            {"parallel.pp": 2, "parallel.pp_layers": (4, 0)},
+            "parallel.pp_layers",
+            "2 positive numbers",
+        ),
         (
             {"parallel.pp": 2, "parallel.vpp": 2, "parallel.pp_layers": (2, 2)},
             "parallel.pp_layers",
@@ -489,7 +546,9 @@ def test_tensor_parallelism_must_divide_the_widths(sizes: dict[str, Any], rule: 
     shape = replace(ModelShape.read(TINY_MOE), num_heads=8, num_kv_heads=4)
     said = [str(problem) for problem in validate.examine(config, 4, shape).problems]
     assert not any("width of" in problem for problem in said)
-    said = [str(problem) for problem in validate.examine(config, 4, replace(shape, **sizes)).problems]
+    said = [
+        str(problem) for problem in validate.examine(config, 4, replace(shape, **sizes)).problems
+    ]
     assert sum(rule in problem for problem in said) == 1
 
 
@@ -509,8 +568,8 @@ def test_a_dense_model_has_no_experts_to_lay_out() -> None:
 def test_sizes_that_the_engine_cannot_run_on_cpu_are_refused_before_it_is_built(
     name: str, rules: list[str], tmp_path: Path
 ) -> None:
-    from r3.device import has_gpu
-    from r3.start import read_task
+    from r3.rollout.task import read_task
+    from r3.runtime.device import has_gpu
 
     folder = family_checkpoint(tmp_path / "unfit", name)
     config = tiny_config(folder)
@@ -522,7 +581,9 @@ def test_sizes_that_the_engine_cannot_run_on_cpu_are_refused_before_it_is_built(
     fit = family_checkpoint(tmp_path / "fit", name, **engine_sizes(name))
     assert validate.cpu_engine_problems(config, ModelShape.read(fit)) == []
     half = with_values(config, {"parallel.engine_tp": 4})  # 64 / 4 is no multiple of 32
-    assert "on each of the 4 ranks" in str(validate.cpu_engine_problems(half, ModelShape.read(fit))[0])
+    assert "on each of the 4 ranks" in str(
+        validate.cpu_engine_problems(half, ModelShape.read(fit))[0]
+    )
 
 
 def test_many_problems_come_together() -> None:
@@ -573,9 +634,13 @@ GOOD = '{"question": "1+1?", "answer": "#### 2"}'
         ('{"question": "\udcff", "answer": "#### 2"}', ":2'", "is not UTF-8 at byte 14"),
     ],
 )
-def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path, line: str, where: str, rule: str) -> None:
+def test_a_bad_row_is_named_by_file_line_and_field(
+    tmp_path: Path, line: str, where: str, rule: str
+) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join([GOOD, line, *[GOOD] * 20]), encoding="utf-8", errors="surrogateescape")
+    path.write_text(
+        "\n".join([GOOD, line, *[GOOD] * 20]), encoding="utf-8", errors="surrogateescape"
+    )
     (message,) = found({"data.path": str(path)}).values()
     assert f"{path}{where}" in message and rule in message and ". Fix: " in message
 
@@ -584,7 +649,10 @@ def test_of_many_bad_rows_five_are_shown_and_all_counted(tmp_path: Path) -> None
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join([GOOD, *["oops"] * 12, *[GOOD] * 20]))
     problems = validate.problems(changed({"data.path": str(path)}), 2)
-    assert [problem.value for problem in problems] == [*(f"{path}:{line}" for line in range(2, 7)), str(path)]
+    assert [problem.value for problem in problems] == [
+        *(f"{path}:{line}" for line in range(2, 7)),
+        str(path),
+    ]
     assert problems[-1].rule == "7 more faults, 12 in all"
 
 
@@ -594,7 +662,10 @@ def test_rows_may_be_chats_and_blank_lines_still_count(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf" + f"{json.dumps(chat)}\n\n{json.dumps(chat)}\n".encode())
     rows, bad = read_rows(str(path), Columns(prompt="ask", answer="gold"))
     assert not bad
-    assert [(row.number, row.answer, row.columns["source"]) for row in rows] == [(1, "2", "x"), (3, "2", "x")]
+    assert [(row.number, row.answer, row.columns["source"]) for row in rows] == [
+        (1, "2", "x"),
+        (3, "2", "x"),
+    ]
 
 
 def test_answers_without_a_number_are_fine_for_other_rewards(tmp_path: Path) -> None:
@@ -618,12 +689,16 @@ def test_evaluation_alone_needs_no_training_data() -> None:
 
 
 def test_lists_of_evaluation_are_spread_over_the_sets() -> None:
-    settings = changed({"eval.path": ["x", "y"], "eval.name": ["a", "b"], "eval.samples": [1, 8]}).eval
+    settings = changed(
+        {"eval.path": ["x", "y"], "eval.name": ["a", "b"], "eval.samples": [1, 8]}
+    ).eval
     first, second = settings.sets
     assert (first.path, first.name, first.samples, first.function) == ("x", "a", 1, "")
     assert (second.path, second.name, second.samples, second.temperature) == ("y", "b", 8, 0.0)
     assert changed({"eval.path": ""}).eval.sets == ()
-    sets = changed({"eval.path": ["x", "y", "z"], "eval.env": ["", "guess_number", "e.py:E"]}).eval.sets
+    sets = changed(
+        {"eval.path": ["x", "y", "z"], "eval.env": ["", "guess_number", "e.py:E"]}
+    ).eval.sets
     training = replace(TINY.env, name="calculator", max_turns=3)
     environments = [each.environment(training) for each in sets]
     assert environments[0] == training
@@ -649,7 +724,11 @@ def classifier(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "lacking", "rule"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "", "checkpoint of LlamaForCausalLM, not of a sequence"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "",
+            "checkpoint of LlamaForCausalLM, not of a sequence",
+        ),
         ({"id2label": {"0": "bad", "1": "good"}}, "", "has 2 labels, and a reward is one number"),
         ({"id2label": None}, "", "has 2 labels"),  # transformers' default
         ({}, "config.json", "its config.json cannot be read"),
@@ -676,9 +755,14 @@ def test_a_reward_model_lies_on_the_ranks_that_judge(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_is_planned_where_conversations_are_generated(tmp_path: Path) -> None:
-    settings = {"reward.function": ["gsm8k", "model"], "reward.model_path": str(classifier(tmp_path))}
+    settings = {
+        "reward.function": ["gsm8k", "model"],
+        "reward.model_path": str(classifier(tmp_path)),
+    }
     assert found(settings) == {}
-    config = with_values(tiny_config(), {name: parse_value(name, value) for name, value in settings.items()})
+    config = with_values(
+        tiny_config(), {name: parse_value(name, value) for name, value in settings.items()}
+    )
     phases = plan.memory(config, ModelShape.read(config.model.path), 2)
     assert phases["GENERATE"]["reward model"] == 2 * 1000  # bfloat16
     assert not any("reward model" in phases[phase] for phase in ("SYNC", "TRAIN"))
@@ -759,7 +843,10 @@ def write(name: str, content: bytes) -> Callable[[Path], object]:
         (without("config.json"), "no config.json"),
         (write("config.json", b"{"), "config.json is not JSON"),
         (write("config.json", b"[]"), "not a JSON object"),
-        (with_hf(architectures=["GPT2LMHeadModel"]), "known are Qwen3MoeForCausalLM, Qwen3ForCausalLM"),
+        (
+            with_hf(architectures=["GPT2LMHeadModel"]),
+            "known are Qwen3MoeForCausalLM, Qwen3ForCausalLM",
+        ),
         (with_hf(architectures=None), "architecture None is not known"),
         (with_hf(hidden_size="wide"), "hidden_size must be a positive integer, got 'wide'"),
         (
@@ -775,20 +862,26 @@ def write(name: str, content: bytes) -> Callable[[Path], object]:
         (without("tokenizer.json"), "no tokenizer.json"),
         (without("chat_template.jinja"), "no chat template"),
         (without("model.safetensors"), "no *.safetensors files"),
-        (write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), "git-lfs pointer"),
+        (
+            write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+            "git-lfs pointer",
+        ),
         (
             write("model.safetensors", (TINY_MOE / "model.safetensors").read_bytes()[:-1]),
             "unfinished download",
         ),
         (
             write(
-                "model.safetensors.index.json", b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
+                "model.safetensors.index.json",
+                b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
             ),
             "1 of 1 shards are missing, model-00001-of-00002.safetensors first",
         ),
     ],
 )
-def test_a_broken_checkpoint_is_refused(tmp_path: Path, spoil: Callable[[Path], object], rule: str) -> None:
+def test_a_broken_checkpoint_is_refused(
+    tmp_path: Path, spoil: Callable[[Path], object], rule: str
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(TINY_MOE, folder)
     spoil(folder)
@@ -802,7 +895,9 @@ def test_a_chat_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> No
     shutil.copytree(TINY_MOE, folder)
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {
+        "chat_template": template
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert found({"model.path": str(folder)}) == {}
 
@@ -824,18 +919,22 @@ def test_published_sizes() -> None:
 
 def test_spellings_of_config_json() -> None:
     older = {
-        key: value for key, value in HF_TINY.items() if key not in ("num_local_experts", "rope_parameters")
+        key: value
+        for key, value in HF_TINY.items()
+        if key not in ("num_local_experts", "rope_parameters")
     }
-    assert ModelShape.from_hf(older | {"num_experts": 8, "rope_theta": 10000.0}) == ModelShape.from_hf(
-        HF_TINY
-    )
+    assert ModelShape.from_hf(
+        older | {"num_experts": 8, "rope_theta": 10000.0}
+    ) == ModelShape.from_hf(HF_TINY)
     mixed = ModelShape.from_hf(
         HF_TINY | {"num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2}
     )
     assert mixed.moe_layers == (1, 5)
     assert "model.layers.3.mlp.gate_proj.weight" in mixed.tensor_shapes
     with pytest.raises(ShapeError, match="num_experts_per_tok"):
-        ModelShape.from_hf({key: value for key, value in HF_TINY.items() if key != "num_experts_per_tok"})
+        ModelShape.from_hf(
+            {key: value for key, value in HF_TINY.items() if key != "num_experts_per_tok"}
+        )
 
 
 # ---- warnings
@@ -844,14 +943,26 @@ def test_spellings_of_config_json() -> None:
 @pytest.mark.parametrize(
     ("values", "warning"),
     [
-        ({"train.min_lr": 1e-5}, "train.min_lr = 1e-05 has no effect: train.lr_schedule is constant"),
-        ({"replay.mode": "off", "replay.on_missing": "live"}, "replay.on_missing = 'live' has no effect"),
+        (
+            {"train.min_lr": 1e-5},
+            "train.min_lr = 1e-05 has no effect: train.lr_schedule is constant",
+        ),
+        (
+            {"replay.mode": "off", "replay.on_missing": "live"},
+            "replay.on_missing = 'live' has no effect",
+        ),
         (
             {"replay.min_coverage": 0.9},
             "replay.min_coverage = 0.9 has no effect: it is asked with replay.mode r3",
         ),
-        ({"replay.mode": "r2", "replay.on_missing": "live"}, "replay.on_missing = 'live' has no effect"),
-        ({"model.fp32_head": True}, "model.fp32_head = True has no effect: policy and engine are float32"),
+        (
+            {"replay.mode": "r2", "replay.on_missing": "live"},
+            "replay.on_missing = 'live' has no effect",
+        ),
+        (
+            {"model.fp32_head": True},
+            "model.fp32_head = True has no effect: policy and engine are float32",
+        ),
         (
             {"replay.mode": "r2", "replay.shadow_every": 5},
             "replay.shadow_every = 5 has no effect: replay.mode is r2",
@@ -863,9 +974,15 @@ def test_spellings_of_config_json() -> None:
         ({"algo.kl_coef": 0.1, "algo.kl_estimator": "k1"}, "no gradient on average"),
         ({"algo.kl_coef": 0.1, "algo.kl_in": "reward"}, "biased penalty"),
         ({"algo.loss": "gspo", "algo.aggregation": "sequence"}, "never clip gspo"),
-        ({"algo.loss": "gspo", "algo.clip_low": 3e-4, "algo.clip_high": 4e-4}, "the paper has sequence"),
+        (
+            {"algo.loss": "gspo", "algo.clip_low": 3e-4, "algo.clip_high": 4e-4},
+            "the paper has sequence",
+        ),
         ({"algo.loss": "cispo", "algo.clip_low": 1.0}, "algo.clip_high = 0.28 is PPO's"),
-        ({"algo.loss": "pg", "train.updates_per_step": 2}, "all updates of a step but the first are biased"),
+        (
+            {"algo.loss": "pg", "train.updates_per_step": 2},
+            "all updates of a step but the first are biased",
+        ),
         ({"algo.loss": "pg", "algo.clip_low": 0.1}, "algo.clip_low = 0.1 has no effect"),
         ({"algo.loss": "minirl", "algo.clip_dual": 3.0}, "algo.clip_dual = 3.0 has no effect"),
         ({"algo.minirl_cap": 3.0}, "algo.minirl_cap = 3.0 has no effect"),
@@ -903,7 +1020,8 @@ def test_what_would_be_ignored_is_said(values: dict[str, Any], warning: str) -> 
 def test_replay_of_a_dense_model_is_a_warning() -> None:
     config = replace(PRESETS["qwen3-0.6b"](), replay=TINY.replay)
     assert any(
-        "replay.mode = 'r3' has no effect" in text for text in validate.examine(config, 1, DENSE).warnings
+        "replay.mode = 'r3' has no effect" in text
+        for text in validate.examine(config, 1, DENSE).warnings
     )
     assert validate.examine(PRESETS["qwen3-0.6b"](), 1, DENSE).warnings == ()
 

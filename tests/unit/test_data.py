@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.config import Config, RewardConfig
-from r3.data import DataError, Dataset, load_prompts, prompts_of_step, turns
-from r3.rows import Columns, columns_of, is_near, read_rows
+from r3.data.prompts import DataError, Dataset, load_prompts, prompts_of_step, turns
+from r3.data.sources import Columns, columns_of, is_near, read_rows
 from r3.types import Prompt
 
 pytestmark = pytest.mark.unit
@@ -31,7 +31,9 @@ def tokenizer() -> Any:
 
 def write(folder: Path, *lines: str | bytes) -> Path:
     path = folder / "rows.jsonl"
-    path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines) + b"\n")
+    path.write_bytes(
+        b"\n".join(line.encode() if isinstance(line, str) else line for line in lines) + b"\n"
+    )
     return path
 
 
@@ -59,7 +61,10 @@ def test_what_a_row_may_be(tokenizer: Any, tmp_path: Path) -> None:
     dataset = load_prompts(
         write(tmp_path, b"\xef\xbb\xbf" + rows[0].encode(), *rows[1:]), tokenizer, **OPTIONS
     )
-    assert [prompt.id for prompt in dataset.prompts] == ["rows.jsonl:1", "rows.jsonl:3"]  # blank lines count
+    assert [prompt.id for prompt in dataset.prompts] == [
+        "rows.jsonl:1",
+        "rows.jsonl:3",
+    ]  # blank lines count
     assert dataset.prompts[1].messages == tuple(chat)
     assert dataset.prompts[1].metadata == {"level": 3}
 
@@ -78,15 +83,27 @@ def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
         (b'{"question": "\xff", "answer": "b"}', "row", "not UTF-8 at byte 14"),
         ("[1, 2]", "row", "is a list, not an object"),
         ('{"answer": "b"}', "question", "is missing; the row has answer"),
-        ('{"question": "a", "solution": "b"}', "answer", "is missing; the row has question, solution"),
+        (
+            '{"question": "a", "solution": "b"}',
+            "answer",
+            "is missing; the row has question, solution",
+        ),
         ('{"answer": "b", "a.b": 1}', "question", "is missing; the row has answer, a.b"),
         ('{"question": "a", "answer": 3}', "answer", "is a int, not a string"),
         ('{"question": 3, "answer": "b"}', "question", "is a int, neither a string nor a list"),
         ('{"question": " ", "answer": "b"}', "question", "is empty"),
         ('{"question": [], "answer": "b"}', "question", "is an empty list"),
         ('{"question": ["a"], "answer": "b"}', "question", "message 0 is a str"),
-        ('{"question": [{"role": "user"}], "answer": "b"}', "question", "message 0 has no 'content'"),
-        ('{"question": [{"role": 1, "content": ""}], "answer": "b"}', "question", "message 0 has no 'role'"),
+        (
+            '{"question": [{"role": "user"}], "answer": "b"}',
+            "question",
+            "message 0 has no 'content'",
+        ),
+        (
+            '{"question": [{"role": 1, "content": ""}], "answer": "b"}',
+            "question",
+            "message 0 has no 'role'",
+        ),
         (
             json.dumps({"question": "book " * 200, "answer": "b"}),
             "question",
@@ -94,7 +111,9 @@ def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_bad_row_is_named(line: str | bytes, field: str, rule: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_bad_row_is_named(
+    line: str | bytes, field: str, rule: str, tokenizer: Any, tmp_path: Path
+) -> None:
     with pytest.raises(DataError) as caught:
         load_prompts(write(tmp_path, GOOD, line, GOOD), tokenizer, **OPTIONS)
     (problem,) = caught.value.problems
@@ -119,21 +138,34 @@ def test_too_long_rows_are_dropped_and_counted_when_asked(tokenizer: Any, tmp_pa
     dataset = load_prompts(path, tokenizer, **OPTIONS | {"on_too_long": "drop"})
     assert (len(dataset), dataset.dropped_too_long) == (2, 1)
     tokens = len(dataset.prompts[0].tokens_T)
-    assert len(load_prompts(write(tmp_path, GOOD), tokenizer, **OPTIONS | {"max_prompt_tokens": tokens})) == 1
+    assert (
+        len(
+            load_prompts(
+                write(tmp_path, GOOD), tokenizer, **OPTIONS | {"max_prompt_tokens": tokens}
+            )
+        )
+        == 1
+    )
     with pytest.raises(DataError, match=f"none of 1 rows is left: 1 exceed {tokens - 1} tokens"):
         options = OPTIONS | {"max_prompt_tokens": tokens - 1, "on_too_long": "drop"}
         load_prompts(write(tmp_path, GOOD), tokenizer, **options)
 
 
 def test_two_system_messages_are_refused(tokenizer: Any, tmp_path: Path) -> None:
-    row = {"question": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "answer": ""}
+    row = {
+        "question": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+        "answer": "",
+    }
     path = write(tmp_path, json.dumps(row))
     with pytest.raises(DataError, match=r"system message while data\.system_prompt is set"):
         load_prompts(path, tokenizer, **OPTIONS | BRIEF)
 
 
 def test_whole_files_are_refused(tokenizer: Any, tmp_path: Path) -> None:
-    for path, rule in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "contain any data files")):
+    for path, rule in (
+        (tmp_path / "absent.jsonl", "No such file"),
+        (tmp_path, "contain any data files"),
+    ):
         with pytest.raises(DataError, match=rule) as caught:
             load_prompts(path, tokenizer, **OPTIONS)
         assert str(path) in str(caught.value)
@@ -161,7 +193,8 @@ def test_a_conversation_the_template_refuses_is_named(tmp_path: Path) -> None:
 # --- sources ----------------------------------------------------------------------------------------------------------
 
 ROWS: list[dict[str, Any]] = [
-    {"question": f"Tom has {i} books. How many?", "answer": f"#### {i}", "level": i} for i in range(3)
+    {"question": f"Tom has {i} books. How many?", "answer": f"#### {i}", "level": i}
+    for i in range(3)
 ]
 BAD: dict[str, Any] = {"question": " ", "answer": "#### 2", "level": 2}
 
@@ -194,7 +227,9 @@ def saved(folder: Path, rows: list[dict[str, Any]]) -> str:
 def saved_splits(folder: Path, rows: list[dict[str, Any]]) -> str:
     import datasets
 
-    datasets.DatasetDict({"test": table(rows[:1]), "train": table(rows)}).save_to_disk(folder / "splits")
+    datasets.DatasetDict({"test": table(rows[:1]), "train": table(rows)}).save_to_disk(
+        folder / "splits"
+    )
     return f"{folder / 'splits'}:train"
 
 
@@ -297,17 +332,24 @@ def test_only_what_lies_here_is_near(tmp_path: Path) -> None:
 def test_keys_reach_into_nested_objects(tokenizer: Any, tmp_path: Path) -> None:
     row = {"extra": {"question": "1+1?"}, "reward.truth": "2", "reward": {"truth": "3"}}
     columns = Columns(prompt="extra.question", answer="reward.truth")
-    (prompt,) = load_prompts(jsonl(tmp_path, [row]), tokenizer, columns=columns, max_prompt_tokens=99).prompts
+    (prompt,) = load_prompts(
+        jsonl(tmp_path, [row]), tokenizer, columns=columns, max_prompt_tokens=99
+    ).prompts
     assert prompt.messages[0]["content"] == "1+1?"
     assert prompt.answer == "2"  # the column with that very name comes first
     for key in ("extra.answer", "extra.question.text", "other.question"):
         _, (problem,) = read_rows(jsonl(tmp_path, [row]), Columns(prompt=key, answer=""))
-        assert problem.field == key and "is missing; the row has extra, reward.truth, reward" in problem.rule
+        assert (
+            problem.field == key
+            and "is missing; the row has extra, reward.truth, reward" in problem.rule
+        )
 
 
 def test_rows_may_have_no_answers(tokenizer: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path, [{"question": "Say hi."}])
-    (prompt,) = load_prompts(path, tokenizer, columns=Columns(answer=""), max_prompt_tokens=99).prompts
+    (prompt,) = load_prompts(
+        path, tokenizer, columns=Columns(answer=""), max_prompt_tokens=99
+    ).prompts
     assert prompt.answer == ""
 
 
@@ -330,15 +372,23 @@ def test_verifier_that_a_row_names_is_checked_when_it_is_read(tmp_path: Path) ->
 
 TOOL = {
     "type": "function",
-    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])], ids=["list", "text"])
-def test_tools_of_a_row_are_shown_by_the_chat_template(tools: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_tools_of_a_row_are_shown_by_the_chat_template(
+    tools: Any, tokenizer: Any, tmp_path: Path
+) -> None:
     path = jsonl(tmp_path, [{**ROWS[0], "tools": tools}, ROWS[1]])
     columns = Columns(tools="tools", system_prompt="Be brief.")
-    with_tools, without = load_prompts(path, tokenizer, columns=columns, max_prompt_tokens=999).prompts
+    with_tools, without = load_prompts(
+        path, tokenizer, columns=columns, max_prompt_tokens=999
+    ).prompts
     expected = tokenizer.apply_chat_template(
         list(with_tools.messages), tools=[TOOL], add_generation_prompt=True, tokenize=False
     )
@@ -353,7 +403,9 @@ def test_tools_of_a_row_are_shown_by_the_chat_template(tools: Any, tokenizer: An
 
 @pytest.mark.parametrize("tools", ["{", "3", [1]])
 def test_bad_tools_are_named(tools: Any, tmp_path: Path) -> None:
-    _, (problem,) = read_rows(jsonl(tmp_path, [{**ROWS[0], "tools": tools}]), Columns(tools="tools"))
+    _, (problem,) = read_rows(
+        jsonl(tmp_path, [{**ROWS[0], "tools": tools}]), Columns(tools="tools")
+    )
     assert problem.field == "tools" and problem.line == 1
 
 
@@ -365,12 +417,18 @@ def test_duplicates_are_dropped_and_counted_when_asked(tokenizer: Any, tmp_path:
     assert len({prompt.id for prompt in dataset.prompts}) == 5 and len(dataset) == 10
     dataset = load_prompts(path, tokenizer, **OPTIONS, drop_duplicates=True)
     assert (len(dataset), dataset.dropped_duplicates) == (4, 1)
-    assert [prompt.id for prompt in dataset.prompts] == [f"rows.jsonl:{line}" for line in (1, 2, 3, 5)]
-    with pytest.raises(DataError, match="none of 5 rows is left: 0 exceed 100 tokens, 5 came before"):
+    assert [prompt.id for prompt in dataset.prompts] == [
+        f"rows.jsonl:{line}" for line in (1, 2, 3, 5)
+    ]
+    with pytest.raises(
+        DataError, match="none of 5 rows is left: 0 exceed 100 tokens, 5 came before"
+    ):
         load_prompts([path, path], tokenizer, **OPTIONS, drop_duplicates=True)
 
 
-def test_two_files_of_one_name_have_prompts_of_different_names(tokenizer: Any, tmp_path: Path) -> None:
+def test_two_files_of_one_name_have_prompts_of_different_names(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     sources = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -407,13 +465,17 @@ def test_a_procedural_task_is_made_and_scored(tokenizer: Any) -> None:
 
 def numbered(count: int) -> Dataset:
     return Dataset(
-        prompts=tuple(Prompt(id=str(i), messages=(), tokens_T=(i,), answer="") for i in range(count)),
+        prompts=tuple(
+            Prompt(id=str(i), messages=(), tokens_T=(i,), answer="") for i in range(count)
+        ),
     )
 
 
 def walk(dataset: Dataset, *, seed: int, steps: int, count: int) -> list[str]:
     return [
-        p.id for step in range(steps) for p in prompts_of_step(dataset, seed=seed, step=step, count=count)
+        p.id
+        for step in range(steps)
+        for p in prompts_of_step(dataset, seed=seed, step=step, count=count)
     ]
 
 
@@ -426,13 +488,17 @@ def test_each_epoch_is_a_permutation(count: int) -> None:
     assert len(order) == 30 * count
     epochs = [order[i : i + 10] for i in range(0, len(order) - 9, 10)]
     assert all(sorted(epoch, key=int) == [str(i) for i in range(10)] for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == len(epochs)  # 10! orders: epochs are shuffled anew
+    assert len({tuple(epoch) for epoch in epochs}) == len(
+        epochs
+    )  # 10! orders: epochs are shuffled anew
 
 
 def test_the_order_depends_on_seed_and_step_alone() -> None:
     dataset = numbered(50)
     order = walk(dataset, seed=1, steps=20, count=8)
-    assert [p.id for p in prompts_of_step(dataset, seed=1, step=13, count=8)] == order[13 * 8 : 14 * 8]
+    assert [p.id for p in prompts_of_step(dataset, seed=1, step=13, count=8)] == order[
+        13 * 8 : 14 * 8
+    ]
     assert walk(dataset, seed=2, steps=20, count=8) != order
 
 
@@ -441,13 +507,21 @@ def test_turns_keep_to_the_shares_at_every_place(weights: tuple[float, ...]) -> 
     counts = [turns(weights, places) for places in range(400)]
     for places, (now, after) in enumerate(pairwise(counts)):
         assert sum(now) == places
-        assert sorted(b - a for a, b in zip(now, after, strict=True)) == [0] * (len(weights) - 1) + [1]
+        assert sorted(b - a for a, b in zip(now, after, strict=True)) == [0] * (
+            len(weights) - 1
+        ) + [1]
         exact = [places * weight / sum(weights) for weight in weights]
         assert all(abs(a - b) < len(weights) for a, b in zip(now, exact, strict=True))
 
 
 def test_turns_by_hand() -> None:
-    assert [turns((1, 1), places) for places in range(5)] == [[0, 0], [0, 1], [1, 1], [1, 2], [2, 2]]
+    assert [turns((1, 1), places) for places in range(5)] == [
+        [0, 0],
+        [0, 1],
+        [1, 1],
+        [1, 2],
+        [2, 2],
+    ]
     assert turns((3, 1), 100) == [75, 25]
 
 
@@ -455,7 +529,9 @@ def test_weighted_sources_have_epochs_of_their_own_and_resume_exactly() -> None:
     pool = numbered(14)
     dataset = Dataset(prompts=pool.prompts, sizes=(10, 4), weights=(0.25, 0.75))
     assert len(dataset) == 14
-    order = walk(dataset, seed=1, steps=20, count=7)  # 140 places: 35 of the first ten, 105 of the last four
+    order = walk(
+        dataset, seed=1, steps=20, count=7
+    )  # 140 places: 35 of the first ten, 105 of the last four
     first, second = [i for i in order if int(i) < 10], [i for i in order if int(i) >= 10]
     assert (len(first), len(second)) == (35, 105)
     for stream, size in ((first, 10), (second, 4)):

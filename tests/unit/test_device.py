@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from r3.device import seed_everything
+from r3.runtime.device import seed_everything
 
 pytestmark = pytest.mark.unit
 

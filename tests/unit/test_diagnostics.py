@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from r3.diagnostics import (
+from r3.metrics.mismatch import mismatch, shadow
+from r3.metrics.reduce import (
     EffectiveSampleSize,
     LogHistogram,
     Max,
@@ -20,8 +21,6 @@ from r3.diagnostics import (
     PerLayer,
     Quantile,
     Sum,
-    mismatch,
-    shadow,
     to_partials,
 )
 
@@ -29,7 +28,11 @@ pytestmark = pytest.mark.unit
 
 
 def values(panel: dict[str, Partial]) -> dict[str, float | None]:
-    return {key: part.reduce([part]) for key, part in panel.items() if not isinstance(part, LogHistogram)}
+    return {
+        key: part.reduce([part])
+        for key, part in panel.items()
+        if not isinstance(part, LogHistogram)
+    }
 
 
 def floats(*numbers: float) -> np.ndarray:
@@ -46,14 +49,19 @@ EXAMPLES: list[tuple[list[Any], float]] = [
     ([Max(-3.0), Max(None), Max(-1.0)], -1.0),
     ([Quantile(floats(4, 1), 0.5), Quantile(floats(), 0.5), Quantile(floats(3, 2), 0.5)], 2.5),
     ([Quantile(floats(*range(51)), 0.99), Quantile(floats(*range(51, 101)), 0.99)], 99.0),
-    ([EffectiveSampleSize(1.0, 1.0, 1), EffectiveSampleSize(3.0, 9.0, 1)], 16 / 20),  # weights 1 and 3
+    (
+        [EffectiveSampleSize(1.0, 1.0, 1), EffectiveSampleSize(3.0, 9.0, 1)],
+        16 / 20,
+    ),  # weights 1 and 3
 ]
 
 
 @pytest.mark.parametrize(("parts", "expected"), EXAMPLES)
 def test_reduce_by_hand_in_every_order(parts: list[Any], expected: float) -> None:
     for order in itertools.permutations(parts):
-        assert type(parts[0]).reduce(order) == expected  # equal, not close: rank order must not show
+        assert (
+            type(parts[0]).reduce(order) == expected
+        )  # equal, not close: rank order must not show
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,9 @@ def test_nothing_counted_is_none_and_changes_nothing(nothing: Any) -> None:
     assert nothing.reduce([nothing, nothing]) is None
     assert nothing.reduce([]) is None
     for parts, expected in EXAMPLES:
-        if type(parts[0]) is type(nothing) and getattr(parts[0], "q", 0.9) == getattr(nothing, "q", 0.9):
+        if type(parts[0]) is type(nothing) and getattr(parts[0], "q", 0.9) == getattr(
+            nothing, "q", 0.9
+        ):
             assert nothing.reduce([nothing, *parts]) == expected
 
 
@@ -139,8 +149,15 @@ def test_the_histogram_of_sizes_by_hand() -> None:
         ]
     )
     assert len(found) == 48 and found.sum() == 5
-    assert {int(bin): int(found[bin]) for bin in np.flatnonzero(found)} == {0: 2, 28: 1, 40: 1, 47: 1}
-    panel = mismatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0015, -9.0]), torch.tensor([1.0, 0.0]))
+    assert {int(bin): int(found[bin]) for bin in np.flatnonzero(found)} == {
+        0: 2,
+        28: 1,
+        40: 1,
+        47: 1,
+    }
+    panel = mismatch(
+        torch.tensor([-1.0, -2.0]), torch.tensor([-1.0015, -9.0]), torch.tensor([1.0, 0.0])
+    )
     part = panel["abs_log10"]
     assert isinstance(part, LogHistogram) and part.counts[28] == 1 and sum(part.counts) == 1
 
@@ -180,7 +197,9 @@ def test_the_panel_equals_a_loop_over_tokens(seed: int) -> None:
         float(p - r) for p, r, m in zip(policy_N, rollout_N, mask_N, strict=True) if m
     ]  # subtracted in float32, as there
     panel = values(mismatch(policy_N, rollout_N, mask_N))
-    assert panel["k3"] == pytest.approx(math.fsum(math.exp(d) - d - 1 for d in delta) / len(delta), rel=1e-9)
+    assert panel["k3"] == pytest.approx(
+        math.fsum(math.exp(d) - d - 1 for d in delta) / len(delta), rel=1e-9
+    )
     assert panel["f2"] == sum(abs(d) > math.log(2) for d in delta) / len(delta)
     assert panel["abs_mean"] == pytest.approx(math.fsum(map(abs, delta)) / len(delta), rel=1e-9)
     assert panel["abs_max"] == max(map(abs, delta))
@@ -194,7 +213,9 @@ def test_the_panel_equals_a_loop_over_tokens(seed: int) -> None:
 def test_the_shadow_panel_is_part_of_the_panel() -> None:
     tokens = random_tokens(0)
     panel = values(mismatch(*tokens))
-    assert values(shadow(*tokens)) == {key: panel[key] for key in ("k3", "f2", "abs_p99", "abs_max")}
+    assert values(shadow(*tokens)) == {
+        key: panel[key] for key in ("k3", "f2", "abs_p99", "abs_max")
+    }
 
 
 def test_no_loss_tokens_report_nothing() -> None:

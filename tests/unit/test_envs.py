@@ -13,14 +13,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.chat import Chat, ChatError
+from r3.cli.checks import problems
 from r3.config import ConfigError, EnvConfig
 from r3.envs import ENVIRONMENTS, Environment, checked_step, find
 from r3.envs.calculator import Calculator, evaluate
+from r3.envs.chat import Chat, ChatError
 from r3.envs.guess_number import GUESSES, LARGEST, GuessNumber
-from r3.envs.run import Environments, Reply
+from r3.envs.runner import Environments, Reply
 from r3.types import Prompt
-from r3.validate import problems
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -68,7 +68,12 @@ class Mine:
             "Mine.step does not take",
             "Mine.step cannot be",
         ),
-        (GOOD + "    def __init__(self, what): pass\n", "Mine", "", "cannot be made without arguments"),
+        (
+            GOOD + "    def __init__(self, what): pass\n",
+            "Mine",
+            "",
+            "cannot be made without arguments",
+        ),
         (GOOD.replace('("###",)', '"###"'), "Mine", "", "Mine.stop is '###', not a list"),
         (GOOD + "raise OSError('at import')\n", "Mine", "", "raised OSError: at import"),
         ("class Mine(:\n", "Mine", "is not valid Python", "raised SyntaxError"),
@@ -96,14 +101,20 @@ def test_a_users_file_is_refused_by_name(
         ({"path": "mine.py:Mine", "name": "calculator"}, "env.name", "one environment"),
         ({"max_turns": 0}, "env.max_turns", "at least 1"),
         ({"max_turn_tokens": -1}, "env.max_turn_tokens", "negative"),
-        ({"max_turn_tokens": 25}, "env.max_turn_tokens", "exceeds rollout.max_response_tokens = 24"),
+        (
+            {"max_turn_tokens": 25},
+            "env.max_turn_tokens",
+            "exceeds rollout.max_response_tokens = 24",
+        ),
         ({"timeout_s": 0.0}, "env.timeout_s", "above 0"),
         ({"workers": -1}, "env.workers", "negative"),
         ({"retries": -1}, "env.retries", "negative"),
         ({"stop": ("a", "")}, "env.stop", "empty string"),
     ],
 )
-def test_settings_of_the_environment_are_checked(fields: dict[str, Any], field: str, text: str) -> None:
+def test_settings_of_the_environment_are_checked(
+    fields: dict[str, Any], field: str, text: str
+) -> None:
     found = [problem for problem in problems(tiny_config(env=fields), 1) if problem.field == field]
     assert found and text in str(found[0])
 
@@ -199,7 +210,10 @@ def test_the_example_of_the_readme_is_an_environment(tmp_path: Path) -> None:
     file = tmp_path / "my_env.py"
     file.write_text("\n".join(line[4:] for line in source))
     example: Any = find(EnvConfig(path=f"{file}:Hot"))()
-    assert [message["content"] for message in example.reset(prompt())] == ["1+1?", "What is the number?"]
+    assert [message["content"] for message in example.reset(prompt())] == [
+        "1+1?",
+        "What is the number?",
+    ]
     replies = [example.step(said(text)) for text in ("is it 7?", "hm", "0", "2")]
     assert [checked_step(reply).reward for reply in replies] == [-0.1, None, -0.1, 1.0]
     assert [reply[0][0]["content"] for reply in replies[:3]] == ["lower", "Say a number.", "higher"]
@@ -228,7 +242,9 @@ def test_what_follows_is_what_the_template_renders(tokenizer: Any) -> None:
 
 TEMPLATES: dict[str, tuple[Callable[[str], str], str]] = {
     "counts turns": (
-        lambda t: t.replace("message.role ~ '\\n' ~ (", "message.role ~ ' ' ~ loop.index ~ '\\n' ~ ("),
+        lambda t: t.replace(
+            "message.role ~ '\\n' ~ (", "message.role ~ ' ' ~ loop.index ~ '\\n' ~ ("
+        ),
         "differently after a longer conversation",
     ),
     "forgets the model's message": (
@@ -239,7 +255,8 @@ TEMPLATES: dict[str, tuple[Callable[[str], str], str]] = {
     ),
     "rewrites the model's message": (
         lambda t: t.replace(
-            "(message.content or '')", "('> ' if message.role == 'assistant' else '') ~ message.content"
+            "(message.content or '')",
+            "('> ' if message.role == 'assistant' else '') ~ message.content",
         ),
         "moves or changes the model's message",
     ),
@@ -250,7 +267,9 @@ TEMPLATES: dict[str, tuple[Callable[[str], str], str]] = {
         "one special token",
     ),
     "refuses a second user": (
-        lambda t: t + "{%- if messages|length > 1 %}{{ raise_exception('only one message') }}{%- endif %}",
+        lambda t: (
+            t + "{%- if messages|length > 1 %}{{ raise_exception('only one message') }}{%- endif %}"
+        ),
         "only one message",
     ),
 }
@@ -268,7 +287,9 @@ def test_templates_that_cannot_be_appended_to_are_refused(name: str) -> None:
     assert text in str(error.value)
 
 
-def test_messages_the_template_does_not_take_are_an_error_of_the_conversation(tokenizer: Any) -> None:
+def test_messages_the_template_does_not_take_are_an_error_of_the_conversation(
+    tokenizer: Any,
+) -> None:
     picky: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     picky.chat_template = (
         "{%- if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{%- endif %}"
@@ -315,7 +336,9 @@ def collect(environments: Environments, count: int) -> dict[int, Reply]:
     return replies
 
 
-@pytest.mark.parametrize(("name", "workers"), [("Plain", 0), ("Plain", 2), ("Async", 0), ("Async", 2)])
+@pytest.mark.parametrize(
+    ("name", "workers"), [("Plain", 0), ("Plain", 2), ("Async", 0), ("Async", 2)]
+)
 def test_conversations_keep_their_own_environment_wherever_it_runs(
     name: str, workers: int, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from r3.evaluate import accuracy_metrics, pass_at_k
+from r3.rollout.evaluate import accuracy_metrics, pass_at_k
 
 pytestmark = pytest.mark.unit
 
@@ -19,9 +19,13 @@ def value(partial: object) -> float:
 def test_pass_at_k_is_the_share_of_choices_of_k_that_hold_a_right_one(samples: int) -> None:
     for correct in range(samples + 1):
         for k in range(1, samples + 1):
-            choices = list(combinations(range(samples), k))  # answers 0 .. correct - 1 are the right ones
+            choices = list(
+                combinations(range(samples), k)
+            )  # answers 0 .. correct - 1 are the right ones
             share = sum(min(choice) < correct for choice in choices) / len(choices)
-            assert pass_at_k(samples, correct, k) == pytest.approx(share, abs=1e-12)  # float64 rounding
+            assert pass_at_k(samples, correct, k) == pytest.approx(
+                share, abs=1e-12
+            )  # float64 rounding
 
 
 def test_one_sample_gives_accuracy_alone() -> None:
@@ -31,7 +35,9 @@ def test_one_sample_gives_accuracy_alone() -> None:
 
 def test_several_samples_give_avg_and_pass() -> None:
     rewards = [1.0, 0.5, 0.0, 0.0] + [1.0, 1.0, 1.0, 0.0]  # two questions, four answers each
-    metrics = {key: value(part) for key, part in accuracy_metrics("a", rewards, 4, (1, 2, 4)).items()}
+    metrics = {
+        key: value(part) for key, part in accuracy_metrics("a", rewards, 4, (1, 2, 4)).items()
+    }
     assert metrics == pytest.approx(
         {
             "eval/a/accuracy": 4 / 8,  # rewards below 1 are not right

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from r3.exchange import Rewards, decode, encode, gather_rewards, score_all
-from r3.mesh import Axis
-from r3.packing import pack, with_advantages
-from r3.rollout import Answers
-from r3.shape import ModelShape
+from r3.algo.packing import pack, with_advantages
+from r3.models.shape import ModelShape
+from r3.rollout.codec import decode, encode
+from r3.rollout.collect import CollectedRollouts
+from r3.rollout.scored import Rewards, gather_rewards, score_all
+from r3.runtime.mesh import Axis
 from r3.types import Rollout
 from tests.tiny import random_rollouts, tiny_config
 
@@ -26,16 +27,16 @@ SHAPE = ModelShape.read(CONFIG.model.path)
 
 def answers(
     lengths: tuple[int, ...] = (9, 30, 24, 12), rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 0.0)
-) -> Answers:
+) -> CollectedRollouts:
     """Two groups of two; a third of each sequence is its prompt: responses of 6, 20, 16 and 8 tokens."""
-    return Answers(rollouts=random_rollouts(SHAPE, lengths), rewards=list(rewards))
+    return CollectedRollouts(rollouts=random_rollouts(SHAPE, lengths), rewards=list(rewards))
 
 
 class Two(Axis):
     """Both ranks of a world of two in one process: what the other rank would send is given."""
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        other = [((group + 2, member), reward - 1) for (group, member), reward in item]
+        other = [((group + 2, sample_index), reward - 1) for (group, sample_index), reward in item]
         return [other, item]
 
 
@@ -51,11 +52,13 @@ def test_rewards_of_all_ranks_come_in_the_order_of_the_step() -> None:
 
 def test_a_conversation_left_out_leaves_no_gap_in_the_numbers() -> None:
     whole = answers(rewards=(1.0, 0.0, 0.0, 1.0))
-    rest = Answers(rollouts=[whole.rollouts[i] for i in (0, 2, 3)], rewards=[1.0, 0.0, 1.0])
+    rest = CollectedRollouts(
+        rollouts=[whole.rollouts[i] for i in (0, 2, 3)], rewards=[1.0, 0.0, 1.0]
+    )
     rewards = gather_rewards(rest, ALONE, CONFIG)
     assert rewards.names_R == ((0, 0), (1, 0), (1, 1))
     scored = score_all(rest, rewards, CONFIG)
-    assert [(item.index, item.rollout.group, item.rollout.member) for item in scored] == [
+    assert [(item.index, item.rollout.group, item.rollout.sample_index) for item in scored] == [
         (0, 0, 0),
         (1, 1, 0),
         (2, 1, 1),
@@ -65,7 +68,9 @@ def test_a_conversation_left_out_leaves_no_gap_in_the_numbers() -> None:
     assert rewards.groups_with_signal == [1]
 
 
-def test_overlong_penalty_shapes_the_reward_before_the_advantage_and_leaves_the_dump_alone() -> None:
+def test_overlong_penalty_shapes_the_reward_before_the_advantage_and_leaves_the_dump_alone() -> (
+    None
+):
     algo = replace(CONFIG.algo, advantage="dr_grpo", overlong_buffer=8, overlong_penalty=0.5)
     config = replace(CONFIG, algo=algo)
     rewards = gather_rewards(answers(), ALONE, config)
@@ -80,9 +85,14 @@ def test_overlong_penalty_counts_observations_as_the_limit_does() -> None:
     config = replace(CONFIG, algo=replace(CONFIG.algo, overlong_buffer=8))
     talks = answers()
     mask_T = talks.rollouts[2].loss_mask_T.copy()
-    mask_T[10:20] = 0  # 6 of its 16 tokens after the prompt are sampled, the others are observations
+    mask_T[10:20] = (
+        0  # 6 of its 16 tokens after the prompt are sampled, the others are observations
+    )
     talks.rollouts[2] = replace(talks.rollouts[2], loss_mask_T=mask_T)
-    assert talks.rollouts[2].num_response_tokens == 6 and talks.rollouts[2].num_tokens_after_prompt == 16
+    assert (
+        talks.rollouts[2].num_response_tokens == 6
+        and talks.rollouts[2].num_tokens_after_prompt == 16
+    )
     assert gather_rewards(talks, ALONE, config).rewards_R.tolist() == [1.0, -1.0, 0.5, 0.0]
     nothing = replace(talks.rollouts[2], loss_mask_T=np.zeros_like(mask_T))
     assert nothing.num_tokens_after_prompt == 0
@@ -102,7 +112,11 @@ def test_filtered_answers_keep_their_place_in_the_baseline_and_lose_their_loss()
 
 def test_advantages_can_be_replaced_in_a_packed_micro_batch() -> None:
     rollouts: list[Rollout] = random_rollouts(SHAPE, (9, 6))
-    sizes = {"num_experts": SHAPE.num_experts, "num_layers": len(SHAPE.moe_layers), "topk": SHAPE.topk}
+    sizes = {
+        "num_experts": SHAPE.num_experts,
+        "num_layers": len(SHAPE.moe_layers),
+        "topk": SHAPE.topk,
+    }
     before = pack(rollouts, [3, 1], [0.5, -0.5], multiple=8, **sizes)
     assert before.rollout_ids == (3, 1, -1)
     after = with_advantages(before, [9.0, -2.0, 9.0, 0.25])

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3 import assets
-from r3.hf import CheckpointReader, write_checkpoint
+from r3.models.hf_checkpoint import CheckpointReader, write_checkpoint
 from r3.policy.families.family import Kind
 from r3.policy.weights import HeadLayout, Slot, load, split, uncut
 
@@ -52,7 +52,9 @@ def _slot(kind: Kind, names: list[str], tensor: torch.Tensor, index: int, count:
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_every_cut_is_read_by_itself_and_together_they_are_the_tensors(kind: Kind, tmp_path: Path) -> None:
+def test_every_cut_is_read_by_itself_and_together_they_are_the_tensors(
+    kind: Kind, tmp_path: Path
+) -> None:
     tensors = {f"{kind}.{i}": torch.randn(shape) for i, shape in enumerate(PARTS[kind])}
     save_file(tensors, str(tmp_path / "model.safetensors"))
     rows = sum(tensor.shape[0] for tensor in tensors.values())
@@ -67,11 +69,15 @@ def test_every_cut_is_read_by_itself_and_together_they_are_the_tensors(kind: Kin
                     reader.read,
                     HEADS,
                 )
-                assert reader.bytes_read == held.nbytes, "a rank reads what it holds and not a byte more"
+                assert reader.bytes_read == held.nbytes, (
+                    "a rank reads what it holds and not a byte more"
+                )
                 assert reader.largest_read <= held.nbytes
             cuts.append(held)
         whole = split(kind, uncut(kind, cuts), HEADS)
-        assert all(torch.equal(one, other) for one, other in zip(whole, tensors.values(), strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(whole, tensors.values(), strict=True)
+        )
 
 
 def test_interleaving_puts_each_group_of_queries_before_its_key_and_value(tmp_path: Path) -> None:
@@ -100,7 +106,11 @@ def test_rows_of_a_padded_vocabulary_are_zero(tmp_path: Path) -> None:
     save_file({"embed": vocabulary}, str(tmp_path / "model.safetensors"))
     cuts = [torch.full((2, 6), torch.nan) for _ in range(4)]
     with CheckpointReader(tmp_path) as reader:
-        load([_slot("column", ["embed"], cut, i, 4) for i, cut in enumerate(cuts)], reader.read, HEADS)
+        load(
+            [_slot("column", ["embed"], cut, i, 4) for i, cut in enumerate(cuts)],
+            reader.read,
+            HEADS,
+        )
         assert reader.bytes_read == vocabulary.nbytes
     assert torch.equal(torch.cat(cuts), torch.cat([vocabulary, torch.zeros(3, 6)]))
 
@@ -111,7 +121,9 @@ def test_reading_a_cut_takes_no_more_memory_than_the_cut(dim: int, tmp_path: Pat
     with CheckpointReader(tmp_path) as reader:
         before = _memory("RssAnon")
         piece = reader.read("large", dim, 1, 4)
-        assert piece.numel() == 4096 * 1024 and torch.isfinite(piece.max())  # every number of it is looked at
+        assert piece.numel() == 4096 * 1024 and torch.isfinite(
+            piece.max()
+        )  # every number of it is looked at
         # 64 MiB the whole, 16 a cut; 8 for what python and the allocator keep
         assert _memory("RssAnon") - before <= 24 * MIB
 
@@ -125,7 +137,12 @@ def test_writing_holds_one_file_of_tensors_and_not_the_model(tmp_path: Path) -> 
     before = _memory("VmHWM")
     out = tmp_path / "out"
     write_checkpoint(
-        out, stream(), like=assets.TINY_MOE, dtype=torch.float32, metadata={}, bytes_per_file=72 * MIB
+        out,
+        stream(),
+        like=assets.TINY_MOE,
+        dtype=torch.float32,
+        metadata={},
+        bytes_per_file=72 * MIB,
     )
     # 288 MiB in all. A file's worth, the tensor under way and its copy, 16 for the rest.
     assert _memory("VmHWM") - before <= (72 + 36 + 36 + 16) * MIB

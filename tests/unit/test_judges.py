@@ -17,17 +17,20 @@ import pytest
 
 from r3 import assets
 from r3.config import ConfigError, RewardConfig
+from r3.models.shape import ModelShape
 from r3.rewards.http import filled, parsed
-from r3.rewards.judge import Judge, RewardError, Verdict, judge_of, names_of
-from r3.shape import ModelShape
+from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer, names_of
+from r3.runtime.workers import CallError
 from r3.types import Prompt, Rollout
-from r3.workers import CallError
 from tests.tiny import random_rollouts
 
 pytestmark = pytest.mark.unit
 
 PROMPT = Prompt(
-    id="rows.jsonl:7", messages=({"role": "user", "content": "3 + 4?"},), tokens_T=(1,), answer="#### 7"
+    id="rows.jsonl:7",
+    messages=({"role": "user", "content": "3 + 4?"},),
+    tokens_T=(1,),
+    answer="#### 7",
 )
 
 FUNCTIONS = """
@@ -86,32 +89,32 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def rollout(response: str, member: int = 0) -> Rollout:
+def rollout(response: str, sample_index: int = 0) -> Rollout:
     (made,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
-    return replace(made, response=response, member=member)
+    return replace(made, response=response, sample_index=sample_index)
 
 
 @contextmanager
-def judging(*functions: str, **settings: Any) -> Iterator[Judge]:
-    judge = judge_of(RewardConfig(function=functions, **{"retries": 0} | settings))
+def judging(*functions: str, **settings: Any) -> Iterator[Scorer]:
+    scorer = make_scorer(RewardConfig(function=functions, **{"retries": 0} | settings))
     try:
-        yield judge
+        yield scorer
     finally:
-        judge.close()
+        scorer.close()
 
 
-def verdicts(
-    judge: Judge, responses: list[str], limit_s: float = 60.0, first_key: int = 0
-) -> dict[Any, Verdict]:
+def reward_results(
+    scorer: Scorer, responses: list[str], limit_s: float = 60.0, first_key: int = 0
+) -> dict[Any, RewardResult]:
     """All of them and those asked before, however they come."""
     for key, response in enumerate(responses, first_key):
-        judge.submit(key, rollout(response, key), PROMPT)
-    found: dict[Any, Verdict] = {}
+        scorer.submit(key, rollout(response, key), PROMPT)
+    found: dict[Any, RewardResult] = {}
     until = time.monotonic() + limit_s
-    while judge.outstanding and time.monotonic() < until:
-        found |= {verdict.key: verdict for verdict in judge.poll(0.2)}
+    while scorer.outstanding and time.monotonic() < until:
+        found |= {reward_result.key: reward_result for reward_result in scorer.poll(0.2)}
     assert len(found) == first_key + len(responses), (
-        f"after {limit_s} s {judge.outstanding} are without a verdict"
+        f"after {limit_s} s {scorer.outstanding} are without a verdict"
     )
     return found
 
@@ -120,8 +123,10 @@ def verdicts(
 
 
 def test_the_reward_is_the_weighted_sum_of_its_components(file: Path) -> None:
-    with judging("gsm8k", f"{file}:length", f"{file}:later", weights=(1.0, -0.5, 0.25), workers=0) as judge:
-        found = verdicts(judge, ["#### 7", "#### 8888888888"])
+    with judging(
+        "gsm8k", f"{file}:length", f"{file}:later", weights=(1.0, -0.5, 0.25), workers=0
+    ) as scorer:
+        found = reward_results(scorer, ["#### 7", "#### 8888888888"])
     # 1 - 0.5 * 6 / 10 + 0.25 * 2; 0 - 0.5 * 15 / 10 + 0.25 * 2. In float64, and in this order.
     assert found[0].reward == 1.0 - 0.5 * 0.6 + 0.5
     assert found[1].reward == 0.0 - 0.5 * 1.5 + 0.5
@@ -134,19 +139,19 @@ def test_components_of_one_name_are_numbered() -> None:
 
 
 def test_built_in_functions_judge_at_once() -> None:
-    with judging("gsm8k", "exact") as judge:
-        assert judge.quick
-        judge.submit("a", rollout("#### 7"), PROMPT)
-        assert [(each.key, each.reward) for each in judge.poll(0.0)] == [("a", 2.0)]
+    with judging("gsm8k", "exact") as scorer:
+        assert scorer.quick
+        scorer.submit("a", rollout("#### 7"), PROMPT)
+        assert [(each.key, each.reward) for each in scorer.poll(0.0)] == [("a", 2.0)]
 
 
 def test_nobody_waits_for_a_slow_function(file: Path) -> None:
-    with judging(f"{file}:together") as judge:  # nobody answers before eight are asked
-        assert not judge.quick
+    with judging(f"{file}:together") as scorer:  # nobody answers before eight are asked
+        assert not scorer.quick
         for key in range(7):
-            judge.submit(key, rollout(""), PROMPT)
-        assert judge.poll(0.1) == []
-        found = verdicts(judge, [""] * 8, first_key=7)
+            scorer.submit(key, rollout(""), PROMPT)
+        assert scorer.poll(0.1) == []
+        found = reward_results(scorer, [""] * 8, first_key=7)
     assert len(found) == 15 and {each.reward for each in found.values()} == {2.0}
 
 
@@ -163,20 +168,20 @@ def test_nobody_waits_for_a_slow_function(file: Path) -> None:
     ],
 )
 def test_a_failure_stops_the_run_and_names_the_sample(file: Path, name: str, rule: str) -> None:
-    with judging(f"{file}:{name}", timeout_s=0.5) as judge:
-        judge.submit(0, rollout("hang " + "r" * 300, member=3), PROMPT)
+    with judging(f"{file}:{name}", timeout_s=0.5) as scorer:
+        scorer.submit(0, rollout("hang " + "r" * 300, sample_index=3), PROMPT)
         with pytest.raises(RewardError, match=rule) as caught:
-            judge.poll(60.0)
+            scorer.poll(60.0)
     message = str(caught.value)
-    assert f"reward {name} failed" in message and "prompt rows.jsonl:7, member 3" in message
+    assert f"reward {name} failed" in message and "prompt rows.jsonl:7, sample 3" in message
     assert f"'hang {'r' * 195}'" in message and "reward.on_error" in message
 
 
 def test_a_crash_of_a_built_in_names_the_sample() -> None:
-    with judging("gsm8k") as judge:
-        judge.submit(0, rollout("#### 7"), replace(PROMPT, answer="seven"))
+    with judging("gsm8k") as scorer:
+        scorer.submit(0, rollout("#### 7"), replace(PROMPT, answer="seven"))
         with pytest.raises(RewardError, match=r"has no '#### number': 'seven'"):
-            judge.poll()
+            scorer.poll()
 
 
 def test_interrupts_are_not_rewards() -> None:
@@ -184,29 +189,31 @@ def test_interrupts_are_not_rewards() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Judge.of_function(interrupted)(rollout(""), PROMPT)
+        Scorer.of_function(interrupted)(rollout(""), PROMPT)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("hang", "timeouts"), ("die", "crashes")])
-def test_a_worker_that_hangs_or_dies_costs_its_own_answer_alone(file: Path, name: str, kind: str) -> None:
+def test_a_worker_that_hangs_or_dies_costs_its_own_answer_alone(
+    file: Path, name: str, kind: str
+) -> None:
     settings: dict[str, Any] = {"workers": 1, "timeout_s": 2.0, "on_error": "zero"}
-    with judging("gsm8k", f"{file}:{name}", **settings) as judge:
-        found = verdicts(judge, ["#### 7", f"#### 7 {name}", "#### 7"])
-        counts = judge.take_counts()
+    with judging("gsm8k", f"{file}:{name}", **settings) as scorer:
+        found = reward_results(scorer, ["#### 7", f"#### 7 {name}", "#### 7"])
+        counts = scorer.take_counts()
     assert [found[key].reward for key in range(3)] == [2.0, 0.0, 2.0]
     assert found[1].parts == {"gsm8k": 1.0} and f"reward {name} failed" in found[1].failure
     assert counts[kind] == 1 and counts["calls"] == 6
 
 
 def test_an_async_function_runs_in_worker_processes_too(file: Path) -> None:
-    with judging(f"{file}:later", workers=1) as judge:
-        assert judge(rollout(""), PROMPT) == 2.0
+    with judging(f"{file}:later", workers=1) as scorer:
+        assert scorer(rollout(""), PROMPT) == 2.0
 
 
 def test_a_call_is_tried_again(file: Path) -> None:
-    with judging(f"{file}:once", retries=1) as judge:
-        assert judge(rollout("flag"), PROMPT) == 1.0
-        assert judge.take_counts() == {"calls": 1, "errors": 1, "retries": 1}
+    with judging(f"{file}:once", retries=1) as scorer:
+        assert scorer(rollout("flag"), PROMPT) == 1.0
+        assert scorer.take_counts() == {"calls": 1, "errors": 1, "retries": 1}
 
 
 # ---- math
@@ -216,15 +223,15 @@ def test_math_judges_by_value_in_worker_processes() -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
     half = replace(PROMPT, answer="steps\n#### \\frac{1}{2}")
     tower = "$" + "9^{" * 7 + "9" + "}" * 7 + "$"  # a number that nobody can compute
-    with judging("math", timeout_s=10.0, on_error="zero") as judge:
+    with judging("math", timeout_s=10.0, on_error="zero") as scorer:
         right, wrong = ("so it is \\boxed{0.5}", "thus $2/4$"), ("\\boxed{2}", "no idea")
         for key, response in enumerate([*right, *wrong, tower]):
-            judge.submit(key, rollout(response), half)
-        judge.submit("unreadable", rollout("7"), replace(PROMPT, answer="####"))
-        found: dict[Any, Verdict] = {}
-        while judge.outstanding:
-            found |= {verdict.key: verdict for verdict in judge.poll(1.0)}
-        counts = judge.take_counts()
+            scorer.submit(key, rollout(response), half)
+        scorer.submit("unreadable", rollout("7"), replace(PROMPT, answer="####"))
+        found: dict[Any, RewardResult] = {}
+        while scorer.outstanding:
+            found |= {reward_result.key: reward_result for reward_result in scorer.poll(1.0)}
+        counts = scorer.take_counts()
     assert [found[key].reward for key in range(4)] == [1.0, 1.0, 0.0, 0.0]
     assert not any(found[key].failure for key in range(4))
     assert "has no expression" in found["unreadable"].failure
@@ -235,7 +242,7 @@ def test_math_judges_by_value_in_worker_processes() -> None:
 def test_math_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
     with pytest.raises(ConfigError, match="pip install 'math-verify"):
-        judge_of(RewardConfig(function=("math",)))
+        make_scorer(RewardConfig(function=("math",)))
 
 
 # ---- HTTP
@@ -266,7 +273,9 @@ class Server:
                 status, content, headers = behave(number, body)
                 with lock:
                     outer.now -= 1
-                data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+                data = (
+                    content.encode() if isinstance(content, str) else json.dumps(content).encode()
+                )
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
@@ -290,12 +299,12 @@ class Server:
 @contextmanager
 def served(
     behave: Callable[[int, dict[str, Any]], Answer], **settings: Any
-) -> Iterator[tuple[Judge, Server]]:
+) -> Iterator[tuple[Scorer, Server]]:
     server = Server(behave)
     try:
         defaults = {"url": server.url, "model": "grader", "backoff_s": 0.05, "timeout_s": 20.0}
-        with judging("http", **defaults | settings) as judge:
-            yield judge, server
+        with judging("http", **defaults | settings) as scorer:
+            yield scorer, server
     finally:
         server.close()
 
@@ -314,9 +323,9 @@ def test_a_server_judges_many_at_once_but_not_too_many(monkeypatch: pytest.Monke
         score = float("Response:\n#### 7" in said)
         return completion(f'I think {{"reason": "sum", "score": {score}}} it is')
 
-    with served(behave, max_connections=3, api_key_env="GRADER_KEY") as (judge, server):
+    with served(behave, max_connections=3, api_key_env="GRADER_KEY") as (scorer, server):
         began = time.monotonic()
-        found = verdicts(judge, ["#### 7", "#### 8"] * 6)
+        found = reward_results(scorer, ["#### 7", "#### 8"] * 6)
         seconds = time.monotonic() - began
     assert [found[key].reward for key in range(12)] == [1.0, 0.0] * 6
     assert server.most == 3
@@ -327,13 +336,16 @@ def test_a_server_judges_many_at_once_but_not_too_many(monkeypatch: pytest.Monke
 
 def test_rate_limits_and_faults_of_a_server_are_waited_out() -> None:
     def behave(number: int, body: dict[str, Any]) -> Answer:
-        return [(429, "slow down", {}), (503, "busy", {}), (500, "oops", {}), completion('{"score": 0.5}')][
-            number - 1
-        ]
+        return [
+            (429, "slow down", {}),
+            (503, "busy", {}),
+            (500, "oops", {}),
+            completion('{"score": 0.5}'),
+        ][number - 1]
 
-    with served(behave, retries=3) as (judge, server):
-        assert judge(rollout("r"), PROMPT) == 0.5
-        assert judge.take_counts() == {"calls": 1, "errors": 3, "retries": 3}
+    with served(behave, retries=3) as (scorer, server):
+        assert scorer(rollout("r"), PROMPT) == 0.5
+        assert scorer.take_counts() == {"calls": 1, "errors": 3, "retries": 3}
     times = [when for when, _, _ in server.seen]
     pauses = [after - before for before, after in pairwise(times)]
     # 0.05, 0.1, 0.2 s of back-off at least; how much more is the machine's affair.
@@ -342,17 +354,24 @@ def test_rate_limits_and_faults_of_a_server_are_waited_out() -> None:
 
 def test_retry_after_is_heeded() -> None:
     def behave(number: int, body: dict[str, Any]) -> Answer:
-        return (429, "slow down", {"Retry-After": "1"}) if number == 1 else completion('{"score": 1}')
+        return (
+            (429, "slow down", {"Retry-After": "1"}) if number == 1 else completion('{"score": 1}')
+        )
 
-    with served(behave, retries=1) as (judge, server):
-        assert judge(rollout("r"), PROMPT) == 1.0
+    with served(behave, retries=1) as (scorer, server):
+        assert scorer(rollout("r"), PROMPT) == 1.0
     assert server.seen[1][0] - server.seen[0][0] >= 1.0
 
 
 @pytest.mark.parametrize(
     ("answer", "settings", "rule", "requests"),
     [
-        ((404, "no such model: grader", {}), {"retries": 3}, "answered 404: no such model: grader", 1),
+        (
+            (404, "no such model: grader", {}),
+            {"retries": 3},
+            "answered 404: no such model: grader",
+            1,
+        ),
         ((429, "slow down", {}), {"retries": 1}, "answered 429: slow down", 2),
         (completion("It is right."), {}, "has no JSON object .* 'It is right.'", 1),
         (completion(None), {}, "is no text: None", 1),
@@ -363,13 +382,15 @@ def test_retry_after_is_heeded() -> None:
 def test_what_a_server_did_wrong_is_said(
     answer: Answer, settings: dict[str, Any], rule: str, requests: int
 ) -> None:
-    with served(lambda number, body: answer, **settings) as (judge, server):
-        judge.submit(0, rollout("my answer"), PROMPT)
+    with served(lambda number, body: answer, **settings) as (scorer, server):
+        scorer.submit(0, rollout("my answer"), PROMPT)
         with pytest.raises(RewardError, match=rule) as caught:
             while True:
-                judge.poll(1.0)
+                scorer.poll(1.0)
         assert len(server.seen) == requests
-    assert "prompt rows.jsonl:7, member 0" in str(caught.value) and "'my answer'" in str(caught.value)
+    assert "prompt rows.jsonl:7, sample 0" in str(caught.value) and "'my answer'" in str(
+        caught.value
+    )
 
 
 def test_a_slow_server_and_an_absent_one_are_failures() -> None:
@@ -377,15 +398,15 @@ def test_a_slow_server_and_an_absent_one_are_failures() -> None:
         time.sleep(2.0 if number == 1 else 0.0)
         return completion('{"score": 1}')
 
-    with served(behave, timeout_s=0.5, on_error="drop") as (judge, server):
-        (found,) = verdicts(judge, ["r"]).values()
+    with served(behave, timeout_s=0.5, on_error="drop") as (scorer, server):
+        (found,) = reward_results(scorer, ["r"]).values()
         assert "failed (timeout): not done after 0.5 s" in found.failure
-        assert judge.take_counts()["timeouts"] == 1
-    with served(behave, retries=2) as (judge, server):
+        assert scorer.take_counts()["timeouts"] == 1
+    with served(behave, retries=2) as (scorer, server):
         server.close()
         with pytest.raises(RewardError, match="ConnectError"):
-            judge(rollout("r"), PROMPT)
-        assert judge.take_counts() == {"calls": 1, "errors": 3, "retries": 2}
+            scorer(rollout("r"), PROMPT)
+        assert scorer.take_counts() == {"calls": 1, "errors": 3, "retries": 2}
 
 
 @pytest.mark.parametrize(
@@ -401,7 +422,9 @@ def test_scores_are_found(text: str, pattern: str, score: float) -> None:
     assert parsed(text, pattern) == score
 
 
-@pytest.mark.parametrize("text", ["", "1", '{"score": "1"}', '{"score": true}', '{"score": NaN}', "{"])
+@pytest.mark.parametrize(
+    "text", ["", "1", '{"score": "1"}', '{"score": true}', '{"score": NaN}', "{"]
+)
 def test_what_is_no_score_is_refused(text: str) -> None:
     with pytest.raises(CallError):
         parsed(text)
@@ -409,11 +432,14 @@ def test_what_is_no_score_is_refused(text: str) -> None:
 
 def test_a_response_cannot_reach_into_the_template() -> None:
     assert (
-        filled("{question}|{response}|{x}", "{answer} {question}", PROMPT) == "3 + 4?|{answer} {question}|{x}"
+        filled("{question}|{response}|{x}", "{answer} {question}", PROMPT)
+        == "3 + 4?|{answer} {question}|{x}"
     )
 
 
 def test_an_absent_key_is_said_before_the_run() -> None:
-    settings = RewardConfig(function=("http",), url="http://x/v1", model="m", api_key_env="R3_NO_SUCH_KEY")
+    settings = RewardConfig(
+        function=("http",), url="http://x/v1", model="m", api_key_env="R3_NO_SUCH_KEY"
+    )
     with pytest.raises(ConfigError, match="R3_NO_SUCH_KEY"):
-        judge_of(settings)
+        make_scorer(settings)

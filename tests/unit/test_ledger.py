@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from r3.exchange import Scored, checksums, damage, decode, encode
-from r3.ledger import LedgerError, captured_rows, reconcile
-from r3.packing import pack
+from r3.algo.packing import pack
+from r3.handover.rollouts import damage
+from r3.rollout.codec import checksums, decode, encode
+from r3.rollout.scored import Scored
+from r3.routing.ledger import LedgerError, captured_rows, reconcile
 from r3.types import Rollout
 from tests.unit.test_packing import MOE, rollout
 
@@ -77,10 +79,14 @@ def test_a_stage_gets_its_layers_byte_for_byte(layers: tuple[int, ...] | None) -
             routes, answer.routed_experts[:, list(wanted), : 2 if len(wanted) else 0]
         )
         assert routes.dtype == np.int8
-        assert routes.nbytes == (len(answer.tokens_T) - 1) * len(wanted) * 2 * 1  # (T-1) * L * K * b
+        assert (
+            routes.nbytes == (len(answer.tokens_T) - 1) * len(wanted) * 2 * 1
+        )  # (T-1) * L * K * b
         assert item.checksums == checksums(answer.tokens_T, routes)
     whole, part = len(encode(items)), len(encode(items, (1,)))
-    assert whole - part >= 6 * 1 * 2  # six rows, one layer less, top-2: the message itself is shorter
+    assert (
+        whole - part >= 6 * 1 * 2
+    )  # six rows, one layer less, top-2: the message itself is shorter
 
 
 def test_every_way_of_taking_anothers_rows_changes_the_checksum() -> None:
@@ -90,7 +96,9 @@ def test_every_way_of_taking_anothers_rows_changes_the_checksum() -> None:
     mine = {item.index: item for item in decode(encode(items))}
 
     def packed(*rollouts: Rollout) -> str:
-        return damage(pack(rollouts, [0, 1], [0.5, 0.5], **MOE, multiple=4, sequence_multiple=2), mine)
+        return damage(
+            pack(rollouts, [0, 1], [0.5, 0.5], **MOE, multiple=4, sequence_multiple=2), mine
+        )
 
     assert packed(*answers) == ""
     one, two = answers
@@ -101,6 +109,8 @@ def test_every_way_of_taking_anothers_rows_changes_the_checksum() -> None:
         np.concatenate([one.routed_experts[:3], two.routed_experts[3:]]),
     ):
         said = packed(replace(one, routed_experts=wrong), two)
-        assert said.startswith("rollout prompt0/0: its packed tokens and routes are not those that were sent")
+        assert said.startswith(
+            "rollout prompt0/0: its packed tokens and routes are not those that were sent"
+        )
     assert packed(two, one) != ""  # whole rollouts under each other's names
     assert "prompt1/0" in packed(one, replace(two, tokens_T=one.tokens_T))

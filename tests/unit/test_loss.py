@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from r3 import diagnostics
-from r3.loss import (
+from r3.algo.loss import (
     CORRECTIONS,
     LOSSES,
     Bounds,
@@ -25,6 +24,7 @@ from r3.loss import (
     minirl,
     ppo_clip,
 )
+from r3.metrics.mismatch import mismatch
 
 pytestmark = pytest.mark.unit
 
@@ -99,7 +99,9 @@ def ppo(log_ratio: list[float], advantages: list[float]) -> tuple[Tensor, list[b
 
 def test_ppo_clip_by_hand() -> None:
     up, down = math.log(1.5), math.log(0.5)
-    loss_N, clipped_N, gradient_N = ppo([0.0, up, up, down, down, 0.1], [1.0, 2.0, -2.0, 2.0, -2.0, 0.0])
+    loss_N, clipped_N, gradient_N = ppo(
+        [0.0, up, up, down, down, 0.1], [1.0, 2.0, -2.0, 2.0, -2.0, 0.0]
+    )
     # r, A:    1, 1    1.5, 2      1.5, -2   0.5, 2    0.5, -2       A = 0
     # -min(    1       1.28 * 2    -3        1         -0.8 * 2  )
     torch.testing.assert_close(loss_N, torch.tensor([-1.0, -2.56, 3.0, -1.0, 1.6, 0.0]), **CLOSE)
@@ -134,7 +136,9 @@ def test_gradient_on_policy_is_the_policy_gradient(name: str, kind: Any) -> None
         **around(batch),
     )
     loss = aggregate(loss_N, batch["mask_N"], batch["weights_N"], **counts)
-    reinforce = aggregate(-batch["advantages_N"] * logprobs_N, batch["mask_N"], batch["weights_N"], **counts)
+    reinforce = aggregate(
+        -batch["advantages_N"] * logprobs_N, batch["mask_N"], batch["weights_N"], **counts
+    )
     (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
     (expected_N,) = torch.autograd.grad(reinforce, logprobs_N)
     assert not clipped_N.any()
@@ -148,7 +152,9 @@ def test_contract_of_every_loss(name: str) -> None:
     batch = random_batch(1)
     common = around(batch)
     low_N = batch["logprobs_N"].bfloat16()
-    loss_N, clipped_N = LOSSES[name](low_N, batch["old_N"].bfloat16(), batch["advantages_N"], **common)
+    loss_N, clipped_N = LOSSES[name](
+        low_N, batch["old_N"].bfloat16(), batch["advantages_N"], **common
+    )
     assert loss_N.dtype == torch.float32
     assert clipped_N.dtype == torch.bool
     assert loss_N.shape == clipped_N.shape == low_N.shape
@@ -164,7 +170,12 @@ def test_contract_of_every_loss(name: str) -> None:
     assert torch.isfinite(loss_N).all()
     torch.testing.assert_close(loss_N[~off], reference_N[~off], rtol=0.0, atol=0.0)
     loss = aggregate(
-        loss_N, batch["mask_N"], batch["weights_N"], kind="token", num_loss_tokens=42, num_sequences=3
+        loss_N,
+        batch["mask_N"],
+        batch["weights_N"],
+        kind="token",
+        num_loss_tokens=42,
+        num_sequences=3,
     )
     (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
     assert (gradient_N[off] == 0).all()
@@ -187,7 +198,9 @@ def test_dual_clip_acts_only_where_the_advantage_is_negative_and_the_ratio_above
     advantages = [-2.0, -2.0, 2.0, -2.0]
     log_ratio = [math.log(ratio) for ratio in ratios]
     plain_N, plain_clipped, plain_gradient_N = by_hand(ppo_clip, log_ratio, advantages, BOUNDS)
-    dual_N, clipped, gradient_N = by_hand(ppo_clip, log_ratio, advantages, BOUNDS._replace(dual=3.0))
+    dual_N, clipped, gradient_N = by_hand(
+        ppo_clip, log_ratio, advantages, BOUNDS._replace(dual=3.0)
+    )
     torch.testing.assert_close(plain_N, torch.tensor([8.0, 5.0, -2.56, 1.6]), **CLOSE)
     torch.testing.assert_close(dual_N, torch.tensor([6.0, 5.0, -2.56, 1.6]), **CLOSE)
     assert plain_clipped == [False, False, True, True] and clipped == [True, False, True, True]
@@ -214,7 +227,9 @@ def test_gspo_by_hand() -> None:
     (gradient_N,) = torch.autograd.grad(loss_N[1:5].mean(), logprobs_N)
     torch.testing.assert_close(gradient_N[1:5], torch.full((4,), -s / 4), **CLOSE)
     # The whole answer is clipped, the tokens below 1 as well; A < 0 with s = 2 is pulled back.
-    loss_N, clipped_N = gspo(logprobs_N, torch.zeros(7), advantages_N, bounds=Bounds(3e-4, 4e-4), **common)
+    loss_N, clipped_N = gspo(
+        logprobs_N, torch.zeros(7), advantages_N, bounds=Bounds(3e-4, 4e-4), **common
+    )
     assert clipped_N.tolist() == [False, True, True, True, True, False, False]
     torch.testing.assert_close(-loss_N[1:5], torch.full((4,), 1.0004), **CLOSE)
     (gradient_N,) = torch.autograd.grad(loss_N.sum(), logprobs_N)
@@ -265,7 +280,9 @@ def test_minirl_by_hand() -> None:
     log_ratio = [0.0, math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5), math.log(4.0)]
     advantages = [1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
     bounds = Bounds(0.2, 0.27, cap=5.0)
-    loss_N, clipped, gradient_N = by_hand(minirl, log_ratio, advantages, bounds, log_w=math.log(2.0))
+    loss_N, clipped, gradient_N = by_hand(
+        minirl, log_ratio, advantages, bounds, log_w=math.log(2.0)
+    )
     assert clipped == [False, True, False, False, True, False]
     torch.testing.assert_close(gradient_N, torch.tensor([-2.0, 0.0, 3.0, -1.0, 0.0, 5.0]), **CLOSE)
     torch.testing.assert_close(loss_N, gradient_N * (torch.tensor(log_ratio) - 1.0), **CLOSE)
@@ -295,7 +312,9 @@ def weights(correction: Correction, w: list[float] = W) -> tuple[list[float], li
     """Weights and cut at the loss tokens."""
     rollout_N = torch.full((len(w),), -2.0)
     mask_N = torch.tensor(W_MASK)
-    found = correct(correction, rollout_N + torch.tensor(w).log(), rollout_N, mask_N, Sequences((0, 4, 8)))
+    found = correct(
+        correction, rollout_N + torch.tensor(w).log(), rollout_N, mask_N, Sequences((0, 4, 8))
+    )
     assert not found.cut_N[mask_N == 0].any()
     on = mask_N > 0
     return found.weights_N[on].tolist(), found.cut_N[on].tolist()
@@ -320,7 +339,9 @@ def test_corrections_by_hand(name: str, expected: list[float], cut: list[int]) -
 
 def test_every_correction_is_tested_by_hand() -> None:
     names = {
-        mark.args[1][i][0] for mark in test_corrections_by_hand.pytestmark for i in range(len(mark.args[1]))
+        mark.args[1][i][0]
+        for mark in test_corrections_by_hand.pytestmark
+        for i in range(len(mark.args[1]))
     }  # type: ignore[attr-defined]
     assert names == CORRECTIONS.keys()
 
@@ -349,7 +370,9 @@ def test_bounds_of_corrections_are_met_from_both_sides() -> None:
 def test_a_correction_without_mismatch_is_a_no_op(name: str) -> None:
     batch = random_batch(3)
     old_N = batch["old_N"]
-    found = correct(CORRECTIONS[name], old_N, old_N.clone(), batch["mask_N"], Sequences(batch["cu_seqlens"]))
+    found = correct(
+        CORRECTIONS[name], old_N, old_N.clone(), batch["mask_N"], Sequences(batch["cu_seqlens"])
+    )
     assert (found.weights_N == 1.0).all() and not found.cut_N.any()
 
 
@@ -357,10 +380,18 @@ def test_truncated_importance_sampling_without_a_cap_is_the_exact_ratio() -> Non
     batch = random_batch(3)
     uncapped = CORRECTIONS["token_tis"]._replace(high=math.inf)
     found = correct(
-        uncapped, batch["logprobs_N"], batch["old_N"], batch["mask_N"], Sequences(batch["cu_seqlens"])
+        uncapped,
+        batch["logprobs_N"],
+        batch["old_N"],
+        batch["mask_N"],
+        Sequences(batch["cu_seqlens"]),
     )
-    torch.testing.assert_close(found.weights_N, (batch["logprobs_N"] - batch["old_N"]).exp(), **CLOSE)
-    absurd = correct(uncapped, torch.tensor([400.0]), torch.tensor([0.0]), torch.ones(1), Sequences((0, 1)))
+    torch.testing.assert_close(
+        found.weights_N, (batch["logprobs_N"] - batch["old_N"]).exp(), **CLOSE
+    )
+    absurd = correct(
+        uncapped, torch.tensor([400.0]), torch.tensor([0.0]), torch.ones(1), Sequences((0, 1))
+    )
     assert absurd.weights_N.isfinite().all()
 
 
@@ -393,14 +424,14 @@ def test_corrections_refuse_bounds_that_keep_nothing(low: float, high: float) ->
 
 def test_one_token_at_minus_5_and_minus_15() -> None:
     """The engine gave it e^-5, the policy e^-15: k3 of the panel is e^-10 + 10 - 1 = 9.000, F(2) and ESS are 1."""
-    parts = diagnostics.mismatch(torch.tensor([-15.0]), torch.tensor([-5.0]), torch.ones(1))
+    parts = mismatch(torch.tensor([-15.0]), torch.tensor([-5.0]), torch.ones(1))
     figures = {name: type(part).reduce([part]) for name, part in parts.items()}
     assert figures["k3"] == pytest.approx(9.000045, abs=1e-6)
     assert (figures["f2"], figures["ess"], figures["abs_max"]) == (1.0, pytest.approx(1.0), 10.0)
     # The penalty of the same pair, pi = e^-5 against ref = e^-15, is the same number.
-    assert float(kl_penalty(torch.tensor([-5.0]), torch.tensor([-15.0]), estimator="k3")) == pytest.approx(
-        9.000045
-    )
+    assert float(
+        kl_penalty(torch.tensor([-5.0]), torch.tensor([-15.0]), estimator="k3")
+    ) == pytest.approx(9.000045)
 
 
 # --- KL to the reference ------------------------------------------------------------------------------------
@@ -465,7 +496,9 @@ def test_k3_keeps_its_digits_where_policies_are_close() -> None:
 
 def test_kl_is_finite_for_absurd_inputs_and_refuses_unknown_names() -> None:
     for estimator in ("k1", "k2", "k3"):
-        kl_N = kl_penalty(torch.tensor([-900.0, 0.0]), torch.tensor([0.0, -900.0]), estimator=estimator)
+        kl_N = kl_penalty(
+            torch.tensor([-900.0, 0.0]), torch.tensor([0.0, -900.0]), estimator=estimator
+        )
         assert torch.isfinite(kl_N).all()
     with pytest.raises(ValueError, match="'k4'"):
         kl_penalty(torch.zeros(1), torch.zeros(1), estimator="k4")  # type: ignore[arg-type]
@@ -486,14 +519,18 @@ def test_aggregate_by_hand() -> None:
     assert float(aggregate(loss_N, mask_N, weights_N, kind="sequence", **counts)) == pytest.approx(
         5.0, rel=1e-6
     )
-    constant = aggregate(loss_N, mask_N, weights_N, kind="constant", max_response_tokens=10, **counts)
+    constant = aggregate(
+        loss_N, mask_N, weights_N, kind="constant", max_response_tokens=10, **counts
+    )
     assert float(constant) == pytest.approx(0.7, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("kind", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("correction", ["sequence_tis", "icepop"])
-def test_shares_add_up_however_the_sequences_are_split(name: str, kind: Any, correction: str) -> None:
+def test_shares_add_up_however_the_sequences_are_split(
+    name: str, kind: Any, correction: str
+) -> None:
     """Micro-batch and rank permutation: one batch, or each sequence alone in any order, give one loss and gradient."""
     batch = random_batch(2)
     mu_N = batch["old_N"] + 0.1 * torch.randn(60, generator=torch.Generator().manual_seed(9))
@@ -518,7 +555,11 @@ def test_shares_add_up_however_the_sequences_are_split(name: str, kind: Any, cor
             bounds=BOUNDS,
         )
         corrected = correct(
-            CORRECTIONS[correction], batch["old_N"][rows], mu_N[rows], batch["mask_N"][rows], sequences
+            CORRECTIONS[correction],
+            batch["old_N"][rows],
+            mu_N[rows],
+            batch["mask_N"][rows],
+            sequences,
         )
         loss_N = loss_N * corrected.weights_N
         loss = aggregate(loss_N, batch["mask_N"][rows], batch["weights_N"][rows], **counts)
@@ -527,7 +568,11 @@ def test_shares_add_up_however_the_sequences_are_split(name: str, kind: Any, cor
 
     first, second, third = itertools.pairwise(batch["cu_seqlens"])
     whole = share([first, second, third])
-    for split in ([[third], [first], [second]], [[second, first], [third]], [[third, second, first]]):
+    for split in (
+        [[third], [first], [second]],
+        [[second, first], [third]],
+        [[third, second, first]],
+    ):
         shares = [share(pieces) for pieces in split]
         # The sum of 42 float32 terms in another order.
         torch.testing.assert_close(sum(loss for loss, _ in shares), whole[0], rtol=1e-5, atol=1e-7)
@@ -556,7 +601,9 @@ def test_a_local_mean_would_have_been_noticed() -> None:
 def test_aggregate_is_float32_and_guards() -> None:
     ones_N = torch.ones(3)
     counts: dict[str, int] = {"num_loss_tokens": 3, "num_sequences": 1}
-    assert aggregate(ones_N.bfloat16(), ones_N, ones_N, kind="token", **counts).dtype == torch.float32
+    assert (
+        aggregate(ones_N.bfloat16(), ones_N, ones_N, kind="token", **counts).dtype == torch.float32
+    )
     with pytest.raises(ValueError, match="'mean'"):
         aggregate(ones_N, ones_N, ones_N, kind="mean", **counts)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="0 loss tokens"):

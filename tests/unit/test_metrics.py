@@ -15,19 +15,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from r3.console import step_line
-from r3.diagnostics import EffectiveSampleSize, LogHistogram, Max, Mean, Quantile, Sum
-from r3.mesh import Axis
-from r3.metrics import (
-    GLOSSARY,
-    Entry,
-    Meter,
-    UnknownMetricError,
-    explain,
-    is_wall_clock,
-    tensorboard_layout,
-)
-from r3.rundir import RunDir, read_metrics, truncate_metrics
+from r3.metrics.console import step_line
+from r3.metrics.glossary import GLOSSARY, Entry, UnknownMetricError, explain, is_wall_clock
+from r3.metrics.meter import Meter
+from r3.metrics.reduce import EffectiveSampleSize, LogHistogram, Max, Mean, Quantile, Sum
+from r3.metrics.tensorboard import tensorboard_layout
+from r3.run.folder import RunDir, read_metrics, truncate_metrics
+from r3.runtime.mesh import Axis
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -50,7 +44,11 @@ DESIGN_KEYS = [
     "mismatch/abs_p99",
     "mismatch/abs_max",
     "mismatch/ess",
-    *(f"mismatch/{name}_{arm}" for name in ("k3", "f2", "abs_p99", "abs_max") for arm in ("replay", "live")),
+    *(
+        f"mismatch/{name}_{arm}"
+        for name in ("k3", "f2", "abs_p99", "abs_max")
+        for arm in ("replay", "live")
+    ),
     "mismatch/k3_ratio",
     "routing/coverage",
     "routing/agreement",
@@ -88,11 +86,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def meter(folder: Path | None = None, *, stream: io.StringIO | None = None, **arguments: Any) -> Meter:
+def meter(
+    folder: Path | None = None, *, stream: io.StringIO | None = None, **arguments: Any
+) -> Meter:
     log = arguments.pop("log", {"tensorboard": False})
     config = tiny_config(train={"steps": 40}, log=log)
     run_dir = RunDir(folder) if folder else None
-    return Meter(run_dir, arguments.pop("axis", ALONE), config, stream=stream or io.StringIO(), **arguments)
+    return Meter(
+        run_dir, arguments.pop("axis", ALONE), config, stream=stream or io.StringIO(), **arguments
+    )
 
 
 # --- glossary ---------------------------------------------------------------------------------------------------------
@@ -106,7 +108,10 @@ def test_every_key_of_the_design_is_explained() -> None:
 def test_every_source_exists() -> None:
     root = Path(__file__).resolve().parents[2]
     sources = {
-        part for entry in GLOSSARY.values() for part in entry.source.split("; ") if part.startswith("r3/")
+        part
+        for entry in GLOSSARY.values()
+        for part in entry.source.split("; ")
+        if part.startswith("r3/")
     }
     assert sources
     assert [source for source in sorted(sources) if not (root / source).exists()] == []
@@ -126,7 +131,8 @@ def test_explain(key: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["eval//accuracy", "eval/a/b/accuracy", "eval/a/pass_at_0", "eval/a/pass_at_K8", "loss", ""]
+    "key",
+    ["eval//accuracy", "eval/a/b/accuracy", "eval/a/pass_at_0", "eval/a/pass_at_K8", "loss", ""],
 )
 def test_an_unknown_key_is_an_error(key: str) -> None:
     with pytest.raises(UnknownMetricError):
@@ -145,7 +151,9 @@ def test_an_unknown_key_names_the_nearest() -> None:
 def test_wall_clock_keys() -> None:
     clocked = {key for key in DESIGN_KEYS if is_wall_clock(key)}
     assert clocked == {
-        key for key in DESIGN_KEYS if key.startswith(("time/", "memory/")) or key == "perf/tokens_per_s"
+        key
+        for key in DESIGN_KEYS
+        if key.startswith(("time/", "memory/")) or key == "perf/tokens_per_s"
     }
     assert not is_wall_clock("eval/heldout/accuracy")
 
@@ -238,7 +246,10 @@ def test_phases_are_timed_and_told() -> None:
 
 
 def test_an_unknown_phase_is_an_error() -> None:
-    with pytest.raises(UnknownMetricError, match=r"time/trian_s'.*time/train_s"), meter().phase("trian"):
+    with (
+        pytest.raises(UnknownMetricError, match=r"time/trian_s'.*time/train_s"),
+        meter().phase("trian"),
+    ):
         pass
 
 
@@ -290,7 +301,9 @@ def test_a_resumed_run_continues_file_and_curves(tmp_path: Path) -> None:
     again.close()
     expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0), (6, 106.0)]
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == expected
-    assert [(event.step, event.value) for event in events(tmp_path).Scalars("reward/mean")] == expected
+    assert [
+        (event.step, event.value) for event in events(tmp_path).Scalars("reward/mean")
+    ] == expected
 
 
 def test_a_histogram_is_drawn_and_is_in_no_row(tmp_path: Path) -> None:
@@ -302,7 +315,9 @@ def test_a_histogram_is_drawn_and_is_in_no_row(tmp_path: Path) -> None:
     (event,) = events(tmp_path).Histograms("mismatch/abs_log10")
     drawn = {
         limit: count
-        for limit, count in zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True)
+        for limit, count in zip(
+            event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True
+        )
         if count
     }
     assert drawn == {-2.75: 2.0, 0.25: 1.0}
@@ -403,7 +418,9 @@ def test_a_terminal_gets_a_frame_and_bars() -> None:
 
 def test_bars_can_be_turned_off() -> None:
     stream = Terminal()
-    with meter(stream=stream, log={"progress": False, "tensorboard": False}).progress(3, "generate") as tick:
+    with meter(stream=stream, log={"progress": False, "tensorboard": False}).progress(
+        3, "generate"
+    ) as tick:
         tick()
     assert stream.getvalue() == ""
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3.packing import (
+from r3.algo.packing import (
     UpdatePlan,
     count_loss_tokens,
     filler_micro_batch,
@@ -27,23 +27,27 @@ MOE: dict[str, int] = {"num_experts": 8, "num_layers": 2, "topk": 2}
 DENSE: dict[str, int] = {"num_experts": 0, "num_layers": 0, "topk": 0}
 
 
-def rollout(tokens: Sequence[int], num_response: int, *, seed: int = 0, dense: bool = False) -> Rollout:
+def rollout(
+    tokens: Sequence[int], num_response: int, *, seed: int = 0, dense: bool = False
+) -> Rollout:
     """`num_response` sampled tokens at the end; log-probability -t/10 at index t; random distinct experts."""
     length = len(tokens)
     mask_T = np.zeros(length, np.float32)
     mask_T[length - num_response :] = 1.0
     rng = np.random.default_rng(seed)
-    experts = rng.permuted(np.tile(np.arange(8, dtype=np.int8), (length - 1, 2, 1)), axis=2)[:, :, :2]
+    experts = rng.permuted(np.tile(np.arange(8, dtype=np.int8), (length - 1, 2, 1)), axis=2)[
+        :, :, :2
+    ]
     return Rollout(
         prompt_id=f"prompt{seed}",
         group=seed,
-        member=0,
+        sample_index=0,
         tokens_T=np.array(tokens, np.int64),
         loss_mask_T=mask_T,
         logprobs_T=(mask_T * -0.1 * np.arange(length)).astype(np.float32),
         routed_experts=np.zeros((length - 1, 0, 0), np.int8) if dense else experts,
         finish_reason="stop",
-        version=1,
+        policy_version=1,
         response="",
     )
 
@@ -82,9 +86,16 @@ def test_alignment_is_the_one_drawn_in_types() -> None:
     assert packed.cu_seqlens == (0, 5)
     assert packed.rollout_ids == (6,)
 
-    assert packed.tokens_N.dtype == packed.targets_N.dtype == packed.positions_N.dtype == torch.int64
+    assert (
+        packed.tokens_N.dtype == packed.targets_N.dtype == packed.positions_N.dtype == torch.int64
+    )
     assert packed.routed_experts_NLK.dtype == torch.int8  # the smallest that holds 8 experts and -1
-    floats = (packed.loss_mask_N, packed.rollout_logprobs_N, packed.advantages_N, packed.sequence_weights_N)
+    floats = (
+        packed.loss_mask_N,
+        packed.rollout_logprobs_N,
+        packed.advantages_N,
+        packed.sequence_weights_N,
+    )
     assert {tensor.dtype for tensor in floats} == {torch.float32}
 
 
@@ -137,12 +148,16 @@ def test_pack_equals_a_loop_over_tokens(seed: int) -> None:
                 assert packed.routed_experts_NLK[n].tolist() == answer.routed_experts[t].tolist()
             n += 1
     assert packed.num_tokens == -(-n // 16) * 16
-    assert float(packed.sequence_weights_N.sum()) == pytest.approx(6, rel=1e-6)  # each sequence weighs 1
+    assert float(packed.sequence_weights_N.sum()) == pytest.approx(
+        6, rel=1e-6
+    )  # each sequence weighs 1
 
 
 def test_multi_turn_masks_keep_their_holes() -> None:
     """A tool's answer between two sampled parts: no loss on it, and the mask moves with its tokens."""
-    answer = replace(rollout([1, 2, 3, 4, 5, 6], 5), loss_mask_T=np.array([0, 1, 0, 0, 1, 1], np.float32))
+    answer = replace(
+        rollout([1, 2, 3, 4, 5, 6], 5), loss_mask_T=np.array([0, 1, 0, 0, 1, 1], np.float32)
+    )
     packed = pack([answer], [0], [1.0], **MOE)
     assert packed.loss_mask_N.tolist() == [1, 0, 0, 1, 1, 0]
 
@@ -163,11 +178,15 @@ def test_dense_models_have_no_routes() -> None:
 
 def test_pack_does_not_alias_or_change_the_rollout() -> None:
     answer = rollout([1, 2, 3, 4], 2)
-    before = [array.copy() for array in (answer.tokens_T, answer.loss_mask_T, answer.routed_experts)]
+    before = [
+        array.copy() for array in (answer.tokens_T, answer.loss_mask_T, answer.routed_experts)
+    ]
     packed = pack([answer], [0], [1.0], **MOE)
     for tensor in (packed.tokens_N, packed.loss_mask_N, packed.routed_experts_NLK):
         tensor.fill_(7)
-    for array, old in zip((answer.tokens_T, answer.loss_mask_T, answer.routed_experts), before, strict=True):
+    for array, old in zip(
+        (answer.tokens_T, answer.loss_mask_T, answer.routed_experts), before, strict=True
+    ):
         assert (array == old).all()
 
 
@@ -209,7 +228,10 @@ def with_route(token: int, layer: int, experts: list[int]) -> Rollout:
     ("answer", "fault"),
     [
         (with_route(2, 1, [3, 8]), r"outside 0 \.\. 7, at token 2 in MoE layer number 1: \[3, 8\]"),
-        (with_route(1, 0, [-2, 3]), r"outside 0 \.\. 7, at token 1 in MoE layer number 0: \[-2, 3\]"),
+        (
+            with_route(1, 0, [-2, 3]),
+            r"outside 0 \.\. 7, at token 1 in MoE layer number 0: \[-2, 3\]",
+        ),
         (with_route(3, 1, [-1, 3]), r"-1 in some .* at token 3 in MoE layer number 1: \[-1, 3\]"),
         (with_route(0, 1, [-1, -1]), r"-1 in some .* at token 0 in MoE layer number 1: \[-1, -1\]"),
         (with_route(2, 0, [5, 5]), r"chosen twice, at token 2 in MoE layer number 0: \[5, 5\]"),
@@ -247,12 +269,16 @@ def test_pack_refuses_wrong_arguments() -> None:
 
 def sizes(update: UpdatePlan, lengths: Sequence[int]) -> np.ndarray:
     """Tokens of each micro-batch, [ranks, M]."""
-    return np.array([[sum(lengths[i] for i in ids) for ids in rank] for rank in update.micro_batches])
+    return np.array(
+        [[sum(lengths[i] for i in ids) for ids in rank] for rank in update.micro_batches]
+    )
 
 
 def test_plan_by_hand() -> None:
     """Longest first into the lightest bin: 5 and 4, then 4 + 3, 5 + 2, and 1 joins the first of the equal two."""
-    (update,) = plan([1, 2, 3, 4, 5], [0, 0, 0, 0, 0], num_updates=1, num_ranks=2, micro_batch_tokens=8)
+    (update,) = plan(
+        [1, 2, 3, 4, 5], [0, 0, 0, 0, 0], num_updates=1, num_ranks=2, micro_batch_tokens=8
+    )
     assert update == UpdatePlan(micro_batches=(((0, 1, 4),), ((2, 3),)))
     assert update.rollout_ids == (0, 1, 2, 3, 4)
     assert update.num_sequences == 5
@@ -277,7 +303,9 @@ def test_every_rollout_once_groups_whole_within_the_limit(
     assert len(updates) == num_updates
     assert sorted(i for update in updates for i in update.rollout_ids) == list(range(256))
     groups_of = [sorted({groups[i] for i in update.rollout_ids}) for update in updates]
-    assert [group for block in groups_of for group in block] == list(range(32))  # whole, in order, contiguous
+    assert [group for block in groups_of for group in block] == list(
+        range(32)
+    )  # whole, in order, contiguous
     assert max(map(len, groups_of)) - min(map(len, groups_of)) <= 1
     for update in updates:
         assert len(update.micro_batches) == num_ranks
@@ -291,7 +319,9 @@ def test_every_rollout_once_groups_whole_within_the_limit(
 
 
 def test_groups_need_not_be_contiguous_or_start_at_zero() -> None:
-    updates = plan([5] * 8, [9, 2, 9, 2, 30, 4, 30, 4], num_updates=2, num_ranks=1, micro_batch_tokens=20)
+    updates = plan(
+        [5] * 8, [9, 2, 9, 2, 30, 4, 30, 4], num_updates=2, num_ranks=1, micro_batch_tokens=20
+    )
     assert [update.rollout_ids for update in updates] == [(1, 3, 5, 7), (0, 2, 4, 6)]
 
 
@@ -319,7 +349,9 @@ def test_in_the_order_of_arrival_it_would_have_been_worse() -> None:
     """Negative control: the same sequences dealt round-robin miss the promised figure."""
     lengths = log_normal_lengths(0)
     dealt = UpdatePlan(
-        micro_batches=tuple(tuple(tuple(range(8 * i + rank, 256, 32)) for i in range(4)) for rank in range(8))
+        micro_batches=tuple(
+            tuple(tuple(range(8 * i + rank, 256, 32)) for i in range(4)) for rank in range(8)
+        )
     )
     assert dealt.rollout_ids == tuple(range(256))
     assert packing_efficiency([dealt], lengths) < 0.8
@@ -332,9 +364,14 @@ def test_bins_are_dealt_so_that_ranks_get_the_same_total() -> None:
 
 
 def test_the_plan_is_a_function_of_its_arguments() -> None:
-    lengths, groups = [7] * 40, in_groups_of(4, 40)  # ties everywhere: nothing but the index decides
+    lengths, groups = (
+        [7] * 40,
+        in_groups_of(4, 40),
+    )  # ties everywhere: nothing but the index decides
     options: dict[str, Any] = {"num_updates": 2, "num_ranks": 3, "micro_batch_tokens": 30}
-    assert plan(lengths, groups, **options) == plan(tuple(lengths), np.array(groups).tolist(), **options)
+    assert plan(lengths, groups, **options) == plan(
+        tuple(lengths), np.array(groups).tolist(), **options
+    )
 
 
 def test_a_rank_with_nothing_to_do_gets_an_empty_micro_batch() -> None:
@@ -344,7 +381,9 @@ def test_a_rank_with_nothing_to_do_gets_an_empty_micro_batch() -> None:
 
 
 def test_a_sequence_as_long_as_a_micro_batch_fits() -> None:
-    (update,) = plan([64, 64, 64], [0, 0, 0], num_updates=1, num_ranks=1, micro_batch_tokens=64, multiple=64)
+    (update,) = plan(
+        [64, 64, 64], [0, 0, 0], num_updates=1, num_ranks=1, micro_batch_tokens=64, multiple=64
+    )
     assert update.micro_batches == (((0,), (1,), (2,)),)
 
 

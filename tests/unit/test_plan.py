@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from configs import KNOWN_SHAPES, PRESETS
-from r3 import plan
 from r3.assets import TINY_MOE
+from r3.cli import dry_run as plan
 from r3.config import Config, ParallelConfig, from_yaml, with_values
-from r3.shape import ModelShape
+from r3.models.shape import ModelShape
 
 TINY = PRESETS["tiny"]()
 TINY_SHAPE = ModelShape.read(TINY_MOE)
@@ -62,12 +62,17 @@ def test_activations_of_tiny_by_hand() -> None:
     attention = norm + 4 * (128 + 2 * 64) + 8 * (128 + 64) + 4 * (3 * 128 + 64 + 4 * 32)
     experts = 4 * 2 * (128 + 5 * 64) + 9 * 8 + 24 * 2
     rest = 8 * 128 + 4 * (2 * 128 + 2 * (128 + 4 * 64))
-    assert plan.activation_bytes_per_token(TINY, TINY_SHAPE) == 4 * (attention + norm + experts) + rest
+    assert (
+        plan.activation_bytes_per_token(TINY, TINY_SHAPE) == 4 * (attention + norm + experts) + rest
+    )
     full = with_values(TINY, {"model.recompute": "full"})
     one_layer = attention + norm + experts
     assert plan.activation_bytes_per_token(full, TINY_SHAPE) == 4 * 4 * 128 + one_layer + rest
     only_moe = with_values(TINY, {"model.recompute": "moe"})
-    assert plan.activation_bytes_per_token(only_moe, TINY_SHAPE) == 4 * (attention + norm) + experts + rest
+    assert (
+        plan.activation_bytes_per_token(only_moe, TINY_SHAPE)
+        == 4 * (attention + norm) + experts + rest
+    )
 
 
 def test_output_layer_by_hand() -> None:
@@ -80,7 +85,9 @@ def test_output_layer_by_hand() -> None:
     assert plan.head_bytes(whole, BIG_SHAPE) == 8 * logits * 8 + hidden
     cut = with_values(BIG, {"parallel.tp": 2, "parallel.cp": 2})
     assert plan.head_bytes(cut, BIG_SHAPE) == (logits * 6 + weight * 6 + hidden) / 2
-    assert plan.memory(BIG, BIG_SHAPE, 8)["TRAIN"]["output layer"] == plan.head_bytes(BIG, BIG_SHAPE)
+    assert plan.memory(BIG, BIG_SHAPE, 8)["TRAIN"]["output layer"] == plan.head_bytes(
+        BIG, BIG_SHAPE
+    )
 
 
 def test_bfloat16_keeps_a_float32_copy_and_the_optimizer_is_sharded() -> None:
@@ -148,7 +155,12 @@ def test_the_layout_of_every_axis_follows_megatron_order() -> None:
 def test_uneven_and_interleaved_stages_have_the_layers_they_are_given() -> None:
     assert ParallelConfig(pp=2).pieces(3) == (range(2), range(2, 3))
     assert ParallelConfig(pp=2, pp_layers=(1, 2)).pieces(3) == (range(1), range(1, 3))
-    assert ParallelConfig(pp=2, vpp=2).pieces(5) == (range(2), range(2, 3), range(3, 4), range(4, 5))
+    assert ParallelConfig(pp=2, vpp=2).pieces(5) == (
+        range(2),
+        range(2, 3),
+        range(3, 4),
+        range(4, 5),
+    )
     with pytest.raises(ValueError, match="no 2 positive numbers that make 3 layers"):
         ParallelConfig(pp=2, pp_layers=(2, 2)).pieces(3)
     config = with_values(TINY, {"parallel.pp": 2, "parallel.vpp": 2, "parallel.ep": 1})
@@ -160,7 +172,8 @@ def test_uneven_and_interleaved_stages_have_the_layers_they_are_given() -> None:
 def test_memory_is_that_of_the_fullest_stage() -> None:
     even, uneven = (
         plan.params_per_rank(
-            with_values(TINY, {"parallel.pp": 2, "parallel.ep": 1, "parallel.pp_layers": sizes}), TINY_SHAPE
+            with_values(TINY, {"parallel.pp": 2, "parallel.ep": 1, "parallel.pp_layers": sizes}),
+            TINY_SHAPE,
         )
         for sizes in ((), (1, 3))
     )
@@ -186,8 +199,12 @@ def test_the_batch_plan() -> None:
     assert f"384 bytes a token, at most {256 * 4608 * 384 / 2**20:,.1f} MiB" in text
 
 
-@pytest.mark.parametrize(("config", "shape", "world_size"), [(TINY, TINY_SHAPE, 2), (BIG, BIG_SHAPE, 8)])
-def test_the_config_in_the_plan_can_be_read_back(config: Config, shape: ModelShape, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "shape", "world_size"), [(TINY, TINY_SHAPE, 2), (BIG, BIG_SHAPE, 8)]
+)
+def test_the_config_in_the_plan_can_be_read_back(
+    config: Config, shape: ModelShape, world_size: int
+) -> None:
     text = plan.describe(config, shape, world_size)
     block = text.removeprefix("config\n").split("\n\nmodel\n")[0]
     assert from_yaml("\n".join(line[2:] for line in block.splitlines())) == config

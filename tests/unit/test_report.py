@@ -11,7 +11,7 @@ import pytest
 
 from r3.report.page import Limits, columns, dump_data, evenly, page_data, render, shown_samples
 from r3.report.tokens import disagreement, expert_load, read_arrays, spans, token_facts
-from r3.rundir import RunDir
+from r3.run.folder import RunDir
 from r3.view.runs import ViewError, read_samples
 from tests.run_folder import GROUPS, SAMPLES, rollout, write_run
 
@@ -24,7 +24,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_columns_keep_the_step_of_every_value() -> None:
-    rows = [{"step": 0, "a": 1.0}, {"step": 1, "b": 1 / 3}, {"step": 2, "a": float("nan"), "b": float("inf")}]
+    rows = [
+        {"step": 0, "a": 1.0},
+        {"step": 1, "b": 1 / 3},
+        {"step": 2, "a": float("nan"), "b": float("inf")},
+    ]
     assert columns(rows) == {"step": [0, 1, 2], "a": [1, None, None], "b": [None, 0.333333, None]}
     assert columns([]) == {}
 
@@ -47,7 +51,9 @@ def test_samples_beyond_the_token_limit_have_text_alone(run: Path) -> None:
     samples = read_samples(run, "train", 1)["train"]
     arrays = read_arrays(RunDir(run).rollouts(1))
     # The first two samples have 10 and 11 tokens.
-    data = dump_data(samples, kind="train", name="train", step=1, arrays=arrays, limits=Limits(tokens=21))
+    data = dump_data(
+        samples, kind="train", name="train", step=1, arrays=arrays, limits=Limits(tokens=21)
+    )
     assert ["tokens" in row for row in data["samples"]] == [True, True] + [False] * 10
     assert (data["total"], data["mean"]) == (12, 0.25)
     assert not data["has_differences"] and not data["has_disagreement"]

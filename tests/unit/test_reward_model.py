@@ -14,10 +14,10 @@ import torch
 
 from r3 import assets
 from r3.config import RewardConfig
-from r3.device import Device
-from r3.rewards.judge import RewardError, judge_of
+from r3.models.shape import ModelShape
 from r3.rewards.model import Batches, RewardModel
-from r3.shape import ModelShape
+from r3.rewards.scorer import RewardError, make_scorer
+from r3.runtime.device import Device
 from r3.types import Prompt, Rollout
 from tests.tiny import random_rollouts
 
@@ -57,7 +57,11 @@ def classifier(folder: Path) -> Path:
 def settings(tmp_path_factory: pytest.TempPathFactory) -> RewardConfig:
     path = classifier(tmp_path_factory.mktemp("classifier"))
     return RewardConfig(
-        function=("model",), model_path=str(path), model_dtype="float32", model_batch=8, model_wait_s=0.02
+        function=("model",),
+        model_path=str(path),
+        model_dtype="float32",
+        model_batch=8,
+        model_wait_s=0.02,
     )
 
 
@@ -77,22 +81,23 @@ def rollouts(count: int) -> list[Rollout]:
     made = random_rollouts(ModelShape.read(assets.TINY_MOE), [6] * count, group_size=1)
     words = ("3", "+", "so", "apples", "####", "7")
     return [
-        replace(one, response=" ".join(generator.choices(words, k=generator.randint(1, 60)))) for one in made
+        replace(one, response=" ".join(generator.choices(words, k=generator.randint(1, 60))))
+        for one in made
     ]
 
 
 def test_dynamic_batches_score_as_one_by_one(settings: RewardConfig, model: RewardModel) -> None:
-    judge = judge_of(settings, model=model)
+    scorer = make_scorer(settings, model=model)
     answers = rollouts(50)
     for key, rollout in enumerate(answers):
-        judge.submit(key, rollout, PROMPT)
+        scorer.submit(key, rollout, PROMPT)
         if key % 17 == 16:
             time.sleep(0.05)  # some come late
     found: dict[Any, float] = {}
-    while judge.outstanding:
-        found |= {verdict.key: verdict.reward for verdict in judge.poll(5.0)}
+    while scorer.outstanding:
+        found |= {reward_result.key: reward_result.reward for reward_result in scorer.poll(5.0)}
     single = [model.score(rollout.response, PROMPT) for rollout in answers]
-    judge.close()
+    scorer.close()
     assert max(abs(found[key] - single[key]) for key in range(50)) <= TOLERANCE
     assert max(single) - min(single) > 100 * TOLERANCE  # they do differ
     # As transformers alone computes it, without any padding.
@@ -120,7 +125,9 @@ def batches(seen: list[list[int]], **limits: Any) -> Batches:
         time.sleep(0.05)
         return [float(len(each)) for each in conversations]
 
-    return Batches(lambda n, _: [n] * n, score_many, **{"size": 4, "tokens": 100, "wait_s": 0.2} | limits)
+    return Batches(
+        lambda n, _: [n] * n, score_many, **{"size": 4, "tokens": 100, "wait_s": 0.2} | limits
+    )
 
 
 def scored(place: Batches, lengths: list[int]) -> dict[int, float]:
@@ -156,11 +163,11 @@ def test_a_batch_closes_when_its_first_conversation_has_waited() -> None:
 def test_a_conversation_that_does_not_fit_is_refused_and_not_cut(
     settings: RewardConfig, model: RewardModel
 ) -> None:
-    judge = judge_of(settings, model=model)
-    judge.submit(0, replace(rollouts(1)[0], response="apples " * CONTEXT), PROMPT)
+    scorer = make_scorer(settings, model=model)
+    scorer.submit(0, replace(rollouts(1)[0], response="apples " * CONTEXT), PROMPT)
     with pytest.raises(RewardError, match=f"tokens, the reward model's context {CONTEXT}"):
-        judge.poll(10.0)
-    judge.close()
+        scorer.poll(10.0)
+    scorer.close()
 
 
 def test_a_model_that_cannot_run_ends_the_run() -> None:
@@ -175,7 +182,9 @@ def test_a_model_that_cannot_run_ends_the_run() -> None:
 
 
 def test_on_cpu_the_model_stays_where_it_is(model: RewardModel) -> None:
-    device = Device(torch=torch.device("cpu"), is_cuda=False, rank=0, local_rank=0, world_size=1, host="here")
+    device = Device(
+        torch=torch.device("cpu"), is_cuda=False, rank=0, local_rank=0, world_size=1, host="here"
+    )
     before = model.score("7", PROMPT)
     model.wake(device)
     model.sleep(device)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from r3.config import ConfigError
+from r3.data.sources import ROW_VERIFIERS
 from r3.rewards import REWARDS, VERIFIERS, checked, exact, gsm8k, resolve, row
-from r3.rows import ROW_VERIFIERS
+from r3.runtime.workers import CallError
 from r3.types import Prompt
-from r3.workers import CallError
 
 pytestmark = pytest.mark.unit
 
@@ -83,7 +83,7 @@ def test_every_row_is_judged_by_the_verifier_it_names() -> None:
     for verifier, reward in (("gsm8k", 1.0), ("exact", 0.0)):
         assert row(said, replace(prompt("#### 7"), metadata={"verifier": verifier})) == reward
     with pytest.raises(KeyError):
-        row(said, prompt("#### 7"))  # such a row never comes so far: r3/rows.py refuses it
+        row(said, prompt("#### 7"))  # such a row never comes so far: r3/data/sources.py refuses it
 
 
 @pytest.mark.parametrize(

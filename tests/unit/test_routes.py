@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from r3.engine.routes import RouteError, check_routes, route_dtype
+from r3.algo.packing import route_dtype
+from r3.routing.capture import check_routes
+from r3.types import RouteError
 
 pytestmark = pytest.mark.unit
 
@@ -18,7 +20,9 @@ MOE_LAYERS = (1, 2, 4)  # layers 0 and 3 of the five are dense
 NUM_LAYERS = 5
 
 
-def routes_of(layers: int, *, rows: int = TOKENS - 1, topk: int = TOPK, experts: int = EXPERTS) -> np.ndarray:
+def routes_of(
+    layers: int, *, rows: int = TOKENS - 1, topk: int = TOPK, experts: int = EXPERTS
+) -> np.ndarray:
     """Random distinct experts, unsigned as vLLM returns them: `[rows, layers, topk]`."""
     rng = np.random.default_rng(3)
     return np.argsort(rng.random((rows, layers, experts)), axis=-1)[..., :topk].astype(np.uint8)
@@ -43,7 +47,9 @@ def check(routes: np.ndarray | None, **overrides: Any) -> np.ndarray:
     return check_routes(routes, **(facts | overrides))
 
 
-@pytest.mark.parametrize("layout", [with_dense_slots, lambda moe: moe], ids=["all layers", "MoE layers only"])
+@pytest.mark.parametrize(
+    "layout", [with_dense_slots, lambda moe: moe], ids=["all layers", "MoE layers only"]
+)
 def test_good_routes_come_out_as_they_went_in(layout: Callable[[np.ndarray], np.ndarray]) -> None:
     moe = routes_of(len(MOE_LAYERS))
     checked = check(layout(moe))
@@ -80,7 +86,10 @@ def _constant(routes: np.ndarray, layer: int) -> np.ndarray:
 
 FAULTS: dict[str, tuple[Callable[[np.ndarray], np.ndarray | None], str]] = {
     "none": (lambda routes: None, "returned no routes for positions 0..98 in all 3 MoE layers"),
-    "a row too few": (lambda routes: routes[:-1], "need 99 rows of routes, got shape \\(98, 3, 2\\)"),
+    "a row too few": (
+        lambda routes: routes[:-1],
+        "need 99 rows of routes, got shape \\(98, 3, 2\\)",
+    ),
     "a row too many": (lambda routes: np.concatenate([routes, routes[-1:]]), "need 99 rows"),
     "no layer axis": (lambda routes: routes[:, 0], "need 99 rows of routes, got shape \\(99, 2\\)"),
     "a layer missing": (
@@ -92,7 +101,10 @@ FAULTS: dict[str, tuple[Callable[[np.ndarray], np.ndarray | None], str]] = {
         "routes of 4 layers",
     ),
     "an expert too few": (lambda routes: routes[..., :1], "1 experts a token, the model uses 2"),
-    "an expert too many": (lambda routes: np.concatenate([routes, routes + 8], -1), "4 experts a token"),
+    "an expert too many": (
+        lambda routes: np.concatenate([routes, routes + 8], -1),
+        "4 experts a token",
+    ),
     "beyond the last expert": (
         lambda routes: _set(routes, (41, 1), (3, EXPERTS)),
         "position 41, layer 2: experts \\[3, 8\\] are not all in 0..7",
@@ -101,7 +113,10 @@ FAULTS: dict[str, tuple[Callable[[np.ndarray], np.ndarray | None], str]] = {
         lambda routes: _set(routes.astype(np.int16), (7, 2), (-1, 3)),
         "position 7, layer 4: experts \\[-1, 3\\] are not all",
     ),
-    "all missing, as -1": (lambda routes: np.full_like(routes, -1, dtype=np.int16), "not all in 0..7"),
+    "all missing, as -1": (
+        lambda routes: np.full_like(routes, -1, dtype=np.int16),
+        "not all in 0..7",
+    ),
     "an expert twice": (
         lambda routes: _set(routes, (63, 0), (6, 6)),
         "position 63, layer 1: experts \\[6, 6\\] repeat",
@@ -170,7 +185,8 @@ def test_single_token_has_no_rows_and_a_type_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("experts", "dtype"), [(1, np.int8), (128, np.int8), (129, np.int16), (256, np.int16), (384, np.int16)]
+    ("experts", "dtype"),
+    [(1, np.int8), (128, np.int8), (129, np.int16), (256, np.int16), (384, np.int16)],
 )
 def test_type_is_the_smallest_that_holds_every_id_and_minus_one(experts: int, dtype: type) -> None:
     assert route_dtype(experts) == dtype

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from r3.rundir import (
+from r3.rollout.scored import Scored
+from r3.run.dumps import read_rollouts, write_eval, write_rollouts
+from r3.run.folder import (
     RunDir,
     read_jsonl,
     read_metrics,
-    read_rollouts,
     replacing,
     truncate_metrics,
     write_json,
@@ -29,24 +30,41 @@ from r3.types import Rollout
 pytestmark = pytest.mark.unit
 
 
-def rollout(member: int, tokens: int, *, layers: int = 4, response: str = "") -> Rollout:
-    rng = np.random.default_rng(member)
+def rollout(sample_index: int, tokens: int, *, layers: int = 4, response: str = "") -> Rollout:
+    rng = np.random.default_rng(sample_index)
     return Rollout(
         prompt_id="rows.jsonl:3",
         group=1,
-        member=member,
+        sample_index=sample_index,
         tokens_T=rng.integers(0, 512, tokens),
         loss_mask_T=(np.arange(tokens) >= 2).astype(np.float32),
         logprobs_T=-rng.random(tokens).astype(np.float32),
-        routed_experts=rng.integers(-1, 8, (tokens - 1, layers, 2 if layers else 0)).astype(np.int8),
+        routed_experts=rng.integers(-1, 8, (tokens - 1, layers, 2 if layers else 0)).astype(
+            np.int8
+        ),
         finish_reason="stop",
-        version=5,
+        policy_version=5,
         response=response,
     )
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
+
+
+def scored(
+    rollouts: list[Rollout],
+    rewards: tuple[float, ...] | list[float] = (0.0,),
+    advantages: tuple[float, ...] | list[float] = (0.0,),
+) -> list[Scored]:
+    return [
+        Scored(index=index, rollout=rollout, reward=reward, advantage=advantage)
+        for index, (rollout, reward, advantage) in enumerate(
+            zip(rollouts, rewards, advantages, strict=True)
+        )
+    ]
 
 
 def test_names_are_those_of_the_design(tmp_path: Path) -> None:
@@ -80,13 +98,22 @@ def test_rollouts_read_back_exactly(tmp_path: Path) -> None:
         rollout(1, 3),
         rollout(2, 11, response="\u00fc \u2028 \ud800"),
     ]
-    path = RunDir(tmp_path).write_rollouts(1, written, [1.0, 0.1 + 0.2, 0.0], [0.5, -1 / 3, 2.0])
+    path = write_rollouts(
+        RunDir(tmp_path), 1, scored(written, [1.0, 0.1 + 0.2, 0.0], [0.5, -1 / 3, 2.0])
+    )
     assert files(tmp_path) == ["rollouts/step_000001.jsonl", "rollouts/step_000001.safetensors"]
     read, rewards, advantages = read_rollouts(path)
     assert rewards == [1.0, 0.1 + 0.2, 0.0]
     assert advantages == [0.5, -1 / 3, 2.0]
     for before, after in zip(written, read, strict=True):
-        for name in ("prompt_id", "group", "member", "finish_reason", "version", "response"):
+        for name in (
+            "prompt_id",
+            "group",
+            "sample_index",
+            "finish_reason",
+            "policy_version",
+            "response",
+        ):
             assert getattr(before, name) == getattr(after, name)
         for name in ("tokens_T", "loss_mask_T", "logprobs_T", "routed_experts"):
             assert getattr(before, name).dtype == getattr(after, name).dtype
@@ -96,29 +123,30 @@ def test_rollouts_read_back_exactly(tmp_path: Path) -> None:
 
 
 def test_a_dense_model_has_no_routes_to_dump(tmp_path: Path) -> None:
-    path = RunDir(tmp_path).write_rollouts(1, [rollout(0, 4, layers=0)], [0.0], [0.0])
+    path = write_rollouts(RunDir(tmp_path), 1, scored([rollout(0, 4, layers=0)]))
     assert read_rollouts(path)[0][0].routed_experts.shape == (3, 0, 0)
 
 
-def test_a_dump_without_its_parallel_lists_is_refused(tmp_path: Path) -> None:
-    for rollouts, rewards in (([rollout(0, 4)], []), ([], [])):
-        with pytest.raises(ValueError, match="a reward and an advantage for each"):
-            RunDir(tmp_path).write_rollouts(1, rollouts, rewards, [0.0] * len(rollouts))
+def test_a_dump_of_no_rollouts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one rollout"):
+        write_rollouts(RunDir(tmp_path), 1, [])
     assert files(tmp_path) == []
 
 
 def test_a_dump_that_fails_leaves_nothing(tmp_path: Path) -> None:
     unwritable = replace(rollout(0, 4), response=object())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not JSON serializable"):
-        RunDir(tmp_path).write_rollouts(1, [unwritable], [0.0], [0.0])
+        write_rollouts(RunDir(tmp_path), 1, scored([unwritable]))
     assert files(tmp_path) == []
 
 
 def test_eval_sets_of_one_step_share_a_file(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    run_dir.write_eval(0, "easy", [{"reward": 0.0}])
-    run_dir.write_eval(0, "hard", [{"reward": 0.5}])
-    path = run_dir.write_eval(0, "easy", [{"reward": 1.0}, {"reward": 0.0}])  # done again after a resume
+    write_eval(run_dir, 0, "easy", [{"reward": 0.0}])
+    write_eval(run_dir, 0, "hard", [{"reward": 0.5}])
+    path = write_eval(
+        run_dir, 0, "easy", [{"reward": 1.0}, {"reward": 0.0}]
+    )  # done again after a resume
     assert [(row["set"], row["reward"]) for row in read_jsonl(path)] == [
         ("hard", 0.5),
         ("easy", 1.0),
@@ -142,7 +170,7 @@ def test_a_kill_in_the_middle_of_a_write_keeps_the_old_file(tmp_path: Path) -> N
     path = tmp_path / "file.txt"
     write_text(path, "old")
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom r3.rundir import replacing\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom r3.run.folder import replacing\n"
         "with replacing(Path(sys.argv[1])) as temporary:\n"
         "    temporary.write_text('half')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -169,7 +197,8 @@ def test_floats_survive_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "torn", [b'{"step": 2, "a": 0.', b'{"step": 2, "a": "\xc3', b"\0" * 20, b"\0" * 20 + b"\n", b"2"]
+    "torn",
+    [b'{"step": 2, "a": 0.', b'{"step": 2, "a": "\xc3', b"\0" * 20, b"\0" * 20 + b"\n", b"2"],
 )
 def test_a_torn_last_line_is_left_out_and_said(torn: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -194,11 +223,13 @@ def test_a_bad_line_before_the_last_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_torn_dump_gives_the_rollouts_that_are_whole(tmp_path: Path) -> None:
-    path = RunDir(tmp_path).write_rollouts(1, [rollout(0, 7), rollout(1, 3)], [1.0, 0.0], [1.0, -1.0])
+    path = write_rollouts(
+        RunDir(tmp_path), 1, scored([rollout(0, 7), rollout(1, 3)], [1.0, 0.0], [1.0, -1.0])
+    )
     os.truncate(path, path.stat().st_size - 5)
     with pytest.warns(UserWarning, match="torn"):
         rollouts, rewards, _ = read_rollouts(path)
-    assert ([r.member for r in rollouts], rewards) == ([0], [1.0])
+    assert ([r.sample_index for r in rollouts], rewards) == ([0], [1.0])
 
 
 def test_truncation_drops_the_steps_to_be_made_again(tmp_path: Path) -> None:
@@ -232,14 +263,14 @@ def test_arrays_in_another_memory_order_are_written_as_they_read(tmp_path: Path)
     rollout = Rollout(
         prompt_id="a:1",
         group=0,
-        member=0,
+        sample_index=0,
         tokens_T=np.arange(5),
         loss_mask_T=zeros,
         logprobs_T=zeros,
         routed_experts=routes,
         finish_reason="stop",
-        version=0,
+        policy_version=0,
         response="",
     )
-    (again,), _, _ = read_rollouts(RunDir(tmp_path).write_rollouts(1, [rollout], [0.0], [0.0]))
+    (again,), _, _ = read_rollouts(write_rollouts(RunDir(tmp_path), 1, scored([rollout])))
     assert np.array_equal(again.routed_experts, routes)

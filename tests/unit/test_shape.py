@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3.shape import ARCHITECTURES, ModelShape, RopeScaling, ShapeError, checkpoint_tensors
+from r3.models.shape import ARCHITECTURES, ModelShape, RopeScaling, ShapeError, checkpoint_tensors
 from tests.families import FAMILIES, MOE_FAMILIES, family_checkpoint
 
 pytestmark = pytest.mark.unit
@@ -26,11 +26,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_every_known_architecture_is_tried_here() -> None:
-    assert {model_type for model_type, _ in FAMILIES.values()} == {name for name, _ in ARCHITECTURES.values()}
+    assert {model_type for model_type, _ in FAMILIES.values()} == {
+        name for name, _ in ARCHITECTURES.values()
+    }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tensor_shapes_are_those_that_transformers_writes(name: str, folders: dict[str, Path]) -> None:
+def test_tensor_shapes_are_those_that_transformers_writes(
+    name: str, folders: dict[str, Path]
+) -> None:
     shape = ModelShape.read(folders[name])
     assert shape.tensor_shapes == checkpoint_tensors(folders[name])
     assert shape.faults(checkpoint_tensors(folders[name])) == []
@@ -73,7 +77,9 @@ def test_rope_without_theta_takes_the_default_of_transformers(
     assert ModelShape.from_hf(hf).rope_theta == theirs.rope_parameters["rope_theta"]
 
 
-def test_rope_keys_of_published_files_are_read_under_both_their_names(folders: dict[str, Path]) -> None:
+def test_rope_keys_of_published_files_are_read_under_both_their_names(
+    folders: dict[str, Path],
+) -> None:
     hf = json.loads((folders["deepseek_v3"] / "config.json").read_text())
     published = {  # of DeepSeek-V3's config.json
         "beta_fast": 32,
@@ -89,11 +95,19 @@ def test_rope_keys_of_published_files_are_read_under_both_their_names(folders: d
     shape = ModelShape.from_hf(hf)
     assert shape.rope_theta == 10000.0 and shape.max_position_embeddings == 163840
     assert shape.rope_scaling == RopeScaling(
-        kind="yarn", factor=40.0, original=4096, fast=32.0, slow=1.0, attention_factor=1.0, mscale_all_dim=1.0
+        kind="yarn",
+        factor=40.0,
+        original=4096,
+        fast=32.0,
+        slow=1.0,
+        attention_factor=1.0,
+        mscale_all_dim=1.0,
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "llama3.1", "qwen3-yarn", "deepseek_v3", "qwen3-untruncated"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama3.1", "qwen3-yarn", "deepseek_v3", "qwen3-untruncated"]
+)
 def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
     name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -133,7 +147,10 @@ def test_multi_token_prediction_layers_are_left_out(folders: dict[str, Path]) ->
     without, with_one = (ModelShape.from_hf(hf | {"num_nextn_predict_layers": n}) for n in (0, 1))
     assert with_one.num_mtp_layers == 1
     assert with_one.tensor_shapes == without.tensor_shapes
-    head = {"model.layers.3.eh_proj.weight": (64, 128), "model.layers.3.shared_head.norm.weight": (64,)}
+    head = {
+        "model.layers.3.eh_proj.weight": (64, 128),
+        "model.layers.3.shared_head.norm.weight": (64,),
+    }
     assert with_one.faults(with_one.tensor_shapes | head) == []
     assert len(without.faults(without.tensor_shapes | head)) == 2
 
@@ -159,7 +176,11 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
             {"architectures": ["GPT2LMHeadModel"]},
             "known are Qwen3MoeForCausalLM, .*LlamaForCausalLM",
         ),
-        ("llama", {"model_type": "mistral"}, "model_type 'mistral' is not supported, only 'llama' is"),
+        (
+            "llama",
+            {"model_type": "mistral"},
+            "model_type 'mistral' is not supported, only 'llama' is",
+        ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "longrope"}},
@@ -196,7 +217,11 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
             {"rope_parameters": YARN | {"attention_factor": 1.0}},
             "attention_factor is not supported",
         ),
-        ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate False is not supported"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": YARN | {"truncate": False}},
+            "truncate False is not supported",
+        ),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7}}, "must be given and equal"),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": None}}, "must be given and equal"),
         ("llama", {"attention_bias": True}, "attention_bias is not supported"),
@@ -209,7 +234,11 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
         ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is not supported"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types other than"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types other than",
+        ),
         (
             "qwen3",
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
@@ -220,7 +249,11 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
         ("olmoe", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
         ("mixtral", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
         ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise is not supported"),
-        ("moonlight", {"num_key_value_heads": 4}, "num_key_value_heads 4 is not supported, only 8 is"),
+        (
+            "moonlight",
+            {"num_key_value_heads": 4},
+            "num_key_value_heads 4 is not supported, only 8 is",
+        ),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is not supported"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window is not supported"),
         ("mixtral", {"num_experts_per_tok": 1}, "no router can learn"),
@@ -233,11 +266,19 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
             {"scoring_func": "softmax"},
             "scoring_func must be 'sigmoid' in config.json, got 'softmax'",
         ),
-        ("moonlight", {"topk_method": None}, "topk_method must be 'noaux_tc' in config.json, got None"),
+        (
+            "moonlight",
+            {"topk_method": None},
+            "topk_method must be 'noaux_tc' in config.json, got None",
+        ),
         ("moonlight", {"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
         ("moonlight", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
         ("moonlight", {"rope_interleave": False}, "rope_interleave False is not supported"),
-        ("moonlight", {"kv_lora_rank": None}, "key kv_lora_rank must be a positive integer, got None"),
+        (
+            "moonlight",
+            {"kv_lora_rank": None},
+            "key kv_lora_rank must be a positive integer, got None",
+        ),
         ("deepseek_v3", {"n_group": 3}, "16 experts do not make n_group 3 groups"),
         ("deepseek_v3", {"topk_group": 3}, "num_experts_per_tok 4 // topk_group 3 must be 2"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -256,6 +297,7 @@ def test_keys_that_old_files_lack_have_their_defaults(folders: dict[str, Path]) 
     old = {
         key: value
         for key, value in hf.items()
-        if key not in ("num_key_value_heads", "head_dim", "rope_parameters", "hidden_act", "mlp_bias")
+        if key
+        not in ("num_key_value_heads", "head_dim", "rope_parameters", "hidden_act", "mlp_bias")
     }
     assert ModelShape.from_hf(old) == ModelShape.from_hf(hf)

@@ -40,7 +40,9 @@ def test_best_and_worst_are_by_reward_and_keep_the_order_of_the_dump(run: Path) 
     assert [(each.group, each.sample_index) for each in worst(samples, 2)] == [(0, 0), (0, 1)]
 
 
-def test_newest_dump_is_shown_with_best_and_worst(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newest_dump_is_shown_with_best_and_worst(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = shown(capsys, run)
     assert "step 3" in out and "12 samples, mean reward 0.250" in out
     assert out.count("reward 1 ") == 3 and out.count("reward 0 ") == 3
@@ -52,7 +54,9 @@ def test_counts_choose_what_is_shown(run: Path, capsys: pytest.CaptureFixture[st
     assert "highest rewards" not in out and out.count("reward 0 ") == 2
 
 
-def test_group_is_found_by_number_and_by_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_group_is_found_by_number_and_by_prompt(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     by_number = shown(capsys, run, "--group", 1)
     by_name = shown(capsys, run, "--group", "rows.jsonl:2")
     assert by_number.count("rows.jsonl:2  sample") == SAMPLES
@@ -68,8 +72,14 @@ def test_evaluation_shows_the_reference(run: Path, capsys: pytest.CaptureFixture
     ("words", "expected"),
     [
         (["--step", "2"], "--step 2: no dump of rollouts at this step; steps with one: 1, 3"),
-        (["--eval", "--step", "1"], "--step 1: no dump of evaluation at this step; steps with one: 0, 3"),
-        (["--group", "9"], "--group 9: no such prompt in this dump. Give a group number from 0 to 2"),
+        (
+            ["--eval", "--step", "1"],
+            "--step 1: no dump of evaluation at this step; steps with one: 0, 3",
+        ),
+        (
+            ["--group", "9"],
+            "--group 9: no such prompt in this dump. Give a group number from 0 to 2",
+        ),
         (["--eval", "--set", "math"], "--set math: no such set at step 3; it has heldout"),
         (["--best", "-1"], "--best -1: must be >= 0"),
     ],
@@ -80,7 +90,9 @@ def test_what_is_not_there_is_one_line(
     assert expected in refused(capsys, run, *words)
 
 
-def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_run_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "no such folder" in refused(capsys, tmp_path / "absent")
     assert "the run has none" in refused(capsys, tmp_path)
     with pytest.raises(ViewError, match=r"no config\.yaml in this folder"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from r3 import watch
-from r3.rundir import RunDir, write_json
+from r3.run.folder import RunDir, write_json
 from r3.view.watch import BARS, STALE_S, curve, duration, read_heartbeats, remaining_s
 from tests.run_folder import write_run
 
@@ -25,7 +25,8 @@ def shown(capsys: pytest.CaptureFixture[str], run: Path) -> str:
 def beat(run: Path, rank: int, phase: str, *, age_s: float = 0.0, silent_s: float = 0.0) -> None:
     state = {"rank": rank, "phase": phase, "phases": 1, "silent_s": silent_s}
     write_json(
-        RunDir(run).heartbeat(rank), state | {"written_at": time.time() - age_s, "host": "here", "pid": 1}
+        RunDir(run).heartbeat(rank),
+        state | {"written_at": time.time() - age_s, "host": "here", "pid": 1},
     )
 
 
@@ -37,13 +38,18 @@ def test_curve_runs_from_lowest_to_highest_with_gaps() -> None:
 
 
 def test_remaining_time_is_of_the_newest_steps() -> None:
-    rows = [{"step": 0, "time/step_s": 100.0}, *({"step": i, "time/step_s": float(i)} for i in range(1, 5))]
+    rows = [
+        {"step": 0, "time/step_s": 100.0},
+        *({"step": i, "time/step_s": float(i)} for i in range(1, 5)),
+    ]
     assert remaining_s(rows, 10, recent=2) == 3.5 * 6
     assert remaining_s(rows[:1], 10) is None
     assert [duration(s) for s in (42, 100, 7200)] == ["42 s", "2 min", "2 h 00 min"]
 
 
-def test_screen_has_progress_figures_and_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_screen_has_progress_figures_and_phases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "run", steps=1)  # of the 2 that its config asks for
     beat(run, 0, "generate")
     beat(run, 1, "train")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from r3.rundir import RunDir, write_json
-from r3.watchdog import Watchdog
+from r3.run.folder import RunDir, write_json
+from r3.run.watchdog import Watchdog
 
 pytestmark = pytest.mark.unit
 
@@ -48,13 +48,17 @@ def test_reports_repeat_at_doubled_distance_and_begin_anew_after_a_beat() -> Non
     with Watchdog(0, 1, stall_s=STALL_S, stream=stream) as watchdog:
         watchdog.beat("pack")
         report = wait_for(stream, "made no progress", count=3)
-        silent = [float(part.split(" s in")[0]) for part in report.split("made no progress for ")[1:4]]
+        silent = [
+            float(part.split(" s in")[0]) for part in report.split("made no progress for ")[1:4]
+        ]
         for reported, least in zip(silent, (1, 2, 4), strict=True):
             assert reported >= round(least * STALL_S, 1)
         watchdog.beat("train")
         report = wait_for(stream, "in phase 'train'")
         silent_s = float(report.split(" s in phase 'train'")[0].rsplit(" ", 1)[1])
-        assert silent_s < 8 * STALL_S  # the first report after a beat does not wait as the fourth would have
+        assert (
+            silent_s < 8 * STALL_S
+        )  # the first report after a beat does not wait as the fourth would have
 
 
 def test_progress_is_not_a_stall() -> None:
@@ -95,12 +99,19 @@ def test_heartbeats_name_the_rank_that_lags(tmp_path: Path) -> None:
         for phase in ("sync", "generate"):
             behind.beat(phase)
         wait_for(theirs, "end of report")
-        wait_for(ours, "end of report", count=2)  # by the second, both heartbeats surely hold the last phases
+        wait_for(
+            ours, "end of report", count=2
+        )  # by the second, both heartbeats surely hold the last phases
         deadline = time.monotonic() + 10
         while json.loads(run_dir.heartbeat(1).read_text())["phase"] != "generate":
             assert time.monotonic() < deadline
     state = json.loads(run_dir.heartbeat(0).read_text())
-    assert (state["rank"], state["phase"], state["phases"], state["pid"]) == (0, "train", 3, os.getpid())
+    assert (state["rank"], state["phase"], state["phases"], state["pid"]) == (
+        0,
+        "train",
+        3,
+        os.getpid(),
+    )
     report = ours.getvalue().rsplit("rank 0 made no progress", 1)[1]
     assert "rank 2: no heartbeat" in report
     assert "rank 1: phase 'generate'" in report

@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 
-from r3.workers import Done, Here, Place, Pool, Processes, Threads, WorkerError, load
+from r3.runtime.workers import Done, Here, Place, Pool, Processes, Threads, WorkerError, load
 
 pytestmark = pytest.mark.unit
 
-PLACES: dict[str, Callable[[], Place]] = {"here": Here, "threads": Threads, "processes": lambda: Processes(2)}
+PLACES: dict[str, Callable[[], Place]] = {
+    "here": Here,
+    "threads": Threads,
+    "processes": lambda: Processes(2),
+}
 
 
 def double(value: int) -> int:
@@ -100,7 +104,9 @@ def test_what_a_call_raises_comes_back_as_text_with_its_place(pool: Pool) -> Non
     done = drain(pool)
     assert done["fine"].value == 8
     raised, left = done["raise"].failure, done["exit"].failure
-    assert raised is not None and raised.kind == "error" and "KeyError: 'no such thing'" in raised.text
+    assert (
+        raised is not None and raised.kind == "error" and "KeyError: 'no such thing'" in raised.text
+    )
     assert "test_workers.py" in raised.text
     assert left is not None and "SystemExit: 3" in left.text
     assert pool.counts["errors"] == 2
@@ -183,7 +189,7 @@ def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
 
     script = (
         "import os, time\n"
-        "from r3.workers import Pool, Processes\n"
+        "from r3.runtime.workers import Pool, Processes\n"
         "from tests.unit.test_workers import double, misbehave\n"
         "pool = Pool(Processes(1), timeout_s=60.0)\n"
         "pool.submit(0, double, 1)\n"

@@ -40,7 +40,9 @@ LATENT_ATTENTION: dict[str, Rule] = {
     "self_attention.linear_q_down_proj.weight": rule("replicated", "self_attn.q_a_proj.weight"),
     "self_attention.q_layernorm.weight": rule("replicated", "self_attn.q_a_layernorm.weight"),
     "self_attention.linear_q_up_proj.weight": rule("column", "self_attn.q_b_proj.weight"),
-    "self_attention.linear_kv_down_proj.weight": rule("replicated", "self_attn.kv_a_proj_with_mqa.weight"),
+    "self_attention.linear_kv_down_proj.weight": rule(
+        "replicated", "self_attn.kv_a_proj_with_mqa.weight"
+    ),
     "self_attention.kv_layernorm.weight": rule("replicated", "self_attn.kv_a_layernorm.weight"),
     "self_attention.linear_kv_up_proj.weight": rule("column", "self_attn.kv_b_proj.weight"),
     "self_attention.linear_proj.weight": rule("row", "self_attn.o_proj.weight"),

@@ -85,7 +85,9 @@ DENSE_MLP: dict[str, Rule] = {
 ROUTER: dict[str, Rule] = {"mlp.router.weight": rule("replicated", "mlp.gate.weight")}
 
 EXPERT: dict[str, Rule] = {
-    "linear_fc1.weight": rule("gated", "mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
+    "linear_fc1.weight": rule(
+        "gated", "mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"
+    ),
     "linear_fc2.weight": rule("row", "mlp.experts.{e}.down_proj.weight"),
 }
 
@@ -99,7 +101,9 @@ def shared_expert(hf_prefix: str) -> dict[str, Rule]:
     }
 
 
-def softmax_router(num_experts: int, topk: int, ffn_size: int, *, norm_topk_prob: bool) -> dict[str, Any]:
+def softmax_router(
+    num_experts: int, topk: int, ffn_size: int, *, norm_topk_prob: bool
+) -> dict[str, Any]:
     """Megatron's arguments for experts behind a softmax router.
 
     Renormalising the top k after a softmax over all experts is a softmax over the k logits.

@@ -19,7 +19,9 @@ MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     megatron=_megatron,
-    layer=NORMS | ATTENTION | {"mlp.router.weight": rule("replicated", "block_sparse_moe.gate.weight")},
+    layer=NORMS
+    | ATTENTION
+    | {"mlp.router.weight": rule("replicated", "block_sparse_moe.gate.weight")},
     expert={
         "linear_fc1.weight": rule("gated", f"{_EXPERT}.w1.weight", f"{_EXPERT}.w3.weight"),
         "linear_fc2.weight": rule("row", f"{_EXPERT}.w2.weight"),

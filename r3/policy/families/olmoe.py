@@ -21,7 +21,10 @@ def _megatron(hf: Any) -> dict[str, Any]:
     return {
         "qk_layernorm": True,
         **softmax_router(
-            hf.num_experts, hf.num_experts_per_tok, hf.intermediate_size, norm_topk_prob=hf.norm_topk_prob
+            hf.num_experts,
+            hf.num_experts_per_tok,
+            hf.intermediate_size,
+            norm_topk_prob=hf.norm_topk_prob,
         ),
     }
 

@@ -1,0 +1,153 @@
+"""Advantages: what a rollout's reward is worth against the other answers, and what is taken from the reward before.
+
+Every advantage has one signature, `(rewards_R, groups_R) -> advantages_R`. `rewards_R` are floats, `groups_R`
+int64 labels of any value; members of a group may stand anywhere in the list. Both live on the host, as
+rewards do. They are the rewards of the whole step, of all ranks: some estimators take statistics over all of
+them. A new estimator is one function, one line in `ADVANTAGES` and one row in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Keeps a group whose rewards differ by rounding alone from being blown up to unit variance.
+STD_EPSILON = 1e-6
+
+
+class _Groups(NamedTuple):
+    """Statistics of each rollout's own group, repeated for every member."""
+
+    rewards_R: (
+        Tensor  # float64, so that a group's statistics do not depend on the order of its members
+    )
+    mean_R: Tensor
+    std_R: Tensor
+    size_R: Tensor
+    flat_R: Tensor  # all members have the same reward: nothing to learn from this group
+
+
+def _groups(rewards_R: Tensor, groups_R: Tensor) -> _Groups:
+    if rewards_R.dim() != 1 or rewards_R.shape != groups_R.shape:
+        raise ValueError(
+            f"one group per reward: rewards {list(rewards_R.shape)}, groups {list(groups_R.shape)}"
+        )
+    if groups_R.dtype != torch.int64:
+        raise ValueError(f"groups must be int64 labels, got {groups_R.dtype}")
+    if not bool(torch.isfinite(rewards_R).all()):
+        bad = torch.nonzero(~torch.isfinite(rewards_R)).flatten().tolist()
+        raise ValueError(
+            f"rewards must be finite: {rewards_R[bad[:8]].tolist()} at rollouts {bad[:8]}"
+        )
+
+    rewards_R = rewards_R.double()
+    _, index_R, sizes = torch.unique(groups_R, return_inverse=True, return_counts=True)
+    zeros = rewards_R.new_zeros(len(sizes))
+    mean_R = (zeros.index_add(0, index_R, rewards_R) / sizes)[index_R]
+    squares = zeros.index_add(0, index_R, (rewards_R - mean_R).square())
+    std_R = (squares / (sizes - 1).clamp(min=1)).sqrt()[index_R]
+    # Asked of the rewards themselves: the mean of three 0.1 is not exactly 0.1, and rounding must not teach
+    # anything.
+    low = zeros.scatter_reduce(0, index_R, rewards_R, "amin", include_self=False)
+    high = zeros.scatter_reduce(0, index_R, rewards_R, "amax", include_self=False)
+    return _Groups(rewards_R, mean_R, std_R, sizes[index_R], (low == high)[index_R])
+
+
+def grpo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    """Group-relative advantage of GRPO (arXiv 2402.03300, section 4.1.2).
+
+        A_i = (R_i - mean_g) / (std_g + 1e-6)
+
+    with the unbiased standard deviation (over G - 1). A group of zero spread, a single rollout included, gets
+    exactly 0.
+    """
+    group = _groups(rewards_R, groups_R)
+    advantages_R = (group.rewards_R - group.mean_R) / (group.std_R + STD_EPSILON)
+    return advantages_R.masked_fill(group.flat_R, 0.0).float()
+
+
+def dr_grpo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    """Advantage of Dr. GRPO (arXiv 2503.20783, section 3.2): centred, not divided by the standard deviation.
+
+        A_i = R_i - mean_g
+
+    Dividing by std_g weighs questions that are nearly always or nearly never answered more than the others. A
+    group of zero spread gets exactly 0.
+    """
+    group = _groups(rewards_R, groups_R)
+    return (group.rewards_R - group.mean_R).masked_fill(group.flat_R, 0.0).float()
+
+
+def rloo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    """Leave-one-out advantage of RLOO (arXiv 2402.14740, section 2.2).
+
+        A_i = R_i - mean of the others = G / (G - 1) (R_i - mean_g)
+
+    The baseline does not contain the answer's own reward, so it is unbiased. A group of zero spread, a single
+    rollout included, gets exactly 0.
+    """
+    group = _groups(rewards_R, groups_R)
+    scale_R = group.size_R / (group.size_R - 1).clamp(min=1)
+    return (scale_R * (group.rewards_R - group.mean_R)).masked_fill(group.flat_R, 0.0).float()
+
+
+def reinforce_pp(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    """Advantage of REINFORCE++ (arXiv 2501.03262): rewards whitened over the whole step, groups not looked at.
+
+        A_i = (R_i - mean) / (std + 1e-6)
+
+    mean and (unbiased) std are over all rollouts of all ranks. A step of zero spread gets exactly 0.
+
+    This differs from the paper, which gives token t the advantage R_i - beta * sum of KL over the tokens from t on, and
+    whitens over all tokens of the step. Here each rollout has one advantage and one weight in mean and std, whatever its
+    length. With algo.kl_in reward the KL of the whole response is subtracted, the same for each of its tokens.
+    """
+    _groups(rewards_R, groups_R)  # for its checks
+    group = _groups(rewards_R, torch.zeros_like(groups_R))
+    advantages_R = (group.rewards_R - group.mean_R) / (group.std_R + STD_EPSILON)
+    return advantages_R.masked_fill(group.flat_R, 0.0).float()
+
+
+def reinforce_pp_baseline(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    """Advantage of REINFORCE++ with baseline (arXiv 2501.03262): the group's mean off, then scaled over the step.
+
+        C_i = R_i - mean_g           A_i = C_i / (std of all C + 1e-6)
+
+    The scale is one for all groups, so questions of little spread are not blown up as in `grpo`. The mean of all
+    C is 0 and need not be subtracted. A group of zero spread gets exactly 0.
+    """
+    group = _groups(rewards_R, groups_R)
+    centred_R = (group.rewards_R - group.mean_R).masked_fill(group.flat_R, 0.0)
+    std = (centred_R.square().sum() / max(1, len(centred_R) - 1)).sqrt()
+    return (centred_R / (std + STD_EPSILON)).float()
+
+
+ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+}
+
+
+def overlong_penalty(num_tokens: int, *, max_response_tokens: int, buffer: int) -> float:
+    """Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13), to be added to the reward.
+
+        0                                      |y| <= L - B
+        ((L - B) - |y|) / B                    L - B < |y| <= L
+        -1                                     |y| > L
+
+    with L = max_response_tokens and B = buffer, in tokens. The paper has L = 20480 and B = 4096. B = 0 is no penalty.
+    |y| counts what L limits: every token after the prompt, observations of an environment included. If it counted sampled
+    tokens only, a conversation that L cuts off could be far from the penalty.
+    """
+    if not 0 <= buffer <= max_response_tokens:
+        raise ValueError(f"the buffer must be within 0 .. {max_response_tokens}, got {buffer}")
+    if not buffer:
+        return 0.0
+    over = num_tokens - (max_response_tokens - buffer)
+    return -min(max(over / buffer, 0.0), 1.0)

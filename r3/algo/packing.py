@@ -1,0 +1,427 @@
+"""From rollouts to micro-batches: who trains on what (`plan`), and the one shift by one there is (`pack`).
+
+`plan` sees lengths and groups only, so every rank computes the same plan from the same numbers and `exchange`
+moves the rollouts accordingly. `pack` runs afterwards, on the rank that trains on them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from r3.types import MicroBatch, Rollout
+
+# Of a micro-batch that has nothing to train on: short, and not so short that kernels special-case it.
+FILLER_TOKENS = 4
+MISSING = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdatePlan:
+    """The rollouts of one optimizer step: `micro_batches[rank][i]` are the indices `rank` packs together.
+
+    Every rank has the same number of micro-batches, since expert parallelism makes the ranks meet in every
+    MoE layer; a rank with too little to do has empty ones, which `pack` turns into fillers.
+    """
+
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def rollout_ids(self) -> tuple[int, ...]:
+        """Every rollout of the update, ascending."""
+        return tuple(sorted(i for rank in self.micro_batches for ids in rank for i in ids))
+
+    @property
+    def num_sequences(self) -> int:
+        """Rollouts of the update over all ranks."""
+        return len(self.rollout_ids)
+
+
+def route_dtype(num_experts: int) -> np.dtype:
+    """Smallest signed integer that holds every expert id and -1."""
+    return np.dtype(np.int8 if num_experts <= 128 else np.int16)
+
+
+# --- the plan -----------------------------------------------------------------------------------------------
+
+
+def plan(
+    lengths_R: Sequence[int],
+    groups_R: Sequence[int],
+    *,
+    num_updates: int,
+    num_ranks: int,
+    micro_batch_tokens: int,
+    multiple: int = 1,
+) -> tuple[UpdatePlan, ...]:
+    """Deal the rollouts of a step over updates, ranks and micro-batches; each rollout appears once.
+
+    Groups stay whole: in ascending order they are cut into `num_updates` blocks whose sizes differ by at most
+    one. Inside an update, M is the smallest number of micro-batches per rank with which a balanced partition
+    keeps every micro-batch within `micro_batch_tokens` (after padding to `multiple`). Pure and deterministic:
+    a function of its arguments alone.
+
+    Args:
+        lengths_R: tokens of each rollout of the step, over all ranks.
+        groups_R: group of each rollout.
+        num_updates: optimizer steps made from these rollouts.
+        num_ranks: data-parallel ranks.
+        micro_batch_tokens: packed tokens of a micro-batch, padding included.
+        multiple: micro-batches are padded to a multiple of this.
+    """
+    for name, value in (
+        ("num_updates", num_updates),
+        ("num_ranks", num_ranks),
+        ("multiple", multiple),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if len(lengths_R) != len(groups_R):
+        raise ValueError(f"one group per rollout: {len(lengths_R)} lengths, {len(groups_R)} groups")
+    capacity = micro_batch_tokens // multiple * multiple
+    for index, length in enumerate(lengths_R):
+        if length < 1:
+            raise ValueError(f"rollout {index} has {length} tokens")
+        if length > capacity:
+            raise ValueError(
+                f"rollout {index} has {length} tokens and fits into no micro-batch: "
+                f"micro_batch_tokens = {micro_batch_tokens}, padded to a multiple of {multiple}"
+            )
+    groups = sorted(set(groups_R))
+    if len(groups) < num_updates:
+        raise ValueError(
+            f"{len(groups)} groups cannot be split over {num_updates} updates: a group stays whole"
+        )
+
+    update_of_group = {
+        group: place * num_updates // len(groups) for place, group in enumerate(groups)
+    }
+    members: list[list[int]] = [[] for _ in range(num_updates)]
+    for index, group in enumerate(groups_R):
+        members[update_of_group[group]].append(index)
+    return tuple(
+        _plan_update(ids, lengths_R, num_ranks=num_ranks, capacity=capacity) for ids in members
+    )
+
+
+def _plan_update(
+    ids: list[int], lengths_R: Sequence[int], *, num_ranks: int, capacity: int
+) -> UpdatePlan:
+    total = sum(lengths_R[i] for i in ids)
+    per_rank = -(-total // (num_ranks * capacity))
+    bins = _bins(ids, lengths_R, num_ranks * per_rank)
+    while max(_tokens(members, lengths_R) for members in bins) > capacity:
+        per_rank += 1  # ends at the latest with one sequence per bin, and a sequence fits
+        bins = _bins(ids, lengths_R, num_ranks * per_rank)
+
+    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    # Largest bin first to the lightest rank that still has room. So the micro-batches of a rank descend in
+    # size: ranks meet in every MoE layer, and the i-th micro-batches, which run together, are then about
+    # equally large on all of them.
+    for members in sorted(bins, key=lambda members: (-_tokens(members, lengths_R), members)):
+        rank = min(
+            (r for r in range(num_ranks) if len(ranks[r]) < per_rank), key=lambda r: (loads[r], r)
+        )
+        ranks[rank].append(members)
+        loads[rank] += _tokens(members, lengths_R)
+    return UpdatePlan(micro_batches=tuple(tuple(rank_bins) for rank_bins in ranks))
+
+
+def _bins(ids: Sequence[int], lengths_R: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """LPT (Graham 1969): each sequence, longest first, goes into the bin with the fewest tokens so far."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, number) for number in range(count)]
+    for i in sorted(ids, key=lambda i: (-lengths_R[i], i)):
+        load, number = heap[0]
+        bins[number].append(i)
+        heapq.heapreplace(heap, (load + lengths_R[i], number))
+    return [tuple(sorted(members)) for members in bins]
+
+
+def _tokens(ids: Iterable[int], lengths_R: Sequence[int]) -> int:
+    return sum(lengths_R[i] for i in ids)
+
+
+def packing_efficiency(plans: Sequence[UpdatePlan], lengths_R: Sequence[int]) -> float:
+    """Real tokens over the tokens there would be if every micro-batch were as large as its update's largest.
+
+    1 means that no rank ever waits for another and no memory is set aside for nothing.
+    """
+    real = room = 0
+    for update in plans:
+        sizes = [_tokens(ids, lengths_R) for rank in update.micro_batches for ids in rank]
+        real += sum(sizes)
+        room += len(sizes) * max(sizes)
+    return real / room
+
+
+# --- the micro-batch ----------------------------------------------------------------------------------------
+
+
+class _Sequence(NamedTuple):
+    """One sequence as it is trained: shifted, on the host."""
+
+    tokens_T: np.ndarray
+    targets_T: np.ndarray
+    loss_mask_T: np.ndarray
+    logprobs_T: np.ndarray
+    advantages_T: np.ndarray
+    weights_T: np.ndarray
+    routes_TLK: np.ndarray
+    real_T: np.ndarray
+    current_T: np.ndarray
+    rollout_id: int
+
+
+def pack(
+    rollouts: Sequence[Rollout],
+    rollout_ids: Sequence[int],
+    advantages: Sequence[float],
+    *,
+    num_experts: int,
+    num_layers: int,
+    topk: int,
+    multiple: int = 1,
+    sequence_multiple: int = 1,
+    policy_version: int | None = None,
+) -> MicroBatch:
+    """Shift the rollouts by one, as drawn in `types.py`, and lay them end to end, nothing between them.
+
+    Index t of a sequence holds input x_t, everything about predicting x_{t+1}, and the experts that processed
+    x_t. Its last position predicts nothing (mask 0, target 0) and has no captured route: the engine never
+    processed the last token. That row stays -1, so the policy routes it live and counts it under its own
+    cause. Advantages and sequence weights (1 / loss tokens of the sequence) stand at loss tokens only.
+
+    A filler sequence pads the whole to a `multiple`. Its routes are legal (`filler_routes`), so that it is
+    never counted as missing. No rollouts at all: `filler_micro_batch`.
+
+    Args:
+        rollouts: the sequences; their routes are [T-1, num_layers, topk].
+        rollout_ids: the index of each in the step's list.
+        advantages: one per rollout.
+        num_experts: experts per layer, to check and to fill routes.
+        num_layers: MoE layers in the routes, those of a pipeline stage or all; 0 if there are none (dense, or not
+            captured): then [T-1, 0, 0].
+        topk: experts per token.
+        multiple: the packed length is a multiple of this; itself a multiple of `sequence_multiple`.
+        sequence_multiple: every sequence is padded to a multiple of this with filler tokens (context parallelism
+            cuts each one into equal chunks).
+        version: of the policy that trains on them, which rollouts that an older one began are marked against; None = none is.
+    """
+    if multiple % sequence_multiple:
+        raise ValueError(
+            f"multiple {multiple} is no multiple of sequence_multiple {sequence_multiple}"
+        )
+    if not len(rollouts) == len(rollout_ids) == len(advantages):
+        raise ValueError(
+            f"one id and one advantage per rollout: {len(rollouts)} rollouts, {len(rollout_ids)} ids, "
+            f"{len(advantages)} advantages"
+        )
+    if not rollouts:
+        return filler_micro_batch(
+            num_experts=num_experts, num_layers=num_layers, topk=topk, multiple=multiple
+        )
+    sequences = [
+        _padded(
+            _shift(
+                rollout,
+                index,
+                advantage,
+                num_experts=num_experts,
+                num_layers=num_layers,
+                topk=topk,
+                policy_version=policy_version,
+            ),
+            -len(rollout.tokens_T) % sequence_multiple,
+            num_experts=num_experts,
+        )
+        for rollout, index, advantage in zip(rollouts, rollout_ids, advantages, strict=True)
+    ]
+    if padding := -sum(len(sequence.tokens_T) for sequence in sequences) % multiple:
+        sequences.append(
+            _filler(padding, num_experts=num_experts, num_layers=num_layers, topk=topk)
+        )
+    return _concatenate(sequences)
+
+
+def with_advantages(micro_batch: MicroBatch, advantages_R: Sequence[float]) -> MicroBatch:
+    """The micro-batch with other advantages, by rollout id."""
+    lengths = torch.tensor(micro_batch.cu_seqlens).diff()
+    values = torch.tensor([advantages_R[i] if i >= 0 else 0.0 for i in micro_batch.rollout_ids])
+    advantages_N = torch.repeat_interleave(values.float(), lengths) * micro_batch.loss_mask_N
+    return replace(micro_batch, advantages_N=advantages_N)
+
+
+def filler_micro_batch(
+    *, num_experts: int, num_layers: int, topk: int, multiple: int = 1
+) -> MicroBatch:
+    """One short sequence without loss, for a rank that has nothing to train on while others do."""
+    tokens = -(-FILLER_TOKENS // multiple) * multiple
+    return _concatenate(
+        [_filler(tokens, num_experts=num_experts, num_layers=num_layers, topk=topk)]
+    )
+
+
+def filler_routes(num_tokens: int, num_layers: int, topk: int, num_experts: int) -> np.ndarray:
+    """Routes of filler tokens, [N, L, K] in the smallest type: expert (row * K + k) mod E.
+
+    Distinct inside a row, since dispatchers break on an expert chosen twice, and spread evenly over the
+    experts. A dense model has none: [N, 0, 0].
+    """
+    if num_layers == 0:
+        return np.zeros((num_tokens, 0, 0), route_dtype(num_experts))
+    if not 1 <= topk <= num_experts <= np.iinfo(np.int16).max:
+        raise ValueError(
+            f"need 1 <= topk <= num_experts <= 32767, got topk {topk} and {num_experts} experts"
+        )
+    experts_NK = np.arange(num_tokens * topk).reshape(num_tokens, 1, topk) % num_experts
+    return np.repeat(experts_NK.astype(route_dtype(num_experts)), num_layers, axis=1)
+
+
+def count_loss_tokens(micro_batches: Iterable[MicroBatch]) -> int:
+    """Loss tokens of these micro-batches; over all data-parallel ranks they make `Batch.num_loss_tokens`."""
+    return sum(int(micro_batch.loss_mask_N.sum(dtype=torch.int64)) for micro_batch in micro_batches)
+
+
+def _shift(
+    rollout: Rollout,
+    rollout_id: int,
+    advantage: float,
+    *,
+    num_experts: int,
+    num_layers: int,
+    topk: int,
+    policy_version: int | None,
+) -> _Sequence:
+    name = f"rollout {rollout_id} ({rollout.prompt_id}/{rollout.sample_index})"
+    if rollout_id < 0:
+        raise ValueError(f"{name}: ids count from 0, -1 marks a filler")
+    if not np.isfinite(advantage):
+        raise ValueError(f"{name}: its advantage is {advantage}")
+    if not np.isin(rollout.loss_mask_T, (0, 1)).all():
+        values = np.unique(rollout.loss_mask_T)[:8].tolist()
+        raise ValueError(f"{name}: the loss mask must be 0 or 1, has {values}")
+    if rollout.loss_mask_T[0]:
+        raise ValueError(f"{name}: its first token is marked as sampled, but nothing precedes it")
+    if not np.isfinite(rollout.logprobs_T).all():
+        where = np.flatnonzero(~np.isfinite(rollout.logprobs_T)).tolist()
+        raise ValueError(f"{name}: log-probabilities are not finite at tokens {where[:8]}")
+    _check_routes(
+        rollout.routed_experts, name, num_experts=num_experts, num_layers=num_layers, topk=topk
+    )
+
+    shape_TLK = (len(rollout.tokens_T), *rollout.routed_experts.shape[1:])
+    routes_TLK = np.full(shape_TLK, MISSING, route_dtype(num_experts))
+    routes_TLK[:-1] = rollout.routed_experts
+    loss_mask_T = _next(rollout.loss_mask_T, np.float32)
+    return _Sequence(
+        tokens_T=rollout.tokens_T.astype(np.int64),
+        targets_T=_next(rollout.tokens_T, np.int64),
+        loss_mask_T=loss_mask_T,
+        logprobs_T=_next(rollout.logprobs_T, np.float32),
+        advantages_T=loss_mask_T * np.float32(advantage),
+        weights_T=loss_mask_T / np.float32(max(1, rollout.num_response_tokens)),
+        routes_TLK=routes_TLK,
+        real_T=np.ones(len(rollout.tokens_T), np.bool_),
+        current_T=np.full(
+            len(rollout.tokens_T),
+            policy_version is None or rollout.policy_version >= policy_version,
+        ),
+        rollout_id=rollout_id,
+    )
+
+
+def _padded(sequence: _Sequence, padding: int, *, num_experts: int) -> _Sequence:
+    """The sequence with filler tokens behind it, which its own tokens never see: attention is causal."""
+    if not padding:
+        return sequence
+    layers, topk = sequence.routes_TLK.shape[1:]
+    filler = _filler(padding, num_experts=num_experts, num_layers=layers, topk=topk)
+    arrays = {
+        name: np.concatenate([getattr(sequence, name), getattr(filler, name)])
+        for name in _Sequence._fields
+        if name != "rollout_id"
+    }
+    return _Sequence(**arrays, rollout_id=sequence.rollout_id)
+
+
+def _next(values_T: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+    """At t the value of t + 1; 0 at the last position. The shift by one, here and nowhere else."""
+    shifted_T = np.zeros(len(values_T), dtype)
+    shifted_T[:-1] = values_T[1:]
+    return shifted_T
+
+
+def _check_routes(
+    routes: np.ndarray, name: str, *, num_experts: int, num_layers: int, topk: int
+) -> None:
+    """Last gate before the policy: every token has distinct legal experts in all its layers, or -1 in all."""
+    expected = (num_layers, topk) if num_layers else (0, 0)
+    if routes.ndim != 3 or routes.shape[1:] != expected:
+        raise ValueError(
+            f"{name}: its routes are {routes.shape}, expected [T-1, L, K] with [L, K] = {expected}"
+        )
+    if not routes.size:
+        return
+
+    missing = routes == MISSING
+    partly = missing & ~missing.all(axis=(1, 2), keepdims=True)
+    ordered = np.sort(routes, axis=2)
+    faults = {
+        f"an expert outside 0 .. {num_experts - 1}": (routes < MISSING) | (routes >= num_experts),
+        "-1 in some of the token's layers and slots, not in all": partly,
+        "an expert chosen twice": (ordered[:, :, 1:] == ordered[:, :, :-1])
+        & (ordered[:, :, 1:] != MISSING),
+    }
+    for fault, bad in faults.items():
+        if bad.any():
+            token, layer, _ = (int(i) for i in np.argwhere(bad)[0])
+            row = routes[token, layer].tolist()
+            raise ValueError(
+                f"{name}: {fault}, at token {token} in MoE layer number {layer}: {row}"
+            )
+
+
+def _filler(num_tokens: int, *, num_experts: int, num_layers: int, topk: int) -> _Sequence:
+    nothing_T = np.zeros(num_tokens, np.float32)
+    return _Sequence(
+        tokens_T=np.zeros(num_tokens, np.int64),
+        targets_T=np.zeros(num_tokens, np.int64),
+        loss_mask_T=nothing_T,
+        logprobs_T=nothing_T,
+        advantages_T=nothing_T,
+        weights_T=nothing_T,
+        routes_TLK=filler_routes(num_tokens, num_layers, topk, num_experts),
+        real_T=np.zeros(num_tokens, np.bool_),
+        current_T=np.ones(num_tokens, np.bool_),
+        rollout_id=-1,
+    )
+
+
+def _concatenate(sequences: Sequence[_Sequence]) -> MicroBatch:
+    def join(field: str) -> torch.Tensor:
+        return torch.from_numpy(
+            np.concatenate([getattr(sequence, field) for sequence in sequences])
+        )
+
+    lengths = [len(sequence.tokens_T) for sequence in sequences]
+    return MicroBatch(
+        tokens_N=join("tokens_T"),
+        targets_N=join("targets_T"),
+        positions_N=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
+        cu_seqlens=(0, *np.cumsum(lengths).tolist()),
+        loss_mask_N=join("loss_mask_T"),
+        rollout_logprobs_N=join("logprobs_T"),
+        advantages_N=join("advantages_T"),
+        sequence_weights_N=join("weights_T"),
+        routed_experts_NLK=join("routes_TLK"),
+        real_N=join("real_T"),
+        current_N=join("current_T"),
+        rollout_ids=tuple(sequence.rollout_id for sequence in sequences),
+    )

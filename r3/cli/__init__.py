@@ -1,0 +1,1 @@
+"""The command line: parse it, check it, describe it."""

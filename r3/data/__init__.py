@@ -1,0 +1,1 @@
+"""Rows of any source, each checked once, and the seeded order of prompts."""

@@ -1,0 +1,1 @@
+"""What crosses between engine and policy: weights, rollouts, device memory."""

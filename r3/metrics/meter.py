@@ -1,0 +1,220 @@
+"""Metrics of a run: what each key means, how the ranks' parts become one row a step, and where rows go."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import numpy as np
+
+from r3.config import Config
+from r3.metrics.console import Console, step_line
+from r3.metrics.glossary import LAYER_AGREEMENT, explain
+from r3.metrics.heatmap import STEPS, heat_strip
+from r3.metrics.reduce import LOG10_EDGES, LogHistogram, Max, Partial
+from r3.metrics.tensorboard import tensorboard_layout
+
+# Rollouts that an older version began (rollout.step_token_budget) are left out of the mismatch panels.
+
+
+class Gathering(Protocol):
+    """The axis over which rows are gathered; `r3.runtime.mesh.Axis` is one."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def all_gather_object(self, item: Any) -> list[Any]: ...
+
+
+class RunFiles(Protocol):
+    """Where rows go; `r3.run.folder.RunDir` is one."""
+
+    @property
+    def tensorboard(self) -> Path: ...
+
+    def append_metrics(self, row: Mapping[str, float]) -> None: ...
+
+
+class Meter:
+    """Collects the parts of metrics on every rank; once a step they meet, and rank 0 writes and shows the row.
+
+    Args:
+        run_dir: where rank 0 writes metrics.jsonl and TensorBoard's events; None = nowhere.
+        axis: the ranks whose parts make a row. All of them call `close_step`.
+        config: of the run.
+        on_phase: told the phase whenever it changes or proceeds: the watchdog's `beat`.
+        first_step: steps that a resumed run has behind it; its rows go on from there.
+        stream: the console; None = stdout.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunFiles | None,
+        axis: Gathering,
+        config: Config,
+        *,
+        on_phase: Callable[[str], None] = lambda phase: None,
+        first_step: int = 0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._axis = axis
+        self._steps = config.train.steps
+        self._on_phase = on_phase
+        self._console = Console(
+            is_leader=axis.rank == 0, progress=config.log.progress, stream=stream
+        )
+        self._run_dir = run_dir if axis.rank == 0 else None
+        self._events: Any = None
+        if self._run_dir and config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # A resumed run hides what the killed one wrote after the checkpoint it resumes from.
+            purge_step = first_step + 1 if first_step else None
+            self._events = SummaryWriter(str(self._run_dir.tensorboard), purge_step=purge_step)
+            self._events.add_custom_scalars(tensorboard_layout(config.eval.name))
+        self._last_step = first_step if first_step else -1  # a fresh run may report a step 0
+        self._agreement: deque[dict[int, float]] = deque(maxlen=STEPS)
+        self._parts: dict[str, list[Partial]] = {}
+        self._seconds: dict[str, float] = {}
+        self._open_phases: list[str] = []
+        self._began: float | None = None
+
+    def header(self, lines: Sequence[str]) -> None:
+        """Show what runs."""
+        self._console.header(lines)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase. Phases may nest (the outer one's time includes the inner one's) and repeat (times add up)."""
+        explain(f"time/{name}_s")
+        began = time.perf_counter()
+        self._began = began if self._began is None else self._began
+        self._open_phases.append(name)
+        self._on_phase(name)
+        try:
+            yield
+        finally:
+            self._open_phases.pop()
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+            self._beat()
+
+    @contextmanager
+    def progress(self, total: int, label: str) -> Iterator[Callable[..., None]]:
+        """A progress bar on rank 0's terminal; the yielded `tick(count=1)` moves it, and tells the watchdog."""
+        with self._console.progress(total, label) as advance:
+
+            def tick(count: int = 1) -> None:
+                advance(count)
+                self._beat()
+
+            yield tick
+
+    def add(self, parts: Mapping[str, Partial]) -> None:
+        """Take this rank's parts of some metrics. May be called any number of times a step, on any ranks."""
+        for key, part in parts.items():
+            explain(key)
+            if not callable(getattr(part, "reduce", None)):
+                raise TypeError(
+                    f"{key}: {part!r} is no partial of r3.metrics.reduce, so nobody knows how to merge it"
+                )
+            self._parts.setdefault(key, []).append(part)
+
+    def close_step(self, step: int) -> dict[str, float]:
+        """Merge everything since the last row into one, in one collective; all ranks call and get the same row."""
+        if step <= self._last_step:
+            raise ValueError(
+                f"a row of step {step} after one of step {self._last_step} would repeat the step"
+            )
+        self._on_phase("report")
+        now = time.perf_counter()
+        mine: dict[str, list[Partial]] = self._parts | {
+            f"time/{name}_s": [Max(seconds)] for name, seconds in self._seconds.items()
+        }
+        if self._began is not None:
+            mine["time/step_s"] = [Max(now - self._began)]
+        self._parts, self._seconds, self._began, self._last_step = {}, {}, None, step
+
+        ranks = self._axis.all_gather_object(mine)
+        row = _merge(ranks)
+        if row.get("time/step_s") and "rollout/tokens" in row:
+            row["perf/tokens_per_s"] = row["rollout/tokens"] / row["time/step_s"]
+        row = dict(sorted(row.items()))
+        if self._run_dir:
+            self._run_dir.append_metrics({"step": step, **row})
+        if self._events:
+            by_layer = {
+                int(key.removeprefix(LAYER_AGREEMENT)): row[key]
+                for key in row
+                if key.startswith(LAYER_AGREEMENT)
+            }
+            for key, value in row.items():
+                if not key.startswith(
+                    LAYER_AGREEMENT
+                ):  # a picture instead of as many curves as layers
+                    self._events.add_scalar(key, value, global_step=step)
+            if by_layer:
+                self._agreement.append(by_layer)
+                self._events.add_image(
+                    LAYER_AGREEMENT.rstrip("/"),
+                    heat_strip(self._agreement),
+                    global_step=step,
+                    dataformats="HWC",
+                )
+            for key, counts in _histograms(ranks).items():
+                self._draw(key, counts, step)
+            self._events.flush()
+        self._console.line(step_line(row, step, self._steps))
+        self._beat()
+        return row
+
+    def close(self) -> None:
+        """Write out what TensorBoard still holds."""
+        if self._events:
+            self._events.close()
+
+    def _draw(self, key: str, counts: np.ndarray, step: int) -> None:
+        if not counts.any():
+            return
+        middles = (LOG10_EDGES[1:] + LOG10_EDGES[:-1]) / 2
+        self._events.add_histogram_raw(
+            key,
+            min=float(LOG10_EDGES[0]),
+            max=float(LOG10_EDGES[-1]),
+            num=int(counts.sum()),
+            sum=float((counts * middles).sum()),
+            sum_squares=float((counts * middles**2).sum()),
+            bucket_limits=LOG10_EDGES[1:].tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
+
+    def _beat(self) -> None:
+        self._on_phase(self._open_phases[-1] if self._open_phases else "between phases")
+
+
+def _histograms(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, np.ndarray]:
+    found: dict[str, list[LogHistogram]] = {}
+    for rank in ranks:
+        for key, parts in rank.items():
+            found.setdefault(key, []).extend(
+                part for part in parts if isinstance(part, LogHistogram)
+            )
+    return {key: LogHistogram.merge(parts) for key, parts in sorted(found.items()) if parts}
+
+
+def _merge(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, float]:
+    row = {}
+    for key in set().union(*ranks):
+        parts = [part for rank in ranks for part in rank.get(key, ())]
+        if len(kinds := {type(part) for part in parts}) > 1:
+            raise TypeError(
+                f"{key}: its parts are of different kinds: {sorted(kind.__name__ for kind in kinds)}"
+            )
+        value = type(parts[0]).reduce(parts)
+        if value is not None:
+            row[key] = value
+    return row

@@ -1,0 +1,170 @@
+"""Hugging Face checkpoint folders: which tensors they hold, read cut by cut, and written complete or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from r3.models.shape import ModelShape
+
+_COPIED = (  # what a loader needs beside the weights
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+_SHOWN_FAULTS = 12  # of a checkpoint; the rest is counted
+
+
+class CheckpointError(ValueError):
+    """A checkpoint folder that cannot be used as it is."""
+
+
+class CheckpointReader:
+    """Reads tensors of a folder of safetensors by name; nothing is held but the part asked for.
+
+    Attributes:
+        shapes: every tensor's shape, from the files' headers.
+        bytes_read, largest_read: of all that was read so far, and of the largest part of it.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(
+                f"{self.folder}: no *.safetensors file. Fix: give the folder of a HF checkpoint"
+            )
+        self._file_of: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.bytes_read = self.largest_read = 0
+        self._open = [safe_open(str(file), framework="pt") for file in files]
+        for file, handle in zip(files, self._open, strict=True):
+            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+                if name in self._file_of:
+                    raise CheckpointError(
+                        f"{file}: tensor {name} stands in another file of the folder too"
+                    )
+                self._file_of[name] = handle
+                self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file_of.clear()
+        self._open.clear()
+
+    def require(self, shape: ModelShape) -> None:
+        """Raise `CheckpointError` with the names unless the folder holds exactly the model's tensors, none misshaped."""
+        if faults := shape.faults(self.shapes):
+            shown = [*faults[:_SHOWN_FAULTS]]
+            if len(faults) > _SHOWN_FAULTS:
+                shown.append(f"... and {len(faults) - _SHOWN_FAULTS} more")
+            raise CheckpointError(
+                "\n".join(
+                    [
+                        f"{self.folder}: the tensors are not those of config.json; none was loaded",
+                        *(f"  - {fault}" for fault in shown),
+                    ]
+                )
+            )
+
+    def read(self, name: str, dim: int = 0, index: int = 0, count: int = 1) -> torch.Tensor:
+        """Cut `index` of `count` along the first (0) or the last (-1) dimension, on the host; the last cut may be short.
+
+        Only the cut is copied out of the file.
+        """
+        size = self.shapes[name][dim]
+        each = -(-size // count)
+        cut = slice(min(index * each, size), min((index + 1) * each, size))
+        before = len(self.shapes[name]) - 1 if dim == -1 else 0
+        piece: torch.Tensor = self._file_of[name].get_slice(name)[(slice(None),) * before + (cut,)]
+        self.bytes_read += piece.nbytes
+        self.largest_read = max(self.largest_read, piece.nbytes)
+        return piece
+
+
+def write_checkpoint(
+    folder: Path,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    like: str | Path,
+    dtype: torch.dtype,
+    metadata: Mapping[str, Any],
+    bytes_per_file: int = 4 << 30,
+) -> None:
+    """Write full tensors as a checkpoint folder with the config and tokenizer of `like`: complete, or absent.
+
+    Tensors keep their types; `dtype`, that of nearly all, goes to config.json (expert biases stay float32). Host memory
+    stays below `bytes_per_file`. `metadata` goes to `r3.json`, to say where the weights came from.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    file_of: dict[str, str] = {}
+    pending: dict[str, torch.Tensor] = {}
+    total = pending_bytes = files = 0
+
+    def flush() -> None:
+        nonlocal pending, pending_bytes, files
+        if pending:
+            files += 1
+            name = f"model-{files:05d}.safetensors"
+            save_file(pending, str(partial / name), metadata={"format": "pt"})
+            file_of.update(dict.fromkeys(pending, name))
+            pending, pending_bytes = {}, 0
+
+    for name, tensor in weights:
+        host = tensor.detach().to(device="cpu", copy=True).contiguous()
+        if pending_bytes + host.nbytes > bytes_per_file:
+            flush()
+        pending[name] = host
+        pending_bytes += host.nbytes
+        total += host.nbytes
+    flush()
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+    (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for name in _COPIED:
+        if (source := Path(like) / name).exists():
+            shutil.copyfile(source, partial / name)
+    config = json.loads((partial / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0  # multi-token-prediction layers are left out
+    (partial / "config.json").write_text(json.dumps(config, indent=2))
+    (partial / "r3.json").write_text(json.dumps(dict(metadata), indent=2))
+    replace_folder(partial, folder)
+
+
+def replace_folder(partial: Path, final: Path) -> None:
+    """Make a finished folder appear under its name in one rename, in place of an older one."""
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.replace(final, old)
+    os.replace(partial, final)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,177 @@
+"""The updates of one step: which passes are made, with which routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from r3.algo.advantage import ADVANTAGES
+from r3.algo.loss import kl_penalty
+from r3.algo.packing import with_advantages
+from r3.config import AlgoConfig, Config
+from r3.metrics.mismatch import mismatch, shadow
+from r3.metrics.reduce import Mean
+from r3.policy import Policy, TokenScores
+from r3.routing.replay import Mode, routing_metrics
+from r3.types import Batch
+
+Panel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, Any]]
+
+# Metrics that compare live routes with replayed ones. They are of the first pass with replay alone, at the rollout's weights.
+_COMPARISON = ("routing/agreement", "routing/margin", "routing/replaced_frac")
+
+# What routes do in the pass that scores old log-probabilities, by replay.mode.
+_OLD_PASS: dict[str, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
+
+
+def train_on(
+    policy: Policy,
+    batches: Sequence[Batch],
+    rewards_R: torch.Tensor,
+    groups_R: torch.Tensor,
+    config: Config,
+    *,
+    step: int,
+    report: Callable[[Mapping[str, Any]], None],
+    on_update: Callable[[], None] = lambda: None,
+) -> None:
+    """Make the step's updates, one per batch; metric partials go to `report`. All ranks must call.
+
+    Old log-probabilities are scored before the first update when there are several updates (later ones see other weights),
+    when routes are recorded rather than captured (R2), or when KL goes into the reward; otherwise the update's own forward is
+    the old policy. With algo.correction bypass the engine's take their place. The reference policy scores all batches before
+    the first update too, since its weights take the policy's place meanwhile.
+    """
+    mode = config.replay.mode if policy.shape.moe_layers else "off"
+    flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+
+    if mode == "r3" and config.replay.shadow_every and (step - 1) % config.replay.shadow_every == 0:
+        # The same tokens with replayed and with live routes, before anything changes: what replay is worth in this very run.
+        sample = flat[(step - 1) // config.replay.shadow_every % len(flat) :][:1]
+        arms: dict[Mode, dict[str, Any]] = {
+            arm: _panel(policy, policy.score(sample, mode=arm), shadow)
+            for arm in ("replay", "live")
+        }
+        for arm, panel in arms.items():
+            report({f"mismatch/{name}_{arm}": part for name, part in panel.items()})
+        if policy.reports:  # of the same tokens: a quotient of sums is that of the means
+            live, replay = arms["live"]["k3"], arms["replay"]["k3"]
+            report({"mismatch/k3_ratio": Mean(live.total, replay.total)})
+
+    old: Sequence[torch.Tensor] | None = None
+    recorded: Sequence[torch.Tensor] | None = None
+    algo = config.algo
+    kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
+    several = len(batches) > 1 and algo.correction != "bypass"
+    compared = False  # live routes with the replayed ones, at the rollout's weights
+    if several or mode == "r2" or kl_in_reward:
+        scores = policy.score(flat, mode=_OLD_PASS[mode])
+        old = scores.logprobs
+        recorded = scores.ledger.recorded if mode == "r2" else None
+        report(
+            {f"mismatch/{name}": part for name, part in _panel(policy, scores, mismatch).items()}
+        )
+        report(routing_metrics(scores.ledger))
+        compared = mode == "r3"
+    reference: Sequence[torch.Tensor] | None = None
+    if algo.kl_coef:
+        replays = config.replay.reference and mode != "off"
+        with policy.reference_weights():
+            scores = policy.score(
+                flat, mode="replay" if replays else "live", recorded_routes=recorded
+            )
+            reference = scores.logprobs
+    if kl_in_reward:
+        assert old is not None
+        batches = take_kl_from_reward(
+            policy, batches, old, scores, rewards_R, groups_R, algo, report
+        )
+        reference = None
+
+    done = 0
+    for number, batch in enumerate(batches):
+        part = slice(done, done + len(batch.micro_batches))
+        done = part.stop
+        update = policy.update(
+            batch,
+            total_updates=config.train.steps * config.train.updates_per_step,
+            old_logprobs=old[part] if old is not None else None,
+            reference_logprobs=reference[part] if reference is not None else None,
+            recorded_routes=recorded[part] if recorded is not None else None,
+            first=number == 0,
+        )
+        metrics = dict(update.metrics)
+        routing = {key: metrics.pop(key) for key in update.metrics if key.startswith(_COMPARISON)}
+        report(metrics if compared else metrics | routing)
+        compared = True
+        if len(batches) > 1 and "routing/agreement" in routing:
+            report({f"routing/agreement_update_{number + 1}": routing["routing/agreement"]})
+        if policy.mesh.world.rank == 0:  # every rank has these alike; one reports them
+            report(
+                {
+                    "optim/grad_norm": Mean(update.grad_norm, 1.0),
+                    "optim/router_grad_norm": Mean(update.router_grad_norm, 1.0),
+                    "optim/lr": Mean(update.lr, 1.0),
+                }
+            )
+        on_update()
+
+
+def take_kl_from_reward(
+    policy: Policy,
+    batches: Sequence[Batch],
+    old: Sequence[torch.Tensor],
+    reference: TokenScores,
+    rewards_R: torch.Tensor,
+    groups_R: torch.Tensor,
+    algo: AlgoConfig,
+    report: Callable[[Mapping[str, Any]], None],
+) -> list[Batch]:
+    """The batches with advantages of R_i - kl_coef * sum_t KL_t (arXiv 2402.14740, eq. 3). All ranks must call.
+
+    KL_t is the estimate at the rollout's weights, over the loss tokens of the answer: one that `overlong_filter` takes out of
+    the loss has none.
+    """
+    flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+    own: list[tuple[int, float]] = []
+    if policy.reports:  # elsewhere the same tokens or none; under context parallelism every rank has a part of each answer
+        tokens = 0.0
+        for micro_batch, old_N, reference_N, mask_N in zip(
+            flat, old, reference.logprobs, reference.loss_mask, strict=True
+        ):
+            kl_N = kl_penalty(old_N, reference_N, estimator=algo.kl_estimator).double() * mask_N
+            lengths = [
+                (end - start) // policy.mesh.cp.size
+                for start, end in pairwise(micro_batch.cu_seqlens)
+            ]
+            sums = torch.stack(
+                [part_N.sum() for part_N in kl_N.split(lengths)]
+            ).tolist()  # one transfer
+            own += [(i, kl) for i, kl in zip(micro_batch.rollout_ids, sums, strict=True) if i >= 0]
+            tokens += float(mask_N.sum())
+        report({"loss/kl_ref": Mean(total=sum(kl for _, kl in own), count=tokens)})
+    kl_R = torch.zeros_like(rewards_R)
+    for index, kl in sorted(
+        item for part in policy.mesh.world.all_gather_object(own) for item in part
+    ):
+        kl_R[index] += kl
+    advantages_R = ADVANTAGES[algo.advantage](rewards_R - algo.kl_coef * kl_R, groups_R).tolist()
+    return [
+        replace(
+            batch,
+            micro_batches=tuple(with_advantages(one, advantages_R) for one in batch.micro_batches),
+        )
+        for batch in batches
+    ]
+
+
+def _panel(policy: Policy, scores: TokenScores, panel: Panel) -> dict[str, Any]:
+    """A panel of metrics over the tokens this rank speaks for, of rollouts that the present weights sampled."""
+    if not policy.reports:
+        return {}
+    columns = (scores.logprobs, scores.rollout_logprobs, scores.compared)
+    return dict(panel(*(torch.cat(column) for column in columns)))

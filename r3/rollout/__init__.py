@@ -1,0 +1,1 @@
+"""From prompts to scored rollouts: conversations, rounds, steps, partial rollouts, evaluation."""

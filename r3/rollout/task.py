@@ -1,0 +1,133 @@
+"""What a run learns: prompts, held-out sets, environment, rewards, tokenizer and model facts, read from disk."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from r3.cli.checks import cpu_engine_problems
+from r3.cli.dry_run import reward_model_problems
+from r3.config import Config, ConfigError
+from r3.data.prompts import Dataset, load_prompts
+from r3.data.sources import columns_of
+from r3.models.shape import ModelShape
+from r3.rewards.model import RewardModel
+from r3.rewards.scorer import Scorer, make_scorer
+from r3.rollout.conversation import ConversationSetup
+from r3.rollout.evaluate import HeldOut
+from r3.runtime.device import device_gib, has_gpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is learnt, read from disk: questions, held-out questions, environment, judge, tokenizer, sizes of the model.
+
+    `max_model_len` is the longest conversation any question can become.
+    """
+
+    prompts: Dataset
+    heldout: tuple[HeldOut, ...]
+    conversation_setup: ConversationSetup
+    scorer: Scorer
+    tokenizer: Any
+    shape: ModelShape
+    max_model_len: int
+    reward_model: RewardModel | None = None
+
+    def close(self) -> None:
+        """End what environments and judges started."""
+        self.conversation_setup.environments.close()
+        self.scorer.close()
+        for each in self.heldout:
+            each.scorer.close()
+            if each.conversation_setup is not self.conversation_setup:
+                each.conversation_setup.environments.close()
+
+
+def read_task(config: Config) -> Task:
+    """Read and check model facts, tokenizer, data and reward. Touches no device.
+
+    Raises:
+        ConfigError, DataError: what a user can mend; each names field or row, rule and fix.
+    """
+    from transformers import AutoTokenizer
+
+    shape = ModelShape.read(config.model.path)
+    if not has_gpu() and (problems := cpu_engine_problems(config, shape)):
+        raise ConfigError(problems)
+    if (size := device_gib()) and (
+        problems := reward_model_problems(
+            config, shape, int(os.environ.get("WORLD_SIZE", "1")), size
+        )
+    ):
+        raise ConfigError(problems)
+    # Lengths are checked here, with a rule and a row: transformers' own warning about them would only confuse.
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)
+    conversation_setup = ConversationSetup.of(config.env, tokenizer, config.model.path)
+    functions = {*config.reward.function, *config.eval.function}
+    reward_model = RewardModel(config.reward) if "model" in functions else None
+    scorer = make_scorer(config.reward, model=reward_model)
+    data, context = config.data, shape.max_position_embeddings
+
+    def room(conversation_setup: ConversationSetup, longest_prompt: int, response: int) -> int:
+        if conversation_setup.environments.one_turn:
+            return longest_prompt + response
+        # The first messages of an environment are known when it gives them: its conversations get all the room there is.
+        return min(
+            context,
+            config.longest_sequence(context) - config.rollout.max_response_tokens + response,
+        )
+
+    prompts, longest = Dataset(prompts=()), 0
+    if not config.eval.only:
+        prompts = load_prompts(
+            data.path,
+            tokenizer,
+            columns=columns_of(config),
+            tools=conversation_setup.environments.tools,
+            max_prompt_tokens=data.max_prompt_tokens or config.longest_prompt(context),
+            on_too_long=data.on_too_long,
+            drop_duplicates=data.drop_duplicates,
+            weights=data.weights,
+        )
+        longest = max(len(prompt.tokens_T) for prompt in prompts.prompts)
+        longest = room(conversation_setup, longest, config.rollout.max_response_tokens)
+    heldout = []
+    for each in config.eval.sets:
+        response = each.max_tokens or config.rollout.max_response_tokens
+        conversation = (
+            ConversationSetup.of(each.environment(config.env), tokenizer, config.model.path)
+            if each.env
+            else conversation_setup
+        )
+        found = load_prompts(
+            each.path,
+            tokenizer,
+            columns=columns_of(config, each),
+            tools=conversation.environments.tools,
+            max_prompt_tokens=min(config.engine.max_model_len or context, context) - response,
+            on_too_long=data.on_too_long,
+        )
+        questions = found.prompts[: each.max_prompts or None]
+        own = (
+            make_scorer(config.reward, (each.function,), model=reward_model)
+            if each.function
+            else scorer
+        )
+        heldout.append(
+            HeldOut(settings=each, prompts=questions, scorer=own, conversation_setup=conversation)
+        )
+        longest = max(
+            longest, room(conversation, max(len(prompt.tokens_T) for prompt in questions), response)
+        )
+    return Task(
+        prompts=prompts,
+        heldout=tuple(heldout),
+        conversation_setup=conversation_setup,
+        scorer=scorer,
+        reward_model=reward_model,
+        tokenizer=tokenizer,
+        shape=shape,
+        max_model_len=config.engine.max_model_len or longest,
+    )

@@ -1,0 +1,416 @@
+"""Rollout Routing Replay inside Megatron: the experts chosen at generation process the same tokens in training.
+
+Only the choice is replayed (arXiv 2510.11370): gate weights come from the live logits of the chosen experts, through the
+model's own score function, so the router keeps learning.
+
+    live    g_i = softmax over TopK(s_train) of s_train          replay  g_i = softmax over I_rollout of s_train
+
+Megatron's RouterReplay keeps its instances in a class-level list and its state in flags that any forward may leave behind.
+Here each router has its own `RouterTap`, found by walking the decoder and keyed by the global layer number; a micro-batch's
+routes are loaded before its forward and must be used exactly once by every router, and once more by each recomputation.
+
+Which micro-batch a recomputation is of does not follow from its place in the schedule: a hook on the gradient of the decoder's
+output says it. Every backward pass of a chunk starts there, before any of its layers is computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import Router, TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.utils import get_attr_wrapped_model
+
+from r3.metrics.reduce import Mean, Partial
+from r3.runtime.mesh import Axis
+
+Mode = Literal["live", "replay", "record"]
+
+
+def _is_recomputation() -> bool:
+    """Whether this forward runs inside a backward pass, which is what activation recomputation is."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class RouterTap(RouterReplay):
+    """One router's routes. Megatron calls `get_replay_topk` in every forward of its router."""
+
+    def __init__(self, router: Any, plausibility: float = 0.0) -> None:
+        super().__init__()
+        RouterReplay.global_router_replay_instances.remove(self)  # never in the class-level list
+        self.layer = router.layer_number - 1
+        self.plausibility = plausibility
+        self.topk: int = router.topk
+        self._router = router
+        self.mode: Mode = "live"
+        self.training = False
+        self._loaded: torch.Tensor | None = None
+        self._captured_N: torch.Tensor | None = None
+        self.forwards = 0
+        self.backward_of: int | None = None  # number of the forward whose backward pass runs
+        self._recomputations: dict[int, torch.Tensor] = {}  # by number of the forward
+        self.recorded: list[torch.Tensor] = []
+        self.used: torch.Tensor | None = None
+        self.counts: list[torch.Tensor] = []  # of each forward, see `ReplayLedger`
+        self.consumed: list[torch.Tensor] = []
+        self.rows = 0
+
+    def load(self, routes_NK: torch.Tensor, captured_N: torch.Tensor, *, rows: int) -> None:
+        """Routes of the next forward, `[N, K]` integers, rows of -1 route live; `captured_N` marks the `rows` to compare."""
+        assert self._loaded is None, (
+            f"layer {self.layer}: routes of the previous micro-batch were never used"
+        )
+        self._loaded, self._captured_N = routes_NK, captured_N
+        self.rows += rows
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The router's choice for `scores` `[N, E]`: values and expert ids, both `[N, K]`."""
+        assert default_compute_topk is not None
+        if self.mode == "live":
+            return default_compute_topk(scores, topk, num_groups, group_topk)
+        if _is_recomputation():
+            assert self.backward_of in self._recomputations, (
+                f"layer {self.layer}: a recomputation for forward {self.backward_of}, whose routes are "
+                f"{'taken' if self.backward_of is not None else 'unknown'}; waiting: {sorted(self._recomputations)}"
+            )
+            routes_NK = self._recomputations.pop(self.backward_of).long()
+            return scores.gather(1, routes_NK), routes_NK
+        _, live_NK = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
+        if self.mode == "record":
+            routes_NK = live_NK
+            self.recorded.append(live_NK.to(torch.int16))
+        else:
+            assert self._loaded is not None and self._captured_N is not None, (
+                f"layer {self.layer}: a forward without routes loaded for it"
+            )
+            loaded_NK, captured_N = self._loaded.long(), self._captured_N
+            self._loaded = self._captured_N = None
+            assert loaded_NK.shape == (scores.shape[0], topk), (
+                f"layer {self.layer}: routes {tuple(loaded_NK.shape)} for {scores.shape[0]} tokens and top {topk}"
+            )
+            asked_NK = torch.where(loaded_NK[:, :1] < 0, live_NK, loaded_NK)
+            routes_NK = (
+                self._plausible(scores.detach(), live_NK, asked_NK)
+                if self.plausibility
+                else asked_NK
+            )
+            self.counts.append(_counts(scores.detach(), live_NK, asked_NK, routes_NK, captured_N))
+            replayed_N = loaded_NK[:, 0] >= 0
+            self.consumed.append(
+                torch.stack([replayed_N & captured_N, ~replayed_N, replayed_N & ~captured_N]).sum(1)
+            )
+        if (
+            self.training and not torch.is_grad_enabled()
+        ):  # checkpointed: its recomputation will come
+            self._recomputations[self.forwards] = routes_NK.to(torch.int16)
+        self.forwards += 1
+        self.used = routes_NK
+        return scores.gather(1, routes_NK), routes_NK
+
+    def _plausible(
+        self, scores: torch.Tensor, live_NK: torch.Tensor, asked_NK: torch.Tensor
+    ) -> torch.Tensor:
+        """`asked_NK` without the experts whose gate score is below `plausibility` times the weakest live one's."""
+        config = self._router.config
+        if self._router.expert_bias is not None:  # moves the choice, not the gates
+            scores = scores - self._router.expert_bias
+        weakest = scores.gather(1, live_NK).min(-1, keepdim=True).values
+        if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+            limit = weakest + math.log(
+                self.plausibility
+            )  # scores are logits: a ratio of gates is a difference
+        else:
+            limit = weakest * self.plausibility
+        return refilled(asked_NK, scores.gather(1, asked_NK) >= limit, live_NK)
+
+    def leftovers(self) -> str:
+        """What was loaded and not used, in words; empty when everything was."""
+        parts = []
+        if self._loaded is not None:
+            parts.append("a micro-batch's routes were loaded and never used")
+        if self._recomputations:
+            parts.append(f"{len(self._recomputations)} recomputations never ran")
+        return f"layer {self.layer}: {', '.join(parts)}" if parts else ""
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.mode, self.training = "live", False
+        self._loaded = self._captured_N = self.used = None
+        self.forwards, self.backward_of = 0, None
+        self._recomputations.clear()
+        self.recorded, self.counts, self.consumed, self.rows = [], [], [], 0
+
+
+def refilled(routes_NK: torch.Tensor, kept_NK: torch.Tensor, live_NK: torch.Tensor) -> torch.Tensor:
+    """Routes with every slot that is not kept given to the best live expert that the row has not chosen yet.
+
+    `live_NK` is ordered, best first. A row has as many live experts that it does not keep as slots to fill, or more.
+    """
+    taken_NK = (live_NK[:, :, None] == torch.where(kept_NK, routes_NK, -1)[:, None, :]).any(-1)
+    free_first_NK = live_NK.gather(1, taken_NK.int().argsort(dim=-1, stable=True))
+    place_NK = ((~kept_NK).cumsum(-1) - 1).clamp(min=0)
+    return torch.where(kept_NK, routes_NK, free_first_NK.gather(1, place_NK))
+
+
+def _counts(
+    scores: torch.Tensor,
+    live_NK: torch.Tensor,
+    asked_NK: torch.Tensor,
+    routes_NK: torch.Tensor,
+    captured_N: torch.Tensor,
+) -> torch.Tensor:
+    """A forward's sums over captured rows, float64 `[3]` on the device; see `ReplayLedger.counts`."""
+    is_live = torch.zeros_like(scores, dtype=torch.bool).scatter(1, live_NK, True)
+    agreed_N = is_live.gather(1, asked_NK).all(-1)
+    margin_N = scores.gather(1, live_NK).amin(-1) - scores.gather(1, asked_NK).amin(-1)
+    replaced_N = (routes_NK != asked_NK).sum(-1)
+    return (torch.stack([agreed_N, margin_N, replaced_N]).double() * captured_N).sum(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayLedger:
+    """What one schedule did on this rank.
+
+    Attributes:
+        layers: MoE layers of this rank, by global number: L below.
+        rows: captured rows that were compared, in each of them.
+        counts: `[L, 3]` on the device, None when nothing was replayed. Over the captured rows of a layer: rows whose live
+            top-k equals the replayed set; the sum of margins, which are the weakest live score less the weakest replayed one,
+            in the units the router chooses by; slots that the plausibility filter gave to another expert.
+        consumed: (token, layer) slots that this rank's routers replayed, routed live and filled, int64 [3] on the device;
+            recomputations not counted again; None when nothing was replayed.
+        topk: slots of a row.
+        filtered: whether there was a plausibility filter.
+        recorded: routes recorded per micro-batch, `[N, L, K]` int16 (mode "record").
+    """
+
+    layers: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    counts: torch.Tensor | None = None
+    consumed: torch.Tensor | None = None
+    topk: int = 0
+    filtered: bool = False
+    recorded: tuple[torch.Tensor, ...] = ()
+
+
+def routing_metrics(ledger: ReplayLedger) -> dict[str, Partial]:
+    """Agreement of live and replayed routes, over all layers and per layer, with one transfer from the device."""
+    if ledger.counts is None:
+        return {}
+    counts = ledger.counts.tolist()
+    agreed, margin, replaced = (sum(column) for column in zip(*counts, strict=True))
+    rows = sum(ledger.rows)
+    metrics: dict[str, Partial] = {
+        "routing/agreement": Mean(agreed, rows),
+        "routing/margin": Mean(margin, rows - agreed),
+    }
+    if ledger.filtered:
+        metrics["routing/replaced_frac"] = Mean(replaced, rows * ledger.topk)
+    for layer, compared, (same, *_) in zip(ledger.layers, ledger.rows, counts, strict=True):
+        metrics[f"routing/agreement_layer/{layer}"] = Mean(same, compared)
+    return metrics
+
+
+@dataclass
+class Replay:
+    """Every router of one policy, by global decoder layer number; `decoders` holds the layers of each model chunk."""
+
+    taps: Mapping[int, RouterTap]
+    moe_layers: Sequence[int]
+    decoders: Mapping[Any, Sequence[int]]
+    mode: Mode = field(default="live", init=False)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Global numbers of the MoE layers whose routers this rank holds, ascending."""
+        return tuple(self._layers(None))
+
+    @contextmanager
+    def schedule(self, mode: Mode, *, training: bool) -> Iterator[Callable[[], ReplayLedger]]:
+        """Scope of one forward(-backward) schedule; yields a function that gives its ledger, to be called inside.
+
+        State is cleared on entry, on exit and on an exception; at a normal end every loaded route must have been used
+        exactly once per forward and per recomputation, else `AssertionError` says which layer kept what.
+        """
+        for tap in self.taps.values():
+            tap.clear()
+            tap.mode, tap.training = mode, training
+        self.mode = mode
+        try:
+            yield self._ledger
+            leftovers = [text for tap in self.taps.values() if (text := tap.leftovers())]
+            assert not leftovers, "routes left over at the end of a schedule: " + "; ".join(
+                leftovers
+            )
+        finally:
+            for tap in self.taps.values():
+                tap.clear()
+            self.mode = "live"
+
+    def load(
+        self,
+        routed_experts_NLK: torch.Tensor,
+        captured_N: torch.Tensor,
+        *,
+        rows: int,
+        model: Any = None,
+    ) -> None:
+        """Give each router its layer's routes for the next forward. No effect unless replaying.
+
+        Args:
+            routed_experts_NLK: this rank's `layers`, or all `moe_layers`, in that order; -1 rows route live.
+            captured_N: true where the row was captured (not filler, not missing); `rows` of them.
+            model: the chunk that runs forward next, wrapped or not; None = all of this rank's layers.
+        """
+        if self.mode != "replay":
+            return
+        found, own = routed_experts_NLK.shape[1], self._layers(None)
+        given = own if found == len(own) else self.moe_layers
+        assert found == len(given), (
+            f"routes of {found} layers; this rank has routers in {len(own)}, the model in {len(self.moe_layers)}"
+        )
+        for layer in self._layers(model):
+            self.taps[layer].load(routed_experts_NLK[:, given.index(layer)], captured_N, rows=rows)
+
+    def load_local(
+        self, routes_NLK: torch.Tensor, compared_N: torch.Tensor, *, rows: int, model: Any = None
+    ) -> None:
+        """As `load`, with routes of this rank's own layers only, as one of its passes recorded them."""
+        mine = self._layers(None)
+        for layer in self._layers(model):
+            self.taps[layer].load(routes_NLK[:, mine.index(layer)], compared_N, rows=rows)
+
+    def _layers(self, model: Any) -> list[int]:
+        """MoE layers of a chunk, or of this rank, in order."""
+        mine = (
+            self.taps if model is None else self.decoders[get_attr_wrapped_model(model, "decoder")]
+        )
+        return [layer for layer in self.moe_layers if layer in mine]
+
+    def _ledger(self) -> ReplayLedger:
+        taps = [self.taps[layer] for layer in self._layers(None)]
+        recorded = tuple(
+            torch.stack(layers, dim=1)
+            for layers in zip(*(tap.recorded for tap in taps), strict=True)
+        )
+        if not any(tap.counts for tap in taps):
+            return ReplayLedger(recorded=recorded)
+        return ReplayLedger(
+            layers=tuple(tap.layer for tap in taps),
+            rows=tuple(tap.rows for tap in taps),
+            counts=torch.stack([torch.stack(tap.counts).sum(0) for tap in taps]),
+            consumed=torch.stack([rows for tap in taps for rows in tap.consumed]).sum(0),
+            topk=taps[0].topk,
+            filtered=taps[0].plausibility > 0,
+        )
+
+
+# What a router's choice must rest on for replay to be exact: settings of Megatron's TransformerConfig and why.
+_PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "moe_router_fusion": ((False,), "the fused router returns before it asks for routes"),
+    "moe_router_load_balancing_type": (
+        ("none",),
+        "sinkhorn chooses by itself, the others add a loss",
+    ),
+    "moe_aux_loss_coeff": ((0,), "the loss would be of the live choice, not of the replayed one"),
+    "moe_router_force_load_balancing": ((False, None), "it routes by random numbers"),
+    "moe_input_jitter_eps": ((None,), "the router would see noise"),
+    "moe_expert_capacity_factor": ((None,), "tokens over an expert's capacity would be dropped"),
+    "moe_pad_expert_input_to_capacity": (
+        (False,),
+        "tokens over an expert's capacity would be dropped",
+    ),
+    "moe_router_padding_for_quantization": (
+        (False,),
+        "padding sends tokens to experts nobody chose",
+    ),
+    "moe_token_dispatcher_type": (
+        ("alltoall", "allgather"),
+        "other dispatchers have not been shown to keep",
+    ),
+}
+
+
+def check_plain_routing(config: TransformerConfig) -> None:
+    """Assert that routers built from this config choose a plain top-k, ask for routes, and drop no token."""
+    for name, (allowed, reason) in _PLAIN.items():
+        value = getattr(config, name, allowed[0])
+        assert value in allowed, f"{name} = {value!r}, and replay needs {allowed[0]!r}: {reason}"
+    if config.moe_router_enable_expert_bias:
+        rate = config.moe_router_bias_update_rate
+        assert rate == 0, (
+            f"moe_router_bias_update_rate = {rate!r}, and replay needs 0: the engine's bias is fixed"
+        )
+
+
+def attach_replay(
+    chunks: Iterable[Any], moe_layers: Sequence[int], pp: Axis, *, plausibility: float = 0.0
+) -> Replay:
+    """Put a tap on every router of the decoder and return their owner. All ranks of `pp` must call.
+
+    Routers of multi-token-prediction heads stay live. Raises AssertionError when routing is not a plain top-k, a router's
+    layer is not one of `moe_layers`, two routers claim one layer, a router belongs to nothing known, or the pipeline stages
+    together do not have exactly `moe_layers`.
+    """
+    taps: dict[int, RouterTap] = {}
+    decoders: dict[Any, list[int]] = {}
+    for chunk in chunks:
+        layers = decoders[chunk.decoder] = []
+        for name, router in chunk.named_modules():
+            if not isinstance(router, Router):
+                continue
+            made = getattr(router, "router_replay", None)  # by Megatron
+            if made in RouterReplay.global_router_replay_instances:
+                RouterReplay.global_router_replay_instances.remove(made)
+            if name.startswith("mtp."):
+                router.router_replay = None
+                continue
+            layer = (router.layer_number or 0) - 1
+            assert name.startswith("decoder.") and layer in moe_layers and layer not in taps, (
+                f"router {name} says decoder layer {layer}; MoE layers are {list(moe_layers)}, taps exist on {sorted(taps)}"
+            )
+            assert type(router) is TopKRouter, (
+                f"router {name} is a {type(router).__name__}, no plain top-k router"
+            )
+            check_plain_routing(router.config)
+            router.router_replay = taps[layer] = RouterTap(router, plausibility)
+            router.weight.is_router = True  # for the routers' own gradient norm
+            # The bias is the checkpoint's for good; nothing may count tokens for it, least of all fillers.
+            router.enable_expert_bias = False
+            layers.append(layer)
+        chunk.decoder.register_forward_hook(_announce_backward([taps[layer] for layer in layers]))
+    stages = pp.all_gather_object(sorted(taps))
+    assert sorted(layer for stage in stages for layer in stage) == list(moe_layers), (
+        f"pipeline stages have routers in layers {stages}, the model in {list(moe_layers)}"
+    )
+    return Replay(taps=taps, moe_layers=tuple(moe_layers), decoders=decoders)
+
+
+def _announce_backward(taps: Sequence[RouterTap]) -> Callable[[Any, Any, torch.Tensor], None]:
+    """A forward hook of a decoder: when the backward pass of this very forward begins, its taps hear of it."""
+
+    def after_forward(_decoder: Any, _args: Any, output: torch.Tensor) -> None:
+        if not taps or not taps[0].training or taps[0].mode == "live":
+            return
+        number = taps[0].forwards - 1
+
+        def before_backward(_gradient: torch.Tensor) -> None:
+            for tap in taps:
+                tap.backward_of = number
+
+        output.register_hook(before_backward)
+
+    return after_forward

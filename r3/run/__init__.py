@@ -1,0 +1,1 @@
+"""One run: its start, its folder, its checkpoints, its watchdog."""

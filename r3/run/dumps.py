@@ -1,0 +1,70 @@
+"""Rollouts of a step and evaluation samples, written to the folder of the run and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file, save_file
+
+from r3.handover.rollouts import exchange
+from r3.rollout.codec import join_arrays, rollout_facts, split_rollouts
+from r3.rollout.scored import Scored
+from r3.run.folder import RunDir, jsonl_line, read_jsonl, replacing
+from r3.runtime.mesh import Axis
+from r3.types import Rollout
+
+
+def dump_rollouts(run_dir: RunDir, step: int, scored: Sequence[Scored], world: Axis) -> None:
+    """Write the rollouts of a step, of every rank, to the run's folder. All ranks must call."""
+    counts = world.all_gather_object([item.index for item in scored])
+    everything = exchange(scored, {index: [0] for part in counts for index in part}, world)
+    if world.rank == 0:
+        write_rollouts(run_dir, step, [everything[index] for index in sorted(everything)])
+
+
+def write_rollouts(run_dir: RunDir, step: int, scored: Sequence[Scored]) -> Path:
+    """Dump a step: text and figures as jsonl, tokens, logprobs and routes as safetensors beside it.
+
+    If the jsonl file exists, the dump is complete.
+
+    Raises:
+        ValueError: there is no rollout.
+    """
+    if not scored:
+        raise ValueError(f"step {step}: a dump needs at least one rollout")
+    rows = [
+        rollout_facts(item.rollout)
+        | {
+            "reward": float(item.reward),
+            "rewards": dict(item.parts),
+            "advantage": float(item.advantage),
+            "tokens": len(item.rollout.tokens_T),
+            "response_tokens": item.rollout.num_response_tokens,
+        }
+        for item in scored
+    ]
+    path = run_dir.rollouts(step)
+    # Both are complete before either appears; the inner one, the arrays, appears first.
+    with replacing(path) as text, replacing(path.with_suffix(".safetensors")) as tensors:
+        save_file(join_arrays([item.rollout for item in scored]), tensors)
+        text.write_bytes(b"".join(map(jsonl_line, rows)))
+    return path
+
+
+def read_rollouts(path: Path) -> tuple[list[Rollout], list[float], list[float]]:
+    """Rollouts, rewards and advantages of a dump, exactly as `write_rollouts` was given them."""
+    rows = read_jsonl(path)
+    rollouts = split_rollouts(rows, load_file(path.with_suffix(".safetensors")))
+    return rollouts, [row["reward"] for row in rows], [row["advantage"] for row in rows]
+
+
+def write_eval(run_dir: RunDir, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write one line per sample, each with the name of its set; other sets of the same step stay."""
+    path = run_dir.eval(step)
+    others = [row for row in read_jsonl(path) if row.get("set") != name] if path.exists() else []
+    with replacing(path) as temporary:
+        lines = [*others, *({"set": name, **row} for row in rows)]
+        temporary.write_bytes(b"".join(map(jsonl_line, lines)))
+    return path

@@ -1,0 +1,103 @@
+"""Decides, before anything heavy loads, whether a run starts or resumes, and never does either silently."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from r3.config import Config, ConfigError, from_yaml, resume_problems, to_yaml
+from r3.run.folder import RunDir, read_metrics, truncate_metrics, write_text
+
+_STEP = re.compile(r"step_(\d{6,})")
+_ASIDE = ("metrics.jsonl", "tensorboard", "rollouts", "eval", "config.yaml", "hf")
+
+
+class ResumeError(ValueError):
+    """A checkpoint that cannot be resumed from; nothing starts afresh in its place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The newest complete checkpoint of a run: its folder and the steps it has behind it."""
+
+    folder: Path
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How a run begins: from a checkpoint or from nothing, and what a person should be told about it."""
+
+    found: Found | None
+    said: tuple[str, ...]
+
+
+def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Complete checkpoints, oldest first. A folder under its final name is complete by construction."""
+    return sorted(
+        (int(match[1]), path)
+        for path in checkpoints.glob("step_*")
+        if (match := _STEP.fullmatch(path.name))
+    )
+
+
+def find_latest(checkpoints: Path) -> Found | None:
+    """The newest complete checkpoint, or None when there is none.
+
+    Raises:
+        ResumeError: a folder has a step's name and is no checkpoint of ours.
+    """
+    folders = step_folders(checkpoints)
+    if not folders:
+        return None
+    step, folder = folders[-1]
+    try:
+        state = json.loads((folder / "r3.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ResumeError(
+            f"{folder}: not a readable checkpoint ({error}). Fix: remove it to resume from an older one, or give another "
+            "--log.dir to start afresh"
+        ) from error
+    if state.get("step") != step:
+        raise ResumeError(
+            f"{folder}: its r3.json says step {state.get('step')}. Fix: remove or rename the folder"
+        )
+    return Found(folder=folder, step=step)
+
+
+def open_run(run_dir: RunDir, config: Config, *, writes: bool) -> Start:
+    """Look at the run's folder and make it ready. Every rank calls; one of them (`writes`) changes files.
+
+    With a checkpoint: the settings that may not change are compared, and metrics after the checkpoint's step are dropped,
+    to be made again. Without one, what an unfinished run left is set aside in `aborted_001/`, not overwritten.
+
+    Raises:
+        ConfigError: a setting changed that must not; ResumeError: the newest checkpoint is unreadable.
+    """
+    found = find_latest(run_dir.checkpoints)
+    if found is not None:
+        if run_dir.config.exists() and (
+            problems := resume_problems(from_yaml(run_dir.config.read_text()), config)
+        ):
+            raise ConfigError(problems)
+        said = [f"resuming from {found.folder} after step {found.step}"]
+        if writes:
+            said += truncate_metrics(run_dir, found.step + 1)
+            write_text(run_dir.config, to_yaml(config))
+        return Start(found=found, said=tuple(said))
+    said = []
+    if writes:
+        left = [run_dir.path / name for name in _ASIDE if (run_dir.path / name).exists()]
+        if run_dir.metrics.exists() and read_metrics(run_dir.metrics):
+            number = 1 + len(list(run_dir.path.glob("aborted_*")))
+            aside = run_dir.path / f"aborted_{number:03d}"
+            aside.mkdir()
+            for path in left:
+                path.rename(aside / path.name)
+            said.append(
+                f"{run_dir.path} held an unfinished run without a checkpoint: set aside in {aside}, starting afresh"
+            )
+        write_text(run_dir.config, to_yaml(config))
+    return Start(found=None, said=tuple(said))

@@ -1,0 +1,187 @@
+"""Everything a run needs before its first step: data read and checked, then devices, engine and policy, then where it resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from r3.config import Config, ConfigError, flatten
+from r3.data.prompts import DataError
+from r3.models.hf_checkpoint import CheckpointError
+from r3.rollout.task import Task, read_task
+from r3.run.folder import RunDir, read_metrics
+from r3.run.resume import ResumeError, Start, open_run
+from r3.runtime.device import Device
+from r3.runtime.mesh import Axis, Mesh
+
+
+class RankError(RuntimeError):
+    """Ranks that are not of one run."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What a user can mend ends the run here: one message on rank 0, exit code 2, nothing written."""
+    try:
+        yield
+    except (ConfigError, DataError, ResumeError, CheckpointError) as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(error, file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def begin(config: Config, *, check: bool = False) -> tuple[Task, RunDir, Start]:
+    """Read the task, then make the run's folder ready to start or to resume.
+
+    A run that has made all its steps ends here, in a second, with its result: exit code 0. So does a `check`, without a word.
+    """
+    is_leader = int(os.environ.get("RANK", "0")) == 0
+    run_dir = RunDir(Path(config.log.dir))
+    with refusing():
+        task = read_task(config)
+        start = open_run(run_dir, config, writes=is_leader and not config.eval.only and not check)
+    if check:
+        sys.exit(0)
+    if config.eval.only:
+        what = (
+            f"checkpoint {start.found.folder}, after step {start.found.step}"
+            if start.found
+            else f"{config.model.path}: {run_dir.path} has no checkpoint"
+        )
+        return task, run_dir, replace(start, said=(f"evaluating {what}; no training",))
+    exported = not config.checkpoint.export or run_dir.hf(config.train.steps).exists()
+    if start.found is not None and start.found.step >= config.train.steps and exported:
+        if is_leader:
+            print(
+                f"{run_dir.path} is finished: {result(run_dir, start.found.step)}. "
+                "Give a larger --train.steps to go on, or another --log.dir to start afresh.",
+                flush=True,
+            )
+        sys.exit(0)
+    return task, run_dir, start
+
+
+def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> None:
+    """Every rank read the same settings, data and checkpoint, or the run ends here. All ranks must call.
+
+    Ranks that begin at different steps wait for each other for ever, and prompts that differ mix up groups: both happen where
+    machines do not see the same files.
+
+    Raises:
+        RankError: on every rank: what two ranks have differently.
+    """
+    # Where a run writes may be named in several ways.
+    settings = {name: value for name, value in flatten(config).items() if name != "log.dir"}
+    sets = (task.prompts.prompts, *(each.prompts for each in task.heldout))
+    mine = {
+        "step to begin after": start.found.step if start.found else 0,
+        "settings": _digest(f"{name} {value}" for name, value in settings.items()),
+        "prompts": _digest(
+            f"{p.id} {len(p.tokens_T)} {p.answer}" for prompts in sets for p in prompts
+        ),
+        "sizes of the model": task.shape,
+    }
+    everybody = world.all_gather_object(mine)
+    for what, value in everybody[0].items():
+        for rank, theirs in enumerate(everybody):
+            if theirs[what] != value:
+                raise RankError(
+                    f"ranks 0 and {rank} differ in {what}: {value} and {theirs[what]}. Do all machines see the same folders "
+                    "(log.dir, data, model)?"
+                )
+
+
+def _digest(lines: Iterable[str]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for line in lines:
+        digest.update(line.encode(errors="backslashreplace") + b"\n")
+    return digest.hexdigest()
+
+
+def result(run_dir: RunDir, step: int) -> str:
+    """What a run came to, from its rows: steps, and accuracy before and after where both were measured."""
+    rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+    accuracy = [
+        f"{key.split('/')[1]} accuracy {rows[0][key]:.3f} -> {value:.3f}"
+        for key, value in (rows[-1].items() if rows else ())
+        if key.startswith("eval/")
+        and key.endswith("/accuracy")
+        and key in rows[0]
+        and len(rows) > 1
+    ]
+    return ", ".join([f"{step} steps", *accuracy])
+
+
+def closing(config: Config, run_dir: RunDir, seconds: float, step: int) -> str:
+    """The last line of a run: how long it took, what it came to, where that lies."""
+    if config.eval.only:
+        return f"done       in {seconds:.0f} s; answers in {run_dir.eval(step)}"
+    places = [str(run_dir.hf(step))] if run_dir.hf(step).exists() else []
+    places += [
+        str(run_dir.metrics),
+        *([str(run_dir.tensorboard)] if config.log.tensorboard else []),
+    ]
+    return f"done       in {seconds:.0f} s: {result(run_dir, step)}; {', '.join(places)}"
+
+
+def judged_by(config: Config) -> str:
+    """The reward in one line: `math` or `math + 0.1 my.py:short`."""
+    reward = config.reward
+    weights = reward.weights or (1.0,) * len(reward.function)
+    terms = zip(reward.function, weights, strict=True)
+    return " + ".join(
+        function if weight == 1.0 else f"{weight:g} {function}" for function, weight in terms
+    )
+
+
+def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start) -> list[str]:
+    """What a person should know before the first step, a line each."""
+    shape, parallel = task.shape, config.parallel
+    moe = (
+        f", {shape.num_experts} experts top-{shape.topk} in {len(shape.moe_layers)} layers"
+        if shape.moe_layers
+        else ", dense"
+    )
+    mtp = (
+        [
+            f"left out   {shape.num_mtp_layers} multi-token-prediction layers: neither trained nor exported"
+        ]
+        if shape.num_mtp_layers
+        else []
+    )
+    left_out = f"{task.prompts.dropped_too_long} dropped as too long"
+    if config.data.drop_duplicates:
+        left_out += f", {task.prompts.dropped_duplicates} as duplicates"
+    sources = f" from {len(config.data.path)} sources" if len(config.data.path) > 1 else ""
+    held_out = (
+        ", ".join(f"{len(each.prompts)} held out in {each.settings.name}" for each in task.heldout)
+        or "none held out"
+    )
+    sizes = [len(piece) for piece in parallel.pieces(shape.num_layers)]
+    pipeline = f"pp {parallel.pp}"
+    if parallel.vpp > 1 or len(set(sizes)) > 1:
+        pipeline += f" ({parallel.vpp} piece(s) a stage of {'+'.join(map(str, sizes))} layers)"
+    replay = config.replay.mode if shape.moe_layers else "off (a dense model has no routes)"
+    return [
+        f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",
+        *mtp,
+        f"layout     {device.world_size} ranks on {device.torch.type}: dp {mesh.dp.size} ep {parallel.ep} tp {parallel.tp} "
+        f"{pipeline} cp {parallel.cp}; {mesh.engine_dp.size} engines of {parallel.engine_tp}",
+        f"precision  policy {config.model.dtype}, engine {config.engine.dtype}"
+        f"{', head float32' if config.model.fp32_head else ''}"
+        f"{', deterministic kernels' if config.debug.deterministic else ''}",
+        f"data       {len(task.prompts)} prompts{sources} ({left_out}), {held_out}",
+        f"task       {config.env.path or config.env.name}, judged by {judged_by(config)}",
+        f"step       {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} answers, "
+        f"{config.train.updates_per_step} update(s), {config.train.steps} steps",
+        f"replay     {replay}; missing routes: {config.replay.on_missing}; reference "
+        f"{'replays' if config.replay.reference else 'routes live'}; evaluation routes live",
+        "routers    trained; no load-balancing loss, expert biases frozen",
+        f"folder     {config.log.dir}",
+        *start.said,
+    ]

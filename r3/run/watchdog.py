@@ -1,0 +1,180 @@
+"""Heartbeats and stall reports: a rank that makes no progress says so, with its phase, its stacks, and who lags.
+
+A hang in a collective looks the same on every rank that waits in it. What tells them apart is how far each rank came:
+every rank keeps a small file with its phase beside the others', and a report reads them all. Nothing is ever killed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TextIO
+
+from r3.run.folder import RunDir, write_json
+
+_MAX_TICK_S = 5.0
+_MAX_NAMED = 16
+
+
+@dataclass(frozen=True)
+class _Beat:
+    phase: str
+    phases: (
+        int  # phases entered so far: ranks go through the same ones, so the smallest number lags
+    )
+    at: float  # monotonic clock
+
+
+class Watchdog:
+    """Reports when this rank stalls: `with Watchdog(...) as watchdog:`, `watchdog.beat(phase)` where work proceeds.
+
+    Args:
+        rank, size: of this process in the run.
+        stall_s: seconds without a beat that make a stall; reported again after twice, four times ... that; 0 = never.
+        run_dir: where heartbeats lie; None keeps none and cannot name laggards.
+        stream: where reports go; None = stderr.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        stall_s: float,
+        run_dir: RunDir | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._stall_s = stall_s
+        self._run_dir = run_dir
+        self._stream = stream
+        self._last = _Beat(phase="start", phases=0, at=time.monotonic())
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Watchdog:
+        if self._stall_s > 0:
+            self._last = _Beat(
+                phase=self._last.phase, phases=self._last.phases, at=time.monotonic()
+            )
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._watch, name="r3-watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+    def beat(self, phase: str) -> None:
+        """This rank makes progress in `phase`. Cheap enough for an inner loop."""
+        last = self._last
+        # One assignment of a complete object: the watching thread needs no lock.
+        self._last = _Beat(
+            phase=phase, phases=last.phases + (phase != last.phase), at=time.monotonic()
+        )
+
+    def _watch(self) -> None:
+        tick_s = min(self._stall_s / 4, _MAX_TICK_S)
+        reported, wait_s = self._last, self._stall_s
+        while True:
+            last = self._last
+            silent_s = time.monotonic() - last.at
+            self._write_heartbeat(last, silent_s)
+            if last is not reported:
+                reported, wait_s = last, self._stall_s
+            if silent_s >= wait_s:
+                self._report(last, silent_s)
+                wait_s *= 2
+            if self._stop.wait(tick_s):
+                return
+
+    def _write_heartbeat(self, last: _Beat, silent_s: float) -> None:
+        if self._run_dir is None:
+            return
+        state = {
+            "rank": self._rank,
+            "phase": last.phase,
+            "phases": last.phases,
+            "silent_s": round(silent_s, 1),
+            "written_at": time.time(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        try:
+            write_json(self._run_dir.heartbeat(self._rank), state, durable=False)
+        except OSError as error:  # a full disk must not end the watch
+            self._say(f"r3 watchdog: rank {self._rank} cannot write its heartbeat: {error}\n")
+            self._run_dir = None
+
+    def _report(self, last: _Beat, silent_s: float) -> None:
+        # One write, so that the reports of several ranks on one terminal do not mix line by line.
+        self._say(
+            f"r3 watchdog: rank {self._rank} made no progress for {silent_s:.1f} s in phase {last.phase!r}\n"
+            f"{''.join(self._standing())}"
+            f"stacks of rank {self._rank}:\n{_stacks()}"
+            f"r3 watchdog: end of report of rank {self._rank}\n"
+        )
+
+    def _standing(self) -> list[str]:
+        """Where the ranks are, a line each, those that lag first."""
+        if self._run_dir is None or self._size == 1:
+            return []
+        states = {rank: self._read_heartbeat(rank) for rank in range(self._size)}
+        lines = [
+            f"  rank {rank}: no heartbeat, it never started or cannot write\n"
+            for rank in states
+            if not states[rank]
+        ]
+        known = sorted(
+            (state for state in states.values() if state), key=lambda s: (s["phases"], s["rank"])
+        )
+        furthest = max((state["phases"] for state in known), default=0)
+        for state in known:
+            age_s = time.time() - state["written_at"]
+            behind = furthest - state["phases"]
+            line = f"  rank {state['rank']}: phase {state['phase']!r}, silent for {state['silent_s'] + age_s:.1f} s"
+            line += f", LAGS by {behind} phase{'s' * (behind > 1)}" if behind else ""
+            # Its watchdog writes even while the program waits, so an old file says more than a silent rank.
+            if age_s > max(4 * _MAX_TICK_S, self._stall_s):
+                line += f", heartbeat {age_s:.0f} s old: process dead, stopped, or locked inside native code"
+            lines.append(f"{line} (pid {state['pid']} on {state['host']})\n")
+        if len(lines) > _MAX_NAMED:
+            lines[_MAX_NAMED:] = [f"  ... and {len(lines) - _MAX_NAMED} ranks that came further\n"]
+        return lines
+
+    def _read_heartbeat(self, rank: int) -> dict[str, Any] | None:
+        assert self._run_dir is not None
+        try:
+            return json.loads(self._run_dir.heartbeat(rank).read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def _say(self, text: str) -> None:
+        stream = self._stream or sys.stderr
+        stream.write(text)
+        stream.flush()
+
+
+def _stacks() -> str:
+    """The Python stacks of all threads, as faulthandler prints them (it needs a real file)."""
+    with tempfile.TemporaryFile("w+b") as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")

@@ -1,0 +1,1 @@
+"""Devices, process groups and worker processes: the machine that a run uses."""

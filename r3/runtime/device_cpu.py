@@ -1,0 +1,325 @@
+"""Stand-ins that let Megatron-Core run on gloo and CPU, and repairs it needs without TransformerEngine on any device.
+
+How: Megatron's modules reach CUDA through their module-global name `torch`. `install()` rebinds that one name, only inside
+`megatron.core.*`, to a proxy whose `.cuda` is the host and whose tensor factories map device "cuda" to "cpu". The rest of
+the process (vLLM, transformers, torch itself) still sees the real torch. Where a GPU is present only the repairs run.
+Each stand-in names the upstream place it serves (Megatron-Core 0.16.1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+
+class _Stream:
+    """A stream of a device that has none: everything is already done. Serves moe/token_dispatcher.py, shared_experts.py."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+    def wait_stream(self, *_args: Any) -> None: ...
+    def wait_event(self, *_args: Any) -> None: ...
+    def record_event(self, *_args: Any) -> _Event:
+        return _Event()
+
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_args: Any) -> None: ...
+
+
+class _Event:
+    """An event that has always happened."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+    def record(self, *_args: Any) -> None: ...
+    def wait(self, *_args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _other: Any) -> float:
+        return 0.0
+
+
+_ONE_STREAM = (
+    _Stream()
+)  # one object, so that "is this the current stream" comparisons keep their meaning
+
+
+class _Cuda(types.ModuleType):
+    """`torch.cuda` as the host. Names not listed fall through to the real module."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        self.Stream, self.Event = _Stream, _Event
+        for kind in ("Float", "Half", "BFloat16", "Int", "Long", "Byte", "Double", "Bool"):
+            setattr(self, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
+        nothing: Callable[..., None] = lambda *_a, **_k: None  # noqa: E731
+        stand_ins: dict[str, Callable[..., Any]] = {
+            "current_device": lambda: (
+                _CPU
+            ),  # param_and_grad_buffer.py, rope, p2p_communication.py, tp/layers.py, router.py
+            "device_count": lambda: 0,
+            "is_available": lambda: False,
+            "is_initialized": lambda: False,
+            "synchronize": nothing,  # p2p_communication.py, dist_checkpointing
+            "set_device": nothing,
+            "empty_cache": nothing,
+            "ipc_collect": nothing,
+            "current_stream": lambda *_a, **_k: _ONE_STREAM,  # moe/token_dispatcher.py
+            "default_stream": lambda *_a, **_k: _ONE_STREAM,
+            "stream": lambda *_a, **_k: contextlib.nullcontext(),
+            "device": lambda *_a, **_k: contextlib.nullcontext(),
+            "manual_seed": torch.manual_seed,  # tensor_parallel/random.py
+            "manual_seed_all": torch.manual_seed,
+            "get_rng_state": lambda *_a, **_k: torch.get_rng_state(),
+            "set_rng_state": lambda state, *_a, **_k: torch.set_rng_state(state),
+            "memory_allocated": lambda *_a: 0,
+            "max_memory_allocated": lambda *_a: 0,
+            "memory_reserved": lambda *_a: 0,
+            "is_current_stream_capturing": lambda: False,
+        }
+        for name, stand_in in stand_ins.items():
+            setattr(self, name, stand_in)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _Distributed(types.ModuleType):
+    """`torch.distributed` plus the uneven list collectives NCCL accepts and gloo does not (tensor_parallel/mappings.py)."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.distributed")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+    @staticmethod
+    def all_gather(
+        outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        real = torch.distributed
+        if real.get_backend(group) != "gloo" or len({tuple(out.shape) for out in outputs}) == 1:
+            return real.all_gather(outputs, tensor, group=group, async_op=async_op)
+        longest = max(out.shape[0] for out in outputs)
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        gathered = [torch.empty_like(padded) for _ in outputs]
+        real.all_gather(gathered, padded, group=group)
+        for out, full in zip(outputs, gathered, strict=True):
+            out.copy_(full[: out.shape[0]])
+        return None
+
+    @staticmethod
+    def reduce_scatter(
+        output: torch.Tensor,
+        inputs: list[torch.Tensor],
+        op: Any = torch.distributed.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        real = torch.distributed
+        if real.get_backend(group) != "gloo" or len({tuple(part.shape) for part in inputs}) == 1:
+            return real.reduce_scatter(output, inputs, op=op, group=group, async_op=async_op)
+        full = torch.cat(inputs)
+        real.all_reduce(full, op=op, group=group)
+        output.copy_(full.split([part.shape[0] for part in inputs])[real.get_rank(group)])
+        return None
+
+
+_FACTORIES = [
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "randn",
+    "rand",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "as_tensor",
+    "randint",
+    "linspace",
+    "eye",
+]
+
+
+def _names_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+class _Torch(types.ModuleType):
+    """`torch` as Megatron's modules see it: factories asked for a CUDA tensor make a host tensor (schedules.py,
+    clip_grads.py, grad_scaler.py, optimizer.py, utils.py)."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _Cuda()
+        self.distributed = _Distributed()
+        for name in _FACTORIES:
+            setattr(self, name, self._on_host(getattr(torch, name)))
+
+    @staticmethod
+    def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(factory)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if _names_cuda(kwargs.get("device")):
+                kwargs["device"] = _CPU
+            return factory(*args, **kwargs)
+
+        return wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_proxy: _Torch | None = None
+
+# Modules that r3 causes to load; a module imported later is rebound by the next install().
+_MODULES = [
+    "parallel_state",
+    "tensor_parallel",
+    "tensor_parallel.random",
+    "transformer",
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "models.gpt.gpt_model",
+    "models.common.embeddings.rotary_pos_embedding",
+    "models.common.embeddings.yarn_rotary_pos_embedding",
+    "models.common.language_module.language_module",
+    "transformer.moe.moe_layer",
+    "transformer.moe.experts",
+    "transformer.moe.router",
+    "transformer.multi_latent_attention",
+    "transformer.dot_product_attention",
+    "pipeline_parallel.schedules",
+    "pipeline_parallel.p2p_communication",
+    "distributed",
+    "optimizer",
+    "optimizer.distrib_optimizer",
+    "optimizer.clip_grads",
+    "optimizer.grad_scaler",
+    "optimizer.cpu_offloading",
+    "dist_checkpointing",
+    "dist_checkpointing.strategies.torch",
+    "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "dist_checkpointing.exchange_utils",
+    "rerun_state_machine",
+    "timers",
+    "utils",
+]
+
+
+def install() -> None:
+    """Put the stand-ins in. Idempotent; call before Megatron is used, and again after importing more of it."""
+    global _proxy
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(
+        logging.ERROR
+    )  # "CPU RNG state changed"
+    if torch.cuda.is_available():
+        _repair_without_transformer_engine()
+        return
+    if _proxy is None:
+        jit = importlib.import_module("megatron.core.jit")
+        jit.disable_jit_fuser()  # before any decorated module loads: no torch.compile of tiny fused operations
+        _proxy = _Torch()
+        for name in _MODULES:
+            importlib.import_module(f"megatron.core.{name}")
+        _serve_without_cuda()
+        _repair_without_transformer_engine()
+    for name, module in list(sys.modules.items()):
+        if (
+            name.startswith("megatron.core")
+            and module is not None
+            and module.__dict__.get("torch") is torch
+        ):
+            module.torch = _proxy  # type: ignore[attr-defined]
+
+
+def _get_rng_state(
+    device: str = "cuda", clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(state)
+
+
+def _serve_without_cuda() -> None:
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
+    random._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
+
+    # moe/token_dispatcher.py ignores as_numpy for host tensors, and gloo's all-to-all wants plain split sizes.
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.cpu().numpy() if torch.is_tensor(tensor) and as_numpy else tensor
+
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = to_host  # type: ignore[attr-defined]
+    # Raises on a CPU build of torch; many places of Megatron call it on fresh tensors.
+    torch.Tensor.cuda = lambda self, *_a, **_k: self
+
+
+def _repair_without_transformer_engine() -> None:
+    """Upstream faults of 0.16.1 that show when TransformerEngine is absent, on CUDA as well."""
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]  # NameError in the router's gating product
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    if not hasattr(
+        random, "FP8GlobalStateManager"
+    ):  # CheckpointWithoutOutput() defaults to the fp8 branch
+        random.FP8GlobalStateManager = types.SimpleNamespace(  # type: ignore[attr-defined]
+            is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None
+        )
+        random.activation_recompute_forward = lambda **_k: contextlib.nullcontext()  # type: ignore[attr-defined]
+        random.fp8_autocast = lambda *_a, **_k: contextlib.nullcontext()  # type: ignore[attr-defined]
+    attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    if not isinstance(attention.TELinear, type):  # a MagicMock there: isinstance() raises
+        attention.HAVE_TE = False  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """Optimizer construction and clipping compare `param.type()` with 'torch.cuda.FloatTensor': answer that inside."""
+    if _proxy is None:
+        yield
+        return
+    real = torch.Tensor.type
+
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = real(self, *args, **kwargs)
+        return (
+            answer.replace("torch.", "torch.cuda.", 1)
+            if isinstance(answer, str) and ".cuda." not in answer
+            else answer
+        )
+
+    torch.Tensor.type = named
+    try:
+        yield
+    finally:
+        torch.Tensor.type = real

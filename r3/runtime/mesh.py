@@ -1,0 +1,152 @@
+"""Process groups of both worlds, frozen, passed to whoever needs an axis. The only reader of Megatron's global state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from r3.config import ParallelConfig
+    from r3.runtime.device import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One axis of the layout: the ranks that differ only along it. An axis of one rank is a no-op, without a group."""
+
+    name: str
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, name: str, group: dist.ProcessGroup | None) -> Axis:
+        """The axis of a process group this rank belongs to."""
+        if group is None or group.size() == 1:
+            return cls(name=name, group=None, rank=0, size=1)
+        return cls(name=name, group=group, rank=group.rank(), size=group.size())
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce in place over the axis and return the tensor. All its ranks must call."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Everybody's picklable object, in rank order. All ranks of the axis must call."""
+        if self.size == 1:
+            return [item]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, item, group=self.group)
+        return gathered
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Copy the tensor of axis rank `source` into everybody's. All ranks of the axis must call."""
+        if self.size > 1:
+            assert self.group is not None
+            dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
+        return tensor
+
+    def all_to_all_bytes(self, outgoing: list[bytes]) -> list[bytes]:
+        """Send `outgoing[r]` to axis rank r and return what each rank sent here. All ranks of the axis must call."""
+        assert len(outgoing) == self.size, (
+            f"axis {self.name} has {self.size} ranks, {len(outgoing)} messages given"
+        )
+        if self.size == 1:
+            return list(outgoing)
+        sizes_out = torch.tensor([len(message) for message in outgoing], dtype=torch.int64)
+        sizes_in = torch.empty_like(sizes_out)
+        dist.all_to_all_single(sizes_in, sizes_out, group=self.group)
+        sent = torch.frombuffer(bytearray(b"".join(outgoing)) or bytearray(1), dtype=torch.uint8)[
+            : int(sizes_out.sum())
+        ]
+        received = torch.empty(int(sizes_in.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(
+            received, sent, sizes_in.tolist(), sizes_out.tolist(), group=self.group
+        )
+        return [part.numpy().tobytes() for part in received.split(sizes_in.tolist())]
+
+    def barrier(self) -> None:
+        """Wait for the other ranks of the axis."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Every axis of a run.
+
+    `world` is everybody. Training: `tp`, `pp`, `cp`, `dp` (data parallel with context parallel left out), `dp_cp`, and
+    for experts `ep`, `etp`, `expert_dp`. Generation: `engine_tp` ranks share one engine; `engine_dp` numbers the engines.
+    """
+
+    world: Axis
+    tp: Axis
+    pp: Axis
+    cp: Axis
+    dp: Axis
+    dp_cp: Axis
+    ep: Axis
+    etp: Axis
+    expert_dp: Axis
+    engine_tp: Axis
+    engine_dp: Axis
+    megatron: ProcessGroupCollection
+
+
+def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
+    """Create all process groups. All ranks must call, once, after `init_device` and before any model is built.
+
+    Megatron's own order tp-cp-ep-dp-pp is kept. Engines take consecutive ranks, as vLLM's external launcher does.
+    """
+    from r3.runtime import device_cpu
+
+    device_cpu.install()  # stand-ins go in before Megatron's modules are used
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp or None,
+        create_gloo_process_groups=False,
+    )
+    # Megatron's random tracker must exist before layers are built; dropout is 0 everywhere, so the seed is irrelevant.
+    tensor_parallel.random.model_parallel_cuda_manual_seed(1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    engines = device.world_size // parallel.engine_tp
+    return Mesh(
+        world=Axis(
+            name="world",
+            group=dist.group.WORLD if device.world_size > 1 else None,
+            rank=device.rank,
+            size=device.world_size,
+        ),
+        tp=Axis.of("tp", groups.tp),
+        pp=Axis.of("pp", groups.pp),
+        cp=Axis.of("cp", groups.cp),
+        dp=Axis.of("dp", groups.dp),
+        dp_cp=Axis.of("dp_cp", groups.dp_cp),
+        ep=Axis.of("ep", groups.ep),
+        etp=Axis.of("etp", groups.expt_tp),
+        expert_dp=Axis.of("expert_dp", groups.expt_dp),
+        # Engines talk through vLLM's own groups; these two only number ranks.
+        engine_tp=Axis(
+            name="engine_tp",
+            group=None,
+            rank=device.rank % parallel.engine_tp,
+            size=parallel.engine_tp,
+        ),
+        engine_dp=Axis(
+            name="engine_dp", group=None, rank=device.rank // parallel.engine_tp, size=engines
+        ),
+        megatron=groups,
+    )

@@ -1,0 +1,487 @@
+"""Users' code beside the engine: in worker processes, in threads, or right here; bounded in time, retried, counted.
+
+    pool = Pool(Processes(2), timeout_s=10.0, retries=1)
+    pool.submit("a key", function, *arguments)     # for processes: of a module, with arguments that can be pickled
+    for done in pool.poll(timeout_s=0.0):          # never waits longer, and never raises what the function raised
+        done.key, done.value, done.failure
+
+One thread drives a pool, between steps of the engine. Work that computes belongs in processes: a busy thread makes the
+engine four to five times slower. A worker process that hangs or dies is replaced, and only its own call is lost; worker
+processes hold neither torch nor vllm, and die with their rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import importlib.util
+import inspect
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+_START_LIMIT_S = (
+    120.0  # for a worker's interpreter and the user's imports; a loaded machine needs seconds
+)
+_LONGEST_BACKOFF_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+class CallError(Exception):
+    """What a call raises that knows whether trying again may help, and how long to wait before."""
+
+    def __init__(self, text: str, *, again: bool = True, wait_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.again, self.wait_s = again, wait_s
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call has no value: it raised, ran out of time, or took its process down.
+
+    `again`: whether trying again may help; `wait_s`: not before so many seconds (`CallError`).
+    """
+
+    kind: Literal["error", "timeout", "crash"]
+    text: str
+    again: bool = True
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A call that has ended, its retries included."""
+
+    key: Hashable
+    value: Any
+    failure: Failure | None
+
+
+class WorkerError(RuntimeError):
+    """Worker processes cannot be started."""
+
+
+class Place(Protocol):
+    """Where calls run. Tokens name calls; a token is used once."""
+
+    def has_room(self) -> bool:
+        """Whether a call can start now."""
+
+    def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Begin a call."""
+
+    def abandon(self, token: int) -> None:
+        """Stop a call, or at least forget it."""
+
+    def collect(self, timeout_s: float) -> list[tuple[int, Any, Failure | None]]:
+        """Calls that ended, waiting at most so long for the first."""
+
+    def close(self) -> None:
+        """End everything that was started."""
+
+
+@dataclass(slots=True)
+class _Call:
+    key: Hashable
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    attempts: int = 0
+    deadline: float = 0.0
+    due: float = 0.0
+
+
+class Pool:
+    """Calls in a place, each with a time limit, and tried again when it fails.
+
+    The n-th repetition waits `backoff_s` * 2^(n-1) seconds, a minute at most, or as long as the failure asks.
+
+    Attributes:
+        counts: calls, errors, timeouts, crashes and retries since it was last cleared.
+        place: where they run.
+    """
+
+    def __init__(
+        self, place: Place, *, timeout_s: float, retries: int = 0, backoff_s: float = 0.0
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.place = place
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._backoff_s = backoff_s
+        self._waiting: deque[_Call] = deque()
+        self._later: list[_Call] = []  # to be tried again, when it is time
+        self._running: dict[int, _Call] = {}
+        self._tokens = 0
+
+    @property
+    def outstanding(self) -> int:
+        """Calls submitted and not yet returned by `poll`."""
+        return len(self._waiting) + len(self._later) + len(self._running)
+
+    def submit(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call `function(*arguments)` as soon as there is room."""
+        self.counts["calls"] += 1
+        self._waiting.append(_Call(key, function, arguments))
+        self._start_waiting()
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        """Calls that have ended; waits at most `timeout_s` for the first one, not at all when nothing is outstanding."""
+        until = time.monotonic() + timeout_s
+        done: list[Done] = []
+        while self.outstanding and not done:
+            self._start_waiting()
+            now = time.monotonic()
+            events = [call.deadline for call in self._running.values()] + [
+                call.due for call in self._later
+            ]
+            soonest = min([until, *events])
+            for token, value, failure in self.place.collect(max(0.0, soonest - now)):
+                if token in self._running:  # else it was abandoned, and ended all the same
+                    done += self._ended(self._running.pop(token), value, failure)
+            now = time.monotonic()
+            for token in [token for token, call in self._running.items() if call.deadline <= now]:
+                self.place.abandon(token)
+                failure = Failure("timeout", f"not done after {self._timeout_s:g} s")
+                done += self._ended(self._running.pop(token), None, failure)
+            self._start_waiting()
+            if now >= until:
+                break
+        return done
+
+    def close(self) -> None:
+        """End what was started; calls still outstanding are lost."""
+        self.place.close()
+        self._waiting.clear()
+        self._later.clear()
+        self._running.clear()
+
+    def _start_waiting(self) -> None:
+        if self._later:
+            now = time.monotonic()
+            self._waiting += [call for call in self._later if call.due <= now]
+            self._later = [call for call in self._later if call.due > now]
+        while self._waiting and self.place.has_room():
+            call = self._waiting.popleft()
+            call.attempts += 1
+            call.deadline = time.monotonic() + self._timeout_s
+            self._tokens += 1
+            self._running[self._tokens] = call
+            self.place.start(self._tokens, call.function, call.arguments)
+
+    def _ended(self, call: _Call, value: Any, failure: Failure | None) -> list[Done]:
+        if failure is None:
+            return [Done(call.key, value, None)]
+        plural = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
+        self.counts[plural[failure.kind]] += 1
+        if call.attempts <= self._retries and failure.again:
+            self.counts["retries"] += 1
+            pause = min(self._backoff_s * 2.0 ** (call.attempts - 1), _LONGEST_BACKOFF_S)
+            call.due = time.monotonic() + max(pause, failure.wait_s)
+            self._later.append(call)
+            return []
+        return [Done(call.key, None, failure)]
+
+
+class Here:
+    """Calls run at once, in the caller's thread: for functions that take microseconds."""
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[int, Any, Failure | None]] = []
+
+    def has_room(self) -> bool:
+        return True
+
+    def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._ended.append((token, *_outcome(function, arguments)))
+
+    def abandon(self, token: int) -> None:
+        """It has ended already."""
+
+    def collect(self, timeout_s: float) -> list[tuple[int, Any, Failure | None]]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        self._ended.clear()
+
+
+class Threads:
+    """A thread for each call that waits for something else; coroutines share one event loop.
+
+    A thread cannot be killed: one that hangs is left behind, and what it returns later is not used.
+
+    Args:
+        limit: calls at once, those left behind aside; None = any number.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._running: set[int] = set()
+        self._ended: queue.SimpleQueue[tuple[int, Any, Failure | None]] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: dict[int, Any] = {}
+
+    def has_room(self) -> bool:
+        return self._limit is None or len(self._running) < self._limit
+
+    def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._running.add(token)
+        if inspect.iscoroutinefunction(function):
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=self._loop.run_forever, daemon=True, name="r3-async"
+                ).start()
+            coroutine = self._await(token, function, arguments)
+            self._tasks[token] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        else:
+            work = lambda: self._ended.put((token, *_outcome(function, arguments)))  # noqa: E731
+            threading.Thread(target=work, daemon=True, name=f"r3-call-{token}").start()
+
+    async def _await(
+        self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> None:
+        try:
+            self._ended.put((token, await function(*arguments), None))
+        except asyncio.CancelledError:
+            raise  # abandoned
+        except BaseException as error:  # users' code may raise anything; it goes on with its call
+            self._ended.put((token, None, _failure(error)))
+
+    def abandon(self, token: int) -> None:
+        self._running.discard(token)
+        if token in self._tasks:
+            self._tasks.pop(token).cancel()
+
+    def collect(self, timeout_s: float) -> list[tuple[int, Any, Failure | None]]:
+        ended = []
+        with suppress(queue.Empty):
+            ended.append(
+                self._ended.get(timeout=timeout_s) if timeout_s > 0 else self._ended.get_nowait()
+            )
+            while True:
+                ended.append(self._ended.get_nowait())
+        for token, _, _ in ended:
+            self._running.discard(token)
+            self._tasks.pop(token, None)
+        return ended
+
+    def close(self) -> None:
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(_stop_loop(), self._loop)
+            self._loop = None
+        self._tasks.clear()
+
+
+async def _stop_loop() -> None:
+    """Cancel what still runs on this event loop and stop it once that has ended; asyncio complains of tasks left pending."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    asyncio.get_running_loop().stop()
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    token: int | None = None
+    ready: bool = False
+    start_deadline: float = 0.0
+
+
+class Processes:
+    """A fixed number of fresh interpreters, one call at a time each. A worker that is stopped or dies is replaced.
+
+    Args:
+        count: workers, started at the first call.
+        preload: `path/to/file.py:name` of what calls will need, loaded before a worker takes any: its time is nobody's.
+    """
+
+    def __init__(self, count: int, *, preload: Sequence[str] = ()) -> None:
+        self._count = count
+        self._preload = tuple(preload)
+        self._workers: list[_Worker] = []
+
+    def has_room(self) -> bool:
+        while len(self._workers) < self._count:
+            self._workers.append(_spawn(self._preload))
+        return any(worker.ready and worker.token is None for worker in self._workers)
+
+    def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        worker = next(worker for worker in self._workers if worker.ready and worker.token is None)
+        worker.token = token
+        with suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # it died idle: `collect` finds it, and says so
+            worker.connection.send((function, arguments))
+
+    def abandon(self, token: int) -> None:
+        self._replace(next(worker for worker in self._workers if worker.token == token))
+
+    def collect(self, timeout_s: float) -> list[tuple[int, Any, Failure | None]]:
+        self.has_room()
+        ended: list[tuple[int, Any, Failure | None]] = []
+        by_connection = {id(worker.connection): worker for worker in self._workers}
+        for connection in wait([worker.connection for worker in self._workers], timeout_s):
+            worker = by_connection[id(connection)]
+            try:
+                value, failure = worker.connection.recv()
+            except (EOFError, ConnectionResetError):
+                self._died(worker, ended)
+                continue
+            if worker.ready:
+                assert worker.token is not None, "a worker answered nobody"
+                ended.append((worker.token, value, failure))
+                worker.token = None
+            elif failure is not None:
+                raise WorkerError(
+                    f"a worker process could not load {', '.join(self._preload)}:\n{failure.text}"
+                )
+            worker.ready = True
+        now = time.monotonic()
+        if late := [
+            worker for worker in self._workers if not worker.ready and worker.start_deadline < now
+        ]:
+            raise WorkerError(
+                f"{len(late)} worker processes did not start in {_START_LIMIT_S:.0f} s"
+            )
+        return ended
+
+    def close(self) -> None:
+        for worker in self._workers:
+            _end(worker)
+        self._workers.clear()
+
+    def _died(self, worker: _Worker, ended: list[tuple[int, Any, Failure | None]]) -> None:
+        code = worker.process.wait()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if not worker.ready:
+            raise WorkerError(f"a worker process ended with {how} before it could take a call")
+        if worker.token is not None:
+            ended.append(
+                (worker.token, None, Failure("crash", f"its worker process ended with {how}"))
+            )
+        self._replace(worker)
+
+    def _replace(self, worker: _Worker) -> None:
+        _end(worker)
+        self._workers[self._workers.index(worker)] = _spawn(self._preload)
+
+
+def load(spec: str) -> Any:
+    """What `path/to/file.py:name` names. A file runs once in a process; it may raise anything."""
+    file, _, name = spec.rpartition(":")
+    path = Path(file).resolve()
+    # A name that no other file has, and without dots, so that objects of its classes can be pickled.
+    stem = re.sub(r"\W", "_", path.stem)
+    module_name = f"r3_user_{stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if module_name not in sys.modules:
+        loaded = False
+        module_spec = importlib.util.spec_from_file_location(module_name, path)
+        assert module_spec is not None and module_spec.loader is not None, f"{path} ends in .py"
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[module_name] = (
+            module  # dataclasses and pickle look it up while it is still loading
+        )
+        try:
+            module_spec.loader.exec_module(module)
+            loaded = True
+        finally:
+            if not loaded:
+                del sys.modules[module_name]
+    return getattr(sys.modules[module_name], name)
+
+
+def _outcome(
+    function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[Any, Failure | None]:
+    try:
+        value = function(*arguments)
+        return (asyncio.run(value) if inspect.iscoroutine(value) else value), None
+    except KeyboardInterrupt:  # of the person at the terminal
+        raise
+    except (
+        BaseException
+    ) as error:  # users' code may raise anything, SystemExit too; it goes on with its call
+        return None, _failure(error)
+
+
+def _failure(error: BaseException) -> Failure:
+    if isinstance(error, CallError):  # its text says all; where it was raised is of no interest
+        return Failure("error", str(error), error.again, error.wait_s)
+    return Failure("error", "".join(traceback.format_exception(error, limit=-6)).rstrip())
+
+
+def _spawn(preload: Sequence[str]) -> _Worker:
+    """A fresh interpreter, not a fork: nothing of torch, vllm or their threads and locks comes along."""
+    ours, theirs = socket.socketpair()
+    root = str(Path(__file__).resolve().parents[2])  # the folder that holds r3/
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    with theirs:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                f"from r3.runtime.workers import serve; serve({theirs.fileno()})",
+            ],
+            env=environment,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # so that it can be killed with everything it started
+        )
+    connection = Connection(ours.detach())
+    connection.send((os.getpid(), tuple(preload)))
+    return _Worker(process, connection, start_deadline=time.monotonic() + _START_LIMIT_S)
+
+
+def _end(worker: _Worker) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.process.wait()
+    worker.connection.close()
+
+
+def serve(descriptor: int) -> None:
+    """A worker's life: load, say so, then answer calls until the other end closes."""
+    connection = Connection(descriptor)
+    parent, preload = connection.recv()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before that line
+        return
+    import r3.types  # noqa: F401  (what calls take; its time must not count as theirs)
+
+    _, failure = _outcome(lambda: [load(spec) for spec in preload], ())
+    connection.send((None, failure))
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            return
+        except (
+            BaseException
+        ) as error:  # what was sent cannot be built here; it goes on with its call
+            connection.send((None, _failure(error)))
+            continue
+        value, failure = _outcome(function, arguments)
+        try:
+            connection.send((value, failure))
+        except BaseException as error:  # the value cannot be pickled
+            connection.send((None, _failure(error)))

@@ -1,0 +1,163 @@
+"""What each rank does in `test_algorithms.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from r3.algo.advantage import dr_grpo
+from r3.algo.loss import CORRECTIONS, LOSSES, kl_penalty
+from r3.handover.rollouts import distribute, pack_for
+from r3.models.shape import ModelShape
+from r3.policy import Policy
+from r3.policy.layout import local_tokens, zigzag_rows
+from r3.policy.policy import policy_loss
+from r3.policy.updates import take_kl_from_reward
+from r3.rollout.scored import Scored
+from r3.runtime.device import Device
+from r3.runtime.mesh import build_mesh
+from tests.ranks.cases import LENGTHS, batches_of, build
+from tests.tiny import random_rollouts, tiny_config
+
+
+def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
+    """Loss, gradient and counts of every loss and correction over one micro-batch whose sequences are cut `cp` ways."""
+    config = tiny_config(parallel={"cp": cp})
+    mesh, shape = build_mesh(device, config.parallel), ModelShape.read(config.model.path)
+    scored = [
+        Scored(index=index, rollout=rollout, advantage=(-1.0) ** index * (0.5 + index))
+        for index, rollout in enumerate(random_rollouts(shape, LENGTHS))
+    ]
+    micro_batch = pack_for(mesh, shape, scored, num_layers=len(shape.moe_layers))
+    tokens = local_tokens(micro_batch, mesh, device.torch)
+    # Policies near the engine's, made of what travels with the token and so the same in every layout.
+    mu_N = micro_batch.rollout_logprobs_N
+    old_N = mu_N + 0.2 * torch.sin(37 * mu_N)
+    rows = (
+        zigzag_rows(micro_batch.cu_seqlens, mesh.cp.rank, cp) if cp > 1 else torch.arange(len(mu_N))
+    )
+    old_N, now_N = old_N[rows], (old_N + 0.1 * torch.sin(53 * mu_N) + 0.03)[rows]
+    found = {}
+
+    def measure(name: str, old_N: torch.Tensor, **settings: Any) -> None:
+        logprobs_N = now_N.clone().requires_grad_()
+        loss, stats = policy_loss(
+            replace(config.algo, **settings),
+            logprobs_N,
+            old_N,
+            None,
+            tokens,
+            mesh.cp,
+            num_loss_tokens=int(micro_batch.loss_mask_N.sum()),
+            num_sequences=len(scored),
+            max_response_tokens=50,
+        )
+        (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
+        on_N = tokens.loss_mask_N
+        figures = {
+            "loss": loss.detach(),
+            # Weighted by something of the token, so that gradients that changed places would show.
+            "gradient": (gradient_N * tokens.targets_N).sum(),
+            "gradient_squares": gradient_N.square().sum(),
+            "clipped": (stats["clipped"] * on_N).sum(),
+        }
+        if "cut" in stats:
+            figures |= {
+                "cut": (stats["cut"] * on_N).sum(),
+                "weight": (stats["weight"] * on_N).sum(),
+            }
+        found[name] = {
+            key: float(mesh.cp.all_reduce(value.double())) for key, value in figures.items()
+        }
+
+    tight = {"gspo": {"clip_low": 0.01, "clip_high": 0.01}}
+    for loss in LOSSES:
+        aggregation = {"gspo": "sequence", "minirl": "constant"}.get(loss, "token")
+        measure(loss, old_N, loss=loss, aggregation=aggregation, **tight.get(loss, {}))
+    for correction in CORRECTIONS:
+        bounds = (0.995, 1.005) if correction == "geometric_mask" else (0.8, 1.2)
+        measure(
+            correction,
+            old_N,
+            correction=correction,
+            correction_low=bounds[0],
+            correction_high=bounds[1],
+        )
+    measure("bypass", old_N, correction="bypass")
+    measure("old is the engine's", tokens.rollout_logprobs_N)
+    return found
+
+
+def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, Any]:
+    """Advantages after the KL is taken from rewards, by rollout; and with one rank the same worked out answer by answer."""
+    config = tiny_config(
+        model,
+        parallel=parallel,
+        algo={"advantage": "dr_grpo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+        train={"lr": 1e-2},
+    )
+    mesh, policy = build(device, config)
+    (batch,) = batches_of(mesh, policy.shape)
+    policy.update(batch, total_updates=1)  # away from the reference
+    old = policy.score(batch.micro_batches, mode="replay").logprobs
+    with policy.reference_weights():
+        reference = policy.score(batch.micro_batches, mode="replay")
+    count = len(LENGTHS)
+    rewards_R = torch.arange(count).double() % 3
+    groups_R = torch.arange(count) // 2
+    reports: dict[str, Any] = {}
+    (after,) = take_kl_from_reward(
+        policy,
+        [batch],
+        old,
+        reference,
+        rewards_R,
+        groups_R,
+        config.algo,
+        lambda metrics: reports.update(metrics),
+    )
+    advantages: dict[int, float] = {}
+    by_hand = torch.zeros(count, dtype=torch.float64)
+    for number, micro_batch in enumerate(after.micro_batches):
+        for index, (start, end) in zip(
+            micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True
+        ):
+            if index < 0:
+                continue
+            on = micro_batch.loss_mask_N[start:end] > 0
+            values = micro_batch.advantages_N[start:end][on].unique().tolist()
+            assert len(values) == 1, f"rollout {index} has advantages {values}"
+            advantages[index] = values[0]
+            if mesh.world.size == 1:
+                kl_N = kl_penalty(old[number], reference.logprobs[number], estimator="k1")
+                by_hand[index] = sum(float(kl) for kl in kl_N[start:end][on])
+    total = mesh.world.all_gather_object(advantages)
+    merged = {index: value for part in total for index, value in part.items()}
+    return {
+        "advantages": [merged[index] for index in range(count)],
+        "without": dr_grpo(rewards_R, groups_R).tolist(),
+        "by_hand": dr_grpo(rewards_R - 0.1 * by_hand, groups_R).tolist(),
+        "filtered": filtered(policy) if mesh.world.size == 1 else None,
+        "kl_mean": [reports["loss/kl_ref"].total, reports["loss/kl_ref"].count],
+    }
+
+
+def filtered(policy: Policy) -> dict[str, Any]:
+    """One update whose answers were all filtered."""
+    scored = [
+        Scored(index=index, rollout=rollout, advantage=1.0, trains=False)
+        for index, rollout in enumerate(random_rollouts(policy.shape, LENGTHS))
+    ]
+    (batch,), _ = distribute(
+        scored, policy.mesh, policy.shape, num_updates=1, micro_batch_tokens=128, on_missing="live"
+    )
+    update = policy.update(batch, total_updates=10)
+    return {
+        "denominators": [batch.num_loss_tokens, batch.num_sequences],
+        "grad_norm": update.grad_norm,
+        "loss": update.metrics["loss/total"].total,
+        "entropy_over": update.metrics["policy/entropy"].count,
+    }

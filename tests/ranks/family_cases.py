@@ -1,0 +1,341 @@
+"""The contract of a model family, run on every rank: computes, differentiates, loads and exports as transformers does."""
+
+from __future__ import annotations
+
+import shutil
+import traceback
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from r3.handover.weights import WeightStream, export
+from r3.models.hf_checkpoint import CheckpointError
+from r3.models.shape import ModelShape
+from r3.policy import Policy
+from r3.policy.modules import packed_params
+from r3.run import checkpoint
+from r3.run.resume import Found
+from r3.runtime.device import Device
+from r3.runtime.device_cpu import cuda_type_names
+from r3.runtime.mesh import Mesh, build_mesh
+from tests.ranks.cases import batches_of
+from tests.tiny import tiny_config
+
+LENGTHS = (33, 7, 64)
+
+
+def contracts(
+    device: Device, *, folders: Mapping[str, str], out: str, parallel: dict[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Every checkpoint's figures, or what went wrong with it."""
+    mesh = build_mesh(device, tiny_config(parallel=parallel).parallel)
+    found = {}
+    for name, folder in folders.items():
+        try:
+            one = pipeline_contract if mesh.pp.size > 1 else contract
+            found[name] = one(device, mesh, folder, Path(out) / name, parallel)
+        except Exception:
+            if mesh.world.size > 1:
+                raise  # the other ranks wait in a collective; alone, the other families still have a say
+            found[name] = {"error": traceback.format_exc()[-2000:]}
+    return found
+
+
+def contract(
+    device: Device, mesh: Mesh, folder: str, out: Path, parallel: dict[str, int]
+) -> dict[str, Any]:
+    """One checkpoint, all of its contract."""
+    config = tiny_config(folder, parallel=parallel)
+    policy = Policy(config, device, mesh, ModelShape.read(folder))
+    stream = WeightStream(policy, device, mesh)
+    export(out, stream, policy, device, mesh, like=folder, step=0)
+    router_gradients = gradients_of_routers(policy, mesh)
+    reference = transformers_model(folder)
+    compared = differences(policy, mesh, stream, reference, out.with_name(f"{out.name}.gradients"))
+    return {
+        **compared,
+        "round_trip": compare_files(Path(folder), out) if device.rank == 0 else [],
+        "router_gradients": router_gradients,
+        "num_moe_layers": len(policy.shape.moe_layers),
+    }
+
+
+def pipeline_contract(
+    device: Device, mesh: Mesh, folder: str, out: Path, parallel: dict[str, int]
+) -> dict[str, Any]:
+    """The contract where layers lie on several stages: log-probabilities and gradients through Megatron's schedule.
+
+    No rank sees logits of all layers by itself, so the policy's own passes are compared, with live routes.
+    """
+    config = tiny_config(folder, parallel=parallel, replay={"mode": "off"})
+    policy = Policy(config, device, mesh, ModelShape.read(folder))
+    stream = WeightStream(policy, device, mesh)
+    export(out, stream, policy, device, mesh, like=folder, step=0)
+    (batch,) = batches_of(mesh, policy.shape)
+    reference = transformers_model(folder)
+    theirs: list[torch.Tensor] = []
+    for micro_batch in batch.micro_batches:
+        rows = [
+            reference(micro_batch.tokens_N[None, start:end], use_cache=False)
+            .logits[0]
+            .log_softmax(-1)
+            for start, end in pairwise(micro_batch.cu_seqlens)
+        ]
+        theirs.append(torch.cat(rows).gather(-1, micro_batch.targets_N[:, None]).squeeze(-1))
+    weighted = [
+        (logprobs_N * micro_batch.advantages_N * micro_batch.loss_mask_N).sum()
+        for logprobs_N, micro_batch in zip(theirs, batch.micro_batches, strict=True)
+    ]
+    (-torch.stack(weighted).sum() / batch.num_loss_tokens).backward()
+    ours = policy.score(batch.micro_batches, mode="live").logprobs
+    largest = (
+        max(
+            (float((a - b.detach()).abs().max()) for a, b in zip(ours, theirs, strict=True)),
+            default=0.0,
+        )
+        if policy.reports
+        else 0.0
+    )
+    policy.forward_backward(batch)
+    return {
+        "logits": largest,
+        **gradient_differences(
+            policy, mesh, stream, reference, out.with_name(f"{out.name}.gradients")
+        ),
+        "round_trip": compare_files(Path(folder), out) if device.rank == 0 else [],
+        "router_gradients": {},
+        "num_moe_layers": 0,
+    }
+
+
+def transformers_model(folder: str) -> Any:
+    """The reference, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def compare_files(one: Path, other: Path) -> list[str]:
+    """Names of tensors that are not bit for bit the same in the files of two folders."""
+    tensors = [
+        {
+            name: tensor
+            for file in folder.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        for folder in (one, other)
+    ]
+    names = sorted(tensors[0].keys() | tensors[1].keys())
+
+    def same(name: str) -> bool:
+        a, b = (side.get(name) for side in tensors)
+        return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
+
+    return [name for name in names if not same(name)]
+
+
+def gradients_of_routers(policy: Policy, mesh: Mesh) -> dict[str, float]:
+    """Largest entry of every router's gradient after a batch with replayed random routes."""
+    (batch,) = batches_of(mesh, policy.shape)
+    policy.forward_backward(batch)
+    return {
+        name: float(parameter.main_grad.abs().max())
+        for name, parameter in policy.chunks[0].named_parameters()
+        if name.endswith("router.weight")
+    }
+
+
+def put_gradients_for_weights(policy: Policy, scale: float) -> None:
+    """Overwrite the shared buffers with the reduced gradients (of which each data-parallel rank has its part), scaled."""
+    for chunk in policy.wrapped:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                parts = [torch.empty_like(part) for _ in range(group.size())]
+                dist.all_gather(parts, part, group=group)
+                whole = torch.cat(parts) * scale
+                buffer.param_data[bucket.offset : bucket.offset + len(whole)].copy_(whole)
+    for frozen in policy.shared_buffers()[len(policy.parameter_buffers()) :]:
+        frozen.zero_()
+
+
+def differences(
+    policy: Policy, mesh: Mesh, stream: WeightStream, reference: Any, scratch: Path
+) -> dict[str, float]:
+    """Largest |difference| of logits, and of the gradients of a random function of them: each tensor's and their norm.
+
+    A tensor's difference is relative to its own largest gradient, or to 1e-3 of the largest of all where that is more: some
+    gradients are zero but for rounding (a bias on all keys changes no softmax). All ranks have the same sequences.
+
+    Overwrites the weights of both models: gradients go through the weight stream and through `save_pretrained`, which give
+    both sides the names on disk.
+    """
+    generator = torch.Generator().manual_seed(11)
+    sequences = [torch.randint(3, 400, (n,), generator=generator) for n in LENGTHS]
+    weights_NV = torch.randn(sum(LENGTHS), policy.shape.vocab_size, generator=generator)
+    theirs_NV = torch.cat(
+        [reference(sequence[None], use_cache=False).logits[0] for sequence in sequences]
+    )
+    (theirs_NV * weights_NV).sum().backward()
+
+    borders = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    (wrapped,) = policy.wrapped
+    wrapped.zero_grad_buffer()
+    ours_NV = wrapped(
+        torch.cat(sequences)[None],
+        torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        None,
+        packed_seq_params=packed_params(borders, policy.device.torch),
+    )[0]
+    (ours_NV * weights_NV.chunk(mesh.tp.size, -1)[mesh.tp.rank]).sum().backward()
+    policy.megatron.finalize_model_grads_func([wrapped])
+    whole_NV = ours_NV.detach()
+    if mesh.tp.size > 1:
+        parts = [torch.empty_like(whole_NV) for _ in range(mesh.tp.size)]
+        dist.all_gather(parts, whole_NV.contiguous(), group=mesh.tp.group)
+        whole_NV = torch.cat(parts, -1)
+
+    return {
+        "logits": float((whole_NV - theirs_NV).abs().max()),
+        **gradient_differences(policy, mesh, stream, reference, scratch, scale=1 / mesh.dp.size),
+    }
+
+
+def gradient_differences(
+    policy: Policy,
+    mesh: Mesh,
+    stream: WeightStream,
+    reference: Any,
+    scratch: Path,
+    *,
+    scale: float = 1.0,
+) -> dict[str, float]:
+    """Of the gradients that both models hold, the policy's times `scale`; see `differences`. Overwrites both's weights."""
+    with cuda_type_names():
+        policy.optimizer.prepare_grads()
+        norm = policy.optimizer.get_grad_norm() * scale
+    put_gradients_for_weights(policy, scale)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros(()))
+        for name, buffer in reference.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.zero_()
+    if mesh.world.rank == 0:
+        reference.save_pretrained(scratch)
+    mesh.world.barrier()
+    expected = {
+        name: tensor
+        for file in scratch.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    found = {name: tensor.clone() for name, tensor in stream.read()}
+    assert found.keys() == expected.keys()
+    mesh.world.barrier()
+    sizes = {name: float(tensor.abs().max()) for name, tensor in expected.items()}
+    least = 1e-3 * max(sizes.values())
+    expected_norm = float(
+        torch.stack([tensor.double().norm() for tensor in expected.values()]).norm()
+    )
+    return {
+        "gradients": max(
+            float((found[name] - expected[name]).abs().max()) / max(sizes[name], least)
+            for name in found
+        ),
+        "grad_norm": abs(norm / expected_norm - 1),
+    }
+
+
+def refusals(device: Device, *, folder: str, out: str) -> dict[str, str]:
+    """What a policy says to checkpoints whose tensors are not the model's; it must not come to reading one."""
+    from safetensors.torch import save_file
+
+    mesh = build_mesh(device, tiny_config().parallel)
+    source = {
+        name: tensor
+        for file in Path(folder).glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    first = "model.layers.0.mlp.experts.3.up_proj.weight"
+    spoiled = {
+        "missing": {name: tensor for name, tensor in source.items() if name != first},
+        "extra": source | {"model.layers.0.mlp.experts.8.up_proj.weight": source[first].clone()},
+        "misshaped": source | {first: source[first][:-1].clone()},
+    }
+    said = {}
+    for kind, tensors in spoiled.items():
+        target = Path(out) / kind
+        target.mkdir()
+        for file in Path(folder).glob("*.json"):
+            if "index" not in file.name:
+                shutil.copyfile(file, target / file.name)
+        save_file(tensors, str(target / "model.safetensors"), metadata={"format": "pt"})
+        try:
+            Policy(tiny_config(target), device, mesh, ModelShape.read(target))
+            said[kind] = "nothing was raised"
+        except CheckpointError as error:
+            said[kind] = str(error)
+    return said
+
+
+def expert_biases(device: Device, *, folder: str, out: str) -> dict[str, Any]:
+    """A bfloat16 policy's expert biases after updates, after a checkpoint is read back, and as exported."""
+    mesh = build_mesh(device, tiny_config(parallel={"ep": 2}).parallel)
+    config = tiny_config(folder, parallel={"ep": 2}, model={"dtype": "bfloat16"})
+    policy = Policy(config, device, mesh, ModelShape.read(folder))
+    stream = WeightStream(policy, device, mesh)
+    on_disk = {
+        name: tensor
+        for file in Path(folder).glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+        if name.endswith("e_score_correction_bias")
+    }
+
+    def same() -> bool:
+        streamed = dict(stream.read())
+        return all(
+            streamed[name].dtype == torch.float32 and torch.equal(streamed[name], tensor)
+            for name, tensor in on_disk.items()
+        )
+
+    found = {"count": len(on_disk), "loaded": same()}
+    (batch,) = batches_of(mesh, policy.shape)
+    for _ in range(2):
+        policy.update(batch, total_updates=4)
+    found["trained"] = same()
+    policy.forward_backward(batch)
+    counts = [
+        tensor
+        for chunk in policy.chunks
+        for name, tensor in chunk.named_buffers()
+        if name.endswith("local_tokens_per_expert")
+    ]
+    found["uncounted"] = len(counts) == len(on_disk) and not any(tensor.any() for tensor in counts)
+    saved = checkpoint.save(Path(out) / "checkpoints", policy, device, mesh, step=2, keep=0)
+    for frozen in policy.shared_buffers()[len(policy.parameter_buffers()) :]:
+        frozen.zero_()
+    found["zeroed"] = not same()
+    mesh.world.barrier()
+    checkpoint.load(Found(folder=saved, step=2), policy, device, mesh)
+    found["resumed"] = same()
+    export(Path(out) / "export", stream, policy, device, mesh, like=folder, step=2)
+    exported = {
+        name: str(tensor.dtype)
+        for file in (Path(out) / "export").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    found["half"] = sorted(
+        name for name, dtype in exported.items() if dtype != "torch.bfloat16"
+    ) == sorted(on_disk)
+    return found
+
+
+__all__ = ["contracts", "expert_biases", "refusals"]

@@ -1,0 +1,196 @@
+"""The output layer in chunks, and a policy in bfloat16: what each rank does in test_head.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from r3.models.shape import ModelShape
+from r3.policy import Policy
+from r3.policy.logprobs import Head, logprobs_and_entropy
+from r3.runtime.device import Device
+from r3.runtime.mesh import Axis, build_mesh
+from tests.ranks.cases import LENGTHS, batches_of, full_gradients
+from tests.tiny import tiny_config
+
+TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 23, 16, 37, 0.7
+
+
+def oracle(device: Device) -> dict[str, dict[str, float]]:
+    """Largest differences from plain log_softmax in float64, for types and sizes of chunk; the world is the tp axis.
+
+    37 tokens of vocabulary do not divide by two: the last rank's slice is padded, with rows that would win if they counted.
+    """
+    axis = Axis.of("tp", dist.group.WORLD)
+    rows = -(-VOCABULARY // axis.size)
+    generator = torch.Generator().manual_seed(3)
+    hidden_ND = (
+        torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64).bfloat16().double()
+    )
+    weight_VD = (
+        torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64).bfloat16().double()
+    )
+    targets_N = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    share_N = torch.randn(TOKENS, generator=generator, dtype=torch.float64)
+
+    true = [hidden_ND.clone().requires_grad_(), weight_VD.clone().requires_grad_()]
+    all_NV = (true[0] @ true[1].t() / TEMPERATURE).log_softmax(-1)
+    logprobs_N = all_NV.gather(-1, targets_N[:, None])[:, 0]
+    (logprobs_N * share_N).sum().backward()
+    expected = {
+        "logprobs": logprobs_N.detach(),
+        "entropy": -(all_NV.exp() * all_NV).sum(-1).detach(),
+        "hidden": true[0].grad,
+        "weight": true[1].grad,
+    }
+
+    def errors(dtype: torch.dtype, chunk: int, fp32: bool) -> dict[str, float]:
+        head = Head(
+            axis=axis, vocab_size=VOCABULARY, temperature=TEMPERATURE, chunk_tokens=chunk, fp32=fp32
+        )
+        padded_VD = torch.cat([weight_VD, torch.full((rows * axis.size - VOCABULARY, WIDTH), 50.0)])
+        hidden = hidden_ND.to(dtype, copy=True).requires_grad_()
+        weight = padded_VD.chunk(axis.size)[axis.rank].to(dtype, copy=True).requires_grad_()
+        logprobs_N, entropy_N = logprobs_and_entropy(hidden, weight, targets_N, head)
+        (logprobs_N * share_N.to(logprobs_N.dtype)).sum().backward()
+        assert hidden.grad is not None and weight.grad is not None and not entropy_N.requires_grad
+        slices = [torch.empty_like(weight.grad) for _ in range(axis.size)]
+        dist.all_gather(slices, weight.grad)
+        whole_VD = torch.cat(slices)
+        assert not whole_VD[VOCABULARY:].any(), "padding learns nothing"
+        found = {
+            "logprobs": logprobs_N.detach(),
+            "entropy": entropy_N,
+            "hidden": axis.all_reduce(hidden.grad.double()),
+            "weight": whole_VD[:VOCABULARY],
+        }
+        return {
+            name: float((found[name].double() - value).abs().max() / value.abs().max())
+            for name, value in expected.items()
+        }
+
+    return {
+        f"{str(dtype).removeprefix('torch.')}{' fp32' * fp32}, {chunk}": errors(dtype, chunk, fp32)
+        for dtype, fp32 in (
+            (torch.float64, False),
+            (torch.float32, False),
+            (torch.bfloat16, False),
+            (torch.bfloat16, True),
+        )
+        for chunk in (0, 1, 5, TOKENS)
+    }
+
+
+class LogitRows(TorchDispatchMode):
+    """Watches every tensor that any operation makes, and keeps the largest number of rows as wide as the vocabulary."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.rows = width, 0
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and self.width in tensor.shape:
+                self.rows = max(self.rows, tensor.numel() // self.width)
+        return made
+
+
+def peak(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, Any]:
+    """Most rows of logits alive in one tensor, scoring and training, and what chunks change in scores and gradients."""
+    config = tiny_config(model, parallel=parallel)
+    mesh = build_mesh(device, config.parallel)
+    policy = Policy(config, device, mesh, ModelShape.read(model))
+    (batch,) = batches_of(mesh, policy.shape, LENGTHS * 2, micro_batch_tokens=256)
+    model_chunk = policy.chunks[0]
+    weight = (
+        model_chunk.shared_embedding_or_output_weight()
+        if policy.shape.tied
+        else model_chunk.output_layer.weight
+    )
+    arrived: list[str] = []  # what Megatron's gradient hook on the output weight is called with
+    weight.register_hook(lambda gradient: arrived.append(str(gradient.dtype)))
+    whole = model_chunk.head
+    rows: dict[str, list[int]] = {}
+    seen: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+    for name, chunk in (("whole", 0), ("chunks", 48)):
+        model_chunk.head = replace(whole, chunk_tokens=chunk)
+        rows[name] = []
+        with LogitRows(policy.shape.vocab_size // mesh.tp.size) as watch:
+            scores = policy.score(batch.micro_batches, mode="replay")
+            rows[name].append(watch.rows)
+            watch.rows = 0
+            policy.forward_backward(batch)
+            rows[name].append(watch.rows)
+        gradients = [gradient for _, _, gradient in full_gradients(policy).values()]
+        seen[name] = torch.stack([torch.cat(scores.logprobs), torch.cat(scores.entropy)]), gradients
+    (scores_one, gradients_one), (scores_other, gradients_other) = seen.values()
+    largest = max(float(gradient.abs().max()) for gradient in gradients_one)
+    return {
+        "tokens": max(micro_batch.num_tokens for micro_batch in batch.micro_batches),
+        "micro_batches": len(batch.micro_batches),
+        "arrived": len(arrived),
+        "rows": rows,
+        "scores": float((scores_one - scores_other).abs().max()),
+        "gradients": max(
+            float((one - other).abs().max())
+            for one, other in zip(gradients_one, gradients_other, strict=True)
+        )
+        / largest,
+    }
+
+
+def bfloat16(device: Device, *, model: str) -> dict[str, Any]:
+    """A bfloat16 policy against a float32 one with the same weights and routes: scores, loss, gradients, and types."""
+    figures: dict[str, Any] = {}
+    true: tuple[torch.Tensor, torch.Tensor, float] | None = None
+    mesh = build_mesh(device, tiny_config(model).parallel)
+    for name, dtype, fp32_head in (
+        ("float32", "float32", False),
+        ("bfloat16", "bfloat16", False),
+        ("bfloat16, float32 head", "bfloat16", True),
+    ):
+        config = tiny_config(
+            model, model={"dtype": dtype, "fp32_head": fp32_head}, algo={"correction": "token_tis"}
+        )
+        policy = Policy(config, device, mesh, ModelShape.read(model))
+        for buffer in policy.parameter_buffers():
+            buffer.copy_(buffer.bfloat16())  # the same weights in all three
+        (batch,) = batches_of(mesh, policy.shape)
+        types: dict[str, set[str]] = {"router": set(), "states": set()}
+
+        def look(_module: Any, inputs: Any, output: Any, types: Any = types) -> None:
+            types["states"].add(str(inputs[0].dtype))
+            types["router"] |= {str(output[0].dtype)}
+
+        for layer in policy.chunks[0].decoder.layers:
+            if hasattr(layer.mlp, "router"):
+                layer.mlp.router.register_forward_hook(look)
+        scores = policy.score(batch.micro_batches, mode="replay")
+        metrics = policy.forward_backward(batch)
+        mask_N = torch.cat(scores.loss_mask) > 0
+        logprobs_N = torch.cat(scores.logprobs)[mask_N]
+        found = full_gradients(policy)
+        gradient = torch.cat([found[key][2].flatten() for key in sorted(found)])
+        loss = metrics["loss/total"].total
+        if true is None:
+            true = logprobs_N, gradient, loss
+        figures[name] = {
+            "logprobs": float((logprobs_N - true[0]).abs().mean()),
+            "loss": abs(loss - true[2]) / abs(true[2]),
+            "cosine": float(torch.cosine_similarity(gradient.double(), true[1].double(), dim=0)),
+            "norm": float(gradient.norm() / true[1].norm()),
+            "weights": str(policy.parameter_buffers()[0].dtype),
+            "states": sorted(types["states"]),
+            "router": sorted(types["router"]),
+            "scores": str(logprobs_N.dtype),
+            "gradient": str(gradient.dtype),
+        }
+    return figures

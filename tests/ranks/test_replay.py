@@ -1,0 +1,384 @@
+"""Replay proved on Megatron's own routers: identity, oracle, reach of gradients, consistency of passes, wrong routes caught.
+
+The experiments are those of `r3-algorithms.md` section 7; E4 and E9 are in test_policy.py and tests/e2e.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import replay_cases as cases
+from tests.tiny import random_checkpoint
+from tests.world import run_world
+
+pytestmark = pytest.mark.ranks
+
+ROUTERS = list(cases.ROUTERS)
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Qwen3-MoE: 3 layers, one of them dense, 16 experts top-4."""
+    return str(random_checkpoint(tmp_path_factory.mktemp("other"), tied=True, mlp_only_layers=[1]))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# E1
+
+
+@pytest.fixture(scope="module")
+def routers() -> dict[str, Any]:
+    """Everything of E1 to E3, in one process."""
+    (result,) = run_world(cases.routers, 1)
+    return result
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_replaying_the_live_choice_changes_no_bit(router: str, routers: dict[str, Any]) -> None:
+    """Outputs and every gradient against Megatron with no replay at all."""
+    found = routers["identity"][router]
+    assert found["gradients"] == 27 and found["router_gradient"] > 0
+    assert found["record"] == []
+    assert found["replay"] == []
+    assert found["agreed"] == [63, 63]
+    assert len(found["foreign"]) == 28, (
+        "other routes must change all of it, or equality shows nothing"
+    )
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_rows_without_a_route_choose_as_live_routing_does(
+    router: str, routers: dict[str, Any]
+) -> None:
+    found = routers["identity"][router]
+    assert 10 < found["missing"] < 30
+    assert found["live_rows"] == []  # with recorded routes around them: bitwise the whole model
+    assert (
+        found["live_rows_moved"] == 0
+    )  # with foreign routes around them: bitwise what those states say
+    assert found["foreign_rows_moved"] > 50
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# E2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=["float32", "float64"]
+)
+@pytest.mark.parametrize("mask", ["live", "random", "disjoint"])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_outputs_and_gradients_equal_a_dense_float64_oracle(
+    router: str, mask: str, dtype: torch.dtype, limit: float, routers: dict[str, Any]
+) -> None:
+    found = routers["oracle"][f"{router} / {mask} / {dtype}"]
+    wrong = {part: error for part, error in found["errors"].items() if not error <= limit}
+    assert wrong == {}
+    assert found["router_gradient"] > 0.1
+    if mask == "disjoint":
+        assert found["shared_with_live"] == 0
+    if "over all" not in router and router not in (
+        "softmax, scaled",
+        "softmax, groups",
+        "softmax, top 1",
+    ):
+        assert found["outside_mask"] == 0.0  # a softmax over all experts hears from all of them
+    if router.startswith("softmax"):
+        assert found["row_sum"] <= limit  # a softmax does not see what all its logits share
+    if "finite_difference" in found:
+        assert (
+            found["finite_difference"] <= 1e-7
+        )  # of steps of 1e-6: rounding 1e-16 / 1e-6, curvature 1e-12
+
+
+def test_softmax_over_one_expert_teaches_the_router_nothing_and_is_refused(
+    routers: dict[str, Any],
+) -> None:
+    found = routers["top 1"]
+    assert "pre-softmax when topk is 1" in found["refusal"]
+    assert found["router_gradient"] == 0.0
+    assert found["expected"] <= 1e-12
+    assert found["expert_gradient"] > 1.0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# E3
+
+
+def _reach_faults(found: dict[str, Any]) -> list[str]:
+    """What of the gradients does not arrive where it must, or arrives where it must not."""
+    faults = []
+    if not found["router_gradient"] > 0:
+        faults.append("router")
+    if not found["drifted_gate"] > 0:
+        faults.append("gates of drifted experts")
+    if not found["drifted_logit_gradient"] > 0:
+        faults.append("logits of drifted experts")
+    if found["unused_gradient"] != 0:
+        faults.append("experts that no route names")
+    if not found["used_gradient"] > 0:
+        faults.append("experts that routes name")
+    return faults
+
+
+def test_gradients_reach_router_and_drifted_experts_and_nobody_else(
+    routers: dict[str, Any],
+) -> None:
+    for name, found in routers["reach"].items():
+        assert found["drifted"] > 100 and found["unused_experts"] == 8
+        if name.endswith("RouterTap"):
+            assert _reach_faults(found) == [], name
+        else:  # the faulty tap gathers from scores that were zeroed outside the live choice: the check must say so
+            assert "logits of drifted experts" in _reach_faults(found), name
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The plausibility filter, and what is refused
+
+
+def test_an_implausible_expert_gives_way_to_the_best_live_one_left(routers: dict[str, Any]) -> None:
+    """Gate scores 8 7 6 4 | 3 2.1 1.9 1 | 0.1 ...; the weakest live one is 4, so at ratio 0.5 experts below 2 go."""
+    for router in ("softmax over the top k", "softmax over all"):
+        found = routers["filter"][router]
+        assert found["used"] == [[4, 1, 5, 0], [0, 1, 2, 3], [0, 1, 2, 5], [0, 1, 2, 3]]
+        assert found["gathered"]
+        agreed, margin, replaced = found["counts"]
+        assert (agreed, replaced) == (0, 1 + 4)  # the row without a route is not counted
+        weakest = (1.9, 0.1, 2.1)  # of each row's replayed experts
+        margins = {
+            "softmax over the top k": sum(math.log(4 / score) for score in weakest),
+            "softmax over all": sum(4 - score for score in weakest)
+            / 33.8,  # 33 of eight experts, 0.8 of the others
+        }
+        assert margin == pytest.approx(margins[router], rel=1e-6)  # float32
+    # Expert 7 is live by its bias; its gate score of 0.1 is the weakest live one, and half of it the limit.
+    biased = routers["filter"]["sigmoid, bias"]
+    assert biased["used"] == [[4, 6, 5, 0], [7, 0, 1, 2], [0, 1, 2, 5], [7, 0, 1, 2]]
+    assert biased["counts"][2] == 3
+
+
+def test_the_filter_off_changes_no_bit_and_at_1_is_the_live_choice(routers: dict[str, Any]) -> None:
+    found = routers["filter"]
+    assert found["nearly 0 is off"] == []
+    assert found["ratio 1 is the live choice"]
+    assert found["replaced at 0.0"] is None and found["replaced at 1e-30"] == 0.0
+    assert (
+        0.5 < found["replaced at 1.0"] < 1.0
+    )  # random top 4 of 16 shares one in four with the live one
+
+
+def test_replay_refuses_routers_that_would_break_it_silently(routers: dict[str, Any]) -> None:
+    said = routers["refusals"]
+    for name, value in {
+        "moe_router_fusion": "True",
+        "moe_router_load_balancing_type": "'sinkhorn'",
+        "moe_aux_loss_coeff": "0.01",
+        "moe_router_force_load_balancing": "True",
+        "moe_input_jitter_eps": "0.1",
+        "moe_expert_capacity_factor": "1.25",
+        "moe_pad_expert_input_to_capacity": "True",
+        "moe_router_padding_for_quantization": "True",
+        "moe_token_dispatcher_type": "'flex'",
+        "moe_router_bias_update_rate": "0.001",
+    }.items():
+        assert said[name].startswith(f"{name} = {value}, and replay needs "), name
+    assert "says decoder layer 1; MoE layers are [2]" in said["a router in a dense layer"]
+    assert (
+        "have routers in layers [[1, 2]], the model in [1, 2, 5]"
+        in said["a layer without a router"]
+    )
+    assert "is a Quantile, no plain top-k router" in said["another router"]
+    assert "router stray.0 says decoder layer -1" in said["an orphan"]
+    assert said["a head of multi-token prediction"] == "nothing was raised"
+    assert said["of the head"] == "True None 0", (
+        "in Megatron's list when built; live and unlisted when attached"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Modes
+
+
+@pytest.fixture(scope="module")
+def modes(other_model: str) -> dict[str, Any]:
+    (result,) = run_world(cases.modes, 1, model=other_model)
+    return result
+
+
+def test_every_mode_reports_agreement_at_the_rollouts_weights_only(modes: dict[str, Any]) -> None:
+    assert not [
+        key for key in modes["off"]["row"] if key.startswith("routing/") or key.endswith("_live")
+    ]
+    recorded = modes["r2"]["row"]
+    assert recorded["routing/agreement"] == recorded["routing/agreement_update_1"] == 1.0
+    assert recorded["routing/agreement_update_2"] < 1.0, (
+        "the second update routes with changed weights"
+    )
+    assert "mismatch/k3_live" not in recorded
+    for name in ("r3", "r3, one update"):
+        found = modes[name]
+        assert found["slots"]["routing/agreement"] == found["all_slots"] > 200  # each slot once
+        assert found["row"]["routing/agreement"] == found["agreement"]
+        assert found["row"]["routing/margin"] > 0
+        assert {key for key in found["row"] if "_layer/" in key} == {
+            f"routing/agreement_layer/{i}" for i in (0, 2)
+        }
+    assert {"routing/agreement_update_1", "routing/agreement_update_2"} <= modes["r3"]["row"].keys()
+    assert "routing/agreement_update_1" not in modes["r3, one update"]["row"]
+
+
+def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: dict[str, Any]) -> None:
+    for name in ("r3", "r3, one update"):
+        row = modes[name]["row"]
+        assert (
+            row["mismatch/k3_ratio"] == modes[name]["k3_ratio"]
+        )  # step 2 samples the second micro-batch
+        assert row["mismatch/k3_ratio"] == pytest.approx(
+            row["mismatch/k3_live"] / row["mismatch/k3_replay"]
+        )
+        for figure in ("f2", "abs_p99", "abs_max"):
+            assert {f"mismatch/{figure}_live", f"mismatch/{figure}_replay"} <= row.keys()
+
+
+def test_the_reference_replays_only_when_asked(modes: dict[str, Any]) -> None:
+    """Before the first update the reference is the policy: any KL between them is of other routes."""
+    assert modes["r3, one update"]["row"]["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9)
+    assert modes["r3"]["row"]["loss/kl_ref"] > 1e-2
+
+
+def test_a_schedule_that_fails_half_way_leaves_nothing_behind(modes: dict[str, Any]) -> None:
+    accident = modes["accident"]
+    assert accident["said"] == "in the middle of a schedule"
+    assert accident["state"] == ["live", False, 0, "", [], "live"]
+    assert accident["same"], "bitwise"
+    assert accident["update"] > 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# E7
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 2)], ids=["single", "ep2"])
+def test_old_pass_and_first_update_are_one_policy(ranks: int, ep: int, other_model: str) -> None:
+    for result in run_world(cases.consistency, ranks, model=other_model, ep=ep):
+        for old_pass in ("replay", "record"):
+            found = result["old_pass"][old_pass]
+            assert found["tokens"] > 50
+            assert found["off_by"] <= 1e-6
+            assert found["clipped"] == 0
+        assert result["old_pass"]["live"]["off_by"] > 1e-2, (
+            "a live old pass before replayed updates is another policy"
+        )
+
+        recorded = result["old_pass"]["record"]  # R2
+        assert recorded["agreed"] == recorded["slots"] > 200
+        assert result["agreement"][0] == 1.0
+        assert result["agreement"][-1] < 0.9, (
+            "the router must have moved, or the next line shows nothing"
+        )
+        assert result["stayed"] == [True] * 4
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# E8
+
+
+@pytest.fixture(scope="module")
+def recomputation(other_model: str) -> dict[str, Any]:
+    (result,) = run_world(cases.recomputation, 1, model=other_model)
+    return result
+
+
+def test_recomputation_changes_no_bit_of_any_gradient(recomputation: dict[str, Any]) -> None:
+    micro_batches = recomputation["micro_batches"]
+    assert micro_batches == 4
+    assert recomputation["recomputed"] == {
+        "none": 0,
+        "moe": 2 * micro_batches,
+        "full": 2 * micro_batches,
+    }
+    for recompute in ("none", "moe", "full"):
+        for order in ("one by one", "in flight"):
+            assert recomputation["difference"][f"{recompute}, {order}"] == 0.0, (
+                f"{recompute}, {order}"
+            )
+
+
+@pytest.mark.parametrize("recompute", ["moe", "full"])
+def test_recomputation_from_the_wrong_end_shows(
+    recompute: str, recomputation: dict[str, Any]
+) -> None:
+    name = f"{recompute}, stack"
+    assert name in recomputation["said"] or recomputation["difference"][name] > 1e-3
+
+
+@pytest.mark.parametrize("order", ["last first", "shuffled", "in one pass"])
+@pytest.mark.parametrize("recompute", ["moe", "full"])
+def test_recomputation_takes_its_own_routes_in_any_order(
+    recompute: str, order: str, recomputation: dict[str, Any]
+) -> None:
+    assert f"{recompute}, {order}" not in recomputation["said"]
+    # gradients of four micro-batches summed in the other order differ by rounding
+    assert recomputation["difference"][f"{recompute}, {order}"] <= 1e-6
+
+
+@pytest.mark.parametrize("recompute", ["moe", "full"])
+def test_a_second_recomputation_with_the_same_routes_is_refused(
+    recompute: str, recomputation: dict[str, Any]
+) -> None:
+    assert (
+        "a recomputation for forward 3, whose routes are taken"
+        in recomputation["said"][f"{recompute}, twice"]
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# E6
+
+
+@pytest.mark.e2e
+def test_flips_show_in_agreement_one_for_one_and_raise_k3_with_the_dose() -> None:
+    """A float32 engine: without flips engine and policy agree to rounding, so every effect is the flips'."""
+    (result,) = run_world(cases.dose_response, 1, engine_dtype="float32")
+    doses = [result["doses"][str(share)] for share in cases.DOSES]
+    near_ties = 2  # slots that two float32 stacks may decide differently; on the machines seen there was none
+    for dose in doses:
+        assert dose["rows"] > 1000
+        assert dose["wrong"] == 0  # what is installed is used, however wrong
+        # Nothing routes before the first MoE layer: there flips alone part the live choice from the replayed one.
+        assert dose["agreed"][0] == pytest.approx(dose["rows"] - dose["hits"][0], abs=near_ties)
+    for layer, found in enumerate(result["one_layer"]):
+        assert found["hits"][layer] > 100 and sum(found["hits"]) == found["hits"][layer]
+        expected = [found["rows"]] * layer + [found["rows"] - found["hits"][layer]]
+        assert found["agreed"][: layer + 1] == pytest.approx(expected, abs=near_ties)
+    # E4: without replay too, two float32 stacks give one probability and make one choice.
+    assert result["live"]["abs_max"] <= 1e-4
+    assert doses[0]["agreed"] == pytest.approx(
+        [doses[0]["rows"]] * len(doses[0]["agreed"]), abs=near_ties
+    )
+    k3 = [dose["k3"] for dose in doses]
+    assert k3 == sorted(set(k3)), f"k3 of the doses {cases.DOSES}: {k3}"
+    assert k3[0] < 1e-10 < 1e-7 < k3[1]
+
+
+@pytest.mark.e2e
+def test_misaligned_routes_raise_k3_tenfold_over_correct_ones() -> None:
+    """A bfloat16 engine: correct replay leaves the mismatch of real runs, about 6e-5 here, and is the yardstick."""
+    (result,) = run_world(cases.dose_response, 1, engine_dtype="bfloat16")
+    correct = result["doses"]["0.0"]
+    assert 1e-5 < correct["k3"] < 1e-3
+    assert min(correct["agreed"]) > 0.98 * correct["rows"]
+    assert set(result["misaligned"]) >= {
+        "shifted back",
+        "shifted on",
+        "layers swapped",
+        "samples permuted",
+        "of the batch before",
+    }
+    for name, found in result["misaligned"].items():
+        assert found["wrong"] == 0, name
+        assert found["k3"] >= 10 * correct["k3"], f"{name}: {found['k3']} over {correct['k3']}"

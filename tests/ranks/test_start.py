@@ -1,0 +1,55 @@
+"""Ranks that did not read the same files do not begin a run together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from r3.config import with_values
+from r3.rollout.task import read_task
+from r3.run.resume import Found, Start
+from r3.run.start import RankError, require_one_start
+from r3.runtime.device import Device
+from r3.runtime.mesh import Axis
+from tests.tiny import tiny_config
+from tests.world import run_world
+
+pytestmark = pytest.mark.ranks
+
+
+def begin(device: Device) -> dict[str, str]:
+    """What every rank says when nothing differs, and when something does on the second rank."""
+    config, world = tiny_config(), Axis.of("world", dist.group.WORLD)
+    task, start, second = read_task(config), Start(found=None, said=()), device.rank == 1
+    some = replace(task, prompts=replace(task.prompts, prompts=task.prompts.prompts[:-1]))
+    cases: dict[str, tuple[Any, Any, Any]] = {
+        "same": (with_values(config, {"log.dir": f"of rank {device.rank}"}), task, start),
+        "step": (
+            config,
+            task,
+            replace(start, found=Found(folder=Path(), step=7)) if second else start,
+        ),
+        "data": (config, some if second else task, start),
+        "settings": (with_values(config, {"train.lr": 0.5}) if second else config, task, start),
+    }
+    said = {}
+    for name, arguments in cases.items():
+        try:
+            require_one_start(*arguments, world)
+            said[name] = ""
+        except RankError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_ranks_that_read_other_files_all_say_so() -> None:
+    one, two = run_world(begin, 2)
+    assert one == two
+    assert one["same"] == ""
+    assert "ranks 0 and 1 differ in step to begin after: 0 and 7" in one["step"]
+    assert "differ in prompts" in one["data"]
+    assert "differ in settings" in one["settings"]
