@@ -128,7 +128,7 @@ def answer(
     )
     common: dict[str, Any] = {
         "engine": engine,
-        "talk": conversation_setup,
+        "conversation_setup": conversation_setup,
         "sampling": sampling,
         "budget": budget,
         "on_error": settings.on_error,
