@@ -1,0 +1,203 @@
+"""Write the pages of docs/ that list things: every setting, and every metric.
+
+    python tools/make_docs.py            write docs/configuration.md and docs/metrics.md
+    python tools/make_docs.py --check    exit code 1 if a page is not what the code says
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from r3.config import RESUME_MAY_CHANGE, Config
+from r3.metrics import GLOSSARY
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+GENERATED = "<!-- Written by tools/make_docs.py from the code: change the code, not this page. -->"
+
+CONFIGURATION = """\
+# Configuration
+
+You want to change a setting. Every setting is a flag `--section.field value`; this shows the
+resolved configuration without running anything:
+
+<!-- runnable -->
+```bash
+.venv/bin/python train.py tiny --dry-run --train.lr 1e-4 --rollout.group_size 16
+```
+
+A preset sets the defaults of a run (`train.py PRESET`), flags override the preset, and `--from
+RUN_DIR` takes the settings of an earlier run. `train.py PRESET --help` prints this page with the
+preset's defaults. The defaults below are those of an empty preset.
+
+- A **list** takes one value or several: `--eval.path a.jsonl b.jsonl`. `''` is an empty list.
+- A **true or false** setting can stand alone: `--eval.only` means `--eval.only true`.
+- An unknown flag, a value out of range and a wrong combination are errors. All are reported at
+  once, with field, value, rule and fix. A setting without effect is a warning.
+- **Resume** says whether the setting may change when a run is resumed
+  ([Checkpoints and resume](checkpoints-and-resume.md)).
+"""
+
+METRICS = """\
+# Metrics
+
+You have a run and want to know what a number means. Print the last row:
+
+```bash
+tail -n 1 runs/tiny/metrics.jsonl | python -m json.tool
+```
+
+TensorBoard shows the same keys: `python -m tensorboard.main --logdir runs`. Its custom scalars have
+the page to watch first and a page that compares replayed with live routes.
+[Rollout Routing Replay](replay.md) explains how to read `mismatch/*` and `routing/*`.
+
+A key that this page does not list is an error in R3. SET is the name of a held-out set, COMPONENT
+that of a reward function, LAYER a decoder layer from 0, and K a number.
+"""
+
+AREAS = {
+    "reward": "Rewards",
+    "eval": "Evaluation",
+    "rollout": "Rollouts",
+    "env": "Environments",
+    "mismatch": "Mismatch between policy and engine",
+    "routing": "Routes",
+    "loss": "Loss",
+    "correction": "Corrections against the engine",
+    "policy": "Policy",
+    "optim": "Optimizer",
+    "time": "Time",
+    "perf": "Throughput",
+    "memory": "Memory",
+}
+
+
+def pages() -> dict[str, str]:
+    """The generated pages: file name -> text."""
+    return {"configuration.md": configuration(), "metrics.md": metrics()}
+
+
+def stale(folder: Path = DOCS) -> list[str]:
+    """Names of the pages in a folder that are not what the code says."""
+    return [
+        name
+        for name, text in pages().items()
+        if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != text
+    ]
+
+
+def configuration() -> str:
+    """One table per section of `Config`."""
+    parts = [GENERATED, CONFIGURATION]
+    for section in fields(Config):
+        cls: Any = section.default_factory
+        assert inspect.isclass(cls), f"section {section.name} has no class"
+        texts = help_texts(cls)
+        hints = get_type_hints(cls)
+        rows = [
+            (
+                f"`{section.name}.{each.name}`",
+                kind(hints[each.name]),
+                default(each),
+                "yes" if may_change(f"{section.name}.{each.name}") else "no",
+                texts[each.name],
+            )
+            for each in fields(cls)
+        ]
+        header = ("setting", "type", "default", "resume", "meaning")
+        intro = " ".join((cls.__doc__ or "").split())
+        parts.append(f"## {section.name}\n\n{intro}\n\n{table(header, rows)}\n")
+    return "\n".join(parts)
+
+
+def metrics() -> str:
+    """One table per area of `GLOSSARY`."""
+    areas = list(dict.fromkeys([*AREAS, *(key.partition("/")[0] for key in GLOSSARY)]))
+    parts = [GENERATED, METRICS]
+    for area in areas:
+        rows = [
+            (f"`{key}`", entry.formula, entry.source)
+            for key, entry in GLOSSARY.items()
+            if key.partition("/")[0] == area
+        ]
+        if rows:
+            heading = AREAS.get(area, area)
+            parts.append(f"## {heading}\n\n{table(('metric', 'meaning', 'source'), rows)}\n")
+    return "\n".join(parts)
+
+
+def help_texts(cls: type) -> dict[str, str]:
+    """The text under each field of a dataclass, which is also its `--help`."""
+    (node,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls))).body
+    assert isinstance(node, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        match below:
+            case ast.Expr(value=ast.Constant(value=str() as text)):
+                texts[field.target.id] = " ".join(text.split())
+    return texts
+
+
+def kind(hint: Any) -> str:
+    """The type of a field in words."""
+    if get_origin(hint) is tuple:
+        return f"list of {kind(get_args(hint)[0])}"
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(hint))
+    return {str: "text", int: "integer", float: "number", bool: "true or false"}[hint]
+
+
+def default(field: Field[Any]) -> str:
+    """The default of a field as one writes it on the command line."""
+    assert field.default is not MISSING, f"{field.name} has no default"
+    value: Any = field.default
+    if value == () or value == "":
+        return "empty"
+    if isinstance(value, tuple):
+        return " ".join(f"`{each}`" for each in value)
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def may_change(name: str) -> bool:
+    """Whether a setting may differ when a run is resumed."""
+    return any(name == free or (free[-1] == "." and name.startswith(free)) for free in RESUME_MAY_CHANGE)
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [header, ("---",) * len(header), *(tuple(map(cell, row)) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell(text: str) -> str:
+    """Text that a table and Markdown leave as it is."""
+    parts = re.split(r"(`[^`]*`)", text)
+    plain = [re.sub(r"([|*_<>\\$])", r"\\\1", part) for part in parts[::2]]
+    code = [part.replace("|", "\\|") for part in parts[1::2]]
+    mixed = [piece for pair in zip(plain, [*code, ""], strict=True) for piece in pair]
+    return "".join(mixed)
+
+
+def main(argv: list[str]) -> int:
+    """Write the pages, or check them."""
+    if argv == ["--check"]:
+        names = stale()
+        if names:
+            print(f"not what the code says: {', '.join(names)}. Run python tools/make_docs.py")
+        return 1 if names else 0
+    written: Mapping[str, str] = pages()
+    for name, text in written.items():
+        (DOCS / name).write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
