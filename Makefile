@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 UV ?= uv
 # Files that lint and format look at; the second part of `make test` runs TESTS with PYTEST_ARGS.
-CODE := $(wildcard train.py r3 configs tests tools benchmarks)
+CODE := $(wildcard train.py r3 configs tests tools benchmarks examples docs)
 TESTS ?= tests
 PYTEST_ARGS ?= -m "not gpu" --durations=15
 
@@ -10,7 +10,7 @@ PYTEST_ARGS ?= -m "not gpu" --durations=15
 test: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fmt lock clean
+.PHONY: help setup demo test lint fmt docs lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,11 @@ lint: setup ## ruff check, format check, mypy
 fmt: setup ## format, and repair what ruff can
 	$(PY) -m ruff format $(CODE)
 	$(PY) -m ruff check --fix $(CODE)
+
+docs: ## build docs/ as a web site in docs/_build/html, every link checked (own environment: .venv-docs)
+	@[ -x .venv-docs/bin/python ] || python3 -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --disable-pip-version-check -q -r requirements/docs.txt
+	.venv-docs/bin/python -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
 
 lock: ## resolve requirements/cpu.in into cpu.txt; LOCK_ARGS=--upgrade moves the pins (needs uv and the network)
 	$(UV) pip compile requirements/cpu.in --override requirements/overrides.txt \

@@ -1,7 +1,7 @@
 """Write the pages of docs/ that list things: every setting, and every metric.
 
-    python tools/make_docs.py            write docs/configuration.md and docs/metrics.md
-    python tools/make_docs.py --check    exit code 1 if a page is not what the code says
+python tools/make_docs.py            write docs/configuration.md and docs/metrics.md
+python tools/make_docs.py --check    exit code 1 if a page is not what the code says
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from r3.config import RESUME_MAY_CHANGE, Config
@@ -111,7 +112,7 @@ def configuration() -> str:
             for each in fields(cls)
         ]
         header = ("setting", "type", "default", "resume", "meaning")
-        intro = " ".join((cls.__doc__ or "").split())
+        intro = fill(" ".join((cls.__doc__ or "").split()), width=100)
         parts.append(f"## {section.name}\n\n{intro}\n\n{table(header, rows)}\n")
     return "\n".join(parts)
 

@@ -1,0 +1,94 @@
+"""Every example runs as its README says, and does what it claims."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.pages import ROOT, blocks, checkout, run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+EXAMPLES = sorted(page.parent.name for page in ROOT.glob("examples/*/README.md"))
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def last_row(folder: Path) -> dict[str, float]:
+    return rows_of(folder)[-1]
+
+
+def own_reward(runs: Path, output: str) -> None:
+    row = last_row(runs / "own-reward")
+    parts = row["reward/right/mean"] + 0.2 * row["reward/brief/mean"]
+    # The parts are means of float64 sums in another order than the total's.
+    assert row["reward/mean"] == pytest.approx(parts, rel=1e-9)
+    assert 0 < row["reward/brief/mean"] < 1
+
+
+def own_data(runs: Path, output: str) -> None:
+    assert "eval/mine/accuracy" in last_row(runs / "own-data")
+    dump = (runs / "own-data" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["prompt_id"].startswith("train.jsonl:") for line in dump)
+
+
+def own_environment(runs: Path, output: str) -> None:
+    row = last_row(runs / "own-environment")
+    assert row["env/turns_mean"] > 1, "no conversation called the tool"
+    assert row["env/errors"] == 0
+    dump = (runs / "own-environment" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    rewards = {round(json.loads(line)["reward"], 6) for line in dump}
+    assert any(0.8 < reward < 1 for reward in rewards), f"no right answer paid for a call: {rewards}"
+
+
+def llm_judge(runs: Path, output: str) -> None:
+    row = last_row(runs / "llm-judge")
+    assert 0 < row["reward/mean"] < 1
+    dump = (runs / "llm-judge" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    assert {json.loads(line)["reward"] for line in dump} <= {0.0, 0.2, 1.0}
+
+
+def evaluate(runs: Path, output: str) -> None:
+    assert "step_000001 greedy: accuracy" in output
+    assert "sampled: accuracy" in output and "pass@4" in output
+    assert [row["step"] for row in rows_of(runs / "to-evaluate")] == [1], "evaluation added rows"
+
+
+def compare_runs(runs: Path, output: str) -> None:
+    table = output[output.index("\nsetting ") :]
+    assert "replay.mode" in table and "mismatch/k3" in table
+    assert "train.lr" not in table, "both runs have the same learning rate"
+
+
+def sweep(runs: Path, output: str) -> None:
+    assert {"train.lr=2e-4", "train.lr=5e-4"} <= {folder.name for folder in (runs / "sweep").iterdir()}
+    ranking = output[output.index("mean of the last five steps") :].splitlines()[1:3]
+    assert sorted(line.split()[1] for line in ranking) == ["train.lr=2e-4", "train.lr=5e-4"]
+
+
+CLAIMS: dict[str, Callable[[Path, str], None]] = {
+    claim.__name__: claim
+    for claim in (own_reward, own_data, own_environment, llm_judge, evaluate, compare_runs, sweep)
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs_and_does_what_it_claims(name: str, tmp_path: Path) -> None:
+    folder = checkout(tmp_path / "r3")
+    page = f"examples/{name}/README.md"
+    found = blocks(page, (ROOT / page).read_text(encoding="utf-8"))
+    assert found, f"{page} has no block to run"
+    output = "".join(run(block, folder) for block in found)
+    CLAIMS[name](folder / "runs", output)
+
+
+def test_every_example_is_listed_and_has_a_claim() -> None:
+    index = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    folders = {entry.name for entry in (ROOT / "examples").iterdir() if entry.is_dir()} - {"__pycache__"}
+    assert folders == set(CLAIMS) == set(EXAMPLES)
+    assert all(f"({name}/README.md)" in index for name in folders)
