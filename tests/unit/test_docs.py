@@ -34,8 +34,9 @@ def make_docs() -> Any:
 
 def texts() -> Iterator[tuple[str, str]]:
     """Every page that a user reads, by its name."""
-    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
-    for file in sorted([*files, *ROOT.glob("examples/**/*.md")]):
+    names = ("README.md", "CONTRIBUTING.md", "launch/README.md", "requirements/README.md")
+    files = [ROOT / name for name in names]
+    for file in sorted([*files, *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]):
         yield str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
 
 
