@@ -15,6 +15,7 @@ html_theme = "furo"
 html_title = "R3"
 exclude_patterns = ["_build"]
 
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3  # links to headings, made as code hosts make them
 myst_fence_as_directive = ["math"]  # ```math is also what code hosts render
 
