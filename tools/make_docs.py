@@ -17,7 +17,7 @@ from textwrap import fill
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from r3.config import RESUME_MAY_CHANGE, Config
-from r3.metrics import GLOSSARY
+from r3.metrics.glossary import GLOSSARY
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 GENERATED = "<!-- Written by tools/make_docs.py from the code: change the code, not this page. -->"

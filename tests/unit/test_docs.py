@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from r3.config import FIELD_TYPES
-from r3.metrics import UnknownMetricError, explain
+from r3.metrics.glossary import UnknownMetricError, explain
 from tests.pages import MARKER, ROOT, Block, BlockError, blocks, run
 
 pytestmark = pytest.mark.unit
@@ -78,6 +78,14 @@ def unknown_metrics(page: str, text: str) -> Iterator[str]:
                 yield f"{page}: there is no metric {span}"
 
 
+def missing_files(page: str, text: str) -> Iterator[str]:
+    """Files and folders of the repository that a page names in backticks must exist."""
+    folders = "r3|configs|docs|examples|launch|tests|tools|benchmarks|requirements"
+    for span in code_spans(text):
+        if re.fullmatch(rf"({folders})/[\w./-]*", span) and not (ROOT / span).exists():
+            yield f"{page}: there is no {span}"
+
+
 def broken_links(page: str, text: str) -> Iterator[str]:
     """Links inside the repository must lead somewhere, to a heading too."""
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -107,12 +115,14 @@ def long_lines(page: str, text: str) -> Iterator[str]:
 RULES: tuple[Callable[[str, str], Iterator[str]], ...] = (
     unknown_settings,
     unknown_metrics,
+    missing_files,
     broken_links,
     long_lines,
 )
 WRONG = {
     "unknown_settings": "use `train.learning_rate` or `--model.pathh x`",
     "unknown_metrics": "look at `mismatch/k4`",
+    "missing_files": "see `r3/no_such_file.py`",
     "broken_links": "[here](no-such-page.md)",
     "long_lines": "a" * 101,
 }
