@@ -48,7 +48,9 @@ def blocks(page: str, text: str) -> list[Block]:
         if line.strip() != MARKER:
             continue
         if number + 1 == len(lines) or lines[number + 1] != _FENCE:
-            raise BlockError(f"{page}:{number + 1}: {MARKER} must stand right above a line {_FENCE}")
+            raise BlockError(
+                f"{page}:{number + 1}: {MARKER} must stand right above a line {_FENCE}"
+            )
         start = number + 2
         if "```" not in lines[start:]:
             raise BlockError(f"{page}:{start}: the block has no end")

@@ -169,7 +169,9 @@ def default(field: Field[Any]) -> str:
 
 def may_change(name: str) -> bool:
     """Whether a setting may differ when a run is resumed."""
-    return any(name == free or (free[-1] == "." and name.startswith(free)) for free in RESUME_MAY_CHANGE)
+    return any(
+        name == free or (free[-1] == "." and name.startswith(free)) for free in RESUME_MAY_CHANGE
+    )
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -21,7 +21,11 @@ METRICS = (
 def settings(folder: Path) -> dict[str, object]:
     """Every setting of a run by its full name."""
     tree = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
+    return {
+        f"{section}.{name}": value
+        for section, values in tree.items()
+        for name, value in values.items()
+    }
 
 
 def rows(folder: Path) -> dict[float, dict[str, float]]:

@@ -43,7 +43,9 @@ def own_environment(runs: Path, output: str) -> None:
     assert row["env/errors"] == 0
     dump = (runs / "own-environment" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
     rewards = {round(json.loads(line)["reward"], 6) for line in dump}
-    assert any(0.8 < reward < 1 for reward in rewards), f"no right answer paid for a call: {rewards}"
+    assert any(0.8 < reward < 1 for reward in rewards), (
+        f"no right answer paid for a call: {rewards}"
+    )
 
 
 def llm_judge(runs: Path, output: str) -> None:
@@ -66,7 +68,9 @@ def compare_runs(runs: Path, output: str) -> None:
 
 
 def sweep(runs: Path, output: str) -> None:
-    assert {"train.lr=2e-4", "train.lr=5e-4"} <= {folder.name for folder in (runs / "sweep").iterdir()}
+    assert {"train.lr=2e-4", "train.lr=5e-4"} <= {
+        folder.name for folder in (runs / "sweep").iterdir()
+    }
     ranking = output[output.index("mean of the last five steps") :].splitlines()[1:3]
     assert sorted(line.split()[1] for line in ranking) == ["train.lr=2e-4", "train.lr=5e-4"]
 
@@ -89,6 +93,8 @@ def test_example_runs_and_does_what_it_claims(name: str, tmp_path: Path) -> None
 
 def test_every_example_is_listed_and_has_a_claim() -> None:
     index = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    folders = {entry.name for entry in (ROOT / "examples").iterdir() if entry.is_dir()} - {"__pycache__"}
+    folders = {entry.name for entry in (ROOT / "examples").iterdir() if entry.is_dir()} - {
+        "__pycache__"
+    }
     assert folders == set(CLAIMS) == set(EXAMPLES)
     assert all(f"({name}/README.md)" in index for name in folders)

@@ -42,7 +42,9 @@ def texts() -> Iterator[tuple[str, str]]:
 
 def code_spans(text: str) -> list[str]:
     """What stands in backticks outside of code blocks."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    return re.findall(
+        r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    )
 
 
 def of_r3(page: str, text: str) -> str:
@@ -142,7 +144,9 @@ def test_a_page_that_breaks_the_rule_is_noticed(rule: Callable[[str, str], Itera
 def test_every_error_class_is_in_troubleshooting() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     classes = {
-        name for file in ROOT.glob("r3/**/*.py") for name in ERRORS.findall(file.read_text(encoding="utf-8"))
+        name
+        for file in ROOT.glob("r3/**/*.py")
+        for name in ERRORS.findall(file.read_text(encoding="utf-8"))
     }
     assert len(classes) > 15, classes
     listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
@@ -193,7 +197,9 @@ def test_marked_blocks_are_found_and_others_are_not() -> None:
     assert found == [Block(page="page.md", line=5, script="echo one\necho two")]
 
 
-@pytest.mark.parametrize("text", [f"{MARKER}\n\n```bash\nls\n```", f"{MARKER}\n```bash\nls", MARKER])
+@pytest.mark.parametrize(
+    "text", [f"{MARKER}\n\n```bash\nls\n```", f"{MARKER}\n```bash\nls", MARKER]
+)
 def test_a_marker_without_a_block_is_noticed(text: str) -> None:
     with pytest.raises(BlockError, match=r"page.md:\d"):
         blocks("page.md", text)
