@@ -24,20 +24,20 @@ import torch
 from r3.cli import parse as cli
 from r3.config import Config, with_values
 from r3.data.prompts import prompts_of_step
-from r3.engine import Engine
-from r3.handover.memory import Residency, State
+from r3.handover.memory import State
 from r3.handover.rollouts import distribute
-from r3.handover.weights import WeightStream, prove_sync, sync_tolerance, sync_weights
+from r3.handover.weights import prove_sync, sync_tolerance, sync_weights
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.rescore import panel, share_out
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import answer
-from r3.rollout.task import Task, read_task
+from r3.rollout.task import read_task
 from r3.routing.replay import RouterTap
+from r3.run.build import Run, build_run, init_rank
 from r3.run.start import refusing
-from r3.runtime.device import Device, init_device, leave, seed_everything
-from r3.runtime.mesh import Axis, Mesh, build_mesh
+from r3.runtime.device import leave
+from r3.runtime.mesh import Axis, Mesh
 from r3.types import Rollout
 
 _MICRO_BATCH_TOKENS = (
@@ -48,39 +48,11 @@ _ANSWERS, _ANSWER_TOKENS = 4, 64  # per question that the engine is asked, and t
 
 
 @dataclass(kw_only=True)
-class Patient:
-    """Everything a step uses, built for one rank; `answers` are those of all engines, once a check has asked for them."""
+class DoctorContext:
+    """The run under test; `rollouts` are those of all engines, once a check has sampled them."""
 
-    config: Config
-    task: Task
-    device: Device
-    mesh: Mesh
-    engine: Engine
-    policy: Policy
-    stream: WeightStream
-    residency: Residency
-    answers: list[Rollout] = field(default_factory=list)
-
-    @classmethod
-    def admit(cls, config: Config, task: Task) -> Patient:
-        """Build all of it. All ranks must call."""
-        device = init_device(timeout_s=600.0)
-        seed_everything(config.train.seed, deterministic=config.debug.deterministic)
-        mesh = build_mesh(device, config.parallel)
-        engine = Engine(
-            config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len
-        )
-        policy = Policy(config, device, mesh, task.shape)
-        return cls(
-            config=config,
-            task=task,
-            device=device,
-            mesh=mesh,
-            engine=engine,
-            policy=policy,
-            stream=WeightStream(policy, device, mesh),
-            residency=Residency(engine, policy, device),
-        )
+    run: Run
+    rollouts: list[Rollout] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +64,12 @@ class Check:
     """
 
     name: str
-    run: Callable[[Patient], str]
+    run: Callable[[DoctorContext], str]
     needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CheckResult:
     """The answer of all ranks to one check."""
 
     name: str
@@ -105,33 +77,34 @@ class Finding:
     said: str
 
 
-class Unwell(AssertionError):
+class CheckFailed(AssertionError):
     """A check found something wrong; the message says what, where."""
 
 
-def examine(patient: Patient, checks: Sequence[Check]) -> Iterator[Finding]:
+def examine(context: DoctorContext, checks: Sequence[Check]) -> Iterator[CheckResult]:
     """Ask every check in turn. All ranks must iterate to the end; all get the same findings."""
+    run = context.run
     failed: set[str] = set()
     for check in checks:
         if lacking := failed.intersection(check.needs):
             failed.add(check.name)
-            yield Finding(
+            yield CheckResult(
                 name=check.name, passed=False, said=f"not asked: needs {', '.join(lacking)}"
             )
             continue
         try:
-            said, passed = check.run(patient), True
+            said, passed = check.run(context), True
         # What the parts raise when they refuse: guards assert, and RouteError, SyncError, EngineStateError,
         # WeightMismatch, ResidencyError and a collective that timed out are RuntimeErrors.
         except (AssertionError, RuntimeError, ValueError) as error:
             said, passed = f"{type(error).__name__}: {error}", False
-        answers = patient.mesh.world.all_gather_object((passed, said))
+        answers = run.mesh.world.all_gather_object((passed, said))
         complaints = [
             f"rank {rank}: {text}" for rank, (well, text) in enumerate(answers) if not well
         ]
         if complaints:
             failed.add(check.name)
-        yield Finding(
+        yield CheckResult(
             name=check.name,
             passed=not complaints,
             said=" | ".join(complaints) if complaints else answers[0][1],
@@ -142,18 +115,17 @@ def examine(patient: Patient, checks: Sequence[Check]) -> Iterator[Finding]:
 # Collectives and routers
 
 
-def check_collectives(patient: Patient) -> str:
+def check_collectives(context: DoctorContext) -> str:
     """Every axis of the mesh adds up, and ragged bytes arrive where they were sent."""
-    mesh, world = patient.mesh, patient.mesh.world
+    run = context.run
+    mesh, world = run.mesh, run.mesh.world
     problems = []
     world.barrier()
     axes = [
         axis for axis in vars(mesh).values() if isinstance(axis, Axis) and axis.group is not None
     ]
     for axis in axes:
-        found = axis.all_reduce(
-            torch.tensor([1.0, axis.rank], device=patient.device.torch)
-        ).tolist()
+        found = axis.all_reduce(torch.tensor([1.0, axis.rank], device=run.device.torch)).tolist()
         expected = [axis.size, axis.size * (axis.size - 1) / 2]
         if found != expected:
             problems.append(
@@ -169,7 +141,7 @@ def check_collectives(patient: Patient) -> str:
         if message != _message(sender, world.rank)
     ]
     if problems:
-        raise Unwell("; ".join(problems))
+        raise CheckFailed("; ".join(problems))
     return f"{len(axes) or 'no'} axes of several ranks add up, {world.size}^2 ragged messages arrived whole"
 
 
@@ -179,13 +151,14 @@ def _message(sender: int, receiver: int) -> bytes:
     )  # of every length, 0 too
 
 
-def check_routers(patient: Patient) -> str:
+def check_routers(context: DoctorContext) -> str:
     """One tap on every router of the decoder, under its global layer number; none elsewhere, none in Megatron's list."""
-    taps, shape = patient.policy.replay.taps, patient.policy.shape
+    run = context.run
+    taps, shape = run.policy.replay.taps, run.policy.shape
     problems: list[str] = []
     layers: list[int] = []
     outside = 0
-    for chunk in patient.policy.chunks:
+    for chunk in run.policy.chunks:
         decoder = {id(module) for module in chunk.decoder.modules()}
         for module in chunk.modules():
             if not hasattr(module, "router_replay"):
@@ -209,14 +182,14 @@ def check_routers(patient: Patient) -> str:
         problems.append(
             f"{listed} instances in Megatron's class-level list: something else may set their routes"
         )
-    stages = set(patient.mesh.world.all_gather_object((patient.mesh.pp.rank, tuple(sorted(taps)))))
+    stages = set(run.mesh.world.all_gather_object((run.mesh.pp.rank, tuple(sorted(taps)))))
     everywhere = sorted(layer for _, held in stages for layer in held)
     if everywhere != list(shape.moe_layers):
         problems.append(
             f"pipeline stages have routers {sorted(stages)}, the model in {list(shape.moe_layers)}"
         )
     if problems:
-        raise Unwell("; ".join(problems))
+        raise CheckFailed("; ".join(problems))
     return (
         f"{len(everywhere)} routers, one a MoE layer ({shape.num_layers - len(everywhere)} dense) over {len(stages)} "
         f"stage(s); {outside} outside the decoder, untapped; class-level list empty"
@@ -341,7 +314,7 @@ class ReadBack:
                 f"{np.flatnonzero(routed_NE[coded_N][at]).tolist()}"
             )
 
-    def reward_result(self) -> int:
+    def count_slots(self) -> int:
         """The (token, layer) slots read back over all ranks; raises when one is wrong, absent or twice. Collective."""
         everybody = self.mesh.world.all_gather_object((self.answered, self.wrong, self.first))
         wrong = {
@@ -352,7 +325,7 @@ class ReadBack:
         if any(wrong.values()):
             first = next(said for _, _, said in everybody if said)
             layers = {layer: count for layer, count in wrong.items() if count}
-            raise Unwell(
+            raise CheckFailed(
                 f"{sum(wrong.values())} of {total} (token, layer) slots were routed elsewhere, by layer {layers}; {first}"
             )
         expected = [(i, t) for i, length in enumerate(self.lengths) for t in range(length - 1)]
@@ -361,15 +334,16 @@ class ReadBack:
             seen = sorted(map(tuple, np.concatenate(parts).tolist())) if parts else []
             if seen != expected:
                 lost, extra = len(set(expected) - set(seen)), len(seen) - len(set(seen))
-                raise Unwell(
+                raise CheckFailed(
                     f"layer {layer}: {lost} coded tokens never reached a router, {extra} reached it again"
                 )
         return total
 
 
-def check_route_path(patient: Patient) -> str:
+def check_route_path(context: DoctorContext) -> str:
     """Coded routes through exchange, packing, slicing and the routers; then once more through a training pass."""
-    return read_back_coded_routes(patient.policy, patient.mesh, patient.config)
+    run = context.run
+    return read_back_coded_routes(run.policy, run.mesh, run.config)
 
 
 def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
@@ -392,7 +366,7 @@ def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
     reader = ReadBack(shape=shape, mesh=mesh, lengths=lengths)
     with reader.listening(policy):
         policy.score(batch.micro_batches, mode="replay")
-    slots = reader.reward_result()
+    slots = reader.count_slots()
     trained = ""
     if config.replay.mode != "off":
         # Raises unless every loaded route was used once in each forward and once in each recomputation.
@@ -408,29 +382,31 @@ def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
 # The engine
 
 
-def check_sync(patient: Patient) -> str:
+def check_sync(context: DoctorContext) -> str:
     """The engine takes the policy's weights and computes what the policy computes."""
-    config = patient.config
-    patient.residency.move(State.SYNC)
-    sync_weights(patient.stream, patient.engine, patient.device, patient.mesh, policy_version=0)
-    patient.residency.move(State.GENERATE)
-    prompts = patient.task.prompts.prompts[:4]
-    worst = prove_sync(patient.engine, patient.policy, prompts, config, patient.mesh)
+    run = context.run
+    config = run.config
+    run.residency.move(State.SYNC)
+    sync_weights(run.weights, run.engine, run.device, run.mesh, policy_version=0)
+    run.residency.move(State.GENERATE)
+    prompts = run.task.prompts.prompts[:4]
+    worst = prove_sync(run.engine, run.policy, prompts, config, run.mesh)
     limit = sync_tolerance(config.model.dtype, config.engine.dtype)
     return f"engine and policy differ by at most {worst:.1e} in a log-probability (limit {limit:g})"
 
 
-def check_engine_rows(patient: Patient) -> str:
+def check_engine_rows(context: DoctorContext) -> str:
     """The engine's answers have a row of distinct legal experts for every token but the last, in MoE layers alone."""
-    config, shape, world = patient.config, patient.policy.shape, patient.mesh.world
+    run = context.run
+    config, shape, world = run.config, run.policy.shape, run.mesh.world
     prompts = prompts_of_step(
-        patient.task.prompts, seed=config.train.seed, step=0, count=2 * patient.mesh.engine_dp.size
+        run.task.prompts, seed=config.train.seed, step=0, count=2 * run.mesh.engine_dp.size
     )
     answers = answer(
-        patient.engine,
+        run.engine,
         prompts,
         Scorer.of_function(lambda _rollout, _prompt: 0.0),
-        patient.mesh,
+        run.mesh,
         members=_ANSWERS,
         policy_version=0,
         run_seed=config.train.seed,
@@ -440,23 +416,23 @@ def check_engine_rows(patient: Patient) -> str:
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
     )
-    patient.residency.move(State.TRAIN)
-    layers, topk = (len(shape.moe_layers), shape.topk) if patient.engine.capture else (0, 0)
+    run.residency.move(State.TRAIN)
+    layers, topk = (len(shape.moe_layers), shape.topk) if run.engine.capture else (0, 0)
     problems = [
         f"answer {rollout.prompt_id}/{rollout.sample_index}: {problem}"
         for rollout in answers.rollouts
         for problem in _row_problems(rollout, layers, topk, shape.num_experts)
     ]
-    patient.answers = [
+    context.rollouts = [
         rollout for part in world.all_gather_object(answers.rollouts) for rollout in part
     ]
     if problems:
-        raise Unwell("; ".join(problems[:3]))
-    if not patient.engine.capture:
-        return f"{len(patient.answers)} answers; routes are not captured (replay.mode {config.replay.mode})"
-    rows = sum(len(rollout.routed_experts) for rollout in patient.answers)
+        raise CheckFailed("; ".join(problems[:3]))
+    if not run.engine.capture:
+        return f"{len(context.rollouts)} answers; routes are not captured (replay.mode {config.replay.mode})"
+    rows = sum(len(rollout.routed_experts) for rollout in context.rollouts)
     return (
-        f"{len(patient.answers)} answers, {rows} rows = tokens - 1 of top-{topk} in {layers} MoE layers; "
+        f"{len(context.rollouts)} answers, {rows} rows = tokens - 1 of top-{topk} in {layers} MoE layers; "
         f"slots of {shape.num_layers - layers} dense layers dropped"
     )
 
@@ -474,22 +450,23 @@ def _row_problems(rollout: Rollout, layers: int, topk: int, experts: int) -> Ite
         yield "log-probabilities are not finite, or above 0"
 
 
-def check_replay(patient: Patient) -> str:
+def check_replay(context: DoctorContext) -> str:
     """Scored with the engine's routes, its answers are at least as likely to the policy as with live ones."""
-    policy, config, mesh = patient.policy, patient.config, patient.mesh
+    run = context.run
+    policy, config, mesh = run.policy, run.config, run.mesh
     (batch,), _ = distribute(
-        share_out(patient.answers, mesh.world.rank, mesh.world.size),
+        share_out(context.rollouts, mesh.world.rank, mesh.world.size),
         mesh,
         policy.shape,
         num_updates=1,
         micro_batch_tokens=config.train.micro_batch_tokens,
-        captured=patient.engine.capture,
+        captured=run.engine.capture,
         on_missing=config.replay.on_missing,
         layers=policy.replay.layers,
     )
     live = panel(policy, mesh, batch.micro_batches, "live")
     said = f"live k3 {live['k3']:.2e} max {live['abs_max']:.2e}"
-    if not patient.engine.capture:
+    if not run.engine.capture:
         return said
     replayed = panel(policy, mesh, batch.micro_batches, "replay")
     said += (
@@ -498,27 +475,28 @@ def check_replay(patient: Patient) -> str:
     )
     # Two figures of a small sample differ by chance; routes that belong to other tokens raise k3 by orders of magnitude.
     if not replayed["k3"] <= 2 * live["k3"] + 1e-7:
-        raise Unwell(f"replaying the engine's routes raises the mismatch: {said}")
+        raise CheckFailed(f"replaying the engine's routes raises the mismatch: {said}")
     return said
 
 
-def check_memory(patient: Patient) -> str:
+def check_memory(context: DoctorContext) -> str:
     """What the engine holds awake is gone once it sleeps: one more round of the residency, with nothing in between."""
+    run = context.run
     for state in (
         State.SYNC,
         State.GENERATE,
         State.TRAIN,
         State.SYNC,
     ):  # the last notes the residue
-        patient.residency.move(state)
-    used = patient.residency.used_gib
+        run.residency.move(state)
+    used = run.residency.used_gib
     freed = used[State.GENERATE.value] - used["residue"]
-    cache = patient.config.engine.kv_cache_gib
-    least = min(patient.mesh.world.all_gather_object(freed))
-    residue = max(patient.mesh.world.all_gather_object(used["residue"]))
+    cache = run.config.engine.kv_cache_gib
+    least = min(run.mesh.world.all_gather_object(freed))
+    residue = max(run.mesh.world.all_gather_object(used["residue"]))
     if not freed > cache / 2:
         expected = f", its KV cache has {cache:g} GiB" if cache else ""
-        raise Unwell(f"sleep frees {freed:.3f} GiB{expected}")
+        raise CheckFailed(f"sleep frees {freed:.3f} GiB{expected}")
     return f"sleep frees {least:.3f} GiB on every rank; {residue:.2f} GiB stay when both worlds are away"
 
 
@@ -541,24 +519,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     with refusing():
         task = read_task(config)
-    patient = Patient.admit(config, task)
+    device, mesh = init_rank(config, timeout_s=600.0)
+    context = DoctorContext(run=build_run(config, task, device=device, mesh=mesh))
     parallel = config.parallel
-    findings = []
+    results = []
 
-    def say(text: str) -> None:
-        if patient.device.rank == 0:
+    def report(text: str) -> None:
+        if device.rank == 0:
             print(text, flush=True)
 
-    say(
-        f"r3.doctor  {config.model.path} on {patient.device.world_size} rank(s): tp {parallel.tp} ep {parallel.ep} "
+    report(
+        f"r3.doctor  {config.model.path} on {device.world_size} rank(s): tp {parallel.tp} ep {parallel.ep} "
         f"pp {parallel.pp} cp {parallel.cp}, engine tp {parallel.engine_tp}, replay {config.replay.mode}"
     )
-    for finding in examine(patient, CHECKS):
-        findings.append(finding)
-        say(f"{'pass' if finding.passed else 'FAIL'}  {finding.name:18s}  {finding.said}")
-    failed = [finding.name for finding in findings if not finding.passed]
-    say(
-        f"{len(findings) - len(failed)} of {len(findings)} passed"
+    for result in examine(context, CHECKS):
+        results.append(result)
+        report(f"{'pass' if result.passed else 'FAIL'}  {result.name:18s}  {result.said}")
+    failed = [result.name for result in results if not result.passed]
+    report(
+        f"{len(results) - len(failed)} of {len(results)} passed"
         + (f"; FAILED: {', '.join(failed)}" if failed else "")
     )
     leave(1 if failed else 0)

@@ -41,12 +41,13 @@ from r3.policy import Policy
 from r3.rollout.scored import Scored
 from r3.routing.replay import Mode, routing_metrics
 from r3.run import checkpoint
+from r3.run.build import init_rank
 from r3.run.dumps import read_rollouts
 from r3.run.folder import RunDir
 from r3.run.resume import Found, step_folders
 from r3.run.start import refusing
-from r3.runtime.device import init_device, leave
-from r3.runtime.mesh import Mesh, build_mesh
+from r3.runtime.device import leave
+from r3.runtime.mesh import Mesh
 from r3.types import MicroBatch, Rollout
 
 _MATTERS = (
@@ -263,8 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with refusing():
         order = parse(sys.argv[1:] if argv is None else argv)
     config, rollouts = order.config, order.rollouts
-    device = init_device()
-    mesh = build_mesh(device, config.parallel)
+    device, mesh = init_rank(config)
     shape = ModelShape.read(config.model.path)
     policy = Policy(config, device, mesh, shape)
     policy_version = rollouts[0].policy_version

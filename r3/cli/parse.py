@@ -18,8 +18,8 @@ from typing import NoReturn
 import tyro
 
 from configs import KNOWN_SHAPES, PRESETS
-from r3.cli.checks import examine
 from r3.cli import dry_run as plan
+from r3.cli.checks import examine
 from r3.config import (
     FIELD_TYPES,
     Config,

@@ -9,8 +9,9 @@ GENERATE   weights                                     weights and KV cache awak
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from r3.metrics.reduce import Max
 from r3.runtime.device import Device
 
 if TYPE_CHECKING:
@@ -81,6 +82,13 @@ class Residency:
             self._engine.sleep()
             self._policy.onload()
         self.state = to
+
+    def metrics(self) -> dict[str, Any]:
+        """Partials of memory/*: what each state took on this rank, in GiB."""
+        parts: dict[str, Any] = {
+            f"memory/{name}_gib": Max(gib) for name, gib in self.used_gib.items()
+        }
+        return parts | {"memory/peak_gib": Max(max(self.used_gib.values()))}
 
     def note(self, name: str) -> None:
         """Measure the memory in use now under `name`."""

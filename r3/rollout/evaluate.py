@@ -26,6 +26,16 @@ class HeldOut:
     scorer: Scorer
     conversation_setup: ConversationSetup
 
+    @property
+    def name(self) -> str:
+        """Name of the set in metrics and files."""
+        return self.settings.name
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one evaluation, over all engines."""
+        return len(self.prompts) * self.settings.samples
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from r3.config import Config
@@ -14,7 +15,7 @@ from r3.data.prompts import prompts_from, prompts_of_step
 from r3.engine import Engine
 from r3.metrics.reduce import Mean, Sum
 from r3.rollout.collect import CollectedRollouts, answer, rollout_metrics
-from r3.rollout.partial import Carry, deal, within_age
+from r3.rollout.partial import Carry, deal, from_checkpoint, to_files, within_age
 from r3.rollout.scored import Rewards, gather_rewards
 from r3.rollout.task import Task
 from r3.runtime.mesh import Mesh
@@ -41,6 +42,49 @@ class Round:
     rewards: Rewards
     metrics: tuple[dict[str, Any], ...]
     carry: Carry = field(default_factory=Carry)
+
+
+class RolloutSource:
+    """Gives each step the rollouts that it trains on, and keeps partial rollouts between steps.
+
+    Attributes:
+        size: rollouts that this rank's engine samples per step, without refills.
+    """
+
+    def __init__(self, engine: Engine, task: Task, config: Config, mesh: Mesh) -> None:
+        self._engine, self._task, self._config, self._mesh = engine, task, config, mesh
+        self._carry = Carry()
+        rollout = config.rollout
+        self.size = rollout.prompts_per_step * rollout.group_size // mesh.engine_dp.size
+
+    def collect(self, step: int, on_rollout: Callable[[], None] = lambda: None) -> Round:
+        """Sample and reward the rollouts of `step` with the weights before it. All ranks must call."""
+        collected = answers_of_step(
+            self._engine,
+            self._task,
+            self._config,
+            self._mesh,
+            step=step,
+            carry=self._carry,
+            on_answer=on_rollout,
+        )
+        self._carry = collected.carry
+        return collected
+
+    def state_files(self) -> dict[str, bytes]:
+        """Files for a checkpoint that hold the partial rollouts of this rank's engine."""
+        return to_files(self._carry, self._mesh.engine_dp.rank, is_leader=self._engine.is_leader)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Continue with the partial rollouts of a checkpoint folder."""
+        if self._config.rollout.step_token_budget:
+            self._carry = from_checkpoint(
+                checkpoint,
+                self._task.prompts.prompts,
+                engine=self._mesh.engine_dp.rank,
+                engines=self._mesh.engine_dp.size,
+                is_leader=self._engine.is_leader,
+            )
 
 
 def answers_of_step(

@@ -30,8 +30,8 @@ class Found:
 class Start:
     """How a run begins: from a checkpoint or from nothing, and what a person should be told about it."""
 
-    found: Found | None
-    said: tuple[str, ...]
+    found: Found | None = None
+    said: tuple[str, ...] = ()
 
 
 def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from r3.cli.parse import Invocation
 from r3.config import Config, ConfigError, flatten
 from r3.data.prompts import DataError
 from r3.models.hf_checkpoint import CheckpointError
 from r3.rollout.task import Task, read_task
+from r3.run import checkpoint
+from r3.run.build import Run, build_run, init_rank
 from r3.run.folder import RunDir, read_metrics
 from r3.run.resume import ResumeError, Start, open_run
-from r3.runtime.device import Device
+from r3.runtime.device import Device, leave, settle
 from r3.runtime.mesh import Axis, Mesh
 
 
@@ -35,11 +39,37 @@ def refusing() -> Iterator[None]:
         sys.exit(2)
 
 
-def begin(config: Config, *, check: bool = False) -> tuple[Task, RunDir, Start]:
-    """Read the task, then make the run's folder ready to start or to resume.
+@contextmanager
+def begin(invocation: Invocation) -> Iterator[Run]:
+    """Read the task, build the run, resume it; after the block, close it and end the process.
 
-    A run that has made all its steps ends here, in a second, with its result: exit code 0. So does a `check`, without a word.
+    All ranks must call. The process ends before the block with exit code 2 if the data is wrong or
+    the folder cannot be resumed, and with 0 after `--check` or if the run is finished already.
     """
+    started = time.perf_counter()
+    config = invocation.config
+    task, folder, start = prepare(config, check=invocation.check)
+    device, mesh = init_rank(config)
+    require_one_start(config, task, start, mesh.world)
+    run = build_run(config, task, device=device, mesh=mesh, start=start, writes=True)
+    if start.found:
+        checkpoint.load(start.found, run.policy, device, mesh, weights_only=config.eval.only)
+    settle()
+    run.meter.header(header(config, task, mesh, device, start))
+    try:
+        with run.watchdog:
+            yield run
+    finally:
+        task.close()
+    run.meter.close()
+    if device.rank == 0:
+        step = run.steps_done if config.eval.only else config.train.steps
+        print(closing(config, folder, time.perf_counter() - started, step), flush=True)
+    leave(0)
+
+
+def prepare(config: Config, *, check: bool = False) -> tuple[Task, RunDir, Start]:
+    """Read the task, then make the run's folder ready to start or to resume. Uses no device."""
     is_leader = int(os.environ.get("RANK", "0")) == 0
     run_dir = RunDir(Path(config.log.dir))
     with refusing():

@@ -22,13 +22,13 @@ from r3.engine import (
     sampling_seed,
 )
 from r3.engine.build import refuse_unfit
-from r3.handover.memory import Residency, ResidencyError, State
+from r3.handover.memory import ResidencyError, State
 from r3.handover.rollouts import distribute
-from r3.handover.weights import SyncError, WeightStream, export, prove_sync, sync_weights
-from r3.policy import Policy
+from r3.handover.weights import SyncError, export, prove_sync, sync_weights
 from r3.rollout.collect import CollectedRollouts, answer
 from r3.rollout.scored import gather_rewards, score_all
 from r3.rollout.task import Task, read_task
+from r3.run.build import build_run
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Rollout
@@ -42,16 +42,9 @@ class World:
         self.device, self.config = device, config
         self.task: Task = read_task(config)
         self.mesh: Mesh = build_mesh(device, config.parallel)
-        self.engine = Engine(
-            config,
-            device,
-            self.task.shape,
-            self.task.tokenizer,
-            max_model_len=self.task.max_model_len,
-        )
-        self.policy = Policy(config, device, self.mesh, self.task.shape)
-        self.stream = WeightStream(self.policy, device, self.mesh, hosts=hosts)
-        self.residency = Residency(self.engine, self.policy, device)
+        run = build_run(config, self.task, device=device, mesh=self.mesh, hosts=hosts)
+        self.engine, self.policy = run.engine, run.policy
+        self.stream, self.residency = run.weights, run.residency
 
     def sync(self, policy_version: int) -> None:
         """Hand the memory over and the weights with it."""

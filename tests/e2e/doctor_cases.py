@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from r3.algo import packing
-from r3.doctor import Unwell, coded_experts, read_back_coded_routes
+from r3.doctor import CheckFailed, coded_experts, read_back_coded_routes
 from r3.handover import rollouts as exchange
 from r3.models.shape import ModelShape
 from r3.policy import Policy
@@ -116,8 +116,8 @@ def faults(device: Device, *, ep: int) -> dict[str, str]:
     def ask(name: str) -> None:
         try:
             found[name] = read_back_coded_routes(policy, mesh, config)
-        except (Unwell, RouteError) as complaint:
-            found[name] = f"{type(complaint).__name__}: {complaint}"
+        except (CheckFailed, RouteError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
 
     ask("sound")
     for name, owner, attribute, wrap in (

@@ -11,9 +11,9 @@ import pytest
 from r3.algo.packing import pack
 from r3.data.prompts import Dataset, prompts_from, prompts_of_step
 from r3.models.shape import ModelShape
+from r3.rollout import partial as carry
 from r3.rollout.codec import decode, encode
 from r3.rollout.collect import CollectedRollouts
-from r3.rollout import partial as carry
 from r3.rollout.conversation import Held
 from r3.rollout.partial import Carry, deal, from_checkpoint, to_files, within_age
 from r3.routing.ledger import admit

@@ -1,0 +1,136 @@
+"""The parts of a run on one rank: devices, engine, policy, and what moves weights and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from r3.config import Config
+from r3.engine import Engine
+from r3.handover.memory import Residency, State
+from r3.handover.weights import WeightStream, prove_sync, sync_weights
+from r3.metrics.meter import Meter
+from r3.policy import Policy
+from r3.rollout.task import Task
+from r3.run.folder import RunDir
+from r3.run.resume import Start
+from r3.run.watchdog import Watchdog
+from r3.runtime.device import Device, init_device, seed_everything
+from r3.runtime.mesh import Mesh, build_mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that a step uses on one rank.
+
+    Attributes:
+        folder: where the run writes.
+        start: the checkpoint that the run continues from, if any.
+    """
+
+    config: Config
+    task: Task
+    device: Device
+    mesh: Mesh
+    engine: Engine
+    policy: Policy
+    weights: WeightStream
+    residency: Residency
+    meter: Meter
+    watchdog: Watchdog
+    folder: RunDir
+    start: Start = field(default_factory=Start)
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that the checkpoint has behind it; 0 for a new run."""
+        return self.start.found.step if self.start.found else 0
+
+    def sync(self, policy_version: int, *, prove: bool = False) -> None:
+        """Give the engine the policy's weights and wake it. All ranks must call.
+
+        Every use of the engine starts here, so it never samples from stale weights.
+
+        Args:
+            policy_version: steps behind the weights; the engine takes this version.
+            prove: compare log-probabilities of engine and policy on four training prompts.
+        """
+        with self.meter.phase("sync"):
+            self.residency.move(State.SYNC)
+            sync_weights(
+                self.weights, self.engine, self.device, self.mesh, policy_version=policy_version
+            )
+            self.residency.move(State.GENERATE)
+        if prove:
+            with self.meter.phase("prove_sync"):
+                prompts = self.task.prompts.prompts[:4]
+                prove_sync(self.engine, self.policy, prompts, self.config, self.mesh)
+
+    def release_engine(self) -> None:
+        """Put the engine to sleep and give the device memory back to the policy."""
+        self.residency.move(State.TRAIN)
+
+
+def init_rank(config: Config, *, timeout_s: float | None = None) -> tuple[Device, Mesh]:
+    """Join the process groups and seed this rank. All ranks must call.
+
+    Args:
+        timeout_s: seconds that a collective may wait for other ranks; None is the default.
+    """
+    device = init_device() if timeout_s is None else init_device(timeout_s=timeout_s)
+    seed_everything(config.train.seed, deterministic=config.debug.deterministic)
+    return device, build_mesh(device, config.parallel)
+
+
+def build_run(
+    config: Config,
+    task: Task,
+    *,
+    device: Device,
+    mesh: Mesh,
+    start: Start | None = None,
+    writes: bool = False,
+    hosts: Sequence[str] | None = None,
+) -> Run:
+    """Build engine and policy on this rank, in memory state TRAIN. All ranks must call.
+
+    Args:
+        start: the checkpoint that the run continues from; this function does not load it.
+        writes: whether metrics and heartbeats are written to the folder of the run.
+        hosts: overrides the machine of each rank (see `WeightStream`).
+    """
+    start = start or Start()
+    folder = RunDir(Path(config.log.dir))
+    # The engine comes first: vLLM sizes itself by the memory it finds free.
+    engine = Engine(config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len)
+    policy = Policy(config, device, mesh, task.shape)
+    watchdog = Watchdog(
+        device.rank,
+        device.world_size,
+        stall_s=config.debug.stall_s,
+        run_dir=folder if writes else None,
+    )
+    # Evaluation alone writes samples, but no row among those of the training.
+    trains = not config.eval.only
+    meter = Meter(
+        folder if writes and trains else None,
+        mesh.world,
+        config,
+        on_phase=watchdog.beat,
+        first_step=start.found.step if start.found and trains else 0,
+    )
+    return Run(
+        config=config,
+        task=task,
+        device=device,
+        mesh=mesh,
+        engine=engine,
+        policy=policy,
+        weights=WeightStream(policy, device, mesh, hosts=hosts),
+        residency=Residency(engine, policy, device, reward_model=task.reward_model),
+        meter=meter,
+        watchdog=watchdog,
+        folder=folder,
+        start=start,
+    )
