@@ -1,10 +1,14 @@
-"""What a person sees: a header, a line per step, progress bars. Rich on a terminal, plain lines in a log file."""
+"""What a person sees: a header, one table row per step, progress bars.
+
+A terminal gets a table that fits its width, from 80 to 160 columns. A log file gets plain lines.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -12,80 +16,188 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+_TITLES_EVERY = 20  # rows between two repetitions of the column titles
+_MAX_WIDTH = 160
 
-def _share(value: float) -> str:
-    # 0.9996 must not read as 1.000: that a single route is missing is what this figure is there to show.
+
+def share_text(value: float) -> str:
+    """A share such as coverage; a value just below 1 is never shown as 1.000."""
     return f"{value if value >= 1 else min(value, 0.999):.3f}"
 
 
-_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
-    "reward/mean": ("reward", "{:.2f}".format),
-    "mismatch/k3": ("k3", "{:.1e}".format),
-    "routing/agreement": ("agree", _share),
-    "routing/coverage": ("cov", _share),
-    "rollout/response_tokens_mean": ("len", "{:.1f}".format),
-    "optim/grad_norm": ("grad", "{:.2f}".format),
-}
-_TIMES = {
-    "generate": "gen",
-    "train": "train",
-    "sync": "sync",
-    "evaluate": "eval",
-    "checkpoint": "save",
-}
+def duration_text(seconds: float) -> str:
+    """Seconds in the largest unit that keeps two digits: 45s, 12m, 3.5h, 2.1d."""
+    for unit, size in (("d", 86400), ("h", 3600)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f}{unit}"
+    return f"{seconds / 60:.0f}m" if seconds >= 100 else f"{seconds:.0f}s"
 
 
-def step_line(row: Mapping[str, float], step: int, steps: int) -> str:
-    """The figures to follow a run by: `step 12/40  reward 0.61  k3 1.2e-07  ...  |  gen 0.9s train 1.4s sync 0.1s`."""
-    figures = [f"{label} {show(row[key])}" for key, (label, show) in _FIGURES.items() if key in row]
-    for key in sorted(row):
-        if key.startswith("eval/"):
-            figures.append(
-                f"{key.removeprefix('eval/').removesuffix('/accuracy').replace('/', ' ')} {row[key]:.3f}"
-            )
-    times = [
-        f"{label} {row[f'time/{phase}_s']:.1f}s"
-        for phase, label in _TIMES.items()
-        if f"time/{phase}_s" in row
+def _short(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
+
+
+def _tiny(value: float) -> str:
+    return f"{value:.1e}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of the table.
+
+    Attributes:
+        keys: metrics of the row that it may show; the first one present counts.
+        title: its title; log files use it as a label.
+        priority: columns with larger numbers are dropped first on narrow terminals.
+        in_log: whether log files show it.
+    """
+
+    keys: tuple[str, ...]
+    title: str
+    show: Callable[[float], str]
+    width: int
+    priority: int
+    in_log: bool = True
+
+    def text(self, row: Mapping[str, float]) -> str:
+        """The figure as text; empty if the row has none."""
+        return next((self.show(row[key]) for key in self.keys if key in row), "")
+
+
+_EVAL = "eval/"  # stands for the first accuracy of the row
+COLUMNS = (
+    Column(("reward/mean",), "reward", "{:.3f}".format, 6, 0),
+    Column((_EVAL,), "eval", "{:.3f}".format, 5, 0),
+    Column(("mismatch/k3_replay", "mismatch/k3"), "k3", _tiny, 7, 1),
+    Column(("mismatch/k3_live",), "k3 live", _tiny, 7, 1),
+    Column(("rollout/response_tokens_mean",), "tokens", _short, 6, 2),
+    Column(("rollout/truncated_frac",), "trunc", "{:.0%}".format, 5, 3),
+    Column(("reward/group_zero_std_frac",), "flat", "{:.0%}".format, 4, 4),
+    Column(("policy/entropy",), "entropy", "{:.3f}".format, 7, 5),
+    Column(("loss/clip_frac",), "clip", "{:.1%}".format, 5, 7),
+    Column(("loss/kl_ref",), "kl", _tiny, 7, 7),
+    Column(("optim/grad_norm",), "grad", "{:.2f}".format, 5, 6),
+    Column(("routing/agreement",), "agree", share_text, 5, 8),
+    Column(("perf/tokens_per_s",), "tok/s", "{:.0f}".format, 6, 6),
+    Column(("time/step_s",), "s/step", "{:.1f}".format, 6, 5),
+    Column(("time/generate_s",), "gen", "{:.1f}s".format, 6, 9),
+    Column(("time/train_s",), "train", "{:.1f}s".format, 6, 9),
+    Column(("time/sync_s",), "sync", "{:.1f}s".format, 6, 9),
+)
+
+
+def columns_for(width: int, keys: set[str]) -> tuple[Column, ...]:
+    """The columns that have figures and fit, the least important ones left out first."""
+    shown = [column for column in COLUMNS if keys.intersection(column.keys)]
+    room = min(width, _MAX_WIDTH) - len(_step_cell("", 7)) - 7  # the step and the time left
+    while sum(column.width + 1 for column in shown) > room:
+        # The rightmost of the least important ones.
+        shown.remove(max(reversed(shown), key=lambda column: column.priority))
+    return tuple(shown)
+
+
+def _step_cell(text: str, width: int) -> str:
+    return f"{text:>{width}} "
+
+
+def with_evaluation(row: Mapping[str, float]) -> dict[str, float]:
+    """The row with the accuracy of its first held-out set under `eval/`."""
+    accuracies = [
+        row[key] for key in sorted(row) if key.startswith(_EVAL) and key.endswith("/accuracy")
     ]
-    line = "  ".join([f"step {step}/{steps}", *figures])
-    return f"{line}  |  {' '.join(times)}" if times else line
+    return dict(row) | ({_EVAL: accuracies[0]} if accuracies else {})
+
+
+def notes(row: Mapping[str, float]) -> list[str]:
+    """What a person should know of a row and the table does not show."""
+    coverage = row.get("routing/coverage", 1.0)
+    found = [] if coverage == 1.0 else [f"coverage {share_text(coverage)}: routes are missing"]
+    others = [key for key in sorted(row) if key.startswith(_EVAL) and key != _EVAL]
+    first = next((key for key in others if key.endswith("/accuracy")), None)
+    found += [
+        f"{key.removeprefix(_EVAL).replace('/', ' ')} {row[key]:.3f}"
+        for key in others
+        if key != first
+    ]
+    return found
+
+
+def step_line(row: Mapping[str, float], step: int, steps: int, eta_s: float | None = None) -> str:
+    """One labelled line for a log file: `step 12/40  reward 0.610  k3 1.2e-07 ...`."""
+    row = with_evaluation(row)
+    figures = [
+        f"{column.title} {text}"
+        for column in COLUMNS
+        if column.in_log and (text := column.text(row))
+    ]
+    eta = [f"left {duration_text(eta_s)}"] if eta_s is not None else []
+    return "  ".join([f"step {step}/{steps}", *figures, *notes(row), *eta])
 
 
 class Console:
-    """Writes to one stream. A silent one serves the ranks that do not speak.
+    """Writes to one stream; a console that is not the leader's writes nothing.
 
     Args:
-        speaks: whether anything is written at all.
+        is_leader: whether anything is written at all.
         progress: whether bars are drawn, on a terminal.
-        stream: None = stdout.
+        stream: None is stdout.
     """
 
     def __init__(self, *, is_leader: bool, progress: bool, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._speaks = is_leader
+        self._is_leader = is_leader
         self._rich = RichConsole(file=self._stream) if is_leader and self._stream.isatty() else None
         self._progress = progress and self._rich is not None
+        self._columns: tuple[Column, ...] = ()
+        self._rows = 0
 
     def header(self, lines: Sequence[str]) -> None:
-        """What runs, before it starts."""
+        """Show what runs, before it starts."""
         if self._rich:
-            self._rich.print(
-                Panel(Text("\n".join(lines)), title="r3", title_align="left", expand=False)
-            )
+            text = Text("\n".join(lines), overflow="fold")
+            self._rich.print(Panel(text, title="r3", title_align="left", expand=False))
         else:
             self.line("\n".join(lines))
 
     def line(self, text: str) -> None:
-        """One line, whole, as soon as it is there."""
+        """Write one line at once."""
         if self._rich:
             self._rich.print(text, markup=False, soft_wrap=True)
-        elif self._speaks:
+        elif self._is_leader:
             print(text, file=self._stream, flush=True)
+
+    def row(
+        self, row: Mapping[str, float], step: int, steps: int, eta_s: float | None = None
+    ) -> None:
+        """Show the figures of a step.
+
+        Args:
+            eta_s: seconds until the last step ends, if known.
+        """
+        if not self._rich or "reward/mean" not in row:  # a row of an evaluation alone is no table
+            self.line(step_line(row, step, steps, eta_s))
+            return
+        row = with_evaluation(row)
+        # Columns stay where they are; a figure that appears for the first time starts a new table.
+        columns = columns_for(self._rich.width, set(row) | {_EVAL} | _keys(self._columns))
+        if columns != self._columns or self._rows % _TITLES_EVERY == 0:
+            self._columns, self._rows = columns, 0
+            cells = " ".join(f"{column.title:>{column.width}}" for column in columns)
+            self._print(f"{_step_cell('step', 7)}{cells}   left", style="bold")
+        self._rows += 1
+        cells = " ".join(f"{column.text(row):>{column.width}}" for column in columns)
+        left = duration_text(eta_s) if eta_s is not None else ""
+        self._print(f"{_step_cell(f'{step}/{steps}', 7)}{cells} {left:>6}")
+        for note in notes(row):
+            self._print(f"{_step_cell('', 7)}{note}")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        assert self._rich is not None
+        self._rich.print(text, markup=False, highlight=False, style=style, soft_wrap=True)
 
     @contextmanager
     def progress(self, total: int, label: str) -> Iterator[Callable[[int], None]]:
-        """A bar that leaves when the work is done; yields what moves it on."""
+        """A bar that disappears when the work is done; yields the function that advances it."""
         if not self._progress:
             yield lambda count: None
             return
@@ -98,3 +210,7 @@ class Console:
         with Progress(*columns, console=self._rich, transient=True) as bar:
             task = bar.add_task(label, total=total)
             yield lambda count: bar.advance(task, count)
+
+
+def _keys(columns: Sequence[Column]) -> set[str]:
+    return {key for column in columns for key in column.keys}

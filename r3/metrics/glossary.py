@@ -18,261 +18,191 @@ class Entry:
 
 
 PHASES: dict[str, str] = {
-    "sync": "weights from policy to engine",
-    "prove_sync": "log-probabilities of engine and policy compared after a sync",
-    "generate": "sampling, rewards judged meanwhile",
-    "score": "advantages",
-    "pack": "rollouts moved to the ranks that train on them, packed",
+    "sync": "copying the policy's weights into the engine",
+    "prove_sync": "comparing log-probabilities of engine and policy after a sync",
+    "generate": "sampling; rewards are computed meanwhile",
+    "score": "computing advantages",
+    "pack": "moving rollouts to the ranks that train on them, and packing",
     "train": "old log-probabilities and updates",
-    "evaluate": "answers to held-out questions",
-    "checkpoint": "checkpoint written; counted in the row after it",
-    "export": "Hugging Face files written",
+    "evaluate": "sampling responses to held-out questions",
 }
-
-
-_R3 = "arXiv 2510.11370"
-
 
 LAYER_AGREEMENT = "routing/agreement_layer/"
 
+_R3 = "arXiv 2510.11370"
+_COLLECT = "r3/rollout/collect.py"
+_STEP = "r3/rollout/step.py"
+_WORKERS = "r3/runtime/workers.py"
+_MISMATCH = "r3/metrics/mismatch.py"
+_REPLAY = "r3/routing/replay.py"
+_LEDGER = "r3/routing/ledger.py"
+_LOSS = "r3/algo/loss.py"
+_POLICY = "r3/policy/policy.py"
+_METER = "r3/metrics/meter.py"
+_MEMORY = "r3/handover/memory.py"
+# Rollouts that an older policy version started are left out of the mismatch metrics.
+_D = "over loss tokens, D = log pi_old - log mu (policy at the rollout's weights, engine)"
 
-_TOKENS = (
-    "over the loss tokens; D = log pi_old - log mu: policy at the rollout's weights against engine"
-)
+
+def _calls(who: str, setting: str) -> dict[str, Entry]:
+    """The counts of users' functions: `who` is env or reward."""
+    texts = {
+        "calls": "calls that do not return at once",
+        "errors": "attempts that raised an exception or returned an invalid value",
+        "timeouts": f"attempts that took longer than {setting}.timeout_s",
+        "crashes": "attempts that ended their worker process",
+        "retries": "attempts after a failed one",
+    }
+    return {f"{who}/{name}": Entry(text, _WORKERS) for name, text in texts.items()}
 
 
 GLOSSARY: dict[str, Entry] = {
-    "reward/mean": Entry("mean reward of the step's rollouts", "r3/rollout/collect.py"),
-    "reward/std": Entry(
-        "standard deviation of the rewards of the step's rollouts", "r3/rollout/collect.py"
-    ),
-    "reward/shaped_mean": Entry(
-        "mean reward with the overlong penalty taken off", "r3/handover/rollouts.py"
-    ),
-    "reward/group_zero_std_frac": Entry(
-        "share of groups whose rewards are all equal", "r3/rollout/collect.py"
-    ),
-    "reward/COMPONENT/mean": Entry(
-        "mean of what one function of reward.function gave, before its weight",
-        "r3/rollout/collect.py",
-    ),
-    "reward/calls": Entry("calls of functions that do not run at once", "r3/runtime/workers.py"),
-    "reward/errors": Entry(
-        "of their attempts, those that raised, were refused or gave no score",
-        "r3/runtime/workers.py",
-    ),
-    "reward/timeouts": Entry(
-        "of their attempts, those that took longer than reward.timeout_s", "r3/runtime/workers.py"
-    ),
-    "reward/crashes": Entry(
-        "of their attempts, those that took their worker process down", "r3/runtime/workers.py"
-    ),
-    "reward/retries": Entry("attempts after a failed one", "r3/runtime/workers.py"),
-    "reward/dropped": Entry(
-        "answers left out after a failure (reward.on_error)", "r3/rollout/collect.py"
-    ),
-    "reward/zeroed": Entry(
-        "answers given 0 after a failure (reward.on_error)", "r3/rollout/collect.py"
-    ),
-    "time/judge_mean_s": Entry(
-        "mean seconds from an answer's end to its reward", "r3/rollout/collect.py"
-    ),
-    "eval/SET/accuracy": Entry(
-        "share of answers to the held-out questions with reward >= 1", "r3/rollout/evaluate.py"
-    ),
-    "eval/SET/unjudged": Entry(
-        "answers given 0 because their reward failed", "r3/rollout/evaluate.py"
-    ),
-    "eval/SET/avg_at_K": Entry(
-        "mean reward of the K answers to each held-out question", "r3/rollout/evaluate.py"
-    ),
+    "reward/mean": Entry("mean reward per rollout", _COLLECT),
+    "reward/std": Entry("standard deviation of the rewards", _COLLECT),
+    "reward/shaped_mean": Entry("mean reward minus the overlong penalty", "r3/rollout/scored.py"),
+    "reward/group_zero_std_frac": Entry("share of groups whose rewards are all equal", _COLLECT),
+    "reward/COMPONENT/mean": Entry("mean of one reward function, before its weight", _COLLECT),
+    **_calls("reward", "reward"),
+    "reward/dropped": Entry("rollouts left out after a failed reward (reward.on_error)", _COLLECT),
+    "reward/zeroed": Entry("rollouts given 0 after a failed reward (reward.on_error)", _COLLECT),
+    "time/judge_mean_s": Entry("mean seconds from the end of a rollout to its reward", _COLLECT),
+    "eval/SET/accuracy": Entry("share of responses with reward >= 1", "r3/rollout/evaluate.py"),
+    "eval/SET/unjudged": Entry("responses given 0 after a failed reward", "r3/rollout/evaluate.py"),
+    "eval/SET/avg_at_K": Entry("mean reward of K responses per question", "r3/rollout/evaluate.py"),
     "eval/SET/pass_at_K": Entry(
-        "mean of 1 - C(n-c, K) / C(n, K), c of n answers right", "arXiv 2107.03374, eq. 1"
+        "mean over questions of 1 - C(n-c, K) / C(n, K), for c correct of n responses",
+        "arXiv 2107.03374, eq. 1",
     ),
-    "rollout/response_tokens_mean": Entry(
-        "mean of sampled tokens per rollout", "r3/rollout/collect.py"
-    ),
-    "rollout/truncated_frac": Entry(
-        "share of rollouts that ended at max_response_tokens", "r3/rollout/collect.py"
-    ),
-    "rollout/tokens": Entry("tokens of all rollouts, prompts included", "r3/rollout/collect.py"),
-    "rollout/rounds": Entry(
-        "rounds of prompts the step took (algo.dynamic_sampling)", "r3/rollout/step.py"
-    ),
-    "rollout/groups_sampled": Entry("groups answered in all rounds", "r3/rollout/step.py"),
-    "rollout/groups_trained": Entry(
-        "of them, those with signal that are trained on", "r3/rollout/step.py"
-    ),
+    "rollout/response_tokens_mean": Entry("mean number of sampled tokens per rollout", _COLLECT),
+    "rollout/truncated_frac": Entry("share of rollouts cut at max_response_tokens", _COLLECT),
+    "rollout/tokens": Entry("tokens of all rollouts, prompts included", _COLLECT),
+    "rollout/rounds": Entry("rounds of prompts in the step (algo.dynamic_sampling)", _STEP),
+    "rollout/groups_sampled": Entry("groups sampled in all rounds", _STEP),
+    "rollout/groups_trained": Entry("groups with different rewards, which are trained on", _STEP),
     "rollout/carried": Entry(
-        "conversations that rollout.step_token_budget interrupted and that go on in the next step",
-        "r3/rollout/step.py",
+        "conversations suspended by rollout.step_token_budget that the next step resumes", _STEP
     ),
     "rollout/dropped_by_budget": Entry(
-        "conversations it interrupted that were dropped: they would have exceeded rollout.max_staleness",
-        "r3/rollout/step.py",
+        "suspended conversations dropped because of rollout.max_staleness", _STEP
     ),
     "rollout/stale_tokens_frac": Entry(
-        "share of sampled tokens that an older version than the step's sampled",
-        "r3/rollout/step.py",
+        "share of sampled tokens from an older policy version than the step's", _STEP
     ),
-    "env/turns_mean": Entry(
-        "mean of the model's messages per conversation", "r3/rollout/collect.py"
-    ),
-    "env/max_turns_frac": Entry(
-        "share of conversations that ended at env.max_turns", "r3/rollout/collect.py"
-    ),
-    "env/calls": Entry("calls of environments in the step", "r3/runtime/workers.py"),
-    "env/errors": Entry(
-        "of their attempts, those that raised or returned nonsense", "r3/runtime/workers.py"
-    ),
-    "env/timeouts": Entry(
-        "of their attempts, those that took longer than env.timeout_s", "r3/runtime/workers.py"
-    ),
-    "env/crashes": Entry(
-        "of their attempts, those that took their worker process down", "r3/runtime/workers.py"
-    ),
-    "env/retries": Entry("attempts after a failed one", "r3/runtime/workers.py"),
-    "env/dropped": Entry(
-        "conversations left out after a failure (env.on_error)", "r3/rollout/collect.py"
-    ),
-    "env/zeroed": Entry(
-        "conversations ended with reward 0 after a failure (env.on_error)", "r3/rollout/collect.py"
-    ),
+    "env/turns_mean": Entry("mean number of model messages per conversation", _COLLECT),
+    "env/max_turns_frac": Entry("share of conversations that ended at env.max_turns", _COLLECT),
+    **_calls("env", "env"),
+    "env/dropped": Entry("conversations left out after a failure (env.on_error)", _COLLECT),
+    "env/zeroed": Entry("conversations with reward 0 after a failure (env.on_error)", _COLLECT),
     "routing/overlap_differs": Entry(
-        "of (token, layer) slots the engine gave twice, in a turn and in the next, the share with other experts",
-        "r3/engine/sampler.py",
+        "share of (token, layer) slots with other experts when the engine returns them again",
+        "r3/engine/transcript.py",
     ),
     "mismatch/k3": Entry(
-        f"mean(e^D - D - 1) {_TOKENS}; estimates KL(mu || pi_old)", f"r3/metrics/reduce.py; {_R3}"
+        f"mean(e^D - D - 1) {_D}; estimates KL(mu || pi_old)", f"{_MISMATCH}; {_R3}"
     ),
-    "mismatch/k1": Entry(
-        f"mean(-D) {_TOKENS}; estimates KL(mu || pi_old), noisier", "r3/metrics/reduce.py"
-    ),
-    "mismatch/weight": Entry(f"mean(e^D) {_TOKENS}; 1 in expectation", "r3/metrics/reduce.py"),
-    "mismatch/f2": Entry(f"mean(|D| > ln 2) {_TOKENS}", f"r3/metrics/reduce.py; {_R3}"),
-    "mismatch/abs_mean": Entry(f"mean |D| {_TOKENS}", "r3/metrics/reduce.py"),
-    "mismatch/abs_p50": Entry(f"median of |D| {_TOKENS}", "r3/metrics/reduce.py"),
-    "mismatch/abs_p90": Entry(f"90th percentile of |D| {_TOKENS}", "r3/metrics/reduce.py"),
-    "mismatch/abs_p99": Entry(f"99th percentile of |D| {_TOKENS}", "r3/metrics/reduce.py"),
-    "mismatch/abs_p999": Entry(f"99.9th percentile of |D| {_TOKENS}", "r3/metrics/reduce.py"),
-    "mismatch/abs_log10": Entry(
-        f"histogram of log10 |D| {_TOKENS}; in TensorBoard only", "r3/metrics/reduce.py"
-    ),
-    "mismatch/abs_max": Entry(f"max |D| {_TOKENS}", "r3/metrics/reduce.py"),
-    "mismatch/ess": Entry(
-        f"(sum w)^2 / (n sum w^2), w = e^D, {_TOKENS}", "r3/metrics/reduce.py; Kish 1965"
-    ),
+    "mismatch/k1": Entry(f"mean(-D) {_D}; noisier estimate of KL(mu || pi_old)", _MISMATCH),
+    "mismatch/weight": Entry(f"mean(e^D) {_D}; 1 in expectation", _MISMATCH),
+    "mismatch/f2": Entry(f"mean(|D| > ln 2) {_D}", f"{_MISMATCH}; {_R3}"),
+    "mismatch/abs_mean": Entry(f"mean |D| {_D}", _MISMATCH),
+    "mismatch/abs_p50": Entry(f"median of |D| {_D}", _MISMATCH),
+    "mismatch/abs_p90": Entry(f"90th percentile of |D| {_D}", _MISMATCH),
+    "mismatch/abs_p99": Entry(f"99th percentile of |D| {_D}", _MISMATCH),
+    "mismatch/abs_p999": Entry(f"99.9th percentile of |D| {_D}", _MISMATCH),
+    "mismatch/abs_log10": Entry(f"histogram of log10 |D| {_D}; TensorBoard only", _MISMATCH),
+    "mismatch/abs_max": Entry(f"max |D| {_D}", _MISMATCH),
+    "mismatch/ess": Entry(f"(sum w)^2 / (n sum w^2), w = e^D, {_D}", f"{_MISMATCH}; Kish 1965"),
     **{
         f"mismatch/{name}_{arm}": Entry(
-            f"mismatch/{name} of a sampled micro-batch of each rank, with {what} routes",
+            f"mismatch/{name} of one sampled micro-batch per rank, with {what} routes",
             "r3/policy/updates.py",
         )
         for arm, what in (("replay", "replayed"), ("live", "live"))
         for name in SHADOW
     },
     "mismatch/k3_ratio": Entry(
-        "mismatch/k3_live / mismatch/k3_replay, of the same tokens; above 1 = replay lowers it",
+        "mismatch/k3_live / mismatch/k3_replay on the same tokens; above 1: replay lowers it",
         "r3/policy/updates.py",
     ),
-    "routing/coverage": Entry(
-        "routing/rows_captured / routing/rows_expected", "r3/routing/ledger.py"
-    ),
+    "routing/coverage": Entry("routing/rows_captured / routing/rows_expected", _LEDGER),
     "routing/agreement": Entry(
-        "share of replayed (token, layer) slots whose live top-k is the replayed set, at the rollout's weights",
-        "r3/routing/replay.py",
+        "share of replayed (token, layer) slots whose live top-k is the replayed set, at the "
+        "rollout's weights",
+        _REPLAY,
     ),
     "routing/agreement_layer/LAYER": Entry(
-        "the same of one MoE layer, by its number in the decoder from 0", "r3/routing/replay.py"
+        "routing/agreement of one MoE layer, numbered in the decoder from 0", _REPLAY
     ),
     "routing/agreement_update_K": Entry(
-        "routing/agreement in update K of several of a step, K from 1: later ones route with changed weights",
+        "routing/agreement in update K of the step, from 1; later updates have changed weights",
         "r3/policy/updates.py",
     ),
     "routing/margin": Entry(
-        "mean over slots that disagree of: weakest live score - weakest replayed score, in the units the router chooses by",
-        "r3/routing/replay.py",
+        "mean over disagreeing slots of weakest live score - weakest replayed score", _REPLAY
     ),
     "routing/replaced_frac": Entry(
-        "share of replayed experts that replay.plausibility replaced by live ones",
-        "r3/routing/replay.py",
+        "share of replayed experts that replay.plausibility replaced by live ones", _REPLAY
     ),
     "routing/rows_expected": Entry(
-        "tokens the engine processed: tokens - 1 a rollout", "r3/routing/ledger.py"
+        "tokens that the engine processed: tokens - 1 per rollout", _LEDGER
     ),
-    "routing/rows_captured": Entry(
-        "of these, tokens that came with routes", "r3/routing/ledger.py"
-    ),
-    "routing/rows_missing": Entry(
-        "of these, tokens without routes among others with", "r3/routing/ledger.py"
-    ),
-    "routing/rows_missing_rollout": Entry(
-        "of these, tokens of rollouts that came without any routes", "r3/routing/ledger.py"
-    ),
+    "routing/rows_captured": Entry("expected rows that have routes", _LEDGER),
+    "routing/rows_missing": Entry("rows without routes in rollouts that have some", _LEDGER),
+    "routing/rows_missing_rollout": Entry("rows of rollouts without any routes", _LEDGER),
     "routing/rows_last_token": Entry(
-        "last tokens of sequences, which the engine never processed", "r3/routing/ledger.py"
+        "last tokens of sequences, which the engine never processed", _LEDGER
     ),
     "routing/rows_replayed": Entry(
-        "tokens that the policy's routers routed as told, counted there, in the updates; must be rows_captured "
-        "(r2: tokens routed as recorded)",
-        "r3/routing/replay.py",
+        "tokens that the policy's routers replayed in the updates, counted there; equals "
+        "rows_captured (r2: tokens routed as recorded)",
+        _REPLAY,
     ),
     "routing/rows_live": Entry(
-        "tokens that they routed live, counted there; must be rows_last_token + rows_missing + rows_missing_rollout",
-        "r3/routing/replay.py",
+        "tokens that the routers routed live, counted there; equals rows_last_token + "
+        "rows_missing + rows_missing_rollout",
+        _REPLAY,
     ),
-    "routing/rows_filler": Entry(
-        "packed tokens of no rollout, counted there", "r3/routing/replay.py"
-    ),
-    "routing/bytes": Entry(
-        "bytes of routes that reached ranks to train on, all ranks", "r3/handover/rollouts.py"
-    ),
-    "loss/total": Entry(
-        "loss, global denominators, mean over the step's updates", "r3/algo/loss.py"
-    ),
+    "routing/rows_filler": Entry("packed filler tokens, counted by the routers", _REPLAY),
+    "routing/bytes": Entry("bytes of routes sent to training ranks", "r3/handover/rollouts.py"),
+    "loss/total": Entry("loss with global denominators, mean over the step's updates", _LOSS),
     "loss/clip_frac": Entry(
-        "share of loss tokens whose ratio pi / pi_old (pi / mu with algo.correction bypass) was out of bounds",
-        "r3/algo/loss.py",
+        "share of loss tokens whose ratio pi / pi_old is out of bounds (algo.correction bypass: "
+        "pi / mu)",
+        _LOSS,
     ),
     "loss/kl_ref": Entry(
-        "mean of the estimate of KL(pi || starting model) over loss tokens; of pi_old with algo.kl_in reward",
-        "r3/algo/loss.py",
+        "mean estimate of KL(pi || reference policy) over loss tokens (algo.kl_in reward: of "
+        "pi_old)",
+        _LOSS,
     ),
     "correction/weight_mean": Entry(
-        "mean over loss tokens of the weight against the engine, after its bounds",
-        "r3/algo/loss.py",
+        "mean importance weight against the engine over loss tokens, after its bounds", _LOSS
     ),
     "correction/cut_frac": Entry(
-        "share of loss tokens whose weight against the engine was truncated or masked",
-        "r3/algo/loss.py",
+        "share of loss tokens whose importance weight is truncated or masked", _LOSS
     ),
-    "policy/entropy": Entry("mean over loss tokens of -sum_v p_v log p_v", "r3/policy"),
-    "optim/grad_norm": Entry(
-        "global gradient norm before clipping, mean over updates", "r3/policy"
-    ),
-    "optim/router_grad_norm": Entry("the same over router weights alone", "r3/policy"),
-    "optim/lr": Entry("learning rate, mean over updates", "r3/policy"),
+    "policy/entropy": Entry("mean over loss tokens of -sum_v p_v log p_v", _POLICY),
+    "optim/grad_norm": Entry("global gradient norm before clipping, mean over updates", _POLICY),
+    "optim/router_grad_norm": Entry("gradient norm of the router weights alone", _POLICY),
+    "optim/lr": Entry("learning rate, mean over updates", _POLICY),
     "time/step_s": Entry(
-        "seconds from the row's first phase to its end, slowest rank", "r3/metrics/meter.py"
+        "seconds from the first phase of the step to its end, slowest rank", _METER
     ),
     **{
-        f"time/{phase}_s": Entry(f"seconds of: {what}; slowest rank", "r3/metrics/meter.py")
+        f"time/{phase}_s": Entry(f"seconds of {what}, slowest rank", _METER)
         for phase, what in PHASES.items()
     },
-    "perf/tokens_per_s": Entry("rollout/tokens / time/step_s", "r3/metrics/meter.py"),
+    "perf/tokens_per_s": Entry("rollout/tokens / time/step_s", _METER),
     "perf/packing_efficiency": Entry(
-        "tokens of rollouts / those there would be if every micro-batch were as large as its update's largest",
+        "tokens of rollouts / tokens if every micro-batch were as large as the largest of its "
+        "update",
         "r3/algo/packing.py",
     ),
-    "memory/peak_gib": Entry(
-        "largest memory in use in the step, fullest rank", "r3/handover/memory.py"
-    ),
+    "memory/peak_gib": Entry("largest memory use of the step in GiB, fullest rank", _MEMORY),
     "memory/residue_gib": Entry(
-        "memory in use when both worlds have given up theirs, fullest rank", "r3/handover/memory.py"
+        "memory in GiB that stays while engine and policy are both put away, fullest rank", _MEMORY
     ),
     **{
-        f"memory/{phase}_gib": Entry(
-            f"memory in use in {phase}, fullest rank", "r3/handover/memory.py"
-        )
+        f"memory/{phase}_gib": Entry(f"memory use in GiB in state {phase}, fullest rank", _MEMORY)
         for phase in ("sync", "generate", "train")
     },
 }

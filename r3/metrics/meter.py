@@ -12,7 +12,7 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 
 from r3.config import Config
-from r3.metrics.console import Console, step_line
+from r3.metrics.console import Console
 from r3.metrics.glossary import LAYER_AGREEMENT, explain
 from r3.metrics.heatmap import STEPS, heat_strip
 from r3.metrics.reduce import LOG10_EDGES, LogHistogram, Max, Partial
@@ -82,6 +82,7 @@ class Meter:
         self._seconds: dict[str, float] = {}
         self._open_phases: list[str] = []
         self._began: float | None = None
+        self._recent_s: deque[float] = deque(maxlen=10)
 
     def header(self, lines: Sequence[str]) -> None:
         """Show what runs."""
@@ -101,6 +102,17 @@ class Meter:
             self._open_phases.pop()
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
             self._beat()
+
+    @contextmanager
+    def between_steps(self, what: str) -> Iterator[None]:
+        """Time work that belongs to no row, such as saving; the console says what took how long."""
+        began = time.perf_counter()
+        self._on_phase(what)
+        try:
+            yield
+        finally:
+            self._beat()
+        self._console.line(f"{what}: {time.perf_counter() - began:.1f} s")
 
     @contextmanager
     def progress(self, total: int, label: str) -> Iterator[Callable[..., None]]:
@@ -167,9 +179,16 @@ class Meter:
             for key, counts in _histograms(ranks).items():
                 self._draw(key, counts, step)
             self._events.flush()
-        self._console.line(step_line(row, step, self._steps))
+        self._console.row(row, step, self._steps, self._eta_s(row, step))
         self._beat()
         return row
+
+    def _eta_s(self, row: Mapping[str, float], step: int) -> float | None:
+        """Seconds until the last step ends, from the mean of the latest steps."""
+        if "time/step_s" not in row or step == 0:
+            return None
+        self._recent_s.append(row["time/step_s"])
+        return (self._steps - step) * sum(self._recent_s) / len(self._recent_s)
 
     def close(self) -> None:
         """Write out what TensorBoard still holds."""

@@ -15,7 +15,7 @@ def save_checkpoint(run: Run, step: int, files: Mapping[str, bytes]) -> None:
     Args:
         files: further files of this rank, by names that no other rank uses.
     """
-    with run.meter.phase("checkpoint"):
+    with run.meter.between_steps(f"checkpoint of step {step}"):
         checkpoint.save(
             run.folder.checkpoints,
             run.policy,
@@ -32,7 +32,7 @@ def export_weights(run: Run) -> None:
     folder = run.folder.hf(run.config.train.steps)
     if not run.config.checkpoint.export or folder.exists():
         return
-    with run.meter.phase("export"):
+    with run.meter.between_steps(f"export to {folder}"):
         export(
             folder,
             run.weights,

@@ -15,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from r3.metrics.console import step_line
+from r3.metrics.console import COLUMNS, Console, columns_for, duration_text, step_line
 from r3.metrics.glossary import GLOSSARY, Entry, UnknownMetricError, explain, is_wall_clock
 from r3.metrics.meter import Meter
 from r3.metrics.reduce import EffectiveSampleSize, LogHistogram, Max, Mean, Quantile, Sum
@@ -375,18 +375,51 @@ ROW = {
 }
 
 
-def test_the_step_line() -> None:
-    assert step_line(ROW, 12, 40) == (
-        "step 12/40  reward 0.61  k3 1.2e-07  agree 1.000  cov 1.000  len 18.3  grad 0.82"
-        "  |  gen 0.9s train 1.4s sync 0.1s"
+def test_a_log_file_gets_labelled_figures() -> None:
+    assert step_line(ROW, 12, 40, eta_s=90) == (
+        "step 12/40  reward 0.613  k3 1.2e-07  tokens 18.3  grad 0.82  agree 1.000"
+        "  gen 0.9s  train 1.4s  sync 0.1s  left 90s"
     )
     evaluated = {"eval/heldout/accuracy": 0.328, "eval/heldout/pass_at_8": 0.7}
-    assert step_line(evaluated, 0, 40) == "step 0/40  heldout 0.328  heldout pass_at_8 0.700"
+    assert step_line(evaluated, 0, 40) == "step 0/40  eval 0.328  heldout pass_at_8 0.700"
 
 
 def test_a_share_just_below_one_is_not_shown_as_one() -> None:
-    assert "cov 0.999" in step_line({"routing/coverage": 0.99996}, 1, 1)
-    assert "cov nan" in step_line({"routing/coverage": math.nan}, 1, 1)
+    assert "coverage 0.999" in step_line({"routing/coverage": 0.99996}, 1, 1)
+    assert "coverage nan" in step_line({"routing/coverage": math.nan}, 1, 1)
+
+
+def test_coverage_is_silent_while_it_is_one() -> None:
+    assert "coverage" not in step_line({"routing/coverage": 1.0}, 1, 1)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160, 200])
+def test_the_table_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    everything = {key: 0.123456 for column in COLUMNS for key in column.keys} | ROW
+    stream = Terminal()
+    console = Console(is_leader=True, progress=False, stream=stream)
+    for step in (1, 2):
+        console.row(everything | {"eval/heldout/accuracy": 0.5}, step, 10000, eta_s=1e5)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).splitlines()
+    assert len(lines) == 3  # titles once, then two rows
+    assert max(map(len, lines)) <= min(width, 160)
+    for title in ("step", "reward", "eval", "k3 live", "left"):  # never dropped
+        assert title in lines[0]
+
+
+def test_more_figures_are_shown_where_there_is_room() -> None:
+    keys = {key for column in COLUMNS for key in column.keys}
+    narrow, wide = columns_for(80, keys), columns_for(160, keys)
+    assert len(narrow) < len(wide) == len(COLUMNS)
+    assert [column for column in wide if column in narrow] == list(narrow)  # the order stays
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (99, "99s"), (600, "10m"), (7200, "2.0h"), (200000, "2.3d")]
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
 
 
 def test_a_log_file_gets_plain_lines() -> None:
@@ -397,7 +430,7 @@ def test_a_log_file_gets_plain_lines() -> None:
         tick()
     m.add({"reward/mean": Mean(1.0, 2.0)})
     m.close_step(1)
-    assert stream.getvalue() == "model   tiny [bold]\nreplay  r3\nstep 1/40  reward 0.50\n"
+    assert stream.getvalue() == "model   tiny [bold]\nreplay  r3\nstep 1/40  reward 0.500\n"
 
 
 def test_a_terminal_gets_a_frame_and_bars() -> None:
@@ -413,7 +446,7 @@ def test_a_terminal_gets_a_frame_and_bars() -> None:
     assert "replay  r3 [bold]" in shown
     assert "\u256d" in shown or "+" in shown  # the frame's corner
     assert "generate" in shown and "3/3" in shown
-    assert "step 1/40  reward 0.50" in shown
+    assert "1/40  0.500" in shown
 
 
 def test_bars_can_be_turned_off() -> None:
