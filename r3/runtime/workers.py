@@ -13,7 +13,6 @@ processes hold neither torch nor vllm, and die with their rank.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 import importlib.util
 import inspect
@@ -35,11 +34,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from r3.runtime.process import die_with_parent
+
 _START_LIMIT_S = (
     120.0  # for a worker's interpreter and the user's imports; a loaded machine needs seconds
 )
 _LONGEST_BACKOFF_S = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 class CallError(Exception):
@@ -463,9 +463,7 @@ def serve(descriptor: int) -> None:
     """A worker's life: load, say so, then answer calls until the other end closes."""
     connection = Connection(descriptor)
     parent, preload = connection.recv()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that line
-        return
+    die_with_parent(parent)
     import r3.types  # noqa: F401  (what calls take; its time must not count as theirs)
 
     _, failure = _outcome(lambda: [load(spec) for spec in preload], ())

@@ -1,0 +1,194 @@
+"""One run per folder: a second start meets the lock of the first, also on network file systems.
+
+The lock is the file `run.lock`, locked with flock by rank 0. The kernel releases it when that
+process ends, however it ends. Some network file systems have no flock, or keep it within one
+machine. So the file also holds a heartbeat. A start that finds the heartbeat of another machine
+waits until it beats again (the run is alive) or has been silent for a minute (the run is dead).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from r3.config import ConfigError, Problem
+
+_NAME = "run.lock"
+_SIZE = 512  # bytes of the file, always: a beat overwrites it in place and needs no disk space
+_NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_BEAT_S = 5.0
+_STALE_S = 60.0  # twelve beats; clients of NFS may cache a file for 60 s, but not across an open
+_RETRY_S = 1.0  # `require_free` of another process may hold the lock for an instant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """The process that holds a folder, as its lock file tells."""
+
+    host: str
+    pid: int
+    started: str
+    beat: int = 0
+    ended: bool = False
+
+
+class RunLock:
+    """A run folder that belongs to this process until `release`, or until the process ends."""
+
+    def __init__(self, descriptor: int, holder: Holder) -> None:
+        self._descriptor = descriptor
+        self._holder = holder
+        self._stop = threading.Event()
+        self._write()
+        self._thread = threading.Thread(target=self._beat, name="r3-run-lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Give the folder free. Releasing twice does nothing."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join()
+        self._write(ended=True)
+        os.close(self._descriptor)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(_BEAT_S):
+            self._write()
+
+    def _write(self, *, ended: bool = False) -> None:
+        self._holder = Holder(
+            **asdict(self._holder) | {"beat": self._holder.beat + 1, "ended": ended}
+        )
+        content = json.dumps(asdict(self._holder)).encode().ljust(_SIZE - 1) + b"\n"
+        try:
+            os.pwrite(self._descriptor, content, 0)
+        except OSError as error:  # flock still protects the folder on this machine
+            print(f"{_NAME}: cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+def hold(folder: Path, *, stale_s: float = _STALE_S) -> RunLock:
+    """Take a run folder for this process; the folder is made if it is missing.
+
+    Args:
+        stale_s: how long to wait for a sign of life of a holder on another machine, in seconds.
+
+    Raises:
+        ConfigError: another run holds the folder, or the folder cannot be written. No byte of the
+            folder has changed.
+    """
+    path = folder / _NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise _unusable(folder, error) from None
+    try:
+        local = _flock(descriptor, path)
+        holder = _read(descriptor)
+        host = socket.gethostname()
+        if holder is not None and not holder.ended and not (local and holder.host == host):
+            _require_silence(path, holder, stale_s)
+        mine = Holder(host=host, pid=os.getpid(), started=time.strftime("%Y-%m-%d %H:%M:%S"))
+        return RunLock(descriptor, mine)
+    except ConfigError:
+        os.close(descriptor)
+        raise
+
+
+def require_free(folder: Path) -> None:
+    """Raise ConfigError if a run on this machine holds the folder. Changes nothing."""
+    try:
+        descriptor = os.open(folder / _NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unusable(folder, error) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(folder, _read(descriptor)) from None
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _flock(descriptor: int, path: Path) -> bool:
+    """Lock the file; False if this file system has no locks."""
+    until = time.monotonic() + _RETRY_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise _in_use(path.parent, _read(descriptor)) from None
+            time.sleep(0.05)
+        except OSError as error:
+            if error.errno in _NO_FLOCK:
+                return False
+            raise _unusable(path.parent, error) from None
+
+
+def _require_silence(path: Path, holder: Holder, stale_s: float) -> None:
+    """Wait until the holder's heartbeat is stale by this machine's clock; raise if it beats."""
+    print(
+        f"{path}: process {holder.pid} on {holder.host} did not give the folder free; waiting "
+        f"{stale_s:.0f} s for a sign of life",
+        file=sys.stderr,
+        flush=True,
+    )
+    until = time.monotonic() + stale_s
+    while time.monotonic() < until:
+        time.sleep(min(1.0, stale_s / 10))
+        descriptor = os.open(path, os.O_RDONLY)  # opened anew: NFS then asks its server
+        try:
+            now = _read(descriptor)
+        finally:
+            os.close(descriptor)
+        if now is not None and now != holder:
+            if now.ended:
+                return
+            raise _in_use(path.parent, now)
+
+
+def _read(descriptor: int) -> Holder | None:
+    try:
+        return Holder(**json.loads(os.pread(descriptor, _SIZE, 0)))
+    except (ValueError, TypeError):  # an empty file: it was made an instant ago
+        return None
+
+
+def _in_use(folder: Path, holder: Holder | None) -> ConfigError:
+    who = (
+        f"process {holder.pid} on {holder.host}, started {holder.started}"
+        if holder
+        else "a process that has just started"
+    )
+    return _problem(
+        folder,
+        f"another run writes to this folder ({who})",
+        "wait for that run, stop it, or give another --log.dir",
+    )
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return _problem(
+        folder,
+        f"the folder cannot be written: {error.strerror or error}",
+        "give a folder on a disk that can be written",
+    )
+
+
+def _problem(folder: Path, rule: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(field="log.dir", value=str(folder), rule=rule, fix=fix)])
