@@ -8,6 +8,7 @@ waits until it beats again (the run is alive) or has been silent for a minute (t
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import json
@@ -50,6 +51,7 @@ class RunLock:
         self._write()
         self._thread = threading.Thread(target=self._beat, name="r3-run-lock", daemon=True)
         self._thread.start()
+        atexit.register(self.release)
 
     def release(self) -> None:
         """Give the folder free. Releasing twice does nothing."""
@@ -57,6 +59,7 @@ class RunLock:
             return
         self._stop.set()
         self._thread.join()
+        atexit.unregister(self.release)
         self._write(ended=True)
         os.close(self._descriptor)
 

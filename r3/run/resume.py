@@ -9,6 +9,7 @@ from pathlib import Path
 
 from r3.config import Config, ConfigError, from_yaml, resume_problems, to_yaml
 from r3.run.folder import RunDir, read_metrics, truncate_metrics, write_text
+from r3.run.lock import RunLock, hold
 
 _STEP = re.compile(r"step_(\d{6,})")
 _ASIDE = ("metrics.jsonl", "tensorboard", "rollouts", "eval", "config.yaml", "hf")
@@ -32,6 +33,7 @@ class Start:
 
     found: Found | None = None
     said: tuple[str, ...] = ()
+    lock: RunLock | None = None  # of the process that writes, until the run ends
 
 
 def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
@@ -74,8 +76,10 @@ def open_run(run_dir: RunDir, config: Config, *, writes: bool) -> Start:
     to be made again. Without one, what an unfinished run left is set aside in `aborted_001/`, not overwritten.
 
     Raises:
-        ConfigError: a setting changed that must not; ResumeError: the newest checkpoint is unreadable.
+        ConfigError: a setting changed that must not, or another run writes to the folder.
+        ResumeError: the newest checkpoint is unreadable.
     """
+    lock = hold(run_dir.path) if writes else None
     found = find_latest(run_dir.checkpoints)
     if found is not None:
         if run_dir.config.exists() and (
@@ -86,7 +90,7 @@ def open_run(run_dir: RunDir, config: Config, *, writes: bool) -> Start:
         if writes:
             said += truncate_metrics(run_dir, found.step + 1)
             write_text(run_dir.config, to_yaml(config))
-        return Start(found=found, said=tuple(said))
+        return Start(found=found, said=tuple(said), lock=lock)
     said = []
     if writes:
         left = [run_dir.path / name for name in _ASIDE if (run_dir.path / name).exists()]
@@ -100,4 +104,4 @@ def open_run(run_dir: RunDir, config: Config, *, writes: bool) -> Start:
                 f"{run_dir.path} held an unfinished run without a checkpoint: set aside in {aside}, starting afresh"
             )
         write_text(run_dir.config, to_yaml(config))
-    return Start(found=None, said=tuple(said))
+    return Start(found=None, said=tuple(said), lock=lock)

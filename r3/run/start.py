@@ -19,9 +19,11 @@ from r3.rollout.task import Task, read_task
 from r3.run import checkpoint
 from r3.run.build import Run, build_run, init_rank
 from r3.run.folder import RunDir, read_metrics
+from r3.run.lock import require_free
 from r3.run.resume import ResumeError, Start, open_run
 from r3.runtime.device import Device, leave, settle
 from r3.runtime.mesh import Axis, Mesh
+from r3.runtime.process import die_with_launcher
 
 
 class RankError(RuntimeError):
@@ -47,6 +49,7 @@ def begin(invocation: Invocation) -> Iterator[Run]:
     the folder cannot be resumed, and with 0 after `--check` or if the run is finished already.
     """
     started = time.perf_counter()
+    die_with_launcher()
     config = invocation.config
     task, folder, start = prepare(config, check=invocation.check)
     device, mesh = init_rank(config)
@@ -65,6 +68,8 @@ def begin(invocation: Invocation) -> Iterator[Run]:
     if device.rank == 0:
         step = run.steps_done if config.eval.only else config.train.steps
         print(closing(config, folder, time.perf_counter() - started, step), flush=True)
+    if start.lock is not None:
+        start.lock.release()
     leave(0)
 
 
@@ -74,6 +79,8 @@ def prepare(config: Config, *, check: bool = False) -> tuple[Task, RunDir, Start
     run_dir = RunDir(Path(config.log.dir))
     with refusing():
         task = read_task(config)
+        if check:
+            require_free(run_dir.path)
         start = open_run(run_dir, config, writes=is_leader and not config.eval.only and not check)
     if check:
         sys.exit(0)

@@ -2,95 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from r3 import assets
 from r3.algo.advantage import reinforce_pp_baseline
-from r3.metrics.glossary import is_wall_clock
 from r3.run.dumps import read_rollouts
+from tests.runs import finish, kill, rows_of, run, start, timeless
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
-
-
-def start(
-    log_dir: Path, *flags: str, preset: str = "tiny-smoke", ranks: int = 2
-) -> subprocess.Popen[str]:
-    """Start a run in its own process group; its output goes to a pipe."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "0",
-        "KMP_BLOCKTIME": "0",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-    ]
-    command += ["train.py", preset, "--log.dir", str(log_dir), *flags]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def kill(process: subprocess.Popen[str]) -> str:
-    """Kill torchrun and its ranks, which it starts in sessions of their own; returns what was printed."""
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for sample_index in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            sample_index.send_signal(signal.SIGKILL)
-    psutil.wait_procs(family, timeout=10)
-    return process.communicate()[0]
-
-
-def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> str:
-    """Wait for a run and return what it printed; a run that hangs is killed, and fails the test."""
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"not done after {timeout_s:.0f} s\n{kill(process)[-4000:]}")
-    return output
-
-
-def run(log_dir: Path, *flags: str, **kwargs: object) -> str:
-    """Run to the end, which must be a good one."""
-    process = start(log_dir, *flags, **kwargs)  # type: ignore[arg-type]
-    output = finish(process)
-    assert process.returncode == 0, output[-4000:]
-    return output
-
-
-def rows_of(log_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def timeless(row: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in row.items() if key == "step" or not is_wall_clock(key)}
-
 
 FLAGS = ("--checkpoint.every", "2", "--train.warmup_updates", "3", "--train.lr_schedule", "cosine")
 

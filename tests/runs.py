@@ -1,0 +1,83 @@
+"""Runs of `torchrun train.py` as a user starts them, for tests that look at what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from r3.metrics.glossary import is_wall_clock
+from tests.world import ROOT
+
+
+def start(
+    log_dir: Path, *flags: str, preset: str = "tiny-smoke", ranks: int = 2
+) -> subprocess.Popen[str]:
+    """Start a run in its own process group; its output goes to a pipe."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "KMP_BLOCKTIME": "0",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+    ]
+    command += ["train.py", preset, "--log.dir", str(log_dir), *flags]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kill(process: subprocess.Popen[str]) -> str:
+    """Kill torchrun and its ranks, which it starts in sessions of their own; returns what was printed."""
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for process_of_run in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process_of_run.send_signal(signal.SIGKILL)
+    psutil.wait_procs(family, timeout=10)
+    return process.communicate()[0]
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> str:
+    """Wait for a run and return what it printed; a run that hangs is killed, and fails the test."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"not done after {timeout_s:.0f} s\n{kill(process)[-4000:]}")
+    return output
+
+
+def run(log_dir: Path, *flags: str, **kwargs: object) -> str:
+    """Run to the end, which must be a good one."""
+    process = start(log_dir, *flags, **kwargs)  # type: ignore[arg-type]
+    output = finish(process)
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def rows_of(log_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(row: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if key == "step" or not is_wall_clock(key)}

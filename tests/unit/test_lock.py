@@ -1,0 +1,133 @@
+"""A run folder has one writer: real processes hold it, are killed, and stop beating."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from r3.config import ConfigError
+from r3.run.lock import hold, require_free
+from tests.world import ROOT
+
+pytestmark = pytest.mark.unit
+
+_HOLDER = (
+    "import sys, time\nfrom pathlib import Path\nfrom r3.run.lock import hold\n"
+    "hold(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(60)\n"
+)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts a Python program with the test's folder as argument and waits for its first line."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(program: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline()
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_second_start_names_the_holder_and_changes_nothing(
+    start: Callable[[str], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start(_HOLDER)
+    before = contents(tmp_path)
+    for attempt in (hold, require_free):
+        with pytest.raises(ConfigError, match=f"another run writes.*process {process.pid} on "):
+            attempt(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_killed_holder_frees_the_folder_at_once(
+    start: Callable[[str], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start(_HOLDER)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    require_free(tmp_path)
+    began = time.monotonic()
+    hold(tmp_path).release()
+    assert time.monotonic() - began < 5  # a dead holder of this machine is not waited for: 60 s
+
+
+def test_released_folder_can_be_held_again(tmp_path: Path) -> None:
+    lock = hold(tmp_path)
+    lock.release()
+    lock.release()
+    hold(tmp_path).release()
+    assert json.loads((tmp_path / "run.lock").read_text())["ended"]
+
+
+def of_other_machine(folder: Path, *, beat: int, ended: bool = False) -> None:
+    """What the lock file looks like if a run on another machine, whose flock is not seen here, wrote it."""
+    facts = {"host": "node17", "pid": 4, "started": "then", "beat": beat, "ended": ended}
+    (folder / "run.lock").write_text(json.dumps(facts).ljust(511) + "\n")
+
+
+def test_heartbeat_from_another_machine_keeps_the_folder(tmp_path: Path) -> None:
+    of_other_machine(tmp_path, beat=1)
+    beats = threading.Timer(0.5, of_other_machine, [tmp_path], {"beat": 2})
+    beats.start()
+    with pytest.raises(ConfigError, match="process 4 on node17"):
+        hold(tmp_path, stale_s=5)
+    beats.join()
+
+
+def test_silent_other_machine_loses_the_folder(tmp_path: Path) -> None:
+    of_other_machine(tmp_path, beat=1)
+    hold(tmp_path, stale_s=0.5).release()
+    of_other_machine(tmp_path, beat=9, ended=True)
+    began = time.monotonic()
+    hold(tmp_path).release()
+    assert time.monotonic() - began < 5  # it said that it ended: nothing to wait for
+
+
+@pytest.mark.parametrize("below", ["file/run", "x" * 300, "loop/run"])
+def test_folder_that_cannot_be_made_is_one_clear_error(below: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match=r"log\.dir"):
+        hold(tmp_path / below)
+
+
+def test_rank_dies_with_its_launcher(start: Callable[[str], subprocess.Popen[str]]) -> None:
+    rank = (
+        "import os, time\nfrom r3.runtime.process import die_with_launcher\n"
+        "die_with_launcher()\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
+    )
+    launcher = (
+        "import os, subprocess, sys\n"
+        f"subprocess.run([sys.executable, '-c', {rank!r}], start_new_session=True,"
+        " env=os.environ | {'TORCHELASTIC_RUN_ID': 'x'})\n"
+    )
+    process = start(launcher)
+    (child,) = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGKILL)
+    assert psutil.wait_procs([child], timeout=10)[0] == [child]
