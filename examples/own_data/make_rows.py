@@ -12,10 +12,11 @@ def row(rng: random.Random) -> dict[str, object]:
     problem, steps = [f"Kim has {total} books."], []
     level = rng.randint(1, 3)
     for _ in range(level):
-        change = rng.randint(1, total) if rng.random() < 0.5 else -rng.randint(1, 9)
+        sells = total > 0 and rng.random() < 0.5
+        change = rng.randint(1, total) if sells else -rng.randint(1, 9)
         new = total - change
-        problem.append(f"She sells {change}." if change > 0 else f"She buys {-change}.")
-        steps.append(f"{total}{'-' if change > 0 else '+'}{abs(change)}={new}")
+        problem.append(f"She sells {change}." if sells else f"She buys {-change}.")
+        steps.append(f"{total}{'-' if sells else '+'}{abs(change)}={new}")
         total = new
     problem.append("How many books are left?")
     solution = "\n".join([*steps, f"#### {total}"])
