@@ -102,7 +102,9 @@ def train(run: Run) -> None:
         # 6 report
         meter.add(run.residency.metrics())
         if step == 1 and config.log.rollouts_every or every(step, config.log.rollouts_every):
-            dump_rollouts(run.folder, step, scored, run.mesh.world)
+            prompts = task.prompts.prompts
+            dumped = dump_rollouts(run.folder, step, scored, run.mesh.world, prompts)
+            meter.show_samples(step, dumped)
         if task.heldout and (step == config.train.steps or every(step, config.eval.every)):
             evaluate(run, step)
         reconcile(meter.close_step(step))  # every captured route was replayed exactly once

@@ -72,6 +72,8 @@ class Rollout:
             from the first one on came under that version, and so did the routes from the row before it, which led to it.
             Empty: all of `version`.
         response: the model's last message, decoded, for rewards, dumps and people.
+        messages: the whole conversation, if an environment held it; empty if it is the prompt and one response.
+        turn_rewards: reward that the environment gave after each turn, None where it gave none.
     """
 
     prompt_id: str
@@ -85,6 +87,8 @@ class Rollout:
     policy_version: int
     response: str
     segments: tuple[tuple[int, int], ...] = ()
+    messages: tuple[Message, ...] = ()
+    turn_rewards: tuple[float | None, ...] = ()
 
     def __post_init__(self) -> None:
         tokens = len(self.tokens_T)

@@ -1,4 +1,4 @@
-"""The folder of a run, written by R3's own writers from made-up numbers: what the views read, without training anything."""
+"""The folder of a run, written by R3's own writers from made-up numbers: no training needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from r3.config import to_yaml
 from r3.rollout.scored import Scored
 from r3.run.dumps import write_eval, write_rollouts
 from r3.run.folder import RunDir, write_text
-from r3.types import Rollout
+from r3.types import Message, Prompt, Rollout
 from tests.tiny import tiny_config
 
 GROUPS, SAMPLES, LAYERS, EXPERTS, TOP = 3, 4, 4, 8, 2
@@ -34,11 +34,39 @@ def rollout(group: int, index: int, *, text: str = "") -> Rollout:
         finish_reason="stop" if index else "length",
         policy_version=0,
         response=text or f"1+{index}={1 + index}\n#### {1 + index}",
+        # The prompts of group 1 were asked with a calculator at hand.
+        messages=conversation(index) if group == 1 and not text else (),
+        turn_rewards=(None, float(index)) if group == 1 and not text else (),
     )
 
 
+def conversation(index: int) -> tuple[Message, ...]:
+    """Question, a structured tool call, its result, the answer."""
+    call = {"function": {"name": "calc", "arguments": f'{{"expression": "1+{index}"}}'}}
+    return (
+        {"role": "user", "content": "Question 1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": str(1 + index)},
+        {"role": "assistant", "content": f"1+{index}={1 + index}\n#### {1 + index}"},
+    )
+
+
+def prompts() -> dict[str, Prompt]:
+    """The prompts of the groups, by id."""
+    made = [
+        Prompt(
+            id=f"rows.jsonl:{group + 1}",
+            messages=({"role": "user", "content": f"Question {group}?"},),
+            tokens_T=(1, 2, 3, 4, 5, 6),
+            answer=f"#### {group}",
+        )
+        for group in range(GROUPS)
+    ]
+    return {prompt.id: prompt for prompt in made}
+
+
 def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "") -> Path:
-    """Write `steps` metric rows, the rollouts of step 1 and of the last step, and evaluation at step 0 and the last one.
+    """Write a run of `steps` steps: all metric rows, dumps of the first and the last step.
 
     In each group only the last sample is right; `text` replaces every response.
     """
@@ -90,7 +118,7 @@ def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "")
                 zip(rollouts, rewards, advantages, strict=True)
             )
         ]
-        write_rollouts(run_dir, step, scored)
+        write_rollouts(run_dir, step, scored, prompts())
     for step in (0, steps):
         write_eval(
             run_dir,

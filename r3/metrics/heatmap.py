@@ -1,49 +1,126 @@
-"""A picture of agreement per layer over the steps, in plain numpy: where, and when, live routing leaves the replayed one."""
+"""A picture of agreement per layer over the steps: where, and when, live routing leaves the replayed one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
 LOW = 0.8
 """Agreement drawn in the darkest colour, with everything below it."""
 STEPS = 64
 """A picture should show no more than so many of the newest steps."""
-_AGREES, _DIFFERS = np.array([247.0, 247.0, 247.0]), np.array([165.0, 0.0, 38.0])
-_ABSENT, _INK = 190, 40
-_CELL_HEIGHT, _MIN_WIDTH = 8, 384
+_AGREES, _DIFFERS = np.array([244.0, 244.0, 242.0]), np.array([140.0, 29.0, 24.0])
+_ABSENT, _INK = (190, 190, 190), (40, 40, 40)
+_FONT_SIZE = 13
+_LEFT, _TOP, _RIGHT, _BOTTOM = 56, 34, 92, 44  # margins for labels and legend
+_WIDTH, _HEIGHT = 512, 288  # of the cells, about: each has a whole number of pixels
+_MAX_CELL = 40
+_MIN_HEIGHT = 120  # room for the legend
+_LABELS = 12  # most labels of an axis
+_LEGEND_WIDTH = 12
 
 
-def heat_strip(history: Collection[Mapping[int, float]]) -> np.ndarray:
-    """Agreement of each step (a row, the newest at the bottom) by layer (a column, the first at the left).
+@dataclass(frozen=True)
+class Grid:
+    """Where the cells of a picture are, in pixels."""
 
-    White is 1, dark red is `LOW` or less, grey is a layer that a step lacks. The ticks above mark every tenth layer, the bar
-    below runs from `LOW` to 1.
+    columns: int
+    rows: int
+
+    @property
+    def cell(self) -> tuple[int, int]:
+        """Width and height of a cell."""
+        return max(4, min(_MAX_CELL, _WIDTH // self.columns)), max(
+            4, min(_MAX_CELL, _HEIGHT // self.rows)
+        )
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the whole picture."""
+        width, height = self.cell
+        inside = max(height * self.rows, _MIN_HEIGHT)
+        return _LEFT + max(width * self.columns, 200) + _RIGHT, _TOP + inside + _BOTTOM
+
+    def middle(self, column: int, row: int) -> tuple[int, int]:
+        """The pixel in the middle of a cell; row 0 is the lowest."""
+        width, height = self.cell
+        return _LEFT + width * column + width // 2, _TOP + height * (
+            self.rows - 1 - row
+        ) + height // 2
+
+
+def heat_strip(history: Sequence[tuple[int, Mapping[int, float]]]) -> np.ndarray:
+    """Agreement by step (a column, the newest at the right) and layer (a row, the first at the bottom), with axes and legend.
+
+    White is 1, dark red is `LOW` or less, grey is a layer that a step lacks.
+
+    Args:
+        history: steps with their agreement by layer.
 
     Returns:
-        An image `[height, width, 3]`, uint8.
+        An image [height, width, 3], uint8.
 
     Raises:
         ValueError: there is nothing to draw.
     """
-    layers = sorted(set().union(*history))
+    layers = sorted({layer for _, by_layer in history for layer in by_layer})
     if not layers:
         raise ValueError("no step has the agreement of any layer")
-    values = np.array([[step.get(layer, np.nan) for layer in layers] for step in history])
-    cell = max(4, _MIN_WIDTH // len(layers))
-    cells = _colours(values).repeat(_CELL_HEIGHT, axis=0).repeat(cell, axis=1)
-    width = cells.shape[1]
-    ticks = np.full((4, width, 3), 255, dtype=np.uint8)
-    for column, layer in enumerate(layers):
-        if layer % 10 == 0:
-            ticks[:, column * cell : column * cell + 2] = _INK
-    line = np.full((2, width, 3), _INK, dtype=np.uint8)
-    bar = _colours(np.linspace(LOW, 1.0, width)[None]).repeat(_CELL_HEIGHT, axis=0)
-    return np.concatenate([ticks, cells, line, bar])
+    grid = Grid(columns=len(history), rows=len(layers))
+    image = Image.new("RGB", grid.size, "white")
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(_FONT_SIZE)
+    width, height = grid.cell
+    for column, (_, by_layer) in enumerate(history):
+        for row, layer in enumerate(layers):
+            x, y = grid.middle(column, row)
+            left, top = x - width // 2, y - height // 2
+            draw.rectangle(
+                (left, top, left + width - 1, top + height - 1), fill=_colour(by_layer.get(layer))
+            )
+    bottom = _TOP + height * len(layers)
+    middle_x, middle_y = _LEFT + width * len(history) // 2, (_TOP + bottom) // 2
+    draw.text((_LEFT, 8), "agreement of live with replayed routes", _INK, font)
+    for row in _labelled(len(layers)):
+        draw.text((_LEFT - 6, grid.middle(0, row)[1]), str(layers[row]), _INK, font, anchor="rm")
+    for column in _labelled(len(history)):
+        draw.text(
+            (grid.middle(column, 0)[0], bottom + 6),
+            str(history[column][0]),
+            _INK,
+            font,
+            anchor="ma",
+        )
+    draw.text((middle_x, bottom + 24), "step", _INK, font, anchor="ma")
+    draw.text((4, middle_y), "layer", _INK, font, anchor="lm")
+    _legend(draw, grid, font)
+    return np.asarray(image)
 
 
-def _colours(values: np.ndarray) -> np.ndarray:
-    share = np.clip((values - LOW) / (1 - LOW), 0.0, 1.0)[..., None]
-    mixed = _DIFFERS + np.nan_to_num(share) * (_AGREES - _DIFFERS)
-    return np.where(np.isnan(share), _ABSENT, mixed.round()).astype(np.uint8)
+def _legend(
+    draw: ImageDraw.ImageDraw, grid: Grid, font: ImageFont.FreeTypeFont | ImageFont.ImageFont
+) -> None:
+    left, top, bottom = grid.size[0] - _RIGHT + 24, _TOP, grid.size[1] - _BOTTOM
+    for y in range(top, bottom):
+        share = (bottom - 1 - y) / (bottom - 1 - top)
+        draw.line((left, y, left + _LEGEND_WIDTH, y), fill=_colour(LOW + share * (1 - LOW)))
+    for share, label in ((0.0, f"<= {LOW}"), (0.5, f"{(1 + LOW) / 2:g}"), (1.0, "1")):
+        y = round(bottom - 1 - share * (bottom - 1 - top))
+        draw.text((left + _LEGEND_WIDTH + 5, y), label, _INK, font, anchor="lm")
+
+
+def _labelled(count: int) -> range:
+    """Places of an axis that get a label: all of a few, else every second, fifth, tenth ..."""
+    apart = next(gap for gap in (1, 2, 5, 10, 20, 50, 100, 1000) if count / gap <= _LABELS)
+    return range(0, count, apart)
+
+
+def _colour(value: float | None) -> tuple[int, int, int]:
+    if value is None or np.isnan(value):
+        return _ABSENT
+    share = min(1.0, max(0.0, (value - LOW) / (1 - LOW)))
+    red, green, blue = (_DIFFERS + share * (_AGREES - _DIFFERS)).round().astype(int).tolist()
+    return red, green, blue

@@ -16,7 +16,7 @@ from r3.metrics.console import Console
 from r3.metrics.glossary import LAYER_AGREEMENT, explain
 from r3.metrics.heatmap import STEPS, heat_strip
 from r3.metrics.reduce import LOG10_EDGES, LogHistogram, Max, Partial
-from r3.metrics.tensorboard import tensorboard_layout
+from r3.metrics.tensorboard import sample_markdown, tensorboard_layout
 
 # Rollouts that an older version began (rollout.step_token_budget) are left out of the mismatch panels.
 
@@ -77,7 +77,7 @@ class Meter:
             self._events = SummaryWriter(str(self._run_dir.tensorboard), purge_step=purge_step)
             self._events.add_custom_scalars(tensorboard_layout(config.eval.name))
         self._last_step = first_step if first_step else -1  # a fresh run may report a step 0
-        self._agreement: deque[dict[int, float]] = deque(maxlen=STEPS)
+        self._agreement: deque[tuple[int, dict[int, float]]] = deque(maxlen=STEPS)
         self._parts: dict[str, list[Partial]] = {}
         self._seconds: dict[str, float] = {}
         self._open_phases: list[str] = []
@@ -169,7 +169,7 @@ class Meter:
                 ):  # a picture instead of as many curves as layers
                     self._events.add_scalar(key, value, global_step=step)
             if by_layer:
-                self._agreement.append(by_layer)
+                self._agreement.append((step, by_layer))
                 self._events.add_image(
                     LAYER_AGREEMENT.rstrip("/"),
                     heat_strip(self._agreement),
@@ -189,6 +189,17 @@ class Meter:
             return None
         self._recent_s.append(row["time/step_s"])
         return (self._steps - step) * sum(self._recent_s) / len(self._recent_s)
+
+    def show_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Give TensorBoard the text of a few rows of a dump: the best, the worst and a middle one by reward."""
+        if not self._events or not rows:
+            return
+        by_reward = sorted(rows, key=lambda row: row["reward"])
+        places = {"worst": 0, "middle": len(rows) // 2, "best": len(rows) - 1}
+        for name, place in places.items():
+            self._events.add_text(
+                f"samples/{name}", sample_markdown(by_reward[place]), global_step=step
+            )
 
     def close(self) -> None:
         """Write out what TensorBoard still holds."""

@@ -1,9 +1,9 @@
-"""Which charts TensorBoard shows first."""
+"""Which charts TensorBoard shows first, and samples as its text panel wants them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -38,3 +38,25 @@ def tensorboard_layout(eval_names: Sequence[str]) -> dict[str, dict[str, list[An
         }
         for page, charts in pages.items()
     }
+
+
+def sample_markdown(row: Mapping[str, Any]) -> str:
+    """A row of a rollout dump as markdown: facts, then each message and the reference answer as they are."""
+    facts = (
+        f"reward {row['reward']:.4g}, advantage {row['advantage']:+.3f}, {row['response_tokens']} sampled tokens, "
+        f"finish {row['finish_reason']}, {row['prompt_id']} sample {row['sample_index']}"
+    )
+    parts = [(str(message["role"]), _said(message)) for message in row["messages"]]
+    if row.get("reference"):
+        parts.append(("reference answer", row["reference"]))
+    # Indented by four, a text is shown as it is: nothing in it is taken for markdown or HTML.
+    blocks = [
+        f"**{title}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines() or [""])
+        for title, text in parts
+    ]
+    return "\n\n".join([facts, *blocks])
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    calls = [str(call.get("function", call)) for call in message.get("tool_calls") or ()]
+    return "\n".join(filter(None, [str(message.get("content") or ""), *calls]))

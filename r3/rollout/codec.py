@@ -25,6 +25,8 @@ _FACTS = (
     "policy_version",
     "segments",
     "response",
+    "messages",
+    "turn_rewards",
 )
 
 
@@ -62,10 +64,13 @@ def split_rollouts(
     for index, fact in enumerate(facts):
         tokens = slice(*arrays["cu_tokens"][index : index + 2])
         rows = slice(*arrays["cu_rows"][index : index + 2])
-        known = {name: fact[name] for name in _FACTS}
+        # Facts that are not there were not yet written then, and have defaults in `Rollout`.
+        known = {name: fact[name] for name in _FACTS if name in fact}
         known["segments"] = tuple(
-            (token, policy_version) for token, policy_version in fact["segments"]
+            (token, policy_version) for token, policy_version in fact.get("segments", ())
         )
+        for name in ("messages", "turn_rewards"):
+            known[name] = tuple(fact.get(name, ()))
         rollouts.append(
             Rollout(
                 **known,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from r3.config import EnvConfig
@@ -62,6 +63,15 @@ class Held:
     environment: bytes
 
 
+_SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id")
+
+
+def for_people(message: Message) -> Message:
+    """The keys of a message that a dump keeps, as plain JSON values: an environment may put anything into a message."""
+    kept = {name: message[name] for name in _SHOWN if message.get(name) is not None}
+    return dict(json.loads(json.dumps(kept, default=str)))
+
+
 def _turn_seed(
     run_seed: int, step: int, prompt_id: str, group: int, sample_index: int, turn: int
 ) -> int:
@@ -101,6 +111,8 @@ class Conversation:
         )
         self._on_error, self._keep = on_error, keep
         self._rewards: list[float] = []
+        self._messages: list[Message] = []
+        self._turn_rewards: list[float | None] = []
         self._last_turn = 0
         self._cut = False
         # Interruption: what is left of the budget, whether its end cut the model's message, what was heard and not answered.
@@ -126,6 +138,8 @@ class Conversation:
         conversation.turns, conversation._asked = held.turns, held.asked
         conversation._last_turn, conversation._midway = held.last_turn, held.midway
         conversation._heard, conversation._rewards = held.heard, list(held.rewards)
+        conversation._messages = list(held.rollout.messages)
+        conversation._turn_rewards = list(held.rollout.turn_rewards)
         conversation.transcript = Transcript.resumed(
             conversation._engine, held.rollout, who=conversation.who
         )
@@ -175,6 +189,7 @@ class Conversation:
             if reply.opened is not None:
                 return self._open(reply.opened)
             assert reply.step is not None and self.transcript is not None
+            self._turn_rewards.append(reply.step.reward)
             if reply.step.reward is not None:
                 self._rewards.append(reply.step.reward)
             if reply.step.done:
@@ -207,6 +222,7 @@ class Conversation:
             "content": text,
             "finish_reason": sampled.finish_reason,
         }
+        self._messages.append(for_people(message))
         self._talk.environments.send(self.key, message)
 
     @property
@@ -223,12 +239,17 @@ class Conversation:
         if self.transcript is None:
             self.transcript = Transcript(self._engine, self.prompt.tokens_T, who=self.who)
             self._last_turn = len(self.prompt.tokens_T)
-        return self.transcript.rollout(
+        rollout = self.transcript.rollout(
             self.prompt,
             group=self.group,
             sample_index=self.sample_index,
             finish_reason=self.outcome,
             last_turn=self._last_turn,
+        )
+        if self._talk.environments.one_turn:  # the prompt and the response say it all
+            return rollout
+        return replace(
+            rollout, messages=tuple(self._messages), turn_rewards=tuple(self._turn_rewards)
         )
 
     @property
@@ -244,6 +265,7 @@ class Conversation:
         )  # with the tools of its row, or else the environment's
         if self._talk.chat and messages != self.prompt.messages:
             tokens = self._talk.chat.first(messages)
+        self._messages = [for_people(message) for message in messages]
         self.transcript = Transcript(self._engine, tokens, who=self.who)
         self._longest = min(len(tokens) + self._longest, self._engine.max_model_len)
         if self._room() < 1:
@@ -260,6 +282,7 @@ class Conversation:
         # What the model could not answer any more is left out: nothing would be trained on it, and it has no routes.
         if self._room() - len(tokens) < 1:
             return self._end("length")
+        self._messages += [for_people(message) for message in messages]
         if self._budget and self._left < 1:
             self.is_paused, self._heard = True, tuple(tokens)
             return None

@@ -13,6 +13,7 @@ from r3.metrics.reduce import Mean
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import answer
 from r3.rollout.conversation import ConversationSetup
+from r3.rollout.readable import readable
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt
 
@@ -118,7 +119,7 @@ def evaluate(
             "prompt_id": rollout.prompt_id,
             "sample": rollout.sample_index,
             "response": rollout.response,
-            "answer": prompts[rollout.group].answer,
+            **readable(rollout, prompts[rollout.group]),
             "reward": reward,
             "rewards": dict(answers.parts.get((rollout.group, rollout.sample_index), {})),
             "finish_reason": rollout.finish_reason,

@@ -4,30 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors.numpy import load_file, save_file
 
 from r3.handover.rollouts import exchange
 from r3.rollout.codec import join_arrays, rollout_facts, split_rollouts
+from r3.rollout.readable import readable
 from r3.rollout.scored import Scored
 from r3.run.folder import RunDir, jsonl_line, read_jsonl, replacing
 from r3.runtime.mesh import Axis
-from r3.types import Rollout
+from r3.types import Prompt, Rollout
+
+_RENAMED = {"member": "sample_index", "version": "policy_version"}  # keys of dumps before 0.2
 
 
-def dump_rollouts(run_dir: RunDir, step: int, scored: Sequence[Scored], world: Axis) -> None:
-    """Write the rollouts of a step, of every rank, to the run's folder. All ranks must call."""
+def dump_rollouts(
+    run_dir: RunDir, step: int, scored: Sequence[Scored], world: Axis, prompts: Sequence[Prompt]
+) -> list[dict[str, Any]]:
+    """Write the rollouts of a step, of every rank, to the run's folder. All ranks must call.
+
+    `prompts` are those of the data set: rank 0 looks up questions and reference answers by their ids.
+
+    Returns:
+        The rows of the jsonl file on rank 0, nothing on others.
+    """
     counts = world.all_gather_object([item.index for item in scored])
     everything = exchange(scored, {index: [0] for part in counts for index in part}, world)
-    if world.rank == 0:
-        write_rollouts(run_dir, step, [everything[index] for index in sorted(everything)])
+    if world.rank != 0:
+        return []
+    items = [everything[index] for index in sorted(everything)]
+    wanted = {item.rollout.prompt_id for item in items}
+    by_id = {prompt.id: prompt for prompt in prompts if prompt.id in wanted}
+    return read_jsonl(write_rollouts(run_dir, step, items, by_id))
 
 
-def write_rollouts(run_dir: RunDir, step: int, scored: Sequence[Scored]) -> Path:
+def write_rollouts(
+    run_dir: RunDir,
+    step: int,
+    scored: Sequence[Scored],
+    prompts: Mapping[str, Prompt] = MappingProxyType({}),
+) -> Path:
     """Dump a step: text and figures as jsonl, tokens, logprobs and routes as safetensors beside it.
 
-    If the jsonl file exists, the dump is complete.
+    If the jsonl file exists, the dump is complete. Rollouts whose prompt is not among `prompts` (by id) have neither question
+    nor reference answer in it.
 
     Raises:
         ValueError: there is no rollout.
@@ -36,6 +58,7 @@ def write_rollouts(run_dir: RunDir, step: int, scored: Sequence[Scored]) -> Path
         raise ValueError(f"step {step}: a dump needs at least one rollout")
     rows = [
         rollout_facts(item.rollout)
+        | readable(item.rollout, prompts.get(item.rollout.prompt_id))
         | {
             "reward": float(item.reward),
             "rewards": dict(item.parts),
@@ -54,8 +77,10 @@ def write_rollouts(run_dir: RunDir, step: int, scored: Sequence[Scored]) -> Path
 
 
 def read_rollouts(path: Path) -> tuple[list[Rollout], list[float], list[float]]:
-    """Rollouts, rewards and advantages of a dump, exactly as `write_rollouts` was given them."""
-    rows = read_jsonl(path)
+    """Rollouts, rewards and advantages of a dump, as `write_rollouts` was given them, but with all their messages."""
+    rows = [
+        {_RENAMED.get(name, name): value for name, value in row.items()} for row in read_jsonl(path)
+    ]
     rollouts = split_rollouts(rows, load_file(path.with_suffix(".safetensors")))
     return rollouts, [row["reward"] for row in rows], [row["advantage"] for row in rows]
 

@@ -54,7 +54,7 @@ def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
         messages=tuple(messages),
         reward=row["reward"],
         components=row.get("rewards", {}),
-        turn_rewards=tuple(row.get("turn_rewards", ())),
+        turn_rewards=_given(row.get("turn_rewards", ())),
         advantage=row.get("advantage"),
         finish_reason=row["finish_reason"],
         response_tokens=row["response_tokens"],
@@ -79,6 +79,11 @@ def tool_calls_text(message: Message) -> list[str]:
         function = call.get("function", call)
         lines.append(f"{function.get('name', '?')}({function.get('arguments', '')})")
     return lines
+
+
+def _given(turn_rewards: Sequence[float | None]) -> tuple[float | None, ...]:
+    """Rewards per turn; empty if the environment gave none at all, as those do that leave rewards to functions."""
+    return tuple(turn_rewards) if any(reward is not None for reward in turn_rewards) else ()
 
 
 def _first(row: Mapping[str, Any], *names: str, default: Any = None) -> Any:

@@ -11,8 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.envs.calculator import evaluate
+from r3.envs.calculator import Calculator, evaluate
 from r3.run.dumps import read_rollouts
+from r3.run.folder import read_jsonl
 from r3.types import Rollout
 from tests.e2e.test_train import rows_of, run
 
@@ -66,6 +67,29 @@ def test_conversations_call_the_calculator_and_hear_the_right_answer(
     assert not any(
         row[f"env/{what}"] for row in rows for what in ("errors", "timeouts", "crashes", "dropped")
     )
+
+
+def test_dumped_messages_are_those_that_the_tokens_hold(folder: Path, tokenizer: Any) -> None:
+    dump = folder / "rollouts" / "step_000001.jsonl"
+    rows, rollouts = read_jsonl(dump), rollouts_of(folder, 1)
+    answers = {row["question"]: row["answer"] for row in read_jsonl(assets.WORD_PROBLEMS_TRAIN)}
+    assert len(rows) == len(rollouts) == 128
+    for row, rollout in zip(rows, rollouts, strict=True):
+        assert row["reference"] == answers[row["question"]]
+        first, *others = row["messages"]
+        assert first == {"role": "user", "content": row["question"]}
+        roles = [message["role"] for message in others]
+        assert roles[0] == "assistant" and set(roles) <= {"assistant", "tool"}
+        assert row["turn_rewards"] == [None] * roles.count("assistant"), "a function judges the end"
+        # The template puts the same messages into the same text, up to where the conversation ended.
+        text = tokenizer.apply_chat_template(
+            row["messages"], tools=Calculator.tools, tokenize=False
+        )
+        assert text.startswith(tokenizer.decode(rollout.tokens_T.tolist()))
+        assert others[-1]["content"] == row["response"] or row["finish_reason"] != "stop"
+    assert sum(len(row["messages"]) > 3 for row in rows) > 25, "conversations with calls"
+    for row in read_jsonl(folder / "eval" / f"step_{STEPS:06d}.jsonl"):
+        assert row["messages"][0]["content"] == row["question"] and row["reference"]
 
 
 def test_what_the_tool_said_has_routes_and_no_loss(folder: Path, tokenizer: Any) -> None:

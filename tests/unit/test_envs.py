@@ -20,6 +20,7 @@ from r3.envs.calculator import Calculator, evaluate
 from r3.envs.chat import Chat, ChatError
 from r3.envs.guess_number import GUESSES, LARGEST, GuessNumber
 from r3.envs.runner import Environments, Reply
+from r3.rollout.conversation import for_people
 from r3.types import Prompt
 from tests.tiny import tiny_config
 
@@ -369,3 +370,18 @@ def test_default_environment_is_one_turn() -> None:
     environments = Environments(EnvConfig())
     assert environments.one_turn and not environments.stop
     assert Environments(replace(EnvConfig(), stop=("a",))).stop == ("a",)
+
+
+def test_a_message_for_people_is_plain_json() -> None:
+    message = {
+        "role": "tool",
+        "content": "7",
+        "name": "calc",
+        "board": object(),
+        "tool_calls": None,
+    }
+    assert for_people(message) == {"role": "tool", "content": "7", "name": "calc"}
+    odd = for_people(
+        {"role": "assistant", "content": "", "tool_calls": [{"arguments": {1: Path("a")}}]}
+    )
+    assert odd["tool_calls"] == [{"arguments": {"1": "a"}}]

@@ -17,6 +17,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from r3.metrics.console import COLUMNS, Console, columns_for, duration_text, step_line
 from r3.metrics.glossary import GLOSSARY, Entry, UnknownMetricError, explain, is_wall_clock
+from r3.metrics.heatmap import Grid
 from r3.metrics.meter import Meter
 from r3.metrics.reduce import EffectiveSampleSize, LogHistogram, Max, Mean, Quantile, Sum
 from r3.metrics.tensorboard import tensorboard_layout
@@ -281,10 +282,45 @@ def test_agreement_per_layer_is_a_row_of_numbers_and_a_picture(tmp_path: Path) -
     drawn.close()
     pictures = events(tmp_path).Images("routing/agreement_layer")
     assert [(picture.step, picture.width, picture.height) for picture in pictures] == [
-        (1, 384, 22),
-        (2, 384, 30),
+        (1, *Grid(columns=1, rows=2).size),
+        (2, *Grid(columns=2, rows=2).size),
     ]
     assert not [tag for tag in events(tmp_path).Tags()["scalars"] if tag.startswith("routing/")]
+
+
+def test_best_middle_and_worst_samples_are_shown_as_they_are(tmp_path: Path) -> None:
+    shown = meter(tmp_path, log={"tensorboard": True})
+    rows = [
+        {
+            "prompt_id": "rows.jsonl:1",
+            "sample_index": index,
+            "reward": reward,
+            "advantage": reward - 0.5,
+            "response_tokens": 4,
+            "finish_reason": "stop",
+            "messages": [
+                {"role": "user", "content": "1+1? <b>"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"function": {"name": "calc"}}],
+                },
+                {"role": "assistant", "content": f"*two*\n#### {index}"},
+            ],
+            "reference": "#### 2",
+        }
+        for index, reward in enumerate((0.5, 1.0, 0.0))
+    ]
+    shown.show_samples(1, rows)
+    shown.show_samples(2, [])
+    shown.close()
+    tags = {tag for tag in events(tmp_path).Tags()["tensors"] if tag.startswith("samples/")}
+    assert tags == {f"samples/{name}/text_summary" for name in ("best", "middle", "worst")}
+    (best,) = events(tmp_path).Tensors("samples/best/text_summary")
+    text = best.tensor_proto.string_val[0].decode()
+    assert text.startswith("reward 1, advantage +0.500, 4 sampled tokens, finish stop")
+    assert "**user**\n\n    1+1? <b>" in text and "    {'name': 'calc'}" in text
+    assert "    *two*\n    #### 1" in text and text.endswith("**reference answer**\n\n    #### 2")
 
 
 def test_a_resumed_run_continues_file_and_curves(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from r3.run.folder import (
     write_json,
     write_text,
 )
-from r3.types import Rollout
+from r3.types import Prompt, Rollout
 
 pytestmark = pytest.mark.unit
 
@@ -120,6 +120,47 @@ def test_rollouts_read_back_exactly(tmp_path: Path) -> None:
             np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
     row = read_jsonl(path)[0]
     assert (row["tokens"], row["response_tokens"]) == (7, 5)
+
+
+PROMPT = Prompt(
+    id="rows.jsonl:3",
+    messages=({"role": "system", "content": "Count."}, {"role": "user", "content": "3+4?"}),
+    tokens_T=(1, 2),
+    answer="#### 7",
+)
+
+
+def test_a_row_has_question_reference_and_the_whole_conversation(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calc"}}]}
+    said = (*PROMPT.messages, call, {"role": "tool", "content": "7"})
+    written = [
+        rollout(0, 7, response="7"),
+        replace(rollout(1, 7, response="7"), messages=said, turn_rewards=(None, 0.1)),
+        replace(rollout(2, 7, response="7"), prompt_id="rows.jsonl:9"),
+    ]
+    item = scored(written, [1.0] * 3, [0.5] * 3)
+    item[0] = replace(item[0], parts={"gsm8k": 1.0})
+    path = write_rollouts(RunDir(tmp_path), 1, item, {PROMPT.id: PROMPT})
+    single, several, unknown = read_jsonl(path)
+    assert (single["question"], single["reference"]) == ("3+4?", "#### 7")
+    assert single["messages"] == [*PROMPT.messages, {"role": "assistant", "content": "7"}]
+    assert (single["turn_rewards"], single["rewards"]) == ([], {"gsm8k": 1.0})
+    assert several["messages"] == list(said) and several["turn_rewards"] == [None, 0.1]
+    assert unknown["messages"] == [{"role": "assistant", "content": "7"}]
+    assert "question" not in unknown and "reference" not in unknown
+    (_, again, _), _, _ = read_rollouts(path)
+    assert (again.messages, again.turn_rewards) == (said, (None, 0.1))
+
+
+def test_dumps_of_older_versions_are_read(tmp_path: Path) -> None:
+    path = write_rollouts(RunDir(tmp_path), 1, scored([rollout(1, 7, response="7")]))
+    (row,) = read_jsonl(path)
+    row["member"], row["version"] = row.pop("sample_index"), row.pop("policy_version")
+    for name in ("messages", "turn_rewards", "segments"):
+        del row[name]
+    path.write_bytes(json.dumps(row).encode())
+    (old,), _, _ = read_rollouts(path)
+    assert (old.sample_index, old.policy_version, old.segments, old.messages) == (1, 5, (), ())
 
 
 def test_a_dense_model_has_no_routes_to_dump(tmp_path: Path) -> None:
