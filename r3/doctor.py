@@ -464,11 +464,11 @@ def check_replay(context: DoctorContext) -> str:
         on_missing=config.replay.on_missing,
         layers=policy.replay.layers,
     )
-    live = panel(policy, mesh, batch.micro_batches, "live")
+    live = panel(policy, mesh, policy.score(batch.micro_batches, mode="live"))
     said = f"live k3 {live['k3']:.2e} max {live['abs_max']:.2e}"
     if not run.engine.capture:
         return said
-    replayed = panel(policy, mesh, batch.micro_batches, "replay")
+    replayed = panel(policy, mesh, policy.score(batch.micro_batches, mode="replay"))
     said += (
         f"; replay k3 {replayed['k3']:.2e} max {replayed['abs_max']:.2e}; "
         f"live routing agrees in {replayed['agreement']:.2%} of slots"

@@ -2,12 +2,13 @@
 
     python -m r3.rescore RUN_DIR --step N [--weights DIR] [--section.field value ...]
     torchrun --nproc_per_node 2 -m r3.rescore RUN_DIR --step 1 --parallel.ep 2
+    python -m r3.rescore RUN_DIR --step N --save       keep the figures of every token for r3.report
 
 Tokens, log-probabilities and routes come from `RUN_DIR/rollouts`, settings from its config.yaml with the flags laid over
 them, weights from where the run has those that sampled the step: its starting model, an export, a checkpoint, or
-`--weights DIR` (a Hugging Face folder or a checkpoint of r3). Nothing is written. No engine is built: the figures depend on
-the dump and the policy alone, so two layouts that differ in them compute two different policies. Exit code 2: the dump, its
-weights or the settings are not there or do not fit.
+`--weights DIR` (a Hugging Face folder or a checkpoint of r3). Only `--save` writes a file. No engine is
+built: the figures depend on the dump and the policy alone, so two layouts that differ in them compute two
+different policies. Exit code 2: the dump, its weights or the settings are not there or do not fit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.numpy import save_file
 
 from r3.cli import checks as validate
 from r3.config import (
@@ -37,13 +40,13 @@ from r3.config import (
 from r3.handover.rollouts import distribute
 from r3.metrics.mismatch import mismatch
 from r3.models.shape import ModelShape
-from r3.policy import Policy
+from r3.policy import Policy, TokenScores
 from r3.rollout.scored import Scored
 from r3.routing.replay import Mode, routing_metrics
 from r3.run import checkpoint
 from r3.run.build import init_rank
 from r3.run.dumps import read_rollouts
-from r3.run.folder import RunDir
+from r3.run.folder import RunDir, replacing
 from r3.run.resume import Found, step_folders
 from r3.run.start import refusing
 from r3.runtime.device import leave
@@ -77,6 +80,7 @@ class Order:
     step: int
     rollouts: tuple[Rollout, ...]
     weights: Weights
+    save_to: Path | None
 
 
 def parse(argv: Sequence[str]) -> Order:
@@ -94,6 +98,11 @@ def parse(argv: Sequence[str]) -> Order:
         "--weights",
         type=Path,
         help="Hugging Face folder, or checkpoint of r3, of the dump's version",
+    )
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="write log-probabilities and live routes of every token beside the dump, for r3.report",
     )
     words, flags = parser.parse_known_args(argv)
     run_dir = RunDir(words.run_dir)
@@ -136,9 +145,23 @@ def parse(argv: Sequence[str]) -> Order:
         config = with_values(config, {"model.path": str(weights.folder)})
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     problems += [p for p in validate.problems(config, world_size) if p.field.startswith(_MATTERS)]
+    parallel = config.parallel
+    if words.save and max(parallel.tp, parallel.pp, parallel.cp) > 1:
+        rule = (
+            f"needs whole sequences and all layers on a rank, and parallel.tp is {parallel.tp}, "
+            f"pp {parallel.pp}, cp {parallel.cp}"
+        )
+        fix = "give --parallel.tp 1 --parallel.pp 1 --parallel.cp 1"
+        problems.append(Problem("--save", "true", rule, fix))
     if problems or weights is None:
         raise ConfigError(problems)
-    return Order(config=config, step=words.step, rollouts=tuple(rollouts), weights=weights)
+    return Order(
+        config=config,
+        step=words.step,
+        rollouts=tuple(rollouts),
+        weights=weights,
+        save_to=run_dir.scores(words.step) if words.save else None,
+    )
 
 
 def _values(flags: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
@@ -222,11 +245,8 @@ def _given_weights(folder: Path, policy_version: int, problems: list[Problem]) -
     return Weights(folder=folder, is_checkpoint=not is_export, said=f"{folder}{trust}")
 
 
-def panel(
-    policy: Policy, mesh: Mesh, micro_batches: Sequence[MicroBatch], mode: Mode
-) -> dict[str, float]:
-    """The mismatch figures of these micro-batches over all ranks, and `agreement` when replaying. Collective."""
-    scores = policy.score(micro_batches, mode=mode)
+def panel(policy: Policy, mesh: Mesh, scores: TokenScores) -> dict[str, float]:
+    """The mismatch figures of a pass over all ranks, and `agreement` when replaying. Collective."""
     partials: dict[str, Any] = {
         name.removeprefix("routing/"): part for name, part in routing_metrics(scores.ledger).items()
     }
@@ -248,6 +268,54 @@ def share_out(rollouts: Sequence[Rollout], rank: int, size: int) -> list[Scored]
         Scored(index=index, rollout=rollouts[index], advantage=0.0)
         for index in range(rank, len(rollouts), size)
     ]
+
+
+def save_scores(
+    path: Path,
+    rollouts: Sequence[Rollout],
+    micro_batches: Sequence[MicroBatch],
+    passes: Mapping[str, TokenScores],
+    mesh: Mesh,
+) -> None:
+    """Write the scores of every token, laid out like the arrays of the dump. Collective; rank 0 writes.
+
+    The file has `logprobs_replay` and `logprobs_live` [tokens], 0 where nothing was sampled, and
+    `routes_live` [rows, L, K], the experts that the routers choose without replay.
+
+    Args:
+        rollouts: those of the dump, in its order, the same on every rank.
+        micro_batches: what this rank scored; whole sequences, so no tensor, pipeline or context parallelism.
+        passes: what `policy.score` returned, by "replay" and "live"; the latter recorded its routes.
+    """
+    own: dict[int, dict[str, np.ndarray]] = {}
+    for number, micro_batch in enumerate(micro_batches):
+        starts = micro_batch.cu_seqlens[:-1]
+        for index, start in zip(micro_batch.rollout_ids, starts, strict=True):
+            if index < 0:
+                continue
+            mask_T = rollouts[index].loss_mask_T
+            rows = slice(start, start + len(mask_T) - 1)
+            own[index] = {}
+            for label, scores in passes.items():
+                # Position t scores token t + 1; the first token has no score.
+                logprobs = np.append(np.float32(0), scores.logprobs[number][rows].cpu().numpy())
+                own[index][f"logprobs_{label}"] = logprobs.astype(np.float32) * mask_T
+                if scores.ledger.recorded:
+                    routes = scores.ledger.recorded[number][rows]
+                    own[index][f"routes_{label}"] = routes.cpu().numpy()
+    everything = {i: a for part in mesh.world.all_gather_object(own) for i, a in part.items()}
+    assert everything.keys() == set(range(len(rollouts))), (
+        f"scores of {len(everything)} rollouts, the dump has {len(rollouts)}"
+    )
+    if mesh.world.rank == 0:
+        arrays = {
+            name: np.concatenate([everything[i][name] for i in range(len(rollouts))])
+            for name in everything[0]
+        }
+        with replacing(path) as temporary:
+            save_file(
+                {name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary
+            )
 
 
 def table(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -288,7 +356,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         layers=policy.replay.layers,
     )
     modes: dict[str, Mode] = {"replay": "replay", "live": "live"} if captured else {"live": "live"}
-    rows = {label: panel(policy, mesh, batch.micro_batches, mode) for label, mode in modes.items()}
+    if order.save_to and captured:
+        modes["live"] = "record"  # routers choose as in "live", and what they choose is kept
+    passes = {label: policy.score(batch.micro_batches, mode=mode) for label, mode in modes.items()}
+    rows = {label: panel(policy, mesh, scores) for label, scores in passes.items()}
+    if order.save_to:
+        save_scores(order.save_to, rollouts, batch.micro_batches, passes, mesh)
     if device.rank == 0:
         whole = config.rollout.prompts_per_step * config.rollout.group_size
         part = f" of the step's {whole}" if len(rollouts) < whole else ""
@@ -301,6 +374,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"policy {config.model.dtype}, engine was {config.engine.dtype}",
             *([] if captured else ["routes      none in the dump: scored live only"]),
             *table(rows),
+            *([f"saved       {order.save_to}"] if order.save_to else []),
         ]
         print("\n".join(lines), flush=True)
     leave(0)

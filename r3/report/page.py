@@ -139,7 +139,7 @@ def run_data(path: Path, limits: Limits) -> dict[str, Any]:
         for step in _steps(facts, kind, limits):
             arrays = None
             if kind == "train":
-                arrays = read_arrays(RunDir(path).rollouts(step))
+                arrays = read_arrays(RunDir(path), step)
                 ids.update(arrays.tokens.tolist())
                 if arrays.routed_experts.size:
                     loads.append({"step": step, **_load(arrays, shape)})

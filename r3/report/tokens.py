@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
+
+from r3.run.folder import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,29 +30,16 @@ class Arrays:
     live_routes: np.ndarray | None = None
 
 
-def scores_path(dump: Path) -> Path:
-    """Where the scores of a dump lie that `python -m r3.rescore --save` writes."""
-    return dump.with_suffix(".scores.safetensors")
-
-
-def read_arrays(dump: Path) -> Arrays:
+def read_arrays(run_dir: RunDir, step: int) -> Arrays:
     """The arrays of a rollout dump, and its scores if there are any."""
-    arrays = load_file(dump.with_suffix(".safetensors"))
-    scores = load_file(scores_path(dump)) if scores_path(dump).exists() else {}
+    arrays = load_file(run_dir.rollouts(step).with_suffix(".safetensors"))
+    scores = run_dir.scores(step)
+    saved = load_file(scores) if scores.exists() else {}
+    names = ("tokens", "loss_mask", "logprobs", "routed_experts", "cu_tokens", "cu_rows")
     return Arrays(
-        **{
-            name: arrays[name]
-            for name in (
-                "tokens",
-                "loss_mask",
-                "logprobs",
-                "routed_experts",
-                "cu_tokens",
-                "cu_rows",
-            )
-        },
-        policy_logprobs=scores.get("logprobs_replay"),
-        live_routes=scores.get("routes_live"),
+        **{name: arrays[name] for name in names},
+        policy_logprobs=saved.get("logprobs_replay"),
+        live_routes=saved.get("routes_live"),
     )
 
 

@@ -46,6 +46,10 @@ class RunDir:
         """The step's dump; its arrays lie beside it with the ending .safetensors."""
         return self.path / "rollouts" / f"step_{step:06d}.jsonl"
 
+    def scores(self, step: int) -> Path:
+        """Log-probabilities and live routes of the step's dump, by `r3.rescore --save`."""
+        return self.path / "rollouts" / f"step_{step:06d}.scores.safetensors"
+
     def eval(self, step: int) -> Path:
         """The step's evaluation answers."""
         return self.path / "eval" / f"step_{step:06d}.jsonl"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from r3.config import ConfigError
 from r3.rescore import FIGURES, parse
+from r3.run.folder import RunDir
 from tests.e2e.test_doctor import torchrun
 from tests.world import ROOT
 
@@ -92,6 +95,29 @@ def test_dump_scores_alike_under_another_layout(
         assert found[label] == pytest.approx(one_rank[label], rel=ROUNDING), label
 
 
+def test_saved_scores_are_those_of_the_table(
+    run_dir: Path, one_rank: dict[str, dict[str, float]]
+) -> None:
+    done = torchrun(2, "-m", "r3.rescore", str(run_dir), "--step", "1", "--save")
+    assert done.returncode == 0, done.stdout[-4000:]
+    scores = RunDir(run_dir).scores(1)
+    assert f"saved       {scores}" in done.stdout
+    arrays, saved = load_file(scores.with_name("step_000001.safetensors")), load_file(scores)
+    sampled = arrays["loss_mask"] > 0
+    for label in ("replay", "live"):
+        logprobs = saved[f"logprobs_{label}"]
+        assert logprobs.shape == sampled.shape and (logprobs[~sampled] == 0).all()
+        off = abs(logprobs - arrays["logprobs"])[sampled]
+        assert off.mean() == pytest.approx(one_rank[label]["abs_mean"], rel=ROUNDING)
+        assert off.max() == pytest.approx(one_rank[label]["abs_max"], rel=ROUNDING)
+    captured, live = np.sort(arrays["routed_experts"]), np.sort(saved["routes_live"])
+    assert captured.shape == live.shape
+    # Agreement is of routers behind replayed layers, the live pass of routers behind live ones: they
+    # differ where an earlier layer differed. Rows of other tokens would agree in one of 28 slots.
+    agreement = (captured == live).all(-1).mean()
+    assert agreement == pytest.approx(one_rank["replay"]["agreement"], abs=0.01) and agreement < 1
+
+
 def test_weights_of_a_later_version_come_from_its_checkpoint(run_dir: Path) -> None:
     done = torchrun(2, "-m", "r3.rescore", str(run_dir), "--step", "3", "--parallel.ep", "2")
     assert done.returncode == 0, done.stdout[-4000:]
@@ -119,6 +145,7 @@ def test_what_cannot_be_scored_is_said_at_once(
             "neither a folder of *.safetensors nor a checkpoint",
         ),
         (["--step", "1", "--parallel.ep", "3"], "must divide the number of ranks"),
+        (["--step", "1", "--save", "--parallel.tp", "2"], "needs whole sequences and all layers"),
         (["--step", "1", "--parallel.xp", "3"], "there is no such flag"),
         (["--step", "1", "--train.lr", "3"], "has no effect on scores"),
     ):

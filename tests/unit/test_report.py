@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from r3.report.page import Limits, columns, dump_data, evenly, page_data, render, shown_samples
 from r3.report.tokens import disagreement, expert_load, read_arrays, spans, token_facts
@@ -49,7 +50,7 @@ def test_a_limit_keeps_whole_groups(run: Path) -> None:
 
 def test_samples_beyond_the_token_limit_have_text_alone(run: Path) -> None:
     samples = read_samples(run, "train", 1)["train"]
-    arrays = read_arrays(RunDir(run).rollouts(1))
+    arrays = read_arrays(RunDir(run), 1)
     # The first two samples have 10 and 11 tokens.
     data = dump_data(
         samples, kind="train", name="train", step=1, arrays=arrays, limits=Limits(tokens=21)
@@ -60,7 +61,7 @@ def test_samples_beyond_the_token_limit_have_text_alone(run: Path) -> None:
 
 
 def test_facts_of_tokens_are_those_of_the_dump(run: Path) -> None:
-    arrays = read_arrays(RunDir(run).rollouts(1))
+    arrays = read_arrays(RunDir(run), 1)
     facts = token_facts(arrays, 5)
     expected = rollout(1, 1)
     assert facts["ids"] == expected.tokens_T.tolist()
@@ -68,6 +69,24 @@ def test_facts_of_tokens_are_those_of_the_dump(run: Path) -> None:
     # Rounded to 4 digits for the page.
     assert facts["logprobs"] == pytest.approx(expected.logprobs_T[6:].tolist(), abs=1e-4)
     assert facts.keys() == {"ids", "sampled", "logprobs"}
+
+
+def test_saved_scores_become_differences_and_disagreement(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    arrays = read_arrays(RunDir(run), 1)
+    live = arrays.routed_experts.copy()
+    # Row 8 of the second rollout, which has 11 tokens, predicted its token 9. Another expert in one of four layers:
+    row = int(arrays.cu_rows[1]) + 8
+    live[row, 2, 0] = (set(range(8)) - set(live[row, 2].tolist())).pop()
+    shifted = arrays.logprobs + np.float32(0.5) * (arrays.loss_mask > 0)
+    save_file({"logprobs_replay": shifted, "routes_live": live}, RunDir(run).scores(1))
+    facts = token_facts(read_arrays(RunDir(run), 1), 1)
+    # float32 rounds the sum to 1e-7 or so; the page rounds to 1e-6.
+    assert facts["differences"] == pytest.approx([0.5] * 5, abs=2e-6)
+    assert facts["disagreement"] == [0, 0, 0, 0.25, 0]
+    dumps = {dump["step"]: dump for dump in page_data([run], Limits())["runs"][0]["dumps"][:2]}
+    assert dumps[1]["has_differences"] and dumps[1]["has_disagreement"]
+    assert not dumps[3]["has_differences"] and not dumps[3]["has_disagreement"]
 
 
 def test_spans_are_half_open() -> None:
@@ -104,7 +123,7 @@ def test_page_data_is_complete_and_json(run: Path, tmp_path: Path) -> None:
     assert [load["layers"] for load in first["loads"]] == [[0, 1, 2, 3]] * 2
     # Every row of the 12 rollouts has two choices per layer: 12 * 10.5 rows on average.
     assert [sum(layer) for layer in first["loads"][0]["tokens"]] == [2 * 126] * 4
-    assert set(first["vocabulary"]) == {int(t) for t in read_arrays(RunDir(run).rollouts(1)).tokens}
+    assert set(first["vocabulary"]) == {int(t) for t in read_arrays(RunDir(run), 1).tokens}
     assert "replay.mode" in second["changed"] and "replay.mode" not in first["changed"]
     assert data["glossary"]["mismatch/k3"].startswith("mean(e^D - D - 1)")
     json.dumps(data, allow_nan=False)
