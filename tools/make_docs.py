@@ -16,10 +16,14 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from r3.config import RESUME_MAY_CHANGE, Config
-from r3.metrics.glossary import GLOSSARY
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # this checkout's code, whichever one is installed
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+from configs import PRESETS  # noqa: E402
+from r3.config import RESUME_MAY_CHANGE, Config  # noqa: E402
+from r3.metrics.glossary import GLOSSARY  # noqa: E402
+
+DOCS = ROOT / "docs"
 GENERATED = "<!-- Written by tools/make_docs.py from the code: change the code, not this page. -->"
 
 CONFIGURATION = """\
@@ -43,6 +47,20 @@ preset's defaults. The defaults below are those of an empty preset.
   once, with field, value, rule and fix. A setting without effect is a warning.
 - **Resume** says whether the setting may change when a run is resumed
   ([Checkpoints and resume](checkpoints-and-resume.md)).
+
+## Presets
+"""
+
+AFTER_PRESETS = """\
+A preset is a function in `configs/` that returns a `Config`, and a line in `configs/__init__.py`.
+The presets of large models name data and weights that you must download; the files in `configs/`
+say where from. Their `--dry-run` works without.
+
+## The model folder
+
+`--model.path FOLDER` is a Hugging Face folder with `config.json`, `*.safetensors`, `tokenizer.json`
+and a chat template. [Limits](limits.md#models) lists the architectures. A model of the hub is
+downloaded first: `hf download OWNER/NAME --local-dir FOLDER`.
 """
 
 METRICS = """\
@@ -95,7 +113,15 @@ def stale(folder: Path = DOCS) -> list[str]:
 
 def configuration() -> str:
     """One table per section of `Config`."""
-    parts = [GENERATED, CONFIGURATION]
+    presets = [
+        (f"`{name}`", (make.__doc__ or "").splitlines()[0]) for name, make in PRESETS.items()
+    ]
+    parts = [
+        GENERATED,
+        CONFIGURATION,
+        f"{table(('preset', 'what it is'), presets)}\n",
+        AFTER_PRESETS,
+    ]
     for section in fields(Config):
         cls: Any = section.default_factory
         assert inspect.isclass(cls), f"section {section.name} has no class"
