@@ -28,12 +28,12 @@ from safetensors.numpy import save_file
 
 from r3.cli import checks as validate
 from r3.config import (
-    FIELD_TYPES,
+    SETTINGS,
     Config,
     ConfigError,
     Problem,
     from_yaml,
-    nearest_fields,
+    nearest_settings,
     parse_value,
     with_values,
 )
@@ -173,8 +173,8 @@ def _values(flags: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
         if not equals:
             text = rest.pop(0) if rest else ""
         name = flag.removeprefix("--")
-        if name not in FIELD_TYPES:
-            problems.append(Problem(flag, text, "there is no such flag", nearest_fields(name)))
+        if name not in SETTINGS:
+            problems.append(Problem(flag, text, "there is no such flag", nearest_settings(name)))
             continue
         if not name.startswith(_MATTERS):
             problems.append(Problem(name, text, "has no effect on scores", "leave it out"))

@@ -6,21 +6,18 @@ python tools/make_docs.py --check    exit code 1 if a page is not what the code 
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
 from pathlib import Path
 from textwrap import fill
-from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this checkout's code, whichever one is installed
 
 from configs import PRESETS  # noqa: E402
-from r3.config import RESUME_MAY_CHANGE, Config  # noqa: E402
+from r3.config import Config, describe_fields  # noqa: E402
 from r3.metrics.glossary import GLOSSARY  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -45,6 +42,7 @@ preset's defaults. The defaults below are those of an empty preset.
 - A **true or false** setting can stand alone: `--eval.only` means `--eval.only true`.
 - An unknown flag, a value out of range and a wrong combination are errors. All are reported at
   once, with field, value, rule and fix. A setting without effect is a warning.
+- **Rule** says which values are accepted: "at least 1". Numbers must be finite.
 - **Resume** says whether the setting may change when a run is resumed
   ([Checkpoints and resume](checkpoints-and-resume.md)).
 
@@ -122,23 +120,22 @@ def configuration() -> str:
         f"{table(('preset', 'what it is'), presets)}\n",
         AFTER_PRESETS,
     ]
+    described = describe_fields()
+    header = ("setting", "type", "default", "rule", "resume", "meaning")
     for section in fields(Config):
-        cls: Any = section.default_factory
-        assert inspect.isclass(cls), f"section {section.name} has no class"
-        texts = help_texts(cls)
-        hints = get_type_hints(cls)
         rows = [
             (
-                f"`{section.name}.{each.name}`",
-                kind(hints[each.name]),
-                default(each),
-                "yes" if may_change(f"{section.name}.{each.name}") else "no",
-                texts[each.name],
+                f"`{each.name}`",
+                kind(each.type),
+                f"`{each.default}`" if each.default else "empty",
+                each.rule.removeprefix("must be ") or "-",
+                each.resume,
+                each.help,
             )
-            for each in fields(cls)
+            for each in described
+            if each.name.startswith(f"{section.name}.")
         ]
-        header = ("setting", "type", "default", "resume", "meaning")
-        intro = fill(" ".join((cls.__doc__ or "").split()), width=100)
+        intro = fill(" ".join((getattr(section.default_factory, "__doc__", "")).split()), width=100)
         parts.append(f"## {section.name}\n\n{intro}\n\n{table(header, rows)}\n")
     return "\n".join(parts)
 
@@ -159,45 +156,11 @@ def metrics() -> str:
     return "\n".join(parts)
 
 
-def help_texts(cls: type) -> dict[str, str]:
-    """The text under each field of a dataclass, which is also its `--help`."""
-    (node,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls))).body
-    assert isinstance(node, ast.ClassDef)
-    texts: dict[str, str] = {}
-    for field, below in zip(node.body, node.body[1:], strict=False):
-        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
-            continue
-        match below:
-            case ast.Expr(value=ast.Constant(value=str() as text)):
-                texts[field.target.id] = " ".join(text.split())
-    return texts
-
-
-def kind(hint: Any) -> str:
-    """The type of a field in words."""
-    if get_origin(hint) is tuple:
-        return f"list of {kind(get_args(hint)[0])}"
-    if get_origin(hint) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(hint))
-    return {str: "text", int: "integer", float: "number", bool: "true or false"}[hint]
-
-
-def default(field: Field[Any]) -> str:
-    """The default of a field as one writes it on the command line."""
-    assert field.default is not MISSING, f"{field.name} has no default"
-    value: Any = field.default
-    if value == () or value == "":
-        return "empty"
-    if isinstance(value, tuple):
-        return " ".join(f"`{each}`" for each in value)
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def may_change(name: str) -> bool:
-    """Whether a setting may differ when a run is resumed."""
-    return any(
-        name == free or (free[-1] == "." and name.startswith(free)) for free in RESUME_MAY_CHANGE
-    )
+def kind(words: str) -> str:
+    """The type of a setting, with choices as code."""
+    if "," not in words:
+        return words
+    return ", ".join(f"`{choice}`" for choice in words.split(", "))
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from r3.config import FIELD_TYPES, Config, EnvConfig, EvalSet, Problem, RewardConfig, flatten
+from r3.config import SETTINGS, Config, EnvConfig, EvalSet, Problem, RewardConfig, flatten
 from r3.data.sources import Columns, Row, columns_of, is_folder, is_near, read_rows
 from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
 
@@ -49,172 +49,6 @@ _REWARD_FIELDS = {  # that one kind of judge alone has use for
         "model_tokens",
     ],
 }
-
-_Range = tuple[str, Callable[[Any], bool], str, str]
-_COUNTS = (
-    "data.max_prompt_tokens",
-    "env.max_turn_tokens",
-    "env.workers",
-    "env.retries",
-    "reward.workers",
-    "reward.retries",
-    "rollout.top_k",
-    "rollout.step_token_budget",
-    "rollout.max_staleness",
-    "train.warmup_updates",
-    "train.logprob_chunk_tokens",
-    "engine.max_model_len",
-    "replay.shadow_every",
-    "eval.every",
-    "eval.max_prompts",
-    "eval.max_tokens",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "log.rollouts_every",
-    "debug.prove_sync_every",
-    "algo.dynamic_sampling",
-    "algo.overlong_buffer",
-)
-_SIZES = (
-    "env.max_turns",
-    "reward.max_tokens",
-    "reward.max_connections",
-    "reward.model_batch",
-    "reward.model_tokens",
-    "rollout.prompts_per_step",
-    "rollout.group_size",
-    "rollout.max_response_tokens",
-    "train.steps",
-    "train.updates_per_step",
-    "train.micro_batch_tokens",
-    "parallel.tp",
-    "parallel.ep",
-    "parallel.pp",
-    "parallel.vpp",
-    "parallel.cp",
-    "parallel.engine_tp",
-    "engine.max_num_seqs",
-    "eval.samples",
-    "eval.pass_at",
-)
-_RANGES: tuple[_Range, ...] = (
-    *(
-        (name, lambda v: v >= 0, "must not be negative", "0 has the meaning that --help gives")
-        for name in _COUNTS
-    ),
-    *(
-        (name, lambda v: v >= 1, "must be at least 1", "give a positive whole number")
-        for name in _SIZES
-    ),
-    ("parallel.etp", lambda v: v >= 0, "must not be negative", "0 = same as parallel.tp"),
-    ("env.timeout_s", lambda v: v > 0, "must be above 0", "60, or what the slowest call needs"),
-    ("reward.timeout_s", lambda v: v > 0, "must be above 0", "60, or what the slowest call needs"),
-    ("reward.backoff_s", lambda v: v >= 0, "must not be negative", "1.0"),
-    (
-        "reward.model_wait_s",
-        lambda v: v >= 0,
-        "must not be negative",
-        "0.05; 0 = whatever is there",
-    ),
-    ("reward.weights", lambda v: v != 0, "must not be 0", "leave the function out"),
-    (
-        "env.stop",
-        lambda v: v != "",
-        "must hold no empty string: it would end every message at once",
-        "leave it out",
-    ),
-    (
-        "rollout.temperature",
-        lambda v: v > 0,
-        "must be above 0: greedy answers of one prompt are all equal",
-        "1.0",
-    ),
-    (
-        "rollout.top_p",
-        lambda v: 0 < v <= 1,
-        "must be above 0 and at most 1",
-        "1.0 samples from all tokens",
-    ),
-    ("algo.clip_low", lambda v: 0 < v <= 1, "must be above 0 and at most 1", "0.2 is common"),
-    ("algo.clip_high", lambda v: v > 0, "must be above 0", "0.2 is symmetric, 0.28 is clip-higher"),
-    (
-        "algo.clip_dual",
-        lambda v: v == 0 or v > 1,
-        "must be 0 or above 1: exact ratios are 1",
-        "0 = off, or 3.0",
-    ),
-    ("algo.minirl_cap", lambda v: v >= 1, "must be at least 1: exact weights are 1", "5.0"),
-    (
-        "algo.correction_low",
-        lambda v: 0 <= v < 1,
-        "must be at least 0 and below 1: exact weights are 1",
-        "0.5",
-    ),
-    (
-        "algo.correction_high",
-        lambda v: v == 0 or v >= 1,
-        "must be 0 or at least 1: exact weights are 1",
-        "0 = the usual one of algo.correction, or 2.0",
-    ),
-    (
-        "algo.overlong_penalty",
-        lambda v: v > 0,
-        "must be above 0",
-        "1.0; no penalty is algo.overlong_buffer 0",
-    ),
-    ("algo.kl_coef", lambda v: v >= 0, "must not be negative", "0 = off"),
-    (
-        "train.lr",
-        lambda v: v > 0,
-        "must be above 0",
-        "1e-6 is common for models of billions of parameters",
-    ),
-    ("train.min_lr", lambda v: v >= 0, "must not be negative", "0 decays to nothing"),
-    ("train.weight_decay", lambda v: v >= 0, "must not be negative", "0 = off"),
-    ("train.beta1", lambda v: 0 <= v < 1, "must be at least 0 and below 1", "0.9"),
-    ("train.beta2", lambda v: 0 <= v < 1, "must be at least 0 and below 1", "0.95"),
-    ("train.clip_grad", lambda v: v >= 0, "must not be negative", "0 = off, 1.0 is common"),
-    (
-        "train.seed",
-        lambda v: 0 <= v < 2**31,
-        "must be at least 0 and below 2**31",
-        "any small number",
-    ),
-    (
-        "replay.plausibility",
-        lambda v: 0 <= v <= 1,
-        "must be at least 0 and at most 1: it is a share of the weakest live expert's score",
-        "0 = off, which replays every route as it is",
-    ),
-    ("engine.kv_cache_gib", lambda v: v >= 0, "must not be negative", "0 = what the device leaves"),
-    ("engine.memory_fraction", lambda v: 0 < v < 1, "must be between 0 and 1", "0.6"),
-    (
-        "replay.min_coverage",
-        lambda v: 0 <= v <= 1,
-        "must be between 0 and 1",
-        "0.99, or 0 to accept any gap",
-    ),
-    (
-        "eval.top_p",
-        lambda v: 0 < v <= 1,
-        "must be above 0 and at most 1",
-        "1.0 samples from all tokens",
-    ),
-    (
-        "data.weights",
-        lambda v: v > 0,
-        "must be above 0",
-        "leave out the path that is not to be drawn from",
-    ),
-    ("eval.temperature", lambda v: v >= 0, "must not be negative", "0 = greedy"),
-    ("debug.stall_s", lambda v: v >= 0, "must not be negative", "0 = no reports"),
-    (
-        "eval.name",
-        lambda v: re.fullmatch(r"[A-Za-z0-9_.-]+", v) is not None,
-        "names metrics and files: letters, digits, '_', '-' and '.' only",
-        "heldout",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -383,17 +217,9 @@ def _has_chat_template(folder: Path) -> bool:
 
 
 def _check_ranges(found: _Findings) -> None:
-    for name, value in found.values.items():
-        if any(isinstance(number, float) and not math.isfinite(number) for number in _each(value)):
-            found.add(name, "must be a finite number", "see --help")
-    for name, holds, rule, fix in _RANGES:
-        if found.sound(name) and not all(map(holds, _each(found.values[name]))):
-            found.add(name, rule, fix)
-
-
-def _each(value: Any) -> tuple[Any, ...]:
-    """The values of a list, or the one value that a field has."""
-    return value if isinstance(value, tuple) else (value,)
+    for name, setting in SETTINGS.items():
+        if found.sound(name) and (problem := setting.problem(found.values[name])):
+            found.problems.append(problem)
 
 
 def _check_batch(config: Config, found: _Findings, world_size: int) -> None:
@@ -847,7 +673,7 @@ def _check_eval(config: Config, found: _Findings, shape: ModelShape | None) -> t
     for env in filter(None, dict.fromkeys(settings.env)):
         if ":" in env:
             _check_environment_file(env, "eval.env", found)
-        elif env not in (names := get_args(FIELD_TYPES["env.name"])):
+        elif env not in (names := get_args(SETTINGS["env.name"].kind)):
             fix = f"one of {', '.join(names)}, or path/to/my_env.py:MyEnv"
             found.add("eval.env", "names no environment", fix, value=env)
     if not found.sound("eval.env"):

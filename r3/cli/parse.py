@@ -21,14 +21,13 @@ from configs import KNOWN_SHAPES, PRESETS
 from r3.cli import dry_run as plan
 from r3.cli.checks import examine
 from r3.config import (
-    FIELD_TYPES,
+    SETTINGS,
     Config,
     ConfigError,
     Problem,
     flatten,
     from_yaml,
-    is_list,
-    nearest_fields,
+    nearest_settings,
     parse_value,
     resume_problems,
     with_values,
@@ -138,10 +137,10 @@ def _read(argv: Sequence[str], problems: list[Problem]) -> _Words:
         has_value = bool(equals)
         if not equals and rest and not rest[0].startswith("--"):
             value, has_value = rest.pop(0), True
-        if not has_value and FIELD_TYPES.get(name) is bool:
+        if not has_value and name in SETTINGS and SETTINGS[name].kind is bool:
             value, has_value = "True", True  # `--eval.only` alone says what it means
-        if name not in FIELD_TYPES and name not in ("from", "world_size"):
-            problems.append(Problem(flag, value, "there is no such flag", nearest_fields(name)))
+        if name not in SETTINGS and name not in ("from", "world_size"):
+            problems.append(Problem(flag, value, "there is no such flag", nearest_settings(name)))
         elif not has_value:
             problems.append(Problem(flag, "", "has no value", f"write {flag} VALUE"))
         elif name == "from":
@@ -154,7 +153,7 @@ def _read(argv: Sequence[str], problems: list[Problem]) -> _Words:
                     name, value, f"is given twice, {words.flags[name]!r} before", "give it once"
                 )
             )
-        elif not is_list(name):
+        elif not SETTINGS[name].is_list:
             words.flags[name] = value
         else:
             values = [value]

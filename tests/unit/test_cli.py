@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from configs import PRESETS
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import parse as cli
-from r3.config import FIELD_TYPES, Config, to_yaml, with_values
+from r3.config import SETTINGS, Config, to_yaml, with_values
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "vllm", "megatron", "transformers", "numpy")
@@ -89,7 +90,8 @@ def test_a_value_may_be_empty_or_hold_spaces_and_equal_signs() -> None:
 
 
 def test_a_list_field_takes_every_word_up_to_the_next_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FIELD_TYPES, "train.beta1", tuple[float, ...])
+    floats = replace(SETTINGS["train.beta1"], kind=tuple[float, ...])
+    monkeypatch.setitem(SETTINGS, "train.beta1", floats)
 
     def beta1(*words: str) -> object:
         return cli._with_flags(Config(), cli._read(["tiny", *words], []).flags, []).train.beta1
@@ -180,8 +182,8 @@ def test_a_resumed_run_may_not_change_what_is_learnt(
         "1",
     )
     assert "config: 2 problems" in message
-    assert "train.lr = 0.001: the run to resume was started with 0.0002" in message
-    assert "rollout.group_size = 4: the run to resume was started with 8" in message
+    assert "train.lr = 0.001: the run was started with 0.0002" in message
+    assert "rollout.group_size = 4: the run was started with 8" in message
 
 
 def test_the_same_folder_resumes_under_a_preset_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +205,7 @@ def test_a_run_whose_config_is_damaged_is_refused(
     (run / "config.yaml").write_text("train: {stepz: 3, lr: high}")
     message = refusal(capsys, "--from", str(run))
     assert (
-        "train.stepz = 3: is no field" in message
+        "train.stepz = 3: there is no such setting" in message
         and "train.lr = 'high': must be a number" in message
     )
 
@@ -224,7 +226,7 @@ def test_a_run_whose_config_is_damaged_is_refused(
         (["tiny", "--lr", "1"], "--lr = '1': there is no such flag. Fix: did you mean train.lr?"),
         (["tiny", "--data.pth", "x"], "Fix: did you mean data.path?"),
         (["tiny", "--trian.lr", "1"], "Fix: did you mean train.lr?"),
-        (["tiny", "--colour", "red"], "Fix: --help lists every field"),
+        (["tiny", "--colour", "red"], "Fix: --help lists every setting"),
         (["tiny", "-x"], "-x = '': there is no such flag"),
         (["tiny", "--train.steps", "many"], "train.steps = 'many': must be an integer"),
         (["tiny", "--train.steps", "2.5"], "train.steps = '2.5': must be an integer"),
@@ -356,7 +358,7 @@ def test_help_lists_presets_and_sections(capsys: pytest.CaptureFixture[str]) -> 
     text = printed(capsys, "--help")
     for preset, build in PRESETS.items():
         assert build.__doc__ and f"{preset}  " in text and build.__doc__ in text
-    for section in {name.partition(".")[0] for name in FIELD_TYPES}:
+    for section in {name.partition(".")[0] for name in SETTINGS}:
         assert f"\n  {section} " in text
     assert "--from RUN_DIR" in text and "--dry-run" in text
 
@@ -365,14 +367,14 @@ def test_help_of_a_preset_has_every_field_with_its_default(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = printed(capsys, "tiny", "--help")
-    missing = [name for name in FIELD_TYPES if f"--{name} " not in text]
+    missing = [name for name in SETTINGS if f"--{name} " not in text]
     assert not missing
     assert "(default: 0.0002)" in text
 
 
 def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(printed(capsys, "tiny", "--help").replace("\u2502", " ").split())
-    for name in FIELD_TYPES:
+    for name in SETTINGS:
         after = text.split(f"--{name} ", 1)[1]
         metavar, _, rest = after.partition(" ")
         assert not rest.startswith("(default"), f"{name} {metavar} has no docstring"

@@ -17,11 +17,11 @@ from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import checks as validate
 from r3.cli import dry_run as plan
 from r3.config import (
-    FIELD_TYPES,
-    RESUME_MAY_CHANGE,
+    SETTINGS,
     Config,
     ConfigError,
     ParallelConfig,
+    describe_fields,
     flatten,
     from_yaml,
     parse_value,
@@ -29,6 +29,7 @@ from r3.config import (
     to_yaml,
     with_values,
 )
+from r3.config.rules import Above, AtLeast, Between, Matches, Not, Rule, ZeroOr
 from r3.data.sources import Columns, read_rows
 from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
 from tests.families import engine_sizes, family_checkpoint
@@ -69,7 +70,7 @@ def test_yaml_gives_the_same_config_back(preset: str) -> None:
 
 def test_yaml_writes_every_field_and_absent_ones_keep_their_defaults() -> None:
     text = to_yaml(Config())
-    assert all(f"  {name.partition('.')[2]}: " in text for name in FIELD_TYPES)
+    assert all(f"  {name.partition('.')[2]}: " in text for name in SETTINGS)
     assert from_yaml("train: {steps: 3}") == with_values(Config(), {"train.steps": 3})
 
 
@@ -97,7 +98,7 @@ def test_yaml_is_read_as_a_person_means_it() -> None:
 def test_a_list_field_takes_lists_one_value_and_nothing(
     kind: Any, value: object, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FIELD_TYPES, "train.lr", kind)
+    monkeypatch.setitem(SETTINGS, "train.lr", replace(SETTINGS["train.lr"], kind=kind))
     parsed = parse_value("train.lr", value)
     assert parsed == expected and [type(x) for x in parsed] == [type(x) for x in expected]  # type: ignore[attr-defined]
     config = with_values(Config(), {"train.lr": parsed})
@@ -108,7 +109,8 @@ def test_a_list_field_takes_lists_one_value_and_nothing(
 def test_a_list_of_the_wrong_things_is_refused(
     value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FIELD_TYPES, "train.lr", tuple[float, ...])
+    floats = replace(SETTINGS["train.lr"], kind=tuple[float, ...])
+    monkeypatch.setitem(SETTINGS, "train.lr", floats)
     with pytest.raises(ValueError, match="must be a number"):
         parse_value("train.lr", value)
 
@@ -256,11 +258,11 @@ def test_the_size_of_a_micro_batch_is_frozen_where_it_decides_what_is_trained_on
     assert [problem.field for problem in problems] == frozen
 
 
-def test_what_may_change_on_resume_exists() -> None:
-    for name in RESUME_MAY_CHANGE:
-        assert name in FIELD_TYPES or any(
-            field.startswith(name) for field in FIELD_TYPES if name.endswith(".")
-        )
+def test_every_section_but_the_layout_says_field_by_field_what_may_change_on_resume() -> None:
+    free = {name.partition(".")[0] for name, setting in SETTINGS.items() if setting.resume}
+    fixed = {name.partition(".")[0] for name, setting in SETTINGS.items() if not setting.resume}
+    assert free - fixed == {"parallel", "eval", "checkpoint", "log", "debug"}
+    assert fixed - free == {"data", "rollout", "algo"}
 
 
 # ---- rules
@@ -275,13 +277,13 @@ def test_embedded_presets_have_no_problem_and_no_warning(preset: str, world_size
 
 
 def test_choices_of_the_algorithm_are_those_there_is_code_for() -> None:
-    """r3/config.py imports nothing heavy, so it names them itself."""
+    """r3/config imports nothing heavy, so it names them itself."""
     from r3.algo.advantage import ADVANTAGES
     from r3.algo.loss import CORRECTIONS, LOSSES
 
-    assert set(get_args(FIELD_TYPES["algo.advantage"])) == ADVANTAGES.keys()
-    assert set(get_args(FIELD_TYPES["algo.loss"])) == LOSSES.keys()
-    assert set(get_args(FIELD_TYPES["algo.correction"])) == {"none", "bypass", *CORRECTIONS}
+    assert set(get_args(SETTINGS["algo.advantage"].kind)) == ADVANTAGES.keys()
+    assert set(get_args(SETTINGS["algo.loss"].kind)) == LOSSES.keys()
+    assert set(get_args(SETTINGS["algo.correction"].kind)) == {"none", "bypass", *CORRECTIONS}
 
 
 def test_reinforce_pp_needs_no_groups() -> None:
@@ -290,9 +292,51 @@ def test_reinforce_pp_needs_no_groups() -> None:
 
 
 def test_every_number_has_a_rule() -> None:
-    ruled = {name for name, *_ in validate._RANGES}
-    assert {name for name, kind in FIELD_TYPES.items() if kind in (int, float)} <= ruled
-    assert ruled <= FIELD_TYPES.keys()
+    numbers = [name for name, each in SETTINGS.items() if each.kind in (int, float)]
+    assert len(numbers) > 60
+    assert [name for name in numbers if not SETTINGS[name].rule] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "good", "bad", "words"),
+    [
+        (AtLeast(1), [1, 2.5], [0, -1], "must be at least 1"),
+        (Above(0), [1e-9], [0, -1], "must be above 0"),
+        (Between(0, 1), [0, 0.5, 1], [-0.1, 1.1], "must be between 0 and 1"),
+        (Between(0, 1, exclude=(0, 1)), [0.5], [0, 1], "between 0 and 1 (0 and 1 excluded)"),
+        (ZeroOr(Above(1)), [0, 2], [1, -1], "must be 0 or above 1"),
+        (Not(0, "why"), [-1], [0], "must not be 0: why"),
+        (Not(""), ["x"], [""], "must not be empty"),
+        (Matches("[a-z]+", "lower case"), ["ab"], ["aB", ""], "must be lower case"),
+    ],
+    ids=str,
+)
+def test_a_rule_accepts_what_its_words_say(
+    rule: Rule, good: list[Any], bad: list[Any], words: str
+) -> None:
+    assert all(map(rule.accepts, good)) and not any(map(rule.accepts, bad))
+    assert words in str(rule)
+
+
+def test_the_rule_at_a_field_is_the_one_that_is_checked_and_described() -> None:
+    """Resume behaviour, rule, fix and help are read from the annotation, and from nowhere else."""
+    setting = SETTINGS["train.steps"]
+    assert setting.problem(1) is None
+    assert str(setting.problem(0)) == "train.steps = 0: must be at least 1. Fix: the default is 100"
+    (described,) = [each for each in describe_fields() if each.name == "train.steps"]
+    assert (described.type, described.default) == ("integer", "100")
+    assert (described.rule, described.resume) == (
+        "must be at least 1",
+        "yes, unless train.lr_schedule decays",
+    )
+    assert described.help.startswith("Number of steps.")
+
+
+def test_every_help_text_is_a_sentence_or_several() -> None:
+    """A subject, a full stop, no line that had to be cut."""
+    for each in describe_fields():
+        assert each.help.endswith("."), each.name
+        assert not each.help[0].isspace() and len(each.help) < 330, each.name
 
 
 @pytest.mark.parametrize(
@@ -313,24 +357,24 @@ def test_every_number_has_a_rule() -> None:
         ),
         ({"rollout.prompts_per_step": 8192}, "data.path", "has 4096 rows"),
         ({"rollout.temperature": 0.0}, "rollout.temperature", "above 0"),
-        ({"rollout.top_p": 0.0}, "rollout.top_p", "above 0 and at most 1"),
-        ({"rollout.top_p": 1.1}, "rollout.top_p", "above 0 and at most 1"),
-        ({"rollout.top_k": -1}, "rollout.top_k", "negative"),
-        ({"algo.clip_low": 1.5}, "algo.clip_low", "at most 1"),
-        ({"replay.plausibility": 1.5}, "replay.plausibility", "at most 1"),
+        ({"rollout.top_p": 0.0}, "rollout.top_p", "between 0 and 1 (0 excluded)"),
+        ({"rollout.top_p": 1.1}, "rollout.top_p", "between 0 and 1 (0 excluded)"),
+        ({"rollout.top_k": -1}, "rollout.top_k", "at least 0"),
+        ({"algo.clip_low": 1.5}, "algo.clip_low", "between 0 and 1 (0 excluded)"),
+        ({"replay.plausibility": 1.5}, "replay.plausibility", "between 0 and 1: it is a fraction"),
         ({"algo.clip_high": 0.0}, "algo.clip_high", "above 0"),
         ({"algo.clip_dual": 1.0}, "algo.clip_dual", "0 or above 1"),
         ({"algo.minirl_cap": 0.5, "algo.loss": "minirl"}, "algo.minirl_cap", "at least 1"),
         ({"algo.correction_high": 0.5}, "algo.correction_high", "0 or at least 1"),
-        ({"algo.correction_low": 1.0}, "algo.correction_low", "below 1"),
-        ({"algo.dynamic_sampling": -1}, "algo.dynamic_sampling", "negative"),
+        ({"algo.correction_low": 1.0}, "algo.correction_low", "between 0 and 1 (1 excluded)"),
+        ({"algo.dynamic_sampling": -1}, "algo.dynamic_sampling", "at least 0"),
         (
             {"algo.dynamic_sampling": 1, "algo.advantage": "reinforce_pp"},
             "algo.dynamic_sampling",
             "it has no groups",
         ),
-        ({"rollout.step_token_budget": -1}, "rollout.step_token_budget", "negative"),
-        ({"rollout.max_staleness": -1}, "rollout.max_staleness", "negative"),
+        ({"rollout.step_token_budget": -1}, "rollout.step_token_budget", "at least 0"),
+        ({"rollout.max_staleness": -1}, "rollout.max_staleness", "at least 0"),
         (
             {
                 "algo.dynamic_sampling": 1,
@@ -340,7 +384,7 @@ def test_every_number_has_a_rule() -> None:
             "rollout.max_staleness",
             "leaves out groups of this one by their rewards",
         ),
-        ({"algo.overlong_buffer": -1}, "algo.overlong_buffer", "negative"),
+        ({"algo.overlong_buffer": -1}, "algo.overlong_buffer", "at least 0"),
         (
             {"algo.overlong_buffer": 41},
             "algo.overlong_buffer",
@@ -355,7 +399,7 @@ def test_every_number_has_a_rule() -> None:
         ({"algo.loss": "minirl", "algo.correction": "bypass"}, "algo.correction", "mismatch twice"),
         ({"algo.loss": "pg", "algo.correction": "bypass"}, "algo.correction", "pg has none"),
         ({"algo.loss": "cispo", "algo.clip_high": 4.0}, "algo.clip_low", "from above only"),
-        ({"algo.kl_coef": -0.1}, "algo.kl_coef", "negative"),
+        ({"algo.kl_coef": -0.1}, "algo.kl_coef", "at least 0"),
         ({"train.lr": 0.0}, "train.lr", "above 0"),
         ({"train.lr": float("nan")}, "train.lr", "finite"),
         ({"train.lr": float("inf")}, "train.lr", "finite"),
@@ -365,11 +409,11 @@ def test_every_number_has_a_rule() -> None:
             "must not exceed train.lr",
         ),
         ({"train.steps": 0}, "train.steps", "at least 1"),
-        ({"train.warmup_updates": -1}, "train.warmup_updates", "negative"),
-        ({"train.logprob_chunk_tokens": -1}, "train.logprob_chunk_tokens", "negative"),
-        ({"train.beta1": 1.0}, "train.beta1", "below 1"),
-        ({"train.beta2": -0.1}, "train.beta2", "at least 0"),
-        ({"train.seed": -1}, "train.seed", "at least 0"),
+        ({"train.warmup_updates": -1}, "train.warmup_updates", "at least 0"),
+        ({"train.logprob_chunk_tokens": -1}, "train.logprob_chunk_tokens", "at least 0"),
+        ({"train.beta1": 1.0}, "train.beta1", "between 0 and 1 (1 excluded)"),
+        ({"train.beta2": -0.1}, "train.beta2", "between 0 and 1 (1 excluded)"),
+        ({"train.seed": -1}, "train.seed", "between 0 and 2147483647"),
         ({"train.micro_batch_tokens": 40}, "train.micro_batch_tokens", "longest sequence"),
         (
             {"data.max_prompt_tokens": 480},
@@ -400,15 +444,15 @@ def test_every_number_has_a_rule() -> None:
         ({"reward.function": ["exact", "exact"]}, "reward.function", "names a function twice"),
         ({"reward.weights": [1.0, 2.0]}, "reward.weights", "has 2 values for the 1 functions"),
         ({"reward.weights": [0.0]}, "reward.weights", "must not be 0"),
-        ({"reward.workers": -1}, "reward.workers", "must not be negative"),
-        ({"reward.retries": -1}, "reward.retries", "must not be negative"),
+        ({"reward.workers": -1}, "reward.workers", "at least 0"),
+        ({"reward.retries": -1}, "reward.retries", "at least 0"),
         ({"reward.timeout_s": 0.0}, "reward.timeout_s", "above 0"),
-        ({"reward.backoff_s": -1.0}, "reward.backoff_s", "must not be negative"),
+        ({"reward.backoff_s": -1.0}, "reward.backoff_s", "at least 0"),
         ({"reward.max_tokens": 0}, "reward.max_tokens", "at least 1"),
         ({"reward.max_connections": 0}, "reward.max_connections", "at least 1"),
         ({"reward.model_batch": 0}, "reward.model_batch", "at least 1"),
         ({"reward.model_tokens": 0}, "reward.model_tokens", "at least 1"),
-        ({"reward.model_wait_s": -0.1}, "reward.model_wait_s", "must not be negative"),
+        ({"reward.model_wait_s": -0.1}, "reward.model_wait_s", "at least 0"),
         (HTTP | {"reward.url": ""}, "reward.url", "must be the address of a server"),
         (HTTP | {"reward.url": "localhost:8000"}, "reward.url", "must be the address of a server"),
         (HTTP | {"reward.model": ""}, "reward.model", "is empty"),
@@ -423,7 +467,7 @@ def test_every_number_has_a_rule() -> None:
         ),
         ({"reward.function": "model"}, "reward.model_path", "is no folder"),
         ({"eval.samples": 4}, "eval.samples", "all the same"),
-        ({"eval.name": "a/b"}, "eval.name", "names metrics and files"),
+        ({"eval.name": "a/b"}, "eval.name", "made of letters, digits"),
         ({"eval.path": "missing.jsonl"}, "eval.path", "no such file"),
         (
             {"eval.path": TWO_SETS},
@@ -458,7 +502,7 @@ def test_every_number_has_a_rule() -> None:
             "pass@8 needs as many samples, and eval.samples is 4",
         ),
         ({"eval.pass_at": [0]}, "eval.pass_at", "at least 1"),
-        ({"eval.top_p": [1.5]}, "eval.top_p", "at most 1"),
+        ({"eval.top_p": [1.5]}, "eval.top_p", "between 0 and 1 (0 excluded)"),
         ({"eval.temperature": [float("nan")]}, "eval.temperature", "finite"),
         ({"eval.max_tokens": 512}, "eval.max_tokens", "context of 512"),
         ({"eval.function": "gsm9k"}, "eval.function", "neither a built-in reward nor"),
@@ -1031,4 +1075,4 @@ def test_r2_with_one_update_is_nothing_to_warn_of() -> None:
 
 
 def test_flatten_names_every_field() -> None:
-    assert flatten(Config()).keys() == FIELD_TYPES.keys()
+    assert flatten(Config()).keys() == SETTINGS.keys()

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from r3.config import FIELD_TYPES
+from r3.config import SETTINGS
 from r3.metrics.glossary import UnknownMetricError, explain
 from tests.pages import MARKER, ROOT, Block, BlockError, blocks, run
 
 pytestmark = pytest.mark.unit
 
 README_WORDS = 1300
-SECTIONS = {name.partition(".")[0] for name in FIELD_TYPES}
+SECTIONS = {name.partition(".")[0] for name in SETTINGS}
 AREAS = "reward|eval|rollout|env|mismatch|routing|loss|correction|policy|optim|time|perf|memory"
 ERRORS = re.compile(r"^class (\w+)\((?:\w*Error|Exception)\):", re.MULTILINE)
 
@@ -66,7 +66,7 @@ def unknown_settings(page: str, text: str) -> Iterator[str]:
         if re.match(rf"({section})\.[a-z0-9_]+($|\s)", span)
     ]
     for name in [*named, *re.findall(r"--([a-z]+\.[a-z0-9_]+)", text)]:
-        if name not in FIELD_TYPES and not name.endswith(".py") and name != "section.field":
+        if name not in SETTINGS and not name.endswith(".py") and name != "section.field":
             yield f"{page}: there is no setting {name}"
 
 
@@ -168,7 +168,7 @@ def test_generated_pages_are_current(tmp_path: Path) -> None:
 def test_generated_pages_have_every_setting_with_its_help() -> None:
     text = make_docs().configuration()
     rows = re.findall(r"^\| `(\w+\.\w+)` \|.*\| (.+) \|$", text, re.MULTILINE)
-    assert {name for name, _ in rows} == set(FIELD_TYPES)
+    assert {name for name, _ in rows} == set(SETTINGS)
     assert all(meaning.strip() for _, meaning in rows)
 
 

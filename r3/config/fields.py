@@ -1,0 +1,273 @@
+"""The table of all settings, read from the annotations of `Config`, and values from text or YAML."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from r3.config.rules import Fix, MayChangeOnResume, Rule
+from r3.config.settings import Config
+
+_Mark = TypeVar("_Mark")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a config: the field, its value, the rule it breaks, the fix."""
+
+    field: str
+    value: object
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.value!r}: {self.rule}. Fix: {self.fix}"
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a config, at once."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        super().__init__(
+            "\n".join([f"config: {count}", *(f"  - {problem}" for problem in problems)])
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting, as its annotation describes it.
+
+    Attributes:
+        name: full name, "section.field".
+        kind: its type: str, int, float, bool, a Literal, or a tuple of one of them.
+        default: its value in an empty preset.
+        rule: the rule that its value, or each value of a list, obeys; None without one.
+        fix: what to do when the rule is broken.
+        resume: how it may change on resume; None if it may not.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    rule: Rule | None
+    fix: str
+    resume: MayChangeOnResume | None
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it holds any number of values, written `--name a b` and, in YAML, as a list."""
+        return get_origin(self.kind) is tuple
+
+    def problem(self, value: Any) -> Problem | None:
+        """What is wrong with a value of the right type; None if nothing is."""
+        values = value if self.is_list else (value,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in values):
+            return Problem(self.name, value, "must be a finite number", self.fix)
+        if self.rule and not all(map(self.rule.accepts, values)):
+            return Problem(self.name, value, str(self.rule), self.fix)
+        return None
+
+
+def _settings() -> dict[str, Setting]:
+    found: dict[str, Setting] = {}
+    for section in fields(Config):
+        cls, of_section = _unwrap(get_type_hints(Config, include_extras=True)[section.name])
+        hints = get_type_hints(cls, include_extras=True)
+        for field in fields(cls):
+            kind, marks = _unwrap(hints[field.name])
+            assert field.default is not MISSING, f"{section.name}.{field.name} has no default"
+            rule = _mark_of(Rule, marks)
+            fix = _mark_of(Fix, marks)
+            name = f"{section.name}.{field.name}"
+            found[name] = Setting(
+                name=name,
+                kind=kind,
+                default=field.default,
+                rule=rule,
+                fix=fix.text if fix else f"the default is {_as_typed(field.default) or 'empty'}",
+                resume=_mark_of(MayChangeOnResume, marks)
+                or _mark_of(MayChangeOnResume, of_section),
+            )
+    return found
+
+
+def _unwrap(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type without its annotations, and the annotations."""
+    if get_origin(hint) is Annotated:
+        kind, *marks = get_args(hint)
+        return kind, tuple(marks)
+    return hint, ()
+
+
+def _mark_of(cls: type[_Mark], marks: Sequence[Any]) -> _Mark | None:
+    of_class = [mark for mark in marks if isinstance(mark, cls)]
+    assert len(of_class) <= 1, f"{of_class}: a setting has one {cls.__name__} at most"
+    return of_class[0] if of_class else None
+
+
+def _as_typed(value: Any) -> str:
+    """A value as one writes it on the command line; "" for an empty one."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+SETTINGS = _settings()
+"""Every setting by its full name, "section.field"."""
+
+
+def parse_value(name: str, value: object) -> Any:
+    """A value for a setting, from text or YAML, in the type of the setting.
+
+    Text is read as on the command line, so `lr: 1e-4`, which YAML takes for text, is the number. A
+    list setting takes a list, one value as a list of one, and "" as an empty list.
+
+    Raises:
+        ValueError: the value has another type; the message says what was expected.
+    """
+    return _parse_as(SETTINGS[name].kind, value)
+
+
+def _parse_as(kind: Any, value: object) -> Any:
+    if get_origin(kind) is tuple:
+        one = get_args(kind)[0]
+        # As in `--eval.path ''`: the way to write no value where a value is expected.
+        if value == "":
+            return ()
+        if not isinstance(value, list | tuple):  # `path: rows.jsonl` is a list of one
+            value = (value,)
+        return tuple(_parse_as(one, entry) for entry in value)
+    if get_origin(kind) is Literal:
+        text = "off" if value is False else str(value)  # YAML reads a bare `off` as False
+        for choice in get_args(kind):
+            if text == str(choice):
+                return choice
+        raise ValueError(f"must be one of {', '.join(map(str, get_args(kind)))}")
+    if kind is bool:
+        if str(value).lower() not in ("true", "false"):
+            raise ValueError("must be True or False")
+        return str(value).lower() == "true"
+    accepted, expected = {
+        str: ((str,), "text"),
+        int: ((int, str), "an integer"),
+        float: ((int, float, str), "a number"),
+    }[kind]
+    if type(value) in accepted:  # not isinstance: True is no number
+        with suppress(ValueError):
+            return kind(value)
+    raise ValueError(f"must be {expected}")
+
+
+def nearest_settings(name: str) -> str:
+    """Advice for a setting that does not exist: the settings it may mean."""
+    section, _, last = name.rpartition(".")
+    lasts = dict.fromkeys(full.partition(".")[2] for full in SETTINGS)
+    near = difflib.get_close_matches(last, lasts, n=2, cutoff=0.7)
+    meant = [full for word in near for full in SETTINGS if full.partition(".")[2] == word]
+    meant = [full for full in meant if full.startswith(f"{section}.")] or meant
+    if meant:
+        return f"did you mean {' or '.join(meant)}?"
+    siblings = [full.partition(".")[2] for full in SETTINGS if full.startswith(f"{section}.")]
+    return f"{section} has {', '.join(siblings)}" if siblings else "--help lists every setting"
+
+
+def resume_problems(old: Config, new: Config) -> list[Problem]:
+    """Settings that differ from those a run was started with, although they must not.
+
+    Args:
+        old: the config the run was started with.
+        new: the config it is to be resumed with.
+    """
+    return [
+        Problem(
+            name,
+            getattr(getattr(new, section), field),
+            f"the run was started with {before!r}, and this setting may not change on resume",
+            "set it back, or start a new run with another --log.dir",
+        )
+        for name, setting in SETTINGS.items()
+        for section, field in [name.split(".")]
+        for before in [getattr(getattr(old, section), field)]
+        if getattr(getattr(new, section), field) != before
+        and not (setting.resume and setting.resume.allows(old))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldDescription:
+    """One setting in words, for --help and the documentation.
+
+    Attributes:
+        name: full name, "section.field".
+        type: "text", "integer", "list of number", or the choices.
+        default: as one writes it on the command line; "" if empty.
+        help: what it is, its unit, and what special values mean.
+        rule: the rule that its value obeys, beginning with "must"; "" without one.
+        resume: "yes", "no", or "yes, unless ...".
+    """
+
+    name: str
+    type: str
+    default: str
+    help: str
+    rule: str
+    resume: str
+
+
+def describe_fields() -> tuple[FieldDescription, ...]:
+    """Every setting in words, in the order of `Config`."""
+    sections = {
+        section.name: _unwrap(get_type_hints(Config, include_extras=True)[section.name])[0]
+        for section in fields(Config)
+    }
+    return tuple(
+        FieldDescription(
+            name=name,
+            type=_type_in_words(setting.kind),
+            default=_as_typed(setting.default),
+            help=_help_texts(sections[section])[field],
+            rule=str(setting.rule or ""),
+            resume=_resume_in_words(setting.resume),
+        )
+        for name, setting in SETTINGS.items()
+        for section, field in [name.split(".")]
+    )
+
+
+def _type_in_words(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return f"list of {_type_in_words(get_args(kind)[0])}"
+    if get_origin(kind) is Literal:
+        return ", ".join(map(str, get_args(kind)))
+    return {str: "text", int: "integer", float: "number", bool: "true or false"}[kind]
+
+
+def _resume_in_words(resume: MayChangeOnResume | None) -> str:
+    if resume is None:
+        return "no"
+    return f"yes, {resume.exception}" if resume.exception else "yes"
+
+
+@cache
+def _help_texts(cls: type) -> dict[str, str]:
+    """The text under each field of a dataclass."""
+    (node,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(node, ast.ClassDef), f"{cls.__name__} is not a class statement"
+    texts: dict[str, str] = {}
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str() as text)),
+            ):
+                texts[name] = " ".join(text.split())
+    return texts

@@ -1,0 +1,640 @@
+"""Every setting of a run: frozen dataclasses. The text under a field is its `--help`.
+
+The annotation of a field holds its type, the rule its values obey, how to fix a value that breaks
+the rule, and whether a resumed run may change it (`r3/config/rules.py`). A new setting is one place:
+here. `python tools/make_docs.py` writes docs/configuration.md from it.
+
+A `Config` is data; derived values are properties. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import accumulate
+from math import lcm
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from r3.config.rules import (
+    Above,
+    AtLeast,
+    Between,
+    Fix,
+    Matches,
+    MayChangeOnResume,
+    Not,
+    ZeroOr,
+)
+
+
+def _learning_rate_decays(config: Config) -> bool:
+    """Every learning rate of a decaying schedule depends on the number of steps."""
+    return config.train.lr_schedule != "constant"
+
+
+def _micro_batch_bounds_prompts(config: Config) -> bool:
+    """The size of a micro-batch decides which prompts are dropped or where conversations end."""
+    several_turns = config.env.name != "single_turn" or config.env.path != ""
+    return not config.data.max_prompt_tokens and (
+        config.data.on_too_long == "drop" or several_turns
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The initial policy."""
+
+    path: str = ""
+    """Folder of a Hugging Face checkpoint: config.json, *.safetensors, and a tokenizer with a chat
+    template."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the weights in training. Router scores, softmax and loss are always float32."""
+    experts: Literal["grouped", "sequential"] = "grouped"
+    """How experts run in training. grouped: one grouped matrix product of torch. sequential:
+    Megatron's loop over experts."""
+    recompute: Annotated[Literal["none", "moe", "full"], MayChangeOnResume()] = "none"
+    """Activations recomputed in the backward pass: none, those of the MoE layers, or all. Routes
+    are replayed in the recomputation too."""
+    fp32_head: bool = False
+    """Multiply hidden states and output weight in float32, in policy and engine; bfloat16 rounds
+    every logit. Costs a float32 copy of the output weight in the policy. On CUDA the product is
+    several times slower."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Training prompts."""
+
+    path: tuple[str, ...] = ()
+    """One or several sources of rows: a JSONL file, a .parquet file, FOLDER[:SPLIT] of Hugging Face
+    datasets, hub:OWNER/NAME[:CONFIG][:SPLIT], or gym:TASK[,size=N][,seed=N] of reasoning-gym."""
+    weights: Annotated[
+        tuple[float, ...], Above(0), Fix("leave out the path that should not be sampled")
+    ] = ()
+    """Sampling weights of the paths, one per path. Empty: rows of all paths form one pool."""
+    prompt_key: str = "question"
+    """Column with the question (text) or the conversation so far (a list of messages). a.b reaches
+    into nested objects."""
+    answer_key: str = "answer"
+    """Column with the reference answer. Empty: rows have none."""
+    tools_key: str = ""
+    """Column with the tools for the chat template, a list of JSON schemas. Empty: rows have
+    none."""
+    system_prompt: str = ""
+    """System message added in front of every conversation. Empty: none is added."""
+    max_prompt_tokens: Annotated[int, AtLeast(0)] = 0
+    """Maximum tokens per prompt. 0: what rollout.max_response_tokens leaves free in the context and
+    in a micro-batch."""
+    on_too_long: Literal["error", "drop"] = "error"
+    """What to do with a longer prompt. error: stop the run. drop: leave it out and count it."""
+    drop_duplicates: bool = False
+    """Drop and count rows whose conversation and answer equal those of an earlier row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvConfig:
+    """The environment: what happens in a conversation."""
+
+    name: Literal["single_turn", "calculator", "guess_number"] = "single_turn"
+    """Built-in environment. single_turn: one question, one response. calculator: the same with a
+    calculator tool. guess_number: a game of several turns."""
+    path: str = ""
+    """Your own environment instead of a built-in one, `path/to/file.py:Class`. The protocol is in
+    r3/envs/__init__.py."""
+    max_turns: Annotated[int, AtLeast(1)] = 8
+    """Maximum model messages per conversation."""
+    max_turn_tokens: Annotated[int, AtLeast(0)] = 0
+    """Maximum tokens per model message. 0: what is left of rollout.max_response_tokens, which
+    counts observations too."""
+    stop: Annotated[
+        tuple[str, ...], Not("", "an empty string ends every message at once"), Fix("leave it out")
+    ] = ()
+    """Strings that end a model message. They stay in the message."""
+    workers: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
+    """Worker processes per rank, for an environment that computes. 0: threads, for an environment
+    that waits."""
+    timeout_s: Annotated[
+        float, Above(0), Fix("60, or the time of the slowest call"), MayChangeOnResume()
+    ] = 60.0
+    """Maximum seconds per call of the environment. A worker process that takes longer is killed and
+    replaced."""
+    retries: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
+    """Retries after an exception, a time-out or a worker crash."""
+    on_error: Literal["stop", "zero", "drop"] = "stop"
+    """After the last retry. stop: end the run. zero: end the conversation with reward 0. drop:
+    leave the conversation out. Evaluation treats drop as zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How responses are sampled."""
+
+    prompts_per_step: Annotated[int, AtLeast(1)] = 16
+    """Prompts per step, over all ranks."""
+    group_size: Annotated[int, AtLeast(1)] = 8
+    """Samples per prompt (num_generations)."""
+    max_response_tokens: Annotated[int, AtLeast(1)] = 512
+    """Maximum tokens per response, prompt excluded."""
+    temperature: Annotated[
+        float, Above(0, "greedy samples of one prompt are identical"), Fix("1.0")
+    ] = 1.0
+    """Sampling temperature. Log-probabilities of engine and policy are both taken at it."""
+    top_p: Annotated[
+        float, Between(0, 1, exclude=(0,)), Fix("1.0, which samples from all tokens")
+    ] = 1.0
+    """Nucleus sampling mass. Below 1 the engine samples from fewer tokens than the policy's
+    distribution has, which adds to the measured mismatch."""
+    top_k: Annotated[int, AtLeast(0)] = 0
+    """Sample only from the k most likely tokens. 0: all tokens. It adds to the mismatch as top_p
+    does."""
+    step_token_budget: Annotated[int, AtLeast(0)] = 0
+    """Maximum new tokens per conversation in one step (partial rollouts). A conversation that
+    reaches it is suspended. 0: no budget."""
+    max_staleness: Annotated[int, AtLeast(0)] = 0
+    """Maximum steps for which a suspended conversation may be resumed. Its earlier tokens,
+    log-probabilities and routes are kept. A group is trained on when all of its conversations are
+    complete. 0: suspended conversations are dropped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How responses are scored: the weighted sum of one or several reward functions."""
+
+    function: tuple[str, ...] = ("gsm8k",)
+    """One or several of: gsm8k; exact; math (math-verify); gym (the scorer of the reasoning-gym
+    task); row (gsm8k, exact or gym, as the column `verifier` of each row says); http (a chat
+    server); model (a reward model on the ranks); `path/to/file.py:function`, sync or async."""
+    weights: Annotated[tuple[float, ...], Not(0), Fix("leave the function out")] = ()
+    """Weights of the functions in the sum, one per function. Empty: all 1."""
+    workers: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
+    """Worker processes per rank for functions of your files, if they compute. 0: threads, for
+    functions that wait. math always has at least one process."""
+    timeout_s: Annotated[
+        float, Above(0), Fix("60, or the time of the slowest call"), MayChangeOnResume()
+    ] = 60.0
+    """Maximum seconds per call. A worker process that takes longer is killed and replaced."""
+    retries: Annotated[int, AtLeast(0), MayChangeOnResume()] = 3
+    """Retries after an exception, a time-out, or a server that asks to wait. gsm8k, exact and gym
+    are not retried."""
+    on_error: Literal["stop", "zero", "drop"] = "stop"
+    """After the last retry. stop: end the run. zero: give reward 0. drop: leave the response out.
+    Evaluation treats drop as zero."""
+    url: Annotated[str, MayChangeOnResume()] = ""
+    """http: base address of an OpenAI-compatible server, such as http://host:8000/v1."""
+    model: str = ""
+    """http: name of the model on the server."""
+    api_key_env: Annotated[str, MayChangeOnResume()] = ""
+    """http: environment variable that holds the API key. Empty: no key is sent."""
+    prompt_file: str = ""
+    """http: file with the prompt; {question}, {answer} and {response} are filled in. Empty: the LLM
+    judge is asked whether the response is right (1) or wrong (0)."""
+    pattern: str = ""
+    """http: regular expression whose only group is the score. Empty: "score" of a JSON object in
+    the reply."""
+    max_tokens: Annotated[int, AtLeast(1)] = 512
+    """http: maximum tokens of a reply."""
+    max_connections: Annotated[int, AtLeast(1), MayChangeOnResume()] = 16
+    """http: maximum requests in flight per rank."""
+    backoff_s: Annotated[float, AtLeast(0), MayChangeOnResume()] = 1.0
+    """http: seconds before the first retry, doubled before each further one. The server may ask for
+    more with Retry-After."""
+    model_path: str = ""
+    """model: folder of a Hugging Face sequence-classification checkpoint with one label, and its
+    tokenizer."""
+    model_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """model: data type of its weights and arithmetic."""
+    model_ranks: Annotated[tuple[int, ...], MayChangeOnResume()] = ()
+    """model: ranks that hold a copy. Empty: the first rank of every engine. R3 refuses any other
+    list."""
+    model_batch: Annotated[int, AtLeast(1), MayChangeOnResume()] = 16
+    """model: maximum conversations per batch. The last bits of a score depend on the batch; 1 makes
+    scores repeatable."""
+    model_wait_s: Annotated[float, AtLeast(0), MayChangeOnResume()] = 0.05
+    """model: seconds the first conversation of a batch waits for others. 0: do not wait."""
+    model_tokens: Annotated[int, AtLeast(1), MayChangeOnResume()] = 16384
+    """model: maximum padded tokens per batch. A single conversation may have more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgoConfig:
+    """Advantage, loss, corrections and KL penalty.
+
+    Formulas and papers are in r3/algo/advantage.py and r3/algo/loss.py. mu is the engine's
+    distribution, pi_old the policy with the weights that sampled, pi the policy now, and r is
+    pi / pi_old.
+    """
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
+    """grpo: (R - group mean) / group std. dr_grpo: R - group mean. rloo: R - mean of the group's
+    other samples. reinforce_pp: R whitened over the step. reinforce_pp_baseline: R - group mean,
+    scaled over the step."""
+    dynamic_sampling: Annotated[int, AtLeast(0)] = 0
+    """Maximum additional rounds of prompts per step, until rollout.prompts_per_step groups have
+    rewards that differ (DAPO). Other groups are not trained on. 0: off."""
+    overlong_buffer: Annotated[int, AtLeast(0)] = 0
+    """Soft overlong penalty (DAPO): the reward falls linearly over this many last tokens before
+    rollout.max_response_tokens, which counts observations too. 0: off."""
+    overlong_penalty: Annotated[
+        float, Above(0), Fix("1.0; algo.overlong_buffer 0 disables the penalty")
+    ] = 1.0
+    """Penalty of a response of maximum length."""
+    overlong_filter: bool = False
+    """Leave truncated responses out of the loss. They still count in the baseline of their
+    group."""
+    loss: Literal["ppo_clip", "pg", "gspo", "cispo", "minirl"] = "ppo_clip"
+    """ppo_clip: minimum of r A and clipped r A. pg: A log pi. gspo: ppo_clip with the mean ratio of
+    the response. cispo: clipped r as a constant weight. minirl: clipped pi / mu as a constant
+    weight, tokens outside of the clip range masked."""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """token: mean over all loss tokens of the batch. sequence: mean over sequences of their token
+    means. constant: sum over tokens / (sequences * rollout.max_response_tokens)."""
+    clip_low: Annotated[float, Between(0, 1, exclude=(0,)), Fix("0.2 is common")] = 0.2
+    """Lower clip range: r is bounded below at 1 - clip_low. gspo: 3e-4. cispo: 1, no lower
+    bound."""
+    clip_high: Annotated[
+        float, Above(0), Fix("0.2 is symmetric, 0.28 is the clip-higher of DAPO")
+    ] = 0.28
+    """Upper clip range: r is bounded above at 1 + clip_high (clip-higher, arXiv 2503.14476). gspo:
+    4e-4. minirl: 0.27. cispo: 3 to 5."""
+    clip_dual: Annotated[float, ZeroOr(Above(1)), Fix("0 disables it; 3.0 is common")] = 0.0
+    """ppo_clip: upper bound of r where A < 0 (dual clip, arXiv 1912.09729). 0: off."""
+    minirl_cap: Annotated[float, AtLeast(1, "without mismatch the weight is 1"), Fix("5.0")] = 5.0
+    """minirl: upper bound of pi / mu."""
+    correction: Literal[
+        "none",
+        "token_tis",
+        "sequence_tis",
+        "token_mis",
+        "sequence_mis",
+        "geometric_mask",
+        "icepop",
+        "bypass",
+    ] = "none"
+    """Importance weight against the mismatch w = pi_old / mu. tis: min(w, high), per token or per
+    response. mis and icepop: w, and 0 outside of [low, high]. geometric_mask: no loss for responses
+    whose geometric mean of w is outside. bypass: no weight, and r = pi / mu."""
+    correction_low: Annotated[
+        float,
+        Between(0, 1, exclude=(1,), why="without mismatch the weight is 1"),
+        Fix("0 for the default of algo.correction, or 0.5"),
+    ] = 0.0
+    """Lower bound of the importance weights. 0: the default of the correction (sequence_mis and
+    icepop 0.5, geometric_mask 0.999, token_mis none)."""
+    correction_high: Annotated[
+        float,
+        ZeroOr(AtLeast(1, "without mismatch the weight is 1")),
+        Fix("0 for the default of algo.correction, or 2.0"),
+    ] = 0.0
+    """Upper bound of the importance weights. 0: the default of the correction (tis and mis 2,
+    icepop 5, geometric_mask 1.001)."""
+    kl_coef: Annotated[float, AtLeast(0), Fix("0 disables the KL penalty")] = 0.0
+    """Weight of the KL penalty to the reference policy, which is the initial model. 0: off, and no
+    reference weights are kept."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: the penalty is added to the loss of every token. reward: its sum over the response is
+    subtracted from the reward before advantages (RLOO, arXiv 2402.14740)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL (joschu.net/blog/kl-approx.html). Use k2 or k3 in the loss, k1 in the
+    reward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The optimizer and its schedule."""
+
+    steps: Annotated[
+        int,
+        AtLeast(1),
+        MayChangeOnResume(
+            unless=_learning_rate_decays, exception="unless train.lr_schedule decays"
+        ),
+    ] = 100
+    """Number of steps. A step is one round of generation and its updates."""
+    lr: Annotated[float, Above(0), Fix("1e-6 is common for models of billions of parameters")] = (
+        1e-6
+    )
+    """Peak learning rate of AdamW."""
+    warmup_updates: Annotated[int, AtLeast(0)] = 0
+    """Optimizer updates of linear warm-up from 0."""
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after the warm-up: constant, or a decay to min_lr at the last update."""
+    min_lr: Annotated[float, AtLeast(0), Fix("0 decays to zero")] = 0.0
+    """Final learning rate of a decaying schedule."""
+    weight_decay: Annotated[float, AtLeast(0), Fix("0 disables it")] = 0.0
+    """Decoupled weight decay of AdamW."""
+    beta1: Annotated[float, Between(0, 1, exclude=(1,)), Fix("0.9")] = 0.9
+    """First-moment decay of AdamW."""
+    beta2: Annotated[float, Between(0, 1, exclude=(1,)), Fix("0.95")] = 0.95
+    """Second-moment decay of AdamW."""
+    clip_grad: Annotated[float, AtLeast(0), Fix("0 disables clipping, 1.0 is common")] = 1.0
+    """Maximum global gradient norm. 0: no clipping."""
+    updates_per_step: Annotated[int, AtLeast(1)] = 1
+    """Optimizer updates per step. Each takes an equal share of the rollouts."""
+    micro_batch_tokens: Annotated[
+        int,
+        AtLeast(1),
+        MayChangeOnResume(
+            unless=_micro_batch_bounds_prompts,
+            exception="unless it bounds prompts or conversations, which data.max_prompt_tokens avoids",
+        ),
+    ] = 16384
+    """Packed tokens of one forward and backward pass per rank."""
+    logprob_chunk_tokens: Annotated[int, AtLeast(0), MayChangeOnResume()] = 1024
+    """Tokens whose logits are in memory at a time, in scoring and in training. 0: those of a whole
+    micro-batch."""
+    seed: Annotated[int, Between(0, 2**31 - 1), Fix("any small number")] = 0
+    """Seed of data order and sampling: the same seed gives the same run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How policy and engine are sharded over the ranks. The remaining factor is data parallel."""
+
+    tp: Annotated[int, AtLeast(1)] = 1
+    """Tensor parallel size."""
+    ep: Annotated[int, AtLeast(1)] = 1
+    """Expert parallel size."""
+    etp: Annotated[int, AtLeast(0)] = 0
+    """Tensor parallel size inside experts. 0: same as tp."""
+    pp: Annotated[int, AtLeast(1)] = 1
+    """Pipeline parallel size."""
+    vpp: Annotated[int, AtLeast(1)] = 1
+    """Model chunks per pipeline stage. Above 1 Megatron's interleaved schedule runs, with smaller
+    bubbles."""
+    pp_layers: tuple[int, ...] = ()
+    """Layers of each of the pp * vpp chunks, in the order of the model. Empty: equal sizes, or one
+    layer more in the first chunks."""
+    cp: Annotated[int, AtLeast(1)] = 1
+    """Context parallel size."""
+    engine_tp: Annotated[int, AtLeast(1)] = 1
+    """Tensor parallel size of the engine."""
+
+    def pieces(self, num_layers: int) -> tuple[range, ...]:
+        """Layers of the pp * vpp chunks of the pipeline; chunk i is on stage i % pp.
+
+        Without `pp_layers` the first chunks have one layer more where sizes cannot be equal: the
+        last chunk has the output layer.
+
+        Args:
+            num_layers: decoder layers of the model.
+
+        Returns:
+            One range of layer numbers per chunk, in the order of the model.
+
+        Raises:
+            ValueError: `pp_layers` does not fit the model.
+        """
+        count = self.pp * self.vpp
+        least, rest = divmod(num_layers, count)
+        sizes = self.pp_layers or tuple(least + (i < rest) for i in range(count))
+        if len(sizes) != count or sum(sizes) != num_layers or min(sizes) < 1:
+            raise ValueError(
+                f"{sizes} are not {count} positive numbers that add up to {num_layers} layers"
+            )
+        ends = list(accumulate(sizes))
+        return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+    @property
+    def smallest_world(self) -> int:
+        """Fewest ranks that these sizes fit on."""
+        return max(1, lcm(self.tp * self.cp, (self.etp or self.tp) * self.ep) * self.pp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The vLLM engine inside every rank."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the engine's weights and arithmetic."""
+    kv_cache_gib: Annotated[
+        float, AtLeast(0), Fix("0 takes what the device has free"), MayChangeOnResume()
+    ] = 0.0
+    """Size of the KV cache in GiB. 0: what memory_fraction leaves (GPU only)."""
+    memory_fraction: Annotated[
+        float, Between(0, 1, exclude=(0, 1)), Fix("0.6"), MayChangeOnResume()
+    ] = 0.6
+    """Fraction of device memory for weights and KV cache when kv_cache_gib is 0 (GPU only)."""
+    max_num_seqs: Annotated[int, AtLeast(1), MayChangeOnResume()] = 256
+    """Maximum conversations decoded at the same time."""
+    max_model_len: Annotated[int, AtLeast(0)] = 0
+    """Maximum tokens per conversation. 0: what prompts and rollout.max_response_tokens need, at
+    most the context of the model."""
+    sleep_level: Annotated[Literal[1, 2], MayChangeOnResume()] = 2
+    """GPU only, while the policy trains. 1: the engine's weights move to host memory. 2: they are
+    dropped, and the next weight sync restores them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Rollout Routing Replay: capture in the engine, replay in the policy."""
+
+    mode: Literal["off", "r2", "r3"] = "r3"
+    """r3: replay the engine's routes in every pass of the policy. r2: record routes in the policy's
+    old-log-probability pass and replay them in its updates. off: every pass routes for itself."""
+    on_missing: Literal["error", "live"] = "error"
+    """What to do with a token without a captured route. error: stop the run. live: route it live
+    and count it."""
+    min_coverage: Annotated[
+        float, Between(0, 1), Fix("0.99, or 0 to accept any gap"), MayChangeOnResume()
+    ] = 0.99
+    """With on_missing live: stop the run when a smaller fraction of a step's tokens has captured
+    routes."""
+    reference: bool = False
+    """Replay routes in the reference policy too. false: its KL to the policy is not 0 at step 0."""
+    shadow_every: Annotated[int, AtLeast(0), MayChangeOnResume()] = 1
+    """Steps between measurements of the mismatch with and without replay (mismatch/k3_ratio). One
+    costs two forward passes over one micro-batch per rank. 0: never."""
+    plausibility: Annotated[
+        float,
+        Between(0, 1, why="it is a fraction of the gate score of the weakest live expert"),
+        Fix("0 replays every route as it is"),
+    ] = 0.0
+    """Minimum gate score of a replayed expert, as a fraction of that of the weakest live expert. A
+    replayed expert below it is replaced by the best live one and counted (routing/replaced_frac).
+    0: every route is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSet:
+    """One held-out set: one value of every list of `EvalConfig`."""
+
+    path: str
+    name: str
+    env: str
+    function: str
+    max_prompts: int
+    samples: int
+    temperature: float
+    top_p: float
+    max_tokens: int
+
+    def environment(self, training: EnvConfig) -> EnvConfig:
+        """The environment of this set: that of training, with another class where `env` names one.
+
+        Raises:
+            ValueError: `env` is neither a built-in environment nor file.py:Class.
+        """
+        if not self.env:
+            return training
+        if ":" in self.env:
+            return replace(training, name=EnvConfig().name, path=self.env)
+        names = get_args(get_type_hints(EnvConfig)["name"])
+        if self.env not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return replace(training, name=self.env, path="")  # type: ignore[arg-type]  # just checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation with the same engine: before the first step, on schedule, and after the last.
+
+    Lists have one value per set, or one for all sets.
+    """
+
+    only: bool = False
+    """Evaluate the newest checkpoint of log.dir, or model.path if there is none, then end."""
+    path: tuple[str, ...] = ()
+    """Held-out sets, each one source as in data.path and with the same columns. Empty: no
+    evaluation."""
+    name: Annotated[
+        tuple[str, ...],
+        Matches(r"[A-Za-z0-9_.-]+", "made of letters, digits, '_', '-' and '.' only"),
+        Fix("heldout; metrics and files have this name"),
+    ] = ("heldout",)
+    """Names of the sets in metrics and files."""
+    env: tuple[str, ...] = ()
+    """Environments of the sets, as in env.name or env.path. Empty: that of training."""
+    function: tuple[str, ...] = ()
+    """Reward functions of the sets, as in reward.function. Empty: those of training."""
+    every: Annotated[int, AtLeast(0)] = 10
+    """Steps between evaluations. 0: only before the first step and after the last."""
+    max_prompts: Annotated[tuple[int, ...], AtLeast(0)] = (0,)
+    """Evaluate only this many rows of a set, from its beginning. 0: all."""
+    samples: Annotated[tuple[int, ...], AtLeast(1)] = (1,)
+    """Samples per question. With more than one, avg@k and pass@k are reported too."""
+    pass_at: Annotated[tuple[int, ...], AtLeast(1)] = ()
+    """Values of k for pass@k, each at most samples; estimated without bias from all samples. Empty:
+    k = samples."""
+    temperature: Annotated[
+        tuple[float, ...], AtLeast(0), Fix("0 for greedy decoding"), MayChangeOnResume()
+    ] = (0.0,)
+    """Sampling temperature. 0: greedy decoding."""
+    top_p: Annotated[
+        tuple[float, ...],
+        Between(0, 1, exclude=(0,)),
+        Fix("1.0, which samples from all tokens"),
+    ] = (1.0,)
+    """Nucleus sampling mass."""
+    max_tokens: Annotated[tuple[int, ...], AtLeast(0)] = (0,)
+    """Maximum tokens per response. 0: rollout.max_response_tokens."""
+
+    @property
+    def sets(self) -> tuple[EvalSet, ...]:
+        """The held-out sets, with every list spread over them."""
+        count = len(self.path)
+        columns: dict[str, Any] = {
+            entry.name: values * count
+            if len(values := getattr(self, entry.name) or ("",)) == 1
+            else values
+            for entry in fields(EvalSet)
+        }
+        return tuple(
+            EvalSet(**{name: values[i] for name, values in columns.items()}) for i in range(count)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints to resume from, and the exported model."""
+
+    every: Annotated[int, AtLeast(0)] = 0
+    """Steps between checkpoints. 0: only after the last step."""
+    keep: Annotated[int, AtLeast(0)] = 2
+    """Number of newest checkpoints to keep. 0: all."""
+    export: bool = True
+    """Write Hugging Face safetensors after the last step, to LOG_DIR/hf/."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What a run writes and shows."""
+
+    dir: str = ""
+    """Folder of the run. Starting again with the same folder resumes from its newest checkpoint.
+    Empty: runs/PRESET."""
+    rollouts_every: Annotated[int, AtLeast(0)] = 10
+    """Steps between dumps of all rollouts with tokens, log-probabilities and routes; the first step
+    is always dumped. 0: never."""
+    tensorboard: bool = True
+    """Write LOG_DIR/tensorboard."""
+    progress: bool = True
+    """Show progress bars when the console is a terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugConfig:
+    """Settings for finding faults."""
+
+    prove_sync_every: Annotated[int, AtLeast(0)] = 0
+    """Steps between checks of the weight sync, which compare log-probabilities of engine and policy
+    on a few tokens. The first step is always checked. 0: no further checks."""
+    stall_s: Annotated[float, AtLeast(0)] = 600.0
+    """Seconds without progress after which a rank reports its phase and stack. 0: never."""
+    deterministic: bool = False
+    """Ask torch for deterministic algorithms, so that two runs with one seed are bitwise equal. CPU
+    runs always are. An operation without such an algorithm warns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run. `torchrun --nproc_per_node N train.py PRESET --section.field value`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    # Neither the layout nor what is written and measured shapes what is learnt.
+    parallel: Annotated[ParallelConfig, MayChangeOnResume()] = field(default_factory=ParallelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    eval: Annotated[EvalConfig, MayChangeOnResume()] = field(default_factory=EvalConfig)
+    checkpoint: Annotated[CheckpointConfig, MayChangeOnResume()] = field(
+        default_factory=CheckpointConfig
+    )
+    log: Annotated[LogConfig, MayChangeOnResume()] = field(default_factory=LogConfig)
+    debug: Annotated[DebugConfig, MayChangeOnResume()] = field(default_factory=DebugConfig)
+
+    def longest_sequence(self, context: int) -> int:
+        """Maximum tokens of prompt and response together, in a model with this context."""
+        longest = min(self.engine.max_model_len or context, context, self.train.micro_batch_tokens)
+        return min(
+            longest, (self.data.max_prompt_tokens or longest) + self.rollout.max_response_tokens
+        )
+
+    def longest_prompt(self, context: int) -> int:
+        """Maximum tokens of a prompt: `data.max_prompt_tokens`, or what a full response leaves."""
+        return self.longest_sequence(context) - self.rollout.max_response_tokens
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every setting by its full name: `{"model.path": ..., "model.dtype": ..., ...}`."""
+    return {
+        f"{section}.{name}": value
+        for section, values in asdict(config).items()
+        for name, value in values.items()
+    }
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with some settings, given by their full names, replaced."""
+    sections: dict[str, dict[str, Any]] = {}
+    for full_name, value in values.items():
+        section, name = full_name.split(".")
+        sections.setdefault(section, {})[name] = value
+    return replace(
+        config,
+        **{section: replace(getattr(config, section), **new) for section, new in sections.items()},
+    )
