@@ -1,9 +1,9 @@
 """Show conversations of a dumped step in the terminal.
 
-    python -m r3.show RUN_DIR                          the newest dump: three best and three worst samples
+    python -m r3.show RUN_DIR                      the newest dump: three best, three worst samples
     python -m r3.show RUN_DIR --step 10 --best 1 --worst 5
-    python -m r3.show RUN_DIR --step 10 --group 3      all samples of a prompt, by group number or prompt id
-    python -m r3.show RUN_DIR --eval --step 10         held-out questions; --set NAME for one of several sets
+    python -m r3.show RUN_DIR --step 10 --group 3  all samples of a prompt (group number or id)
+    python -m r3.show RUN_DIR --eval --step 10     held-out questions; --set NAME chooses a set
 
 Exit code 2: the run, the step or the prompt is not there; one line says what there is.
 """
@@ -52,7 +52,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def chosen(words: argparse.Namespace) -> tuple[str, list[tuple[str, list[Sample]]]]:
-    """A heading, and lists of samples under their titles; raises ViewError when something is not there."""
+    """A heading, and lists of samples under their titles.
+
+    Raises:
+        ViewError: a step, a set or a prompt is not there.
+    """
     for name in ("best", "worst"):
         if (count := getattr(words, name)) is not None and count < 0:
             raise ViewError(f"--{name} {count}: must be >= 0. Give the number of samples to show")
@@ -91,8 +95,8 @@ def _group(samples: Sequence[Sample], group: str) -> list[Sample]:
         groups = sorted({sample.group for sample in samples})
         example = samples[0].prompt_id
         raise ViewError(
-            f"--group {group}: no such prompt in this dump. Give a group number from {groups[0]} to {groups[-1]} "
-            f"or a prompt id such as {example}"
+            f"--group {group}: no such prompt in this dump. Give a group number from {groups[0]} "
+            f"to {groups[-1]} or a prompt id such as {example}"
         )
     return found
 

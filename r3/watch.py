@@ -3,7 +3,8 @@
     python -m r3.watch RUN_DIR             until the run ends, or Ctrl-C
     python -m r3.watch RUN_DIR --once      print the present state and end
 
-Reads metrics.jsonl and heartbeats; the run is not touched. Exit code 2: the folder is not that of a run.
+Reads metrics.jsonl and heartbeats; the run is not touched.
+Exit code 2: the folder is not that of a run.
 """
 
 from __future__ import annotations

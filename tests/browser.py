@@ -1,4 +1,4 @@
-"""A real headless Chromium, driven over the W3C WebDriver protocol: just what the tests of the report need."""
+"""A real headless Chromium, driven over the W3C WebDriver protocol."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLAGS = (
 
 
 class Browser:
-    """One open page. Every method raises httpx.HTTPStatusError with the driver's own words when it fails."""
+    """One open page. Methods raise httpx.HTTPStatusError with the driver's own words."""
 
     def __init__(self, client: httpx.Client, session: str) -> None:
         self._client, self._session = client, session
@@ -42,7 +42,7 @@ class Browser:
         return self._post("execute/sync", {"script": script, "args": list(arguments)})
 
     def click(self, selector: str) -> None:
-        """Scroll to an element and click on it, as a person would: an element that another one covers is an error."""
+        """Scroll to an element and click on it; an element that another one covers is an error."""
         self._post(f"element/{self._find(selector)}/click", {})
 
     def type(self, selector: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A picture of agreement per layer over the steps: where, and when, live routing leaves the replayed one."""
+"""A picture of agreement per layer and step: where live routing leaves the replayed experts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Grid:
 
 
 def heat_strip(history: Sequence[tuple[int, Mapping[int, float]]]) -> np.ndarray:
-    """Agreement by step (a column, the newest at the right) and layer (a row, the first at the bottom), with axes and legend.
+    """Draw agreement by step (column) and layer (row, the first at the bottom), with a legend.
 
     White is 1, dark red is `LOW` or less, grey is a layer that a step lacks.
 

@@ -41,9 +41,10 @@ def tensorboard_layout(eval_names: Sequence[str]) -> dict[str, dict[str, list[An
 
 
 def sample_markdown(row: Mapping[str, Any]) -> str:
-    """A row of a rollout dump as markdown: facts, then each message and the reference answer as they are."""
+    """A row of a rollout dump as markdown: facts, each message, the reference answer."""
     facts = (
-        f"reward {row['reward']:.4g}, advantage {row['advantage']:+.3f}, {row['response_tokens']} sampled tokens, "
+        f"reward {row['reward']:.4g}, advantage {row['advantage']:+.3f}, "
+        f"{row['response_tokens']} sampled tokens, "
         f"finish {row['finish_reason']}, {row['prompt_id']} sample {row['sample_index']}"
     )
     parts = [(str(message["role"]), _said(message)) for message in row["messages"]]

@@ -1,1 +1,1 @@
-"""One HTML page about one or several runs: charts, settings, and a browser of rollouts. Works without a network."""
+"""One HTML page about one or several runs: charts, settings, rollouts. Needs no network."""

@@ -3,8 +3,8 @@
     python -m r3.report RUN_DIR [RUN_DIR ...] -o report.html
     python -m r3.report runs/replay runs/live -o report.html --steps 1 10 20
 
-Charts are drawn by Plotly (the extra `report`), which the page contains. Exit code 2: a folder is not that of a run, or Plotly
-is not installed.
+Charts are drawn by Plotly (the extra `report`), which the page contains. Exit code 2: a folder is
+not that of a run, or Plotly is not installed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[],
-        help=f"steps whose dumps the page holds; if not given, {usual.dumps} of them, evenly spaced",
+        help=f"steps whose dumps the page holds (default: {usual.dumps}, evenly spaced)",
     )
     parser.add_argument("--samples", type=int, default=usual.samples, help="most samples per dump")
     parser.add_argument(
@@ -66,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"r3.report: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     write_text(words.output, page)
-    print(
-        f"{words.output}: {len(words.run_dirs)} run(s), {words.output.stat().st_size / 2**20:.1f} MiB"
-    )
+    size = words.output.stat().st_size / 2**20
+    print(f"{words.output}: {len(words.run_dirs)} run(s), {size:.1f} MiB")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The data of a report as plain objects, and the page that holds them. Pure functions beside those that read files."""
+"""The data of a report as plain objects, and the page that holds them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Limits:
     """How much of the dumps a page holds.
 
     Attributes:
-        steps: steps whose dumps are shown; empty = `dumps` of them, evenly spaced, the first and the last included.
+        steps: steps whose dumps are shown; empty = `dumps` of them, evenly spaced.
         dumps: most dumps per run and kind.
         samples: most samples per dump; whole groups, evenly spaced.
-        tokens: most tokens per dump that come with facts per token; samples beyond it have their text alone.
+        tokens: most tokens per dump that can be coloured; further samples have their text alone.
     """
 
     steps: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Limits:
 
 
 def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
-    """Metric rows as one list per key; None where a step lacks it, or has no finite number. `step` is a key too."""
+    """Metric rows as one list per key, `step` among them; None where there is no finite number."""
     keys = sorted({key for row in rows for key in row})
     return {key: [_number(row.get(key)) for row in rows] for key in keys}
 
@@ -130,7 +130,11 @@ def dump_data(
 
 
 def run_data(path: Path, limits: Limits) -> dict[str, Any]:
-    """Everything the page holds about one run; raises ViewError when `path` is not the folder of a run."""
+    """Everything the page holds about one run.
+
+    Raises:
+        ViewError: `path` is not the folder of a run.
+    """
     facts = read_run(path)
     notes = list(facts.notes)
     dumps, loads, ids = [], [], set()
@@ -190,7 +194,7 @@ def changed_settings(settings: Mapping[str, str]) -> list[str]:
 
 
 def render(data: Mapping[str, Any], plotly_js: str) -> str:
-    """The page: styles, data, Plotly and our scripts in one file, with no reference to anything outside."""
+    """The page: styles, data, Plotly and our scripts in one file that refers to nothing outside."""
     template = _asset("report.html")
     parts = {
         "STYLES": _asset("report.css"),

@@ -1,4 +1,4 @@
-"""Facts per token of a dump, small enough for a page: text, where the policy sampled, log-probability, disagreement."""
+"""Facts per token of a dump: text, log-probability, routing disagreement."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from r3.run.folder import RunDir
 
 @dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """Arrays beside a rollout dump, laid end to end over its rows; the legend of `r3.types` gives the shapes.
+    """Arrays beside a rollout dump, concatenated over its rows; `r3.types` explains the shapes.
 
-    `policy_logprobs` and `live_routes` come from `python -m r3.rescore --save`; None where it was not run.
+    `policy_logprobs` and `live_routes` come from `python -m r3.rescore --save`; None without it.
     """
 
     tokens: np.ndarray
@@ -47,10 +47,10 @@ def token_facts(arrays: Arrays, row: int) -> dict[str, Any]:
     """What the page draws of one rollout's tokens.
 
     Returns:
-        `ids` [T]; `sampled`, the [start, end) spans that the policy sampled; `logprobs` of the tokens in these spans, one
-        after the other; `differences` of policy and engine of the same tokens and `disagreement`, the share of MoE layers
-        whose live top-k is another set than the replayed one for the row that predicted the token: both only after
-        `rescore --save`.
+        `ids` [T]; `sampled`, the [start, end) spans that the policy sampled; and for each token of
+        these spans `logprobs`. After `rescore --save` also `differences`, the policy's minus the
+        engine's log-probability, and `disagreement`, the share of MoE layers whose live top-k is
+        another set than the replayed one, in the row that predicted the token.
     """
     start, end = (int(border) for border in arrays.cu_tokens[row : row + 2])
     tokens, mask = slice(start, end), arrays.loss_mask[start:end] > 0
@@ -72,7 +72,7 @@ def token_facts(arrays: Arrays, row: int) -> dict[str, Any]:
 
 
 def disagreement(captured: np.ndarray, live: np.ndarray) -> np.ndarray:
-    """Share of layers in which two choices `[rows, L, K]` are different sets; NaN in rows that were not captured."""
+    """Share of layers in which two choices [rows, L, K] are different sets; NaN if not captured."""
     differs = (np.sort(captured, axis=2) != np.sort(live, axis=2)).any(axis=2)
     missing = (captured < 0).any(axis=(1, 2))
     return np.where(missing, np.nan, differs.mean(axis=1))

@@ -25,7 +25,7 @@ def dump_rollouts(
 ) -> list[dict[str, Any]]:
     """Write the rollouts of a step, of every rank, to the run's folder. All ranks must call.
 
-    `prompts` are those of the data set: rank 0 looks up questions and reference answers by their ids.
+    `prompts` are those of the data set: rank 0 looks up questions and answers by their ids.
 
     Returns:
         The rows of the jsonl file on rank 0, nothing on others.
@@ -48,8 +48,8 @@ def write_rollouts(
 ) -> Path:
     """Dump a step: text and figures as jsonl, tokens, logprobs and routes as safetensors beside it.
 
-    If the jsonl file exists, the dump is complete. Rollouts whose prompt is not among `prompts` (by id) have neither question
-    nor reference answer in it.
+    If the jsonl file exists, the dump is complete. A rollout whose prompt is not among `prompts`
+    (by id) has neither question nor reference answer in it.
 
     Raises:
         ValueError: there is no rollout.
@@ -77,7 +77,7 @@ def write_rollouts(
 
 
 def read_rollouts(path: Path) -> tuple[list[Rollout], list[float], list[float]]:
-    """Rollouts, rewards and advantages of a dump, as `write_rollouts` was given them, but with all their messages."""
+    """Rollouts, rewards and advantages of a dump; single-turn rollouts have their messages too."""
     rows = [
         {_RENAMED.get(name, name): value for name, value in row.items()} for row in read_jsonl(path)
     ]

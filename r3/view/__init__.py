@@ -1,1 +1,1 @@
-"""Read the folder of a run for people: samples of a dump, metric columns, settings. Starts nothing, writes nothing."""
+"""Read the folder of a run for people: samples of a dump, metric rows, settings. Writes nothing."""

@@ -1,4 +1,7 @@
-"""What the folder of a run holds: settings, metric rows, dumps. Every mistake of a user is one line in a `ViewError`."""
+"""What the folder of a run holds: settings, metric rows, dumps.
+
+Every mistake of a user is one line in a `ViewError`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ Kind = Literal["train", "eval"]
 
 
 class ViewError(ValueError):
-    """A run, a step or a sample that was asked for is not there; one line says which and what there is."""
+    """What was asked for is not there; one line says what is missing and what there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,11 @@ class RunFacts:
 
 
 def read_run(path: Path) -> RunFacts:
-    """Settings and metrics of the run in `path`; raises ViewError when it is not the folder of a run."""
+    """Settings and metrics of the run in `path`.
+
+    Raises:
+        ViewError: `path` is not the folder of a run.
+    """
     run_dir = RunDir(path)
     if not run_dir.config.exists():
         raise ViewError(
@@ -77,7 +84,7 @@ def flatten_settings(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def differing_settings(runs: Sequence[Mapping[str, str]]) -> list[str]:
-    """Names of settings that are not equal in all runs, in the order of the first run that has them."""
+    """Names of settings that are not equal in all runs, in the order of the first run."""
     names = dict.fromkeys(name for settings in runs for name in settings)
     return [name for name in names if len({settings.get(name) for settings in runs}) > 1]
 

@@ -1,4 +1,4 @@
-"""One sample of a dump as people read it: a conversation with its rewards, whatever version of R3 wrote the row."""
+"""One sample of a dump as people read it, whatever version of R3 wrote the row."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sample:
 
 
 def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
-    """The sample of row `number`. Reads rows of older versions too, which lack the question and most messages."""
+    """The sample of row `number`. Rows of older versions lack the question and most messages."""
     messages = row.get("messages") or [{"role": "assistant", "content": row["response"]}]
     return Sample(
         row=number,
@@ -63,12 +63,12 @@ def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
 
 
 def best(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """The `count` samples with the highest rewards, in the order of the dump where rewards are equal."""
+    """The `count` samples with the highest rewards; equal rewards keep the order of the dump."""
     return sorted(samples, key=lambda sample: -sample.reward)[:count]
 
 
 def worst(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """The `count` samples with the lowest rewards, in the order of the dump where rewards are equal."""
+    """The `count` samples with the lowest rewards; equal rewards keep the order of the dump."""
     return sorted(samples, key=lambda sample: sample.reward)[:count]
 
 
@@ -82,7 +82,7 @@ def tool_calls_text(message: Message) -> list[str]:
 
 
 def _given(turn_rewards: Sequence[float | None]) -> tuple[float | None, ...]:
-    """Rewards per turn; empty if the environment gave none at all, as those do that leave rewards to functions."""
+    """Rewards per turn; empty if the environment left all rewards to the reward functions."""
     return tuple(turn_rewards) if any(reward is not None for reward in turn_rewards) else ()
 
 

@@ -1,4 +1,4 @@
-"""The state of a run as a screen of text: progress, the numbers a person steers by as small curves, what each rank does."""
+"""The state of a run as a screen of text: progress, curves of metrics, what each rank does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,12 @@ _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a rank said last. `age_s`: seconds since then; `silent_s`: seconds without progress at that time."""
+    """What a rank wrote last.
+
+    Attributes:
+        silent_s: seconds without progress when it wrote.
+        age_s: seconds since it wrote.
+    """
 
     rank: int
     phase: str
@@ -70,7 +75,7 @@ def read_heartbeats(path: Path, now: float) -> list[Heartbeat]:
 
 
 def curve(values: Sequence[float | None], width: int = CURVE_WIDTH) -> str:
-    """The newest values as bars of eight heights, from the smallest to the largest of those shown; a gap where none is."""
+    """The newest values as bars of eight heights, from the lowest to the highest; None is a gap."""
     shown = list(values)[-width:]
     known = [value for value in shown if value is not None and math.isfinite(value)]
     if not known:

@@ -1,4 +1,4 @@
-"""`python -m r3.report`: the page, opened and clicked through in a real headless browser that cannot reach any network."""
+"""`python -m r3.report`: the page, clicked through in a real browser without a network."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from r3.report.tokens import read_arrays
+from r3.run.folder import RunDir
 from tests.browser import Browser, chromium, why_absent
-from tests.run_folder import GROUPS, SAMPLES, write_run
+from tests.run_folder import EXPERTS, GROUPS, SAMPLES, write_run
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -22,11 +26,21 @@ def report(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+def save_scores(run: Path) -> None:
+    """As `r3.rescore --save` writes them: all differences 0.5, other experts where token 6 came from."""
+    arrays = read_arrays(RunDir(run), 1)
+    live = arrays.routed_experts.copy()
+    live[5] = (live[5] + 1) % EXPERTS  # row 5 of the first rollout predicted its token 6
+    shifted = arrays.logprobs + np.float32(0.5) * arrays.loss_mask
+    save_file({"logprobs_replay": shifted, "routes_live": live}, RunDir(run).scores(1))
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of a run with replay and of one without."""
     folder = tmp_path_factory.mktemp("report")
     runs = [write_run(folder / "with_replay"), write_run(folder / "live", replay="off", steps=2)]
+    save_scores(runs[0])
     done = report(*runs, "-o", folder / "report.html")
     assert done.returncode == 0, done.stderr
     assert "2 run(s)" in done.stdout
@@ -56,7 +70,8 @@ def test_every_part_is_drawn_without_errors(browser: Browser) -> None:
     assert "balanced" in browser.text("#ledger") and "not balanced" not in browser.text("#ledger")
     assert "Without captured routes: live." in browser.text("#ledger")
     drawn = browser.run(
-        "return [...document.querySelectorAll('.plot')].filter((each) => !each.querySelector('svg.main-svg')).length"
+        "return [...document.querySelectorAll('.plot')]"
+        ".filter((each) => !each.querySelector('svg.main-svg')).length"
     )
     assert drawn == 0, "plots without a drawing"
     for box, expected in (("#agreement", 1), ("#load", 2), ("#time", 2), ("#memory", 2)):
@@ -84,7 +99,9 @@ def test_a_run_can_be_hidden(browser: Browser) -> None:
 
 @needs_browser
 def test_list_is_filtered_sorted_and_searched(browser: Browser) -> None:
-    rewards = "return [...document.querySelectorAll('.row .reward')].map((each) => Number(each.textContent))"
+    rewards = (
+        "return [...document.querySelectorAll('.row .reward')].map((e) => Number(e.textContent))"
+    )
     assert len(browser.run(rewards)) == GROUPS * SAMPLES
     browser.choose("#order", "reward, highest first")
     assert browser.run(rewards) == [1] * GROUPS + [0] * (GROUPS * (SAMPLES - 1))
@@ -97,7 +114,8 @@ def test_list_is_filtered_sorted_and_searched(browser: Browser) -> None:
     browser.type("#search", "1+2=3")
     assert len(browser.run(rewards)) == GROUPS, "the third sample of each group"
     browser.run(
-        "const s = document.getElementById('search'); s.value = ''; s.dispatchEvent(new Event('input'))"
+        "const s = document.getElementById('search');"
+        "s.value = ''; s.dispatchEvent(new Event('input'))"
     )
     browser.click("#only-prompt")
     assert len(browser.run(rewards)) == SAMPLES
@@ -129,23 +147,55 @@ def test_samples_of_a_group_are_compared_word_by_word(browser: Browser) -> None:
     assert browser.count(".pair ins") == 3
 
 
+COLOURS = (
+    "return [...document.querySelectorAll('.tokens span.s')].map((e) => e.style.backgroundColor)"
+)
+DISABLED = (
+    "return [...document.querySelectorAll('#colour option')]"
+    ".filter((e) => e.disabled).map((e) => e.value)"
+)
+
+
+@needs_browser
+def test_a_conversation_has_roles_tool_calls_and_rewards_per_turn(browser: Browser) -> None:
+    browser.click(f".row:nth-child({SAMPLES + 2})")  # the second sample of group 1
+    browser.click("#view-conversation")
+    roles = "return [...document.querySelectorAll('.message')].map((e) => e.classList[1])"
+    assert browser.run(roles) == ["user", "assistant", "tool", "assistant", "reference"]
+    assert browser.text(".message.user pre") == "Question 1?"
+    assert browser.text(".message pre.call") == 'calc({"expression": "1+1"})'
+    assert browser.text(".message.reference pre") == "#### 1"
+    assert "reward per turn\n\u2013, 1" in browser.text(".facts")
+    assert "1+1=2" in browser.text("#detail")
+
+
 @needs_browser
 def test_tokens_are_coloured_and_what_is_not_in_the_dump_is_said(browser: Browser) -> None:
     browser.click(".row:nth-child(2)")
     browser.click("#view-tokens")
     assert browser.count(".tokens span") == 11 and browser.count(".tokens span.s") == 5
-    colours = "return [...document.querySelectorAll('.tokens span.s')].map((each) => each.style.backgroundColor)"
     browser.choose("#colour", "advantage")
-    (advantage,) = set(browser.run(colours))
+    (advantage,) = set(browser.run(COLOURS))
     browser.choose("#colour", "log-probability when sampled")
-    assert len(set(browser.run(colours))) > 1 and advantage not in browser.run(colours)
-    disabled = "return [...document.querySelectorAll('#colour option')].filter((e) => e.disabled).map((e) => e.value)"
-    assert browser.run(disabled) == ["difference", "disagreement"]
+    assert len(set(browser.run(COLOURS))) > 1 and advantage not in browser.run(COLOURS)
+    assert browser.run(DISABLED) == ["difference", "disagreement"]
     assert "are not in this dump" in browser.text("#detail")
     browser.choose("#dump", "step 3, heldout (evaluation)")
     assert "Evaluation dumps hold text, not tokens" in browser.text("#detail")
-    browser.click("#view-conversation")
-    assert "reference answer" in browser.text("#detail")
+    assert browser.errors() == []
+
+
+@needs_browser
+def test_saved_scores_give_two_more_colourings(browser: Browser) -> None:
+    browser.choose("#dump", "step 1, training")
+    browser.click(".row:nth-child(1)")
+    browser.click("#view-tokens")
+    assert browser.run(DISABLED) == []
+    browser.choose("#colour", "log-probability: policy \u2212 engine")
+    assert len(set(browser.run(COLOURS))) == 1, "every difference is 0.5"
+    browser.choose("#colour", "routing disagreement")
+    first, *others = browser.run(COLOURS)
+    assert others == ["rgb(255, 255, 255)"] * 3 and first not in others
     assert browser.errors() == []
 
 

@@ -75,7 +75,7 @@ def test_saved_scores_become_differences_and_disagreement(tmp_path: Path) -> Non
     run = write_run(tmp_path / "run")
     arrays = read_arrays(RunDir(run), 1)
     live = arrays.routed_experts.copy()
-    # Row 8 of the second rollout, which has 11 tokens, predicted its token 9. Another expert in one of four layers:
+    # Row 8 of the second rollout predicted its token 9. It gets another expert in one of 4 layers.
     row = int(arrays.cu_rows[1]) + 8
     live[row, 2, 0] = (set(range(8)) - set(live[row, 2].tolist())).pop()
     shifted = arrays.logprobs + np.float32(0.5) * (arrays.loss_mask > 0)
