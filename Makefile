@@ -45,5 +45,5 @@ lock: ## resolve requirements/cpu.in into cpu.txt; LOCK_ARGS=--upgrade moves the
 	  --output-file requirements/cpu.txt --quiet $(LOCK_ARGS)
 
 clean: ## remove caches and build outputs; keeps .venv and runs/
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
-	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	rm -rf build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
