@@ -25,11 +25,13 @@ if [ "$gpus" -gt 0 ]; then
 else
   ranks=${NPROC:-2}
   # Ranks share the cores. Threads that spin while they wait take them from each other: ten times slower.
-  cores=$(env -u OMP_NUM_THREADS nproc) # nproc would answer with that variable
-  threads=$((cores / ranks))
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
   export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 KMP_BLOCKTIME=0
 fi
+
+# With GPUs too: torchrun would set 1, and packing and checks on the host would run on one core.
+cores=$(env -u OMP_NUM_THREADS nproc) # nproc would answer with that variable
+threads=$((cores / ranks))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 # Mistakes in settings, data or reward end here, in seconds, with one message and exit code 2, instead of once per rank.
 "$python" "$root/train.py" "$@" --check --world-size "$ranks"

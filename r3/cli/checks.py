@@ -10,7 +10,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
@@ -129,6 +129,23 @@ def cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
         )
         for name, size, fits, rule in sizes
         if not fits
+    ]
+
+
+def allocator_problems(environment: Mapping[str, str]) -> list[Problem]:
+    """Settings of torch's CUDA allocator under which weights cannot be shared between ranks. Asked where there is a GPU.
+
+    Memory of expandable segments has no IPC handle. vLLM's sleep mode refuses them too, but looks at the first name alone.
+    """
+    return [
+        Problem(
+            name,
+            environment[name],
+            "weights are handed to other ranks as memory handles, which expandable segments do not have",
+            f"leave expandable_segments out of {name}",
+        )
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        if re.search(r"expandable_segments\s*:\s*true", environment.get(name, ""), re.IGNORECASE)
     ]
 
 
@@ -770,11 +787,13 @@ def _ignored_settings(
             notes.append(
                 f"replay.mode = {config.replay.mode!r} has no effect: the model is dense, it routes nothing"
             )
-        ignored("the model is dense", "model.experts")
+        ignored("the model is dense", "model.experts", "model.router_logits")
         if config.model.recompute == "moe":
             notes.append(
                 "model.recompute = 'moe' has no effect: the model is dense; full recomputes every layer"
             )
+    if config.engine.dtype == "float32":
+        ignored("the engine's router logits are float32", "model.router_logits")
     if config.model.dtype == config.engine.dtype == "float32":
         ignored("policy and engine are float32 throughout", "model.fp32_head")
     if config.env.name == "single_turn" and not config.env.path and not any(config.eval.env):

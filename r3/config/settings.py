@@ -57,8 +57,12 @@ class ModelConfig:
     are replayed in the recomputation too."""
     fp32_head: bool = False
     """Multiply hidden states and output weight in float32, in policy and engine; bfloat16 rounds
-    every logit. Costs a float32 copy of the output weight in the policy. On CUDA the product is
-    several times slower."""
+    every logit. Costs a float32 copy of the output weight in the policy's backward pass, which is
+    several times slower on CUDA."""
+    router_logits: Literal["float32", "engine"] = "float32"
+    """Precision of the policy's router logits. float32: as computed. engine: rounded to
+    engine.dtype, as vLLM computes them. Replayed routes keep gate weights that differ by this
+    rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -580,9 +584,15 @@ class DebugConfig:
     on a few tokens. The first step is always checked. 0: no further checks."""
     stall_s: Annotated[float, AtLeast(0)] = 600.0
     """Seconds without progress after which a rank reports its phase and stack. 0: never."""
+    collective_timeout_s: Annotated[float, Above(0), Fix("1800, or the longest wait you expect")] = (
+        1800.0
+    )
+    """Seconds that a rank waits for other ranks in a collective before the run fails. Raise it for
+    very long generations or slow checkpoint disks."""
     deterministic: bool = False
     """Ask torch for deterministic algorithms, so that two runs with one seed are bitwise equal. CPU
-    runs always are. An operation without such an algorithm warns."""
+    runs always are. An operation without such an algorithm warns on CPU and raises an error on
+    CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True)

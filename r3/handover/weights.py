@@ -7,6 +7,7 @@ stream feeds the Hugging Face export.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,12 @@ def plan_reads(
     return sources, crossing
 
 
+def _layer_of(name: str) -> int:
+    """Decoder layer of a tensor by its global Megatron name; -1 for what belongs to none. Sorting by it keeps the rest."""
+    match = re.match(r"decoder\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
 class WeightStream:
     """Full tensors of the whole model, under Hugging Face names, from wherever their cuts lie.
 
@@ -145,6 +152,9 @@ class WeightStream:
             for shard in item.shards:
                 self._cuts.setdefault((shard.name, shard.index), {})[rank] = shard
                 self._tensors.setdefault(shard.name, shard)
+        # Layer by layer, whatever rank holds an expert: the engine holds what it was given of a module until it has all of
+        # it. In the order of the ranks, every layer of all other ranks' experts would be held to the end.
+        self._tensors = dict(sorted(self._tensors.items(), key=lambda item: _layer_of(item[0])))
         for name, shard in self._tensors.items():
             lost = [index for index in range(shard.count) if (name, index) not in self._cuts]
             assert not lost, f"cuts {lost} of {shard.count} of {name} are held by no rank"
@@ -213,8 +223,7 @@ class WeightStream:
         me, source = self._mesh.world.rank, self._sources[cut_id]
         shard = self._cuts[cut_id][source]
         if cut_id not in self._crossing:
-            # On CUDA a peer's memory is mapped on the peer's device, and cuts are joined on this one.
-            return self._view(source, shard).to(self._device.torch)
+            return self._view(source, shard)  # on CUDA, a peer's memory mapped on this device
         sender = min(self._cuts[cut_id])
         mine = self._cuts[cut_id].get(me)
         if me == sender:
@@ -240,7 +249,7 @@ class WeightStream:
     def _open(self, rank: int, number: int) -> torch.Tensor:
         key = (rank, number)
         if key not in self._opened:
-            self._opened[key] = open_shared(self._published[rank].buffers[number])
+            self._opened[key] = open_shared(self._published[rank].buffers[number], self._device)
         return self._opened[key]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,14 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import Router
 
 from r3.config import Config, TrainConfig
 from r3.models.shape import ModelShape, yarn_mscale
 from r3.policy.context_parallel import ContextParallelAttention
 from r3.policy.families import FAMILIES, Family
 from r3.policy.logprobs import Head, ScoringGPT
+from r3.policy.memory import chained
 from r3.policy.modules import AllHeadsNorm, CausalAttention, decoder_spec
 from r3.policy.rope import inverse_frequencies
 from r3.runtime.device import Device
@@ -96,6 +99,9 @@ def transformer_config(config: Config, hf: Any, family: Family) -> TransformerCo
         pieces[0].insert(0, "embedding")
         pieces[-1].append("loss")
         arguments["pipeline_model_parallel_layout"] = pieces
+        # By default Megatron synchronises the device after every exchange, against a race in batched sends of old torch
+        # versions. The exchange is waited for in either case.
+        arguments["batch_p2p_sync"] = False
     if parallel.vpp > 1:
         # With two stages, next and previous are one rank: batched sends to it pass each other, silently wrong. Megatron-LM's
         # own command line asks for this too; the library does not.
@@ -165,8 +171,26 @@ def _build_chunk(
     for module in model.modules():
         if isinstance(module, AllHeadsNorm):
             module.tp = mesh.tp
+        elif isinstance(module, Router) and config.model.router_logits == "engine":
+            module.gating = rounded_gating(module.gating, _DTYPES[config.engine.dtype])
     _mark_cuts(model)
     return model.to(device.torch)
+
+
+def rounded_gating(
+    gating: Callable[..., torch.Tensor], dtype: torch.dtype
+) -> Callable[..., torch.Tensor]:
+    """The router's float32 logits rounded to `dtype`, as vLLM's gate (a linear layer of that type) rounds them.
+
+    Scores, softmax and gradient stay float32 on both sides.
+    """
+
+    def rounded(*args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = gating(*args, **kwargs)
+        # The rounded value with the gradient of the exact one.
+        return logits.detach().to(dtype).to(logits.dtype) + (logits - logits.detach())
+
+    return rounded
 
 
 def scale_rope(chunks: list[Any], shape: ModelShape) -> None:
@@ -223,10 +247,13 @@ class Trainable:
     frozen: list[torch.Tensor]
 
 
-def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: Mesh) -> Trainable:
+def wrap(
+    config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: Mesh, *, fused: bool
+) -> Trainable:
     """Data parallelism with the distributed optimizer around the chunks. All ranks must call.
 
-    Gradients are reduced in float32 and summed over data-parallel ranks, not averaged.
+    Gradients are reduced in float32 and summed over data-parallel ranks, not averaged. `fused` takes torch's fused AdamW:
+    the default one makes a temporary as large as a moment of all parameters.
     """
     half = megatron.params_dtype != torch.float32
     modules = [Float16Module(megatron, chunk) for chunk in chunks] if half else chunks
@@ -258,6 +285,9 @@ def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: M
             use_gloo_process_groups=False,
         )
 
+    if fused:
+        use_fused_adam(optimizer)
+
     def finalize(model: list[Any], _num_tokens: Any = None, **_kwargs: Any) -> None:
         finalize_model_grads(model, None)  # without a token count: the loss is normalised already
 
@@ -267,6 +297,13 @@ def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: M
     )
     megatron.grad_scale_func = optimizer.scale_loss
     return Trainable(wrapped=wrapped, optimizer=optimizer, frozen=frozen)
+
+
+def use_fused_adam(optimizer: Any) -> None:
+    """Take torch's fused AdamW from the first step on. Megatron has no argument for it."""
+    for each in chained(optimizer):
+        for group in each.optimizer.param_groups:
+            group["fused"] = True
 
 
 def flat_expert_biases(chunks: list[Any]) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from r3.policy.modules import CausalAttention, Packed
+from r3.policy.modules import CausalAttention, Packed, causal_varlen
 
 
 class ContextParallelAttention(CausalAttention):
@@ -67,7 +67,7 @@ class ContextParallelAttention(CausalAttention):
         )
         grouped = query.shape[-2] != key.shape[-2]
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            out = self._varlen_rectangular(query, key, value, query_lengths, key_lengths, grouped)
+            out = self._varlen_rectangular(query, key, value, query_lengths, key_lengths)
         else:
             parts = zip(
                 query.split(query_lengths),
@@ -99,29 +99,10 @@ class ContextParallelAttention(CausalAttention):
         value: torch.Tensor,
         query_lengths: list[int],
         key_lengths: list[int],
-        grouped: bool,
     ) -> torch.Tensor:
-        from torch.nn.attention.varlen import (
-            varlen_attn,
-        )  # CUDA only; its causal mask is aligned at the end
-
-        width = value.shape[-1]
-        if width != query.shape[-1]:
-            value = F.pad(value, (0, query.shape[-1] - width))
         borders_q, borders_k = (
             torch.tensor([0, *lengths], device=query.device).cumsum(0).to(torch.int32)
             for lengths in (query_lengths, key_lengths)
         )
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            borders_q,
-            borders_k,
-            max(query_lengths),
-            max(key_lengths),
-            scale=self.scale,
-            window_size=(-1, 0),
-            enable_gqa=grouped,
-        )
-        return out[..., :width]
+        longest = (max(query_lengths), max(key_lengths))
+        return causal_varlen(query, key, value, borders_q, borders_k, *longest, scale=self.scale)

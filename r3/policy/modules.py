@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,7 +165,7 @@ class CausalAttention(MegatronModule):
             )
             return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            out = self._varlen(query, key, value, packed_seq_params, grouped)
+            out = self._varlen(query, key, value, packed_seq_params)
         else:
             lengths = packed_seq_params.lengths
             out = torch.cat(
@@ -181,32 +182,50 @@ class CausalAttention(MegatronModule):
         return out.reshape(out.shape[0], 1, -1)
 
     def _varlen(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        params: Packed,
-        grouped: bool,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Packed
     ) -> torch.Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # CUDA only
-
-        width = value.shape[-1]
-        if width != query.shape[-1]:  # flash attention has one head size
-            value = F.pad(value, (0, query.shape[-1] - width))
         borders, longest = params.cu_seqlens_device, int(params.max_seqlen_q)
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            borders,
-            borders,
-            longest,
-            longest,
-            scale=self.scale,
-            window_size=(-1, 0),
-            enable_gqa=grouped,
+        return causal_varlen(
+            query, key, value, borders, borders, longest, longest, scale=self.scale
         )
-        return out[..., :width]
+
+
+def causal_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders_q: torch.Tensor,
+    borders_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """torch's variable-length flash attention over packed `[t, h, d]`, its causal mask aligned at the end. CUDA only."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    width = value.shape[-1]
+    if width != query.shape[-1]:  # flash attention has one head size
+        value = F.pad(value, (0, query.shape[-1] - width))
+    key, value, options = grouped_heads(
+        query, key, value, inspect.signature(varlen_attn).parameters
+    )
+    lengths = (borders_q, borders_k, longest_q, longest_k)
+    out = varlen_attn(query, key, value, *lengths, scale=scale, window_size=(-1, 0), **options)
+    return out[..., :width]
+
+
+def grouped_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parameters: Collection[str]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, bool]]:
+    """Keys, values and options with which attention of these `parameters` serves fewer key heads than query heads.
+
+    torch 2.13 takes `enable_gqa`. torch 2.11 (with vLLM 0.26) does not, so each key head is repeated for its queries.
+    """
+    groups = query.shape[-2] // key.shape[-2]
+    if groups == 1 or "enable_gqa" in parameters:
+        return key, value, {"enable_gqa": True} if groups > 1 else {}
+    return key.repeat_interleave(groups, -2), value.repeat_interleave(groups, -2), {}
 
 
 class GroupedExperts(MegatronModule):
@@ -260,7 +279,8 @@ class GroupedExperts(MegatronModule):
         """Tokens sorted by expert, `[N, D]`, with their gate weights `[N]` -> outputs `[N, D]`."""
         if tokens_ND.shape[0] == 0:  # keep both parameters in the graph
             return (tokens_ND @ self.w1[0].t()).chunk(2, -1)[0] @ self.w2[0].t(), None
-        ends = tokens_per_expert.to(tokens_ND.device).cumsum(0).to(torch.int32)
+        # The counts lie on the host: a blocking copy would wait for all queued work, in every layer.
+        ends = tokens_per_expert.to(tokens_ND.device, non_blocking=True).cumsum(0).to(torch.int32)
         gate, up = F.grouped_mm(tokens_ND, self.w1.transpose(1, 2), offs=ends).chunk(2, -1)
         inner = (self.config.activation_func(gate) * up * probs.unsqueeze(-1)).to(tokens_ND.dtype)
         return F.grouped_mm(inner, self.w2.transpose(1, 2), offs=ends), None

@@ -26,7 +26,7 @@ from r3.policy.memory import TrainingMemory, chained
 from r3.policy.modules import packed_params
 from r3.policy.weights import HeadLayout, Slot, load, slots
 from r3.routing.replay import Mode, Replay, ReplayLedger, attach_replay, routing_metrics
-from r3.runtime.device import Device, SharedTensor, share
+from r3.runtime.device import Device, SharedTensor, share, to_host
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Axis, Mesh
 from r3.types import Batch, MicroBatch, Update
@@ -79,7 +79,7 @@ class Policy:
         self.replay: Replay = attach_replay(
             chunks, shape.moe_layers, mesh.pp, plausibility=config.replay.plausibility
         )
-        trainable = wrap(config, self.megatron, chunks, mesh)
+        trainable = wrap(config, self.megatron, chunks, mesh, fused=device.is_cuda)
         self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
         self._frozen = trainable.frozen
         self.chunks = chunks
@@ -95,9 +95,12 @@ class Policy:
         self.is_onloaded = True
         # The reference policy is the starting model: the same shard's weights, kept on the host.
         self._reference = (
-            [buffer.detach().cpu().clone() for buffer in self.parameter_buffers()]
+            [to_host(buffer) for buffer in self.parameter_buffers()]
             if config.algo.kl_coef
             else None
+        )
+        self._kept: list[torch.Tensor] | None = (
+            None  # the policy's own weights while the reference's are in
         )
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -116,7 +119,12 @@ class Policy:
         return [*self.parameter_buffers(), *self._frozen]
 
     def share_parameters(self) -> list[SharedTensor]:
-        """Handles to the shared buffers for the other ranks of this machine; they stay valid for the whole run."""
+        """Handles to the shared buffers for the other ranks of this machine; they stay valid for the whole run.
+
+        None without other ranks: a CPU buffer would move into shared memory, and a GPU's be kept for nobody.
+        """
+        if self.device.world_size == 1:
+            return []
         return [share(buffer) for buffer in self.shared_buffers()]
 
     @contextmanager
@@ -124,14 +132,17 @@ class Policy:
         """Inside, the policy computes with the starting model's weights; afterwards its own are back, bit for bit."""
         assert self._reference is not None, "no reference weights are kept when algo.kl_coef is 0"
         buffers = self.parameter_buffers()
-        own = [buffer.detach().cpu().clone() for buffer in buffers]
+        kept = self._kept or [None] * len(buffers)
+        self._kept = own = [
+            to_host(buffer, into) for buffer, into in zip(buffers, kept, strict=True)
+        ]
         try:
             for buffer, weights in zip(buffers, self._reference, strict=True):
-                buffer.copy_(weights)
+                buffer.copy_(weights, non_blocking=True)
             yield
         finally:
             for buffer, weights in zip(buffers, own, strict=True):
-                buffer.copy_(weights)
+                buffer.copy_(weights, non_blocking=True)
 
     # ----------------------------------------------------------------------------------------------------------------
     # Memory

@@ -41,8 +41,9 @@ def train_on(
 ) -> None:
     """Make the step's updates, one per batch; metric partials go to `report`. All ranks must call.
 
-    Old log-probabilities are scored before the first update when there are several updates (later ones see other weights),
-    when routes are recorded rather than captured (R2), or when KL goes into the reward; otherwise the update's own forward is
+    Old log-probabilities are scored before the first update when there are several updates (of all batches but the first:
+    later updates see other weights), when routes are recorded rather than captured (R2), or when KL goes into the reward;
+    otherwise the update's own forward is
     the old policy. With algo.correction bypass the engine's take their place. The reference policy scores all batches before
     the first update too, since its weights take the policy's place meanwhile.
     """
@@ -67,16 +68,19 @@ def train_on(
     algo = config.algo
     kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
     several = len(batches) > 1 and algo.correction != "bypass"
+    # The first update's own forward sees the weights that sampled: it need not be scored before, unless its routes are to
+    # be recorded or KL is to be taken from its rewards.
+    unscored = 0 if mode == "r2" or kl_in_reward else len(batches[0].micro_batches)
     compared = False  # live routes with the replayed ones, at the rollout's weights
     if several or mode == "r2" or kl_in_reward:
-        scores = policy.score(flat, mode=_OLD_PASS[mode])
+        scores = policy.score(flat[unscored:], mode=_OLD_PASS[mode])
         old = scores.logprobs
         recorded = scores.ledger.recorded if mode == "r2" else None
         report(
             {f"mismatch/{name}": part for name, part in _panel(policy, scores, mismatch).items()}
         )
         report(routing_metrics(scores.ledger))
-        compared = mode == "r3"
+        compared = mode == "r3" and not unscored
     reference: Sequence[torch.Tensor] | None = None
     if algo.kl_coef:
         replays = config.replay.reference and mode != "off"
@@ -99,7 +103,9 @@ def train_on(
         update = policy.update(
             batch,
             total_updates=config.train.steps * config.train.updates_per_step,
-            old_logprobs=old[part] if old is not None else None,
+            old_logprobs=old[part.start - unscored : part.stop - unscored]
+            if old is not None and part.start >= unscored
+            else None,
             reference_logprobs=reference[part] if reference is not None else None,
             recorded_routes=recorded[part] if recorded is not None else None,
             first=number == 0,

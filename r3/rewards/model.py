@@ -16,7 +16,7 @@ import torch
 
 from r3.config import RewardConfig
 from r3.rewards import checked
-from r3.runtime.device import Device, Stash
+from r3.runtime.device import Device, Stash, select_device
 from r3.runtime.workers import CallError, Failure
 from r3.types import Prompt
 
@@ -193,6 +193,7 @@ class Batches:
             self._thread = None
 
     def _serve(self) -> None:
+        select_device()
         held: tuple[int, Encoded, float] | None = None  # did not fit into the batch before
         try:
             while True:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from r3.cli.checks import cpu_engine_problems
+from r3.cli.checks import allocator_problems, cpu_engine_problems
 from r3.cli.dry_run import reward_model_problems
 from r3.config import Config, ConfigError
 from r3.data.prompts import Dataset, load_prompts
@@ -55,6 +55,8 @@ def read_task(config: Config) -> Task:
 
     shape = ModelShape.read(config.model.path)
     if not has_gpu() and (problems := cpu_engine_problems(config, shape)):
+        raise ConfigError(problems)
+    if has_gpu() and (problems := allocator_problems(os.environ)):
         raise ConfigError(problems)
     if (size := device_gib()) and (
         problems := reward_model_problems(

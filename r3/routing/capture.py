@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from r3.algo.packing import MISSING, route_dtype
+from r3.algo.packing import MISSING, route_dtype, sorted_experts
 from r3.types import RouteError
 
 
@@ -75,7 +75,7 @@ def check_routes(
             f"{who}: position {row}, layer {moe_layers[layer]}: experts {routes[row, layer].tolist()} are not all in "
             f"0..{num_experts - 1}"
         )
-    ordered = np.sort(routes, axis=-1)
+    ordered = sorted_experts(routes)
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
     if repeated.any():
         row, layer = np.argwhere(repeated)[0]

@@ -111,8 +111,11 @@ def load(
     with _step_free_load():
         for i, optimizer in enumerate(chained(policy.optimizer)):
             optimizer.load_parameter_state_from_fully_reshardable(state["optimizer"][str(i)])
-            for values in optimizer.optimizer.state.values():
-                values["step"] = torch.tensor(float(facts["optimizer_step"]))
+            for parameter, values in optimizer.optimizer.state.items():
+                # A tensor for each parameter; the fused AdamW wants it on the parameter's device, the other takes it there.
+                values["step"] = torch.tensor(
+                    float(facts["optimizer_step"]), device=parameter.device
+                )
     policy.update_number = facts["update_number"]
     randoms = found.folder / f"random_{device.rank:05d}.pt"
     if randoms.exists():
@@ -196,7 +199,7 @@ def _fill_adam_state(policy: Policy) -> None:
             for parameter in group["params"]:
                 if not optimizer.optimizer.state[parameter]:
                     optimizer.optimizer.state[parameter].update(
-                        step=torch.zeros(()),
+                        step=torch.zeros((), device=parameter.device),
                         exp_avg=torch.zeros_like(parameter),
                         exp_avg_sq=torch.zeros_like(parameter),
                     )

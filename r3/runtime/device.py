@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -75,7 +75,8 @@ def prepare_environment() -> None:
     """
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        # On GPUs its warnings matter: a slow order of pushed weights, a kernel that is not the one asked for.
+        "VLLM_LOGGING_LEVEL": "WARNING" if torch.cuda.is_available() else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "RANK": "0",
@@ -119,6 +120,12 @@ def device_gib() -> float | None:
     )
 
 
+def select_device() -> None:
+    """Make this rank's GPU the current one of this thread: a new thread starts on device 0, whatever the rank's is."""
+    if has_gpu():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
 def init_device(*, timeout_s: float = 1800.0) -> Device:
     """Select the device and create the default process group. All ranks must call.
 
@@ -127,9 +134,8 @@ def init_device(*, timeout_s: float = 1800.0) -> Device:
     prepare_environment()
     is_cuda = has_gpu()
     local_rank = int(os.environ["LOCAL_RANK"])
-    if is_cuda:
-        torch.cuda.set_device(local_rank)
-    elif "OMP_NUM_THREADS" in os.environ:
+    select_device()
+    if not is_cuda and "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if not dist.is_initialized():
         dist.init_process_group(
@@ -161,13 +167,17 @@ def settle() -> None:
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seed torch, numpy and random alike; `deterministic` also asks torch for deterministic kernels."""
+    """Seed torch, numpy and random alike; `deterministic` also asks torch for deterministic kernels.
+
+    On CUDA an operation without a deterministic kernel raises an error. With a warning alone, torch keeps
+    flash attention's backward pass non-deterministic (ATen, attention_backward.cu), and two runs would differ.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True, warn_only=not torch.cuda.is_available())
 
 
 def leave(code: int) -> None:
@@ -222,6 +232,9 @@ def share(tensor: torch.Tensor) -> SharedTensor:
     )
     if tensor.is_cuda:
         _, arguments = reductions.reduce_tensor(tensor.detach())
+        assert arguments[6] == tensor.device.index, (
+            "torch has changed what it sends for a CUDA tensor"
+        )
         return SharedTensor(
             transport="cuda-ipc", payload=arguments, dtype=tensor.dtype, numel=tensor.numel()
         )
@@ -232,10 +245,24 @@ def share(tensor: torch.Tensor) -> SharedTensor:
     )
 
 
-def open_shared(handle: SharedTensor) -> torch.Tensor:
+def ipc_arguments(payload: Sequence[Any], device_index: int) -> tuple[Any, ...]:
+    """Arguments of `rebuild_cuda_tensor` that map a peer's memory on this rank's own device, without its event.
+
+    As sent, they name the peer's device: every rank would make a context of 0.4 to 0.5 GiB on every GPU of the machine,
+    and each tensor read would be copied between devices. vLLM's own transfer replaces the same argument. The event would
+    order this reader behind the peer's stream, which `sync_weights` does with a synchronisation and a barrier.
+    """
+    arguments = list(payload)
+    arguments[6] = device_index  # storage_device
+    arguments[-1] = False  # event_sync_required
+    return tuple(arguments)
+
+
+def open_shared(handle: SharedTensor, device: Device) -> torch.Tensor:
     """Map what a peer on this machine shared. Never call it on a handle of this very process (CUDA refuses that)."""
     if handle.transport == "cuda-ipc":
-        return reductions.rebuild_cuda_tensor(*handle.payload)
+        assert device.torch.index is not None, f"{device.torch} does not say which GPU it is"
+        return reductions.rebuild_cuda_tensor(*ipc_arguments(handle.payload, device.torch.index))
     pid, descriptor, size = handle.payload
     assert pid != os.getpid(), "a rank reads its own tensors directly, not through a handle"
     mapped = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
@@ -246,6 +273,21 @@ def open_shared(handle: SharedTensor) -> torch.Tensor:
     return torch.empty(0, dtype=handle.dtype).set_(storage, 0, (handle.numel,))
 
 
+def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy of `tensor` in host memory, in `into` where that is given. From CUDA the copy is queued: synchronise first.
+
+    Memory for a copy from CUDA is page-locked, otherwise the copy would be several times slower and block. It is registered
+    rather than pinned by torch, which rounds every block up to a power of two: a third more for typical buffers.
+    """
+    if into is None:
+        into = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.is_cuda:
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(into.data_ptr(), into.nbytes, 0)
+            )
+    return into.copy_(tensor.detach(), non_blocking=True)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Taking tensors out of device memory and back, in place: every view of them stays valid.
 
@@ -254,8 +296,8 @@ def open_shared(handle: SharedTensor) -> torch.Tensor:
 class Stash:
     """Keeps the contents of device tensors elsewhere while the other world owns the memory.
 
-    On CUDA elsewhere is pinned host memory, allocated once and reused; on CPU it is an unlinked temporary file, so that
-    what was put away really leaves the resident set.
+    On CUDA elsewhere is page-locked host memory, allocated once and reused; on CPU it is an unlinked temporary file, so
+    that what was put away really leaves the resident set. On CUDA both directions are queued: synchronise afterwards.
     """
 
     device: Device
@@ -273,12 +315,8 @@ class Stash:
             f"{key} does not own its whole storage"
         )
         if self.device.is_cuda:
-            host = self.pinned.get(key)
-            if host is None:
-                host = self.pinned[key] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=True
-                )
-            host.copy_(tensor)
+            # The storage freed below stays in torch's cache until this copy, on the same stream, is done.
+            self.pinned[key] = to_host(tensor, self.pinned.get(key))
         else:
             file = self.files.get(key)
             if file is None:
@@ -298,7 +336,7 @@ class Stash:
             return
         storage.resize_(self.sizes[key])
         if self.device.is_cuda:
-            tensor.copy_(self.pinned[key])
+            tensor.copy_(self.pinned[key], non_blocking=True)
         else:
             self.files[key].seek(0)
             data = np.frombuffer(self.files[key].read(self.sizes[key]), dtype=np.uint8)

@@ -238,12 +238,13 @@ def install() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(
         logging.ERROR
     )  # "CPU RNG state changed"
+    # Before any decorated module loads: no torch.compile of tiny fused operations. On CUDA every router's forward pass is
+    # decorated (moe/router.py), and would compile, guard and recompile without gain.
+    importlib.import_module("megatron.core.jit").disable_jit_fuser()
     if torch.cuda.is_available():
         _repair_without_transformer_engine()
         return
     if _proxy is None:
-        jit = importlib.import_module("megatron.core.jit")
-        jit.disable_jit_fuser()  # before any decorated module loads: no torch.compile of tiny fused operations
         _proxy = _Torch()
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")

@@ -19,6 +19,7 @@ from r3.handover.rollouts import distribute
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.policy import Policy
+from r3.policy.build import use_fused_adam
 from r3.policy.weights import load
 from r3.rollout.scored import Scored
 from r3.run import checkpoint
@@ -206,6 +207,44 @@ def second_update(
         "loss": float(total),
         "grad_norm": update.grad_norm,
         "router_grad_norm": update.router_grad_norm,
+    }
+
+
+def fused_adam(device: Device, *, out: str) -> dict[str, Any]:
+    """Three updates by torch's default AdamW, by the fused one, and by the fused one with a checkpoint between."""
+
+    config = tiny_config(model={"dtype": "bfloat16"})
+    mesh, plain = build(device, config)
+    (batch,) = batches_of(mesh, plain.shape, micro_batch_tokens=96)
+
+    def another() -> Policy:
+        policy = Policy(config, device, mesh, plain.shape)
+        use_fused_adam(policy.optimizer)
+        return policy
+
+    def mains(policy: Policy) -> dict[str, torch.Tensor]:
+        return {
+            key: tensor.clone()
+            for key, tensor in policy.memory.optimizer_tensors()
+            if "/main/" in key
+        }
+
+    fused = another()
+    began = mains(plain)
+    for number in range(3):
+        for policy in (plain, fused):
+            policy.update(batch, total_updates=4)
+        if number == 0:
+            saved = checkpoint.save(Path(out), fused, device, mesh, step=1, keep=0)
+    resumed = another()
+    checkpoint.load(Found(folder=saved, step=1), resumed, device, mesh)
+    for _ in range(2):
+        resumed.update(batch, total_updates=4)
+    expected, found, again = mains(plain), mains(fused), mains(resumed)
+    return {
+        "moved": max(float((expected[key] - began[key]).abs().max()) for key in began),
+        "apart": max(float((expected[key] - found[key]).abs().max()) for key in began),
+        "resumed": all(torch.equal(found[key], again[key]) for key in began),
     }
 
 

@@ -54,11 +54,18 @@ def contract(
     policy = Policy(config, device, mesh, ModelShape.read(folder))
     stream = WeightStream(policy, device, mesh)
     export(out, stream, policy, device, mesh, like=folder, step=0)
+    order = [
+        int(name.split(".")[2]) for name, _ in stream.read() if name.startswith("model.layers.")
+    ]
+    mesh.world.barrier()
+    shared = [buffer.is_shared() for buffer in policy.shared_buffers()]
     router_gradients = gradients_of_routers(policy, mesh)
     reference = transformers_model(folder)
     compared = differences(policy, mesh, stream, reference, out.with_name(f"{out.name}.gradients"))
     return {
         **compared,
+        "layer_by_layer": order == sorted(order),
+        "shared": all(shared) if mesh.world.size > 1 else any(shared),
         "round_trip": compare_files(Path(folder), out) if device.rank == 0 else [],
         "router_gradients": router_gradients,
         "num_moe_layers": len(policy.shape.moe_layers),

@@ -855,10 +855,23 @@ def modes(device: Device, *, model: str) -> dict[str, Any]:
             for key, part in metrics.items():
                 parts.setdefault(key, []).append(part)
 
+        scored: list[tuple[str, int]] = []
+        real = policy.score
+
+        def counting(
+            micro_batches: Any, *, mode: Any, real: Any = real, scored: Any = scored, **rest: Any
+        ) -> Any:
+            scored.append((mode, len(micro_batches)))
+            return real(micro_batches, mode=mode, **rest)
+
+        policy.score = counting  # type: ignore[method-assign]  # the real one, counted
         train_on(
             policy, batches, nothing_R.double(), nothing_R.long(), setting, step=2, report=report
         )
+        policy.score = real  # type: ignore[method-assign]
         found[name] = {
+            "scored": scored,
+            "sizes": [len(batch.micro_batches) for batch in batches],
             "row": {key: type(some[0]).reduce(some) for key, some in parts.items()},
             "slots": {
                 key: sum(part.count for part in some)

@@ -79,6 +79,10 @@ def test_contract(run: str, name: str, figures: Any) -> None:
         if (
             run != "pp2"
         ):  # whose batch has live routes: a router may choose experts that train nothing
+            assert rank["layer_by_layer"], "the engine would hold tensors of many layers at a time"
+            assert rank["shared"] == (run != "single"), (
+                "buffers are exported where there are ranks to read them"
+            )
             assert len(rank["router_gradients"]) == (rank["num_moe_layers"] if routed else 0)
         assert all(largest > 1e-5 for largest in rank["router_gradients"].values())
 

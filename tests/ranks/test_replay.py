@@ -231,6 +231,16 @@ def test_every_mode_reports_agreement_at_the_rollouts_weights_only(modes: dict[s
     assert "routing/agreement_update_1" not in modes["r3, one update"]["row"]
 
 
+def test_the_first_updates_batch_is_scored_before_only_where_its_routes_are_recorded(
+    modes: dict[str, Any],
+) -> None:
+    for name, kind in (("off", "live"), ("r3", "replay")):
+        first, second = modes[name]["sizes"]
+        assert [kind, second] in modes[name]["scored"] and first > 0
+        assert [kind, first + second] not in modes[name]["scored"]
+    assert ["record", sum(modes["r2"]["sizes"])] in modes["r2"]["scored"]
+
+
 def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: dict[str, Any]) -> None:
     for name in ("r3", "r3, one update"):
         row = modes[name]["row"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
-from r3.runtime.device import seed_everything
+from r3.cli.checks import allocator_problems
+from r3.runtime.device import ipc_arguments, seed_everything, to_host
 
 pytestmark = pytest.mark.unit
 
@@ -29,3 +32,25 @@ def test_deterministic_mode_reaches_torch_and_warns_of_what_has_no_deterministic
             torch.zeros(4).put_(torch.tensor([1, 1]), torch.tensor([1.0, 2.0]))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_peers_memory_is_mapped_on_the_readers_device_without_an_event() -> None:
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    sent = {name: f"as sent: {name}" for name in names}
+    expected = sent | {"storage_device": 3, "event_sync_required": False}
+    assert dict(zip(names, ipc_arguments(tuple(sent.values()), 3), strict=True)) == expected
+
+
+def test_copies_on_the_host_are_reused() -> None:
+    tensor = torch.arange(4.0, requires_grad=True)
+    first = to_host(tensor)
+    assert first.data_ptr() != tensor.data_ptr() and not first.requires_grad
+    second = to_host(tensor + 1, first)
+    assert second.data_ptr() == first.data_ptr() and second.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_are_refused_under_both_names(name: str) -> None:
+    (problem,) = allocator_problems({name: "max_split_size_mb:64, Expandable_Segments : True"})
+    assert problem.field == name and "memory handles" in problem.rule and name in problem.fix
+    assert allocator_problems({name: "expandable_segments:False"}) == allocator_problems({}) == []

@@ -18,6 +18,7 @@ from r3.algo.packing import (
     pack,
     packing_efficiency,
     plan,
+    sorted_experts,
 )
 from r3.types import Rollout
 
@@ -63,6 +64,14 @@ def in_groups_of(size: int, count: int) -> list[int]:
 
 
 # --- pack ---------------------------------------------------------------------------------------------------
+
+
+def test_experts_of_a_row_are_sorted_as_numpy_sorts() -> None:
+    rng = np.random.default_rng(0)
+    for topk in (1, 2, 5, 8):
+        routes = rng.integers(-1, 128, (31, 3, topk)).astype(np.int16)
+        assert np.array_equal(sorted_experts(routes), np.sort(routes, axis=-1))
+    assert sorted_experts(routes[:0]).shape == (0, 3, 8)
 
 
 def test_alignment_is_the_one_drawn_in_types() -> None:

@@ -1,0 +1,56 @@
+"""Parts of the policy that need no ranks: attention with grouped heads, rounded router logits."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from r3.policy.build import rounded_gating
+from r3.policy.modules import grouped_heads
+
+pytestmark = pytest.mark.unit
+
+
+def test_grouped_queries_where_variable_length_attention_cannot_group() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(7, heads, 16, generator=generator) for heads in (8, 2, 2))
+
+    def attend(k: torch.Tensor, v: torch.Tensor, **options: bool) -> torch.Tensor:
+        parts = (x.transpose(0, 1)[None] for x in (query, k, v))
+        return F.scaled_dot_product_attention(*parts, is_causal=True, **options)
+
+    k, v, options = grouped_heads(query, key, value, ["scale", "window_size"])  # torch 2.11
+    assert options == {} and k.shape == v.shape == query.shape
+    # Both in float32 on the same numbers; kernels for repeated and grouped heads may sum in another order.
+    assert torch.allclose(attend(k, v), attend(key, value, enable_gqa=True), atol=1e-6)
+    wrong = attend(key.repeat(1, 4, 1), value.repeat(1, 4, 1))
+    assert not torch.allclose(wrong, attend(key, value, enable_gqa=True), atol=1e-2)
+
+    k, v, options = grouped_heads(query, key, value, ["scale", "enable_gqa"])  # torch 2.13
+    assert k is key and v is value and options == {"enable_gqa": True}
+    assert grouped_heads(query, query, query, [])[2] == {}
+
+
+def test_installed_variable_length_attention_takes_what_it_is_given() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    positional = [torch.empty(0)] * 7
+    inspect.signature(varlen_attn).bind(
+        *positional, scale=1.0, window_size=(-1, 0), enable_gqa=True
+    )
+
+
+def test_router_logits_are_rounded_as_the_engine_rounds_and_keep_their_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 8, generator=generator).requires_grad_()
+    weight = torch.randn(8, 4, generator=generator)
+    logits = rounded_gating(lambda x: x @ weight, torch.bfloat16)(hidden)
+    exact = hidden @ weight
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, exact.bfloat16().float()) and not torch.equal(logits, exact)
+    assert torch.equal(
+        torch.autograd.grad(logits.sum(), hidden)[0], torch.autograd.grad(exact.sum(), hidden)[0]
+    )
