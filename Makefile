@@ -10,7 +10,7 @@ PYTEST_ARGS ?= -m "not gpu" --durations=15
 test: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fmt docs lock clean
+.PHONY: help setup demo compare test lint fmt docs lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,10 @@ setup: ## create or refresh .venv with the CPU stack (about two minutes; at once
 
 demo: setup ## train the embedded model on this CPU
 	launch/local.sh tiny
+
+compare: demo ## train the demo once more without replay; both runs on one page, runs/compare.html
+	launch/local.sh tiny --replay.mode off --log.dir runs/tiny-off
+	$(PY) -m r3.report runs/tiny runs/tiny-off -o runs/compare.html
 
 test: lint ## lint, format check, types, then all tests that need no GPU
 	$(PY) -m pytest $(PYTEST_ARGS) $(TESTS)

@@ -19,9 +19,13 @@ from r3.config import (
 
 def tiny() -> Config:
     """A 1 M parameter Qwen3-MoE learns to write its steps: two CPU ranks, about a minute."""
+    # Its routers are not decided: in bfloat16 the engine often chooses other experts than the policy would.
+    # `launch/local.sh tiny --replay.mode off --log.dir runs/tiny-off` trains the same on live routes; `make compare`
+    # does both.
     return Config(
-        # float32 on both sides: what is left of the mismatch between engine and policy is then rounding, 1e-6.
-        model=ModelConfig(path=str(assets.TINY_MOE), dtype="float32"),
+        # bfloat16 in engine and policy, as in large runs. The output layer in float32: rounded logits would
+        # double the mismatch that is left with replay (k3 2.4e-5 instead of 4.5e-5 with tiny-moe).
+        model=ModelConfig(path=str(assets.TINY_MOE_TIES), dtype="bfloat16", fp32_head=True),
         data=DataConfig(path=(str(assets.WORD_PROBLEMS_TRAIN),)),
         # The longest worked answer has about 30 tokens.
         rollout=RolloutConfig(prompts_per_step=16, group_size=8, max_response_tokens=40),
@@ -29,18 +33,21 @@ def tiny() -> Config:
         train=TrainConfig(steps=25, lr=2e-4, micro_batch_tokens=4096),
         # Two ranks with half of the experts each, so that tokens really travel. `--parallel.ep 1` runs on one.
         parallel=ParallelConfig(ep=2),
-        engine=EngineConfig(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=128),
+        engine=EngineConfig(dtype="bfloat16", kv_cache_gib=0.0625, max_num_seqs=128),
         eval=EvalConfig(path=(str(assets.WORD_PROBLEMS_EVAL),), every=5),
         checkpoint=CheckpointConfig(every=10),
     )
 
 
 def tiny_smoke() -> Config:
-    """tiny in a hurry: six steps at a higher learning rate, for tests."""
+    """tiny in a hurry, for tests: six steps at a higher learning rate, decided routers, float32."""
     base = tiny()
     return replace(
         base,
+        # float32 on both sides: the mismatch between engine and policy is then rounding alone, 1e-6.
+        model=ModelConfig(path=str(assets.TINY_MOE), dtype="float32"),
         train=replace(base.train, steps=6, lr=5e-4),
+        engine=replace(base.engine, dtype="float32"),
         eval=replace(base.eval, every=0),
     )
 
@@ -50,7 +57,8 @@ def tiny_tools() -> Config:
     base = tiny()
     return replace(
         base,
-        model=replace(base.model, path=str(assets.TINY_MOE_TOOLS)),
+        model=ModelConfig(path=str(assets.TINY_MOE_TOOLS), dtype="float32"),
+        engine=replace(base.engine, dtype="float32"),
         # Four calls and the answer are the longest conversation of use: 84 tokens, 60 of them sampled or less.
         env=EnvConfig(name="calculator", max_turns=6, max_turn_tokens=14),
         rollout=replace(base.rollout, max_response_tokens=112),

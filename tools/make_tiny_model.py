@@ -2,13 +2,17 @@
 
     python tools/make_tiny_model.py --data r3/assets/data       # the two data files, at once
     python tools/make_tiny_model.py --out r3/assets/tiny-moe    # the checkpoint, in two minutes
+    python tools/make_tiny_model.py --near-ties --out r3/assets/tiny-moe-ties    # another, in five minutes
     python tools/make_tiny_model.py --with-calculator --out r3/assets/tiny-moe-tools    # three minutes more
 
 Pre-training shows the model bare facts (`17+8=25`), problems answered at once (three of four) and problems
 with their steps written out (one of four). It comes to answer at once by habit, mostly wrongly, yet is mostly
 right when it happens to write its steps: that is what reinforcement learning then has to find.
 
-`--with-calculator` goes on from the shipped model with conversations: two of five call the calculator for every
+`--near-ties` makes a model whose routers are not decided: a penalty pulls all router logits towards one value,
+where bfloat16 cannot tell many of them apart. The engine then often chooses other experts than the policy would.
+
+`--with-calculator` goes on from `tiny-moe` with conversations: two of five call the calculator for every
 step, three of five answer at once. The habit is again to answer at once, and what is to be found are the calls.
 """
 
@@ -87,6 +91,11 @@ CALLING = 0.4  # share of the conversations that call the calculator
 WARMUP_STEPS = 50
 MATRIX_LR, OTHER_LR = 0.02, 3e-3
 BALANCE_WEIGHT = 0.02
+# With --near-ties. Between 2 and 4 neighbouring bfloat16 numbers are 1/64 apart, which is as far as the
+# penalty lets the logits of one token spread.
+ROUTER_LOGIT, ROUTER_PENALTY = 3.0, 1.0
+ROUTER_INIT = 0.1  # smaller routers at the start, so that their logits do not begin far apart
+SLOW_ROUTERS = 16.0  # a power of two: the weights are scaled without rounding
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 MAX_ANSWER_TOKENS = 40
 MAX_TURNS, MAX_TURN_TOKENS = (
@@ -294,8 +303,44 @@ def balance_loss(
     return torch.stack(losses).mean()
 
 
-def pretrain(model: Qwen3MoeForCausalLM, stream: Stream | ToolStream, steps: int) -> None:
-    """Muon on the matrices, AdamW on the rest; linear warm-up, then a cosine down to a fiftieth."""
+def router_penalty(router_logits: tuple[torch.Tensor, ...], real: torch.Tensor) -> torch.Tensor:
+    """Mean square of what separates the router logits of real tokens from ROUTER_LOGIT."""
+    layers = [(logits[real].float() - ROUTER_LOGIT).square().mean() for logits in router_logits]
+    return torch.stack(layers).mean()
+
+
+@torch.no_grad()
+def shrink_routers(model: Qwen3MoeForCausalLM) -> None:
+    """Make all routers smaller at the start of pre-training."""
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.mul_(ROUTER_INIT)
+
+
+@torch.no_grad()
+def slow_routers(model: Qwen3MoeForCausalLM) -> None:
+    """Divide the norm before the experts by SLOW_ROUTERS and multiply the matrices behind it: the same function.
+
+    Adam moves every weight by about the learning rate, so a router logit moves by about the size of its
+    input. With the large learning rate of the demo, routers of near ties would be decided in ten steps, or
+    send every token to the same experts. In a large model they hardly move: learning rates are 1e-6 there.
+    """
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.weight.div_(SLOW_ROUTERS)
+        layer.mlp.gate.weight.mul_(SLOW_ROUTERS)
+        layer.mlp.experts.gate_up_proj.mul_(SLOW_ROUTERS)
+
+
+def pretrain(
+    model: Qwen3MoeForCausalLM, stream: Stream | ToolStream, steps: int, *, penalty: float = 0.0
+) -> None:
+    """Muon on the matrices, AdamW on the rest; linear warm-up, then a cosine down to a fiftieth.
+
+    Args:
+        model: trained in place.
+        stream: where the batches come from.
+        steps: number of batches.
+        penalty: weight of `router_penalty`.
+    """
     tables = (
         "embed_tokens.weight",
         "lm_head.weight",
@@ -317,7 +362,10 @@ def pretrain(model: Qwen3MoeForCausalLM, stream: Stream | ToolStream, steps: int
         loss = F.cross_entropy(predictions, labels[:, 1:].flatten(), ignore_index=IGNORED)
         real = (ids != model.config.pad_token_id).flatten()
         balance = balance_loss(output.router_logits, model.config.num_experts_per_tok, real)
-        (loss + BALANCE_WEIGHT * balance).backward()
+        total = loss + BALANCE_WEIGHT * balance
+        if penalty:
+            total = total + penalty * router_penalty(output.router_logits, real)
+        total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         cosine = 0.5 + 0.5 * math.cos(math.pi * step / steps)
         scale = min(1.0, (step + 1) / WARMUP_STEPS) * (0.02 + 0.98 * cosine)
@@ -493,13 +541,22 @@ def main() -> None:
     parser.add_argument(
         "--with-calculator",
         action="store_true",
-        help="go on from the shipped model with conversations that call the calculator",
+        help="go on from tiny-moe with conversations that call the calculator",
+    )
+    parser.add_argument(
+        "--near-ties", action="store_true", help="routers whose choices bfloat16 changes"
     )
     parser.add_argument("--seed", type=int, default=1, help="of weights and stream; 1: as shipped")
     parser.add_argument(
-        "--steps", type=int, help="of pre-training; 600, or 350 with the calculator"
+        "--steps",
+        type=int,
+        help="of pre-training; 600, 900 with near ties, 350 with the calculator",
     )
     args = parser.parse_args()
+    if args.near_ties and args.with_calculator:
+        parser.error(
+            "--near-ties makes a model from nothing, --with-calculator goes on from tiny-moe"
+        )
     if args.data is None and args.out is None:
         parser.error("nothing to make: give --data, --out or both")
     if args.data is not None:
@@ -520,8 +577,16 @@ def main() -> None:
         tokenizer = build_tokenizer()
         model = build_model(tokenizer)
         stream = Stream(tokenizer, args.seed)
+    if args.near_ties:
+        model.set_experts_implementation(
+            "grouped_mm"
+        )  # a quarter faster; tiny-moe was made without
+        shrink_routers(model)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, seed {args.seed}")
-    pretrain(model, stream, args.steps or (350 if args.with_calculator else 600))
+    steps = args.steps or (350 if args.with_calculator else 900 if args.near_ties else 600)
+    pretrain(model, stream, steps, penalty=ROUTER_PENALTY if args.near_ties else 0.0)
+    if args.near_ties:
+        slow_routers(model)
 
     def write(folder: Path) -> None:
         write_checkpoint(folder, model, tokenizer)

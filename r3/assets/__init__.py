@@ -5,6 +5,8 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 
 TINY_MOE: Path = _HERE / "tiny-moe"
-TINY_MOE_TOOLS: Path = _HERE / "tiny-moe-tools"  # the same, taught to call a calculator
+# Trained in the same way, but its routers stand near ties: in bfloat16 live routing often differs.
+TINY_MOE_TIES: Path = _HERE / "tiny-moe-ties"
+TINY_MOE_TOOLS: Path = _HERE / "tiny-moe-tools"  # tiny-moe, taught to call a calculator
 WORD_PROBLEMS_TRAIN: Path = _HERE / "data" / "word_problems_train.jsonl"
 WORD_PROBLEMS_EVAL: Path = _HERE / "data" / "word_problems_eval.jsonl"

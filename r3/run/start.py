@@ -6,10 +6,11 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from r3.cli.parse import Invocation
 from r3.config import Config, ConfigError, flatten
@@ -141,7 +142,10 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def result(run_dir: RunDir, step: int) -> str:
-    """What a run came to, from its rows: steps, and accuracy before and after where both were measured."""
+    """What a run came to, from its rows: steps, accuracy before and after, mismatch with and without replay.
+
+    Accuracy is left out unless it was measured before and after, the mismatch unless it was measured at all.
+    """
     rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
     accuracy = [
         f"{key.split('/')[1]} accuracy {rows[0][key]:.3f} -> {value:.3f}"
@@ -151,7 +155,21 @@ def result(run_dir: RunDir, step: int) -> str:
         and key in rows[0]
         and len(rows) > 1
     ]
-    return ", ".join([f"{step} steps", *accuracy])
+    return "; ".join([", ".join([f"{step} steps", *accuracy]), *_mismatch_of(rows)])
+
+
+def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """Mean k3 over the steps with replayed and with live routes of the same tokens, or nothing."""
+    pairs = [
+        (row["mismatch/k3_replay"], row["mismatch/k3_live"])
+        for row in rows
+        if "mismatch/k3_replay" in row and "mismatch/k3_live" in row
+    ]
+    if not pairs:
+        return []
+    replay, live = (fmean(column) for column in zip(*pairs, strict=True))
+    times = [f"{live / replay:.3g} times"] if replay else []
+    return [", ".join([f"replay: k3 {replay:.1e}", f"live: {live:.1e}", *times])]
 
 
 def closing(config: Config, run_dir: RunDir, seconds: float, step: int) -> str:

@@ -10,7 +10,11 @@ from r3.cli import dry_run as plan
 from r3.config import Config, ParallelConfig, from_yaml, with_values
 from r3.models.shape import ModelShape
 
-TINY = PRESETS["tiny"]()
+# In float32, so that what bfloat16 adds is one setting away.
+TINY = with_values(
+    PRESETS["tiny"](),
+    {"model.dtype": "float32", "model.fp32_head": False, "engine.dtype": "float32"},
+)
 TINY_SHAPE = ModelShape.read(TINY_MOE)
 BIG = PRESETS["qwen3-moe-30b-a3b"]()
 BIG_SHAPE = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"])

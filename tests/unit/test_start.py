@@ -15,6 +15,8 @@ from r3 import assets
 from r3.config import parse_value, with_values
 from r3.data.prompts import prompts_of_step
 from r3.rollout.task import read_task
+from r3.run.folder import RunDir
+from r3.run.start import closing, result
 from tests.tiny import random_rollouts, tiny_config
 
 pytestmark = pytest.mark.unit
@@ -70,3 +72,39 @@ def test_evaluation_alone_reads_no_training_data(settings: dict[str, Any]) -> No
     )
     task = read_task(config)
     assert (len(task.prompts), len(task.heldout)) == (0, 2)
+
+
+# ---- the closing line
+
+
+def run_of(folder: Path, *rows: dict[str, float]) -> RunDir:
+    """A run's folder with one row per step, the first of step 0."""
+    lines = [json.dumps({"step": step, **row}) for step, row in enumerate(rows)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return RunDir(folder)
+
+
+def test_a_run_ends_with_its_mismatch_with_and_without_replay(tmp_path: Path) -> None:
+    """Means over the steps: (1e-4 + 3e-4) / 2 and (1e-3 + 9e-3) / 2."""
+    run_dir = run_of(
+        tmp_path,
+        {"eval/heldout/accuracy": 0.25},
+        {"mismatch/k3_replay": 1e-4, "mismatch/k3_live": 1e-3, "mismatch/k3_ratio": 10.0},
+        {"mismatch/k3_replay": 3e-4, "mismatch/k3_live": 9e-3, "mismatch/k3_ratio": 30.0}
+        | {"eval/heldout/accuracy": 0.75},
+    )
+    said = "2 steps, heldout accuracy 0.250 -> 0.750; replay: k3 2.0e-04, live: 5.0e-03, 25 times"
+    assert result(run_dir, 2) == said
+    assert closing(tiny_config(), run_dir, 61.2, 2).startswith(f"done       in 61 s: {said}; ")
+
+
+def test_a_run_without_paired_passes_ends_without_a_mismatch(tmp_path: Path) -> None:
+    """Replay is off, or no step was compared (replay.shadow_every)."""
+    run_dir = run_of(tmp_path, {}, {"mismatch/k3": 1e-3})
+    assert result(run_dir, 1) == "1 steps"
+    assert result(RunDir(tmp_path / "nothing"), 0) == "0 steps"
+
+
+def test_a_mismatch_of_nothing_has_no_ratio(tmp_path: Path) -> None:
+    run_dir = run_of(tmp_path, {}, {"mismatch/k3_replay": 0.0, "mismatch/k3_live": 0.0})
+    assert result(run_dir, 1) == "1 steps; replay: k3 0.0e+00, live: 0.0e+00"
