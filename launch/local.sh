@@ -35,5 +35,4 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 # Mistakes in settings, data or reward end here, in seconds, with one message and exit code 2, instead of once per rank.
 "$python" "$root/train.py" "$@" --check --world-size "$ranks"
-# `-m torch.distributed.run` is torchrun, without a script whose first line names the folder it was installed in.
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" "$root/train.py" "$@"
+exec "$python" "$root/launch/ranks.py" --standalone --nproc_per_node "$ranks" "$root/train.py" "$@"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def build_run(
     start: Start | None = None,
     writes: bool = False,
     hosts: Sequence[str] | None = None,
+    stage: Callable[[str], AbstractContextManager[None]] | None = None,
 ) -> Run:
     """Build engine and policy on this rank, in memory state TRAIN. All ranks must call.
 
@@ -99,12 +101,19 @@ def build_run(
         start: the checkpoint that the run continues from; this function does not load it.
         writes: whether metrics and heartbeats are written to the folder of the run.
         hosts: overrides the machine of each rank (see `WeightStream`).
+        stage: entered with a text around each part that takes seconds to build.
     """
     start = start or Start()
+    stage = stage or _silently
     folder = RunDir(Path(config.log.dir))
     # The engine comes first: vLLM sizes itself by the memory it finds free.
-    engine = Engine(config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len)
-    policy = Policy(config, device, mesh, task.shape)
+    with stage("building the engine"):
+        engine = Engine(
+            config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len
+        )
+    with stage("building the policy"):
+        policy = Policy(config, device, mesh, task.shape)
+        weights = WeightStream(policy, device, mesh, hosts=hosts)
     watchdog = Watchdog(
         device.rank,
         device.world_size,
@@ -127,10 +136,14 @@ def build_run(
         mesh=mesh,
         engine=engine,
         policy=policy,
-        weights=WeightStream(policy, device, mesh, hosts=hosts),
+        weights=weights,
         residency=Residency(engine, policy, device, reward_model=task.reward_model),
         meter=meter,
         watchdog=watchdog,
         folder=folder,
         start=start,
     )
+
+
+def _silently(what: str) -> AbstractContextManager[None]:
+    return nullcontext()

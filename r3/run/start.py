@@ -19,6 +19,7 @@ from r3.models.hf_checkpoint import CheckpointError
 from r3.rollout.task import Task, read_task
 from r3.run import checkpoint
 from r3.run.build import Run, build_run, init_rank
+from r3.run.failures import FailureReport
 from r3.run.folder import RunDir, read_metrics
 from r3.run.lock import require_free
 from r3.run.resume import ResumeError, Start, open_run
@@ -52,26 +53,48 @@ def begin(invocation: Invocation) -> Iterator[Run]:
     started = time.perf_counter()
     die_with_launcher()
     config = invocation.config
-    task, folder, start = prepare(config, check=invocation.check)
-    device, mesh = init_rank(config)
-    require_one_start(config, task, start, mesh.world)
-    run = build_run(config, task, device=device, mesh=mesh, start=start, writes=True)
-    if start.found:
-        checkpoint.load(start.found, run.policy, device, mesh, weights_only=config.eval.only)
-    settle()
-    run.meter.header(header(config, task, mesh, device, start))
-    try:
-        with run.watchdog:
-            yield run
-    finally:
-        task.close()
-    run.meter.close()
-    if device.rank == 0:
-        step = run.steps_done if config.eval.only else config.train.steps
-        print(closing(config, folder, time.perf_counter() - started, step), flush=True)
-    if start.lock is not None:
-        start.lock.release()
+    with stage("reading model facts, data and rewards"):
+        task, folder, start = prepare(config, check=invocation.check)
+    with FailureReport(folder.path, rank=int(os.environ.get("RANK", "0"))):
+        try:
+            with stage("joining the ranks"):
+                device, mesh = init_rank(config)
+                require_one_start(config, task, start, mesh.world)
+            run = build_run(
+                config, task, device=device, mesh=mesh, start=start, writes=True, stage=stage
+            )
+            if start.found:
+                with stage(f"loading {start.found.folder}"):
+                    checkpoint.load(
+                        start.found, run.policy, device, mesh, weights_only=config.eval.only
+                    )
+            settle()
+            run.meter.header(header(config, task, mesh, device, start))
+            with run.watchdog:
+                yield run
+        finally:
+            task.close()
+        run.meter.close()
+        if device.rank == 0:
+            step = run.steps_done if config.eval.only else config.train.steps
+            print(closing(config, folder, time.perf_counter() - started, step), flush=True)
+        if start.lock is not None:
+            start.lock.release()
     leave(0)
+
+
+@contextmanager
+def stage(what: str) -> Iterator[None]:
+    """Say on rank 0 what is being loaded, and the seconds that it took."""
+    is_leader = int(os.environ.get("RANK", "0")) == 0
+    started = time.perf_counter()
+    if is_leader:
+        print(f"{what} ...", end="", flush=True)
+    try:
+        yield
+    finally:
+        if is_leader:
+            print(f" {time.perf_counter() - started:.1f} s", flush=True)
 
 
 def prepare(config: Config, *, check: bool = False) -> tuple[Task, RunDir, Start]:

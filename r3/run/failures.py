@@ -1,0 +1,120 @@
+"""What a person sees when a run ends with an error: one block from one rank, tracebacks in files."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from r3.data.prompts import DataError
+from r3.engine import EngineConfigError
+from r3.handover.weights import SyncError
+from r3.rewards.scorer import RewardError
+from r3.rollout.conversation import EnvironmentFailed
+from r3.rollout.step import BudgetError, NoSignalError
+from r3.routing.ledger import LedgerError
+from r3.runtime.workers import WorkerError
+from r3.types import RouteError
+
+# Errors whose message says all that a user needs: no traceback is shown for them.
+_EXPLAINED = (
+    BudgetError,
+    DataError,
+    EngineConfigError,
+    EnvironmentFailed,
+    FloatingPointError,
+    LedgerError,
+    NoSignalError,
+    RewardError,
+    RouteError,
+    SyncError,
+    WorkerError,
+)
+_SHOWN_FRAMES = 3
+INTERRUPTED = 130  # the shell's exit code for Ctrl-C
+
+
+class FailureReport:
+    """Ends the process when an error leaves its block: `with FailureReport(folder, rank=0):`.
+
+    Every rank writes its traceback to `errors/` in the folder of the run. The first rank that fails
+    prints one block to stderr; ranks that fail because of it print nothing. Exit code 1, or 130
+    after Ctrl-C. `SystemExit` passes.
+
+    Args:
+        folder: the folder of the run.
+        rank: this process; rank 0 forgets the errors of an earlier run.
+    """
+
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        self._folder = folder / "errors"
+        self._rank = rank
+        if rank == 0:
+            self._first.unlink(missing_ok=True)
+
+    @property
+    def _first(self) -> Path:
+        """Marks that some rank has printed its block already."""
+        return self._folder / "first_failure"
+
+    def _claim(self) -> bool:
+        """Whether this rank is the first one that fails."""
+        try:
+            self._first.open("x").close()
+        except FileExistsError:
+            return False
+        return True
+
+    def __enter__(self) -> FailureReport:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or isinstance(error, SystemExit):
+            return
+        sys.stdout.flush()
+        path = self._folder / f"rank_{self._rank:05d}.txt"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(traceback.format_exception(error)), errors="backslashreplace")
+            path.chmod(0o600)  # it may quote users' data
+            if not self._claim():
+                os._exit(1)
+        except OSError as unwritable:
+            traceback.print_exception(error)
+            print(f"the traceback could not be written: {unwritable}", file=sys.stderr)
+        print(failure_text(error, rank=self._rank, path=path), file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def failure_text(error: BaseException, *, rank: int, path: Path) -> str:
+    """The block that a person reads.
+
+    Args:
+        path: file with the full traceback, in `errors/` of the run's folder.
+    """
+    run_dir = path.parent.parent
+    resume = f"train.py --from {run_dir}"
+    if isinstance(error, KeyboardInterrupt):
+        return f"\ninterrupted. Continue from the newest checkpoint with {resume}"
+    if isinstance(error, _EXPLAINED):
+        lines = [f"{type(error).__name__} on rank {rank}: {error}"]
+    elif isinstance(error, torch.OutOfMemoryError):
+        lines = [
+            f"out of memory on rank {rank}: {str(error).splitlines()[0]}",
+            "  Lower train.micro_batch_tokens, engine.memory_fraction or engine.kv_cache_gib, or",
+            "  set model.recompute full. --dry-run prints the memory of each phase.",
+        ]
+    else:
+        frames = traceback.extract_tb(error.__traceback__)[-_SHOWN_FRAMES:]
+        lines = [f"{type(error).__name__} on rank {rank}: {error}"]
+        lines += [f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
+    return "\n".join(["", *lines, f"  full traceback: {path}", f"  continue with: {resume}"])

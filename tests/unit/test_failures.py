@@ -1,0 +1,136 @@
+"""The block that a person reads when a run ends with an error."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from r3.rewards.scorer import RewardError
+from r3.run.failures import FailureReport, failure_text
+
+pytestmark = pytest.mark.unit
+
+
+@dataclass(frozen=True)
+class Ended:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(folder: Path, rank: int, body: Callable[[], object]) -> Ended:
+    """Run `body` under a report in a forked process, because the report ends its process."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 (until the end)
+            code = 0
+            try:
+                with FailureReport(folder, rank=rank):
+                    body()
+                print("after the block", flush=True)
+            except SystemExit as left:
+                code = int(str(left.code))
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return Ended(os.waitstatus_to_exitcode(status), *texts)
+
+
+def breaks(text: str) -> Callable[[], object]:
+    def body() -> None:
+        raise RuntimeError(text)
+
+    return body
+
+
+def interrupts() -> None:
+    raise KeyboardInterrupt
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_an_explained_error_has_no_frames(tmp_path: Path) -> None:
+    path = tmp_path / "errors" / "rank_00000.txt"
+    text = failure_text(raised(RewardError("reward f failed")), rank=0, path=path)
+    assert "RewardError on rank 0: reward f failed" in text
+    assert str(path) in text and f"train.py --from {tmp_path}" in text
+    assert "test_failures.py" not in text
+
+
+def test_an_unexpected_error_names_its_line(tmp_path: Path) -> None:
+    text = failure_text(raised(KeyError("x")), rank=1, path=tmp_path / "errors" / "rank_00001.txt")
+    assert "KeyError on rank 1" in text and "test_failures.py" in text
+
+
+def test_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    text = failure_text(raised(error), rank=0, path=tmp_path / "errors" / "rank_00000.txt")
+    assert "train.micro_batch_tokens" in text
+
+
+def test_interruption_says_how_to_continue(tmp_path: Path) -> None:
+    path = tmp_path / "errors" / "rank_00000.txt"
+    text = failure_text(raised(KeyboardInterrupt()), rank=0, path=path)
+    assert text == (
+        f"\ninterrupted. Continue from the newest checkpoint with train.py --from {tmp_path}"
+    )
+
+
+def test_only_the_first_rank_speaks(tmp_path: Path) -> None:
+    first = run(tmp_path, 1, breaks("this broke"))
+    second = run(tmp_path, 2, breaks("connection closed by peer"))
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert "RuntimeError on rank 1: this broke" in first.stderr
+    assert second.stderr == "" and second.stdout == ""
+    assert "this broke" in (tmp_path / "errors" / "rank_00001.txt").read_text()
+    assert "connection closed" in (tmp_path / "errors" / "rank_00002.txt").read_text()
+
+
+def test_the_next_run_speaks_again(tmp_path: Path) -> None:
+    assert "broke" in run(tmp_path, 0, breaks("broke")).stderr
+    assert "broke" in run(tmp_path, 0, breaks("broke")).stderr
+
+
+def test_tracebacks_are_private(tmp_path: Path) -> None:
+    run(tmp_path, 0, breaks("broke"))
+    mode = os.stat(tmp_path / "errors" / "rank_00000.txt").st_mode
+    assert mode & 0o077 == 0
+
+
+def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "errors").write_text("a file where the folder should be")
+    done = run(tmp_path, 1, breaks("broke"))
+    assert done.returncode == 1
+    assert "RuntimeError: broke" in done.stderr and "could not be written" in done.stderr
+
+
+def test_ctrl_c_has_its_own_exit_code(tmp_path: Path) -> None:
+    assert run(tmp_path, 0, interrupts).returncode == 130
+
+
+def test_without_an_error_nothing_happens(tmp_path: Path) -> None:
+    done = run(tmp_path, 0, lambda: None)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "after the block\n", "")
+
+
+def test_sys_exit_passes(tmp_path: Path) -> None:
+    assert run(tmp_path, 0, lambda: sys.exit(2)).returncode == 2
