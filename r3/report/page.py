@@ -155,7 +155,7 @@ def run_data(path: Path, limits: Limits) -> dict[str, Any]:
                 )
     texts: dict[int, str] = {}
     if ids:
-        tokenizer = _tokenizer(facts.model_path)
+        tokenizer = _tokenizer(facts)
         if tokenizer is None:
             notes.append(f"no tokenizer at {facts.model_path}: tokens are shown by their numbers")
         else:
@@ -255,13 +255,15 @@ def _shape(facts: RunFacts) -> ModelShape | None:
     return ModelShape.read(facts.model_path)
 
 
-def _tokenizer(path: str) -> Any:
-    """The run's tokenizer, when it is on this machine: a report does not download anything."""
-    if not Path(path).is_dir():
-        return None
-    from transformers import AutoTokenizer
+def _tokenizer(facts: RunFacts) -> Any:
+    """The tokenizer of the run's model or of its export, if one is on this machine; no download."""
+    exports = sorted(RunDir(facts.path).hf(0).parent.glob("step_*"))
+    for folder in (Path(facts.model_path), *exports):
+        if (folder / "tokenizer_config.json").exists():
+            from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return None
 
 
 def _tell_apart(runs: Sequence[dict[str, Any]]) -> None:

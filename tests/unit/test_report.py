@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from r3 import assets
 from r3.report.page import Limits, columns, dump_data, evenly, page_data, render, shown_samples
 from r3.report.tokens import disagreement, expert_load, read_arrays, spans, token_facts
 from r3.run.folder import RunDir
@@ -127,6 +129,17 @@ def test_page_data_is_complete_and_json(run: Path, tmp_path: Path) -> None:
     assert "replay.mode" in second["changed"] and "replay.mode" not in first["changed"]
     assert data["glossary"]["mismatch/k3"].startswith("mean(e^D - D - 1)")
     json.dumps(data, allow_nan=False)
+
+
+def test_without_the_model_the_export_has_the_tokenizer(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    config = RunDir(run).config
+    config.write_text(config.read_text().replace(str(assets.TINY_MOE), str(tmp_path / "gone")))
+    (bare,) = page_data([run], Limits())["runs"]
+    assert bare["vocabulary"] == {} and "tokens are shown by their numbers" in bare["notes"][0]
+    shutil.copytree(assets.TINY_MOE, RunDir(run).hf(3))
+    (exported,) = page_data([run], Limits())["runs"]
+    assert exported["vocabulary"] and exported["notes"] == []
 
 
 def test_asked_steps_are_shown_if_they_were_dumped(run: Path) -> None:
