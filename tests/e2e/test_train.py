@@ -222,9 +222,8 @@ def test_a_run_ends_with_what_it_came_to_and_where_that_lies(straight: Path) -> 
         for line in (straight / "output.txt").read_text().splitlines()
         if line.startswith("done ")
     ]
-    assert (
-        f"6 steps, heldout accuracy {first:.3f} -> {last:.3f}; {straight}/hf/step_000006, " in line
-    )
+    assert f"6 steps, heldout accuracy {first:.3f} -> {last:.3f}; replay: k3 " in line
+    assert f" times; {straight}/hf/step_000006, " in line
     assert line.endswith(f"{straight}/metrics.jsonl, {straight}/tensorboard")
 
 
