@@ -66,7 +66,7 @@ def train(run: Run) -> None:
 
         # 3 score: advantages from the rewards of all ranks
         with meter.phase("score"):
-            scored = score_all(collected.answers, collected.rewards, config)
+            scored = score_all(collected.rollouts, collected.rewards, config)
         run.release_engine()
 
         # 4 pack: rollouts go to the ranks that train on them, balanced by tokens
@@ -101,7 +101,7 @@ def train(run: Run) -> None:
 
         # 6 report
         meter.add(run.residency.metrics())
-        if step == 1 and config.log.rollouts_every or every(step, config.log.rollouts_every):
+        if (step == 1 and config.log.rollouts_every) or every(step, config.log.rollouts_every):
             prompts = task.prompts.prompts
             dumped = dump_rollouts(run.folder, step, scored, run.mesh.world, prompts)
             meter.show_samples(step, dumped)
@@ -124,7 +124,7 @@ def evaluate(run: Run, step: int) -> None:
         count = heldout.num_samples // run.mesh.engine_dp.size
         with run.meter.phase("evaluate"), run.meter.progress(count, heldout.name) as tick:
             result = evaluate_set(
-                run.engine, heldout, run.config, run.mesh, policy_version=step, on_answer=tick
+                run.engine, heldout, run.config, run.mesh, policy_version=step, on_rollout=tick
             )
         run.meter.add(result.metrics)
         if run.device.rank == 0:

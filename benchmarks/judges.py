@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
-from tests.e2e import judge_cases
+from tests.e2e import scorer_cases
 from tests.unit.test_reward_model import TOLERANCE, classifier
 from tests.world import run_world
 
@@ -36,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="r3-judges-") as folder:
         path = classifier(Path(folder))
         (found,) = run_world(
-            judge_cases.turns, 1, timeout_s=800.0, reward_model=str(path), rounds=words.rounds
+            scorer_cases.turns, 1, timeout_s=800.0, reward_model=str(path), rounds=words.rounds
         )
     arms = {arm: summary([each[arm] for each in found]) for arm in found[0]}
     result: dict[str, Any] = {
@@ -44,7 +44,7 @@ def main() -> None:
         "hardware": hardware(),
         "source": source(),
         "packages": {name: version(name) for name in PACKAGES},
-        "sleep_s": judge_cases.SLEEP_S,
+        "sleep_s": scorer_cases.SLEEP_S,
         "tolerance": TOLERANCE,
         "rounds": words.rounds,
         "arms": arms,

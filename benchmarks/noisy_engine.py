@@ -18,7 +18,7 @@ import torch
 import train
 from r3.engine import Engine
 from r3.handover import weights as sync
-from r3.rollout.collect import evaluate
+from r3.rollout import evaluate
 
 SCALE = float(os.environ["ROUTER_NOISE"])
 

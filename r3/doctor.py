@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from r3.cli import parse as cli
-from r3.config import Config, with_values
+from r3.config import Config, EnvConfig, with_values
 from r3.data.prompts import prompts_of_step
+from r3.engine import Sampling
 from r3.handover.memory import State
 from r3.handover.rollouts import distribute
 from r3.handover.weights import prove_sync, sync_tolerance, sync_weights
@@ -31,7 +32,8 @@ from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.rescore import panel, share_out
 from r3.rewards.scorer import Scorer
-from r3.rollout.collect import answer
+from r3.rollout.collect import Collector
+from r3.rollout.conversation import ConversationSetup
 from r3.rollout.task import read_task
 from r3.routing.replay import RouterTap
 from r3.run.build import Run, build_run, init_rank
@@ -402,30 +404,28 @@ def check_engine_rows(context: DoctorContext) -> str:
     prompts = prompts_of_step(
         run.task.prompts, seed=config.train.seed, step=0, count=2 * run.mesh.engine_dp.size
     )
-    answers = answer(
-        run.engine,
-        prompts,
-        Scorer.of_function(lambda _rollout, _prompt: 0.0),
-        run.mesh,
-        members=_ANSWERS,
-        policy_version=0,
+    rollout = config.rollout
+    collector = Collector(
+        engine=run.engine,
+        mesh=run.mesh,
+        setup=ConversationSetup.of(EnvConfig(), run.task.tokenizer, config.model.path),
+        scorer=Scorer.of_function(lambda _rollout, _prompt: 0.0),
+        sampling=Sampling(
+            temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+        ),
         run_seed=config.train.seed,
-        seed_step=0,
-        max_tokens=min(config.rollout.max_response_tokens, _ANSWER_TOKENS),
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
+        samples_per_prompt=_ANSWERS,
+        max_response_tokens=min(rollout.max_response_tokens, _ANSWER_TOKENS),
     )
+    rollouts = collector.collect(prompts, policy_version=0, seed_step=0).rollouts
     run.residency.move(State.TRAIN)
     layers, topk = (len(shape.moe_layers), shape.topk) if run.engine.capture else (0, 0)
     problems = [
         f"answer {rollout.prompt_id}/{rollout.sample_index}: {problem}"
-        for rollout in answers.rollouts
+        for rollout in rollouts
         for problem in _row_problems(rollout, layers, topk, shape.num_experts)
     ]
-    context.rollouts = [
-        rollout for part in world.all_gather_object(answers.rollouts) for rollout in part
-    ]
+    context.rollouts = [rollout for part in world.all_gather_object(rollouts) for rollout in part]
     if problems:
         raise CheckFailed("; ".join(problems[:3]))
     if not run.engine.capture:

@@ -1,16 +1,18 @@
-"""The generation world: one vLLM engine inside every rank. The only package that imports vllm, and only when one is built."""
+"""One vLLM engine inside every rank: weights in, sampled tokens and their routes out.
+
+This is the only room that imports vllm, and it does so only when an engine is built.
+"""
 
 from r3.engine.build import EngineConfigError
 from r3.engine.engine import Engine, EngineStateError, WeightMismatch
-from r3.engine.generate import Request
 from r3.engine.sampler import Sampled, Sampling, Turn, sampling_seed
-from r3.engine.transcript import Transcript
+from r3.engine.transcript import CaptureSpec, Transcript
 
 __all__ = [
+    "CaptureSpec",
     "Engine",
     "EngineConfigError",
     "EngineStateError",
-    "Request",
     "Sampled",
     "Sampling",
     "Transcript",

@@ -1,20 +1,22 @@
-"""The engine as the step sees it: wake, take weights, generate, sleep. Every wrong order is refused by name."""
+"""The engine as a step uses it: wake, load weights, sample, sleep.
+
+Calls in a wrong order raise `EngineStateError`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.engine import memory
 from r3.engine.build import build_llm
-from r3.engine.generate import Request, generate
+from r3.engine.memory import Part, Sleeper
 from r3.engine.sampler import Sampler
+from r3.engine.transcript import CaptureSpec
 from r3.engine.weights import push
 from r3.runtime.device import preserved_random_state
-from r3.types import Rollout
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -23,29 +25,28 @@ if TYPE_CHECKING:
     from r3.models.shape import ModelShape
     from r3.runtime.device import Device
 
-Part = Literal["weights", "kv_cache"]
-
 
 class EngineStateError(RuntimeError):
-    """A call that would sample stale or absent weights, or touch memory the policy owns."""
+    """A call would sample from stale or absent weights, or touch memory that the policy owns."""
 
 
 class WeightMismatch(RuntimeError):
-    """Weights offered to the engine are not exactly the model's: a name is missing, unknown or has another shape."""
+    """The tensors for the engine are not exactly those of the model."""
 
 
 class Engine:
-    """A vLLM engine colocated with the policy.
+    """A vLLM engine that shares its device with the policy.
 
-    Order of calls in a step: `wake("weights")`, `load_weights`, `reset_cache`, `wake("kv_cache")`, `generate`, `sleep`.
+    Calls of a step, in order: `wake("weights")`, `load_weights`, `reset_cache`,
+    `wake("kv_cache")`, `sampler`, `sleep`.
 
     Attributes:
-        version: the policy version whose weights it holds; -1 until the first `load_weights`.
+        policy_version: version of the weights it holds; -1 until the first `load_weights`.
         capture: whether it returns routed experts.
-        on_missing: what an incomplete capture does: stop the run, or become rows of -1.
-        speaks: whether this rank returns them: of the ranks that share one engine, the first does, and the others'
-            rollouts are not used.
-        max_model_len: tokens of the longest conversation.
+        on_missing: "error" refuses an incomplete capture, "live" makes it rows of -1.
+        is_leader: whether this rank is the first of those that share one engine. Only the
+            leader returns rollouts.
+        max_model_len: maximum tokens of a conversation.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Engine:
         *,
         max_model_len: int,
     ) -> None:
-        """Build it asleep. All ranks must call at the same place."""
+        """Build the engine asleep. All ranks must call at the same place."""
         self.shape = shape
         self.tokenizer = tokenizer
         self.device = device
@@ -71,7 +72,7 @@ class Engine:
         self._awake: set[Part] = {"weights", "kv_cache"}
         self._stale_cache = True
         self.llm: LLM = build_llm(config, device, max_model_len=max_model_len, capture=self.capture)
-        self._sleeper = memory.Sleeper(self.llm, device)
+        self._sleeper = Sleeper(self.llm, device)
         self.sleep()
 
     @property
@@ -79,13 +80,28 @@ class Engine:
         """Whether it holds neither weights nor cache."""
         return not self._awake
 
+    @property
+    def capture_spec(self) -> CaptureSpec:
+        """What transcripts need to know of the engine as it is now."""
+        return CaptureSpec(
+            policy_version=self.policy_version,
+            captures=self.capture and self.is_leader,
+            on_missing=self.on_missing,
+            shape=self.shape,
+        )
+
     def wake(self, part: Part) -> None:
-        """Give memory back to a part: first the weights, then, once they are current, the KV cache."""
+        """Restore the memory of a part: the weights first, the KV cache once they are current.
+
+        Raises:
+            EngineStateError: the part is awake, or the cache comes before the weights.
+        """
         if part in self._awake:
             raise EngineStateError(f"wake({part!r}): it is awake already")
         if part == "kv_cache" and "weights" not in self._awake:
             raise EngineStateError(
-                "wake('kv_cache') before wake('weights'): the cache comes last, when weights are in"
+                "wake('kv_cache') before wake('weights'): load the weights first, then wake the "
+                "cache"
             )
         self._sleeper.wake(part)
         self._awake.add(part)
@@ -97,15 +113,18 @@ class Engine:
         *,
         policy_version: int,
     ) -> None:
-        """Replace all weights by `weights` (Hugging Face names, full tensors) and become `version`.
+        """Replace all weights. All ranks of one engine must call.
 
         Args:
-            shapes: name -> shape of everything `weights` will yield; checked against the model before anything is touched.
-            weights: streamed; a tensor must stay unchanged until this returns.
+            shapes: name -> shape of everything that `weights` will yield. They are compared with
+                the model before anything is changed.
+            weights: Hugging Face names and full tensors, streamed. A tensor must stay unchanged
+                until this returns.
+            policy_version: version of the policy that the weights belong to.
 
         Raises:
             EngineStateError: the weight memory is asleep.
-            WeightMismatch: a name is missing, unknown, misshaped or was announced and not delivered.
+            WeightMismatch: a tensor is missing, unknown, misshaped or duplicate.
         """
         if "weights" not in self._awake:
             raise EngineStateError(
@@ -133,7 +152,7 @@ class Engine:
                     or name in delivered
                 ):
                     raise WeightMismatch(
-                        f"{name} {tuple(tensor.shape)} was not announced so, or came twice"
+                        f"{name} {tuple(tensor.shape)}: unexpected, misshaped or duplicate tensor"
                     )
                 delivered.add(name)
                 yield name, tensor
@@ -150,41 +169,28 @@ class Engine:
         self.policy_version = policy_version
 
     def reset_cache(self) -> None:
-        """Forget cached prefixes, and with them the KV and the routes of older weights."""
+        """Drop cached prefixes: their KV and routes belong to older weights."""
         if not self.llm.llm_engine.reset_prefix_cache():
             raise EngineStateError("the prefix cache could not be reset: requests are in flight")
         self._stale_cache = False
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        policy_version: int,
-        on_finished: Callable[[int, Rollout], None] = lambda _index, _rollout: None,
-    ) -> list[Rollout]:
-        """Answer all requests with the weights of `version`; see `r3.engine.generate.generate`.
-
-        Raises:
-            EngineStateError: asleep, weights of another version, or a prefix cache of older weights.
-        """
-        self._refuse_stale(policy_version)
-        return generate(self, requests, on_finished)
-
     @contextmanager
     def sampler(self, *, policy_version: int) -> Iterator[Sampler]:
-        """Turns of conversations with the weights of `version`, added and ended at any time while others are in flight.
+        """Yield a sampler for turns of conversations, sampled with weights of `policy_version`.
 
-        The caller's random state is left as it was. All ranks of one engine must enter, add and step together.
+        Turns are added and finish at any time while others are in flight. The caller's random
+        state is restored. All ranks of one engine must enter, add and step together.
 
         Raises:
-            EngineStateError: asleep, weights of another version, or a prefix cache of older weights.
+            EngineStateError: the engine is asleep, holds weights of another version, or has a
+                prefix cache of older weights.
         """
         self._refuse_stale(policy_version)
         with preserved_random_state():
-            yield Sampler(self)
+            yield Sampler(self.llm.llm_engine)
 
     def share(self, item: Any) -> Any:
-        """What the rank that speaks for this engine says, on all its ranks. All of them must call."""
+        """Return the leader's item on all ranks of this engine. All of them must call."""
         if self._ranks == 1:
             return item
         from vllm.distributed.parallel_state import get_tp_group
@@ -195,18 +201,24 @@ class Engine:
 
     def _refuse_stale(self, policy_version: int) -> None:
         if asleep := sorted({"weights", "kv_cache"} - self._awake):
-            raise EngineStateError(f"generate while {' and '.join(asleep)} sleep: wake them first")
+            raise EngineStateError(f"sample while {' and '.join(asleep)} sleep: wake them first")
         if self.policy_version != policy_version:
             raise EngineStateError(
-                f"generate for policy version {policy_version}, but the engine holds version {self.policy_version}"
+                f"sample with policy version {policy_version}: the engine holds version "
+                f"{self.policy_version}"
             )
         if self._stale_cache:
             raise EngineStateError(
-                "generate after new weights without reset_cache(): old KV and old routes would be served"
+                "sample after new weights without reset_cache(): KV and routes of older weights "
+                "would be reused"
             )
 
     def sleep(self) -> None:
-        """Give the KV cache's memory (on CUDA the weights' too) to the policy. Nothing may be in flight."""
+        """Free the KV cache's memory, on CUDA the weights' too.
+
+        Raises:
+            EngineStateError: it is asleep, or requests are in flight.
+        """
         if not self._awake:
             raise EngineStateError("sleep(): it is asleep already")
         if self.llm.llm_engine.has_unfinished_requests():

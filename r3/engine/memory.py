@@ -7,7 +7,7 @@ here, then grown again in place, so that every tensor that views it stays valid.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -16,7 +16,7 @@ from r3.runtime.device import Device
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from r3.engine.engine import Part
+Part = Literal["weights", "kv_cache"]
 
 
 class Sleeper:

@@ -1,16 +1,13 @@
-"""Continuous batching: every conversation is in flight at once, and a finished turn is handed over while others still run."""
+"""Continuous batching: every conversation is in flight at once, and turns finish in any order."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from r3.engine.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +15,9 @@ class Sampling:
     """How tokens are drawn and when a turn ends.
 
     Attributes:
-        temperature, top_p, top_k: temperature 0 is greedy, top_k 0 is off.
+        temperature: 0 is greedy.
+        top_p: nucleus mass; 1 is off.
+        top_k: number of likeliest tokens to draw from; 0 is off.
         stop: strings that end a turn; their tokens stay in it.
         stop_tokens: tokens that end a turn, besides the model's own end of sequence.
     """
@@ -32,14 +31,15 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One continuation to sample.
+    """A continuation to sample.
 
     Attributes:
-        key: names it while it is in flight.
-        tokens_T: everything before it.
-        first_row: routes are wanted from this token on, not those that are held already.
-        seed: of its own random stream (`sampling_seed`); unused at temperature 0.
-        max_tokens: longest continuation.
+        key: names the turn while it is in flight.
+        tokens_T: all tokens before the continuation.
+        first_row: first token whose routes are wanted.
+        seed: seed of the turn's own random stream (`sampling_seed`); unused at temperature 0.
+        max_tokens: maximum tokens of the continuation.
+        sampling: how its tokens are drawn.
     """
 
     key: int
@@ -52,9 +52,16 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """A turn that ended: tokens with their log-probabilities, and the routes from the turn's `first_row` on.
+    """A finished turn.
 
-    `finish_reason` is "stop" or "length".
+    Attributes:
+        key: the turn's.
+        tokens_T: sampled token ids.
+        logprobs_T: log-probability of each of them under the distribution it was drawn from.
+        routed_experts: routes from the turn's `first_row` on, [rows, layers, K]; None if the
+            engine returned none.
+        first_row: the turn's.
+        finish_reason: "stop" or "length".
     """
 
     key: int
@@ -66,22 +73,23 @@ class Sampled:
 
 
 def sampling_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
-    """A 63-bit seed that depends on nothing else: not on batching, neighbours, ranks or order.
+    """Derive a 63-bit seed from its arguments alone.
 
-    Requests that shared one seed would all draw the same noise, so every request has its own.
+    It does not depend on batching, neighbours, ranks or order. Requests that share a seed draw
+    the same noise, so every request needs its own.
     """
     key = f"{run_seed}/{step}/{prompt_id}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 class Sampler:
-    """Turns in flight in one engine. All ranks of one engine must add the same turns and step together."""
+    """Turns in flight in one engine. All ranks of one engine must add the same turns and step
+    together."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._core: Any = engine.llm.llm_engine
-        assert not self._core.has_unfinished_requests(), (
-            "requests of an earlier call are still in flight"
-        )
+    def __init__(self, core: Any) -> None:
+        """Take vLLM's `LLMEngine`, which must be idle."""
+        assert not core.has_unfinished_requests(), "requests of an earlier call are in flight"
+        self._core = core
         self._turns: dict[int, Turn] = {}
 
     @property
@@ -116,13 +124,13 @@ class Sampler:
         self._turns[turn.key] = turn
 
     def step(self) -> list[Sampled]:
-        """One more token for each turn in flight; returns those that ended."""
-        ended = []
+        """Sample one more token of every turn in flight; return the turns that finished."""
+        finished = []
         for output in self._core.step():
             if not output.finished:
                 continue
             turn, completion = self._turns.pop(int(output.request_id)), output.outputs[0]
-            ended.append(
+            finished.append(
                 Sampled(
                     key=turn.key,
                     tokens_T=list(completion.token_ids),
@@ -135,4 +143,4 @@ class Sampler:
         assert not self._turns or self._core.has_unfinished_requests(), (
             f"the engine lost turns {sorted(self._turns)[:8]} ({len(self._turns)} in all)"
         )
-        return ended
+        return finished

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from r3.engine import Request, sampling_seed
+from r3.engine import sampling_seed
 from r3.handover.rollouts import pack_for
 from r3.models.hf_checkpoint import write_checkpoint
 from r3.policy.families.family import Kind
 from r3.policy.weights import HeadLayout, split, uncut
 from r3.rollout.codec import decode, encode
 from r3.rollout.scored import Scored
+from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device, SharedTensor, open_shared
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt, Rollout
@@ -286,18 +287,14 @@ def prove_sync(
         SyncError: on every rank: the difference exceeds what rounding in the two types explains, so an engine holds other
             weights.
     """
-    requests = [
-        Request(
-            prompt=prompt,
-            group=number,
-            sample_index=0,
-            seed=sampling_seed(config.train.seed, -2, prompt.id, 0),
-            max_tokens=max_tokens,
-            temperature=config.rollout.temperature,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
-    rollouts = engine.generate(requests, policy_version=engine.policy_version)
+    rollouts = sample_single_turn(
+        engine,
+        prompts,
+        seeds=[sampling_seed(config.train.seed, -2, prompt.id, 0) for prompt in prompts],
+        policy_version=engine.policy_version,
+        max_tokens=max_tokens,
+        temperature=config.rollout.temperature,
+    )
     own = (
         [Scored(index=i, rollout=rollout, advantage=0.0) for i, rollout in enumerate(rollouts)]
         if engine.is_leader

@@ -1,1 +1,1 @@
-"""From prompts to scored rollouts: conversations, rounds, steps, partial rollouts, evaluation."""
+"""From prompts to scored rollouts: conversations, one round, one step, evaluation."""

@@ -1,4 +1,4 @@
-"""One round of conversations: shared out over the engines, all in flight at once, each judged while others still run."""
+"""One round of conversations: all in flight at once, each rewarded while others are sampled."""
 
 from __future__ import annotations
 
@@ -7,46 +7,59 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from r3.config import EnvConfig
-from r3.engine import Engine, Sampling
+from r3.engine import Engine, Sampled, Sampling, Turn
 from r3.metrics.reduce import Mean, StandardDeviation, Sum
 from r3.rewards.scorer import RewardResult, Scorer
-from r3.rollout.conversation import Conversation, ConversationSetup, Held
+from r3.rollout.conversation import (
+    Conversation,
+    ConversationRules,
+    ConversationSetup,
+    Progress,
+    SuspendedConversation,
+)
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt, Rollout
 
-# While nothing is in flight and environments work. The ranks of one engine meet at least this often.
+# Longest wait for a reply while the engine is idle: the ranks of one engine meet at least as often.
 _IDLE_WAIT_S = 1.0
-_SLICE_S = 0.01  # between looks at environments and judges, when both are waited for
+# The same while both environments and reward functions are waited for, which are polled in turn.
+_POLL_INTERVAL_S = 0.01
+
+# Counters that environments and reward functions share.
+_CALL_COUNTS = ("calls", "errors", "timeouts", "crashes", "retries")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectedRollouts:
-    """This rank's rollouts and their rewards, parallel lists in order of group and member.
+    """Rollouts of this rank's engine with their rewards, in order of group and sample.
 
-    Empty on ranks that only lend their device to another rank's engine. Groups are whole, but for conversations whose
-    environment or reward failed (`env.on_error`, `reward.on_error` "drop"). `parts` are the rewards of each component by
-    (group, member), where the judge was asked. `facts` are metric partials of the conversations themselves, `held` those that
-    the budget interrupted.
+    Empty on ranks that are not the leader of their engine. Groups are complete, except for
+    conversations whose environment or reward failed (`env.on_error`, `reward.on_error` "drop").
+
+    Attributes:
+        rewards: one per rollout.
+        parts: rewards of each component by (group, sample_index), where functions were called.
+        metrics: partials of the conversations themselves.
+        suspended: conversations that the token budget interrupted.
     """
 
     rollouts: list[Rollout]
     rewards: list[float]
     parts: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    held: tuple[Held, ...] = ()
+    metrics: dict[str, Any] = field(default_factory=dict)
+    suspended: tuple[SuspendedConversation, ...] = ()
 
     @classmethod
-    def joined(cls, parts: Sequence[CollectedRollouts]) -> CollectedRollouts:
-        """All of several rounds, whose groups have numbers of their own; facts and what is held aside."""
+    def joined(cls, rounds: Sequence[CollectedRollouts]) -> CollectedRollouts:
+        """Join rounds that have different groups, without metrics and suspended conversations."""
         return cls(
-            rollouts=[rollout for part in parts for rollout in part.rollouts],
-            rewards=[reward for part in parts for reward in part.rewards],
-            parts={name: found for part in parts for name, found in part.parts.items()},
+            rollouts=[rollout for each in rounds for rollout in each.rollouts],
+            rewards=[reward for each in rounds for reward in each.rewards],
+            parts={name: parts for each in rounds for name, parts in each.parts.items()},
         )
 
     def of_groups(self, groups: frozenset[int]) -> CollectedRollouts:
-        """Those of some groups; facts and what is held aside."""
+        """Return the rollouts of some groups, without metrics and suspended conversations."""
         kept = [
             pair
             for pair in zip(self.rollouts, self.rewards, strict=True)
@@ -55,11 +68,11 @@ class CollectedRollouts:
         return CollectedRollouts(
             rollouts=[rollout for rollout, _ in kept],
             rewards=[reward for _, reward in kept],
-            parts={name: found for name, found in self.parts.items() if name[0] in groups},
+            parts={name: parts for name, parts in self.parts.items() if name[0] in groups},
         )
 
     def in_order(self) -> CollectedRollouts:
-        """In order of group and member; facts and what is held aside."""
+        """Sort by group and sample, without metrics and suspended conversations."""
         pairs = sorted(
             zip(self.rollouts, self.rewards, strict=True),
             key=lambda pair: (pair[0].group, pair[0].sample_index),
@@ -68,238 +81,290 @@ class CollectedRollouts:
             self,
             rollouts=[rollout for rollout, _ in pairs],
             rewards=[reward for _, reward in pairs],
-            facts={},
-            held=(),
+            metrics={},
+            suspended=(),
         )
 
 
-def answer(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    scorer: Scorer,
-    mesh: Mesh,
-    *,
-    members: int,
-    policy_version: int,
-    run_seed: int,
-    seed_step: int,
-    max_tokens: int,
-    temperature: float,
-    first_group: int = 0,
-    places: Sequence[int] | None = None,
-    held: Sequence[Held] = (),
-    budget: int = 0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    conversation_setup: ConversationSetup | None = None,
-    keep_all: bool = False,
-    on_answer: Callable[[], None] = lambda: None,
-) -> CollectedRollouts:
-    """Hold `members` conversations about every prompt with the policy of `version`.
+@dataclass(frozen=True, kw_only=True)
+class Collector:
+    """Holds conversations about prompts and rewards them; built once, used for many rounds.
 
-    `prompts` are all of the round, the same on every rank; engine i takes prompts i, i + n, ... of n engines. What is sampled
-    depends on (run_seed, seed_step, prompt, member, turn) alone. Ranks of one engine must call together; engines are
-    independent.
-
-    Args:
-        first_group: number of the first prompt's group in the step.
-        places: of the prompts that this engine takes instead.
-        held: conversations that this rank's engine goes on with, too.
-        budget: tokens that a conversation may be given now; then it is interrupted, and held. With stop strings a message is
-            never cut, since one might lie across the cut: the conversation is interrupted before its next one. 0 = none.
-        max_tokens: tokens of a conversation after its first messages, sampled and observed.
-        talk: the environment; None = one question, one answer.
-        judge: asked about each conversation when it ends; the engine goes on meanwhile.
-        keep_all: conversations that `on_error` would leave out end with reward 0 instead, and routes may be absent.
-
-    Raises:
-        EnvironmentFailed, RewardError: an environment or a reward failed and that stops the run.
+    Attributes:
+        setup: environments, tokenizer and chat template.
+        scorer: rewards each conversation when it ends, beside the engine.
+        sampling: how tokens are drawn; the strings and tokens that end a turn are added to it.
+        run_seed: seed of the run.
+        samples_per_prompt: conversations per prompt.
+        max_response_tokens: maximum tokens of a conversation after its first messages, sampled
+            and observed.
+        token_budget: tokens that a conversation may sample per round before it is suspended; 0 is
+            no budget.
+        keep_failed: conversations that `on_error` would drop end with reward 0 instead.
     """
-    conversation_setup = conversation_setup or ConversationSetup.of(
-        EnvConfig(), engine.tokenizer, ""
-    )
-    settings = conversation_setup.environments.settings
-    sampling = Sampling(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        stop=conversation_setup.environments.stop,
-        stop_tokens=(conversation_setup.chat.end,) if conversation_setup.chat else (),
-    )
-    common: dict[str, Any] = {
-        "engine": engine,
-        "conversation_setup": conversation_setup,
-        "sampling": sampling,
-        "budget": budget,
-        "on_error": settings.on_error,
-        "keep": keep_all,
-    }
-    conversations = [
-        Conversation.resumed(each, key, run_seed, **common) for key, each in enumerate(held)
-    ]
-    if places is None:
-        places = range(mesh.engine_dp.rank, len(prompts), mesh.engine_dp.size)
-    conversations += [
-        Conversation(
-            key=key,
-            prompt=prompts[place],
-            group=first_group + place,
-            sample_index=sample_index,
-            run_seed=run_seed,
-            born=(seed_step, first_group + place),
-            max_tokens=max_tokens,
-            **common,
+
+    engine: Engine
+    mesh: Mesh
+    setup: ConversationSetup
+    scorer: Scorer
+    sampling: Sampling
+    run_seed: int
+    samples_per_prompt: int
+    max_response_tokens: int
+    token_budget: int = 0
+    keep_failed: bool = False
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        policy_version: int,
+        seed_step: int,
+        first_group: int = 0,
+        prompt_indices: Sequence[int] | None = None,
+        resumed: Sequence[SuspendedConversation] = (),
+        on_rollout: Callable[[], None] = lambda: None,
+    ) -> CollectedRollouts:
+        """Hold one round of conversations, sampled with weights of `policy_version`.
+
+        All ranks of one engine must call together; engines are independent. What is sampled
+        depends only on the run's seed, `seed_step`, prompt, group, sample and turn.
+
+        Args:
+            prompts: all prompts of the round, the same on every rank. Engine i of n takes prompts
+                i, i + n, ...
+            seed_step: step that names the random streams of the new conversations.
+            first_group: group of the first prompt.
+            prompt_indices: prompts that this engine takes instead.
+            resumed: suspended conversations that this engine resumes.
+            on_rollout: called when a conversation has its reward, is suspended or is dropped.
+
+        Raises:
+            EngineStateError: the engine is asleep or holds other weights.
+            EnvironmentFailed: an environment failed and `env.on_error` is "stop".
+            RewardError: a reward function failed and `reward.on_error` is "stop".
+        """
+        engine = self.engine
+        if prompt_indices is None:
+            prompt_indices = range(self.mesh.engine_dp.rank, len(prompts), self.mesh.engine_dp.size)
+        with engine.sampler(policy_version=policy_version) as sampler:
+            # Environments and rewards exist on the leader. The other ranks of its engine add the
+            # turns that it shares.
+            leader = (
+                _Round(self, prompts, prompt_indices, resumed, seed_step, first_group)
+                if engine.is_leader
+                else None
+            )
+            remaining: int = engine.share(len(leader.conversations) if leader else None)
+            while remaining:
+                turns, finished = engine.share(leader.advance(sampler.busy) if leader else None)
+                for turn in turns:
+                    sampler.add(turn)
+                for _ in range(finished):
+                    on_rollout()
+                remaining -= finished
+                if sampler.busy:
+                    for sampled in sampler.step():
+                        if leader:
+                            leader.receive_sample(sampled)
+        return leader.result() if leader else CollectedRollouts(rollouts=[], rewards=[])
+
+
+class _Round:
+    """The conversations of one round, on the leader rank of an engine."""
+
+    def __init__(
+        self,
+        collector: Collector,
+        prompts: Sequence[Prompt],
+        prompt_indices: Sequence[int],
+        resumed: Sequence[SuspendedConversation],
+        seed_step: int,
+        first_group: int,
+    ) -> None:
+        """Create all conversations and open the environments of the new ones."""
+        setup = collector.setup
+        self._environments, self._scorer = setup.environments, collector.scorer
+        self._keep_failed = collector.keep_failed
+        rules = ConversationRules(
+            setup=setup,
+            sampling=replace(
+                collector.sampling,
+                stop=setup.environments.stop,
+                stop_tokens=(setup.chat.end,) if setup.chat else (),
+            ),
+            capture=collector.engine.capture_spec,
+            run_seed=collector.run_seed,
+            max_response_tokens=collector.max_response_tokens,
+            max_model_len=collector.engine.max_model_len,
+            token_budget=collector.token_budget,
+            keep_failed=collector.keep_failed,
         )
-        for key, (place, sample_index) in enumerate(
-            ((place, sample_index) for place in places for sample_index in range(members)),
-            start=len(held),
-        )
-    ]
-    rewards: dict[int, float] = {}
-    rollouts: dict[int, Rollout] = {}
-    reward_results: dict[int, RewardResult] = {}
-    environments = conversation_setup.environments
-    with engine.sampler(policy_version=policy_version) as sampler:
-        if engine.is_leader:  # the other ranks of its engine do what they are told
-            for conversation in conversations[len(held) :]:
-                conversation_setup.environments.open(conversation.key, conversation.prompt)
-        resumed = [conversation.go_on() for conversation in conversations[: len(held)]]
-        paused = 0
-        left = engine.share(len(conversations))
-        while left:
-            turns, resumed = resumed, []
-            ended, paused = paused, 0
-            if engine.is_leader:
-                idle_s = (
-                    _SLICE_S if scorer.outstanding and environments.outstanding else _IDLE_WAIT_S
+        self.conversations = [
+            Conversation.resumed(suspended, rules, key=key) for key, suspended in enumerate(resumed)
+        ]
+        for index in prompt_indices:
+            for sample_index in range(collector.samples_per_prompt):
+                conversation = Conversation(
+                    rules,
+                    key=len(self.conversations),
+                    prompt=prompts[index],
+                    group=first_group + index,
+                    sample_index=sample_index,
+                    progress=Progress(seed_origin=(seed_step, first_group + index)),
                 )
-                for reply in environments.poll(0.0 if sampler.busy else idle_s):
-                    conversation = conversations[reply.key]
-                    if turn := conversation.hear(reply):
-                        turns.append(turn)
-                        continue
-                    if conversation.is_dropped or conversation.is_paused:
-                        ended += 1
-                        continue
-                    rollouts[reply.key] = conversation.rollout()
-                    if conversation.reward is None:
-                        scorer.submit(reply.key, rollouts[reply.key], conversation.prompt)
-                    else:
-                        rewards[reply.key] = conversation.reward
-                        ended += 1
-                for reward_result in scorer.poll(0.0 if sampler.busy or turns or ended else idle_s):
-                    key = cast("int", reward_result.key)
-                    reward_results[key], rewards[key] = reward_result, reward_result.reward
-                    ended += 1
-            turns, ended = engine.share((turns, ended))
-            for turn in turns:
-                sampler.add(turn)
-            for _ in range(ended):
-                on_answer()
-            left -= ended
-            if sampler.busy:
-                for sampled in sampler.step():
-                    if engine.is_leader:
-                        conversations[sampled.key].say(sampled)
-                        paused += conversations[sampled.key].is_paused
-    if not engine.is_leader:  # ranks of one engine hold the same answers; the first speaks for them
-        return CollectedRollouts(rollouts=[], rewards=[])
-    counts = conversation_setup.environments.take_counts()
-    facts = {} if conversation_setup.environments.one_turn else _facts(conversations, counts)
-    facts |= _judged(reward_results, scorer, keep_all)
-    if scorer.on_error == "drop" and not keep_all:
-        rollouts = {
-            key: found
-            for key, found in rollouts.items()
-            if not (key in reward_results and reward_results[key].failure)
-        }
-    return CollectedRollouts(
-        rollouts=[rollouts[key] for key in sorted(rollouts)],
-        rewards=[rewards[key] for key in sorted(rollouts)],
-        parts={
-            (rollouts[key].group, rollouts[key].sample_index): reward_result.parts
-            for key, reward_result in sorted(reward_results.items())
-            if key in rollouts
-        },
-        facts=facts,
-        held=tuple(conversation.hold() for conversation in conversations if conversation.is_paused),
-    )
+                self.conversations.append(conversation)
+                self._environments.open(conversation.key, conversation.prompt)
+        self._first_turns = [each.resume() for each in self.conversations[: len(resumed)]]
+        self._num_suspended = 0  # since the last `advance`
+        self._rollouts: dict[int, Rollout] = {}
+        self._rewards: dict[int, float] = {}
+        self._reward_results: dict[int, RewardResult] = {}
+
+    def advance(self, engine_busy: bool) -> tuple[list[Turn], int]:
+        """Take what environments and reward functions returned.
+
+        Waits for them only while the engine has nothing to do.
+
+        Returns:
+            Turns to sample, and the number of conversations that are over or suspended.
+        """
+        turns, self._first_turns = self._first_turns, []
+        finished, self._num_suspended = self._num_suspended, 0
+        environments, scorer = self._environments, self._scorer
+        both = scorer.outstanding and environments.outstanding
+        wait_s = _POLL_INTERVAL_S if both else _IDLE_WAIT_S
+        for reply in environments.poll(0.0 if engine_busy else wait_s):
+            conversation = self.conversations[reply.key]
+            if turn := conversation.receive_reply(reply):
+                turns.append(turn)
+            elif conversation.is_dropped or conversation.is_suspended:
+                finished += 1
+            else:
+                finished += self._reward(conversation)
+        for result in scorer.poll(0.0 if engine_busy or turns or finished else wait_s):
+            key = cast("int", result.key)
+            self._reward_results[key], self._rewards[key] = result, result.reward
+            finished += 1
+        return turns, finished
+
+    def receive_sample(self, sampled: Sampled) -> None:
+        """Pass a finished turn to its conversation."""
+        conversation = self.conversations[sampled.key]
+        conversation.receive_sample(sampled)
+        self._num_suspended += conversation.is_suspended
+
+    def _reward(self, conversation: Conversation) -> bool:
+        """Reward a conversation that is over; return False if reward functions must be awaited."""
+        key = conversation.key
+        self._rollouts[key] = conversation.rollout()
+        if conversation.environment_reward is None:
+            self._scorer.submit(key, self._rollouts[key], conversation.prompt)
+            return False
+        self._rewards[key] = conversation.environment_reward
+        return True
+
+    def result(self) -> CollectedRollouts:
+        """Return all rollouts with their rewards, and suspend what the budget interrupted."""
+        counts = self._environments.take_counts()
+        metrics: dict[str, Any] = {}
+        if not self._environments.one_turn:
+            metrics |= _conversation_metrics(self.conversations, counts)
+        metrics |= _scoring_metrics(self._reward_results, self._scorer, self._keep_failed)
+        keys = sorted(self._rollouts)
+        if self._scorer.on_error == "drop" and not self._keep_failed:
+            failed = {key for key, result in self._reward_results.items() if result.failure}
+            keys = [key for key in keys if key not in failed]
+        names = {key: (self._rollouts[key].group, self._rollouts[key].sample_index) for key in keys}
+        return CollectedRollouts(
+            rollouts=[self._rollouts[key] for key in keys],
+            rewards=[self._rewards[key] for key in keys],
+            parts={
+                names[key]: self._reward_results[key].parts
+                for key in keys
+                if key in self._reward_results
+            },
+            metrics=metrics,
+            suspended=tuple(each.suspend() for each in self.conversations if each.is_suspended),
+        )
 
 
-def _facts(conversations: Sequence[Conversation], counts: Counter[str]) -> dict[str, Any]:
-    """Partials of env/* and of the routes that were asked for twice."""
-    over = [c for c in conversations if c.transcript is not None and c.turns and not c.is_paused]
-    failed = [c for c in conversations if c.outcome == "error"]
-    dropped = sum(c.is_dropped for c in failed)
-    differing = [c.transcript.differing for c in over if c.transcript is not None]
-    facts: dict[str, Any] = {
-        "env/turns_mean": Mean(total=float(sum(c.turns for c in over)), count=float(len(over))),
+def _conversation_metrics(
+    conversations: Sequence[Conversation], counts: Counter[str]
+) -> dict[str, Any]:
+    """Partials of env/* and of the routes that were requested twice."""
+    over = [
+        each
+        for each in conversations
+        if each.transcript is not None and each.progress.turns and not each.is_suspended
+    ]
+    failed = [each for each in conversations if each.outcome == "error"]
+    dropped = sum(each.is_dropped for each in failed)
+    differing = [each.transcript.differing for each in over if each.transcript is not None]
+    count = float(len(over))
+    metrics: dict[str, Any] = {
+        "env/turns_mean": Mean(total=float(sum(each.progress.turns for each in over)), count=count),
         "env/max_turns_frac": Mean(
-            total=float(sum(c.outcome == "turns" for c in over)), count=float(len(over))
+            total=float(sum(each.outcome == "turns" for each in over)), count=count
         ),
         "env/dropped": Sum(value=float(dropped)),
         "env/zeroed": Sum(value=float(len(failed) - dropped)),
-        **{
-            f"env/{name}": Sum(value=float(counts[name]))
-            for name in ("calls", "errors", "timeouts", "crashes", "retries")
-        },
+        **{f"env/{name}": Sum(value=float(counts[name])) for name in _CALL_COUNTS},
     }
-    if total := sum(slots for _, slots in differing):
-        facts["routing/overlap_differs"] = Mean(
-            total=float(sum(bad for bad, _ in differing)), count=float(total)
+    if slots := sum(total for _, total in differing):
+        metrics["routing/overlap_differs"] = Mean(
+            total=float(sum(bad for bad, _ in differing)), count=float(slots)
         )
-    return facts
+    return metrics
 
 
-def _judged(
-    reward_results: Mapping[int, RewardResult], scorer: Scorer, keep_all: bool
+def _scoring_metrics(
+    results: Mapping[int, RewardResult], scorer: Scorer, keep_failed: bool
 ) -> dict[str, Any]:
-    """Partials of what judging took; none where every component is quick and nothing went wrong."""
+    """Partials of what scoring took; none if every component is quick and nothing failed."""
     counts = scorer.take_counts()
-    failed = float(sum(bool(reward_result.failure) for reward_result in reward_results.values()))
+    failed = float(sum(bool(result.failure) for result in results.values()))
     if scorer.quick and not failed:
         return {}
-    dropped = failed if scorer.on_error == "drop" and not keep_all else 0.0
+    dropped = failed if scorer.on_error == "drop" and not keep_failed else 0.0
     return {
         "time/judge_mean_s": Mean(
-            total=sum(reward_result.seconds for reward_result in reward_results.values()),
-            count=float(len(reward_results)),
+            total=sum(result.seconds for result in results.values()), count=float(len(results))
         ),
         "reward/dropped": Sum(value=dropped),
         "reward/zeroed": Sum(value=failed - dropped),
-        **{
-            f"reward/{name}": Sum(value=float(counts[name]))
-            for name in ("calls", "errors", "timeouts", "crashes", "retries")
-        },
+        **{f"reward/{name}": Sum(value=float(counts[name])) for name in _CALL_COUNTS},
     }
 
 
-def rollout_metrics(answers: CollectedRollouts) -> dict[str, Any]:
-    """Partials of reward/* and rollout/* for this rank's answers."""
-    rewards, count = answers.rewards, float(len(answers.rewards))
+def rollout_metrics(collected: CollectedRollouts) -> dict[str, Any]:
+    """Partials of reward/* and rollout/* of this rank's rollouts."""
+    rollouts, rewards = collected.rollouts, collected.rewards
+    count = float(len(rewards))
     by_group: dict[int, list[float]] = {}
-    for rollout, reward in zip(answers.rollouts, rewards, strict=True):
+    for rollout, reward in zip(rollouts, rewards, strict=True):
         by_group.setdefault(rollout.group, []).append(reward)
     groups = list(by_group.values())
-    parts: dict[str, list[float]] = {}
-    for found in answers.parts.values():
-        for name, part in found.items():
-            parts.setdefault(name, []).append(part)
-    response_tokens = float(sum(rollout.num_response_tokens for rollout in answers.rollouts))
-    truncated = float(sum(rollout.finish_reason == "length" for rollout in answers.rollouts))
+    by_component: dict[str, list[float]] = {}
+    for parts in collected.parts.values():
+        for name, part in parts.items():
+            by_component.setdefault(name, []).append(part)
     return {
         "reward/mean": Mean(total=sum(rewards), count=count),
         "reward/std": StandardDeviation(tuple(rewards)),
         **{
-            f"reward/{name}/mean": Mean(total=sum(found), count=float(len(found)))
-            for name, found in parts.items()
+            f"reward/{name}/mean": Mean(total=sum(values), count=float(len(values)))
+            for name, values in by_component.items()
         },
         "reward/group_zero_std_frac": Mean(
             total=float(sum(max(group) == min(group) for group in groups)), count=float(len(groups))
         ),
-        "rollout/response_tokens_mean": Mean(total=response_tokens, count=count),
-        "rollout/truncated_frac": Mean(total=truncated, count=count),
-        "rollout/tokens": Sum(
-            value=float(sum(len(rollout.tokens_T) for rollout in answers.rollouts))
+        "rollout/response_tokens_mean": Mean(
+            total=float(sum(rollout.num_response_tokens for rollout in rollouts)), count=count
         ),
+        "rollout/truncated_frac": Mean(
+            total=float(sum(rollout.finish_reason == "length" for rollout in rollouts)),
+            count=count,
+        ),
+        "rollout/tokens": Sum(value=float(sum(len(rollout.tokens_T) for rollout in rollouts))),
     }

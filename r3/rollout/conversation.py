@@ -1,4 +1,4 @@
-"""One conversation: what was sampled so far, and what comes next."""
+"""One conversation: the tokens so far, and the turn that comes next."""
 
 from __future__ import annotations
 
@@ -6,183 +6,218 @@ import json
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from r3.config import EnvConfig
-from r3.engine import Engine, Sampled, Sampling, Transcript, Turn, sampling_seed
+from r3.engine import CaptureSpec, Sampled, Sampling, Transcript, Turn, sampling_seed
 from r3.envs.chat import Chat, ChatError
 from r3.envs.runner import Environments, Reply
 from r3.types import Message, Prompt, Rollout
 
+# Keys of a message that dumps keep.
+_READABLE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+
 
 class EnvironmentFailed(RuntimeError):
-    """An environment failed and `env.on_error` is "stop"; says on which sample."""
+    """An environment failed and `env.on_error` is "stop". The message names the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationSetup:
-    """What a conversation is: the environments, and the template that puts their messages behind the model's.
+    """What conversations are made of.
 
-    `chat` is None where every conversation is one turn, which needs no such template.
+    Attributes:
+        environments: one environment per conversation in flight.
+        tokenizer: the policy's.
+        chat: renders the messages that follow a message of the model. None if every conversation
+            is one turn, which needs no such template.
     """
 
     environments: Environments
+    tokenizer: Any
     chat: Chat | None
 
     @classmethod
     def of(cls, settings: EnvConfig, tokenizer: Any, model_path: str) -> ConversationSetup:
-        """Load the environment and check the template; raises ConfigError."""
+        """Load the environment and check the chat template.
+
+        Raises:
+            ConfigError: the environment or the chat template cannot be used.
+        """
         environments = Environments(settings)
         chat = None if environments.one_turn else Chat(tokenizer, model_path, environments.tools)
-        return cls(environments=environments, chat=chat)
+        return cls(environments=environments, tokenizer=tokenizer, chat=chat)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """A conversation that was interrupted, and where it goes on.
+class ConversationRules:
+    """What all conversations of one round share.
 
     Attributes:
-        rollout: the conversation so far, by its group's number in the step; nothing to train on yet.
-        born: the step and the number in it that its random streams are named after.
-        turns: messages of the model that are complete; `asked`: continuations that the engine was asked for.
-        longest: tokens it may have; `last_turn`: where the model's last message begins, `midway` if that is not complete.
-        heard: tokens of the environment's messages that come next.
-        rewards: of its turns; `environment`: its state, as `Environments.suspend` gives it.
+        sampling: how tokens are drawn and when a turn ends.
+        capture: what transcripts need to know of the engine.
+        run_seed: seed of the run, from which every turn's seed is derived.
+        max_response_tokens: maximum tokens after the first messages, sampled and observed.
+        max_model_len: maximum tokens of a conversation in the engine.
+        token_budget: tokens that a conversation may sample in this round before it is suspended;
+            0 is no budget. With stop strings a message is never cut, since a stop string could
+            span the cut: the conversation is suspended before its next message.
+        keep_failed: failed conversations end with reward 0, whatever `env.on_error` says.
+    """
+
+    setup: ConversationSetup
+    sampling: Sampling
+    capture: CaptureSpec
+    run_seed: int
+    max_response_tokens: int
+    max_model_len: int
+    token_budget: int = 0
+    keep_failed: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """Everything that resuming a conversation needs besides its tokens and its environment.
+
+    Attributes:
+        seed_origin: step in which the conversation began, and its group in that step. They name
+            its random streams, also after the group got another number.
+        max_tokens_total: maximum tokens of the conversation, first messages included.
+        turns: complete messages of the model.
+        turns_requested: continuations requested from the engine; a message that the token budget
+            interrupted takes several.
+        last_turn: index of the first token of the model's last message.
+        mid_turn: whether that message is incomplete.
+        pending_observation: tokens of the environment's messages that come next.
+    """
+
+    seed_origin: tuple[int, int]
+    max_tokens_total: int = 0
+    turns: int = 0
+    turns_requested: int = 0
+    last_turn: int = 0
+    mid_turn: bool = False
+    pending_observation: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuspendedConversation:
+    """A conversation that the token budget interrupted and that a later step resumes.
+
+    Attributes:
+        rollout: the tokens so far, under its group's number in the step. It is not trained on.
+        environment: state of its environment, as `Environments.suspend` returns it.
     """
 
     prompt: Prompt
     rollout: Rollout
-    born: tuple[int, int]
-    turns: int
-    asked: int
-    longest: int
-    last_turn: int
-    midway: bool
-    heard: tuple[int, ...]
-    rewards: tuple[float, ...]
+    progress: Progress
     environment: bytes
 
 
-_SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id")
+def readable_message(message: Message) -> Message:
+    """Return the keys of a message that dumps keep, as plain JSON values.
 
-
-def for_people(message: Message) -> Message:
-    """The keys of a message that a dump keeps, as plain JSON values: an environment may put anything into a message."""
-    kept = {name: message[name] for name in _SHOWN if message.get(name) is not None}
+    An environment may put anything into its messages.
+    """
+    kept = {name: message[name] for name in _READABLE_KEYS if message.get(name) is not None}
     return dict(json.loads(json.dumps(kept, default=str)))
 
 
-def _turn_seed(
-    run_seed: int, step: int, prompt_id: str, group: int, sample_index: int, turn: int
-) -> int:
-    # The group too: at the border of two epochs, or in a refill, one question may come twice in a step.
-    name = f"{prompt_id}/{group}/{turn}" if turn else f"{prompt_id}/{group}"
-    return sampling_seed(run_seed, step, name, sample_index)
-
-
 class Conversation:
-    """One conversation: what was said so far, and what comes next."""
+    """One conversation in flight, driven by replies of its environment and samples of the engine.
+
+    Attributes:
+        key: names the conversation in its round.
+        transcript: its tokens; None until the environment's first messages arrived.
+        outcome: how it ended: "stop", "length", "turns" or "error"; empty while it runs.
+        is_suspended: whether the token budget interrupted it.
+    """
 
     def __init__(
         self,
+        rules: ConversationRules,
         *,
-        engine: Engine,
-        conversation_setup: ConversationSetup,
         key: int,
         prompt: Prompt,
         group: int,
         sample_index: int,
-        run_seed: int,
-        born: tuple[int, int],
-        sampling: Sampling,
-        max_tokens: int,
-        budget: int,
-        on_error: Literal["drop", "zero", "stop"],
-        keep: bool,
+        progress: Progress,
     ) -> None:
         self.key, self.prompt, self.group, self.sample_index = key, prompt, group, sample_index
-        self.turns = 0
-        self.outcome = ""  # how it ended: "stop", "length", "turns" or "error"
+        self.progress = progress
+        self.outcome = ""
         self.transcript: Transcript | None = None
-        self._engine, self._talk = engine, conversation_setup
-        self._sampling, self._run_seed, self._born = sampling, run_seed, born
-        self._longest = (
-            max_tokens  # of the whole conversation in tokens, once its first messages are known
-        )
-        self._on_error, self._keep = on_error, keep
-        self._rewards: list[float] = []
+        self.is_suspended = False
+        self._rules = rules
+        self._environments = rules.setup.environments
         self._messages: list[Message] = []
         self._turn_rewards: list[float | None] = []
-        self._last_turn = 0
-        self._cut = False
-        # Interruption: what is left of the budget, whether its end cut the model's message, what was heard and not answered.
-        self.is_paused = False
-        self._budget, self._left = budget, budget
-        self._may_cut = self._midway = False
-        self._heard: tuple[int, ...] = ()
-        self._asked = 0
+        self._was_cut = False  # the model's last message ran out of tokens
+        self._budget_left = rules.token_budget
+        self._budget_may_cut = False  # the turn in flight ends at the budget, not at its own limit
 
     @classmethod
-    def resumed(cls, held: Held, key: int, run_seed: int, **common: Any) -> Conversation:
-        """One that was interrupted."""
+    def resumed(
+        cls, suspended: SuspendedConversation, rules: ConversationRules, *, key: int
+    ) -> Conversation:
+        """Restore a suspended conversation; `resume` requests its next turn."""
+        rollout = suspended.rollout
         conversation = cls(
+            rules,
             key=key,
-            prompt=held.prompt,
-            group=held.rollout.group,
-            sample_index=held.rollout.sample_index,
-            run_seed=run_seed,
-            born=held.born,
-            max_tokens=held.longest,
-            **common,
+            prompt=suspended.prompt,
+            group=rollout.group,
+            sample_index=rollout.sample_index,
+            progress=replace(suspended.progress),
         )
-        conversation.turns, conversation._asked = held.turns, held.asked
-        conversation._last_turn, conversation._midway = held.last_turn, held.midway
-        conversation._heard, conversation._rewards = held.heard, list(held.rewards)
-        conversation._messages = list(held.rollout.messages)
-        conversation._turn_rewards = list(held.rollout.turn_rewards)
-        conversation.transcript = Transcript.resumed(
-            conversation._engine, held.rollout, who=conversation.who
-        )
-        conversation._talk.environments.resume(key, held.environment)
+        conversation._messages = list(rollout.messages)
+        conversation._turn_rewards = list(rollout.turn_rewards)
+        conversation.transcript = Transcript.resumed(rules.capture, rollout, who=conversation.who)
+        conversation._environments.resume(key, suspended.environment)
         return conversation
 
-    def go_on(self) -> Turn:
-        """The first turn after an interruption."""
+    def resume(self) -> Turn:
+        """Return the first turn of a restored conversation."""
         assert self.transcript is not None
-        self.transcript.observe(self._heard)
-        self._heard = ()
-        return self._turn()
+        self.transcript.observe(self.progress.pending_observation)
+        self.progress.pending_observation = ()
+        return self._next_turn()
 
-    def hold(self) -> Held:
-        """What is kept of an interrupted conversation."""
+    def suspend(self) -> SuspendedConversation:
+        """Return what a later step needs to resume the conversation.
+
+        Raises:
+            EnvironmentFailed: the environment cannot be pickled.
+        """
         try:
-            state = self._talk.environments.suspend(self.key)
+            environment = self._environments.suspend(self.key)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise EnvironmentFailed(
-                f"{self.who}: interrupted by rollout.step_token_budget, and its environment cannot be kept ({error})\n"
-                "  write one that can be pickled, or switch the budget off with --rollout.step_token_budget 0"
+                f"{self.who}: rollout.step_token_budget interrupted it, and its environment "
+                f"cannot be pickled ({error})\n  Use an environment that can be pickled, or set "
+                "--rollout.step_token_budget 0"
             ) from error
-        self.outcome = "interrupted"
-        return Held(
+        self.outcome = "suspended"
+        return SuspendedConversation(
             prompt=self.prompt,
             rollout=self.rollout(),
-            born=self._born,
-            turns=self.turns,
-            asked=self._asked,
-            longest=self._longest,
-            last_turn=self._last_turn,
-            midway=self._midway,
-            heard=self._heard,
-            rewards=tuple(self._rewards),
-            environment=state,
+            progress=self.progress,
+            environment=environment,
         )
 
     @property
     def who(self) -> str:
-        return f"rollout {self.prompt.id}/{self.sample_index} of step {self._engine.policy_version}"
+        """Name of the conversation in messages."""
+        version = self._rules.capture.policy_version
+        return f"rollout {self.prompt.id}/{self.sample_index} of step {version}"
 
-    def hear(self, reply: Reply) -> Turn | None:
-        """Take the environment's word; the next turn, or None when the conversation is over."""
+    def receive_reply(self, reply: Reply) -> Turn | None:
+        """Take a reply of the environment; return the next turn, or None if there is none now.
+
+        Raises:
+            EnvironmentFailed: the environment failed and `env.on_error` is "stop".
+        """
         if reply.failure is not None:
             return self._fail(f"{reply.failure.kind}: {reply.failure.text}")
         try:
@@ -190,138 +225,158 @@ class Conversation:
                 return self._open(reply.opened)
             assert reply.step is not None and self.transcript is not None
             self._turn_rewards.append(reply.step.reward)
-            if reply.step.reward is not None:
-                self._rewards.append(reply.step.reward)
             if reply.step.done:
-                return self._end("length" if self._cut else "stop")
+                return self._end("length" if self._was_cut else "stop")
             if self._room() < 1:
                 return self._end("length")
-            if self.turns == self._talk.environments.settings.max_turns:
+            if self.progress.turns == self._environments.settings.max_turns:
                 return self._end("turns")
             return self._observe(reply.step.messages)
         except ChatError as error:
             return self._fail(str(error))
 
-    def say(self, sampled: Sampled) -> None:
-        """Take what the model said, and give it to the environment."""
+    def receive_sample(self, sampled: Sampled) -> None:
+        """Take sampled tokens; send a complete message to the environment.
+
+        Raises:
+            FloatingPointError, RouteError: see `Transcript.append_sample`.
+        """
         assert self.transcript is not None
-        if not self._midway:
-            self._last_turn = len(self.transcript.tokens)
-        self.transcript.take(sampled)
-        self._left -= len(sampled.tokens_T)
-        self.is_paused = self._midway = self._may_cut and sampled.finish_reason == "length"
-        if self._midway:
+        progress = self.progress
+        if not progress.mid_turn:
+            progress.last_turn = len(self.transcript.tokens)
+        self.transcript.append_sample(sampled)
+        self._budget_left -= len(sampled.tokens_T)
+        progress.mid_turn = self._budget_may_cut and sampled.finish_reason == "length"
+        self.is_suspended = progress.mid_turn
+        if progress.mid_turn:
             return
-        self.turns += 1
-        self._cut = sampled.finish_reason == "length"
-        said = self.transcript.tokens[self._last_turn :]
-        ends = {*self._sampling.stop_tokens, self._engine.tokenizer.eos_token_id}
-        text = self._engine.tokenizer.decode(said[:-1] if said[-1] in ends else said)
+        progress.turns += 1
+        self._was_cut = sampled.finish_reason == "length"
+        tokenizer = self._rules.setup.tokenizer
+        tokens = self.transcript.tokens[progress.last_turn :]
+        ends = {*self._rules.sampling.stop_tokens, tokenizer.eos_token_id}
         message: Message = {
             "role": "assistant",
-            "content": text,
+            "content": tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens),
             "finish_reason": sampled.finish_reason,
         }
-        self._messages.append(for_people(message))
-        self._talk.environments.send(self.key, message)
+        self._messages.append(readable_message(message))
+        self._environments.send(self.key, message)
 
     @property
     def is_dropped(self) -> bool:
-        """Whether nothing is trained on it: by `env.on_error`, or because it failed before the model said anything."""
+        """Whether it is left out of training.
+
+        `env.on_error` decides for failed conversations, but one that failed before the first
+        message of the model is always left out.
+        """
         return (
             self.outcome == "error"
-            and not self._keep
-            and (self._on_error == "drop" or not self.turns)
+            and not self._rules.keep_failed
+            and (self._environments.settings.on_error == "drop" or not self.progress.turns)
         )
 
     def rollout(self) -> Rollout:
-        """The conversation when it is over; the prompt alone when it failed before it began."""
+        """Return the conversation as a rollout; the prompt alone if it failed before it began."""
         if self.transcript is None:
-            self.transcript = Transcript(self._engine, self.prompt.tokens_T, who=self.who)
-            self._last_turn = len(self.prompt.tokens_T)
+            self.transcript = Transcript(self._rules.capture, self.prompt.tokens_T, who=self.who)
+            self.progress.last_turn = len(self.prompt.tokens_T)
         rollout = self.transcript.rollout(
             self.prompt,
             group=self.group,
             sample_index=self.sample_index,
             finish_reason=self.outcome,
-            last_turn=self._last_turn,
+            response=self._rules.setup.tokenizer.decode(
+                self.transcript.tokens[self.progress.last_turn :], skip_special_tokens=True
+            ),
         )
-        if self._talk.environments.one_turn:  # the prompt and the response say it all
+        if self._environments.one_turn:  # prompt and response are the whole conversation
             return rollout
         return replace(
             rollout, messages=tuple(self._messages), turn_rewards=tuple(self._turn_rewards)
         )
 
     @property
-    def reward(self) -> float | None:
-        """What the environment gave, summed over turns; 0 after a failure; None where it gave nothing: ask the judge."""
+    def environment_reward(self) -> float | None:
+        """Sum of the rewards of its turns; 0 after a failure; None if there are none."""
         if self.outcome == "error":
             return 0.0
-        return sum(self._rewards) if self._rewards else None
+        rewards = [reward for reward in self._turn_rewards if reward is not None]
+        return sum(rewards) if rewards else None
 
     def _open(self, messages: tuple[Message, ...]) -> Turn | None:
-        tokens: Sequence[int] = (
-            self.prompt.tokens_T
-        )  # with the tools of its row, or else the environment's
-        if self._talk.chat and messages != self.prompt.messages:
-            tokens = self._talk.chat.first(messages)
-        self._messages = [for_people(message) for message in messages]
-        self.transcript = Transcript(self._engine, tokens, who=self.who)
-        self._longest = min(len(tokens) + self._longest, self._engine.max_model_len)
+        # The prompt's own tokens show the tools of its row, or else those of the environment.
+        tokens: Sequence[int] = self.prompt.tokens_T
+        if self._rules.setup.chat and messages != self.prompt.messages:
+            tokens = self._rules.setup.chat.first(messages)
+        self._messages = [readable_message(message) for message in messages]
+        self.transcript = Transcript(self._rules.capture, tokens, who=self.who)
+        limit = self._rules.max_model_len
+        self.progress.max_tokens_total = min(len(tokens) + self._rules.max_response_tokens, limit)
         if self._room() < 1:
-            limit = self._engine.max_model_len
             return self._fail(
                 f"its first messages have {len(tokens)} tokens, a conversation at most {limit}"
             )
-        return self._turn()
+        return self._next_turn()
 
     def _observe(self, messages: tuple[Message, ...]) -> Turn | None:
-        assert self._talk.chat is not None and self.transcript is not None
-        ended = self.transcript.tokens[-1] == self._talk.chat.end
-        tokens = self._talk.chat.following(messages, ended=ended)
-        # What the model could not answer any more is left out: nothing would be trained on it, and it has no routes.
+        chat = self._rules.setup.chat
+        assert chat is not None and self.transcript is not None
+        tokens = chat.following(messages, ended=self.transcript.tokens[-1] == chat.end)
+        # An observation that leaves no room for a response is left out: it has no routes, and
+        # nothing would be trained on it.
         if self._room() - len(tokens) < 1:
             return self._end("length")
-        self._messages += [for_people(message) for message in messages]
-        if self._budget and self._left < 1:
-            self.is_paused, self._heard = True, tuple(tokens)
+        self._messages += [readable_message(message) for message in messages]
+        if self._rules.token_budget and self._budget_left < 1:
+            self.is_suspended, self.progress.pending_observation = True, tuple(tokens)
             return None
         self.transcript.observe(tokens)
-        return self._turn()
+        return self._next_turn()
 
-    def _turn(self) -> Turn:
+    def _next_turn(self) -> Turn:
         assert self.transcript is not None
-        said = len(self.transcript.tokens) - self._last_turn if self._midway else 0
-        limit = self._talk.environments.settings.max_turn_tokens
-        most = min(self._room(), limit - said if limit else self._room())
-        self._may_cut = bool(self._budget) and not self._sampling.stop and self._left < most
-        self._asked += 1
-        step, group = self._born
-        return Turn(
+        progress, rules = self.progress, self._rules
+        sampled = len(self.transcript.tokens) - progress.last_turn if progress.mid_turn else 0
+        limit = self._environments.settings.max_turn_tokens
+        max_tokens = min(self._room(), limit - sampled if limit else self._room())
+        self._budget_may_cut = (
+            bool(rules.token_budget) and not rules.sampling.stop and self._budget_left < max_tokens
+        )
+        turn = Turn(
             key=self.key,
             tokens_T=tuple(self.transcript.tokens),
             first_row=self.transcript.first_row,
-            seed=_turn_seed(
-                self._run_seed, step, self.prompt.id, group, self.sample_index, self._asked - 1
-            ),
-            max_tokens=self._left if self._may_cut else most,
-            sampling=self._sampling,
+            seed=self._turn_seed(progress.turns_requested),
+            max_tokens=self._budget_left if self._budget_may_cut else max_tokens,
+            sampling=rules.sampling,
         )
+        progress.turns_requested += 1
+        return turn
+
+    def _turn_seed(self, turn: int) -> int:
+        # The seed names the group too: at the border of two epochs, or in a refill of dynamic
+        # sampling, a prompt may occur twice in one step.
+        step, group = self.progress.seed_origin
+        name = f"{self.prompt.id}/{group}/{turn}" if turn else f"{self.prompt.id}/{group}"
+        return sampling_seed(self._rules.run_seed, step, name, self.sample_index)
 
     def _room(self) -> int:
+        """Tokens that the conversation may still get."""
         assert self.transcript is not None
-        return self._longest - len(self.transcript.tokens)
+        return self.progress.max_tokens_total - len(self.transcript.tokens)
 
     def _end(self, outcome: str) -> Turn | None:
-        """Over: no next turn."""
+        """End the conversation: there is no next turn."""
         self.outcome = outcome
-        self._talk.environments.forget(self.key)
+        self._environments.forget(self.key)
         return None
 
     def _fail(self, why: str) -> Turn | None:
-        if self._on_error == "stop":
+        if self._environments.settings.on_error == "stop":
             raise EnvironmentFailed(
-                f"{self.who}, turn {self.turns}: the environment failed ({why})\n"
-                "  env.on_error drop or zero goes on without it"
+                f"{self.who}, turn {self.progress.turns}: the environment failed ({why})\n"
+                "  --env.on_error drop or zero continues without this sample"
             )
         return self._end("error")

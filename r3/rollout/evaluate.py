@@ -1,4 +1,4 @@
-"""Evaluation on held-out questions with the training engine: accuracy; avg@k and pass@k where several answers are sampled."""
+"""Evaluation on held-out prompts with the training engine: accuracy, avg@k and pass@k."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from math import comb
 from typing import Any
 
 from r3.config import Config, EvalSet
-from r3.engine import Engine
+from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean
 from r3.rewards.scorer import Scorer
-from r3.rollout.collect import answer
+from r3.rollout.collect import Collector
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.readable import readable
 from r3.runtime.mesh import Mesh
@@ -20,7 +20,14 @@ from r3.types import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """A held-out set as it is used: its settings, its questions, what judges their answers, what a conversation is."""
+    """A held-out set.
+
+    Attributes:
+        settings: the set's own settings.
+        prompts: its prompts, tokenised.
+        scorer: rewards its conversations.
+        conversation_setup: the training's, or that of an environment of its own.
+    """
 
     settings: EvalSet
     prompts: tuple[Prompt, ...]
@@ -40,16 +47,21 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What one evaluation found: metric partials of this rank, and one row per answer of all ranks."""
+    """The result of one evaluation.
+
+    Attributes:
+        metrics: partials of this rank.
+        rows: one per sample, of all ranks.
+    """
 
     metrics: dict[str, Any]
     rows: list[dict[str, Any]]
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased chance that at least one of k answers is right, from n answers with c right (arXiv 2107.03374, eq. 1).
+    """Estimate the chance that at least one of k samples is right, without bias.
 
-    1 - C(n-c, k) / C(n, k)
+    1 - C(n-c, k) / C(n, k) for n samples of which c are right (arXiv 2107.03374, equation 1).
     """
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
@@ -57,10 +69,12 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def accuracy_metrics(
     name: str, rewards: Sequence[float], samples: int, pass_at: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Partials of eval/NAME/*. `rewards` are whole groups of `samples` answers to a question, one after the other.
+    """Return the partials of eval/NAME/*. A sample is right if its reward is at least 1.
 
-    With several samples: avg@k is the mean reward over them, pass@k is reported for every k of `pass_at` that they allow
-    (empty: for all of them together).
+    Args:
+        rewards: complete groups of `samples` rewards, one group after the other.
+        samples: samples per prompt. With several, avg@k is their mean reward.
+        pass_at: the k of pass@k; those above `samples` are left out. Empty is `samples` alone.
     """
     count = float(len(rewards))
     right = [reward >= 1.0 for reward in rewards]
@@ -84,35 +98,37 @@ def evaluate(
     mesh: Mesh,
     *,
     policy_version: int,
-    on_answer: Callable[[], None] = lambda: None,
+    on_rollout: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Answer a held-out set with the engine at `version`. All ranks must call; engines share the questions out.
+    """Sample and reward a held-out set with the engine at `policy_version`.
 
-    An answer is right when its reward is at least 1. Greedy answers (temperature 0) have no random stream; sampled ones have
-    seeds that depend on the question, the sample and the run's seed, not on the step.
+    All ranks must call; engines share the prompts. Seeds depend on prompt, sample and the run's
+    seed, not on the step. Failed conversations count as reward 0: leaving them out would raise
+    the accuracy.
+
+    Raises:
+        EnvironmentFailed, RewardError: see `Collector.collect`.
     """
     settings, prompts = heldout.settings, heldout.prompts
-    answers = answer(
-        engine,
-        prompts,
-        heldout.scorer,
-        mesh,
-        members=settings.samples,
-        policy_version=policy_version,
+    collector = Collector(
+        engine=engine,
+        mesh=mesh,
+        setup=heldout.conversation_setup,
+        scorer=heldout.scorer,
+        sampling=Sampling(temperature=settings.temperature, top_p=settings.top_p),
         run_seed=config.train.seed,
-        seed_step=-1,
-        max_tokens=settings.max_tokens or config.rollout.max_response_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        conversation_setup=heldout.conversation_setup,
-        keep_all=True,  # a question left out would flatter
-        on_answer=on_answer,
+        samples_per_prompt=settings.samples,
+        max_response_tokens=settings.max_tokens or config.rollout.max_response_tokens,
+        keep_failed=True,
+    )
+    collected = collector.collect(
+        prompts, policy_version=policy_version, seed_step=-1, on_rollout=on_rollout
     )
     metrics = accuracy_metrics(
-        settings.name, answers.rewards, settings.samples, config.eval.pass_at
+        settings.name, collected.rewards, settings.samples, config.eval.pass_at
     )
-    if "reward/zeroed" in answers.facts:  # a judge that may fail
-        metrics[f"eval/{settings.name}/unjudged"] = answers.facts["reward/zeroed"]
+    if "reward/zeroed" in collected.metrics:  # a reward function that may fail
+        metrics[f"eval/{settings.name}/unjudged"] = collected.metrics["reward/zeroed"]
     rows = [
         {
             "place": rollout.group,
@@ -121,11 +137,11 @@ def evaluate(
             "response": rollout.response,
             **readable(rollout, prompts[rollout.group]),
             "reward": reward,
-            "rewards": dict(answers.parts.get((rollout.group, rollout.sample_index), {})),
+            "rewards": dict(collected.parts.get((rollout.group, rollout.sample_index), {})),
             "finish_reason": rollout.finish_reason,
             "response_tokens": rollout.num_response_tokens,
         }
-        for rollout, reward in zip(answers.rollouts, answers.rewards, strict=True)
+        for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True)
     ]
     gathered = mesh.world.all_gather_object(rows)
     merged = sorted(

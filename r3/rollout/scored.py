@@ -18,11 +18,14 @@ from r3.types import Rollout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """A rollout with what was made of it.
+    """A rollout with its reward and its advantage.
 
-    `index` is its place among all rollouts of the step, `parts` what each component of the reward gave. One that does not
-    `train` counted for its group's baseline, and gets no loss (algo.overlong_filter). `checksums` came with it when it was
-    sent here: one for each layer of its routes, over tokens and rows.
+    Attributes:
+        index: its place among all rollouts of the step.
+        parts: the reward of each component.
+        trains: False if it counts for its group's baseline and gets no loss
+            (`algo.overlong_filter`).
+        checksums: one per layer of its routes, over tokens and rows, if it came from another rank.
     """
 
     index: int
@@ -36,9 +39,13 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewards:
-    """What all rollouts of the step earned, of every rank and by index, the overlong penalty taken off; float64.
+    """Rewards of all rollouts of the step, of every rank, in the order of their indices.
 
-    `names_R` are (group, member) of each: the index counts on where a conversation was left out.
+    Attributes:
+        rewards_R: rewards minus the overlong penalty, float64.
+        groups_R: group of each rollout.
+        names_R: (group, sample_index) of each rollout. Dropped conversations leave no gap in the
+            indices.
     """
 
     rewards_R: torch.Tensor
@@ -47,7 +54,7 @@ class Rewards:
 
     @property
     def groups_with_signal(self) -> list[int]:
-        """Groups whose rewards are not all equal, ascending: those that teach something."""
+        """Groups whose rewards differ, ascending. Others have no gradient."""
         by_group: dict[int, set[float]] = {}
         for group, reward in zip(self.groups_R.tolist(), self.rewards_R.tolist(), strict=True):
             by_group.setdefault(group, set()).add(reward)
@@ -55,14 +62,14 @@ class Rewards:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The partial of reward/shaped_mean, the same on all ranks."""
+        """Partial of reward/shaped_mean, the same on all ranks."""
         return {"reward/shaped_mean": Mean(float(self.rewards_R.sum()), float(len(self.rewards_R)))}
 
 
-def gather_rewards(answers: CollectedRollouts, world: Axis, config: Config) -> Rewards:
-    """Everybody's rewards: advantages may need statistics of the whole step, in an order no layout changes.
+def gather_rewards(collected: CollectedRollouts, world: Axis, config: Config) -> Rewards:
+    """Gather the rewards of all ranks, in an order that does not depend on the layout.
 
-    All ranks must call.
+    All ranks must call. Advantages may need statistics of the whole step.
     """
     length, algo = config.rollout.max_response_tokens, config.algo
     own = [
@@ -76,7 +83,7 @@ def gather_rewards(answers: CollectedRollouts, world: Axis, config: Config) -> R
                 buffer=algo.overlong_buffer,
             ),
         )
-        for rollout, reward in zip(answers.rollouts, answers.rewards, strict=True)
+        for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True)
     ]
     everybody = sorted(item for part in world.all_gather_object(own) for item in part)
     return Rewards(
@@ -86,12 +93,12 @@ def gather_rewards(answers: CollectedRollouts, world: Axis, config: Config) -> R
     )
 
 
-def score_all(answers: CollectedRollouts, rewards: Rewards, config: Config) -> list[Scored]:
-    """This rank's answers with their advantages and their numbers in the step. `rewards` are everybody's."""
+def score_all(collected: CollectedRollouts, rewards: Rewards, config: Config) -> list[Scored]:
+    """Return this rank's rollouts with advantages and indices; `rewards` are those of all ranks."""
     advantages_R = ADVANTAGES[config.algo.advantage](rewards.rewards_R, rewards.groups_R).tolist()
     index_of = {name: index for index, name in enumerate(rewards.names_R)}
     scored = []
-    for rollout, reward in zip(answers.rollouts, answers.rewards, strict=True):
+    for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True):
         index = index_of[rollout.group, rollout.sample_index]
         trains = not (config.algo.overlong_filter and rollout.finish_reason == "length")
         scored.append(
@@ -100,7 +107,7 @@ def score_all(answers: CollectedRollouts, rewards: Rewards, config: Config) -> l
                 rollout=rollout,
                 advantage=advantages_R[index],
                 reward=reward,
-                parts=answers.parts.get((rollout.group, rollout.sample_index), {}),
+                parts=collected.parts.get((rollout.group, rollout.sample_index), {}),
                 trains=trains,
             )
         )

@@ -1,21 +1,28 @@
-"""The answers that a step trains on: one round, or, with dynamic sampling, as many as it takes to find groups with signal.
+"""The rollouts that a step trains on: one round of conversations, or several.
 
-With a token budget also those of groups that earlier steps began, see `r3.rollout.partial`.
+With dynamic sampling new prompts are sampled until enough groups have rewards that differ. With a
+token budget groups that earlier steps began are continued (`r3.rollout.partial`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from r3.config import Config
 from r3.data.prompts import prompts_from, prompts_of_step
-from r3.engine import Engine
+from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean, Sum
-from r3.rollout.collect import CollectedRollouts, answer, rollout_metrics
-from r3.rollout.partial import Carry, deal, from_checkpoint, to_files, within_age
+from r3.rollout.collect import CollectedRollouts, Collector, rollout_metrics
+from r3.rollout.partial import (
+    PartialRollouts,
+    assign_engines,
+    from_checkpoint,
+    resumable,
+    to_files,
+)
 from r3.rollout.scored import Rewards, gather_rewards
 from r3.rollout.task import Task
 from r3.runtime.mesh import Mesh
@@ -24,24 +31,26 @@ _DROPPED = "rollout/dropped_by_budget"
 
 
 class NoSignalError(RuntimeError):
-    """Every answer of a group is worth the same, in every group that could be found: there is nothing to learn from."""
+    """Too few groups have rewards that differ: there is nothing to learn from."""
 
 
 class BudgetError(RuntimeError):
-    """So few conversations end within rollout.step_token_budget that there is nothing to train on."""
+    """Too few conversations finish within `rollout.step_token_budget` to train on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
-    """What a step trains on: this rank's answers and everybody's rewards. `metrics`, partials, are of all that was sampled.
+class StepRollouts:
+    """What a step trains on.
 
-    `carry` is what it leaves to the next step.
+    Attributes:
+        rollouts: those of this rank's engine.
+        rewards: those of all ranks.
+        metrics: partials of everything that was sampled.
     """
 
-    answers: CollectedRollouts
+    rollouts: CollectedRollouts
     rewards: Rewards
     metrics: tuple[dict[str, Any], ...]
-    carry: Carry = field(default_factory=Carry)
 
 
 class RolloutSource:
@@ -52,216 +61,219 @@ class RolloutSource:
     """
 
     def __init__(self, engine: Engine, task: Task, config: Config, mesh: Mesh) -> None:
-        self._engine, self._task, self._config, self._mesh = engine, task, config, mesh
-        self._carry = Carry()
         rollout = config.rollout
         self.size = rollout.prompts_per_step * rollout.group_size // mesh.engine_dp.size
-
-    def collect(self, step: int, on_rollout: Callable[[], None] = lambda: None) -> Round:
-        """Sample and reward the rollouts of `step` with the weights before it. All ranks must call."""
-        collected = answers_of_step(
-            self._engine,
-            self._task,
-            self._config,
-            self._mesh,
-            step=step,
-            carry=self._carry,
-            on_answer=on_rollout,
+        self._task, self._config, self._mesh = task, config, mesh
+        self._is_leader = engine.is_leader
+        self._partial = PartialRollouts()
+        self._collector = Collector(
+            engine=engine,
+            mesh=mesh,
+            setup=task.conversation_setup,
+            scorer=task.scorer,
+            sampling=Sampling(
+                temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+            ),
+            run_seed=config.train.seed,
+            samples_per_prompt=rollout.group_size,
+            max_response_tokens=rollout.max_response_tokens,
+            token_budget=rollout.step_token_budget,
         )
-        self._carry = collected.carry
-        return collected
+
+    def collect(self, step: int, on_rollout: Callable[[], None] = lambda: None) -> StepRollouts:
+        """Sample and reward the rollouts of `step` with the weights before it.
+
+        All ranks must call. A partial rollout is continued by the next call.
+
+        Args:
+            on_rollout: called for each conversation that finishes, is suspended or is dropped.
+
+        Raises:
+            NoSignalError: fewer groups have signal than `train.updates_per_step`.
+            BudgetError: fewer groups finish within the budget than `train.updates_per_step`.
+            EnvironmentFailed, RewardError: see `Collector.collect`.
+        """
+        if self._config.algo.dynamic_sampling:
+            return self._until_signal(step, on_rollout)
+        if self._config.rollout.step_token_budget:
+            return self._within_budget(step, on_rollout)
+        collected = self._round(step, 0, self._config.rollout.prompts_per_step, on_rollout)
+        rewards = gather_rewards(collected, self._mesh.world, self._config)
+        metrics = (collected.metrics, rollout_metrics(collected), rewards.metrics)
+        return StepRollouts(rollouts=collected, rewards=rewards, metrics=metrics)
 
     def state_files(self) -> dict[str, bytes]:
-        """Files for a checkpoint that hold the partial rollouts of this rank's engine."""
-        return to_files(self._carry, self._mesh.engine_dp.rank, is_leader=self._engine.is_leader)
+        """Return checkpoint files that hold the partial rollouts of this rank's engine."""
+        return to_files(self._partial, self._mesh.engine_dp.rank, is_leader=self._is_leader)
 
     def restore(self, checkpoint: Path) -> None:
         """Continue with the partial rollouts of a checkpoint folder."""
         if self._config.rollout.step_token_budget:
-            self._carry = from_checkpoint(
+            self._partial = from_checkpoint(
                 checkpoint,
                 self._task.prompts.prompts,
                 engine=self._mesh.engine_dp.rank,
                 engines=self._mesh.engine_dp.size,
-                is_leader=self._engine.is_leader,
+                is_leader=self._is_leader,
             )
 
-
-def answers_of_step(
-    engine: Engine,
-    task: Task,
-    config: Config,
-    mesh: Mesh,
-    *,
-    step: int,
-    carry: Carry | None = None,
-    on_answer: Callable[[], None] = lambda: None,
-) -> Round:
-    """Answers for `step`, sampled with the weights before it. All ranks must call.
-
-    With `algo.dynamic_sampling` (DAPO, arXiv 2503.14476, section 3.2) groups whose rewards are all equal are left out, and
-    as many new prompts are answered, for at most so many rounds. The prompts of round r are a pure function of (seed, step,
-    r), in an order of their own, so a resumed run, on any layout, takes the same ones, and the first round is that of a run
-    without refills. In the end the first `prompts_per_step` groups with signal are trained on; fewer, when rounds run out.
-
-    Args:
-        carry: what the step before left (rollout.step_token_budget); None = nothing.
-
-    Raises:
-        NoSignalError: fewer groups have signal than `train.updates_per_step` needs.
-        BudgetError: fewer groups have an answer within the budget than it needs.
-    """
-    if config.rollout.step_token_budget and not config.algo.dynamic_sampling:
-        return _with_carry(
-            engine, task, config, mesh, step=step, carry=carry or Carry(), on_answer=on_answer
+    def _round(
+        self,
+        step: int,
+        number: int,
+        count: int,
+        on_rollout: Callable[[], None],
+        first_group: int = 0,
+    ) -> CollectedRollouts:
+        """Sample the first `count` prompts of round `number`."""
+        # Each refill takes the prompts in another order; the first round is that of a run without
+        # refills.
+        prompts = prompts_of_step(
+            self._task.prompts,
+            seed=self._config.train.seed + (number << 32),
+            step=step - 1,
+            count=self._config.rollout.prompts_per_step,
         )
-    rollout, rounds = config.rollout, config.algo.dynamic_sampling
-    wanted, sampled = rollout.prompts_per_step, 0
-    found: list[CollectedRollouts] = []
-    chosen: list[int] = []
-    for number in range(1 + rounds):
-        # Another order of the same prompts for each refill: the first round stays what it is without any.
-        seed = config.train.seed + (number << 32)
-        prompts = prompts_of_step(task.prompts, seed=seed, step=step - 1, count=wanted)[
-            : wanted - len(chosen)
-        ]
-        found.append(
-            answer(
-                engine,
-                prompts,
-                task.scorer,
-                mesh,
-                members=rollout.group_size,
-                policy_version=step - 1,
-                run_seed=config.train.seed,
-                seed_step=step,
-                first_group=sampled,
-                max_tokens=rollout.max_response_tokens,
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
-                budget=rollout.step_token_budget,
-                conversation_setup=task.conversation_setup,
-                on_answer=on_answer,
-            )
-        )
-        sampled += len(prompts)
-        rewards = gather_rewards(found[-1], mesh.world, config)
-        if not rounds:
-            metrics = (found[0].facts, rollout_metrics(found[0]), rewards.metrics)
-            return Round(answers=found[0], rewards=rewards, metrics=metrics)
-        chosen += rewards.groups_with_signal
-        if len(chosen) == wanted:
-            break
-    if len(chosen) < config.train.updates_per_step:
-        raise NoSignalError(
-            f"step {step}: of {sampled} groups in {1 + rounds} rounds {len(chosen)} have answers that differ in reward, and "
-            f"{config.train.updates_per_step} are needed: the prompts are all solved or all out of reach"
-        )
-    everything = CollectedRollouts.joined(found)
-    answers = everything.of_groups(frozenset(chosen))
-    rewards = gather_rewards(answers, mesh.world, config)
-    counts = {"rounds": len(found), "groups_sampled": sampled, "groups_trained": len(chosen)}
-    return Round(
-        answers=answers,
-        rewards=rewards,
-        metrics=(
-            *(part.facts for part in found),
-            *(
-                {_DROPPED: Sum(float(len(part.held)))}
-                for part in found
-                if rollout.step_token_budget
-            ),
-            rollout_metrics(everything),
-            rewards.metrics,
-            # The same on all ranks.
-            {
-                f"rollout/{name}": Mean(total=float(count), count=1.0)
-                for name, count in counts.items()
-            },
-        ),
-    )
-
-
-def _with_carry(
-    engine: Engine,
-    task: Task,
-    config: Config,
-    mesh: Mesh,
-    *,
-    step: int,
-    carry: Carry,
-    on_answer: Callable[[], None],
-) -> Round:
-    """A step under a token budget: `carry` goes on, new prompts fill up, and whole groups are trained on.
-
-    Where too few groups end for the step's updates, its conversations are given the budget once more.
-    """
-    rollout = config.rollout
-    everybody = mesh.world.all_gather_object((mesh.engine_dp.rank, carry.groups))
-    waiting = sorted(group for _, groups in everybody for group in groups)
-    carry = carry.renumbered({group: place for place, group in enumerate(waiting)})
-    loads = [0] * mesh.engine_dp.size
-    for number, groups in everybody:
-        loads[number] += len(groups)
-    count = rollout.prompts_per_step - len(waiting)
-    prompts = prompts_from(task.prompts, seed=config.train.seed, start=carry.taken, count=count)
-    places = [i for i, number in enumerate(deal(loads, count)) if number == mesh.engine_dp.rank]
-    held, parts, dropped = carry.held, [carry.done], 0
-    while True:
-        found = answer(
-            engine,
-            prompts,
-            task.scorer,
-            mesh,
-            members=rollout.group_size,
+        return self._collector.collect(
+            prompts[:count],
             policy_version=step - 1,
-            run_seed=config.train.seed,
             seed_step=step,
-            first_group=len(waiting),
-            places=places,
-            held=held,
-            budget=rollout.step_token_budget,
-            max_tokens=rollout.max_response_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            conversation_setup=task.conversation_setup,
-            on_answer=on_answer,
+            first_group=first_group,
+            on_rollout=on_rollout,
         )
-        parts.append(found)
-        held = within_age(found.held, step=step, max_staleness=rollout.max_staleness)
-        dropped += len(found.held) - len(held)
-        done = CollectedRollouts.joined(parts)
-        left = Carry(held=held, done=done, taken=carry.taken + count)
-        gathered = mesh.world.all_gather_object(({r.group for r in done.rollouts}, left.groups))
-        unfinished = {group for _, groups in gathered for group in groups}
-        whole = {group for groups, _ in gathered for group in groups} - unfinished
-        if len(whole) >= config.train.updates_per_step:
-            break
-        if not unfinished:
-            raise BudgetError(
-                f"step {step}: {len(whole)} groups have an answer of at most rollout.step_token_budget = "
-                f"{rollout.step_token_budget} tokens, and {config.train.updates_per_step} are needed\n"
-                "  a larger budget, or rollout.max_staleness above 0, lets conversations go on"
+
+    def _until_signal(self, step: int, on_rollout: Callable[[], None]) -> StepRollouts:
+        """Sample until enough groups have rewards that differ (DAPO, arXiv 2503.14476, 3.2).
+
+        Groups without signal are left out, and as many new prompts are sampled, for at most
+        `algo.dynamic_sampling` further rounds. The prompts of a round depend only on seed, step
+        and round, so a resumed run takes the same ones on any layout. If the rounds run out, fewer
+        than `rollout.prompts_per_step` groups are trained on.
+        """
+        config, mesh = self._config, self._mesh
+        wanted, sampled = config.rollout.prompts_per_step, 0
+        rounds: list[CollectedRollouts] = []
+        chosen: list[int] = []
+        for number in range(1 + config.algo.dynamic_sampling):
+            missing = wanted - len(chosen)
+            rounds.append(self._round(step, number, missing, on_rollout, first_group=sampled))
+            sampled += missing
+            chosen += gather_rewards(rounds[-1], mesh.world, config).groups_with_signal
+            if len(chosen) == wanted:
+                break
+        needed = config.train.updates_per_step
+        if len(chosen) < needed:
+            raise NoSignalError(
+                f"step {step}: {len(chosen)} of {sampled} groups have rewards that differ, after "
+                f"{len(rounds)} rounds, and train.updates_per_step = {needed} needs as many "
+                "groups.\n  The prompts are all solved or all out of reach. Use other prompts or "
+                "raise algo.dynamic_sampling."
             )
-        prompts, places = [], []
-    answers = done.of_groups(frozenset(whole)).in_order()
-    rewards = gather_rewards(answers, mesh.world, config)
-    stale = sum(each.num_stale_tokens(step - 1) for each in answers.rollouts)
-    sampled = sum(each.num_response_tokens for each in answers.rollouts)
-    return Round(
-        answers=answers,
-        rewards=rewards,
-        metrics=(
-            *(part.facts for part in parts),
-            rollout_metrics(answers),
-            rewards.metrics,
-            {
-                "rollout/carried": Sum(float(len(held))),
-                _DROPPED: Sum(float(dropped)),
-                "rollout/stale_tokens_frac": Mean(total=float(stale), count=float(sampled)),
-            },
-        ),
-        carry=replace(left, done=done.of_groups(frozenset(left.groups))),
-    )
+        everything = CollectedRollouts.joined(rounds)
+        rollouts = everything.of_groups(frozenset(chosen))
+        rewards = gather_rewards(rollouts, mesh.world, config)
+        counts = {
+            "rounds": len(rounds),
+            "groups_sampled": sampled,
+            "groups_trained": len(chosen),
+        }
+        dropped = [
+            {_DROPPED: Sum(float(len(each.suspended)))}
+            for each in rounds
+            if config.rollout.step_token_budget
+        ]
+        return StepRollouts(
+            rollouts=rollouts,
+            rewards=rewards,
+            metrics=(
+                *(each.metrics for each in rounds),
+                *dropped,
+                rollout_metrics(everything),
+                rewards.metrics,
+                # The same on all ranks.
+                {
+                    f"rollout/{name}": Mean(total=float(count), count=1.0)
+                    for name, count in counts.items()
+                },
+            ),
+        )
+
+    def _within_budget(self, step: int, on_rollout: Callable[[], None]) -> StepRollouts:
+        """Resume partial rollouts, fill up with new prompts, and train on complete groups.
+
+        If too few groups finish for the updates of the step, its conversations get the budget
+        again.
+        """
+        config, mesh, rollout = self._config, self._mesh, self._config.rollout
+        gathered = mesh.world.all_gather_object((mesh.engine_dp.rank, self._partial.groups))
+        waiting = sorted(group for _, groups in gathered for group in groups)
+        partial = self._partial.renumbered({group: i for i, group in enumerate(waiting)})
+        loads = [0] * mesh.engine_dp.size
+        for engine, groups in gathered:
+            loads[engine] += len(groups)
+        count = rollout.prompts_per_step - len(waiting)
+        prompts = prompts_from(
+            self._task.prompts,
+            seed=config.train.seed,
+            start=partial.prompts_taken,
+            count=count,
+        )
+        engines = assign_engines(loads, count)
+        indices = [i for i, engine in enumerate(engines) if engine == mesh.engine_dp.rank]
+        suspended, rounds, dropped = partial.suspended, [partial.finished], 0
+        while True:
+            collected = self._collector.collect(
+                prompts,
+                policy_version=step - 1,
+                seed_step=step,
+                first_group=len(waiting),
+                prompt_indices=indices,
+                resumed=suspended,
+                on_rollout=on_rollout,
+            )
+            rounds.append(collected)
+            suspended = resumable(
+                collected.suspended, step=step, max_staleness=rollout.max_staleness
+            )
+            dropped += len(collected.suspended) - len(suspended)
+            finished = CollectedRollouts.joined(rounds)
+            remaining = PartialRollouts(
+                suspended=suspended,
+                finished=finished,
+                prompts_taken=partial.prompts_taken + count,
+            )
+            states = mesh.world.all_gather_object(
+                ({each.group for each in finished.rollouts}, remaining.groups)
+            )
+            unfinished = {group for _, groups in states for group in groups}
+            complete = {group for groups, _ in states for group in groups} - unfinished
+            if len(complete) >= config.train.updates_per_step:
+                break
+            if not unfinished:
+                raise BudgetError(
+                    f"step {step}: {len(complete)} groups finished within "
+                    f"rollout.step_token_budget = {rollout.step_token_budget} tokens, and "
+                    f"train.updates_per_step = {config.train.updates_per_step} needs as many "
+                    "groups.\n  Raise the budget, or set rollout.max_staleness above 0 so that "
+                    "later steps continue the conversations."
+                )
+            prompts, indices = [], []
+        self._partial = replace(remaining, finished=finished.of_groups(frozenset(remaining.groups)))
+        rollouts = finished.of_groups(frozenset(complete)).in_order()
+        rewards = gather_rewards(rollouts, mesh.world, config)
+        stale = sum(each.num_stale_tokens(step - 1) for each in rollouts.rollouts)
+        sampled = sum(each.num_response_tokens for each in rollouts.rollouts)
+        return StepRollouts(
+            rollouts=rollouts,
+            rewards=rewards,
+            metrics=(
+                *(each.metrics for each in rounds),
+                rollout_metrics(rollouts),
+                rewards.metrics,
+                {
+                    "rollout/carried": Sum(float(len(suspended))),
+                    _DROPPED: Sum(float(dropped)),
+                    "rollout/stale_tokens_frac": Mean(total=float(stale), count=float(sampled)),
+                },
+            ),
+        )

@@ -1,4 +1,4 @@
-"""What a run learns: prompts, held-out sets, environment, rewards, tokenizer and model facts, read from disk."""
+"""What a run learns: prompts, held-out sets, environment, rewards, tokenizer, model shape."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ from r3.runtime.device import device_gib, has_gpu
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learnt, read from disk: questions, held-out questions, environment, judge, tokenizer, sizes of the model.
+    """What a run learns, read from disk.
 
-    `max_model_len` is the longest conversation any question can become.
+    Attributes:
+        prompts: training prompts; empty if the run only evaluates.
+        heldout: held-out sets.
+        conversation_setup: environments and chat template of the training.
+        scorer: rewards of the training.
+        shape: sizes of the model.
+        max_model_len: maximum tokens of any conversation.
+        reward_model: the model that `reward.function model` asks, if it is used.
     """
 
     prompts: Dataset
@@ -36,7 +43,7 @@ class Task:
     reward_model: RewardModel | None = None
 
     def close(self) -> None:
-        """End what environments and judges started."""
+        """End what environments and reward functions started."""
         self.conversation_setup.environments.close()
         self.scorer.close()
         for each in self.heldout:
@@ -46,10 +53,11 @@ class Task:
 
 
 def read_task(config: Config) -> Task:
-    """Read and check model facts, tokenizer, data and reward. Touches no device.
+    """Read and check model, tokenizer, data, environments and rewards. Touches no device.
 
     Raises:
-        ConfigError, DataError: what a user can mend; each names field or row, rule and fix.
+        ConfigError: a setting does not fit; names field, value, rule and fix.
+        DataError: rows cannot be used; names file, row, field, rule and fix.
     """
     from transformers import AutoTokenizer
 
@@ -64,7 +72,7 @@ def read_task(config: Config) -> Task:
         )
     ):
         raise ConfigError(problems)
-    # Lengths are checked here, with a rule and a row: transformers' own warning about them would only confuse.
+    # R3 checks lengths itself and names the row, so the warning of transformers is off.
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)
     conversation_setup = ConversationSetup.of(config.env, tokenizer, config.model.path)
     functions = {*config.reward.function, *config.eval.function}
@@ -75,7 +83,8 @@ def read_task(config: Config) -> Task:
     def room(conversation_setup: ConversationSetup, longest_prompt: int, response: int) -> int:
         if conversation_setup.environments.one_turn:
             return longest_prompt + response
-        # The first messages of an environment are known when it gives them: its conversations get all the room there is.
+        # The first messages of an environment are not known before it runs, so its conversations
+        # get as many tokens as the context and a micro-batch allow.
         return min(
             context,
             config.longest_sequence(context) - config.rollout.max_response_tokens + response,

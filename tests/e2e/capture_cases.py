@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3.engine import Engine, Request, sampling_seed
+from r3.engine import Engine, sampling_seed
+from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
-from r3.types import Rollout
+from r3.types import Prompt, Rollout
 from tests.e2e.cases import World, signature
 from tests.tiny import tiny_config
 
@@ -25,16 +26,19 @@ def captured(device: Device) -> dict[str, Any]:
     world.sync(0)
     engine = world.engine
     requests = [
-        Request(
-            prompt=prompt,
-            group=group,
-            sample_index=sample_index,
-            seed=sampling_seed(0, 1, prompt.id, sample_index),
-            max_tokens=24,
-        )
-        for group, prompt in enumerate(world.task.prompts.prompts[:16])
+        (prompt, sampling_seed(0, 1, prompt.id, sample_index))
+        for prompt in world.task.prompts.prompts[:16]
         for sample_index in range(4)
     ]
+
+    def sample(
+        requests: Sequence[tuple[Prompt, int]], engine: Engine = engine, **options: Any
+    ) -> list[Rollout]:
+        prompts, seeds = zip(*requests, strict=True)
+        return sample_single_turn(
+            engine, prompts, seeds=seeds, policy_version=0, max_tokens=24, **options
+        )
+
     found: dict[str, Any] = {"requests": len(requests)}
 
     with watched_routers(engine) as chosen, watched_cache(engine) as cached:
@@ -42,7 +46,7 @@ def captured(device: Device) -> dict[str, Any]:
         for request in requests:
             engine.reset_cache()
             chosen.clear()
-            (rollout,) = engine.generate([request], policy_version=0)
+            (rollout,) = sample([request])
             differ += rows_that_differ(rollout, chosen)
             rows += len(rollout.routed_experts)
             alone.append(rollout)
@@ -53,13 +57,13 @@ def captured(device: Device) -> dict[str, Any]:
         found["late_rows_unlike_the_routers"] = rows_that_differ(late, chosen)
 
         cached.clear()
-        (again,) = engine.generate(requests[-1:], policy_version=0)
+        (again,) = sample(requests[-1:])
         found["warm_equal"] = signature([again]) == signature(alone[-1:])
         found["warm_cached_tokens"] = sum(cached)
 
-    together = engine.generate(requests, policy_version=0)
+    together = sample(requests)
     found["together_equal"] = signature(together) == signature(alone)
-    prompt = len(requests[0].prompt.tokens_T)
+    prompt = len(requests[0][0].tokens_T)
     found["members_answers"] = len({rollout.tokens_T.tobytes() for rollout in together[:4]})
     found["members_prompt_routes"] = len(
         {rollout.routed_experts[:prompt].tobytes() for rollout in together[:4]}
@@ -72,13 +76,11 @@ def captured(device: Device) -> dict[str, Any]:
         core.abort_request([str(other) for other in range(len(requests)) if other != index][-3:])
 
     try:
-        engine.generate(requests, policy_version=0, on_finished=abort)
+        sample(requests, on_rollout=abort)
         found["abort"] = "nothing was raised"
     except AssertionError as error:
         found["abort"] = str(error)
-    found["after_abort_equal"] = signature(
-        engine.generate(requests, policy_version=0)
-    ) == signature(alone)
+    found["after_abort_equal"] = signature(sample(requests)) == signature(alone)
 
     config = replace(
         world.config, engine=replace(world.config.engine, kv_cache_gib=SMALL_CACHE_GIB)
@@ -97,7 +99,7 @@ def captured(device: Device) -> dict[str, Any]:
         False,
     )  # loaded from the files that the policy started from
     with watched_preemptions(small) as preempted:
-        squeezed = small.generate(requests, policy_version=0)
+        squeezed = sample(requests, small)
     found["preemptions"] = len(preempted)
     found["preempted_equal"] = signature(squeezed) == signature(alone)
     found["preempted_differ"] = [

@@ -17,7 +17,7 @@ from r3.engine import (
     Engine,
     EngineConfigError,
     EngineStateError,
-    Request,
+    Sampling,
     WeightMismatch,
     sampling_seed,
 )
@@ -25,8 +25,9 @@ from r3.engine.build import refuse_unfit
 from r3.handover.memory import ResidencyError, State
 from r3.handover.rollouts import distribute
 from r3.handover.weights import SyncError, export, prove_sync, sync_weights
-from r3.rollout.collect import CollectedRollouts, answer
+from r3.rollout.collect import CollectedRollouts, Collector
 from r3.rollout.scored import gather_rewards, score_all
+from r3.rollout.single_turn import sample_single_turn
 from r3.rollout.task import Task, read_task
 from r3.run.build import build_run
 from r3.runtime.device import Device
@@ -54,23 +55,25 @@ class World:
         )
         self.residency.move(State.GENERATE)
 
-    def answer(
+    def collect(
         self, policy_version: int, *, step: int = 0, engine: Engine | None = None
     ) -> CollectedRollouts:
-        """One round of answers."""
+        """Hold one round of conversations."""
         rollout = self.config.rollout
-        return answer(
-            engine or self.engine,
-            prompts_of_step(self.task.prompts, seed=0, step=step, count=rollout.prompts_per_step),
-            self.task.scorer,
-            self.mesh,
-            members=rollout.group_size,
-            policy_version=policy_version,
+        collector = Collector(
+            engine=engine or self.engine,
+            mesh=self.mesh,
+            setup=self.task.conversation_setup,
+            scorer=self.task.scorer,
+            sampling=Sampling(temperature=rollout.temperature),
             run_seed=0,
-            seed_step=step,
-            max_tokens=rollout.max_response_tokens,
-            temperature=rollout.temperature,
+            samples_per_prompt=rollout.group_size,
+            max_response_tokens=rollout.max_response_tokens,
         )
+        prompts = prompts_of_step(
+            self.task.prompts, seed=0, step=step, count=rollout.prompts_per_step
+        )
+        return collector.collect(prompts, policy_version=policy_version, seed_step=step)
 
     def perturb(self, seed: int = 0) -> None:
         """Move the policy's weights, the same way on every replica of a tensor."""
@@ -94,12 +97,12 @@ def push_equals_fresh_engine(
     """Push moved weights, and compare with an engine freshly loaded from the exported checkpoint."""
     world = World(device, tiny_config(parallel={"ep": ep}), hosts=hosts)
     world.sync(0)
-    before = signature(world.answer(0).rollouts)
+    before = signature(world.collect(0).rollouts)
     world.residency.move(State.TRAIN)
     world.perturb()
     world.sync(1)
-    pushed = signature(world.answer(1).rollouts)
-    again = signature(world.answer(1).rollouts)  # now with every prompt in the prefix cache
+    pushed = signature(world.collect(1).rollouts)
+    again = signature(world.collect(1).rollouts)  # now with every prompt in the prefix cache
     folder = Path(out) / "export"
     export(
         folder, world.stream, world.policy, device, world.mesh, like=world.config.model.path, step=1
@@ -118,7 +121,7 @@ def push_equals_fresh_engine(
         1,
         False,
     )  # it was loaded from the files, not pushed to
-    loaded = signature(world.answer(1, engine=fresh).rollouts)
+    loaded = signature(world.collect(1, engine=fresh).rollouts)
     return {
         "moved": before != pushed,
         "equal": pushed == loaded,
@@ -140,9 +143,14 @@ def engine_guards(device: Device) -> dict[str, str]:
         except (EngineStateError, WeightMismatch, ResidencyError, SyncError) as error:
             said[name] = f"{type(error).__name__}: {error}"
 
-    request = Request(
-        prompt=world.task.prompts.prompts[0], group=0, sample_index=0, seed=1, max_tokens=4
-    )
+    def sample(policy_version: int = 1) -> list[Rollout]:
+        return sample_single_turn(
+            engine,
+            world.task.prompts.prompts[:1],
+            seeds=[1],
+            policy_version=policy_version,
+            max_tokens=4,
+        )
 
     def push(shapes: dict[str, Any] | None = None, skip: str = "") -> None:
         weights = ((name, tensor) for name, tensor in stream.read() if name != skip)
@@ -152,7 +160,7 @@ def engine_guards(device: Device) -> dict[str, str]:
 
     gone = "model.layers.1.mlp.experts.3.up_proj.weight"
     provoke("push asleep", push)
-    provoke("generate asleep", lambda: engine.generate([request], policy_version=1))
+    provoke("generate asleep", sample)
     provoke("cache first", lambda: engine.wake("kv_cache"))
     provoke("sleep twice", engine.sleep)
     provoke("train to generate", lambda: world.residency.move(State.GENERATE))
@@ -164,12 +172,12 @@ def engine_guards(device: Device) -> dict[str, str]:
     provoke("not delivered", lambda: push(skip=gone))
     provoke(
         "half pushed",
-        lambda: (engine.wake("kv_cache"), engine.generate([request], policy_version=1)),
+        lambda: (engine.wake("kv_cache"), sample()),
     )
     push()
-    provoke("cache not reset", lambda: engine.generate([request], policy_version=1))
+    provoke("cache not reset", sample)
     engine.reset_cache()
-    provoke("other version", lambda: engine.generate([request], policy_version=2))
+    provoke("other version", lambda: sample(policy_version=2))
     world.residency.state = State.GENERATE
     provoke("generate to sync", lambda: world.residency.move(State.SYNC))
     prove_sync(engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh)
@@ -180,7 +188,7 @@ def engine_guards(device: Device) -> dict[str, str]:
             engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh
         ),
     )
-    said["works"] = str(engine.generate([request], policy_version=1)[0].num_response_tokens)
+    said["works"] = str(sample()[0].num_response_tokens)
     return said | _unfit(engine.llm.llm_engine.vllm_config, world.config)
 
 
@@ -236,7 +244,7 @@ def step_routes(device: Device, *, ep: int) -> dict[str, Any]:
     proof = prove_sync(
         world.engine, world.policy, world.task.prompts.prompts[:4], config, world.mesh
     )
-    answers = world.answer(0)
+    answers = world.collect(0)
     world.residency.move(State.TRAIN)
     scored = score_all(answers, gather_rewards(answers, world.mesh.world, config), config)
     (batch,), _ = distribute(
@@ -282,7 +290,7 @@ def sampled(device: Device, *, ep: int, max_num_seqs: int = 64) -> dict[str, str
     world.sync(0)
     found = {}
     for step in (1, 2):
-        for rollout in world.answer(0, step=step).rollouts:
+        for rollout in world.collect(0, step=step).rollouts:
             found[f"{step} {rollout.prompt_id} {rollout.sample_index}"] = str(
                 rollout.tokens_T.tolist()
             )
@@ -300,7 +308,7 @@ def memory_moves(device: Device, *, dtype: str) -> dict[str, Any]:
     gradient_bytes = sum(
         buffer.untyped_storage().nbytes() for buffer in policy.memory.gradient_buffers()
     )
-    answers = world.answer(0)
+    answers = world.collect(0)
     neutral = torch.equal(random_state, torch.get_rng_state())
     world.residency.move(State.TRAIN)
     asleep_gib = device.used_gib()

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from r3.config import Config
-from r3.engine import Engine, Sampled, Transcript
+from r3.engine import Engine, Sampled, Sampling, Transcript
 from r3.rewards.scorer import Scorer
-from r3.rollout.collect import CollectedRollouts, answer
+from r3.rollout.collect import CollectedRollouts, Collector
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.rollout.scored import score_all
-from r3.rollout.step import NoSignalError, answers_of_step
+from r3.rollout.step import NoSignalError, RolloutSource
 from r3.rollout.task import Task, read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
@@ -107,40 +107,49 @@ class Talker:
             False,
         )  # it was loaded from the files, not pushed to
 
-    def answer(
+    def collector(
+        self, setup: ConversationSetup, scorer: Scorer, *, temperature: float = 1.0, **options: Any
+    ) -> Collector:
+        return Collector(
+            engine=self.engine,
+            mesh=self.mesh,
+            setup=setup,
+            scorer=scorer,
+            sampling=Sampling(temperature=temperature),
+            run_seed=0,
+            **options,
+        )
+
+    def collect(
         self,
         *,
         prompts: Sequence[Prompt] | None = None,
-        members: int = 2,
+        samples: int = 2,
         max_tokens: int = 120,
-        keep_all: bool = False,
+        keep_failed: bool = False,
         **env: Any,
     ) -> CollectedRollouts:
-        """One round in an environment with these settings."""
-        conversation_setup = ConversationSetup.of(
+        """Hold one round in an environment with these settings."""
+        setup = ConversationSetup.of(
             replace(self.config.env, **env), self.task.tokenizer, self.config.model.path
         )
 
-        def scorer(rollout: Rollout, prompt: Prompt) -> float:
+        def length(rollout: Rollout, prompt: Prompt) -> float:
             return float(len(rollout.response))
 
+        collector = self.collector(
+            setup,
+            Scorer.of_function(length),
+            samples_per_prompt=samples,
+            max_response_tokens=max_tokens,
+            keep_failed=keep_failed,
+        )
         try:
-            return answer(
-                self.engine,
-                prompts or self.task.prompts.prompts[:8],
-                Scorer.of_function(scorer),
-                self.mesh,
-                members=members,
-                policy_version=0,
-                run_seed=0,
-                seed_step=0,
-                max_tokens=max_tokens,
-                temperature=1.0,
-                conversation_setup=conversation_setup,
-                keep_all=keep_all,
+            return collector.collect(
+                prompts or self.task.prompts.prompts[:8], policy_version=0, seed_step=0
             )
         finally:
-            conversation_setup.environments.close()
+            setup.environments.close()
 
 
 class Yardstick:
@@ -192,7 +201,7 @@ def facts(rollout: Rollout, decode: Any) -> dict[str, Any]:
 
 
 def numbers(answers: CollectedRollouts) -> dict[str, float]:
-    return {name: float(type(part).reduce([part])) for name, part in answers.facts.items()}
+    return {name: float(type(part).reduce([part])) for name, part in answers.metrics.items()}
 
 
 def talks(device: Device, *, folder: str, engine_tp: int = 1) -> dict[str, Any]:
@@ -220,7 +229,7 @@ def talks(device: Device, *, folder: str, engine_tp: int = 1) -> dict[str, Any]:
         "calculator": {"name": "calculator"},
     }
     for kind, settings in kinds.items():
-        answers = talker.answer(**settings)
+        answers = talker.collect(**settings)
         comparison = yardstick.compare(answers.rollouts) if answers.rollouts else {}
         found[kind] = {
             "rollouts": [
@@ -245,13 +254,15 @@ def guards(engine: Engine, rollouts: Sequence[Rollout]) -> dict[str, str]:
     assert len(turns) == 4, "it has only one turn"
     said: dict[str, str] = {}
     for name, shift, missing in (("right", 0, 0), ("shifted", 1, 0), ("too few", 0, 1)):
-        transcript = Transcript(engine, rollout.tokens_T[: turns[0]].tolist(), who="the rollout")
+        transcript = Transcript(
+            engine.capture_spec, rollout.tokens_T[: turns[0]].tolist(), who="the rollout"
+        )
         try:
             for start, end in (turns[:2], turns[2:]):
                 transcript.observe(rollout.tokens_T[len(transcript.tokens) : start].tolist())
                 first = transcript.first_row
                 late = shift if first else 0
-                transcript.take(
+                transcript.append_sample(
                     Sampled(
                         key=0,
                         tokens_T=rollout.tokens_T[start:end].tolist(),
@@ -285,16 +296,16 @@ def trouble(device: Device, *, folder: str, limit_s: float) -> dict[str, Any]:
     crashing.write_text(TROUBLE.format(crash=crash, hang="no", slow="no", order=order))
     name_of_file = prompts[0].id.rpartition(":")[0]
     found: dict[str, Any] = {"crash": prompts[5].id, "hang": prompts[9].id, "slow": prompts[11].id}
-    common: dict[str, Any] = {"workers": 3, "prompts": prompts, "members": 1, "max_tokens": 60}
+    common: dict[str, Any] = {"workers": 3, "prompts": prompts, "samples": 1, "max_tokens": 60}
     runs: dict[str, dict[str, Any]] = {
         "calm": {"path": f"{calm}:Trouble", "timeout_s": 60.0},
         "drop": {"path": f"{file}:Trouble", "timeout_s": limit_s, "on_error": "drop", "retries": 1},
         "zero": {"path": f"{file}:Trouble", "timeout_s": limit_s, "on_error": "zero"},
-        "kept": {"path": f"{crashing}:Trouble", "on_error": "drop", "keep_all": True},
+        "kept": {"path": f"{crashing}:Trouble", "on_error": "drop", "keep_failed": True},
     }
     for name, settings in runs.items():
         order.write_text("")
-        answers = talker.answer(**common, **settings)
+        answers = talker.collect(**common, **settings)
         found[name] = {
             "tokens": {
                 rollout.prompt_id: rollout.tokens_T.tolist() for rollout in answers.rollouts
@@ -307,7 +318,7 @@ def trouble(device: Device, *, folder: str, limit_s: float) -> dict[str, Any]:
             "order": [f"{name_of_file}:{line}" for line in order.read_text().split()],
         }
     try:
-        talker.answer(**common, path=f"{file}:Trouble", timeout_s=limit_s, on_error="stop")
+        talker.collect(**common, path=f"{file}:Trouble", timeout_s=limit_s, on_error="stop")
         found["stop"] = "nothing was raised"
     except EnvironmentFailed as error:
         found["stop"] = str(error)
@@ -333,13 +344,13 @@ def refills(device: Device) -> dict[str, Any]:
         for step in wanted:
             talker.engine.policy_version = step - 1
             task = replace(talker.task, scorer=Scorer.of_function(scorer))
-            made = answers_of_step(talker.engine, task, config, talker.mesh, step=step)
-            scored = score_all(made.answers, made.rewards, config)
+            made = RolloutSource(talker.engine, task, config, talker.mesh).collect(step)
+            scored = score_all(made.rollouts, made.rewards, config)
             parts = {name: part for parts in made.metrics for name, part in parts.items()}
             found[str(step)] = {
                 "sampled": {
                     f"{rollout.prompt_id} {rollout.group} {rollout.sample_index}": rollout.tokens_T.tolist()
-                    for rollout in made.answers.rollouts
+                    for rollout in made.rollouts.rollouts
                 },
                 "advantages": [item.advantage for item in scored],
                 "indices": [item.index for item in scored],

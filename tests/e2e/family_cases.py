@@ -20,12 +20,12 @@ def pushed_family(device: Device, *, model: str, out: str) -> dict[str, Any]:
     world.sync(0)
     prompts = world.task.prompts.prompts[:4]
     proofs = [prove_sync(world.engine, world.policy, prompts, world.config, world.mesh)]
-    before = signature(world.answer(0).rollouts)
+    before = signature(world.collect(0).rollouts)
     world.residency.move(State.TRAIN)
     world.perturb()
     world.sync(1)
     proofs.append(prove_sync(world.engine, world.policy, prompts, world.config, world.mesh))
-    answers = world.answer(1).rollouts
+    answers = world.collect(1).rollouts
     pushed = signature(answers)
     folder = Path(out) / "export"
     export(folder, world.stream, world.policy, device, world.mesh, like=model, step=1)
@@ -45,7 +45,7 @@ def pushed_family(device: Device, *, model: str, out: str) -> dict[str, Any]:
     )  # it was loaded from the files, not pushed to
     return {
         "moved": before != pushed,
-        "equal": pushed == signature(world.answer(1, engine=fresh).rollouts),
+        "equal": pushed == signature(world.collect(1, engine=fresh).rollouts),
         "proofs": proofs,
         "routes": list(answers[0].routed_experts.shape),
     }

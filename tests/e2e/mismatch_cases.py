@@ -86,7 +86,7 @@ def paired(
     )
     world = World(device, config)
     world.sync(0)
-    rounds = [world.answer(0, step=step) for step in range(batches)]
+    rounds = [world.collect(0, step=step) for step in range(batches)]
     world.residency.move(world.residency.state.TRAIN)
     rows = []
     for answers in rounds:

@@ -38,7 +38,7 @@ def head(device: Device, *, fp32: bool, model: str = "") -> dict[str, Any]:
         worker.model_runner.get_model().logits_processor.register_forward_hook(watch)
 
     world.engine.llm.collective_rpc(look)
-    answers = world.answer(0)
+    answers = world.collect(0)
     world.residency.move(world.residency.state.TRAIN)
     scored = score_all(answers, gather_rewards(answers, world.mesh.world, config), config)
     (batch,), _ = distribute(

@@ -16,15 +16,15 @@ pytestmark = pytest.mark.e2e
 # which begins before its seventieth, nothing for almost all.
 DRIVER = """
 import train
-from r3.engine import generate
-check, calls = generate.check_routes, 0
+from r3.engine import transcript
+check, calls = transcript.check_routes, 0
 
 def losing(routes, **facts):
     global calls
     calls += 1
     return check({10: None, 20: routes[:-2]}.get(calls, routes if calls < 70 else None), **facts)
 
-generate.check_routes = losing
+transcript.check_routes = losing
 train.main()
 """
 

@@ -1036,8 +1036,8 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> dict
     )
     world = World(device, config)
     world.sync(0)
-    before = world.answer(0, step=1).rollouts
-    answers = world.answer(0, step=0)
+    before = world.collect(0, step=1).rollouts
+    answers = world.collect(0, step=0)
     world.residency.move(world.residency.state.TRAIN)
     rollouts = answers.rollouts
     policy, shape = world.policy, world.task.shape

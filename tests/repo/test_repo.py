@@ -10,7 +10,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -286,6 +287,64 @@ def file_of(module: str) -> Path | None:
     return next(
         (path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None
     )
+
+
+def sources() -> dict[str, ast.Module]:
+    """Our modules by name, as syntax trees."""
+    trees = {}
+    for path in sorted(ROOT.glob("r3/**/*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        trees[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return trees
+
+
+def import_circle(trees: Mapping[str, ast.Module], packages: Collection[str]) -> list[str]:
+    """Modules that import each other in a circle, type-only and late imports included.
+
+    `packages` are the modules that are an `__init__`. `from r3.engine import memory` counts as an
+    import of r3.engine.memory, `from r3.engine import Engine` as one of r3.engine.
+    """
+    graph: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        inside = "/__init__.py" if module in packages else ".py"
+        graph[module] = set()
+        for _, name in imports(PurePosixPath(module.replace(".", "/") + inside), tree):
+            target = name
+            while target and target not in trees:
+                target = target.rpartition(".")[0]
+            if target and target != module:
+                graph[module].add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle
+    return []
+
+
+def packages() -> list[str]:
+    inits = ROOT.glob("r3/**/__init__.py")
+    return [".".join(path.relative_to(ROOT).parent.parts) for path in inits]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert import_circle(sources(), packages()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("r3.engine.memory", "if TYPE_CHECKING:\n    from r3.engine.engine import Engine"),
+        ("r3.engine.transcript", "def late():\n    from r3.engine import Engine"),
+        ("r3.types", "from .rollout import codec"),
+    ],
+    ids=["type-only", "late, through the package", "between rooms"],
+)
+def test_an_import_circle_is_found(module: str, line: str) -> None:
+    trees = sources()
+    trees[module].body += ast.parse(line).body
+    assert module in import_circle(trees, packages())
 
 
 def heavy_imports(start: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from r3.envs.calculator import Calculator, evaluate
 from r3.envs.chat import Chat, ChatError
 from r3.envs.guess_number import GUESSES, LARGEST, GuessNumber
 from r3.envs.runner import Environments, Reply
-from r3.rollout.conversation import for_people
+from r3.rollout.conversation import readable_message
 from r3.types import Prompt
 from tests.tiny import tiny_config
 
@@ -204,22 +203,6 @@ def test_guess_number_lost_is_worth_nothing() -> None:
     assert replies[-1][1] == 0.0
 
 
-def test_the_example_of_the_readme_is_an_environment(tmp_path: Path) -> None:
-    lines = (Path(__file__).resolve().parents[2] / "README.md").read_text().splitlines()
-    start = lines.index("    class Hot:")
-    source = takewhile(lambda line: not line or line.startswith("    "), lines[start:])
-    file = tmp_path / "my_env.py"
-    file.write_text("\n".join(line[4:] for line in source))
-    example: Any = find(EnvConfig(path=f"{file}:Hot"))()
-    assert [message["content"] for message in example.reset(prompt())] == [
-        "1+1?",
-        "What is the number?",
-    ]
-    replies = [example.step(said(text)) for text in ("is it 7?", "hm", "0", "2")]
-    assert [checked_step(reply).reward for reply in replies] == [-0.1, None, -0.1, 1.0]
-    assert [reply[0][0]["content"] for reply in replies[:3]] == ["lower", "Say a number.", "higher"]
-
-
 # --- the template ---
 
 
@@ -372,7 +355,7 @@ def test_default_environment_is_one_turn() -> None:
     assert Environments(replace(EnvConfig(), stop=("a",))).stop == ("a",)
 
 
-def test_a_message_for_people_is_plain_json() -> None:
+def test_a_message_readable_message_is_plain_json() -> None:
     message = {
         "role": "tool",
         "content": "7",
@@ -380,8 +363,8 @@ def test_a_message_for_people_is_plain_json() -> None:
         "board": object(),
         "tool_calls": None,
     }
-    assert for_people(message) == {"role": "tool", "content": "7", "name": "calc"}
-    odd = for_people(
+    assert readable_message(message) == {"role": "tool", "content": "7", "name": "calc"}
+    odd = readable_message(
         {"role": "assistant", "content": "", "tool_calls": [{"arguments": {1: Path("a")}}]}
     )
     assert odd["tool_calls"] == [{"arguments": {"1": "a"}}]

@@ -1,4 +1,4 @@
-"""What a step leaves to the next: who takes it, how old it may grow, how a checkpoint holds it."""
+"""Partial rollouts between two steps: who resumes them, their age, and their checkpoint file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ import pytest
 from r3.algo.packing import pack
 from r3.data.prompts import Dataset, prompts_from, prompts_of_step
 from r3.models.shape import ModelShape
-from r3.rollout import partial as carry
 from r3.rollout.codec import decode, encode
 from r3.rollout.collect import CollectedRollouts
-from r3.rollout.conversation import Held
-from r3.rollout.partial import Carry, deal, from_checkpoint, to_files, within_age
+from r3.rollout.conversation import Progress, SuspendedConversation
+from r3.rollout.partial import (
+    PartialRollouts,
+    assign_engines,
+    from_checkpoint,
+    resumable,
+    to_files,
+)
+from r3.rollout.scored import Scored
 from r3.routing.ledger import admit
 from r3.run.dumps import read_rollouts, write_rollouts
 from r3.run.folder import RunDir
@@ -52,92 +58,101 @@ def rollout_of(
     )
 
 
-def held(group: int, sample_index: int, policy_version: int = 3, *later: tuple[int, int]) -> Held:
-    return Held(
+def suspended(
+    group: int, sample_index: int, policy_version: int = 3, *later: tuple[int, int]
+) -> SuspendedConversation:
+    return SuspendedConversation(
         prompt=PROMPTS[group],
         rollout=rollout_of(group, sample_index, policy_version, *later),
-        born=(policy_version + 1, group),
-        turns=2,
-        asked=3,
-        longest=60,
-        last_turn=6,
-        midway=True,
-        heard=(7, 8),
-        rewards=(0.1, 0.2),
+        progress=Progress(
+            seed_origin=(policy_version + 1, group),
+            max_tokens_total=60,
+            turns=2,
+            turns_requested=3,
+            last_turn=6,
+            mid_turn=True,
+            pending_observation=(7, 8),
+        ),
         environment=b"\x80state",
     )
 
 
-def left() -> Carry:
-    """Groups 1 and 3 wait, the first with one conversation over."""
-    return Carry(
-        held=(held(1, 0, 2, (8, 3)), held(3, 0), held(3, 1)),
-        done=CollectedRollouts(
+def partial_rollouts() -> PartialRollouts:
+    """Groups 1 and 3 wait; one conversation of group 1 is finished."""
+    return PartialRollouts(
+        suspended=(suspended(1, 0, 2, (8, 3)), suspended(3, 0), suspended(3, 1)),
+        finished=CollectedRollouts(
             rollouts=[rollout_of(1, 1, 2)], rewards=[0.1], parts={(1, 1): {"gsm8k": 0.1}}
         ),
-        taken=17,
+        prompts_taken=17,
     )
 
 
-def same(one: Carry, other: Carry) -> bool:
-    """Bit for bit: what `encode` and JSON make of both."""
+def same(one: PartialRollouts, other: PartialRollouts) -> bool:
+    """Compare bit for bit what a checkpoint would hold."""
     return to_files(one, 0, is_leader=True) == to_files(other, 0, is_leader=True)
 
 
+def saved(folder: Path) -> Path:
+    for name, content in to_files(partial_rollouts(), 0, is_leader=True).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def restored(folder: Path, engine: int, engines: int, *, is_leader: bool = True) -> PartialRollouts:
+    return from_checkpoint(folder, PROMPTS, engine=engine, engines=engines, is_leader=is_leader)
+
+
 def test_new_prompts_go_to_the_engines_with_the_fewest_groups() -> None:
-    assert deal([0, 0, 0], 6) == [0, 1, 2, 0, 1, 2], "as without anything carried over"
-    assert deal([3, 0, 1], 5) == [1, 1, 2, 1, 2]
-    assert deal([2, 2], 0) == []
+    assert assign_engines([0, 0, 0], 6) == [0, 1, 2, 0, 1, 2], "as without partial rollouts"
+    assert assign_engines([3, 0, 1], 5) == [1, 1, 2, 1, 2]
+    assert assign_engines([2, 2], 0) == []
 
 
-def test_a_conversation_goes_on_only_while_its_oldest_token_is_young_enough() -> None:
-    young, old = held(0, 0, 3), held(1, 0, 2, (8, 3))
+def test_only_young_conversations_are_resumed() -> None:
+    young, old = suspended(0, 0, 3), suspended(1, 0, 2, (8, 3))
     # The next step samples with version 4.
-    assert within_age([young, old], step=4, max_staleness=2) == (young, old)
-    assert within_age([young, old], step=4, max_staleness=1) == (young,)
-    assert within_age([young, old], step=4, max_staleness=0) == ()
+    assert resumable([young, old], step=4, max_staleness=2) == (young, old)
+    assert resumable([young, old], step=4, max_staleness=1) == (young,)
+    assert resumable([young, old], step=4, max_staleness=0) == ()
 
 
-def test_groups_get_new_numbers_and_lose_nothing_else() -> None:
-    found = left().renumbered({1: 0, 3: 1})
-    assert left().groups == [1, 3] and found.groups == [0, 1]
-    assert [each.rollout.group for each in found.held] == [0, 1, 1]
-    assert [rollout.group for rollout in found.done.rollouts] == [0]
-    assert found.done.parts == {(0, 1): {"gsm8k": 0.1}}
-    assert [each.born for each in found.held] == [(3, 1), (4, 3), (4, 3)], (
-        "random streams keep their names"
-    )
-    assert same(found.renumbered({0: 1, 1: 3}), left())
+def test_renumbering_changes_only_group_numbers() -> None:
+    renumbered = partial_rollouts().renumbered({1: 0, 3: 1})
+    assert partial_rollouts().groups == [1, 3] and renumbered.groups == [0, 1]
+    assert [each.rollout.group for each in renumbered.suspended] == [0, 1, 1]
+    assert [rollout.group for rollout in renumbered.finished.rollouts] == [0]
+    assert renumbered.finished.parts == {(0, 1): {"gsm8k": 0.1}}
+    origins = [each.progress.seed_origin for each in renumbered.suspended]
+    assert origins == [(3, 1), (4, 3), (4, 3)], "random streams keep their names"
+    assert same(renumbered.renumbered({0: 1, 1: 3}), partial_rollouts())
 
 
-def test_a_checkpoint_holds_everything_and_another_number_of_engines_shares_it(
-    tmp_path: Path,
-) -> None:
-    for name, content in to_files(left(), 0, is_leader=True).items():
-        (tmp_path / name).write_bytes(content)
-    again = from_checkpoint(tmp_path, PROMPTS, engine=0, engines=1, is_leader=True)
-    assert same(again, left())
-    assert again.held[0].prompt == PROMPTS[1] and again.held[0].environment == b"\x80state"
-    assert (again.held[0].heard, again.held[0].rewards, again.held[0].midway) == (
-        (7, 8),
-        (0.1, 0.2),
-        True,
-    )
-    assert again.held[0].rollout.segments == ((0, 2), (8, 3)) and again.taken == 17
-    first, second = (
-        from_checkpoint(tmp_path, PROMPTS, engine=i, engines=2, is_leader=True) for i in range(2)
-    )
-    assert (first.groups, second.groups, first.taken, second.taken) == ([1], [3], 17, 17)
-    assert len(first.done.rollouts) == 1 and not second.done.rollouts
-    silent = from_checkpoint(tmp_path, PROMPTS, engine=0, engines=1, is_leader=False)
-    assert silent == Carry(taken=17), (
-        "a rank that only lends its device counts prompts, and holds nothing"
-    )
-    assert to_files(left(), 0, is_leader=False) == {} == to_files(Carry(), 0, is_leader=True)
-    assert (
-        from_checkpoint(tmp_path / "none", PROMPTS, engine=0, engines=1, is_leader=True) == Carry()
-    )
-    assert carry.Carry().groups == []
+def test_a_checkpoint_restores_partial_rollouts_bit_for_bit(tmp_path: Path) -> None:
+    again = restored(saved(tmp_path), 0, 1)
+    assert same(again, partial_rollouts())
+    first, expected = again.suspended[0], partial_rollouts().suspended[0]
+    assert first.prompt == PROMPTS[1] and first.environment == expected.environment
+    assert first.progress == expected.progress, "tuples come back as tuples"
+    assert first.rollout.segments == ((0, 2), (8, 3)) and again.prompts_taken == 17
+
+
+def test_another_number_of_engines_shares_out_all_groups(tmp_path: Path) -> None:
+    first, second = (restored(saved(tmp_path), engine, 2) for engine in range(2))
+    assert (first.groups, second.groups) == ([1], [3])
+    assert first.prompts_taken == second.prompts_taken == 17
+    assert len(first.finished.rollouts) == 1 and not second.finished.rollouts
+
+
+def test_ranks_that_lead_no_engine_keep_no_rollouts(tmp_path: Path) -> None:
+    assert restored(saved(tmp_path), 0, 1, is_leader=False) == PartialRollouts(prompts_taken=17)
+    assert to_files(partial_rollouts(), 0, is_leader=False) == {}
+
+
+def test_a_run_without_budget_writes_and_reads_no_file(tmp_path: Path) -> None:
+    assert to_files(PartialRollouts(), 0, is_leader=True) == {}
+    assert restored(tmp_path / "none", 0, 1) == PartialRollouts()
+    assert PartialRollouts().groups == []
 
 
 def test_prompts_are_taken_from_any_place_of_the_same_order() -> None:
@@ -160,7 +175,7 @@ def test_segments_count_what_is_stale_and_travel(tmp_path: Path) -> None:
     assert [grown.num_stale_tokens(policy_version) for policy_version in (2, 3, 4)] == [0, 4, 8]
     plain = replace(grown, segments=())
     assert plain.policy_versions == (2,) and [plain.num_stale_tokens(v) for v in (2, 3)] == [0, 8]
-    (item,) = decode(encode([carry.Scored(index=0, rollout=grown, advantage=0.0)]))
+    (item,) = decode(encode([Scored(index=0, rollout=grown, advantage=0.0)]))
     assert item.rollout.segments == grown.segments
     path = write_rollouts(RunDir(tmp_path), 1, [item])
     assert read_rollouts(path)[0][0].segments == grown.segments

@@ -17,10 +17,10 @@ from r3 import assets
 from r3.config import Config
 from r3.handover.rollouts import distribute
 from r3.rewards.scorer import Scorer
-from r3.rollout import partial as carry
 from r3.rollout.conversation import ConversationSetup
+from r3.rollout.partial import from_checkpoint
 from r3.rollout.scored import score_all
-from r3.rollout.step import BudgetError, Round, answers_of_step
+from r3.rollout.step import BudgetError, RolloutSource, StepRollouts
 from r3.routing.ledger import captured_rows
 from r3.runtime.device import Device
 from r3.types import Rollout
@@ -65,7 +65,7 @@ class Stepper(Talker):
         self.engine.load_weights(shapes, iter(tensors.items()), policy_version=policy_version)
         self.engine.reset_cache()
 
-    def steps(self, config: Config, *, saved: Path | None = None, **env: Any) -> list[Round]:
+    def steps(self, config: Config, *, saved: Path | None = None, **env: Any) -> list[StepRollouts]:
         """The steps; with `saved` what one leaves to the next goes through a checkpoint's files."""
         settings = replace(self.config.env, **env)
         task = replace(
@@ -75,23 +75,18 @@ class Stepper(Talker):
             ),
             scorer=Scorer.of_function(lambda rollout, _prompt: float(len(rollout.response))),
         )
-        rounds: list[Round] = []
-        left = carry.Carry()
-        engine, engines = self.mesh.engine_dp.rank, self.mesh.engine_dp.size
+        rounds: list[StepRollouts] = []
+        source = RolloutSource(self.engine, task, config, self.mesh)
         for step in range(1, STEPS + 1):
             self.take(step - 1)
-            rounds.append(
-                answers_of_step(self.engine, task, config, self.mesh, step=step, carry=left)
-            )
-            left = rounds[-1].carry
+            rounds.append(source.collect(step))
             if saved:
                 folder = saved / f"step_{step}"
                 folder.mkdir(parents=True)
-                for name, content in carry.to_files(left, engine, is_leader=True).items():
+                for name, content in source.state_files().items():
                     (folder / name).write_bytes(content)
-                left = carry.from_checkpoint(
-                    folder, task.prompts.prompts, engine=engine, engines=engines, is_leader=True
-                )
+                source = RolloutSource(self.engine, task, config, self.mesh)
+                source.restore(folder)
         task.conversation_setup.environments.close()
         return rounds
 
@@ -109,17 +104,17 @@ def fingerprint(rollout: Rollout) -> list[Any]:
     ]
 
 
-def everything(rounds: Sequence[Round]) -> list[Any]:
+def everything(rounds: Sequence[StepRollouts]) -> list[Any]:
     return [
         [
             [each.prompt_id, each.group, each.sample_index, reward, fingerprint(each)]
-            for each, reward in zip(made.answers.rollouts, made.answers.rewards, strict=True)
+            for each, reward in zip(made.rollouts.rollouts, made.rollouts.rewards, strict=True)
         ]
         for made in rounds
     ]
 
 
-def metrics(made: Round) -> dict[str, float]:
+def metrics(made: StepRollouts) -> dict[str, float]:
     parts = {
         name: part for each in made.metrics for name, part in each.items() if "rollout/" in name
     }
@@ -202,7 +197,7 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
         found[kind] = {"all": everything(rounds), "metrics": [metrics(made) for made in rounds]}
         if not yardsticks:
             continue
-        rollouts = [each for made in rounds for each in made.answers.rollouts]
+        rollouts = [each for made in rounds for each in made.rollouts.rollouts]
         found[kind] |= compare(rollouts, yardsticks)
         found[kind]["whole"] = all(
             len(each.routed_experts) == len(each.tokens_T) - 1 and each.routed_experts.min() >= 0
@@ -214,7 +209,7 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
         return found
 
     # Two engines' files for one, and one's for two: every group is there once.
-    left = carry.from_checkpoint(
+    left = from_checkpoint(
         where / "single" / "step_2",
         stepper.task.prompts.prompts,
         engine=0,
@@ -222,7 +217,7 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
         is_leader=True,
     )
     parts = [
-        carry.from_checkpoint(
+        from_checkpoint(
             where / "single" / "step_2",
             stepper.task.prompts.prompts,
             engine=i,
@@ -252,7 +247,7 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
 
     # What the trainer takes: the last step of "single" has rollouts of several versions.
     rounds = stepper.steps(config)
-    scored = [score_all(made.answers, made.rewards, config) for made in rounds][-1]
+    scored = [score_all(made.rollouts, made.rewards, config) for made in rounds][-1]
     sizes: dict[str, Any] = {"num_updates": 1, "micro_batch_tokens": 512}
     current = STEPS - 1
     (batch,), _ = distribute(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from r3.run.dumps import read_rollouts
-from tests.e2e import carry_cases
+from tests.e2e import partial_cases
 from tests.e2e.test_train import rows_of, run, timeless
 from tests.world import run_world
 
@@ -21,7 +21,7 @@ KINDS = ("single", "chatty", "stops")
 @pytest.fixture(scope="module")
 def budgets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (found,) = run_world(
-        carry_cases.budgets, 1, folder=str(tmp_path_factory.mktemp("budgets")), timeout_s=400.0
+        partial_cases.budgets, 1, folder=str(tmp_path_factory.mktemp("budgets")), timeout_s=400.0
     )
     result: dict[str, Any] = found
     return result
@@ -131,7 +131,7 @@ def test_the_trainer_marks_what_older_versions_began_and_refuses_what_is_too_old
 def test_what_is_said_does_not_depend_on_the_number_of_engines(
     budgets: dict[str, Any], tmp_path: Path
 ) -> None:
-    left, right = run_world(carry_cases.budgets, 2, folder=str(tmp_path), timeout_s=400.0)
+    left, right = run_world(partial_cases.budgets, 2, folder=str(tmp_path), timeout_s=400.0)
     for kind in KINDS:
         for one, mine, theirs in zip(
             budgets[kind]["all"], left[kind]["all"], right[kind]["all"], strict=True

@@ -18,7 +18,7 @@ import pytest
 
 from r3 import assets
 from r3.runtime.device import free_port
-from tests.e2e import judge_cases
+from tests.e2e import scorer_cases
 from tests.e2e.test_train import rows_of, run
 from tests.unit.test_reward_model import TOLERANCE, classifier
 from tests.world import ROOT, run_world
@@ -102,7 +102,7 @@ def rounds(vllm_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     )  # as much as the shipped model can take
     (folder / "classifier").mkdir()
     (found,) = run_world(
-        judge_cases.kinds,
+        scorer_cases.kinds,
         1,
         file=str(folder / "mine.py"),
         reward_model=str(classifier(folder / "classifier")),

@@ -10,7 +10,7 @@ from typing import Any
 from r3.config import RewardConfig
 from r3.rewards.model import Batches, RewardModel
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
-from r3.rollout.collect import CollectedRollouts, answer
+from r3.rollout.collect import CollectedRollouts
 from r3.runtime.device import Device
 from r3.runtime.workers import Pool, Threads
 from r3.types import Prompt, Rollout
@@ -52,45 +52,42 @@ def round_of(
     *,
     prompts: int = 8,
     max_tokens: int = 200,
-    keep_all: bool = False,
+    keep_failed: bool = False,
 ) -> tuple[CollectedRollouts, Watched, float]:
     """One round of two answers to each of some prompts; what came, who came when, and the seconds it took."""
     watched = Watched(scorer)
     began = time.monotonic()
-    answers = answer(
-        talker.engine,
-        talker.task.prompts.prompts[:prompts],
+    collected = talker.collector(
+        talker.task.conversation_setup,
         watched,
-        talker.mesh,
-        members=4,
-        policy_version=0,
-        run_seed=0,
-        seed_step=0,
-        max_tokens=max_tokens,
-        temperature=1.5,  # answers of many lengths
-        keep_all=keep_all,
-    )
+        samples_per_prompt=4,
+        max_response_tokens=max_tokens,
+        temperature=1.5,  # responses of many lengths
+        keep_failed=keep_failed,
+    ).collect(talker.task.prompts.prompts[:prompts], policy_version=0, seed_step=0)
     seconds = time.monotonic() - began
     watched.close()
-    return answers, watched, seconds
+    return collected, watched, seconds
 
 
-def told(answers: CollectedRollouts, watched: Watched, seconds: float) -> dict[str, Any]:
+def told(collected: CollectedRollouts, watched: Watched, seconds: float) -> dict[str, Any]:
     """A round as JSON."""
-    names = [f"{rollout.group}/{rollout.sample_index}" for rollout in answers.rollouts]
+    names = [f"{rollout.group}/{rollout.sample_index}" for rollout in collected.rollouts]
     return {
         "tokens": dict(
-            zip(names, (rollout.tokens_T.tolist() for rollout in answers.rollouts), strict=True)
+            zip(names, (rollout.tokens_T.tolist() for rollout in collected.rollouts), strict=True)
         ),
         "responses": dict(
-            zip(names, (rollout.response for rollout in answers.rollouts), strict=True)
+            zip(names, (rollout.response for rollout in collected.rollouts), strict=True)
         ),
-        "rewards": dict(zip(names, answers.rewards, strict=True)),
+        "rewards": dict(zip(names, collected.rewards, strict=True)),
         "parts": {
             f"{group}/{sample_index}": dict(parts)
-            for (group, sample_index), parts in answers.parts.items()
+            for (group, sample_index), parts in collected.parts.items()
         },
-        "facts": {name: float(type(part).reduce([part])) for name, part in answers.facts.items()},
+        "facts": {
+            name: float(type(part).reduce([part])) for name, part in collected.metrics.items()
+        },
         "overlap": watched.overlap(),
         "judged": len(watched.judged),
         "seconds": seconds,
@@ -105,10 +102,10 @@ def kinds(
     found: dict[str, Any] = {}
 
     def run(
-        name: str, settings: RewardConfig, *, keep_all: bool = False, model: Any = None
+        name: str, settings: RewardConfig, *, keep_failed: bool = False, model: Any = None
     ) -> None:
         scorer = make_scorer(settings, model=model)
-        found[name] = told(*round_of(engine, scorer, keep_all=keep_all))
+        found[name] = told(*round_of(engine, scorer, keep_failed=keep_failed))
 
     run("quick", RewardConfig(function=("exact",)))
     run("slow", RewardConfig(function=(f"{file}:slow", "exact"), weights=(0.5, 1.0)))
@@ -141,7 +138,7 @@ def kinds(
     run("http", server)
     picky = RewardConfig(function=(f"{file}:picky",), on_error="drop", retries=1)
     run("drop", picky)
-    run("kept", picky, keep_all=True)
+    run("kept", picky, keep_failed=True)
     return found
 
 
@@ -188,13 +185,13 @@ def turns(device: Device, *, reward_model: str, rounds: int) -> list[dict[str, A
         figures: dict[str, Any] = {}
         for name, arm in arms.items():
             scorer = arm()
-            answers, watched, seconds = round_of(engine, scorer, prompts=16)
+            collected, watched, seconds = round_of(engine, scorer, prompts=16)
             last = max(watched.ended.values())
             figures[name] = {
                 "seconds": seconds,
                 "writing_s": last - watched.began,
                 "judged_before_last": watched.overlap(),
-                "answers": len(answers.rollouts),
+                "answers": len(collected.rollouts),
                 "judge_mean_s": sum(
                     watched.judged[key] - when for key, when in watched.ended.items()
                 )
@@ -204,11 +201,11 @@ def turns(device: Device, *, reward_model: str, rounds: int) -> list[dict[str, A
                 place = scorer.components[0].pool.place
                 assert isinstance(place, Batches)
                 alone = [
-                    single.score(each.response, prompts[each.group]) for each in answers.rollouts
+                    single.score(each.response, prompts[each.group]) for each in collected.rollouts
                 ]
                 figures[name]["batches"] = len(place.trace)
                 figures[name]["worst_difference"] = max(
-                    abs(one - other) for one, other in zip(answers.rewards, alone, strict=True)
+                    abs(one - other) for one, other in zip(collected.rewards, alone, strict=True)
                 )
         if number:  # the first warms everything up
             found.append(figures)
