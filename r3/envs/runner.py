@@ -1,10 +1,11 @@
-"""Many conversations' environments at once: opened, stepped and answered while the engine goes on."""
+"""The environments of many conversations at once, beside the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import pickle
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from r3.envs import ENVIRONMENTS, Environment, Step, checked_messages, checked_s
 from r3.runtime.workers import Failure, Here, Place, Pool, Processes, Threads, load
 from r3.types import Message, Prompt
 
+_CLOSE_POLL_S = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back for a conversation: its first messages, a step, or a failure after all retries."""
+    """What an environment returned: its first messages, a step, or a failure after all retries."""
 
     key: int
     opened: tuple[Message, ...] | None = None
@@ -26,28 +29,48 @@ class Reply:
     failure: Failure | None = None
 
 
-class Environments:
-    """One environment for each conversation in flight, by key.
+@dataclass(frozen=True, slots=True)
+class _Closing:
+    """Key of a call of `close`; unlike a conversation's key it gets no reply."""
 
-    Built-in ones take microseconds and run here. A user's runs in threads, as an `async def` on an event loop, or, with
-    `env.workers`, in processes: there the environment travels to the worker and back with every call, so that a worker that
-    is killed takes nothing with it.
+    key: int
+
+
+class Environments:
+    """One environment per conversation in flight, by key.
+
+    Built-in environments take microseconds and run in the caller's thread. A user's environment
+    runs in threads, as an `async def` on an event loop, or, with `env.workers`, in processes. It
+    then travels to a worker and back, pickled, with every call, so a worker that is killed loses
+    nothing.
+
+    An environment with a method `close` is closed exactly once when its conversation ends, however
+    it ends. If a call failed in a worker process, `close` gets the environment as it was before
+    that call. A thread cannot be killed: after a time-out there, `close` runs while the abandoned
+    call may still be running.
 
     Attributes:
-        tools: for the chat template; stop: strings that end a turn, the environment's and `env.stop`'s.
-        one_turn: whether every conversation is the prompt and one answer.
+        tools: JSON schemas for the chat template.
+        stop: strings that end a turn, from the environment and `env.stop`.
+        one_turn: whether every conversation is the prompt and one response.
     """
 
     def __init__(self, settings: EnvConfig) -> None:
-        """Load the class; raises ConfigError when it cannot be used. Workers start with the first conversation."""
+        """Load the class; workers start with the first conversation.
+
+        Raises:
+            ConfigError: the class cannot be loaded or used.
+        """
         self.settings = settings
         self._class = find(settings)
         self._spec = settings.path or settings.name
         self.tools: Sequence[Any] = tuple(getattr(self._class, "tools", ()))
         self.stop = tuple(dict.fromkeys([*getattr(self._class, "stop", ()), *settings.stop]))
         self.one_turn = self._class is ENVIRONMENTS["single_turn"]
+        self._has_close = hasattr(self._class, "close")
         self._is_async = any(
-            inspect.iscoroutinefunction(getattr(self._class, name)) for name in ("reset", "step")
+            inspect.iscoroutinefunction(getattr(self._class, name, None))
+            for name in ("reset", "step", "close")
         )
         place: Place
         if settings.workers:
@@ -55,71 +78,136 @@ class Environments:
         else:
             place = Threads() if settings.path else Here()
         self._pool = Pool(place, timeout_s=settings.timeout_s, retries=settings.retries)
-        self._states: dict[
-            int, Any
-        ] = {}  # the environment itself, or its pickle when it lives in workers
+        # The environments themselves, or their pickles if they run in workers.
+        self._states: dict[int, Any] = {}
+        self._created: dict[int, Prompt] = {}  # conversations whose environment is being created
+        self._num_closing = 0
+        self._close_failed = False
 
     @property
     def outstanding(self) -> int:
-        """Conversations that wait for their environment."""
+        """Calls that were submitted and have not returned."""
         return self._pool.outstanding
 
     def open(self, key: int, prompt: Prompt) -> None:
         """Begin a conversation."""
-        if self.settings.workers:
-            self._pool.submit(key, _open_there, self._spec, prompt)
-        elif self._is_async:
-            self._pool.submit(key, _open_async, self._class, prompt)
+        source = self._spec if self.settings.workers else self._class
+        if self._has_close:
+            # Created in a call of its own, so that it can be closed if `reset` fails.
+            self._created[key] = prompt
+            self._pool.submit(key, _create_in_worker if self.settings.workers else _create, source)
+        elif self.settings.workers:
+            self._pool.submit(key, _open_in_worker, source, prompt)
         else:
-            self._pool.submit(key, _open, self._class, prompt)
+            self._pool.submit(key, _open_async if self._is_async else _open, source, prompt)
 
     def send(self, key: int, message: Message) -> None:
         """Give the environment of a conversation the model's message."""
-        step = _step_there if self.settings.workers else _step_async if self._is_async else _step
-        self._pool.submit(key, step, self._states[key], message)
+        self._pool.submit(key, self._method(_step), self._states[key], message)
 
     def suspend(self, key: int) -> bytes:
-        """Take the environment of a conversation that goes on later, as bytes that only `resume` opens.
+        """Remove the environment of a conversation that a later step resumes.
 
-        Raises what pickling an object raises that cannot be pickled.
+        Returns:
+            Its state for `resume`.
+
+        Raises:
+            pickle.PicklingError, TypeError, AttributeError: it cannot be pickled.
         """
-        state = self._states.pop(key)
-        return state if self.settings.workers else pickle.dumps(state)
+        state = self._states[key]
+        pickled = state if self.settings.workers else pickle.dumps(state)
+        del self._states[key]
+        return pickled
 
     def resume(self, key: int, state: bytes) -> None:
-        """Go on with an environment that was suspended."""
+        """Continue with an environment that was suspended."""
         self._states[key] = state if self.settings.workers else pickle.loads(state)
 
+    def discard(self, state: bytes) -> None:
+        """Close the environment of a suspended conversation that is not resumed."""
+        if self._has_close:
+            self._close(-1, state if self.settings.workers else pickle.loads(state))
+
     def forget(self, key: int) -> None:
-        """The conversation is over."""
-        self._states.pop(key, None)
+        """Close the environment of a conversation that is over."""
+        state = self._states.pop(key, None)
+        if state is not None and self._has_close:
+            self._close(key, state)
 
     def poll(self, timeout_s: float = 0.0) -> list[Reply]:
-        """What came back; waits at most so long for the first, not at all when nothing is outstanding."""
+        """Return what environments returned.
+
+        Waits at most `timeout_s` for the first reply, and not at all if no call is outstanding.
+        """
         replies = []
         for done in self._pool.poll(timeout_s):
             key: Any = done.key
-            if done.failure is not None:
+            if isinstance(key, _Closing):
+                self._closed(done.failure)
+            elif done.failure is not None:
+                self._created.pop(key, None)
                 replies.append(Reply(key, failure=done.failure))
-                continue
-            self._states[key], value = done.value
-            is_step = isinstance(value, Step)
-            replies.append(Reply(key, step=value) if is_step else Reply(key, opened=value))
+            elif key in self._created:
+                self._states[key] = done.value
+                self._pool.submit(key, self._method(_reset), done.value, self._created.pop(key))
+            else:
+                self._states[key], value = done.value
+                is_step = isinstance(value, Step)
+                replies.append(Reply(key, step=value) if is_step else Reply(key, opened=value))
         return replies
 
     def take_counts(self) -> Counter[str]:
-        """Calls, errors, timeouts, crashes and retries since last asked."""
+        """Return calls, errors, timeouts, crashes and retries since the last call."""
         counts, self._pool.counts = self._pool.counts, Counter()
         return counts
 
+    def close_all(self) -> None:
+        """Abandon calls in flight and close every environment that is still open.
+
+        Waits until `close` has returned everywhere, for at most `env.timeout_s` per call.
+        """
+        # Calls of `close` already in flight are awaited; conversations' calls are not.
+        self._pool.cancel(keep=lambda key: isinstance(key, _Closing))
+        self._created.clear()
+        for key in list(self._states):
+            self.forget(key)
+        while self._num_closing:
+            self.poll(_CLOSE_POLL_S)
+
     def close(self) -> None:
-        """End workers and threads."""
+        """Close environments that are still open, then end workers and threads."""
+        self.close_all()
         self._pool.close()
-        self._states.clear()
+
+    def _method(self, method: Any) -> Any:
+        """The form of `_reset`, `_step` or `_close` for the place where calls run."""
+        if self.settings.workers:
+            return _IN_WORKER[method]
+        return _ON_LOOP[method] if self._is_async else method
+
+    def _close(self, key: int, state: Any) -> None:
+        self._num_closing += 1
+        # Never retried: an environment is closed once.
+        self._pool.submit_once(_Closing(key), self._method(_close), state)
+
+    def _closed(self, failure: Failure | None) -> None:
+        self._num_closing -= 1
+        if failure is not None and not self._close_failed:
+            self._close_failed = True  # one warning per run; env/errors counts all
+            warnings.warn(
+                f"{self._spec}: close() failed ({failure.kind}): {failure.text}", stacklevel=2
+            )
+
+
+def _create(factory: type[Environment]) -> Environment:
+    return factory()
 
 
 def _open(factory: type[Environment], prompt: Prompt) -> tuple[Environment, tuple[Message, ...]]:
-    environment = factory()
+    return _reset(factory(), prompt)
+
+
+def _reset(environment: Environment, prompt: Prompt) -> tuple[Environment, tuple[Message, ...]]:
     return environment, checked_messages(_awaited(environment.reset(prompt)), "reset")
 
 
@@ -127,14 +215,27 @@ def _step(environment: Environment, message: Message) -> tuple[Environment, Step
     return environment, checked_step(_awaited(environment.step(message)))
 
 
+def _close(environment: Any) -> None:
+    _awaited(environment.close())
+
+
 def _awaited(value: Any) -> Any:
     return asyncio.run(_settled(value)) if inspect.isawaitable(value) else value
+
+
+async def _settled(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 async def _open_async(
     factory: type[Environment], prompt: Prompt
 ) -> tuple[Environment, tuple[Message, ...]]:
-    environment = factory()
+    return await _reset_async(factory(), prompt)
+
+
+async def _reset_async(
+    environment: Environment, prompt: Prompt
+) -> tuple[Environment, tuple[Message, ...]]:
     return environment, checked_messages(await _settled(environment.reset(prompt)), "reset")
 
 
@@ -142,17 +243,40 @@ async def _step_async(environment: Environment, message: Message) -> tuple[Envir
     return environment, checked_step(await _settled(environment.step(message)))
 
 
-async def _settled(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+async def _close_async(environment: Any) -> None:
+    await _settled(environment.close())
 
 
-def _open_there(spec: str, prompt: Prompt) -> tuple[bytes, tuple[Message, ...]]:
-    """In a worker: make the environment, and send it home as bytes that only workers open."""
-    factory = ENVIRONMENTS[spec] if spec in ENVIRONMENTS else load(spec)
-    environment, messages = _open(factory, prompt)
+# In a worker. An environment travels as bytes that only workers open: the main process needs none
+# of its classes.
+
+
+def _create_in_worker(spec: str) -> bytes:
+    return pickle.dumps(_class(spec)())
+
+
+def _open_in_worker(spec: str, prompt: Prompt) -> tuple[bytes, tuple[Message, ...]]:
+    environment, messages = _open(_class(spec), prompt)
     return pickle.dumps(environment), messages
 
 
-def _step_there(state: bytes, message: Message) -> tuple[bytes, Step]:
+def _reset_in_worker(state: bytes, prompt: Prompt) -> tuple[bytes, tuple[Message, ...]]:
+    environment, messages = _reset(pickle.loads(state), prompt)
+    return pickle.dumps(environment), messages
+
+
+def _step_in_worker(state: bytes, message: Message) -> tuple[bytes, Step]:
     environment, step = _step(pickle.loads(state), message)
     return pickle.dumps(environment), step
+
+
+def _close_in_worker(state: bytes) -> None:
+    _close(pickle.loads(state))
+
+
+def _class(spec: str) -> type[Environment]:
+    return ENVIRONMENTS[spec] if spec in ENVIRONMENTS else load(spec)
+
+
+_ON_LOOP = {_reset: _reset_async, _step: _step_async, _close: _close_async}
+_IN_WORKER = {_reset: _reset_in_worker, _step: _step_in_worker, _close: _close_in_worker}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -147,7 +148,11 @@ class Collector:
         engine = self.engine
         if prompt_indices is None:
             prompt_indices = range(self.mesh.engine_dp.rank, len(prompts), self.mesh.engine_dp.size)
-        with engine.sampler(policy_version=policy_version) as sampler:
+        with ExitStack() as stack:
+            sampler = stack.enter_context(engine.sampler(policy_version=policy_version))
+            # Runs if the round fails: whatever stops a run, environments are closed.
+            on_failure = stack.enter_context(ExitStack())
+            on_failure.callback(self.setup.environments.close_all)
             # Environments and rewards exist on the leader. The other ranks of its engine add the
             # turns that it shares.
             leader = (
@@ -167,7 +172,9 @@ class Collector:
                     for sampled in sampler.step():
                         if leader:
                             leader.receive_sample(sampled)
-        return leader.result() if leader else CollectedRollouts(rollouts=[], rewards=[])
+            result = leader.result() if leader else CollectedRollouts(rollouts=[], rewards=[])
+            on_failure.pop_all()
+            return result
 
 
 class _Round:

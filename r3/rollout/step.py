@@ -6,7 +6,7 @@ token budget groups that earlier steps began are continued (`r3.rollout.partial`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from r3.data.prompts import prompts_from, prompts_of_step
 from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean, Sum
 from r3.rollout.collect import CollectedRollouts, Collector, rollout_metrics
+from r3.rollout.conversation import SuspendedConversation
 from r3.rollout.partial import (
     PartialRollouts,
     assign_engines,
@@ -142,6 +143,18 @@ class RolloutSource:
             on_rollout=on_rollout,
         )
 
+    def _drop(
+        self,
+        suspended: Sequence[SuspendedConversation],
+        kept: Sequence[SuspendedConversation] = (),
+    ) -> int:
+        """Close the environments of conversations that no step resumes; return their number."""
+        environments = self._task.conversation_setup.environments
+        dropped = [each for each in suspended if not any(each is other for other in kept)]
+        for each in dropped:
+            environments.discard(each.environment)
+        return len(dropped)
+
     def _until_signal(self, step: int, on_rollout: Callable[[], None]) -> StepRollouts:
         """Sample until enough groups have rewards that differ (DAPO, arXiv 2503.14476, 3.2).
 
@@ -178,7 +191,7 @@ class RolloutSource:
             "groups_trained": len(chosen),
         }
         dropped = [
-            {_DROPPED: Sum(float(len(each.suspended)))}
+            {_DROPPED: Sum(float(self._drop(each.suspended)))}
             for each in rounds
             if config.rollout.step_token_budget
         ]
@@ -235,7 +248,7 @@ class RolloutSource:
             suspended = resumable(
                 collected.suspended, step=step, max_staleness=rollout.max_staleness
             )
-            dropped += len(collected.suspended) - len(suspended)
+            dropped += self._drop(collected.suspended, suspended)
             finished = CollectedRollouts.joined(rounds)
             remaining = PartialRollouts(
                 suspended=suspended,

@@ -100,6 +100,7 @@ class _Call:
     key: Hashable
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
+    retries: int
     attempts: int = 0
     deadline: float = 0.0
     due: float = 0.0
@@ -135,9 +136,19 @@ class Pool:
 
     def submit(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> None:
         """Call `function(*arguments)` as soon as there is room."""
-        self.counts["calls"] += 1
-        self._waiting.append(_Call(key, function, arguments))
-        self._start_waiting()
+        self._submit(_Call(key, function, arguments, self._retries))
+
+    def submit_once(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> None:
+        """Submit a call that is never retried."""
+        self._submit(_Call(key, function, arguments, 0))
+
+    def cancel(self, keep: Callable[[Hashable], bool]) -> None:
+        """Abandon all calls but those whose key `keep` accepts; `poll` returns none of them."""
+        for token in [token for token, call in self._running.items() if not keep(call.key)]:
+            del self._running[token]
+            self.place.abandon(token)
+        self._waiting = deque(call for call in self._waiting if keep(call.key))
+        self._later = [call for call in self._later if keep(call.key)]
 
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
         """Calls that have ended; waits at most `timeout_s` for the first one, not at all when nothing is outstanding."""
@@ -170,6 +181,11 @@ class Pool:
         self._later.clear()
         self._running.clear()
 
+    def _submit(self, call: _Call) -> None:
+        self.counts["calls"] += 1
+        self._waiting.append(call)
+        self._start_waiting()
+
     def _start_waiting(self) -> None:
         if self._later:
             now = time.monotonic()
@@ -188,7 +204,7 @@ class Pool:
             return [Done(call.key, value, None)]
         plural = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
         self.counts[plural[failure.kind]] += 1
-        if call.attempts <= self._retries and failure.again:
+        if call.attempts <= call.retries and failure.again:
             self.counts["retries"] += 1
             pause = min(self._backoff_s * 2.0 ** (call.attempts - 1), _LONGEST_BACKOFF_S)
             call.due = time.monotonic() + max(pause, failure.wait_s)
