@@ -12,10 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from r3.config.settings import Config
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -134,10 +131,11 @@ class MayChangeOnResume:
         exception: the same in words.
     """
 
-    unless: Callable[[Config], bool] | None = None
+    # Called with a `Config`, which this module cannot import: the settings import their rules.
+    unless: Callable[[Any], bool] | None = None
     exception: str = ""
 
-    def allows(self, started_with: Config) -> bool:
+    def allows(self, started_with: Any) -> bool:
         """Whether a run that was started with this config may change the setting."""
         return self.unless is None or not self.unless(started_with)
 
