@@ -584,9 +584,9 @@ class DebugConfig:
     on a few tokens. The first step is always checked. 0: no further checks."""
     stall_s: Annotated[float, AtLeast(0)] = 600.0
     """Seconds without progress after which a rank reports its phase and stack. 0: never."""
-    collective_timeout_s: Annotated[float, Above(0), Fix("1800, or the longest wait you expect")] = (
-        1800.0
-    )
+    collective_timeout_s: Annotated[
+        float, Above(0), Fix("1800, or the longest wait you expect")
+    ] = 1800.0
     """Seconds that a rank waits for other ranks in a collective before the run fails. Raise it for
     very long generations or slow checkpoint disks."""
     deterministic: bool = False

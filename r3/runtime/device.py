@@ -1,7 +1,7 @@
-"""The one file that knows CUDA from CPU: devices, process-group back ends, memory figures, shared tensors, stashes.
+"""The one file that distinguishes CUDA and CPU: devices, process groups, memory, shared tensors.
 
-Everything else asks the frozen `Device` it is given. Megatron's stand-ins for a machine without CUDA lie beside this file
-in `device_cpu.py`, each with the upstream line it serves.
+All other code uses the frozen `Device` that it is given. `device_cpu.py` holds the stand-ins that let
+Megatron run without CUDA, each with the upstream line that needs it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What this rank computes on.
+    """The device of this rank.
 
     Attributes:
         torch: the torch device.
-        is_cuda: whether that is a GPU.
-        rank, local_rank, world_size: from torchrun, or a world of one.
-        host: identifies the machine, so that ranks know whose memory they can map.
+        is_cuda: whether it is a GPU.
+        rank, local_rank, world_size: from torchrun; without it, a single rank.
+        host: identifies the machine; ranks with the same host can map each other's memory.
     """
 
     torch: torch.device
@@ -52,7 +52,7 @@ class Device:
             torch.cuda.synchronize()
 
     def release_memory(self) -> None:
-        """Give memory that nobody uses back to the system, so that the other world can take it."""
+        """Return unused cached memory to the system, so that engine or policy can take it."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
@@ -60,7 +60,7 @@ class Device:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def used_gib(self) -> float:
-        """Memory in use: of the whole device on CUDA, of this process (resident set) on CPU."""
+        """Memory in use in GiB: of the whole device on CUDA, the resident set of this process on CPU."""
         if self.is_cuda:
             free, total = torch.cuda.mem_get_info()
             return (total - free) / GIB
@@ -69,13 +69,13 @@ class Device:
 
 
 def prepare_environment() -> None:
-    """Set what torch, vLLM and OpenMP read once at import. Call before any of them is imported or used.
+    """Set the variables that torch, vLLM and OpenMP read once. Call it before vLLM is imported.
 
-    vLLM runs in this process (no engine child); spinning OpenMP threads make ranks that share cores ten times slower.
+    vLLM runs in this process, without a child process for the engine.
     """
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # On GPUs its warnings matter: a slow order of pushed weights, a kernel that is not the one asked for.
+        # Its warnings matter on GPUs: slow order of pushed weights, an unexpected kernel.
         "VLLM_LOGGING_LEVEL": "WARNING" if torch.cuda.is_available() else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "MASTER_ADDR": "127.0.0.1",
@@ -84,13 +84,13 @@ def prepare_environment() -> None:
         "WORLD_SIZE": "1",
     }
     if not torch.cuda.is_available():
-        # Compiling vLLM's small log-probability kernel costs 7 to 14 s at the first call and gains nothing on CPU.
+        # Compiling vLLM's small log-probability kernel takes 7 to 14 s and gains nothing on CPU.
+        # OpenMP threads that spin make ranks on shared cores ten times slower.
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-        # Triton has no CPU back end; where a CUDA build of torch brought it along, importing it only costs and warns.
+        # Triton has no CPU back end. If a CUDA build of torch installed it, importing it only warns.
         sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
-        logging.getLogger("torch._library.triton").setLevel(
-            logging.ERROR
-        )  # says that Triton is not there
+        # This logger reports that Triton is absent.
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
@@ -98,7 +98,7 @@ def prepare_environment() -> None:
 
 
 def free_port() -> int:
-    """A TCP port on this machine that nobody listens on."""
+    """A free TCP port on the loopback interface."""
     import socket
 
     with socket.socket() as probe:
@@ -107,12 +107,12 @@ def free_port() -> int:
 
 
 def has_gpu() -> bool:
-    """Whether `init_device` will take a CUDA device."""
+    """Whether `init_device` will use a GPU."""
     return torch.cuda.is_available()
 
 
 def device_gib() -> float | None:
-    """Memory of the GPU that `init_device` will take; None on CPU."""
+    """Memory in GiB of the GPU that `init_device` will use; None on CPU."""
     if not has_gpu():
         return None
     return (
@@ -121,7 +121,7 @@ def device_gib() -> float | None:
 
 
 def select_device() -> None:
-    """Make this rank's GPU the current one of this thread: a new thread starts on device 0, whatever the rank's is."""
+    """Make this rank's GPU the current device of this thread; new threads start on device 0."""
     if has_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
@@ -129,7 +129,10 @@ def select_device() -> None:
 def init_device(*, timeout_s: float = 1800.0) -> Device:
     """Select the device and create the default process group. All ranks must call.
 
-    On CUDA host tensors travel over gloo and device tensors over NCCL; on CPU all over gloo.
+    On CUDA, host tensors use gloo and device tensors use NCCL; on CPU, all tensors use gloo.
+
+    Args:
+        timeout_s: seconds that a collective waits for other ranks.
     """
     prepare_environment()
     is_cuda = has_gpu()
@@ -152,25 +155,27 @@ def init_device(*, timeout_s: float = 1800.0) -> Device:
 
 
 def machine_id() -> str:
-    """Name of this machine and its boot: two containers that share a host name do not share memory by accident."""
+    """Name of this machine and its boot, so that equal host names of two containers differ."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{os.uname().nodename}:{boot.read_text().strip() if boot.exists() else ''}"
 
 
 def settle() -> None:
-    """Tell the garbage collector that everything alive now stays: what a run builds is large and never dies.
+    """Exclude all objects that exist now from garbage collection: they live as long as the run.
 
-    Without it each collection between the phases walks all of vLLM, Megatron and transformers, about 0.3 s.
+    Otherwise each collection walks all objects of vLLM, Megatron and transformers, about 0.3 s.
     """
     gc.collect()
     gc.freeze()
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seed torch, numpy and random alike; `deterministic` also asks torch for deterministic kernels.
+    """Seed torch, numpy and random.
 
-    On CUDA an operation without a deterministic kernel raises an error. With a warning alone, torch keeps
-    flash attention's backward pass non-deterministic (ATen, attention_backward.cu), and two runs would differ.
+    Args:
+        deterministic: use deterministic kernels. On CUDA an operation that has none raises an
+            error. With a warning only, torch keeps the backward pass of flash attention
+            non-deterministic (ATen, attention_backward.cu).
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -181,9 +186,10 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def leave(code: int) -> None:
-    """End the process at once after a run: barrier, destroy the process group, flush, exit. All ranks must call.
+    """End the process after a run: barrier, destroy the process group, flush, exit. All ranks must call.
 
-    An ordinary exit would run vLLM's and nanobind's teardown, which warns of leaks and may wait for the other ranks.
+    An ordinary exit would run the teardown of vLLM and nanobind, which prints warnings about leaks
+    and may wait for other ranks.
     """
     if dist.is_initialized():
         dist.barrier()
@@ -195,7 +201,7 @@ def leave(code: int) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Sampling must not move the trainer's random state: put torch's, numpy's and random's back afterwards."""
+    """Restore the random states of torch, numpy and random after the block."""
     kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -206,7 +212,7 @@ def preserved_random_state() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Sharing a tensor with the other processes of this machine: one path, two transports.
+# Tensors shared with other processes of this machine: one interface, two transports.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,19 +228,17 @@ class SharedTensor:
 def share(tensor: torch.Tensor) -> SharedTensor:
     """Export a flat tensor that owns its storage. Views into it stay valid.
 
-    CUDA: an IPC handle, which needs memory outside expandable segments and outside vLLM's sleep pool. CPU: the storage
-    moves, once and in place, into unnamed shared memory; the handle names it by process and descriptor, so a killed run
-    leaves nothing behind.
+    On CUDA this returns an IPC handle; the memory must lie outside expandable segments and vLLM's
+    sleep pool. On CPU the storage moves once, in place, into unnamed shared memory. The handle
+    names it by process and file descriptor, so a killed run leaves nothing behind.
     """
     assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.storage_offset() == 0, (
-        f"share() wants a flat tensor that starts its storage, got shape {tuple(tensor.shape)}, "
+        f"share() needs a flat tensor at the start of its storage, got shape {tuple(tensor.shape)}, "
         f"stride {tensor.stride()}, offset {tensor.storage_offset()}"
     )
     if tensor.is_cuda:
         _, arguments = reductions.reduce_tensor(tensor.detach())
-        assert arguments[6] == tensor.device.index, (
-            "torch has changed what it sends for a CUDA tensor"
-        )
+        assert arguments[6] == tensor.device.index, "torch changed the layout of its IPC arguments"
         return SharedTensor(
             transport="cuda-ipc", payload=arguments, dtype=tensor.dtype, numel=tensor.numel()
         )
@@ -246,11 +250,12 @@ def share(tensor: torch.Tensor) -> SharedTensor:
 
 
 def ipc_arguments(payload: Sequence[Any], device_index: int) -> tuple[Any, ...]:
-    """Arguments of `rebuild_cuda_tensor` that map a peer's memory on this rank's own device, without its event.
+    """Arguments of `rebuild_cuda_tensor` that map a peer's memory on this rank's own device.
 
-    As sent, they name the peer's device: every rank would make a context of 0.4 to 0.5 GiB on every GPU of the machine,
-    and each tensor read would be copied between devices. vLLM's own transfer replaces the same argument. The event would
-    order this reader behind the peer's stream, which `sync_weights` does with a synchronisation and a barrier.
+    The sent arguments name the peer's device. With them, every rank would create a context of 0.4
+    to 0.5 GiB on every GPU of the machine, and reading would copy between devices. vLLM's own IPC
+    transfer replaces the same argument. The event is switched off because `sync_weights`
+    synchronises and waits at a barrier.
     """
     arguments = list(payload)
     arguments[6] = device_index  # storage_device
@@ -259,9 +264,9 @@ def ipc_arguments(payload: Sequence[Any], device_index: int) -> tuple[Any, ...]:
 
 
 def open_shared(handle: SharedTensor, device: Device) -> torch.Tensor:
-    """Map what a peer on this machine shared. Never call it on a handle of this very process (CUDA refuses that)."""
+    """Map a tensor that another process of this machine shared; CUDA refuses the own process."""
     if handle.transport == "cuda-ipc":
-        assert device.torch.index is not None, f"{device.torch} does not say which GPU it is"
+        assert device.torch.index is not None, f"{device.torch} has no device index"
         return reductions.rebuild_cuda_tensor(*ipc_arguments(handle.payload, device.torch.index))
     pid, descriptor, size = handle.payload
     assert pid != os.getpid(), "a rank reads its own tensors directly, not through a handle"
@@ -274,10 +279,13 @@ def open_shared(handle: SharedTensor, device: Device) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-    """A copy of `tensor` in host memory, in `into` where that is given. From CUDA the copy is queued: synchronise first.
+    """Copy `tensor` to host memory. A copy from CUDA is only queued: synchronise before reading it.
 
-    Memory for a copy from CUDA is page-locked, otherwise the copy would be several times slower and block. It is registered
-    rather than pinned by torch, which rounds every block up to a power of two: a third more for typical buffers.
+    Host memory for CUDA is page-locked, because other copies block and are several times slower. It
+    is registered instead of pinned by torch, which rounds each block up to a power of two.
+
+    Args:
+        into: where to copy; None allocates.
     """
     if into is None:
         into = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -289,15 +297,16 @@ def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Ten
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Taking tensors out of device memory and back, in place: every view of them stays valid.
+# Moving tensors out of device memory and back in place; all views stay valid.
 
 
 @dataclass
 class Stash:
-    """Keeps the contents of device tensors elsewhere while the other world owns the memory.
+    """Keeps the contents of device tensors elsewhere while the engine owns the device memory.
 
-    On CUDA elsewhere is page-locked host memory, allocated once and reused; on CPU it is an unlinked temporary file, so
-    that what was put away really leaves the resident set. On CUDA both directions are queued: synchronise afterwards.
+    On CUDA this is page-locked host memory, allocated once. On CPU it is an unlinked temporary file,
+    so that the contents leave the resident set. On CUDA both directions are queued: synchronise
+    afterwards.
     """
 
     device: Device
@@ -306,13 +315,13 @@ class Stash:
     files: dict[str, Any] = field(default_factory=dict)
 
     def put(self, key: str, tensor: torch.Tensor) -> int:
-        """Copy `tensor` out and free its storage; returns the bytes that left. A tensor already out is left alone."""
+        """Copy `tensor` out and free its storage; returns the bytes freed, 0 if it is out already."""
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if size == 0:
             return 0
         assert tensor.storage_offset() == 0 and tensor.nbytes == size, (
-            f"{key} does not own its whole storage"
+            f"{key} does not own its storage"
         )
         if self.device.is_cuda:
             # The storage freed below stays in torch's cache until this copy, on the same stream, is done.
@@ -320,9 +329,11 @@ class Stash:
         else:
             file = self.files.get(key)
             if file is None:
-                file = self.files[key] = tempfile.TemporaryFile(prefix="r3-stash-")  # noqa: SIM115 (lives with the run)
+                # noqa below: the file lives as long as the run.
+                file = tempfile.TemporaryFile(prefix="r3-stash-")  # noqa: SIM115
+                self.files[key] = file
             file.seek(0)
-            # A copy: a tensor that lent its memory to numpy can never be resized again.
+            # Copy first: a storage that numpy has seen can never be resized again.
             file.write(tensor.detach().clone().view(-1).view(torch.uint8).numpy().data)
             file.flush()
         self.sizes[key] = size
@@ -330,7 +341,7 @@ class Stash:
         return size
 
     def get(self, key: str, tensor: torch.Tensor) -> None:
-        """Bring back what `put` took, bit for bit. A tensor that never left is left alone."""
+        """Restore the contents that `put` took, bit for bit; nothing to do if it is there."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
             return
@@ -344,7 +355,7 @@ class Stash:
 
 
 def free(tensor: torch.Tensor) -> int:
-    """Free a tensor's storage without keeping its contents; returns the bytes that left."""
+    """Free the storage of a tensor and lose its contents; returns the bytes freed."""
     storage = tensor.untyped_storage()
     size = storage.nbytes()
     storage.resize_(0)
@@ -352,7 +363,7 @@ def free(tensor: torch.Tensor) -> int:
 
 
 def unfree(tensor: torch.Tensor) -> None:
-    """Give a freed tensor its storage back, filled with zeros."""
+    """Allocate the storage of a freed tensor again, filled with zeros."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
         storage.resize_(tensor.numel() * tensor.element_size())

@@ -1,4 +1,7 @@
-"""Process groups of both worlds, frozen, passed to whoever needs an axis. The only reader of Megatron's global state."""
+"""Process groups as frozen axes that are passed to their users.
+
+This is the only module that reads Megatron's global parallel state.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis of the layout: the ranks that differ only along it. An axis of one rank is a no-op, without a group."""
+    """One axis of the layout: ranks that differ only along it. An axis of one rank does nothing."""
 
     name: str
     group: dist.ProcessGroup | None
@@ -26,19 +29,19 @@ class Axis:
 
     @classmethod
     def of(cls, name: str, group: dist.ProcessGroup | None) -> Axis:
-        """The axis of a process group this rank belongs to."""
+        """The axis of a process group of this rank; None is an axis of one rank."""
         if group is None or group.size() == 1:
             return cls(name=name, group=None, rank=0, size=1)
         return cls(name=name, group=group, rank=group.rank(), size=group.size())
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Reduce in place over the axis and return the tensor. All its ranks must call."""
+        """Reduce in place over the axis and return the tensor. All ranks of the axis must call."""
         if self.size > 1:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """Everybody's picklable object, in rank order. All ranks of the axis must call."""
+        """Gather one picklable object per rank, in rank order. All ranks of the axis must call."""
         if self.size == 1:
             return [item]
         gathered: list[Any] = [None] * self.size
@@ -46,14 +49,17 @@ class Axis:
         return gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Copy the tensor of axis rank `source` into everybody's. All ranks of the axis must call."""
+        """Copy the tensor of axis rank `source` to all ranks. All ranks of the axis must call."""
         if self.size > 1:
             assert self.group is not None
             dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
         return tensor
 
     def all_to_all_bytes(self, outgoing: list[bytes]) -> list[bytes]:
-        """Send `outgoing[r]` to axis rank r and return what each rank sent here. All ranks of the axis must call."""
+        """Send `outgoing[r]` to axis rank r; returns one message per sender.
+
+        All ranks of the axis must call.
+        """
         assert len(outgoing) == self.size, (
             f"axis {self.name} has {self.size} ranks, {len(outgoing)} messages given"
         )
@@ -72,7 +78,7 @@ class Axis:
         return [part.numpy().tobytes() for part in received.split(sizes_in.tolist())]
 
     def barrier(self) -> None:
-        """Wait for the other ranks of the axis."""
+        """Wait for all ranks of the axis. All of them must call."""
         if self.size > 1:
             dist.barrier(group=self.group)
 
@@ -81,8 +87,13 @@ class Axis:
 class Mesh:
     """Every axis of a run.
 
-    `world` is everybody. Training: `tp`, `pp`, `cp`, `dp` (data parallel with context parallel left out), `dp_cp`, and
-    for experts `ep`, `etp`, `expert_dp`. Generation: `engine_tp` ranks share one engine; `engine_dp` numbers the engines.
+    Attributes:
+        world: all ranks.
+        tp, pp, cp, dp, dp_cp: training; `dp` does not include context parallelism.
+        ep, etp, expert_dp: training of experts.
+        engine_tp: ranks that share one engine.
+        engine_dp: numbers the engines.
+        megatron: the same groups as Megatron takes them.
     """
 
     world: Axis
@@ -100,13 +111,14 @@ class Mesh:
 
 
 def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
-    """Create all process groups. All ranks must call, once, after `init_device` and before any model is built.
+    """Create all process groups, once, before any model is built. All ranks must call.
 
-    Megatron's own order tp-cp-ep-dp-pp is kept. Engines take consecutive ranks, as vLLM's external launcher does.
+    The order is Megatron's: tp-cp-ep-dp-pp. Engines take consecutive ranks, as vLLM's external
+    launcher does.
     """
     from r3.runtime import device_cpu
 
-    device_cpu.install()  # stand-ins go in before Megatron's modules are used
+    device_cpu.install()  # before any module of Megatron is used
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -119,7 +131,8 @@ def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
         expert_tensor_parallel_size=parallel.etp or None,
         create_gloo_process_groups=False,
     )
-    # Megatron's random tracker must exist before layers are built; dropout is 0 everywhere, so the seed is irrelevant.
+    # Megatron's random tracker must exist before layers are built. The seed does not matter, because
+    # dropout is 0 everywhere.
     tensor_parallel.random.model_parallel_cuda_manual_seed(1)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     engines = device.world_size // parallel.engine_tp
@@ -138,7 +151,7 @@ def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
         ep=Axis.of("ep", groups.ep),
         etp=Axis.of("etp", groups.expt_tp),
         expert_dp=Axis.of("expert_dp", groups.expt_dp),
-        # Engines talk through vLLM's own groups; these two only number ranks.
+        # Engines communicate through vLLM's groups; these two axes only number ranks.
         engine_tp=Axis(
             name="engine_tp",
             group=None,

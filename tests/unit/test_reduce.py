@@ -21,7 +21,6 @@ from r3.metrics.reduce import (
     PerLayer,
     Quantile,
     Sum,
-    to_partials,
 )
 
 pytestmark = pytest.mark.unit
@@ -164,12 +163,12 @@ def test_the_histogram_of_sizes_by_hand() -> None:
 
 def test_f2_counts_beyond_a_factor_of_two_and_not_at_it() -> None:
     delta_N = torch.tensor([0.69, -0.69, 0.70, -0.70])  # ln 2 = 0.693
-    assert values(to_partials(delta_N, torch.ones(4)))["f2"] == 0.5
+    assert values(mismatch(delta_N, torch.zeros(4), torch.ones(4)))["f2"] == 0.5
 
 
 def test_k3_resolves_a_tiny_mismatch() -> None:
     """Delta = 1e-4 everywhere: 5e-9, which float32's e^Delta - Delta - 1 rounds to 0 or 6e-8."""
-    panel = values(to_partials(torch.full((100,), 1e-4), torch.ones(100)))
+    panel = values(mismatch(torch.full((100,), 1e-4), torch.zeros(100), torch.ones(100)))
     assert panel["k3"] == pytest.approx(5e-9, rel=1e-4)
 
 
