@@ -1,13 +1,15 @@
-"""Preflight: known-answer tests of the whole route path, on the user's own model, settings and layout, before a run starts.
+"""Preflight: known-answer tests of the whole route path, on the user's own model, settings and
+layout, before a run starts.
 
     torchrun --nproc_per_node 8 -m r3.doctor PRESET [--section.field value ...]
     python -m r3.doctor PRESET --parallel.ep 1
 
-The parts are those of a run, built as `train.py` builds them; nothing is written. The heart of it: rollouts whose token says
-which rollout it is of, and whose routes are a code of (layer, rollout, position), go through exchange, packing, slicing and
-the routers. What leaves every router is then compared with the code of the token that was really fed, wherever the layout
-put it: a route that was shifted, swapped, lost or sent to the wrong layer or rank cannot answer right. Exit code 0: all
-passed; 1: something did not; 2: the settings are wrong.
+The parts are those of a run, built as `train.py` builds them; nothing is written. The heart of it:
+rollouts whose token says which rollout it is of, and whose routes are a code of (layer, rollout,
+position), go through exchange, packing, slicing and the routers. What leaves every router is then
+compared with the code of the token that was really fed, wherever the layout
+put it: a route that was shifted, swapped, lost or sent to the wrong layer or rank cannot answer
+right. Exit code 0: all passed; 1: something did not; 2: the settings are wrong.
 """
 
 from __future__ import annotations
@@ -59,10 +61,11 @@ class DoctorContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One question to the patient: `run` returns what it found in words, or raises what is wrong. All ranks run it.
+    """One question to the patient: `run` returns what it found in words, or raises what is wrong.
+    All ranks run it.
 
-    A check raises only after its last collective: a rank that left earlier would leave the others waiting. `needs` names
-    checks without which it cannot be asked.
+    A check raises only after its last collective: a rank that left earlier would leave the others
+    waiting. `needs` names checks without which it cannot be asked.
     """
 
     name: str
@@ -96,8 +99,9 @@ def examine(context: DoctorContext, checks: Sequence[Check]) -> Iterator[CheckRe
             continue
         try:
             said, passed = check.run(context), True
-        # What the parts raise when they refuse: guards assert, and RouteError, SyncError, EngineStateError,
-        # WeightMismatch, ResidencyError and a collective that timed out are RuntimeErrors.
+        # What the parts raise when they refuse: guards assert, and RouteError, SyncError,
+        # EngineStateError, WeightMismatch, ResidencyError and a collective that timed out are
+        # RuntimeErrors.
         except (AssertionError, RuntimeError, ValueError) as error:
             said, passed = f"{type(error).__name__}: {error}", False
         answers = run.mesh.world.all_gather_object((passed, said))
@@ -154,7 +158,9 @@ def _message(sender: int, receiver: int) -> bytes:
 
 
 def check_routers(context: DoctorContext) -> str:
-    """One tap on every router of the decoder, under its global layer number; none elsewhere, none in Megatron's list."""
+    """One tap on every router of the decoder, under its global layer number; none elsewhere, none
+    in Megatron's list.
+    """
     run = context.run
     taps, shape = run.policy.replay.taps, run.policy.shape
     problems: list[str] = []
@@ -176,13 +182,15 @@ def check_routers(context: DoctorContext) -> str:
                 outside += 1
                 if isinstance(module.router_replay, RouterTap):
                     problems.append(
-                        f"a router outside the decoder has the tap of layer {module.router_replay.layer}"
+                        "a router outside the decoder has the tap of layer "
+                        f"{module.router_replay.layer}"
                     )
     if sorted(layers) != sorted(taps):
         problems.append(f"taps on layers {sorted(taps)}, routers in layers {sorted(layers)}")
     if listed := len(RouterTap.global_router_replay_instances):
         problems.append(
-            f"{listed} instances in Megatron's class-level list: something else may set their routes"
+            f"{listed} instances in Megatron's class-level list: something else may set their "
+            "routes"
         )
     stages = set(run.mesh.world.all_gather_object((run.mesh.pp.rank, tuple(sorted(taps)))))
     everywhere = sorted(layer for _, held in stages for layer in held)
@@ -193,7 +201,8 @@ def check_routers(context: DoctorContext) -> str:
     if problems:
         raise CheckFailed("; ".join(problems))
     return (
-        f"{len(everywhere)} routers, one a MoE layer ({shape.num_layers - len(everywhere)} dense) over {len(stages)} "
+        f"{len(everywhere)} routers, one a MoE layer ({shape.num_layers - len(everywhere)} dense) "
+        f"over {len(stages)} "
         f"stage(s); {outside} outside the decoder, untapped; class-level list empty"
     )
 
@@ -203,9 +212,11 @@ def check_routers(context: DoctorContext) -> str:
 
 
 def coded_experts(rollouts_N: np.ndarray, positions_N: np.ndarray, shape: ModelShape) -> np.ndarray:
-    """The routes `[N, L, K]` that stand for (layer, rollout, position): K distinct experts drawn by a hash of the three.
+    """The routes `[N, L, K]` that stand for (layer, rollout, position): K distinct experts drawn by
+    a hash of the three.
 
-    Any two differ but for a chance of 1 / C(E, K), so a path that mixes them up is wrong almost everywhere.
+    Any two differ but for a chance of 1 / C(E, K), so a path that mixes them up is wrong almost
+    everywhere.
     """
     experts = np.arange(shape.num_experts, dtype=np.uint64)
     layers = np.array(shape.moe_layers, dtype=np.uint64)
@@ -221,7 +232,9 @@ def coded_experts(rollouts_N: np.ndarray, positions_N: np.ndarray, shape: ModelS
 
 
 def coded_rollouts(lengths: Sequence[int], shape: ModelShape) -> list[Rollout]:
-    """Rollout i consists of token i + 1 alone and has coded routes: a token and its position say what must be read back."""
+    """Rollout i consists of token i + 1 alone and has coded routes: a token and its position say
+    what must be read back.
+    """
     rollouts = []
     for index, length in enumerate(lengths):
         mask_T = np.ones(length, np.float32)
@@ -317,7 +330,9 @@ class ReadBack:
             )
 
     def count_slots(self) -> int:
-        """The (token, layer) slots read back over all ranks; raises when one is wrong, absent or twice. Collective."""
+        """The (token, layer) slots read back over all ranks; raises when one is wrong, absent or
+        twice. Collective.
+        """
         everybody = self.mesh.world.all_gather_object((self.answered, self.wrong, self.first))
         wrong = {
             layer: sum(part[1].get(layer, 0) for part in everybody)
@@ -328,7 +343,8 @@ class ReadBack:
             first = next(said for _, _, said in everybody if said)
             layers = {layer: count for layer, count in wrong.items() if count}
             raise CheckFailed(
-                f"{sum(wrong.values())} of {total} (token, layer) slots were routed elsewhere, by layer {layers}; {first}"
+                f"{sum(wrong.values())} of {total} (token, layer) slots were routed elsewhere, by "
+                f"layer {layers}; {first}"
             )
         expected = [(i, t) for i, length in enumerate(self.lengths) for t in range(length - 1)]
         for layer in self.shape.moe_layers:
@@ -337,19 +353,24 @@ class ReadBack:
             if seen != expected:
                 lost, extra = len(set(expected) - set(seen)), len(seen) - len(set(seen))
                 raise CheckFailed(
-                    f"layer {layer}: {lost} coded tokens never reached a router, {extra} reached it again"
+                    f"layer {layer}: {lost} coded tokens never reached a router, {extra} reached "
+                    "it again"
                 )
         return total
 
 
 def check_route_path(context: DoctorContext) -> str:
-    """Coded routes through exchange, packing, slicing and the routers; then once more through a training pass."""
+    """Coded routes through exchange, packing, slicing and the routers; then once more through a
+    training pass.
+    """
     run = context.run
     return read_back_coded_routes(run.policy, run.mesh, run.config)
 
 
 def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
-    """The known-answer test; returns what it found in words, raises what is wrong. All ranks must call."""
+    """The known-answer test; returns what it found in words, raises what is wrong. All ranks must
+    call.
+    """
     shape = policy.shape
     if not shape.moe_layers:
         return "a dense model has no routes"
@@ -371,7 +392,8 @@ def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
     slots = reader.count_slots()
     trained = ""
     if config.replay.mode != "off":
-        # Raises unless every loaded route was used once in each forward and once in each recomputation.
+        # Raises unless every loaded route was used once in each forward and once in each
+        # recomputation.
         policy.forward_backward(batch)
         trained = f"; a training pass (recompute {config.model.recompute}) used each exactly once"
     return (
@@ -398,7 +420,9 @@ def check_sync(context: DoctorContext) -> str:
 
 
 def check_engine_rows(context: DoctorContext) -> str:
-    """The engine's answers have a row of distinct legal experts for every token but the last, in MoE layers alone."""
+    """The engine's answers have a row of distinct legal experts for every token but the last, in
+    MoE layers alone.
+    """
     run = context.run
     config, shape, world = run.config, run.policy.shape, run.mesh.world
     prompts = prompts_of_step(
@@ -432,7 +456,8 @@ def check_engine_rows(context: DoctorContext) -> str:
         return f"{len(context.rollouts)} answers; routes are not captured (replay.mode {config.replay.mode})"
     rows = sum(len(rollout.routed_experts) for rollout in context.rollouts)
     return (
-        f"{len(context.rollouts)} answers, {rows} rows = tokens - 1 of top-{topk} in {layers} MoE layers; "
+        f"{len(context.rollouts)} answers, {rows} rows = tokens - 1 of top-{topk} in {layers} MoE "
+        "layers; "
         f"slots of {shape.num_layers - layers} dense layers dropped"
     )
 
@@ -451,7 +476,9 @@ def _row_problems(rollout: Rollout, layers: int, topk: int, experts: int) -> Ite
 
 
 def check_replay(context: DoctorContext) -> str:
-    """Scored with the engine's routes, its answers are at least as likely to the policy as with live ones."""
+    """Scored with the engine's routes, its answers are at least as likely to the policy as with
+    live ones.
+    """
     run = context.run
     policy, config, mesh = run.policy, run.config, run.mesh
     (batch,), _ = distribute(
@@ -473,14 +500,17 @@ def check_replay(context: DoctorContext) -> str:
         f"; replay k3 {replayed['k3']:.2e} max {replayed['abs_max']:.2e}; "
         f"live routing agrees in {replayed['agreement']:.2%} of slots"
     )
-    # Two figures of a small sample differ by chance; routes that belong to other tokens raise k3 by orders of magnitude.
+    # Two figures of a small sample differ by chance; routes that belong to other tokens raise k3 by
+    # orders of magnitude.
     if not replayed["k3"] <= 2 * live["k3"] + 1e-7:
         raise CheckFailed(f"replaying the engine's routes raises the mismatch: {said}")
     return said
 
 
 def check_memory(context: DoctorContext) -> str:
-    """What the engine holds awake is gone once it sleeps: one more round of the residency, with nothing in between."""
+    """What the engine holds awake is gone once it sleeps: one more round of the residency, with
+    nothing in between.
+    """
     run = context.run
     for state in (
         State.SYNC,
@@ -529,8 +559,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(text, flush=True)
 
     report(
-        f"r3.doctor  {config.model.path} on {device.world_size} rank(s): tp {parallel.tp} ep {parallel.ep} "
-        f"pp {parallel.pp} cp {parallel.cp}, engine tp {parallel.engine_tp}, replay {config.replay.mode}"
+        f"r3.doctor  {config.model.path} on {device.world_size} rank(s): tp {parallel.tp} ep "
+        f"{parallel.ep} "
+        f"pp {parallel.pp} cp {parallel.cp}, engine tp {parallel.engine_tp}, replay "
+        f"{config.replay.mode}"
     )
     for result in examine(context, CHECKS):
         results.append(result)

@@ -1,14 +1,18 @@
-"""Score a dumped step again, under any layout, with the routes of its rollouts and with live ones: the mismatch table.
+"""Score a dumped step again, under any layout, with the routes of its rollouts and with live ones:
+the mismatch table.
 
     python -m r3.rescore RUN_DIR --step N [--weights DIR] [--section.field value ...]
     torchrun --nproc_per_node 2 -m r3.rescore RUN_DIR --step 1 --parallel.ep 2
     python -m r3.rescore RUN_DIR --step N --save       keep the figures of every token for r3.report
 
-Tokens, log-probabilities and routes come from `RUN_DIR/rollouts`, settings from its config.yaml with the flags laid over
-them, weights from where the run has those that sampled the step: its starting model, an export, a checkpoint, or
-`--weights DIR` (a Hugging Face folder or a checkpoint of r3). Only `--save` writes a file. No engine is
-built: the figures depend on the dump and the policy alone, so two layouts that differ in them compute two
-different policies. Exit code 2: the dump, its weights or the settings are not there or do not fit.
+Tokens, log-probabilities and routes come from `RUN_DIR/rollouts`, settings from its config.yaml
+with the flags laid over
+them, weights from where the run has those that sampled the step: its starting model, an export, a
+checkpoint, or `--weights DIR` (a Hugging Face folder or a checkpoint of r3). Only `--save` writes a
+file. No engine is
+built: the figures depend on the dump and the policy alone, so two layouts that differ in them
+compute two different policies. Exit code 2: the dump, its weights or the settings are not there or
+do not fit.
 """
 
 from __future__ import annotations
@@ -65,7 +69,9 @@ FIGURES = ("k3", "f2", "abs_mean", "abs_p99", "abs_max", "ess", "agreement")
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Where the weights of the dump's version lie: a Hugging Face folder, or a checkpoint to load over one."""
+    """Where the weights of the dump's version lie: a Hugging Face folder, or a checkpoint to load
+    over one.
+    """
 
     folder: Path
     is_checkpoint: bool
@@ -84,7 +90,9 @@ class Order:
 
 
 def parse(argv: Sequence[str]) -> Order:
-    """The order that a command line gives; raises ConfigError with everything that is wrong with it."""
+    """The order that a command line gives; raises ConfigError with everything that is wrong with
+    it.
+    """
     parser = argparse.ArgumentParser(
         prog="r3.rescore",
         description=(__doc__ or "").partition("\n")[0],
@@ -194,7 +202,9 @@ def _weights(
     given: Path | None,
     problems: list[Problem],
 ) -> Weights | None:
-    """The weights that sampled the dump; None, and a problem that says what there is, when they are not to be had."""
+    """The weights that sampled the dump; None, and a problem that says what there is, when they are
+    not to be had.
+    """
     policy_versions = sorted({rollout.policy_version for rollout in rollouts})
     if len(policy_versions) > 1:
         rule = f"was sampled by several versions of the policy, {policy_versions}"
@@ -263,7 +273,9 @@ def panel(policy: Policy, mesh: Mesh, scores: TokenScores) -> dict[str, float]:
 
 
 def share_out(rollouts: Sequence[Rollout], rank: int, size: int) -> list[Scored]:
-    """This rank's part of rollouts that every rank holds, numbered anew: a dump may lack some of its step."""
+    """This rank's part of rollouts that every rank holds, numbered anew: a dump may lack some of
+    its step.
+    """
     return [
         Scored(index=index, rollout=rollouts[index], advantage=0.0)
         for index in range(rank, len(rollouts), size)
@@ -277,15 +289,18 @@ def save_scores(
     passes: Mapping[str, TokenScores],
     mesh: Mesh,
 ) -> None:
-    """Write the scores of every token, laid out like the arrays of the dump. Collective; rank 0 writes.
+    """Write the scores of every token, laid out like the arrays of the dump. Collective; rank 0
+    writes.
 
     The file has `logprobs_replay` and `logprobs_live` [tokens], 0 where nothing was sampled, and
     `routes_live` [rows, L, K], the experts that the routers choose without replay.
 
     Args:
         rollouts: those of the dump, in its order, the same on every rank.
-        micro_batches: what this rank scored; whole sequences, so no tensor, pipeline or context parallelism.
-        passes: what `policy.score` returned, by "replay" and "live"; the latter recorded its routes.
+        micro_batches: what this rank scored; whole sequences, so no tensor, pipeline or context
+            parallelism.
+        passes: what `policy.score` returned, by "replay" and "live"; the latter recorded its
+            routes.
     """
     own: dict[int, dict[str, np.ndarray]] = {}
     for number, micro_batch in enumerate(micro_batches):
@@ -367,10 +382,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         part = f" of the step's {whole}" if len(rollouts) < whole else ""
         parallel = config.parallel
         lines = [
-            f"r3.rescore  step {order.step}: {len(rollouts)} rollouts{part}, {batch.num_loss_tokens} sampled tokens, by "
+            f"r3.rescore  step {order.step}: {len(rollouts)} rollouts{part}, "
+            f"{batch.num_loss_tokens} sampled tokens, by "
             f"version {policy_version}",
             f"weights     {order.weights.said}",
-            f"layout      {device.world_size} rank(s): tp {parallel.tp} ep {parallel.ep} pp {parallel.pp} cp {parallel.cp}; "
+            f"layout      {device.world_size} rank(s): tp {parallel.tp} ep {parallel.ep} pp "
+            f"{parallel.pp} cp {parallel.cp}; "
             f"policy {config.model.dtype}, engine was {config.engine.dtype}",
             *([] if captured else ["routes      none in the dump: scored live only"]),
             *table(rows),

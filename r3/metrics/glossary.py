@@ -238,6 +238,8 @@ def explain(key: str) -> Entry:
 
 
 def is_wall_clock(key: str) -> bool:
-    """Whether a metric depends on the machine's speed and memory, and so differs between two equal runs."""
+    """Whether a metric depends on the machine's speed and memory, and so differs between two equal
+    runs.
+    """
     explain(key)
     return key.startswith(("time/", "memory/")) or key == "perf/tokens_per_s"

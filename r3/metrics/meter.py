@@ -1,4 +1,6 @@
-"""Metrics of a run: what each key means, how the ranks' parts become one row a step, and where rows go."""
+"""Metrics of a run: what each key means, how the ranks' parts become one row a step, and where rows
+go.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from r3.metrics.heatmap import STEPS, heat_strip
 from r3.metrics.reduce import LOG10_EDGES, LogHistogram, Max, Partial
 from r3.metrics.tensorboard import sample_markdown, tensorboard_layout
 
-# Rollouts that an older version began (rollout.step_token_budget) are left out of the mismatch panels.
+# Rollouts that an older version began (rollout.step_token_budget) are left out of the mismatch
+# panels.
 
 
 class Gathering(Protocol):
@@ -40,7 +43,8 @@ class RunFiles(Protocol):
 
 
 class Meter:
-    """Collects the parts of metrics on every rank; once a step they meet, and rank 0 writes and shows the row.
+    """Collects the parts of metrics on every rank; once a step they meet, and rank 0 writes and
+    shows the row.
 
     Args:
         run_dir: where rank 0 writes metrics.jsonl and TensorBoard's events; None = nowhere.
@@ -90,7 +94,9 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase. Phases may nest (the outer one's time includes the inner one's) and repeat (times add up)."""
+        """Time a phase. Phases may nest (the outer one's time includes the inner one's) and repeat
+        (times add up).
+        """
         explain(f"time/{name}_s")
         began = time.perf_counter()
         self._began = began if self._began is None else self._began
@@ -116,7 +122,9 @@ class Meter:
 
     @contextmanager
     def progress(self, total: int, label: str) -> Iterator[Callable[..., None]]:
-        """A progress bar on rank 0's terminal; the yielded `tick(count=1)` moves it, and tells the watchdog."""
+        """A progress bar on rank 0's terminal; the yielded `tick(count=1)` moves it, and tells the
+        watchdog.
+        """
         with self._console.progress(total, label) as advance:
 
             def tick(count: int = 1) -> None:
@@ -126,17 +134,22 @@ class Meter:
             yield tick
 
     def add(self, parts: Mapping[str, Partial]) -> None:
-        """Take this rank's parts of some metrics. May be called any number of times a step, on any ranks."""
+        """Take this rank's parts of some metrics. May be called any number of times a step, on any
+        ranks.
+        """
         for key, part in parts.items():
             explain(key)
             if not callable(getattr(part, "reduce", None)):
                 raise TypeError(
-                    f"{key}: {part!r} is no partial of r3.metrics.reduce, so nobody knows how to merge it"
+                    f"{key}: {part!r} is no partial of r3.metrics.reduce, so nobody knows how to "
+                    "merge it"
                 )
             self._parts.setdefault(key, []).append(part)
 
     def close_step(self, step: int) -> dict[str, float]:
-        """Merge everything since the last row into one, in one collective; all ranks call and get the same row."""
+        """Merge everything since the last row into one, in one collective; all ranks call and get
+        the same row.
+        """
         if step <= self._last_step:
             raise ValueError(
                 f"a row of step {step} after one of step {self._last_step} would repeat the step"
@@ -191,7 +204,9 @@ class Meter:
         return (self._steps - step) * sum(self._recent_s) / len(self._recent_s)
 
     def show_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Give TensorBoard the text of a few rows of a dump: the best, the worst and a middle one by reward."""
+        """Give TensorBoard the text of a few rows of a dump: the best, the worst and a middle one
+        by reward.
+        """
         if not self._events or not rows:
             return
         by_reward = sorted(rows, key=lambda row: row["reward"])
@@ -242,7 +257,8 @@ def _merge(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, float]
         parts = [part for rank in ranks for part in rank.get(key, ())]
         if len(kinds := {type(part) for part in parts}) > 1:
             raise TypeError(
-                f"{key}: its parts are of different kinds: {sorted(kind.__name__ for kind in kinds)}"
+                f"{key}: its parts are of different kinds: "
+                f"{sorted(kind.__name__ for kind in kinds)}"
             )
         value = type(parts[0]).reduce(parts)
         if value is not None:

@@ -60,7 +60,8 @@ class PerLayer:
     def reduce(parts: Sequence[PerLayer]) -> float | None:
         if len(layers := {part.layers for part in parts}) > 1:
             raise ValueError(
-                f"parts of one metric come from models with different numbers of layers: {sorted(layers)}"
+                "parts of one metric come from models with different numbers of layers: "
+                f"{sorted(layers)}"
             )
         return sum(part.slots for part in parts) / parts[0].layers if parts else None
 

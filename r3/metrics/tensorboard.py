@@ -8,7 +8,9 @@ from typing import Any
 
 
 def tensorboard_layout(eval_names: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
-    """TensorBoard's custom scalars: the page to watch, then what replay is worth in this very run."""
+    """TensorBoard's custom scalars: the page to watch, then what replay is worth in this very
+    run.
+    """
     pages = {
         "1 health": {
             "reward and evaluation": [
@@ -30,7 +32,8 @@ def tensorboard_layout(eval_names: Sequence[str]) -> dict[str, dict[str, list[An
             "largest difference": ["mismatch/abs_max_replay", "mismatch/abs_max_live"],
         },
     }
-    # TensorBoard takes a tag for the beginning of a regular expression's match: mismatch/f2 would draw f2_live too.
+    # TensorBoard takes a tag for the beginning of a regular expression's match: mismatch/f2 would
+    # draw f2_live too.
     return {
         page: {
             chart: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]]

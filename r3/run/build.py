@@ -77,7 +77,8 @@ def init_rank(config: Config, *, timeout_s: float | None = None) -> tuple[Device
     """Join the process groups and seed this rank. All ranks must call.
 
     Args:
-        timeout_s: seconds that a collective may wait for other ranks; None is debug.collective_timeout_s.
+        timeout_s: seconds that a collective may wait for other ranks; None is
+            debug.collective_timeout_s.
     """
     device = init_device(timeout_s=timeout_s or config.debug.collective_timeout_s)
     seed_everything(config.train.seed, deterministic=config.debug.deterministic)

@@ -1,4 +1,4 @@
-"""Everything a run needs before its first step: data read and checked, then devices, engine and policy, then where it resumes."""
+"""Start a run: read and check its data, build it, resume it, and close it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from r3.runtime.process import die_with_launcher
 
 
 class RankError(RuntimeError):
-    """Ranks that are not of one run."""
+    """Ranks that differ in settings, data or checkpoint."""
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """What a user can mend ends the run here: one message on rank 0, exit code 2, nothing written."""
+    """Turn a user's mistake into one message on rank 0 and exit code 2; nothing is written."""
     try:
         yield
     except (ConfigError, DataError, ResumeError, CheckpointError) as error:
@@ -128,15 +128,15 @@ def prepare(config: Config, *, check: bool = False) -> tuple[Task, RunDir, Start
 
 
 def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> None:
-    """Every rank read the same settings, data and checkpoint, or the run ends here. All ranks must call.
+    """Require that all ranks have the same settings, data and checkpoint. All ranks must call.
 
-    Ranks that begin at different steps wait for each other for ever, and prompts that differ mix up groups: both happen where
-    machines do not see the same files.
+    Machines that do not see the same files would start at different steps and wait for each other
+    for ever, or mix up groups of different prompts.
 
     Raises:
-        RankError: on every rank: what two ranks have differently.
+        RankError: on every rank; names what differs between two ranks.
     """
-    # Where a run writes may be named in several ways.
+    # The folder of the run may have several names.
     settings = {name: value for name, value in flatten(config).items() if name != "log.dir"}
     sets = (task.prompts.prompts, *(each.prompts for each in task.heldout))
     mine = {
@@ -152,7 +152,8 @@ def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> 
         for rank, theirs in enumerate(everybody):
             if theirs[what] != value:
                 raise RankError(
-                    f"ranks 0 and {rank} differ in {what}: {value} and {theirs[what]}. Do all machines see the same folders "
+                    f"ranks 0 and {rank} differ in {what}: {value} and {theirs[what]}. Do all "
+                    "machines see the same folders "
                     "(log.dir, data, model)?"
                 )
 
@@ -165,9 +166,11 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def result(run_dir: RunDir, step: int) -> str:
-    """What a run came to, from its rows: steps, accuracy before and after, mismatch with and without replay.
+    """What a run came to, from its rows: steps, accuracy before and after, mismatch with and
+    without replay.
 
-    Accuracy is left out unless it was measured before and after, the mismatch unless it was measured at all.
+    Accuracy is left out unless it was measured before and after, the mismatch unless it was
+    measured at all.
     """
     rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
     accuracy = [
@@ -196,7 +199,7 @@ def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def closing(config: Config, run_dir: RunDir, seconds: float, step: int) -> str:
-    """The last line of a run: how long it took, what it came to, where that lies."""
+    """The last line of a run: its duration, its result, its files."""
     if config.eval.only:
         return f"done       in {seconds:.0f} s; answers in {run_dir.eval(step)}"
     places = [str(run_dir.hf(step))] if run_dir.hf(step).exists() else []
@@ -207,8 +210,8 @@ def closing(config: Config, run_dir: RunDir, seconds: float, step: int) -> str:
     return f"done       in {seconds:.0f} s: {result(run_dir, step)}; {', '.join(places)}"
 
 
-def judged_by(config: Config) -> str:
-    """The reward in one line: `math` or `math + 0.1 my.py:short`."""
+def reward_text(config: Config) -> str:
+    """The reward functions in one line: `math` or `math + 0.1 my.py:short`."""
     reward = config.reward
     weights = reward.weights or (1.0,) * len(reward.function)
     terms = zip(reward.function, weights, strict=True)
@@ -218,7 +221,7 @@ def judged_by(config: Config) -> str:
 
 
 def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start) -> list[str]:
-    """What a person should know before the first step, a line each."""
+    """The lines that describe a run before its first step."""
     shape, parallel = task.shape, config.parallel
     moe = (
         f", {shape.num_experts} experts top-{shape.topk} in {len(shape.moe_layers)} layers"
@@ -227,7 +230,8 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
     )
     mtp = (
         [
-            f"left out   {shape.num_mtp_layers} multi-token-prediction layers: neither trained nor exported"
+            f"left out   {shape.num_mtp_layers} multi-token-prediction layers, not trained or "
+            "exported"
         ]
         if shape.num_mtp_layers
         else []
@@ -243,19 +247,21 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
     sizes = [len(piece) for piece in parallel.pieces(shape.num_layers)]
     pipeline = f"pp {parallel.pp}"
     if parallel.vpp > 1 or len(set(sizes)) > 1:
-        pipeline += f" ({parallel.vpp} piece(s) a stage of {'+'.join(map(str, sizes))} layers)"
+        pipeline += f" ({parallel.vpp} piece(s) per stage of {'+'.join(map(str, sizes))} layers)"
     replay = config.replay.mode if shape.moe_layers else "off (a dense model has no routes)"
     return [
         f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",
         *mtp,
-        f"layout     {device.world_size} ranks on {device.torch.type}: dp {mesh.dp.size} ep {parallel.ep} tp {parallel.tp} "
+        f"layout     {device.world_size} ranks on {device.torch.type}: dp {mesh.dp.size} ep "
+        f"{parallel.ep} tp {parallel.tp} "
         f"{pipeline} cp {parallel.cp}; {mesh.engine_dp.size} engines of {parallel.engine_tp}",
         f"precision  policy {config.model.dtype}, engine {config.engine.dtype}"
         f"{', head float32' if config.model.fp32_head else ''}"
         f"{', deterministic kernels' if config.debug.deterministic else ''}",
         f"data       {len(task.prompts)} prompts{sources} ({left_out}), {held_out}",
-        f"task       {config.env.path or config.env.name}, judged by {judged_by(config)}",
-        f"step       {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} answers, "
+        f"task       {config.env.path or config.env.name}, reward {reward_text(config)}",
+        f"step       {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} "
+        "samples, "
         f"{config.train.updates_per_step} update(s), {config.train.steps} steps",
         f"replay     {replay}; missing routes: {config.replay.on_missing}; reference "
         f"{'replays' if config.replay.reference else 'routes live'}; evaluation routes live",

@@ -1,7 +1,7 @@
 """The one file that distinguishes CUDA and CPU: devices, process groups, memory, shared tensors.
 
-All other code uses the frozen `Device` that it is given. `device_cpu.py` holds the stand-ins that let
-Megatron run without CUDA, each with the upstream line that needs it.
+All other code uses the frozen `Device` that it is given. `device_cpu.py` holds the stand-ins that
+let Megatron run without CUDA, each with the upstream line that needs it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Device:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def used_gib(self) -> float:
-        """Memory in use in GiB: of the whole device on CUDA, the resident set of this process on CPU."""
+        """Memory in use in GiB: of the whole device on CUDA, the resident set of this process on
+        CPU.
+        """
         if self.is_cuda:
             free, total = torch.cuda.mem_get_info()
             return (total - free) / GIB
@@ -87,7 +89,8 @@ def prepare_environment() -> None:
         # Compiling vLLM's small log-probability kernel takes 7 to 14 s and gains nothing on CPU.
         # OpenMP threads that spin make ranks on shared cores ten times slower.
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-        # Triton has no CPU back end. If a CUDA build of torch installed it, importing it only warns.
+        # Triton has no CPU back end. If a CUDA build of torch installed it, importing it only
+        # warns.
         sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
         # This logger reports that Triton is absent.
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
@@ -186,7 +189,8 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def leave(code: int) -> None:
-    """End the process after a run: barrier, destroy the process group, flush, exit. All ranks must call.
+    """End the process after a run: barrier, destroy the process group, flush, exit. All ranks must
+    call.
 
     An ordinary exit would run the teardown of vLLM and nanobind, which prints warnings about leaks
     and may wait for other ranks.
@@ -233,7 +237,8 @@ def share(tensor: torch.Tensor) -> SharedTensor:
     names it by process and file descriptor, so a killed run leaves nothing behind.
     """
     assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.storage_offset() == 0, (
-        f"share() needs a flat tensor at the start of its storage, got shape {tuple(tensor.shape)}, "
+        "share() needs a flat tensor at the start of its storage, got shape "
+        f"{tuple(tensor.shape)}, "
         f"stride {tensor.stride()}, offset {tensor.storage_offset()}"
     )
     if tensor.is_cuda:
@@ -304,9 +309,9 @@ def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Ten
 class Stash:
     """Keeps the contents of device tensors elsewhere while the engine owns the device memory.
 
-    On CUDA this is page-locked host memory, allocated once. On CPU it is an unlinked temporary file,
-    so that the contents leave the resident set. On CUDA both directions are queued: synchronise
-    afterwards.
+    On CUDA this is page-locked host memory, allocated once. On CPU it is an unlinked temporary
+    file, so that the contents leave the resident set. On CUDA both directions are queued:
+    synchronise afterwards.
     """
 
     device: Device
@@ -315,7 +320,9 @@ class Stash:
     files: dict[str, Any] = field(default_factory=dict)
 
     def put(self, key: str, tensor: torch.Tensor) -> int:
-        """Copy `tensor` out and free its storage; returns the bytes freed, 0 if it is out already."""
+        """Copy `tensor` out and free its storage; returns the bytes freed, 0 if it is out
+        already.
+        """
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if size == 0:
@@ -324,7 +331,8 @@ class Stash:
             f"{key} does not own its storage"
         )
         if self.device.is_cuda:
-            # The storage freed below stays in torch's cache until this copy, on the same stream, is done.
+            # The storage freed below stays in torch's cache until this copy, on the same stream, is
+            # done.
             self.pinned[key] = to_host(tensor, self.pinned.get(key))
         else:
             file = self.files.get(key)

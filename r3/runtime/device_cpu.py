@@ -1,9 +1,11 @@
-"""Stand-ins that let Megatron-Core run on gloo and CPU, and repairs it needs without TransformerEngine on any device.
+"""Stand-ins that let Megatron-Core run on gloo and CPU, and repairs it needs without
+TransformerEngine on any device.
 
-How: Megatron's modules reach CUDA through their module-global name `torch`. `install()` rebinds that one name, only inside
-`megatron.core.*`, to a proxy whose `.cuda` is the host and whose tensor factories map device "cuda" to "cpu". The rest of
-the process (vLLM, transformers, torch itself) still sees the real torch. Where a GPU is present only the repairs run.
-Each stand-in names the upstream place it serves (Megatron-Core 0.16.1).
+How: Megatron's modules reach CUDA through their module-global name `torch`. `install()` rebinds
+that one name, only inside `megatron.core.*`, to a proxy whose `.cuda` is the host and whose tensor
+factories map device "cuda" to "cpu". The rest of the process (vLLM, transformers, torch itself)
+still sees the real torch. Where a GPU is present only the repairs run. Each stand-in names the
+upstream place it serves (Megatron-Core 0.16.1).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _CPU = torch.device("cpu")
 
 
 class _Stream:
-    """A stream of a device that has none: everything is already done. Serves moe/token_dispatcher.py, shared_experts.py."""
+    """A stream of a device that has none: everything is already done. Serves
+    moe/token_dispatcher.py, shared_experts.py.
+    """
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
     def wait_stream(self, *_args: Any) -> None: ...
@@ -101,7 +105,9 @@ class _Cuda(types.ModuleType):
 
 
 class _Distributed(types.ModuleType):
-    """`torch.distributed` plus the uneven list collectives NCCL accepts and gloo does not (tensor_parallel/mappings.py)."""
+    """`torch.distributed` plus the uneven list collectives NCCL accepts and gloo does not
+    (tensor_parallel/mappings.py).
+    """
 
     def __init__(self) -> None:
         super().__init__("torch.distributed")
@@ -168,8 +174,8 @@ def _names_cuda(device: Any) -> bool:
 
 
 class _Torch(types.ModuleType):
-    """`torch` as Megatron's modules see it: factories asked for a CUDA tensor make a host tensor (schedules.py,
-    clip_grads.py, grad_scaler.py, optimizer.py, utils.py)."""
+    """`torch` as Megatron's modules see it: factories asked for a CUDA tensor make a host tensor
+    (schedules.py, clip_grads.py, grad_scaler.py, optimizer.py, utils.py)."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -233,13 +239,16 @@ _MODULES = [
 
 
 def install() -> None:
-    """Put the stand-ins in. Idempotent; call before Megatron is used, and again after importing more of it."""
+    """Put the stand-ins in. Idempotent; call before Megatron is used, and again after importing
+    more of it.
+    """
     global _proxy
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(
         logging.ERROR
     )  # "CPU RNG state changed"
-    # Before any decorated module loads: no torch.compile of tiny fused operations. On CUDA every router's forward pass is
-    # decorated (moe/router.py), and would compile, guard and recompile without gain.
+    # Before any decorated module loads: no torch.compile of tiny fused operations. On CUDA every
+    # router's forward pass is decorated (moe/router.py), and would compile, guard and recompile
+    # without gain.
     importlib.import_module("megatron.core.jit").disable_jit_fuser()
     if torch.cuda.is_available():
         _repair_without_transformer_engine()
@@ -274,7 +283,8 @@ def _serve_without_cuda() -> None:
     random._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
     random._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
 
-    # moe/token_dispatcher.py ignores as_numpy for host tensors, and gloo's all-to-all wants plain split sizes.
+    # moe/token_dispatcher.py ignores as_numpy for host tensors, and gloo's all-to-all wants plain
+    # split sizes.
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.cpu().numpy() if torch.is_tensor(tensor) and as_numpy else tensor
 
@@ -305,7 +315,9 @@ def _repair_without_transformer_engine() -> None:
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Optimizer construction and clipping compare `param.type()` with 'torch.cuda.FloatTensor': answer that inside."""
+    """Optimizer construction and clipping compare `param.type()` with 'torch.cuda.FloatTensor':
+    answer that inside.
+    """
     if _proxy is None:
         yield
         return

@@ -131,8 +131,8 @@ def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
         expert_tensor_parallel_size=parallel.etp or None,
         create_gloo_process_groups=False,
     )
-    # Megatron's random tracker must exist before layers are built. The seed does not matter, because
-    # dropout is 0 everywhere.
+    # Megatron's random tracker must exist before layers are built. The seed does not matter,
+    # because dropout is 0 everywhere.
     tensor_parallel.random.model_parallel_cuda_manual_seed(1)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     engines = device.world_size // parallel.engine_tp

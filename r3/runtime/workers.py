@@ -1,13 +1,17 @@
-"""Users' code beside the engine: in worker processes, in threads, or right here; bounded in time, retried, counted.
+"""Users' code beside the engine: in worker processes, in threads, or right here; bounded in time,
+retried, counted.
 
     pool = Pool(Processes(2), timeout_s=10.0, retries=1)
-    pool.submit("a key", function, *arguments)     # for processes: of a module, with arguments that can be pickled
-    for done in pool.poll(timeout_s=0.0):          # never waits longer, and never raises what the function raised
+    pool.submit("a key", function, *arguments)     # for processes: of a module, with arguments that
+    can be pickled
+    for done in pool.poll(timeout_s=0.0):          # never waits longer, and never raises what the
+    function raised
         done.key, done.value, done.failure
 
-One thread drives a pool, between steps of the engine. Work that computes belongs in processes: a busy thread makes the
-engine four to five times slower. A worker process that hangs or dies is replaced, and only its own call is lost; worker
-processes hold neither torch nor vllm, and die with their rank.
+One thread drives a pool, between steps of the engine. Work that computes belongs in processes: a
+busy thread makes the engine four to five times slower. A worker process that hangs or dies is
+replaced, and only its own call is lost; worker processes hold neither torch nor vllm, and die with
+their rank.
 """
 
 from __future__ import annotations
@@ -109,7 +113,8 @@ class _Call:
 class Pool:
     """Calls in a place, each with a time limit, and tried again when it fails.
 
-    The n-th repetition waits `backoff_s` * 2^(n-1) seconds, a minute at most, or as long as the failure asks.
+    The n-th repetition waits `backoff_s` * 2^(n-1) seconds, a minute at most, or as long as the
+    failure asks.
 
     Attributes:
         counts: calls, errors, timeouts, crashes and retries since it was last cleared.
@@ -151,7 +156,9 @@ class Pool:
         self._later = [call for call in self._later if keep(call.key)]
 
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
-        """Calls that have ended; waits at most `timeout_s` for the first one, not at all when nothing is outstanding."""
+        """Calls that have ended; waits at most `timeout_s` for the first one, not at all when
+        nothing is outstanding.
+        """
         until = time.monotonic() + timeout_s
         done: list[Done] = []
         while self.outstanding and not done:
@@ -305,7 +312,9 @@ class Threads:
 
 
 async def _stop_loop() -> None:
-    """Cancel what still runs on this event loop and stop it once that has ended; asyncio complains of tasks left pending."""
+    """Cancel what still runs on this event loop and stop it once that has ended; asyncio complains
+    of tasks left pending.
+    """
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()
@@ -323,11 +332,13 @@ class _Worker:
 
 
 class Processes:
-    """A fixed number of fresh interpreters, one call at a time each. A worker that is stopped or dies is replaced.
+    """A fixed number of fresh interpreters, one call at a time each. A worker that is stopped or
+    dies is replaced.
 
     Args:
         count: workers, started at the first call.
-        preload: `path/to/file.py:name` of what calls will need, loaded before a worker takes any: its time is nobody's.
+        preload: `path/to/file.py:name` of what calls will need, loaded before a worker takes any:
+            its time is nobody's.
     """
 
     def __init__(self, count: int, *, preload: Sequence[str] = ()) -> None:
@@ -405,7 +416,8 @@ def load(spec: str) -> Any:
     """What `path/to/file.py:name` names. A file runs once in a process; it may raise anything."""
     file, _, name = spec.rpartition(":")
     path = Path(file).resolve()
-    # A name that no other file has, and without dots, so that objects of its classes can be pickled.
+    # A name that no other file has, and without dots, so that objects of its classes can be
+    # pickled.
     stem = re.sub(r"\W", "_", path.stem)
     module_name = f"r3_user_{stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     if module_name not in sys.modules:
@@ -446,7 +458,9 @@ def _failure(error: BaseException) -> Failure:
 
 
 def _spawn(preload: Sequence[str]) -> _Worker:
-    """A fresh interpreter, not a fork: nothing of torch, vllm or their threads and locks comes along."""
+    """A fresh interpreter, not a fork: nothing of torch, vllm or their threads and locks comes
+    along.
+    """
     ours, theirs = socket.socketpair()
     root = str(Path(__file__).resolve().parents[2])  # the folder that holds r3/
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
