@@ -1,15 +1,13 @@
-"""Preflight: known-answer tests of the whole route path, on the user's own model, settings and
-layout, before a run starts.
+"""Preflight: known-answer tests of the route path on the user's own model, settings and layout.
 
     torchrun --nproc_per_node 8 -m r3.doctor PRESET [--section.field value ...]
     python -m r3.doctor PRESET --parallel.ep 1
 
-The parts are those of a run, built as `train.py` builds them; nothing is written. The heart of it:
-rollouts whose token says which rollout it is of, and whose routes are a code of (layer, rollout,
-position), go through exchange, packing, slicing and the routers. What leaves every router is then
-compared with the code of the token that was really fed, wherever the layout
-put it: a route that was shifted, swapped, lost or sent to the wrong layer or rank cannot answer
-right. Exit code 0: all passed; 1: something did not; 2: the settings are wrong.
+The doctor builds the parts as `train.py` builds them and writes nothing. Its main test sends coded
+rollouts through exchange, packing, slicing and the routers: each token names its rollout, and its
+routes encode (layer, rollout, position). The test then compares what every router used with the
+code of the token that it was given. A route that is shifted, swapped, lost or sent to the wrong
+layer or rank cannot match. Exit code 0: all checks passed; 1: a check failed; 2: wrong settings.
 """
 
 from __future__ import annotations
@@ -48,12 +46,12 @@ _MICRO_BATCH_TOKENS = (
     128  # small, so that every rank gets several micro-batches of several sequences
 )
 _ROLLOUTS_PER_RANK = 8
-_ANSWERS, _ANSWER_TOKENS = 4, 64  # per question that the engine is asked, and the longest
+_SAMPLES, _RESPONSE_TOKENS = 4, 64  # samples per prompt, and their longest response
 
 
 @dataclass(kw_only=True)
 class DoctorContext:
-    """The run under test; `rollouts` are those of all engines, once a check has sampled them."""
+    """The run under test; `rollouts` holds those of all engines once a check has sampled them."""
 
     run: Run
     rollouts: list[Rollout] = field(default_factory=list)
@@ -61,11 +59,12 @@ class DoctorContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One question to the patient: `run` returns what it found in words, or raises what is wrong.
-    All ranks run it.
+    """One check; all ranks run it.
 
-    A check raises only after its last collective: a rank that left earlier would leave the others
-    waiting. `needs` names checks without which it cannot be asked.
+    Attributes:
+        run: returns a text with its result, or raises what is wrong. It raises only after its last
+            collective, because a rank that leaves earlier would let the others wait.
+        needs: checks that must have passed before.
     """
 
     name: str
@@ -75,54 +74,51 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The answer of all ranks to one check."""
+    """The result of one check over all ranks."""
 
     name: str
     passed: bool
-    said: str
+    text: str
 
 
 class CheckFailed(AssertionError):
-    """A check found something wrong; the message says what, where."""
+    """A check failed; the message says what is wrong and where."""
 
 
 def examine(context: DoctorContext, checks: Sequence[Check]) -> Iterator[CheckResult]:
-    """Ask every check in turn. All ranks must iterate to the end; all get the same findings."""
+    """Run every check in turn. All ranks must iterate to the end; all get the same results."""
     run = context.run
     failed: set[str] = set()
     for check in checks:
         if lacking := failed.intersection(check.needs):
             failed.add(check.name)
             yield CheckResult(
-                name=check.name, passed=False, said=f"not asked: needs {', '.join(lacking)}"
+                name=check.name, passed=False, text=f"skipped: needs {', '.join(lacking)}"
             )
             continue
         try:
-            said, passed = check.run(context), True
-        # What the parts raise when they refuse: guards assert, and RouteError, SyncError,
-        # EngineStateError, WeightMismatch, ResidencyError and a collective that timed out are
-        # RuntimeErrors.
+            text, passed = check.run(context), True
+        # Guards raise AssertionError. RouteError, SyncError, EngineStateError, WeightMismatch,
+        # ResidencyError and collectives that time out are RuntimeErrors.
         except (AssertionError, RuntimeError, ValueError) as error:
-            said, passed = f"{type(error).__name__}: {error}", False
-        answers = run.mesh.world.all_gather_object((passed, said))
-        complaints = [
-            f"rank {rank}: {text}" for rank, (well, text) in enumerate(answers) if not well
-        ]
-        if complaints:
+            text, passed = f"{type(error).__name__}: {error}", False
+        answers = run.mesh.world.all_gather_object((passed, text))
+        failures = [f"rank {rank}: {text}" for rank, (well, text) in enumerate(answers) if not well]
+        if failures:
             failed.add(check.name)
         yield CheckResult(
             name=check.name,
-            passed=not complaints,
-            said=" | ".join(complaints) if complaints else answers[0][1],
+            passed=not failures,
+            text=" | ".join(failures) if failures else answers[0][1],
         )
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Collectives and routers
 
 
 def check_collectives(context: DoctorContext) -> str:
-    """Every axis of the mesh adds up, and ragged bytes arrive where they were sent."""
+    """Check that every axis adds up and that messages of different lengths arrive unchanged."""
     run = context.run
     mesh, world = run.mesh, run.mesh.world
     problems = []
@@ -142,13 +138,16 @@ def check_collectives(context: DoctorContext) -> str:
         problems.append(f"all_gather_object returned {gathered}")
     messages = world.all_to_all_bytes([_message(world.rank, to) for to in range(world.size)])
     problems += [
-        f"all_to_all_bytes: what came from rank {sender} is not what it sent"
+        f"all_to_all_bytes: the message from rank {sender} is not what it sent"
         for sender, message in enumerate(messages)
         if message != _message(sender, world.rank)
     ]
     if problems:
         raise CheckFailed("; ".join(problems))
-    return f"{len(axes) or 'no'} axes of several ranks add up, {world.size}^2 ragged messages arrived whole"
+    return (
+        f"{len(axes) or 'no'} axes of several ranks add up, {world.size}^2 ragged messages arrived "
+        "whole"
+    )
 
 
 def _message(sender: int, receiver: int) -> bytes:
@@ -158,9 +157,7 @@ def _message(sender: int, receiver: int) -> bytes:
 
 
 def check_routers(context: DoctorContext) -> str:
-    """One tap on every router of the decoder, under its global layer number; none elsewhere, none
-    in Megatron's list.
-    """
+    """Check that every router of the decoder has one tap under its global layer number."""
     run = context.run
     taps, shape = run.policy.replay.taps, run.policy.shape
     problems: list[str] = []
@@ -176,7 +173,7 @@ def check_routers(context: DoctorContext) -> str:
                 layers.append(layer)
                 if module.router_replay is not taps.get(layer):
                     problems.append(
-                        f"the router of layer {layer} asks another object than the tap of its layer"
+                        f"the router of layer {layer} does not use the tap of its layer"
                     )
             else:  # a multi-token-prediction head routes live
                 outside += 1
@@ -201,22 +198,21 @@ def check_routers(context: DoctorContext) -> str:
     if problems:
         raise CheckFailed("; ".join(problems))
     return (
-        f"{len(everywhere)} routers, one a MoE layer ({shape.num_layers - len(everywhere)} dense) "
+        f"{len(everywhere)} routers, one per MoE layer ({shape.num_layers - len(everywhere)} "
+        "dense) "
         f"over {len(stages)} "
-        f"stage(s); {outside} outside the decoder, untapped; class-level list empty"
+        f"stage(s); {outside} outside the decoder, without tap; class-level list empty"
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The route path
 
 
 def coded_experts(rollouts_N: np.ndarray, positions_N: np.ndarray, shape: ModelShape) -> np.ndarray:
-    """The routes `[N, L, K]` that stand for (layer, rollout, position): K distinct experts drawn by
-    a hash of the three.
+    """Routes [N, L, K] that encode (layer, rollout, position): K distinct experts from a hash.
 
-    Any two differ but for a chance of 1 / C(E, K), so a path that mixes them up is wrong almost
-    everywhere.
+    Two codes are equal with probability 1 / C(E, K), so a path that mixes them up is found.
     """
     experts = np.arange(shape.num_experts, dtype=np.uint64)
     layers = np.array(shape.moe_layers, dtype=np.uint64)
@@ -232,9 +228,7 @@ def coded_experts(rollouts_N: np.ndarray, positions_N: np.ndarray, shape: ModelS
 
 
 def coded_rollouts(lengths: Sequence[int], shape: ModelShape) -> list[Rollout]:
-    """Rollout i consists of token i + 1 alone and has coded routes: a token and its position say
-    what must be read back.
-    """
+    """Rollouts with coded routes; rollout i consists of token i + 1 only."""
     rollouts = []
     for index, length in enumerate(lengths):
         mask_T = np.ones(length, np.float32)
@@ -261,12 +255,12 @@ def coded_rollouts(lengths: Sequence[int], shape: ModelShape) -> list[Rollout]:
 
 @dataclass
 class ReadBack:
-    """What left the routers of this rank, compared with the code of the tokens that were fed.
+    """Compares what the routers of this rank used with the code of the tokens they were given.
 
     Attributes:
         answered: layer -> (rollout, position) of every token whose experts were compared.
-        wrong: layer -> how many of them went elsewhere.
-        first: the first of those, in words.
+        wrong: layer -> number of compared tokens with other experts.
+        first: description of the first wrong token.
     """
 
     shape: ModelShape
@@ -279,7 +273,7 @@ class ReadBack:
 
     @contextmanager
     def listening(self, policy: Policy) -> Iterator[None]:
-        """Inside, every forward of the policy is read back."""
+        """Read back every forward of the policy inside the block."""
         hooks = []
         for chunk in policy.chunks:
             hooks.append(chunk.register_forward_pre_hook(self._on_tokens))
@@ -324,14 +318,16 @@ class ReadBack:
             at = int(differs_N.argmax())
             rollout, position = where_N2[at].tolist()
             self.first = (
-                f"layer {layer}, rollout {rollout}, position {position}: its routes say experts "
+                f"layer {layer}, rollout {rollout}, position {position}: its routes are experts "
                 f"{np.sort(expected_NK[at]).tolist()}, the router sent it to "
                 f"{np.flatnonzero(routed_NE[coded_N][at]).tolist()}"
             )
 
     def count_slots(self) -> int:
-        """The (token, layer) slots read back over all ranks; raises when one is wrong, absent or
-        twice. Collective.
+        """Number of (token, layer) slots that were read back. All ranks must call.
+
+        Raises:
+            CheckFailed: a slot is wrong, missing or occurs twice.
         """
         everybody = self.mesh.world.all_gather_object((self.answered, self.wrong, self.first))
         wrong = {
@@ -340,7 +336,7 @@ class ReadBack:
         }
         total = len(self.shape.moe_layers) * sum(length - 1 for length in self.lengths)
         if any(wrong.values()):
-            first = next(said for _, _, said in everybody if said)
+            first = next(text for _, _, text in everybody if text)
             layers = {layer: count for layer, count in wrong.items() if count}
             raise CheckFailed(
                 f"{sum(wrong.values())} of {total} (token, layer) slots were routed elsewhere, by "
@@ -360,16 +356,18 @@ class ReadBack:
 
 
 def check_route_path(context: DoctorContext) -> str:
-    """Coded routes through exchange, packing, slicing and the routers; then once more through a
-    training pass.
+    """Check coded routes through exchange, packing, slicing and routers, then in a training
+    pass.
     """
     run = context.run
     return read_back_coded_routes(run.policy, run.mesh, run.config)
 
 
 def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
-    """The known-answer test; returns what it found in words, raises what is wrong. All ranks must
-    call.
+    """Run the known-answer test and return its result as text. All ranks must call.
+
+    Raises:
+        CheckFailed: a route did not arrive where it belongs.
     """
     shape = policy.shape
     if not shape.moe_layers:
@@ -398,16 +396,16 @@ def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
         trained = f"; a training pass (recompute {config.model.recompute}) used each exactly once"
     return (
         f"{slots} coded (token, layer) slots read back right, each once, "
-        f"from {len(batch.micro_batches)} micro-batch(es) a rank{trained}"
+        f"from {len(batch.micro_batches)} micro-batch(es) per rank{trained}"
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The engine
 
 
 def check_sync(context: DoctorContext) -> str:
-    """The engine takes the policy's weights and computes what the policy computes."""
+    """Check that the engine takes the policy's weights and computes what the policy computes."""
     run = context.run
     config = run.config
     run.residency.move(State.SYNC)
@@ -420,8 +418,8 @@ def check_sync(context: DoctorContext) -> str:
 
 
 def check_engine_rows(context: DoctorContext) -> str:
-    """The engine's answers have a row of distinct legal experts for every token but the last, in
-    MoE layers alone.
+    """Check that sampled rollouts have a row of distinct legal experts for all tokens but the
+    last.
     """
     run = context.run
     config, shape, world = run.config, run.policy.shape, run.mesh.world
@@ -438,14 +436,14 @@ def check_engine_rows(context: DoctorContext) -> str:
             temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
         ),
         run_seed=config.train.seed,
-        samples_per_prompt=_ANSWERS,
-        max_response_tokens=min(rollout.max_response_tokens, _ANSWER_TOKENS),
+        samples_per_prompt=_SAMPLES,
+        max_response_tokens=min(rollout.max_response_tokens, _RESPONSE_TOKENS),
     )
     rollouts = collector.collect(prompts, policy_version=0, seed_step=0).rollouts
     run.residency.move(State.TRAIN)
     layers, topk = (len(shape.moe_layers), shape.topk) if run.engine.capture else (0, 0)
     problems = [
-        f"answer {rollout.prompt_id}/{rollout.sample_index}: {problem}"
+        f"rollout {rollout.prompt_id}/{rollout.sample_index}: {problem}"
         for rollout in rollouts
         for problem in _row_problems(rollout, layers, topk, shape.num_experts)
     ]
@@ -453,10 +451,13 @@ def check_engine_rows(context: DoctorContext) -> str:
     if problems:
         raise CheckFailed("; ".join(problems[:3]))
     if not run.engine.capture:
-        return f"{len(context.rollouts)} answers; routes are not captured (replay.mode {config.replay.mode})"
+        return (
+            f"{len(context.rollouts)} rollouts; routes are not captured (replay.mode "
+            f"{config.replay.mode})"
+        )
     rows = sum(len(rollout.routed_experts) for rollout in context.rollouts)
     return (
-        f"{len(context.rollouts)} answers, {rows} rows = tokens - 1 of top-{topk} in {layers} MoE "
+        f"{len(context.rollouts)} rollouts, {rows} rows = tokens - 1 of top-{topk} in {layers} MoE "
         "layers; "
         f"slots of {shape.num_layers - layers} dense layers dropped"
     )
@@ -476,9 +477,7 @@ def _row_problems(rollout: Rollout, layers: int, topk: int, experts: int) -> Ite
 
 
 def check_replay(context: DoctorContext) -> str:
-    """Scored with the engine's routes, its answers are at least as likely to the policy as with
-    live ones.
-    """
+    """Check that replaying the engine's routes does not raise the mismatch."""
     run = context.run
     policy, config, mesh = run.policy, run.config, run.mesh
     (batch,), _ = distribute(
@@ -492,25 +491,22 @@ def check_replay(context: DoctorContext) -> str:
         layers=policy.replay.layers,
     )
     live = panel(policy, mesh, policy.score(batch.micro_batches, mode="live"))
-    said = f"live k3 {live['k3']:.2e} max {live['abs_max']:.2e}"
+    text = f"live k3 {live['k3']:.2e} max {live['abs_max']:.2e}"
     if not run.engine.capture:
-        return said
+        return text
     replayed = panel(policy, mesh, policy.score(batch.micro_batches, mode="replay"))
-    said += (
+    text += (
         f"; replay k3 {replayed['k3']:.2e} max {replayed['abs_max']:.2e}; "
         f"live routing agrees in {replayed['agreement']:.2%} of slots"
     )
-    # Two figures of a small sample differ by chance; routes that belong to other tokens raise k3 by
-    # orders of magnitude.
+    # A small sample differs by chance; routes of other tokens raise k3 by orders of magnitude.
     if not replayed["k3"] <= 2 * live["k3"] + 1e-7:
-        raise CheckFailed(f"replaying the engine's routes raises the mismatch: {said}")
-    return said
+        raise CheckFailed(f"replaying the engine's routes raises the mismatch: {text}")
+    return text
 
 
 def check_memory(context: DoctorContext) -> str:
-    """What the engine holds awake is gone once it sleeps: one more round of the residency, with
-    nothing in between.
-    """
+    """Check that sleep frees the engine's memory: one more round of sync, generate and train."""
     run = context.run
     for state in (
         State.SYNC,
@@ -527,7 +523,10 @@ def check_memory(context: DoctorContext) -> str:
     if not freed > cache / 2:
         expected = f", its KV cache has {cache:g} GiB" if cache else ""
         raise CheckFailed(f"sleep frees {freed:.3f} GiB{expected}")
-    return f"sleep frees {least:.3f} GiB on every rank; {residue:.2f} GiB stay when both worlds are away"
+    return (
+        f"sleep frees {least:.3f} GiB on every rank; {residue:.2f} GiB stay while engine and "
+        "policy are put away"
+    )
 
 
 CHECKS = (
@@ -542,8 +541,8 @@ CHECKS = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Examine, say the findings line by line, end the process with 0 or 1."""
-    # Codes are read back as they were sent: no route may give way to a likelier one.
+    """Run all checks, print one line per check, end the process with 0 or 1."""
+    # Coded routes must not be replaced by likelier ones.
     config = with_values(
         cli.parse(sys.argv[1:] if argv is None else argv).config, {"replay.plausibility": 0.0}
     )
@@ -566,7 +565,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     for result in examine(context, CHECKS):
         results.append(result)
-        report(f"{'pass' if result.passed else 'FAIL'}  {result.name:18s}  {result.said}")
+        report(f"{'pass' if result.passed else 'FAIL'}  {result.name:18s}  {result.text}")
     failed = [result.name for result in results if not result.passed]
     report(
         f"{len(results) - len(failed)} of {len(results)} passed"

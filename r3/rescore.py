@@ -1,18 +1,13 @@
-"""Score a dumped step again, under any layout, with the routes of its rollouts and with live ones:
-the mismatch table.
+"""Score the rollouts of a dumped step again, with replayed and with live routes, in any layout.
 
     python -m r3.rescore RUN_DIR --step N [--weights DIR] [--section.field value ...]
-    torchrun --nproc_per_node 2 -m r3.rescore RUN_DIR --step 1 --parallel.ep 2
-    python -m r3.rescore RUN_DIR --step N --save       keep the figures of every token for r3.report
 
 Tokens, log-probabilities and routes come from `RUN_DIR/rollouts`, settings from its config.yaml
-with the flags laid over
-them, weights from where the run has those that sampled the step: its starting model, an export, a
-checkpoint, or `--weights DIR` (a Hugging Face folder or a checkpoint of r3). Only `--save` writes a
-file. No engine is
-built: the figures depend on the dump and the policy alone, so two layouts that differ in them
-compute two different policies. Exit code 2: the dump, its weights or the settings are not there or
-do not fit.
+with flags on top. Weights come from the run if it still has those that sampled the step (the
+starting model, an export, a checkpoint), or from `--weights DIR` (a Hugging Face folder or a
+checkpoint of r3). Only `--save` writes a file. No engine is built: the metrics depend only on the
+dump and the policy. If two layouts give different metrics, they compute two different policies.
+Exit code 2: the dump, its weights or the settings are missing or do not fit.
 """
 
 from __future__ import annotations
@@ -69,9 +64,7 @@ FIGURES = ("k3", "f2", "abs_mean", "abs_p99", "abs_max", "ess", "agreement")
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Where the weights of the dump's version lie: a Hugging Face folder, or a checkpoint to load
-    over one.
-    """
+    """Where the weights of the dump are: a Hugging Face folder, or a checkpoint loaded over one."""
 
     folder: Path
     is_checkpoint: bool
@@ -80,7 +73,7 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What is to be scored, checked."""
+    """A checked command line."""
 
     config: Config
     step: int
@@ -90,8 +83,10 @@ class Order:
 
 
 def parse(argv: Sequence[str]) -> Order:
-    """The order that a command line gives; raises ConfigError with everything that is wrong with
-    it.
+    """Parse a command line.
+
+    Raises:
+        ConfigError: with all mistakes.
     """
     parser = argparse.ArgumentParser(
         prog="r3.rescore",
@@ -202,9 +197,7 @@ def _weights(
     given: Path | None,
     problems: list[Problem],
 ) -> Weights | None:
-    """The weights that sampled the dump; None, and a problem that says what there is, when they are
-    not to be had.
-    """
+    """The weights that sampled the dump; None, and a problem, if they do not exist any more."""
     policy_versions = sorted({rollout.policy_version for rollout in rollouts})
     if len(policy_versions) > 1:
         rule = f"was sampled by several versions of the policy, {policy_versions}"
@@ -256,7 +249,9 @@ def _given_weights(folder: Path, policy_version: int, problems: list[Problem]) -
 
 
 def panel(policy: Policy, mesh: Mesh, scores: TokenScores) -> dict[str, float]:
-    """The mismatch figures of a pass over all ranks, and `agreement` when replaying. Collective."""
+    """Mismatch metrics of a pass over all ranks, and `agreement` with replay. All ranks must
+    call.
+    """
     partials: dict[str, Any] = {
         name.removeprefix("routing/"): part for name, part in routing_metrics(scores.ledger).items()
     }
@@ -273,9 +268,7 @@ def panel(policy: Policy, mesh: Mesh, scores: TokenScores) -> dict[str, float]:
 
 
 def share_out(rollouts: Sequence[Rollout], rank: int, size: int) -> list[Scored]:
-    """This rank's part of rollouts that every rank holds, numbered anew: a dump may lack some of
-    its step.
-    """
+    """This rank's share of rollouts that every rank has, numbered from 0."""
     return [
         Scored(index=index, rollout=rollouts[index], advantage=0.0)
         for index in range(rank, len(rollouts), size)
@@ -334,7 +327,7 @@ def save_scores(
 
 
 def table(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Aligned lines, a column a figure."""
+    """Aligned lines with one column per metric."""
     lines = [" ".join([f"{'':8s}", *(f"{name:>13s}" for name in FIGURES)])]
     for label, figures in rows.items():
         cells = [f"{figures[name]:13.6e}" if name in figures else f"{'-':>13s}" for name in FIGURES]
@@ -343,7 +336,7 @@ def table(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Score, print, end the process."""
+    """Score, print the table, end the process."""
     with refusing():
         order = parse(sys.argv[1:] if argv is None else argv)
     config, rollouts = order.config, order.rollouts

@@ -1,17 +1,15 @@
-"""Users' code beside the engine: in worker processes, in threads, or right here; bounded in time,
-retried, counted.
+"""Run users' code beside the engine: in worker processes, in threads, or directly.
 
     pool = Pool(Processes(2), timeout_s=10.0, retries=1)
-    pool.submit("a key", function, *arguments)     # for processes: of a module, with arguments that
-    can be pickled
-    for done in pool.poll(timeout_s=0.0):          # never waits longer, and never raises what the
-    function raised
+    pool.submit("a key", function, *arguments)  # processes need picklable functions and arguments
+    for done in pool.poll(timeout_s=0.0):
         done.key, done.value, done.failure
 
-One thread drives a pool, between steps of the engine. Work that computes belongs in processes: a
-busy thread makes the engine four to five times slower. A worker process that hangs or dies is
-replaced, and only its own call is lost; worker processes hold neither torch nor vllm, and die with
-their rank.
+Calls have a time limit and are retried; attempts, errors, time-outs and crashes are counted. `poll`
+never raises what the function raised. One thread drives a pool, between steps of the engine. Run
+CPU-bound code in processes: a busy thread makes the engine four to five times slower. A worker
+process that hangs or dies is replaced, and only its own call fails. Worker processes import neither
+torch nor vllm, and they die with their rank.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _LONGEST_BACKOFF_S = 60.0
 
 
 class CallError(Exception):
-    """What a call raises that knows whether trying again may help, and how long to wait before."""
+    """An error that says whether a retry may help, and how long to wait before it."""
 
     def __init__(self, text: str, *, again: bool = True, wait_s: float = 0.0) -> None:
         super().__init__(text)
@@ -56,7 +54,7 @@ class CallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a call has no value: it raised, ran out of time, or took its process down.
+    """Why a call has no value: an exception, a time-out, or the end of its process.
 
     `again`: whether trying again may help; `wait_s`: not before so many seconds (`CallError`).
     """
@@ -81,22 +79,22 @@ class WorkerError(RuntimeError):
 
 
 class Place(Protocol):
-    """Where calls run. Tokens name calls; a token is used once."""
+    """Where calls run. Each call has a token, which is used once."""
 
     def has_room(self) -> bool:
         """Whether a call can start now."""
 
     def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Begin a call."""
+        """Start a call."""
 
     def abandon(self, token: int) -> None:
-        """Stop a call, or at least forget it."""
+        """Stop a call, or at least ignore its result."""
 
     def collect(self, timeout_s: float) -> list[tuple[int, Any, Failure | None]]:
-        """Calls that ended, waiting at most so long for the first."""
+        """Calls that have ended; waits at most `timeout_s` for the first one."""
 
     def close(self) -> None:
-        """End everything that was started."""
+        """Stop everything that was started."""
 
 
 @dataclass(slots=True)
@@ -156,9 +154,7 @@ class Pool:
         self._later = [call for call in self._later if keep(call.key)]
 
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
-        """Calls that have ended; waits at most `timeout_s` for the first one, not at all when
-        nothing is outstanding.
-        """
+        """Calls that have ended; waits at most `timeout_s` for the first one."""
         until = time.monotonic() + timeout_s
         done: list[Done] = []
         while self.outstanding and not done:
@@ -182,7 +178,7 @@ class Pool:
         return done
 
     def close(self) -> None:
-        """End what was started; calls still outstanding are lost."""
+        """Stop everything that was started; outstanding calls are lost."""
         self.place.close()
         self._waiting.clear()
         self._later.clear()
@@ -221,7 +217,7 @@ class Pool:
 
 
 class Here:
-    """Calls run at once, in the caller's thread: for functions that take microseconds."""
+    """Runs calls directly in the caller's thread: for functions that take microseconds."""
 
     def __init__(self) -> None:
         self._ended: list[tuple[int, Any, Failure | None]] = []
@@ -233,7 +229,7 @@ class Here:
         self._ended.append((token, *_outcome(function, arguments)))
 
     def abandon(self, token: int) -> None:
-        """It has ended already."""
+        """Nothing to do: the call has ended already."""
 
     def collect(self, timeout_s: float) -> list[tuple[int, Any, Failure | None]]:
         ended, self._ended = self._ended, []
@@ -312,8 +308,9 @@ class Threads:
 
 
 async def _stop_loop() -> None:
-    """Cancel what still runs on this event loop and stop it once that has ended; asyncio complains
-    of tasks left pending.
+    """Cancel the tasks of this event loop and stop it when they have ended.
+
+    asyncio prints a complaint about tasks that are still pending when their loop stops.
     """
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
@@ -413,7 +410,9 @@ class Processes:
 
 
 def load(spec: str) -> Any:
-    """What `path/to/file.py:name` names. A file runs once in a process; it may raise anything."""
+    """Load the object `path/to/file.py:name`. A file runs once per process; it may raise
+    anything.
+    """
     file, _, name = spec.rpartition(":")
     path = Path(file).resolve()
     # A name that no other file has, and without dots, so that objects of its classes can be
@@ -458,9 +457,7 @@ def _failure(error: BaseException) -> Failure:
 
 
 def _spawn(preload: Sequence[str]) -> _Worker:
-    """A fresh interpreter, not a fork: nothing of torch, vllm or their threads and locks comes
-    along.
-    """
+    """Start a fresh interpreter, not a fork: torch, vllm, their threads and locks stay out."""
     ours, theirs = socket.socketpair()
     root = str(Path(__file__).resolve().parents[2])  # the folder that holds r3/
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -490,7 +487,7 @@ def _end(worker: _Worker) -> None:
 
 
 def serve(descriptor: int) -> None:
-    """A worker's life: load, say so, then answer calls until the other end closes."""
+    """Run a worker process: load, report, then serve calls until the connection closes."""
     connection = Connection(descriptor)
     parent, preload = connection.recv()
     die_with_parent(parent)

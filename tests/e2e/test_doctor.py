@@ -81,7 +81,7 @@ def test_broken_path_fails_with_exit_code_1(tmp_path: Path) -> None:
     assert (
         "FAILED: route path, sync" in done.stdout
     )  # float32: the proof of the sync replays, and sees it as well
-    assert "not asked: needs sync" in done.stdout
+    assert "skipped: needs sync" in done.stdout
 
 
 def test_known_answer_test_notices_every_fault_and_only_faults() -> None:
@@ -98,7 +98,7 @@ def test_known_answer_test_notices_every_fault_and_only_faults() -> None:
             assert "packed tokens and routes are not those that were sent" in said
         for name, said in found.items():
             assert "of 1688 (token, layer) slots were routed elsewhere" in said, f"{name}: {said}"
-            assert "its routes say experts" in said
+            assert "its routes are experts" in said
         wrong = {name: int(said.split()[1]) for name, said in found.items()}
         for name in ("rows shifted", "layers swapped", "routed live"):
             assert wrong[name] > 0.8 * 1688, f"{name}: {wrong[name]}"
