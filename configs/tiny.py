@@ -18,7 +18,7 @@ from r3.config import (
 
 
 def tiny() -> Config:
-    """A 1 M parameter Qwen3-MoE learns to write its steps: two CPU ranks, about a minute."""
+    """The demo: a 1 M parameter Qwen3-MoE learns to write its steps; two CPU ranks, a minute."""
     # Its routers are not decided: in bfloat16 the engine often chooses other experts than the policy would.
     # `launch/local.sh tiny --replay.mode off --log.dir runs/tiny-off` trains the same on live routes; `make compare`
     # does both.
@@ -40,7 +40,7 @@ def tiny() -> Config:
 
 
 def tiny_smoke() -> Config:
-    """tiny in a hurry, for tests: six steps at a higher learning rate, decided routers, float32."""
+    """A short run for tests: six steps at a higher learning rate, decided routers, float32."""
     base = tiny()
     return replace(
         base,
@@ -53,7 +53,7 @@ def tiny_smoke() -> Config:
 
 
 def tiny_tools() -> Config:
-    """Its sibling learns to call a calculator for every step: several turns, two CPU ranks, about a minute."""
+    """A second embedded model learns to call a calculator; several turns, two CPU ranks, a minute."""
     base = tiny()
     return replace(
         base,
