@@ -1,0 +1,235 @@
+"""The model families: what each architecture adds to the keys that all of them share in config.json.
+
+To add a family, write one function that returns fields of `ModelShape`, and one line in `FAMILIES`.
+Everything else follows from the shape: tensor names and sizes (r3/models/shape.py), Megatron's
+settings (r3/policy/build.py) and the conversion of weights (r3/policy/rules.py). A family with a
+part that no other one has (a new router, a new attention) needs a field of `ModelShape` too, and
+that part in r3/policy/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from r3.models.hf_config import HfConfig, ShapeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Sizes of DeepSeek's multi-head latent attention (arXiv 2405.04434).
+
+    Keys and values of all heads are computed from one small vector per token.
+
+    Attributes:
+        query_rank: size of the compressed query; 0 = queries are projected directly.
+        kv_rank: size of the vector that keys and values come from.
+        nope_size: dimensions of a query or key head without rotary position.
+        rope_size: dimensions of a query or key head with rotary position.
+        value_size: dimensions of a value head.
+    """
+
+    query_rank: int
+    kv_rank: int
+    nope_size: int
+    rope_size: int
+    value_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeNames:
+    """Tensor names of a MoE layer in the checkpoint, after `model.layers.N.`.
+
+    `{e}` is the number of the expert. An empty name: the family has no such tensor.
+    """
+
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts.{e}"
+    gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared_expert: str = "mlp.shared_experts"
+    shared_gate: str = ""
+    router_bias: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        model_type: as in config.json.
+        fields: reads the fields of `ModelShape` that are not common to all families.
+        norm_eps, rope_theta: values where config.json has none. transformers and vLLM have the
+            same defaults.
+    """
+
+    model_type: str
+    fields: Callable[[HfConfig], dict[str, Any]]
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+
+
+def _llama(_hf: HfConfig) -> dict[str, Any]:
+    """Llama (arXiv 2302.13971, 2307.09288): the plain dense decoder."""
+    return {}
+
+
+def _qwen2(_hf: HfConfig) -> dict[str, Any]:
+    """Qwen2 (arXiv 2407.10671): biases on queries, keys and values."""
+    return {"qkv_bias": True}
+
+
+def _qwen3(_hf: HfConfig) -> dict[str, Any]:
+    """Qwen3 (arXiv 2505.09388): queries and keys are normalised per head."""
+    return {"qk_norm": "head"}
+
+
+def _qwen_moe(hf: HfConfig) -> dict[str, Any]:
+    hf.only("scoring_func", "softmax")
+    dense, every = hf.values.get("mlp_only_layers") or (), hf.number("decoder_sparse_step", default=1)
+    num_layers = hf.number("num_hidden_layers")
+    return dict(
+        num_experts=hf.number("num_local_experts", "num_experts"),
+        topk=hf.number("num_experts_per_tok"),
+        moe_ffn_size=hf.number("moe_intermediate_size"),
+        # The default of transformers: save_pretrained may leave the key out.
+        norm_topk_prob=bool(hf.values.get("norm_topk_prob", False)),
+        moe_layers=tuple(i for i in range(num_layers) if i not in dense and (i + 1) % every == 0),
+    )
+
+
+def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
+    """Qwen3-MoE (arXiv 2505.09388): softmax router, no shared expert."""
+    return _qwen3(hf) | _qwen_moe(hf)
+
+
+def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
+    """Qwen2-MoE (arXiv 2407.10671): one shared expert behind a sigmoid gate."""
+    return _qwen_moe(hf) | dict(
+        qkv_bias=bool(hf.values.get("qkv_bias", True)),
+        shared_ffn_size=hf.number("shared_expert_intermediate_size"),
+        moe_names=MoeNames(shared_expert="mlp.shared_expert", shared_gate="mlp.shared_expert_gate"),
+    )
+
+
+def _olmoe(hf: HfConfig) -> dict[str, Any]:
+    """OLMoE (arXiv 2409.02060): q and k normalised over all heads together, plain gates."""
+    # vLLM has both values as constants (the second one for the norms of q and k).
+    hf.only("norm_topk_prob", False)
+    hf.only("rms_norm_eps", 1e-5)
+    hf.only("scoring_func", "softmax")
+    return dict(
+        qk_norm="all",
+        num_experts=hf.number("num_local_experts", "num_experts"),
+        topk=hf.number("num_experts_per_tok"),
+        moe_ffn_size=hf.number("intermediate_size"),
+        norm_topk_prob=False,
+        moe_layers=tuple(range(hf.number("num_hidden_layers"))),
+    )
+
+
+def _mixtral(hf: HfConfig) -> dict[str, Any]:
+    """Mixtral (arXiv 2401.04088): gates always renormalised, its own names for the MoE tensors."""
+    hf.refuse("sliding_window")
+    hf.only("scoring_func", "softmax")
+    return dict(
+        num_experts=hf.number("num_local_experts"),
+        topk=hf.number("num_experts_per_tok"),
+        moe_ffn_size=hf.number("intermediate_size"),
+        moe_layers=tuple(range(hf.number("num_hidden_layers"))),
+        moe_names=MoeNames(
+            router="block_sparse_moe.gate",
+            expert="block_sparse_moe.experts.{e}",
+            gate_up_down=("w1", "w3", "w2"),
+        ),
+    )
+
+
+def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
+    """DeepSeek-V3 (arXiv 2412.19437) and Moonlight: latent attention, sigmoid router with biases.
+
+    The expert bias moves the choice of experts, not their gates. It is a float32 buffer that R3
+    never changes. Multi-token-prediction layers are left out.
+    """
+    _check_latent_rope(hf)
+    # transformers knows no other values; vLLM takes softmax without biases unless told otherwise.
+    hf.must("scoring_func", "sigmoid")
+    hf.must("topk_method", "noaux_tc")
+    hf.only("norm_topk_prob", True)
+    hf.only("moe_layer_freq", 1)
+    hf.only("rope_interleave", True)
+    hf.only("num_key_value_heads", hf.values.get("num_attention_heads"))
+    num_experts = hf.number("num_local_experts", "n_routed_experts")
+    topk = hf.number("num_experts_per_tok")
+    groups, chosen = hf.number("n_group"), hf.number("topk_group")
+    if num_experts % groups or chosen > groups:
+        raise ShapeError(
+            f"{num_experts} experts do not make n_group {groups} groups of which topk_group "
+            f"{chosen} are chosen: n_group must divide the experts, topk_group must be <= n_group"
+        )
+    if chosen < groups and topk // chosen != 2:
+        raise ShapeError(
+            f"num_experts_per_tok {topk} // topk_group {chosen} must be 2, as in DeepSeek-V3: "
+            "Megatron rates a group by that many of its best experts, transformers and vLLM by "
+            "the best 2"
+        )
+    moe_ffn_size, num_layers = hf.number("moe_intermediate_size"), hf.number("num_hidden_layers")
+    latent = LatentAttention(
+        query_rank=hf.number("q_lora_rank", default=0),
+        kv_rank=hf.number("kv_lora_rank"),
+        nope_size=hf.number("qk_nope_head_dim"),
+        rope_size=hf.number("qk_rope_head_dim"),
+        value_size=hf.number("v_head_dim"),
+    )
+    return dict(
+        latent=latent,
+        num_kv_heads=hf.number("num_attention_heads"),
+        head_dim=latent.nope_size + latent.rope_size,
+        num_experts=num_experts,
+        topk=topk,
+        moe_ffn_size=moe_ffn_size,
+        shared_ffn_size=moe_ffn_size * hf.number("n_shared_experts"),
+        router_score="sigmoid",
+        # 2.5 is the default of transformers, which vLLM reads too.
+        router_scale=hf.real("routed_scaling_factor", default=2.5),
+        expert_groups=groups,
+        topk_groups=chosen,
+        moe_layers=tuple(range(hf.number("first_k_dense_replace", least=0), num_layers)),
+        moe_names=MoeNames(router_bias="mlp.gate.e_score_correction_bias"),
+        num_mtp_layers=hf.number("num_mtp_layers", "num_nextn_predict_layers", default=0, least=0),
+    )
+
+
+def _check_latent_rope(hf: HfConfig) -> None:
+    """Refuse the parts of YaRN that vLLM does not implement for latent attention."""
+    scaling = hf.rope_scaling()
+    if scaling is None:
+        return
+    if scaling.kind != "yarn":
+        raise ShapeError(
+            f"rope_type {scaling.kind!r} is not supported with latent attention, "
+            "only default and yarn are"
+        )
+    hf.rope.refuse("attention_factor")
+    hf.rope.only("truncate", True)
+    if scaling.attention_factor != 1.0:
+        mscale, all_dim = (hf.rope.values.get(key) for key in ("mscale", "mscale_all_dim"))
+        raise ShapeError(
+            f"mscale {mscale!r} and mscale_all_dim {all_dim!r} must be given and equal, "
+            "as in DeepSeek-V3: rotated and other parts of a head are scaled alike"
+        )
+
+
+FAMILIES: dict[str, Family] = {
+    "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", fields=_qwen3_moe),
+    "Qwen3ForCausalLM": Family(model_type="qwen3", fields=_qwen3),
+    "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", fields=_qwen2_moe),
+    "Qwen2ForCausalLM": Family(model_type="qwen2", fields=_qwen2),
+    "OlmoeForCausalLM": Family(model_type="olmoe", fields=_olmoe, norm_eps=1e-5),
+    "MixtralForCausalLM": Family(
+        model_type="mixtral", fields=_mixtral, norm_eps=1e-5, rope_theta=1e6
+    ),
+    "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3", fields=_deepseek_v3),
+    "LlamaForCausalLM": Family(model_type="llama", fields=_llama),
+}
+"""Architecture, as in config.json -> its family."""

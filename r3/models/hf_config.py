@@ -1,0 +1,149 @@
+"""Read config.json with checks: every key that is absent, invalid or not supported is named in the error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log
+from typing import Any, Literal
+
+
+class ShapeError(ValueError):
+    """config.json does not describe a model that R3 can train; the message names the key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are slowed down for a context longer than that of pre-training.
+
+    The formulas are in `r3.policy.rope`. A wavelength is classified by how often it fits into the
+    original context.
+
+    Attributes:
+        kind: `llama3` (Llama 3.1) or `yarn` (arXiv 2309.00071).
+        factor: the frequencies of long wavelengths are divided by it.
+        original: context length of pre-training, in tokens.
+        fast: wavelengths that fit at least this many times are unchanged.
+        slow: wavelengths that fit at most this many times are slowed by the whole factor.
+        truncate: YaRN: round the borders between the ranges to whole dimensions.
+        attention_factor: YaRN: multiplies cosine and sine.
+        mscale_all_dim: DeepSeek: temperature of the whole attention score, see `yarn_mscale`.
+    """
+
+    kind: Literal["llama3", "yarn"]
+    factor: float
+    original: int
+    fast: float
+    slow: float
+    truncate: bool = True
+    attention_factor: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+class HfConfig:
+    """The contents of a config.json. Every method raises `ShapeError` with the key and its value.
+
+    Attributes:
+        values: the parsed JSON object.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def number(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """Return the integer under the first of `names` that is present.
+
+        With a default, null counts as absent.
+        """
+        present = [self.values[name] for name in names if name in self.values]
+        value = present[0] if present else None
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or value < least:
+            kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise ShapeError(f"key {' or '.join(names)} must be {kind}, got {value!r}")
+        return value
+
+    def real(self, name: str, default: float | None = None) -> float:
+        """Return a number above 0. With a default, null and 0 count as absent."""
+        value = self.values.get(name)
+        if not value and default is not None:
+            return default
+        if not isinstance(value, int | float) or value is True or value <= 0:
+            raise ShapeError(f"key {name} must be a positive number, got {value!r}")
+        return float(value)
+
+    def refuse(self, *names: str) -> None:
+        """Raise an error if one of these keys is set."""
+        for name in names:
+            if self.values.get(name):
+                raise ShapeError(f"{name} is not supported yet")
+
+    def only(self, name: str, value: object) -> None:
+        """Raise an error if the key is given and has another value."""
+        given = self.values.get(name)
+        if given is not None and given != value:
+            raise ShapeError(f"{name} {given!r} is not supported, only {value!r} is")
+
+    def must(self, name: str, value: object) -> None:
+        """Raise an error unless the key is given with this value: vLLM has another default."""
+        if self.values.get(name) != value:
+            raise ShapeError(
+                f"{name} must be {value!r} in config.json, got {self.values.get(name)!r}"
+            )
+
+    @property
+    def rope(self) -> HfConfig:
+        """The section `rope_parameters`, which older files call `rope_scaling`."""
+        rope = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            raise ShapeError(
+                "rope_parameters that differ between kinds of layers are not supported"
+            )
+        return HfConfig(rope)
+
+    def rope_scaling(self) -> RopeScaling | None:
+        """Return the frequency scaling of a long context; None without one."""
+        rope, context = self.rope, self.number("max_position_embeddings")
+        kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+        if kind == "default":
+            return None
+        if kind not in ("llama3", "yarn"):
+            raise ShapeError(
+                f"rope_type {kind!r} is not supported, only default, llama3 and yarn are"
+            )
+        factor, original = rope.real("factor"), rope.number("original_max_position_embeddings")
+        if kind == "llama3":
+            fast, slow = rope.real("high_freq_factor"), rope.real("low_freq_factor")
+            if not slow < fast:
+                raise ShapeError(f"low_freq_factor {slow} must be below high_freq_factor {fast}")
+            return RopeScaling(
+                kind="llama3", factor=factor, original=original, fast=fast, slow=slow
+            )
+        if factor * original < context:
+            raise ShapeError(
+                f"factor {factor} * original_max_position_embeddings {original} is less than "
+                f"max_position_embeddings {context}: "
+                "the engine has no rotations for the last positions"
+            )
+        mscale = rope.real("mscale", default=0.0)
+        mscale_all_dim = rope.real("mscale_all_dim", default=0.0)
+        if mscale and mscale_all_dim:
+            usual = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+        else:
+            usual = yarn_mscale(factor, 1.0)
+        return RopeScaling(
+            kind="yarn",
+            factor=factor,
+            original=original,
+            fast=rope.real("beta_fast", default=32.0),
+            slow=rope.real("beta_slow", default=1.0),
+            truncate=bool(rope.values.get("truncate", True)),
+            attention_factor=rope.real("attention_factor", default=usual),
+            mscale_all_dim=mscale_all_dim,
+        )
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """Return 0.1 weight ln(factor) + 1, YaRN's attention temperature (arXiv 2309.00071, eq. 22)."""
+    return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
