@@ -18,8 +18,8 @@ import torch
 from r3.engine import sampling_seed
 from r3.handover.rollouts import pack_for
 from r3.models.hf_checkpoint import write_checkpoint
-from r3.policy.families.family import Kind
-from r3.policy.weights import HeadLayout, split, uncut
+from r3.policy.rules import Kind
+from r3.policy.weights import HeadLayout, join_shards, split
 from r3.rollout.codec import decode, encode
 from r3.rollout.scored import Scored
 from r3.rollout.single_turn import sample_single_turn
@@ -214,7 +214,7 @@ class WeightStream:
         )
         for name, first in self._tensors.items():
             parts = [self._cut(name, index) for index in range(first.count)]
-            full = uncut(first.kind, parts)
+            full = join_shards(first.kind, parts)
             if first.rows:
                 full = full[: first.rows]  # a vocabulary padded to the ranks
             yield from zip(first.hf, split(first.kind, full, self._heads), strict=True)

@@ -86,7 +86,10 @@ def _qwen3(_hf: HfConfig) -> dict[str, Any]:
 
 def _qwen_moe(hf: HfConfig) -> dict[str, Any]:
     hf.only("scoring_func", "softmax")
-    dense, every = hf.values.get("mlp_only_layers") or (), hf.number("decoder_sparse_step", default=1)
+    dense, every = (
+        hf.values.get("mlp_only_layers") or (),
+        hf.number("decoder_sparse_step", default=1),
+    )
     num_layers = hf.number("num_hidden_layers")
     return dict(
         num_experts=hf.number("num_local_experts", "num_experts"),

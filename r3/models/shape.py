@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -65,7 +65,7 @@ class ModelShape:
     expert_groups: int = 1
     topk_groups: int = 1
     moe_layers: tuple[int, ...] = ()
-    moe_names: MoeNames = MoeNames()
+    moe_names: MoeNames = field(default_factory=MoeNames)
     num_mtp_layers: int = 0
 
     @classmethod

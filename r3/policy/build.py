@@ -1,4 +1,4 @@
-"""Builds Megatron's GPTModel, its data-parallel wrapper and its optimizer from a Hugging Face config."""
+"""Build Megatron's GPTModel, its data-parallel wrapper and its optimizer from a `ModelShape`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -26,12 +27,19 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import Router
 
 from r3.config import Config, TrainConfig
-from r3.models.shape import ModelShape, yarn_mscale
+from r3.models.hf_config import yarn_mscale
+from r3.models.shape import ModelShape
 from r3.policy.context_parallel import ContextParallelAttention
-from r3.policy.families import FAMILIES, Family
 from r3.policy.logprobs import Head, ScoringGPT
 from r3.policy.memory import chained
-from r3.policy.modules import AllHeadsNorm, CausalAttention, decoder_spec
+from r3.policy.modules import (
+    AllHeadsNorm,
+    CausalAttention,
+    KeyHeadsNorm,
+    LatentNorm,
+    QueryHeadsNorm,
+    decoder_spec,
+)
 from r3.policy.rope import inverse_frequencies
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names, install
@@ -49,35 +57,36 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def transformer_config(config: Config, hf: Any, family: Family) -> TransformerConfig:
-    """Megatron's config of this model and layout.
+def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
+    """Return Megatron's config of this model and layout."""
+    kind = MLATransformerConfig if shape.latent else TransformerConfig
+    return kind(**megatron_settings(config, shape))
 
-    Fixed on purpose: no dropout; router scores, softmax and combine in float32; dropless all-to-all dispatch; no load
-    balancing loss (it would use the router's own top-k, not the replayed one); no fused router (it returns before replay is
-    asked). `calculate_per_token_loss` leaves normalisation to us: data-parallel ranks sum, and the loss already carries the
-    global denominator.
+
+def megatron_settings(config: Config, shape: ModelShape) -> dict[str, Any]:
+    """Return the keyword arguments of Megatron's TransformerConfig.
+
+    Fixed on purpose: no dropout; router scores, softmax and combine in float32; dropless all-to-all
+    dispatch; no load-balancing loss (it would use the router's own top-k, not the replayed one); no
+    fused router (it returns before it asks for replayed routes). `calculate_per_token_loss` leaves
+    normalisation to R3: data-parallel ranks sum, and the loss already has the global denominator.
     """
+    return _layout_settings(config, shape) | _model_settings(shape)
+
+
+def _layout_settings(config: Config, shape: ModelShape) -> dict[str, Any]:
+    """Precision, parallelism and kernels: what does not depend on the family."""
     parallel, dtype = config.parallel, _DTYPES[config.model.dtype]
-    arguments: dict[str, Any] = dict(
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.intermediate_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
-        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        layernorm_epsilon=hf.rms_norm_eps,
-        normalization="RMSNorm",
+    settings: dict[str, Any] = dict(
         add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
-        variable_seq_lengths=parallel.pp
-        > 1,  # packed micro-batches differ in length; stages exchange shapes
-        # Set for dense models too: Megatron's default, allgather, refuses variable lengths even without experts.
+        # Packed micro-batches differ in length: stages exchange shapes.
+        variable_seq_lengths=parallel.pp > 1,
+        # For dense models too: Megatron's default, allgather, refuses variable lengths.
         moe_token_dispatcher_type="alltoall",
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
@@ -86,7 +95,8 @@ def transformer_config(config: Config, hf: Any, family: Family) -> TransformerCo
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
-        perform_initialization=False,  # every tensor is loaded from the checkpoint
+        # Every tensor is loaded from the checkpoint.
+        perform_initialization=False,
         tensor_model_parallel_size=parallel.tp,
         sequence_parallel=parallel.tp > 1,
         pipeline_model_parallel_size=parallel.pp,
@@ -95,50 +105,128 @@ def transformer_config(config: Config, hf: Any, family: Family) -> TransformerCo
         **_RECOMPUTE[config.model.recompute],
     )
     if parallel.pp > 1:
-        pieces = [["decoder"] * len(layers) for layers in parallel.pieces(hf.num_hidden_layers)]
+        pieces = [["decoder"] * len(layers) for layers in parallel.pieces(shape.num_layers)]
         pieces[0].insert(0, "embedding")
         pieces[-1].append("loss")
-        arguments["pipeline_model_parallel_layout"] = pieces
-        # By default Megatron synchronises the device after every exchange, against a race in batched sends of old torch
-        # versions. The exchange is waited for in either case.
-        arguments["batch_p2p_sync"] = False
+        settings["pipeline_model_parallel_layout"] = pieces
+        # By default Megatron synchronises the device after every exchange, against a race in the
+        # batched sends of old torch versions. The exchange is waited for in either case.
+        settings["batch_p2p_sync"] = False
     if parallel.vpp > 1:
-        # With two stages, next and previous are one rank: batched sends to it pass each other, silently wrong. Megatron-LM's
-        # own command line asks for this too; the library does not.
-        arguments |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        # With two stages, next and previous are one rank: batched sends to it pass each other and
+        # give wrong results without an error. Megatron-LM's command line sets this; the library
+        # does not.
+        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.etp:
-        arguments["expert_tensor_parallel_size"] = parallel.etp
-    specific = family.megatron(hf)
-    if "num_moe_experts" in specific:
-        arguments |= dict(
-            moe_aux_loss_coeff=0.0,
-            moe_router_load_balancing_type="none",
-            moe_router_dtype="fp32",
-            moe_enable_routing_replay=True,  # makes routers ask; who answers is decided by r3.routing.replay
+        settings["expert_tensor_parallel_size"] = parallel.etp
+    return settings
+
+
+def _model_settings(shape: ModelShape) -> dict[str, Any]:
+    """Sizes and architecture of the model."""
+    settings: dict[str, Any] = dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=shape.norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm != "none",
+    )
+    if latent := shape.latent:
+        settings |= dict(
+            multi_latent_attention=True,
+            qk_layernorm=True,
+            q_lora_rank=latent.query_rank or None,
+            kv_lora_rank=latent.kv_rank,
+            qk_head_dim=latent.nope_size,
+            qk_pos_emb_head_dim=latent.rope_size,
+            v_head_dim=latent.value_size,
+            kv_channels=latent.value_size,
+            rope_type="rope",
+            rotary_base=shape.rope_theta,
+            rotary_percent=1.0,
         )
-    kind = MLATransformerConfig if specific.get("multi_latent_attention") else TransformerConfig
-    return kind(**(arguments | specific))
+    if not shape.moe_layers:
+        return settings
+    settings |= dict(
+        num_moe_experts=shape.num_experts,
+        moe_router_topk=shape.topk,
+        moe_ffn_hidden_size=shape.moe_ffn_size,
+        moe_router_score_function=shape.router_score,
+        # Renormalising the top k after a softmax over all experts is a softmax over the k logits.
+        moe_router_pre_softmax=shape.router_score == "softmax" and not shape.norm_topk_prob,
+        moe_router_topk_scaling_factor=None if shape.router_scale == 1 else shape.router_scale,
+        moe_aux_loss_coeff=0.0,
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        # Routers ask for their routes; r3.routing.replay decides who answers.
+        moe_enable_routing_replay=True,
+    )
+    if len(shape.moe_layers) < shape.num_layers:
+        is_moe = [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]
+        settings["moe_layer_freq"] = is_moe
+    if shape.shared_ffn_size:
+        settings["moe_shared_expert_intermediate_size"] = shape.shared_ffn_size
+        settings["moe_shared_expert_gate"] = bool(shape.moe_names.shared_gate)
+    if shape.moe_names.router_bias:
+        # Megatron would shift the biases after every update to balance the load, away from those
+        # that the engine routes with.
+        settings |= {
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+        }
+    if shape.topk_groups < shape.expert_groups:
+        settings["moe_router_num_groups"] = shape.expert_groups
+        settings["moe_router_group_topk"] = shape.topk_groups
+    return settings
+
+
+def _attention_modules(shape: ModelShape) -> dict[str, type]:
+    """Parts of Megatron's self-attention, by field name, that this model replaces."""
+    if shape.latent:
+        return {
+            # Replicated. Sharded by columns, as upstream, the gradient of k's rotary part is not
+            # summed over tp.
+            "linear_q_down_proj": Linear,
+            "linear_kv_down_proj": Linear,
+            "q_layernorm": LatentNorm,
+            "kv_layernorm": LatentNorm,
+        }
+    if shape.qk_norm == "all":
+        return {"q_layernorm": QueryHeadsNorm, "k_layernorm": KeyHeadsNorm}
+    return {}
 
 
 def build_chunks(
-    config: Config, hf: Any, megatron: TransformerConfig, mesh: Mesh, device: Device
+    config: Config, shape: ModelShape, megatron: TransformerConfig, mesh: Mesh, device: Device
 ) -> list[Any]:
-    """This rank's model chunks (one, or `parallel.vpp` in an interleaved pipeline), empty. All ranks must call."""
+    """Build this rank's model chunks with uninitialised weights. All ranks must call.
+
+    Returns:
+        One chunk, or `parallel.vpp` chunks in an interleaved pipeline.
+    """
     install()  # the imports above may have brought Megatron modules that are not rebound yet
     if config.parallel.vpp == 1:
-        return [_build_chunk(config, hf, megatron, mesh, device)]
-    return [_build_chunk(config, hf, megatron, mesh, device, i) for i in range(config.parallel.vpp)]
+        return [_build_chunk(config, shape, megatron, mesh, device)]
+    return [
+        _build_chunk(config, shape, megatron, mesh, device, i) for i in range(config.parallel.vpp)
+    ]
 
 
 def _build_chunk(
     config: Config,
-    hf: Any,
+    shape: ModelShape,
     megatron: TransformerConfig,
     mesh: Mesh,
     device: Device,
     vp_stage: int | None = None,
 ) -> Any:
-    rope = getattr(hf, "rope_parameters", None) or {}
     piece = (vp_stage or 0) * mesh.pp.size + mesh.pp.rank
     model = ScoringGPT(
         megatron,
@@ -146,15 +234,16 @@ def _build_chunk(
             megatron,
             grouped_experts=config.model.experts == "grouped",
             attention=ContextParallelAttention if config.parallel.cp > 1 else CausalAttention,
-            of_family=FAMILIES[hf.model_type].attention,
+            replaced=_attention_modules(shape),
             vp_stage=vp_stage,
         ),
-        # Every tp rank holds equally many rows; what is padded is masked out of the softmax (r3.policy.logprobs).
-        vocab_size=-(-hf.vocab_size // mesh.tp.size) * mesh.tp.size,
-        max_sequence_length=hf.max_position_embeddings,
+        # Every tp rank has equally many rows. Padding is masked out of the softmax
+        # (r3.policy.logprobs).
+        vocab_size=-(-shape.vocab_size // mesh.tp.size) * mesh.tp.size,
+        max_sequence_length=shape.max_position_embeddings,
         position_embedding_type="rope",
-        rotary_base=rope.get("rope_theta", 10000.0),
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        rotary_base=shape.rope_theta,
+        share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
         pre_process=piece == 0,
         post_process=piece == mesh.pp.size * config.parallel.vpp - 1,
@@ -163,7 +252,7 @@ def _build_chunk(
     )
     model.head = Head(
         axis=mesh.tp,
-        vocab_size=hf.vocab_size,
+        vocab_size=shape.vocab_size,
         temperature=config.rollout.temperature,
         chunk_tokens=config.train.logprob_chunk_tokens,
         fp32=config.model.fp32_head,

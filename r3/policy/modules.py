@@ -64,6 +64,17 @@ class RMSNorm(nn.Module):
         return self.weight * x32.to(x.dtype)
 
 
+class LatentNorm(RMSNorm):
+    """Norm of the compressed queries, keys and values of latent attention.
+
+    DeepSeek's own code leaves epsilon at 1e-6 whatever rms_norm_eps is. (Moonlight has 1e-5, which
+    vLLM uses here too: on latents of usual size the difference is below bfloat16 rounding.)
+    """
+
+    def __init__(self, config: Any, hidden_size: int, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps=1e-6)
+
+
 class AllHeadsNorm(nn.Module):
     """Root-mean-square norm over all heads together, of which each tensor parallel rank holds some: `[..., heads, d]`.
 
@@ -343,13 +354,17 @@ def decoder_spec(
     *,
     grouped_experts: bool,
     attention: type[CausalAttention] = CausalAttention,
-    of_family: Mapping[str, type] | None = None,
+    replaced: Mapping[str, type] | None = None,
     vp_stage: int | None = None,
 ) -> Any:
-    """Megatron's local decoder spec with our norm, the given attention and, when asked, grouped experts.
+    """Return Megatron's local decoder spec with R3's norm, attention and, if asked, experts.
 
-    `of_family` are the parts of self-attention that are other modules in this family; `vp_stage` numbers the pieces of the
-    model on this pipeline rank, where there are several.
+    Args:
+        config: Megatron's TransformerConfig.
+        grouped_experts: run experts as one grouped matrix product.
+        attention: class of the core attention.
+        replaced: parts of self-attention, by field name, that are other modules in this model.
+        vp_stage: number of the model chunk on this pipeline rank; None without virtual stages.
     """
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
@@ -362,7 +377,7 @@ def decoder_spec(
         projections.core_attention = attention
         if config.qk_layernorm and not config.multi_latent_attention:
             projections.q_layernorm = projections.k_layernorm = RMSNorm
-        for name, module in (of_family or {}).items():
+        for name, module in (replaced or {}).items():
             setattr(projections, name, module)
         # Megatron 0.16 describes the layer by a ModuleSpec, from 0.18 on by functools.partial.
         is_spec = isinstance(parts.mlp, ModuleSpec)

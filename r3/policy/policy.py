@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from transformers import AutoConfig
 
 from r3.algo.loss import CORRECTIONS, LOSSES, Bounds, Sequences, aggregate, correct, kl_penalty
 from r3.algo.packing import filler_micro_batch
@@ -20,7 +19,6 @@ from r3.metrics.reduce import Mean, PerLayer
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.policy.build import build_chunks, learning_rate, scale_rope, transformer_config, wrap
-from r3.policy.families import FAMILIES
 from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.memory import TrainingMemory, chained
 from r3.policy.modules import packed_params
@@ -67,14 +65,12 @@ class Policy:
     def __init__(self, config: Config, device: Device, mesh: Mesh, shape: ModelShape) -> None:
         """Build the shard and fill it from `config.model.path`. All ranks must call at the same place."""
         self.config, self.device, self.mesh, self.shape = config, device, mesh, shape
-        self.family = FAMILIES[shape.model_type]
-        hf = AutoConfig.from_pretrained(config.model.path)
-        self.megatron = transformer_config(config, hf, self.family)
+        self.megatron = transformer_config(config, shape)
         self.heads = HeadLayout(
             queries_per_group=shape.num_heads // shape.num_kv_heads,
             head_dim=shape.head_dim,
         )
-        chunks = build_chunks(config, hf, self.megatron, mesh, device)
+        chunks = build_chunks(config, shape, self.megatron, mesh, device)
         scale_rope(chunks, shape)
         self.replay: Replay = attach_replay(
             chunks, shape.moe_layers, mesh.pp, plausibility=config.replay.plausibility
@@ -83,9 +79,7 @@ class Policy:
         self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
         self._frozen = trainable.frozen
         self.chunks = chunks
-        self.slots: list[Slot] = slots(
-            chunks, self.family, mesh, hf_shapes=shape.tensor_shapes, tied=shape.tied
-        )
+        self.slots: list[Slot] = slots(chunks, shape, mesh)
         with CheckpointReader(config.model.path) as reader:
             reader.require(shape)
             load(self.slots, reader.read, self.heads)

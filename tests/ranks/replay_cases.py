@@ -14,6 +14,7 @@ from r3.config import Config
 from r3.handover.rollouts import distribute
 from r3.metrics.mismatch import mismatch
 from r3.metrics.reduce import Mean
+from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.updates import train_on
 from r3.routing.replay import Replay, RouterTap, attach_replay, routing_metrics
@@ -74,39 +75,35 @@ def model_of(
     experts: str = "grouped",
     plausibility: float = 0.0,
 ) -> Model:
-    """Build it with random weights; `options` are those of the router, or of the model's type."""
-    from transformers import Qwen3MoeConfig
+    """Build it with random weights; `options` are Megatron's settings of the router."""
+    from megatron.core.transformer import TransformerConfig
 
-    from r3.policy.build import build_chunks, transformer_config
-    from r3.policy.families import Family
+    from r3.policy.build import build_chunks, megatron_settings
 
-    hf = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=FFN,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-    )
-    specific = {
-        "num_moe_experts": EXPERTS,
-        "moe_router_topk": TOPK,
-        "moe_ffn_hidden_size": FFN,
-        "moe_layer_freq": [0, 1, 1],
-        "moe_shared_expert_intermediate_size": FFN,
-    } | options
-    family = Family(
-        model_type="any",
+    shape = ModelShape(
         architecture="any",
-        megatron=lambda _hf: specific,
-        layer={},
-        expert={},
-        top={},
+        model_type="any",
+        num_layers=3,
+        hidden_size=HIDDEN,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        ffn_size=FFN,
+        vocab_size=VOCAB,
+        max_position_embeddings=256,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        norm_eps=1e-6,
+        tied=False,
+        num_experts=EXPERTS,
+        topk=TOPK,
+        moe_ffn_size=FFN,
+        shared_ffn_size=FFN,
+        moe_layers=(1, 2),
     )
     config = tiny_config(model={"experts": experts})
-    (chunk,) = build_chunks(config, hf, transformer_config(config, hf, family), mesh, device)
+    megatron = TransformerConfig(**(megatron_settings(config, shape) | options))
+    (chunk,) = build_chunks(config, shape, megatron, mesh, device)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in chunk.named_parameters():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from r3 import assets
-from r3.policy.weights import uncut
+from r3.policy.weights import join_shards
 from tests.families import family_checkpoint
 from tests.ranks import cases
 from tests.tiny import random_checkpoint
@@ -73,7 +73,7 @@ def _merged(files: list[Path]) -> dict[str, torch.Tensor]:
             parts.setdefault(tensor, {})[index] = value
             kinds[tensor] = kind
     return {
-        tensor: uncut(kinds[tensor], [cuts[i] for i in sorted(cuts)])
+        tensor: join_shards(kinds[tensor], [cuts[i] for i in sorted(cuts)])
         for tensor, cuts in parts.items()
     }
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from r3 import assets
 from r3.models.hf_checkpoint import CheckpointReader, write_checkpoint
-from r3.policy.families.family import Kind
-from r3.policy.weights import HeadLayout, Slot, load, split, uncut
+from r3.policy.rules import Kind
+from r3.policy.weights import HeadLayout, Slot, join_shards, load, split
 
 pytestmark = pytest.mark.unit
 
@@ -47,7 +47,6 @@ def _slot(kind: Kind, names: list[str], tensor: torch.Tensor, index: int, count:
         count=count,
         tensor=tensor,
         rows=0,
-        is_expert=False,
     )
 
 
@@ -74,7 +73,7 @@ def test_every_cut_is_read_by_itself_and_together_they_are_the_tensors(
                 )
                 assert reader.largest_read <= held.nbytes
             cuts.append(held)
-        whole = split(kind, uncut(kind, cuts), HEADS)
+        whole = split(kind, join_shards(kind, cuts), HEADS)
         assert all(
             torch.equal(one, other) for one, other in zip(whole, tensors.values(), strict=True)
         )

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from r3.models.shape import ARCHITECTURES, ModelShape, RopeScaling, ShapeError, checkpoint_tensors
+from r3.models import families
+from r3.models.shape import ModelShape, RopeScaling, ShapeError, checkpoint_tensors
+from r3.policy.rules import conversion_rules
 from tests.families import FAMILIES, MOE_FAMILIES, family_checkpoint
 
 pytestmark = pytest.mark.unit
@@ -27,8 +29,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_every_known_architecture_is_tried_here() -> None:
     assert {model_type for model_type, _ in FAMILIES.values()} == {
-        name for name, _ in ARCHITECTURES.values()
+        family.model_type for family in families.FAMILIES.values()
     }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversion_rules_name_every_tensor_of_the_checkpoint(
+    name: str, folders: dict[str, Path]
+) -> None:
+    shape = ModelShape.read(folders[name])
+    rules = conversion_rules(shape)
+    named = {hf for rule in rules.top.values() for hf in rule.hf}
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        named |= {prefix + hf for rule in rules.layer.values() for hf in rule.hf}
+        named |= {
+            prefix + hf.format(e=expert)
+            for rule in rules.expert.values()
+            for hf in rule.hf
+            for expert in range(shape.num_experts)
+        }
+    # Layers differ (dense or MoE, queries compressed or not): a rule may have no tensor in some.
+    assert shape.tensor_shapes.keys() <= named
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -65,16 +87,18 @@ def test_facts_that_are_not_sizes_of_tensors_are_read_as_transformers_reads_them
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rope_without_theta_takes_the_default_of_transformers(
+def test_rope_theta_and_norm_eps_default_as_in_transformers(
     name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     from transformers import AutoConfig
 
     hf = json.loads((folders[name] / "config.json").read_text())
     del hf["rope_parameters"]["rope_theta"]
+    del hf["rms_norm_eps"]
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    theirs = AutoConfig.from_pretrained(tmp_path)
-    assert ModelShape.from_hf(hf).rope_theta == theirs.rope_parameters["rope_theta"]
+    ours, theirs = ModelShape.from_hf(hf), AutoConfig.from_pretrained(tmp_path)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.norm_eps == theirs.rms_norm_eps
 
 
 def test_rope_keys_of_published_files_are_read_under_both_their_names(
