@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from r3.algo.loss import CORRECTIONS, LOSSES, Bounds, Sequences, aggregate, correct, kl_penalty
 from r3.algo.packing import filler_micro_batch
-from r3.config import AlgoConfig, Config
+from r3.config import Config
 from r3.metrics.mismatch import mismatch
 from r3.metrics.reduce import Mean, PerLayer
 from r3.models.hf_checkpoint import CheckpointReader
@@ -22,11 +21,12 @@ from r3.policy.build import build_chunks, learning_rate, scale_rope, transformer
 from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.memory import TrainingMemory, chained
 from r3.policy.modules import packed_params
+from r3.policy.objective import policy_loss
 from r3.policy.weights import HeadLayout, Slot, load, slots
 from r3.routing.replay import Mode, Replay, ReplayLedger, attach_replay, routing_metrics
 from r3.runtime.device import Device, SharedTensor, share, to_host
 from r3.runtime.device_cpu import cuda_type_names
-from r3.runtime.mesh import Axis, Mesh
+from r3.runtime.mesh import Mesh
 from r3.types import Batch, MicroBatch, Update
 
 
@@ -264,7 +264,6 @@ class Policy:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        algo = self.config.algo
         seen: list[dict[str, torch.Tensor]] = []
 
         def loss_of(number: int, tokens: LocalTokens, scores_2N: torch.Tensor) -> torch.Tensor:
@@ -272,15 +271,7 @@ class Policy:
             old_N = logprobs_N.detach() if old_logprobs is None else old_logprobs[number]
             reference_N = reference_logprobs[number] if reference_logprobs is not None else None
             loss, stats = policy_loss(
-                algo,
-                logprobs_N,
-                old_N,
-                reference_N,
-                tokens,
-                self.mesh.cp,
-                num_loss_tokens=batch.num_loss_tokens,
-                num_sequences=batch.num_sequences,
-                max_response_tokens=self.config.rollout.max_response_tokens,
+                self.config, batch, tokens, self.mesh.cp, logprobs_N, old_N, reference_N
             )
             seen.append(
                 stats
@@ -435,63 +426,6 @@ class Policy:
         self.mesh.dp_cp.all_reduce(squares)
         self.mesh.pp.all_reduce(squares)
         return float(squares.sqrt())
-
-
-def policy_loss(
-    algo: AlgoConfig,
-    logprobs_N: torch.Tensor,
-    old_logprobs_N: torch.Tensor,
-    reference_logprobs_N: torch.Tensor | None,
-    tokens: LocalTokens,
-    cp: Axis,
-    *,
-    num_loss_tokens: int,
-    num_sequences: int,
-    max_response_tokens: int,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A micro-batch's share of the batch's loss, and per-token statistics. All ranks of `cp` must call: they share sequences.
-
-    loss = aggregate( w_t * L_t + kl_coef * KL_t ), w_t = importance weight against the engine where asked.
-    """
-    sequences = Sequences(tokens.cu_seqlens, cp.all_reduce)
-    loss_N, clipped_N = LOSSES[algo.loss](
-        logprobs_N,
-        # Bypass: the engine's own log-probabilities take the place of the old policy's, so that r = pi / mu.
-        tokens.rollout_logprobs_N if algo.correction == "bypass" else old_logprobs_N,
-        tokens.advantages_N,
-        rollout_logprobs_N=tokens.rollout_logprobs_N,
-        loss_mask_N=tokens.loss_mask_N,
-        sequences=sequences,
-        bounds=Bounds(algo.clip_low, algo.clip_high, algo.clip_dual, algo.minirl_cap),
-    )
-    stats = {"clipped": clipped_N.float()}
-    if algo.correction in CORRECTIONS:
-        usual = CORRECTIONS[algo.correction]
-        weights_N, cut_N = correct(
-            usual._replace(
-                low=algo.correction_low or usual.low, high=algo.correction_high or usual.high
-            ),
-            old_logprobs_N,
-            tokens.rollout_logprobs_N,
-            tokens.loss_mask_N,
-            sequences,
-        )
-        loss_N = loss_N * weights_N
-        stats |= {"weight": weights_N, "cut": cut_N.float()}
-    if reference_logprobs_N is not None:
-        kl_N = kl_penalty(logprobs_N, reference_logprobs_N, estimator=algo.kl_estimator)
-        loss_N = loss_N + algo.kl_coef * kl_N
-        stats["kl"] = kl_N.detach()
-    loss = aggregate(
-        loss_N,
-        tokens.loss_mask_N,
-        tokens.sequence_weights_N,
-        kind=algo.aggregation,
-        num_loss_tokens=num_loss_tokens,
-        num_sequences=num_sequences,
-        max_response_tokens=max_response_tokens,
-    )
-    return loss, stats
 
 
 def consumed_rows(ledger: ReplayLedger, num_layers: int) -> dict[str, Any]:

@@ -14,24 +14,30 @@ from r3.handover.rollouts import distribute, pack_for
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.layout import local_tokens, zigzag_rows
-from r3.policy.policy import policy_loss
+from r3.policy.objective import policy_loss
 from r3.policy.updates import take_kl_from_reward
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
+from r3.types import Batch
 from tests.ranks.cases import LENGTHS, batches_of, build
 from tests.tiny import random_rollouts, tiny_config
 
 
 def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
     """Loss, gradient and counts of every loss and correction over one micro-batch whose sequences are cut `cp` ways."""
-    config = tiny_config(parallel={"cp": cp})
+    config = tiny_config(parallel={"cp": cp}, rollout={"max_response_tokens": 50})
     mesh, shape = build_mesh(device, config.parallel), ModelShape.read(config.model.path)
     scored = [
         Scored(index=index, rollout=rollout, advantage=(-1.0) ** index * (0.5 + index))
         for index, rollout in enumerate(random_rollouts(shape, LENGTHS))
     ]
     micro_batch = pack_for(mesh, shape, scored, num_layers=len(shape.moe_layers))
+    batch = Batch(
+        micro_batches=(micro_batch,),
+        num_loss_tokens=int(micro_batch.loss_mask_N.sum()),
+        num_sequences=len(scored),
+    )
     tokens = local_tokens(micro_batch, mesh, device.torch)
     # Policies near the engine's, made of what travels with the token and so the same in every layout.
     mu_N = micro_batch.rollout_logprobs_N
@@ -44,17 +50,8 @@ def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
 
     def measure(name: str, old_N: torch.Tensor, **settings: Any) -> None:
         logprobs_N = now_N.clone().requires_grad_()
-        loss, stats = policy_loss(
-            replace(config.algo, **settings),
-            logprobs_N,
-            old_N,
-            None,
-            tokens,
-            mesh.cp,
-            num_loss_tokens=int(micro_batch.loss_mask_N.sum()),
-            num_sequences=len(scored),
-            max_response_tokens=50,
-        )
+        changed = replace(config, algo=replace(config.algo, **settings))
+        loss, stats = policy_loss(changed, batch, tokens, mesh.cp, logprobs_N, old_N)
         (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
         on_N = tokens.loss_mask_N
         figures = {

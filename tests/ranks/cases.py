@@ -252,7 +252,7 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
     """The same loss from one padded dense forward: an independent path through attention, packing and log-probabilities."""
     from r3.metrics.reduce import Mean
     from r3.policy.layout import local_tokens
-    from r3.policy.policy import policy_loss
+    from r3.policy.objective import policy_loss
 
     for chunk in policy.wrapped:
         chunk.zero_grad_buffer()
@@ -274,16 +274,9 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
                 [logits_bsV[row, : end - start] for row, (start, end) in enumerate(borders)]
             )
             logprobs_N = logits_NV.log_softmax(-1).gather(-1, micro_batch.targets_N[:, None])[:, 0]
+            tokens_N = local_tokens(micro_batch, policy.mesh, policy.device.torch)
             loss, _ = policy_loss(
-                policy.config.algo,
-                logprobs_N,
-                logprobs_N.detach(),
-                None,
-                local_tokens(micro_batch, policy.mesh, policy.device.torch),
-                policy.mesh.cp,
-                num_loss_tokens=batch.num_loss_tokens,
-                num_sequences=batch.num_sequences,
-                max_response_tokens=policy.config.rollout.max_response_tokens,
+                policy.config, batch, tokens_N, policy.mesh.cp, logprobs_N, logprobs_N.detach()
             )
             loss.backward()
             total += float(loss)

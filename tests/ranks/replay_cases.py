@@ -720,16 +720,10 @@ def consistency(device: Device, *, model: str, ep: int) -> dict[str, Any]:
     real = module.policy_loss
 
     def watched(
-        algo: Any,
-        logprobs_N: Any,
-        old_N: Any,
-        reference_N: Any,
-        tokens: Any,
-        *rest: Any,
-        **kwargs: Any,
+        config: Any, batch: Any, tokens: Any, cp: Any, logprobs_N: Any, old_N: Any, *rest: Any
     ) -> Any:
         ratios.append((logprobs_N.detach() - old_N).exp()[tokens.loss_mask_N > 0])
-        return real(algo, logprobs_N, old_N, reference_N, tokens, *rest, **kwargs)
+        return real(config, batch, tokens, cp, logprobs_N, old_N, *rest)
 
     module.policy_loss = watched
     found: dict[str, Any] = {}
@@ -980,7 +974,7 @@ def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0
     """Forward all four micro-batches, then backward in this order, or (None) all in one backward pass."""
     from r3.policy.layout import local_tokens
     from r3.policy.modules import packed_params
-    from r3.policy.policy import policy_loss
+    from r3.policy.objective import policy_loss
 
     for chunk in policy.wrapped:
         chunk.zero_grad_buffer()
@@ -998,15 +992,7 @@ def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0
                 packed_seq_params=packed_params(micro_batch.cu_seqlens, policy.device.torch),
             )
             loss, _ = policy_loss(
-                policy.config.algo,
-                logprobs_N,
-                logprobs_N.detach(),
-                None,
-                tokens,
-                policy.mesh.cp,
-                num_loss_tokens=batch.num_loss_tokens,
-                num_sequences=batch.num_sequences,
-                max_response_tokens=policy.config.rollout.max_response_tokens,
+                policy.config, batch, tokens, policy.mesh.cp, logprobs_N, logprobs_N.detach()
             )
             losses.append(loss)
         for loss in [sum(losses)] if order is None else [losses[i] for i in order]:

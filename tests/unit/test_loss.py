@@ -15,6 +15,7 @@ from r3.algo.loss import (
     LOSSES,
     Bounds,
     Correction,
+    LossInputs,
     Sequences,
     aggregate,
     cispo,
@@ -55,14 +56,31 @@ def random_batch(seed: int, num_tokens: int = 60) -> dict[str, Any]:
     }
 
 
-def around(batch: dict[str, Any], bounds: Bounds = BOUNDS) -> dict[str, Any]:
-    """What a loss is told besides the policy, the old policy and advantages; the engine is the old policy."""
-    return {
+def inputs_of(batch: dict[str, Any], **changes: Any) -> LossInputs:
+    """The batch as inputs of a loss; the engine's log-probabilities are those of the old policy."""
+    given: dict[str, Any] = {
+        "logprobs_N": batch["logprobs_N"],
+        "old_logprobs_N": batch["old_N"],
         "rollout_logprobs_N": batch["old_N"],
+        "advantages_N": batch["advantages_N"],
         "loss_mask_N": batch["mask_N"],
         "sequences": Sequences(batch["cu_seqlens"]),
-        "bounds": bounds,
     }
+    return LossInputs(**(given | changes))
+
+
+def mismatch_inputs(
+    old_N: Tensor, rollout_N: Tensor, mask_N: Tensor, cu_seqlens: tuple[int, ...]
+) -> LossInputs:
+    """What a correction reads; the rest is 0."""
+    return LossInputs(
+        logprobs_N=torch.zeros_like(old_N),
+        old_logprobs_N=old_N,
+        rollout_logprobs_N=rollout_N,
+        advantages_N=torch.zeros_like(old_N),
+        loss_mask_N=mask_N,
+        sequences=Sequences(cu_seqlens),
+    )
 
 
 def by_hand(
@@ -77,15 +95,15 @@ def by_hand(
     """Loss, clipped and the gradient of the summed loss, at pi_old = 1/e and mu = pi_old e^-log_w."""
     logprobs_N = (torch.tensor(log_ratio) - 1.0).requires_grad_()
     old_N = torch.full_like(logprobs_N, -1.0)
-    loss_N, clipped_N = loss(
-        logprobs_N,
-        old_N.detach(),
-        torch.tensor(advantages),
+    inputs = LossInputs(
+        logprobs_N=logprobs_N,
+        old_logprobs_N=old_N.detach(),
         rollout_logprobs_N=old_N.detach() - log_w,
+        advantages_N=torch.tensor(advantages),
         loss_mask_N=torch.ones(len(log_ratio)),
         sequences=Sequences(cu_seqlens or (0, len(log_ratio))),
-        bounds=bounds,
     )
+    loss_N, clipped_N = loss(inputs, bounds)
     (gradient_N,) = torch.autograd.grad(loss_N.sum(), logprobs_N)
     return loss_N.detach(), clipped_N.tolist(), gradient_N
 
@@ -129,12 +147,9 @@ def test_gradient_on_policy_is_the_policy_gradient(name: str, kind: Any) -> None
         "num_sequences": 3,
         "max_response_tokens": 20,
     }
-    loss_N, clipped_N = LOSSES[name](
-        logprobs_N,
-        logprobs_N,  # the same tensor: no gradient may flow through the old policy
-        batch["advantages_N"],
-        **around(batch),
-    )
+    # The same tensor twice: no gradient may flow through the old policy.
+    inputs = inputs_of(batch, logprobs_N=logprobs_N, old_logprobs_N=logprobs_N)
+    loss_N, clipped_N = LOSSES[name](inputs, BOUNDS)
     loss = aggregate(loss_N, batch["mask_N"], batch["weights_N"], **counts)
     reinforce = aggregate(
         -batch["advantages_N"] * logprobs_N, batch["mask_N"], batch["weights_N"], **counts
@@ -150,11 +165,9 @@ def test_gradient_on_policy_is_the_policy_gradient(name: str, kind: Any) -> None
 def test_contract_of_every_loss(name: str) -> None:
     """Float32 out of bfloat16; a bool that is False off the mask; masked tokens have no influence; finite."""
     batch = random_batch(1)
-    common = around(batch)
     low_N = batch["logprobs_N"].bfloat16()
-    loss_N, clipped_N = LOSSES[name](
-        low_N, batch["old_N"].bfloat16(), batch["advantages_N"], **common
-    )
+    half = inputs_of(batch, logprobs_N=low_N, old_logprobs_N=batch["old_N"].bfloat16())
+    loss_N, clipped_N = LOSSES[name](half, BOUNDS)
     assert loss_N.dtype == torch.float32
     assert clipped_N.dtype == torch.bool
     assert loss_N.shape == clipped_N.shape == low_N.shape
@@ -162,10 +175,12 @@ def test_contract_of_every_loss(name: str) -> None:
     off = batch["mask_N"] == 0
     logprobs_N, old_N = batch["logprobs_N"].clone(), batch["old_N"].clone()
     # An advantage at masked tokens too: a loss may not rely on it being 0 there.
-    reference_N, _ = LOSSES[name](logprobs_N, old_N, batch["advantages_N"] + 1, **common)
+    shifted = {"advantages_N": batch["advantages_N"] + 1}
+    reference_N, _ = LOSSES[name](inputs_of(batch, **shifted), BOUNDS)
     logprobs_N[off], old_N[off] = 0.0, -300.0  # far outside any trust region
     logprobs_N.requires_grad_()
-    loss_N, clipped_N = LOSSES[name](logprobs_N, old_N, batch["advantages_N"] + 1, **common)
+    changed = inputs_of(batch, logprobs_N=logprobs_N, old_logprobs_N=old_N, **shifted)
+    loss_N, clipped_N = LOSSES[name](changed, BOUNDS)
     assert not clipped_N[off].any()
     assert torch.isfinite(loss_N).all()
     torch.testing.assert_close(loss_N[~off], reference_N[~off], rtol=0.0, atol=0.0)
@@ -182,14 +197,19 @@ def test_contract_of_every_loss(name: str) -> None:
     assert (gradient_N[~off] != 0).any()
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_refuse_what_would_broadcast(name: str) -> None:
+def test_inputs_that_would_broadcast_are_refused() -> None:
     batch = random_batch(2)
-    common = around(batch)
     with pytest.raises(ValueError, match=r"'advantages': \[1\]"):
-        LOSSES[name](batch["logprobs_N"], batch["old_N"], torch.ones(1), **common)
+        inputs_of(batch, advantages_N=torch.ones(1))
     with pytest.raises(ValueError, match=r"'logprobs': \[60, 1\]"):
-        LOSSES[name](batch["logprobs_N"][:, None], batch["old_N"], batch["advantages_N"], **common)
+        inputs_of(batch, logprobs_N=batch["logprobs_N"][:, None])
+    with pytest.raises(ValueError, match=r"expected one shape \[N\]"):
+        inputs_of(
+            {
+                key: value[:, None] if torch.is_tensor(value) else value
+                for key, value in batch.items()
+            }
+        )
 
 
 def test_dual_clip_acts_only_where_the_advantage_is_negative_and_the_ratio_above_it() -> None:
@@ -212,12 +232,15 @@ def test_gspo_by_hand() -> None:
     """Ratios 1.10 .95 1.30 .90 make s = (1.22265)^(1/4) = 1.0515; masked tokens and the other answer have no part in it."""
     logprobs_N = torch.tensor([9.0, 1.10, 0.95, 1.30, 0.90, 1.0, 2.0]).log().requires_grad_()
     advantages_N = torch.tensor([5.0, 1.0, 1.0, 1.0, 1.0, 5.0, -1.0])
-    common: dict[str, Any] = {
-        "rollout_logprobs_N": torch.zeros(7),
-        "loss_mask_N": torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]),
-        "sequences": Sequences((0, 5, 7)),
-    }
-    loss_N, clipped_N = gspo(logprobs_N, torch.zeros(7), advantages_N, bounds=WIDE, **common)
+    inputs = LossInputs(
+        logprobs_N=logprobs_N,
+        old_logprobs_N=torch.zeros(7),
+        rollout_logprobs_N=torch.zeros(7),
+        advantages_N=advantages_N,
+        loss_mask_N=torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]),
+        sequences=Sequences((0, 5, 7)),
+    )
+    loss_N, clipped_N = gspo(inputs, WIDE)
     s = (1.10 * 0.95 * 1.30 * 0.90) ** 0.25
     assert s == pytest.approx(1.0515, abs=5e-5)
     torch.testing.assert_close(-loss_N[1:5], torch.full((4,), s), **CLOSE)
@@ -227,9 +250,7 @@ def test_gspo_by_hand() -> None:
     (gradient_N,) = torch.autograd.grad(loss_N[1:5].mean(), logprobs_N)
     torch.testing.assert_close(gradient_N[1:5], torch.full((4,), -s / 4), **CLOSE)
     # The whole answer is clipped, the tokens below 1 as well; A < 0 with s = 2 is pulled back.
-    loss_N, clipped_N = gspo(
-        logprobs_N, torch.zeros(7), advantages_N, bounds=Bounds(3e-4, 4e-4), **common
-    )
+    loss_N, clipped_N = gspo(inputs, Bounds(3e-4, 4e-4))
     assert clipped_N.tolist() == [False, True, True, True, True, False, False]
     torch.testing.assert_close(-loss_N[1:5], torch.full((4,), 1.0004), **CLOSE)
     (gradient_N,) = torch.autograd.grad(loss_N.sum(), logprobs_N)
@@ -243,16 +264,15 @@ def test_sequences_cut_over_ranks_are_added_up() -> None:
     partial: list[Tensor] = []
 
     def losses(rows: Tensor, add_up: Any) -> Tensor:
-        loss_N, _ = gspo(
-            ratios[rows].log(),
-            torch.zeros(3),
-            -torch.ones(3),
+        inputs = LossInputs(
+            logprobs_N=ratios[rows].log(),
+            old_logprobs_N=torch.zeros(3),
             rollout_logprobs_N=torch.zeros(3),
+            advantages_N=-torch.ones(3),
             loss_mask_N=torch.ones(3),
             sequences=Sequences((0, 2, 3), add_up),
-            bounds=WIDE,
         )
-        return loss_N
+        return gspo(inputs, WIDE)[0]
 
     def collect(sums: Tensor) -> Tensor:
         partial.append(sums)
@@ -312,9 +332,8 @@ def weights(correction: Correction, w: list[float] = W) -> tuple[list[float], li
     """Weights and cut at the loss tokens."""
     rollout_N = torch.full((len(w),), -2.0)
     mask_N = torch.tensor(W_MASK)
-    found = correct(
-        correction, rollout_N + torch.tensor(w).log(), rollout_N, mask_N, Sequences((0, 4, 8))
-    )
+    old_N = rollout_N + torch.tensor(w).log()
+    found = correct(correction, mismatch_inputs(old_N, rollout_N, mask_N, (0, 4, 8)))
     assert not found.cut_N[mask_N == 0].any()
     on = mask_N > 0
     return found.weights_N[on].tolist(), found.cut_N[on].tolist()
@@ -369,43 +388,32 @@ def test_bounds_of_corrections_are_met_from_both_sides() -> None:
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_a_correction_without_mismatch_is_a_no_op(name: str) -> None:
     batch = random_batch(3)
-    old_N = batch["old_N"]
-    found = correct(
-        CORRECTIONS[name], old_N, old_N.clone(), batch["mask_N"], Sequences(batch["cu_seqlens"])
-    )
+    found = correct(CORRECTIONS[name], inputs_of(batch, old_logprobs_N=batch["old_N"].clone()))
     assert (found.weights_N == 1.0).all() and not found.cut_N.any()
 
 
 def test_truncated_importance_sampling_without_a_cap_is_the_exact_ratio() -> None:
     batch = random_batch(3)
     uncapped = CORRECTIONS["token_tis"]._replace(high=math.inf)
-    found = correct(
-        uncapped,
-        batch["logprobs_N"],
-        batch["old_N"],
-        batch["mask_N"],
-        Sequences(batch["cu_seqlens"]),
-    )
+    found = correct(uncapped, inputs_of(batch, old_logprobs_N=batch["logprobs_N"]))
     torch.testing.assert_close(
         found.weights_N, (batch["logprobs_N"] - batch["old_N"]).exp(), **CLOSE
     )
-    absurd = correct(
-        uncapped, torch.tensor([400.0]), torch.tensor([0.0]), torch.ones(1), Sequences((0, 1))
-    )
+    far = mismatch_inputs(torch.tensor([400.0]), torch.tensor([0.0]), torch.ones(1), (0, 1))
+    absurd = correct(uncapped, far)
     assert absurd.weights_N.isfinite().all()
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_weights_carry_no_gradient_and_masked_tokens_have_no_part(name: str) -> None:
     batch = random_batch(4)
-    sequences = Sequences(batch["cu_seqlens"])
     old_N = batch["logprobs_N"].clone().requires_grad_()
-    found = correct(CORRECTIONS[name], old_N, batch["old_N"], batch["mask_N"], sequences)
+    found = correct(CORRECTIONS[name], inputs_of(batch, old_logprobs_N=old_N))
     assert not found.weights_N.requires_grad and found.weights_N.dtype == torch.float32
     off = batch["mask_N"] == 0
     changed_N = old_N.detach().clone()
     changed_N[off] = -300.0
-    again = correct(CORRECTIONS[name], changed_N, batch["old_N"], batch["mask_N"], sequences)
+    again = correct(CORRECTIONS[name], inputs_of(batch, old_logprobs_N=changed_N))
     assert torch.isfinite(again.weights_N).all() and not again.cut_N[off].any()
     assert torch.equal(again.weights_N[~off], found.weights_N[~off])
 
@@ -415,10 +423,7 @@ def test_corrections_refuse_bounds_that_keep_nothing(low: float, high: float) ->
     with pytest.raises(ValueError, match=f"got {low} and {high}"):
         correct(
             CORRECTIONS["icepop"]._replace(low=low, high=high),
-            torch.zeros(2),
-            torch.zeros(2),
-            torch.ones(2),
-            Sequences((0, 2)),
+            mismatch_inputs(torch.zeros(2), torch.zeros(2), torch.ones(2), (0, 2)),
         )
 
 
@@ -545,23 +550,16 @@ def test_shares_add_up_however_the_sequences_are_split(
         rows = torch.cat([torch.arange(a, b) for a, b in pieces])
         logprobs_N = batch["logprobs_N"].clone().requires_grad_()
         sequences = Sequences((0, *torch.tensor([b - a for a, b in pieces]).cumsum(0).tolist()))
-        loss_N, _ = LOSSES[name](
-            logprobs_N[rows],
-            batch["old_N"][rows],
-            batch["advantages_N"][rows],
+        inputs = LossInputs(
+            logprobs_N=logprobs_N[rows],
+            old_logprobs_N=batch["old_N"][rows],
             rollout_logprobs_N=mu_N[rows],
+            advantages_N=batch["advantages_N"][rows],
             loss_mask_N=batch["mask_N"][rows],
             sequences=sequences,
-            bounds=BOUNDS,
         )
-        corrected = correct(
-            CORRECTIONS[correction],
-            batch["old_N"][rows],
-            mu_N[rows],
-            batch["mask_N"][rows],
-            sequences,
-        )
-        loss_N = loss_N * corrected.weights_N
+        loss_N, _ = LOSSES[name](inputs, BOUNDS)
+        loss_N = loss_N * correct(CORRECTIONS[correction], inputs).weights_N
         loss = aggregate(loss_N, batch["mask_N"][rows], batch["weights_N"][rows], **counts)
         (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
         return loss.detach(), gradient_N

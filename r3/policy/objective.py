@@ -1,0 +1,83 @@
+"""The loss of one micro-batch, composed of the functions in `r3.algo.loss` as the settings say."""
+
+from __future__ import annotations
+
+import torch
+
+from r3.algo.loss import (
+    CORRECTIONS,
+    LOSSES,
+    Bounds,
+    LossInputs,
+    Sequences,
+    aggregate,
+    correct,
+    kl_penalty,
+)
+from r3.config import Config
+from r3.policy.layout import LocalTokens
+from r3.runtime.mesh import Axis
+from r3.types import Batch
+
+
+def policy_loss(
+    config: Config,
+    batch: Batch,
+    tokens: LocalTokens,
+    cp: Axis,
+    logprobs_N: torch.Tensor,
+    old_logprobs_N: torch.Tensor,
+    reference_logprobs_N: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute a micro-batch's share of the batch's loss.
+
+        loss = aggregate( w_t L_t + kl_coef KL_t )
+
+    w_t is the importance weight against the engine, if `algo.correction` asks for one. All ranks of
+    cp must call: they share sequences.
+
+    Args:
+        config: the sections `algo` and `rollout` are read.
+        batch: gives the global denominators.
+        tokens: the micro-batch's tokens of this rank.
+        cp: context-parallel ranks.
+        logprobs_N: log-probabilities of the targets, with gradient.
+        old_logprobs_N: of the policy before the step's first update.
+        reference_logprobs_N: of the reference policy; None = no KL penalty.
+
+    Returns:
+        The loss (a scalar) and statistics [N]: "clipped", and if used "weight", "cut" and "kl".
+    """
+    algo = config.algo
+    inputs = LossInputs(
+        logprobs_N=logprobs_N,
+        # Bypass: the engine's log-probabilities replace the old policy's, so that r = pi / mu.
+        old_logprobs_N=tokens.rollout_logprobs_N if algo.correction == "bypass" else old_logprobs_N,
+        rollout_logprobs_N=tokens.rollout_logprobs_N,
+        advantages_N=tokens.advantages_N,
+        loss_mask_N=tokens.loss_mask_N,
+        sequences=Sequences(tokens.cu_seqlens, cp.all_reduce),
+    )
+    bounds = Bounds(algo.clip_low, algo.clip_high, algo.clip_dual, algo.minirl_cap)
+    loss_N, clipped_N = LOSSES[algo.loss](inputs, bounds)
+    stats = {"clipped": clipped_N.float()}
+    if algo.correction in CORRECTIONS:
+        usual = CORRECTIONS[algo.correction]
+        low, high = algo.correction_low or usual.low, algo.correction_high or usual.high
+        weights_N, cut_N = correct(usual._replace(low=low, high=high), inputs)
+        loss_N = loss_N * weights_N
+        stats |= {"weight": weights_N, "cut": cut_N.float()}
+    if reference_logprobs_N is not None:
+        kl_N = kl_penalty(logprobs_N, reference_logprobs_N, estimator=algo.kl_estimator)
+        loss_N = loss_N + algo.kl_coef * kl_N
+        stats["kl"] = kl_N.detach()
+    loss = aggregate(
+        loss_N,
+        tokens.loss_mask_N,
+        tokens.sequence_weights_N,
+        kind=algo.aggregation,
+        num_loss_tokens=batch.num_loss_tokens,
+        num_sequences=batch.num_sequences,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    return loss, stats
