@@ -35,7 +35,7 @@ def main() -> None:
 
 def train(run: Run) -> None:
     """Make all steps that the checkpoint does not have, then export the weights."""
-    from r3.handover.rollouts import distribute
+    from r3.handover.rollouts import PackingSpec, distribute
     from r3.policy.updates import train_on
     from r3.rollout.scored import score_all
     from r3.rollout.step import RolloutSource
@@ -71,19 +71,8 @@ def train(run: Run) -> None:
 
         # 4 pack: rollouts go to the ranks that train on them, balanced by tokens
         with meter.phase("pack"):
-            versions = range(max(0, version - config.rollout.max_staleness), step)
-            batches, metrics = distribute(
-                scored,
-                run.mesh,
-                task.shape,
-                num_updates=config.train.updates_per_step,
-                micro_batch_tokens=config.train.micro_batch_tokens,
-                captured=run.engine.capture,
-                on_missing=config.replay.on_missing,
-                min_coverage=config.replay.min_coverage,
-                policy_versions=versions,
-                layers=policy.replay.layers,
-            )
+            spec = PackingSpec.of_step(config, policy.replay.layers, version)
+            batches, metrics = distribute(scored, run.mesh, task.shape, spec)
             meter.add(metrics)
 
         # 5 train: old log-probabilities if needed, then the updates; routes are replayed in all

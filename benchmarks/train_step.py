@@ -147,7 +147,7 @@ def pack(shape: ModelShape, lengths: Sequence[int], *, pad_to: int = 1) -> Batch
                 response="",
             )
         )
-    (plan,) = packing.plan(
+    (plan,) = packing.plan_updates(
         [-(-length // pad_to) * pad_to for length in lengths],
         list(range(len(lengths))),
         num_updates=1,

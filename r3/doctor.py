@@ -26,7 +26,7 @@ from r3.config import Config, EnvConfig, with_values
 from r3.data.prompts import prompts_of_step
 from r3.engine import Sampling
 from r3.handover.memory import State
-from r3.handover.rollouts import distribute
+from r3.handover.rollouts import PackingSpec, distribute
 from r3.handover.weights import prove_sync, sync_tolerance, sync_weights
 from r3.models.shape import ModelShape
 from r3.policy import Policy
@@ -379,10 +379,7 @@ def read_back_coded_routes(policy: Policy, mesh: Mesh, config: Config) -> str:
         share_out(coded_rollouts(lengths, shape), mesh.world.rank, mesh.world.size),
         mesh,
         shape,
-        num_updates=1,
-        micro_batch_tokens=room,
-        on_missing="error",
-        layers=policy.replay.layers,
+        PackingSpec(micro_batch_tokens=room, layers=policy.replay.layers),
     )
     reader = ReadBack(shape=shape, mesh=mesh, lengths=lengths)
     with reader.listening(policy):
@@ -484,11 +481,12 @@ def check_replay(context: DoctorContext) -> str:
         share_out(context.rollouts, mesh.world.rank, mesh.world.size),
         mesh,
         policy.shape,
-        num_updates=1,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        captured=run.engine.capture,
-        on_missing=config.replay.on_missing,
-        layers=policy.replay.layers,
+        PackingSpec(
+            micro_batch_tokens=config.train.micro_batch_tokens,
+            layers=policy.replay.layers,
+            captured=run.engine.capture,
+            on_missing=config.replay.on_missing,
+        ),
     )
     live = panel(policy, mesh, policy.score(batch.micro_batches, mode="live"))
     text = f"live k3 {live['k3']:.2e} max {live['abs_max']:.2e}"

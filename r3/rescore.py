@@ -36,7 +36,7 @@ from r3.config import (
     parse_value,
     with_values,
 )
-from r3.handover.rollouts import distribute
+from r3.handover.rollouts import PackingSpec, distribute
 from r3.metrics.mismatch import mismatch
 from r3.models.shape import ModelShape
 from r3.policy import Policy, TokenScores
@@ -357,11 +357,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         share_out(rollouts, device.rank, device.world_size),
         mesh,
         shape,
-        num_updates=1,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        captured=captured,
-        on_missing="live",
-        layers=policy.replay.layers,
+        PackingSpec(
+            micro_batch_tokens=config.train.micro_batch_tokens,
+            layers=policy.replay.layers,
+            captured=captured,
+            on_missing="live",
+        ),
     )
     modes: dict[str, Mode] = {"replay": "replay", "live": "live"} if captured else {"live": "live"}
     if order.save_to and captured:

@@ -50,7 +50,7 @@ def route_dtype(num_experts: int) -> np.dtype:
 # --- the plan -----------------------------------------------------------------------------------------------
 
 
-def plan(
+def plan_updates(
     lengths_R: Sequence[int],
     groups_R: Sequence[int],
     *,

@@ -1,9 +1,12 @@
-"""Rollouts from the ranks that generated them to the ranks that train on them. Moves bytes; the plan is made in `packing`.
+"""Send rollouts from the ranks that generated them to the ranks that train on them.
 
-Routes are most of the bytes: a rollout of T tokens sends (T-1) * L * K of the smallest type to each rank that trains on it,
-L being the MoE layers of that rank's pipeline stage. Ranks of one tensor- or context-parallel group get the same rows and
-compute on their part. Each layer's rows travel with a checksum over them and the tokens they are of, which is checked in the
-packed micro-batch: rows of another sample, shifted rows and swapped layers do not get past it.
+`r3.algo.packing` decides who trains on what; this module moves the bytes. Routes are most of them:
+a rollout of T tokens sends (T-1) * L * K numbers of the smallest type to each rank that trains on
+it, L being the MoE layers of that rank's pipeline stage. Ranks of one tensor- or context-parallel
+group get the same rows, and each computes on its part.
+
+Each layer's rows travel with a checksum over them and their tokens. It is compared with the packed
+micro-batch, so rows of another sample, shifted rows and swapped layers are detected.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from r3.algo import packing
+from r3.config import Config
 from r3.metrics.reduce import Mean, Sum
 from r3.models.shape import ModelShape
 from r3.rollout.codec import checksums, decode, encode
@@ -26,8 +30,46 @@ from r3.types import Batch, MicroBatch, Rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PackingSpec:
+    """How a step's rollouts become batches, and which of them may be trained on.
+
+    Attributes:
+        micro_batch_tokens: largest packed length of a micro-batch, padding included.
+        num_updates: optimizer updates made from these rollouts.
+        layers: global numbers of the MoE layers whose routers this rank has; only their routes are
+            sent to it. None = all.
+        captured: the rollouts of a MoE model have routes (replay.mode r3).
+        on_missing, min_coverage: what happens when routes are missing, see `ledger.admit`.
+        policy_versions: policy versions whose rollouts may be trained on, ascending, the step's own
+            version last. None = any.
+    """
+
+    micro_batch_tokens: int
+    num_updates: int = 1
+    layers: Sequence[int] | None = None
+    captured: bool = True
+    on_missing: Literal["error", "live"] = "error"
+    min_coverage: float = 0.0
+    policy_versions: Sequence[int] | None = None
+
+    @classmethod
+    def of_step(cls, config: Config, layers: Sequence[int], policy_version: int) -> PackingSpec:
+        """Return the spec of a training step whose newest rollouts are of `policy_version`."""
+        oldest = max(0, policy_version - config.rollout.max_staleness)
+        return cls(
+            micro_batch_tokens=config.train.micro_batch_tokens,
+            num_updates=config.train.updates_per_step,
+            layers=layers,
+            captured=config.replay.mode == "r3",
+            on_missing=config.replay.on_missing,
+            min_coverage=config.replay.min_coverage,
+            policy_versions=range(oldest, policy_version + 1),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Length:
-    """What the plan must know of a rollout that another rank holds."""
+    """What the plan needs to know of a rollout on another rank."""
 
     index: int
     group: int
@@ -35,8 +77,89 @@ class Length:
     loss_tokens: int
 
 
+def distribute(
+    scored: Sequence[Scored], mesh: Mesh, shape: ModelShape, spec: PackingSpec
+) -> tuple[list[Batch], dict[str, Any]]:
+    """Send the step's rollouts to the ranks that train on them and pack them. All ranks must call.
+
+    Every rank makes the same plan from the lengths of all rollouts; then rollouts travel once.
+
+    Args:
+        scored: the rollouts that this rank generated.
+        mesh: the layout of the ranks.
+        shape: the model.
+        spec: how to pack, and which rollouts may be trained on.
+
+    Returns:
+        This rank's share of every update, with global denominators, and partials of metrics.
+
+    Raises:
+        RouteError: on every rank, if a route is missing that may not be, is of another policy
+            version, or was damaged on the way.
+    """
+    moe_layers = shape.moe_layers if spec.captured else ()
+    ledger.admit(
+        [item.rollout for item in scored],
+        mesh.world,
+        moe_layers=moe_layers,
+        num_experts=shape.num_experts,
+        policy_versions=spec.policy_versions,
+        on_missing=spec.on_missing,
+        min_coverage=spec.min_coverage,
+    )
+    scored = [_with_smallest_routes(item, shape.num_experts) for item in scored]
+    lengths = gather_lengths(scored, mesh.world)
+    multiple, each = length_multiples(mesh)
+    plan = packing.plan_updates(
+        [-(-length.tokens // each) * each for length in lengths],
+        [length.group for length in lengths],
+        num_updates=spec.num_updates,
+        num_ranks=mesh.dp.size,
+        micro_batch_tokens=spec.micro_batch_tokens,
+        multiple=multiple,
+    )
+    wanted = moe_layers if spec.layers is None or not moe_layers else spec.layers
+    places = [moe_layers.index(layer) for layer in wanted]
+    received = _send_by_plan(scored, plan, mesh, places)
+
+    version = spec.policy_versions[-1] if spec.policy_versions else None
+    batches = []
+    for update in plan:
+        members = [lengths[index] for index in update.rollout_ids]
+        micro_batches = tuple(
+            pack_for(
+                mesh,
+                shape,
+                [received[index] for index in indices],
+                num_layers=len(places),
+                policy_version=version,
+            )
+            for indices in update.micro_batches[mesh.dp.rank]
+        )
+        batches.append(
+            Batch(
+                micro_batches=micro_batches,
+                # At least 1: an update whose rollouts were all filtered has no loss, no gradient.
+                num_loss_tokens=max(1, sum(length.loss_tokens for length in members)),
+                num_sequences=max(1, sum(length.loss_tokens > 0 for length in members)),
+            )
+        )
+    packed = (micro_batch for batch in batches for micro_batch in batch.micro_batches)
+    faults = filter(None, (find_damage(micro_batch, received) for micro_batch in packed))
+    ledger.raise_together(next(faults, ""), mesh.world)
+
+    efficiency = packing.packing_efficiency(plan, [length.tokens for length in lengths])
+    # All ranks have the same efficiency: its mean over ranks is that number.
+    metrics: dict[str, Any] = {"perf/packing_efficiency": Mean(total=efficiency, count=1.0)}
+    if moe_layers:
+        metrics |= ledger.captured_rows([item.rollout for item in scored])
+        num_bytes = sum(item.rollout.routed_experts.nbytes for item in received.values())
+        metrics["routing/bytes"] = Sum(value=float(num_bytes))
+    return batches, metrics
+
+
 def gather_lengths(scored: Sequence[Scored], world: Axis) -> list[Length]:
-    """Lengths of all rollouts of the step, by index, the same on every rank. All ranks must call."""
+    """Return the lengths of all rollouts of the step, by index. All ranks must call."""
     own = [
         Length(
             index=item.index,
@@ -51,143 +174,70 @@ def gather_lengths(scored: Sequence[Scored], world: Axis) -> list[Length]:
         key=lambda length: length.index,
     )
     assert [length.index for length in lengths] == list(range(len(lengths))), (
-        f"rollouts {sorted({length.index for length in lengths})[:8]}... are not numbered 0..{len(lengths) - 1} exactly once"
+        f"rollouts {sorted({length.index for length in lengths})[:8]}... "
+        f"are not numbered 0..{len(lengths) - 1} exactly once"
     )
     return lengths
 
 
-def exchange(
+def _send_by_plan(
+    scored: Sequence[Scored], plan: Sequence[packing.UpdatePlan], mesh: Mesh, places: Sequence[int]
+) -> dict[int, Scored]:
+    """Send each rollout to the ranks of the data-parallel rank that the plan names."""
+    everybody = mesh.world.all_gather_object((mesh.dp.rank, places))
+    destinations: dict[int, list[int]] = {}
+    for update in plan:
+        for data_rank, micro_batches in enumerate(update.micro_batches):
+            ranks = [rank for rank, (of, _) in enumerate(everybody) if of == data_rank]
+            destinations |= {index: ranks for indices in micro_batches for index in indices}
+    return send_rollouts(
+        scored, destinations, mesh.world, layers_of=[layers for _, layers in everybody]
+    )
+
+
+def send_rollouts(
     scored: Sequence[Scored],
     destinations: Mapping[int, Sequence[int]],
     world: Axis,
     layers_of: Sequence[Sequence[int]] | None = None,
 ) -> dict[int, Scored]:
-    """Send each rollout to the world ranks in `destinations[index]`; returns what this rank trains on, by index.
+    """Send each rollout to the world ranks in `destinations[index]`. All ranks must call.
 
-    `layers_of[rank]` are the places in the routes' layer axis that the rank gets; None = all. Bit-exact: tokens, masks,
-    log-probabilities and routes travel as the bytes they are. All ranks must call.
+    Bit-exact: tokens, masks, log-probabilities and routes travel as bytes.
+
+    Args:
+        scored: the rollouts of this rank.
+        destinations: index of every rollout of the step -> world ranks that receive it.
+        world: all ranks.
+        layers_of: for each rank the places in the routes' layer axis that it receives; None = all.
+
+    Returns:
+        The rollouts that this rank received, by index.
     """
     outgoing: list[list[Scored]] = [[] for _ in range(world.size)]
     for item in scored:
         for rank in destinations[item.index]:
             outgoing[rank].append(item)
-    arrived = world.all_to_all_bytes(
+    messages = world.all_to_all_bytes(
         [
             encode(items, layers_of[rank] if layers_of else None)
             for rank, items in enumerate(outgoing)
         ]
     )
-    received = {item.index: item for message in arrived for item in decode(message)}
+    received = {item.index: item for message in messages for item in decode(message)}
     expected = {index for index, ranks in destinations.items() if world.rank in ranks}
     assert received.keys() == expected, (
-        f"rank {world.rank}: rollouts {sorted(expected ^ received.keys())[:8]} went astray between ranks"
+        f"rank {world.rank}: rollouts {sorted(expected ^ received.keys())[:8]} "
+        "were lost between ranks or sent to the wrong rank"
     )
     return received
 
 
-def distribute(
-    scored: Sequence[Scored],
-    mesh: Mesh,
-    shape: ModelShape,
-    *,
-    num_updates: int,
-    micro_batch_tokens: int,
-    captured: bool = True,
-    on_missing: Literal["error", "live"] = "error",
-    min_coverage: float = 0.0,
-    policy_versions: Sequence[int] | None = None,
-    layers: Sequence[int] | None = None,
-) -> tuple[list[Batch], dict[str, Any]]:
-    """This rank's share of every update of the step, packed, and metric partials. All ranks must call.
-
-    Every rank makes the same plan from everybody's lengths; then rollouts travel once. Denominators are global.
-
-    Args:
-        captured: whether the engine captures routes at all (it does in replay mode r3).
-        on_missing, min_coverage: what missing routes do, see `ledger.admit`.
-        versions: versions of the policy whose rollouts may be trained on in this step, the step's own last; None = any (a dump
-            scored again).
-        layers: global numbers of the MoE layers whose routers this rank holds; only their routes come. None = all.
-
-    Raises:
-        RouteError: on every rank: a route is missing that may not, is of another version, or was damaged on the way.
-    """
-    shape_layers = shape.moe_layers if captured else ()
-    ledger.admit(
-        [item.rollout for item in scored],
-        mesh.world,
-        moe_layers=shape_layers,
-        num_experts=shape.num_experts,
-        policy_versions=policy_versions,
-        on_missing=on_missing,
-        min_coverage=min_coverage,
-    )
-    scored = [_smallest(item, shape.num_experts) for item in scored]
-    places = [
-        shape_layers.index(layer)
-        for layer in (shape_layers if layers is None else layers)
-        if captured
-    ]
-    lengths = gather_lengths(scored, mesh.world)
-    whole, each = length_multiples(mesh)
-    plan = packing.plan(
-        [-(-length.tokens // each) * each for length in lengths],
-        [length.group for length in lengths],
-        num_updates=num_updates,
-        num_ranks=mesh.dp.size,
-        micro_batch_tokens=micro_batch_tokens,
-        multiple=whole,
-    )
-    data_rank_of, layers_of = zip(
-        *mesh.world.all_gather_object((mesh.dp.rank, places)), strict=True
-    )
-    destinations: dict[int, list[int]] = {}
-    for update in plan:
-        for data_rank, micro_batches in enumerate(update.micro_batches):
-            ranks = [rank for rank, of in enumerate(data_rank_of) if of == data_rank]
-            destinations |= {index: ranks for micro_batch in micro_batches for index in micro_batch}
-    mine = exchange(scored, destinations, mesh.world, layers_of)
-
-    batches = []
-    for update in plan:
-        members = [
-            lengths[i] for rank in update.micro_batches for micro_batch in rank for i in micro_batch
-        ]
-        micro_batches_of_rank = tuple(
-            pack_for(
-                mesh,
-                shape,
-                [mine[i] for i in micro_batch],
-                num_layers=len(places),
-                policy_version=policy_versions[-1] if policy_versions else None,
-            )
-            for micro_batch in update.micro_batches[mesh.dp.rank]
-        )
-        batches.append(
-            Batch(
-                micro_batches=micro_batches_of_rank,
-                # At least 1: an update whose answers were all filtered has no loss, and no gradient.
-                num_loss_tokens=max(1, sum(length.loss_tokens for length in members)),
-                num_sequences=max(1, sum(length.loss_tokens > 0 for length in members)),
-            )
-        )
-    packed = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
-    ledger.agree(
-        next(filter(None, (damage(micro_batch, mine) for micro_batch in packed)), ""), mesh.world
-    )
-    efficiency = packing.packing_efficiency(plan, [length.tokens for length in lengths])
-    metrics: dict[str, Any] = {
-        "perf/packing_efficiency": Mean(total=efficiency, count=1.0)  # the same on all ranks
-    }
-    if captured:
-        metrics |= ledger.captured_rows([item.rollout for item in scored])
-        arrived = sum(item.rollout.routed_experts.nbytes for item in mine.values())
-        metrics["routing/bytes"] = Sum(value=float(arrived))
-    return batches, metrics
-
-
 def length_multiples(mesh: Mesh) -> tuple[int, int]:
-    """(of a micro-batch, of each sequence in it): what context and sequence parallelism cut into equal parts."""
+    """Return what lengths must be a multiple of: of a micro-batch, and of each sequence in it.
+
+    Context and sequence parallelism divide them into equal parts.
+    """
     each = 2 * mesh.cp.size if mesh.cp.size > 1 else 1
     return each * mesh.tp.size, each
 
@@ -200,8 +250,16 @@ def pack_for(
     num_layers: int,
     policy_version: int | None = None,
 ) -> MicroBatch:
-    """Pack whole rollouts, whose routes have `num_layers` layers, into one micro-batch that this layout can cut."""
-    whole, each = length_multiples(mesh)
+    """Pack rollouts into one micro-batch that this layout can divide.
+
+    Args:
+        mesh: the layout of the ranks.
+        shape: the model.
+        scored: the rollouts.
+        num_layers: layers in their routes; 0 = no routes.
+        policy_version: see `packing.pack`.
+    """
+    multiple, each = length_multiples(mesh)
     return packing.pack(
         [item.rollout if item.trains else _without_loss(item.rollout) for item in scored],
         [item.index for item in scored],
@@ -209,7 +267,7 @@ def pack_for(
         num_experts=shape.num_experts,
         num_layers=num_layers,
         topk=shape.topk if num_layers else 0,
-        multiple=whole,
+        multiple=multiple,
         sequence_multiple=each,
         policy_version=policy_version,
     )
@@ -219,31 +277,37 @@ def _without_loss(rollout: Rollout) -> Rollout:
     return replace(rollout, loss_mask_T=np.zeros_like(rollout.loss_mask_T))
 
 
-def damage(micro_batch: MicroBatch, mine: Mapping[int, Scored]) -> str:
-    """What is said of the first packed sequence whose tokens and routes are not those that were sent; empty when all are.
+def find_damage(micro_batch: MicroBatch, received: Mapping[int, Scored]) -> str:
+    """Compare the packed tokens and routes with the checksums that were sent.
 
-    `mine` are the rollouts that came to this rank, by index.
+    Args:
+        micro_batch: the packed micro-batch.
+        received: the rollouts that this rank received, by index.
+
+    Returns:
+        A message about the first damaged sequence; empty if there is none.
     """
     tokens_N, routes_NLK = micro_batch.tokens_N.numpy(), micro_batch.routed_experts_NLK.numpy()
     for index, (start, end) in zip(
         micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True
     ):
-        if index < 0 or mine[index].checksums is None:
+        if index < 0 or received[index].checksums is None:
             continue
-        rollout = mine[index].rollout
+        rollout = received[index].rollout
         end = start + int(micro_batch.real_N[start:end].sum())
-        found = checksums(tokens_N[start:end], routes_NLK[start : end - 1])
-        if found != mine[index].checksums:
+        packed = checksums(tokens_N[start:end], routes_NLK[start : end - 1])
+        if packed != received[index].checksums:
             return (
-                f"rollout {rollout.prompt_id}/{rollout.sample_index}: its packed tokens and routes are not those that were sent "
-                f"(checksums by layer {found}, sent {mine[index].checksums}): rows of another rollout, shifted, or of "
+                f"rollout {rollout.prompt_id}/{rollout.sample_index}: its packed tokens and routes "
+                f"are not those that were sent (checksums by layer {packed}, sent "
+                f"{received[index].checksums}): rows of another rollout, shifted rows or rows of "
                 "other layers"
             )
     return ""
 
 
-def _smallest(item: Scored, num_experts: int) -> Scored:
-    """The rollout with its routes, known to be legal, in the smallest type: the engine's are, a dump's may not be."""
+def _with_smallest_routes(item: Scored, num_experts: int) -> Scored:
+    """The rollout with routes of the smallest type. The engine's are; a dump's may not be."""
     routes, dtype = item.rollout.routed_experts, packing.route_dtype(num_experts)
     if routes.dtype == dtype:
         return item

@@ -105,7 +105,7 @@ def admit(
         )
 
 
-def agree(complaint: str, world: Axis) -> None:
+def raise_together(complaint: str, world: Axis) -> None:
     """Raise `RouteError` on every rank when one of them complains. All ranks must call."""
     complaints = [said for said in world.all_gather_object(complaint) if said]
     if complaints:

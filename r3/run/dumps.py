@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.numpy import load_file, save_file
 
-from r3.handover.rollouts import exchange
+from r3.handover.rollouts import send_rollouts
 from r3.rollout.codec import join_arrays, rollout_facts, split_rollouts
 from r3.rollout.readable import readable
 from r3.rollout.scored import Scored
@@ -31,7 +31,7 @@ def dump_rollouts(
         The rows of the jsonl file on rank 0, nothing on others.
     """
     counts = world.all_gather_object([item.index for item in scored])
-    everything = exchange(scored, {index: [0] for part in counts for index in part}, world)
+    everything = send_rollouts(scored, {index: [0] for part in counts for index in part}, world)
     if world.rank != 0:
         return []
     items = [everything[index] for index in sorted(everything)]

@@ -23,7 +23,7 @@ from r3.engine import (
 )
 from r3.engine.build import refuse_unfit
 from r3.handover.memory import ResidencyError, State
-from r3.handover.rollouts import distribute
+from r3.handover.rollouts import PackingSpec, distribute
 from r3.handover.weights import SyncError, export, prove_sync, sync_weights
 from r3.rollout.collect import CollectedRollouts, Collector
 from r3.rollout.scored import gather_rewards, score_all
@@ -251,9 +251,7 @@ def step_routes(device: Device, *, ep: int) -> dict[str, Any]:
         scored,
         world.mesh,
         world.task.shape,
-        num_updates=1,
-        micro_batch_tokens=700,
-        on_missing="error",
+        PackingSpec(micro_batch_tokens=700),
     )
     policy = world.policy
     used: dict[int, list[torch.Tensor]] = {layer: [] for layer in policy.shape.moe_layers}
@@ -317,9 +315,7 @@ def memory_moves(device: Device, *, dtype: str) -> dict[str, Any]:
         scored,
         world.mesh,
         world.task.shape,
-        num_updates=1,
-        micro_batch_tokens=512,
-        on_missing="error",
+        PackingSpec(micro_batch_tokens=512),
     )
     policy.update(batch, total_updates=4)
     kept = {key: tensor.clone() for key, tensor in policy.memory.optimizer_tensors()}

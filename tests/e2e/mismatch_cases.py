@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3.handover.rollouts import distribute
+from r3.handover.rollouts import PackingSpec, distribute
 from r3.metrics.mismatch import mismatch
 from r3.policy import TokenScores
 from r3.rollout.scored import gather_rewards, score_all
@@ -95,9 +95,7 @@ def paired(
             scored,
             world.mesh,
             world.task.shape,
-            num_updates=1,
-            micro_batch_tokens=4096,
-            captured=world.engine.capture,
+            PackingSpec(micro_batch_tokens=4096, captured=world.engine.capture),
         )
         flat = batch.micro_batches
         if not world.engine.capture:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from r3 import assets
 from r3.config import Config
-from r3.handover.rollouts import distribute
+from r3.handover.rollouts import PackingSpec, distribute
 from r3.rewards.scorer import Scorer
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.partial import from_checkpoint
@@ -248,14 +248,12 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
     # What the trainer takes: the last step of "single" has rollouts of several versions.
     rounds = stepper.steps(config)
     scored = [score_all(made.rollouts, made.rewards, config) for made in rounds][-1]
-    sizes: dict[str, Any] = {"num_updates": 1, "micro_batch_tokens": 512}
     current = STEPS - 1
     (batch,), _ = distribute(
         scored,
         stepper.mesh,
         stepper.task.shape,
-        policy_versions=range(current - 2, current + 1),
-        **sizes,
+        PackingSpec(micro_batch_tokens=512, policy_versions=range(current - 2, current + 1)),
     )
     old = {item.index for item in scored if item.rollout.policy_version < current}
     marked = {
@@ -270,7 +268,8 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
     rows = captured_rows([item.rollout for item in scored])
     found["captured"] = [rows["routing/rows_expected"].value, rows["routing/rows_captured"].value]
     try:
-        distribute(scored, stepper.mesh, stepper.task.shape, policy_versions=(current,), **sizes)
+        spec = PackingSpec(micro_batch_tokens=512, policy_versions=(current,))
+        distribute(scored, stepper.mesh, stepper.task.shape, spec)
         found["too old"] = "nothing was raised"
     except RuntimeError as error:
         found["too old"] = f"{type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from r3.engine.build import require_head_type
-from r3.handover.rollouts import distribute
+from r3.handover.rollouts import PackingSpec, distribute
 from r3.metrics.mismatch import mismatch
 from r3.rollout.scored import gather_rewards, score_all
 from r3.runtime.device import Device
@@ -45,9 +45,7 @@ def head(device: Device, *, fp32: bool, model: str = "") -> dict[str, Any]:
         scored,
         world.mesh,
         world.task.shape,
-        num_updates=1,
-        micro_batch_tokens=1024,
-        on_missing="error",
+        PackingSpec(micro_batch_tokens=1024),
     )
     policy = world.policy
     hidden: list[torch.Tensor] = []

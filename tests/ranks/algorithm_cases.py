@@ -10,7 +10,7 @@ import torch
 
 from r3.algo.advantage import dr_grpo
 from r3.algo.loss import CORRECTIONS, LOSSES, kl_penalty
-from r3.handover.rollouts import distribute, pack_for
+from r3.handover.rollouts import PackingSpec, distribute, pack_for
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.layout import local_tokens, zigzag_rows
@@ -149,7 +149,7 @@ def filtered(policy: Policy) -> dict[str, Any]:
         for index, rollout in enumerate(random_rollouts(policy.shape, LENGTHS))
     ]
     (batch,), _ = distribute(
-        scored, policy.mesh, policy.shape, num_updates=1, micro_batch_tokens=128, on_missing="live"
+        scored, policy.mesh, policy.shape, PackingSpec(micro_batch_tokens=128, on_missing="live")
     )
     update = policy.update(batch, total_updates=10)
     return {

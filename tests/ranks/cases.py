@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from r3.config import Config
-from r3.handover.rollouts import distribute
+from r3.handover.rollouts import PackingSpec, distribute
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.policy import Policy
@@ -60,10 +60,12 @@ def batches_of(
         mine,
         mesh,
         shape,
-        num_updates=num_updates,
-        micro_batch_tokens=micro_batch_tokens,
-        on_missing="live",
-        layers=layers,
+        PackingSpec(
+            num_updates=num_updates,
+            micro_batch_tokens=micro_batch_tokens,
+            on_missing="live",
+            layers=layers,
+        ),
     )
     return batches
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from r3.handover import rollouts as exchange
-from r3.handover.rollouts import distribute
+from r3.handover.rollouts import PackingSpec, distribute
 from r3.rollout.scored import Scored
 from r3.routing.ledger import LedgerError, reconcile
 from r3.routing.replay import Replay
@@ -46,7 +46,7 @@ def account(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str
             "policy_versions": (VERSION,),
             "layers": policy.replay.layers,
         }
-        return distribute(mine, mesh, policy.shape, **(asked | arguments))
+        return distribute(mine, mesh, policy.shape, PackingSpec(**(asked | arguments)))
 
     def step_row(step: Sequence[Rollout], **arguments: Any) -> dict[str, float]:
         batches, metrics = dealt(step, **arguments)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from r3.config import Config
-from r3.handover.rollouts import distribute
+from r3.handover.rollouts import PackingSpec, distribute
 from r3.metrics.mismatch import mismatch
 from r3.metrics.reduce import Mean
 from r3.models.shape import ModelShape
@@ -1028,9 +1028,7 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> dict
     def packed(changed: Sequence[Rollout]) -> tuple[MicroBatch, ...]:
         altered = replace(answers, rollouts=list(changed))
         scored = score_all(altered, gather_rewards(altered, world.mesh.world, config), config)
-        (batch,), _ = distribute(
-            scored, world.mesh, shape, num_updates=1, micro_batch_tokens=1024, on_missing="error"
-        )
+        (batch,), _ = distribute(scored, world.mesh, shape, PackingSpec(micro_batch_tokens=1024))
         return batch.micro_batches
 
     def measure(micro_batches: Sequence[MicroBatch], mode: Any = "replay") -> dict[str, Any]:

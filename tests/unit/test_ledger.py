@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from r3.algo.packing import pack
-from r3.handover.rollouts import damage
+from r3.handover.rollouts import find_damage
 from r3.rollout.codec import checksums, decode, encode
 from r3.rollout.scored import Scored
 from r3.routing.ledger import LedgerError, captured_rows, reconcile
@@ -96,7 +96,7 @@ def test_every_way_of_taking_anothers_rows_changes_the_checksum() -> None:
     mine = {item.index: item for item in decode(encode(items))}
 
     def packed(*rollouts: Rollout) -> str:
-        return damage(
+        return find_damage(
             pack(rollouts, [0, 1], [0.5, 0.5], **MOE, multiple=4, sequence_multiple=2), mine
         )
 

@@ -17,7 +17,7 @@ from r3.algo.packing import (
     filler_routes,
     pack,
     packing_efficiency,
-    plan,
+    plan_updates,
     sorted_experts,
 )
 from r3.types import Rollout
@@ -285,7 +285,7 @@ def sizes(update: UpdatePlan, lengths: Sequence[int]) -> np.ndarray:
 
 def test_plan_by_hand() -> None:
     """Longest first into the lightest bin: 5 and 4, then 4 + 3, 5 + 2, and 1 joins the first of the equal two."""
-    (update,) = plan(
+    (update,) = plan_updates(
         [1, 2, 3, 4, 5], [0, 0, 0, 0, 0], num_updates=1, num_ranks=2, micro_batch_tokens=8
     )
     assert update == UpdatePlan(micro_batches=(((0, 1, 4),), ((2, 3),)))
@@ -301,7 +301,7 @@ def test_every_rollout_once_groups_whole_within_the_limit(
     num_updates: int, num_ranks: int, micro_batch_tokens: int, multiple: int
 ) -> None:
     lengths, groups = log_normal_lengths(0), in_groups_of(8, 256)
-    updates = plan(
+    updates = plan_updates(
         lengths,
         groups,
         num_updates=num_updates,
@@ -328,7 +328,7 @@ def test_every_rollout_once_groups_whole_within_the_limit(
 
 
 def test_groups_need_not_be_contiguous_or_start_at_zero() -> None:
-    updates = plan(
+    updates = plan_updates(
         [5] * 8, [9, 2, 9, 2, 30, 4, 30, 4], num_updates=2, num_ranks=1, micro_batch_tokens=20
     )
     assert [update.rollout_ids for update in updates] == [(1, 3, 5, 7), (0, 2, 4, 6)]
@@ -340,7 +340,7 @@ def test_groups_need_not_be_contiguous_or_start_at_zero() -> None:
 def test_efficiency_and_balance(num_ranks: int, micro_batch_tokens: int, seed: int) -> None:
     """256 log-normal lengths up to 4,096, in micro-batches of at least twice that: the figures we promise."""
     lengths = log_normal_lengths(seed)
-    updates = plan(
+    updates = plan_updates(
         lengths,
         in_groups_of(8, 256),
         num_updates=1,
@@ -368,7 +368,9 @@ def test_in_the_order_of_arrival_it_would_have_been_worse() -> None:
 
 def test_bins_are_dealt_so_that_ranks_get_the_same_total() -> None:
     """Four bins of 10, 9, 2 and 1: the rank with the 10 gets the 1."""
-    (update,) = plan([10, 9, 2, 1], [0] * 4, num_updates=1, num_ranks=2, micro_batch_tokens=10)
+    (update,) = plan_updates(
+        [10, 9, 2, 1], [0] * 4, num_updates=1, num_ranks=2, micro_batch_tokens=10
+    )
     assert update.micro_batches == (((0,), (3,)), ((1,), (2,)))
 
 
@@ -378,19 +380,19 @@ def test_the_plan_is_a_function_of_its_arguments() -> None:
         in_groups_of(4, 40),
     )  # ties everywhere: nothing but the index decides
     options: dict[str, Any] = {"num_updates": 2, "num_ranks": 3, "micro_batch_tokens": 30}
-    assert plan(lengths, groups, **options) == plan(
+    assert plan_updates(lengths, groups, **options) == plan_updates(
         tuple(lengths), np.array(groups).tolist(), **options
     )
 
 
 def test_a_rank_with_nothing_to_do_gets_an_empty_micro_batch() -> None:
-    (update,) = plan([10, 20], [0, 0], num_updates=1, num_ranks=4, micro_batch_tokens=64)
+    (update,) = plan_updates([10, 20], [0, 0], num_updates=1, num_ranks=4, micro_batch_tokens=64)
     assert update.micro_batches == (((1,),), ((0,),), ((),), ((),))
     assert packing_efficiency([update], [10, 20]) == 30 / 80
 
 
 def test_a_sequence_as_long_as_a_micro_batch_fits() -> None:
-    (update,) = plan(
+    (update,) = plan_updates(
         [64, 64, 64], [0, 0, 0], num_updates=1, num_ranks=1, micro_batch_tokens=64, multiple=64
     )
     assert update.micro_batches == (((0,), (1,), (2,)),)
@@ -420,9 +422,9 @@ def test_plan_refuses(change: dict[str, Any], fault: str) -> None:
         "num_ranks": 2,
         "micro_batch_tokens": 40,
     }
-    plan(**good)
+    plan_updates(**good)
     with pytest.raises(ValueError, match=fault):
-        plan(**{**good, **change})
+        plan_updates(**{**good, **change})
 
 
 def test_plan_and_pack_together_keep_every_loss_token() -> None:
@@ -433,7 +435,7 @@ def test_plan_and_pack_together_keep_every_loss_token() -> None:
         for i, n in enumerate(rng.integers(4, 40, 24))
     ]
     lengths = [len(answer.tokens_T) for answer in answers]
-    updates = plan(
+    updates = plan_updates(
         lengths, in_groups_of(4, 24), num_updates=2, num_ranks=3, micro_batch_tokens=64, multiple=8
     )
     micro_batches = [
