@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
 from tests.e2e import scorer_cases
-from tests.unit.test_reward_model import TOLERANCE, classifier
+from tests.tiny import CLASSIFIER_TOLERANCE, classifier
 from tests.world import run_world
 
 
@@ -45,7 +45,7 @@ def main() -> None:
         "source": source(),
         "packages": {name: version(name) for name in PACKAGES},
         "sleep_s": scorer_cases.SLEEP_S,
-        "tolerance": TOLERANCE,
+        "tolerance": CLASSIFIER_TOLERANCE,
         "rounds": words.rounds,
         "arms": arms,
     }

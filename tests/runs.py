@@ -16,6 +16,14 @@ import pytest
 from r3.metrics.glossary import is_wall_clock
 from tests.world import ROOT
 
+QUIET_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "KMP_BLOCKTIME": "0",
+    "PYTHONPATH": str(ROOT),
+}
+
 
 def start(
     log_dir: Path, *flags: str, preset: str = "tiny-smoke", ranks: int = 2
@@ -81,3 +89,24 @@ def rows_of(log_dir: Path) -> list[dict[str, float]]:
 
 def timeless(row: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in row.items() if key == "step" or not is_wall_clock(key)}
+
+
+def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on so many ranks, with the root of the repository as its folder."""
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+    ]
+    return subprocess.run(
+        [*launcher, *command],
+        cwd=ROOT,
+        env=os.environ | QUIET_THREADS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+    )

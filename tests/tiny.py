@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,6 @@ def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
 
 def random_checkpoint(folder: Path, *, seed: int = 0, tied: bool = False, **overrides: Any) -> Path:
     """A random Qwen3-MoE checkpoint of other sizes than the shipped one, with the shipped tokenizer."""
-    import shutil
 
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -116,3 +116,63 @@ def random_rollouts(
             )
         )
     return rollouts
+
+
+MOE: dict[str, int] = {"num_experts": 8, "num_layers": 2, "topk": 2}
+
+
+def coded_rollout(
+    tokens: Sequence[int], num_response: int, *, seed: int = 0, dense: bool = False
+) -> Rollout:
+    """`num_response` sampled tokens at the end; log-probability -t/10 at index t; random distinct experts."""
+    length = len(tokens)
+    mask_T = np.zeros(length, np.float32)
+    mask_T[length - num_response :] = 1.0
+    rng = np.random.default_rng(seed)
+    experts = rng.permuted(np.tile(np.arange(8, dtype=np.int8), (length - 1, 2, 1)), axis=2)[
+        :, :, :2
+    ]
+    return Rollout(
+        prompt_id=f"prompt{seed}",
+        group=seed,
+        sample_index=0,
+        tokens_T=np.array(tokens, np.int64),
+        loss_mask_T=mask_T,
+        logprobs_T=(mask_T * -0.1 * np.arange(length)).astype(np.float32),
+        routed_experts=np.zeros((length - 1, 0, 0), np.int8) if dense else experts,
+        finish_reason="stop",
+        policy_version=1,
+        response="",
+    )
+
+
+CLASSIFIER_TOLERANCE = (
+    1e-5  # float32: a masked row of padding changes the order of sums, and nothing else
+)
+CLASSIFIER_CONTEXT = 256
+
+
+def classifier(folder: Path) -> Path:
+    """A random Llama with one score, float32, and the shipped tokenizer."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CLASSIFIER_CONTEXT,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    model = LlamaForSequenceClassification(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(assets.TINY_MOE / name, folder / name)
+    return folder

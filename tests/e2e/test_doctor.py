@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e import doctor_cases as cases
-from tests.world import ROOT, run_world
+from tests.runs import torchrun
+from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
-
-QUIET_THREADS = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "0",
-    "KMP_BLOCKTIME": "0",
-    "PYTHONPATH": str(ROOT),
-}
-
-
-def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a program on so many ranks, with the root of the repository as its folder."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-    ]
-    return subprocess.run(
-        [*launcher, *command],
-        cwd=ROOT,
-        env=os.environ | QUIET_THREADS,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=180,
-    )
 
 
 @pytest.mark.parametrize(

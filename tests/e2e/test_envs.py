@@ -10,7 +10,7 @@ import pytest
 
 from r3.envs.calculator import evaluate
 from tests.e2e import env_cases
-from tests.e2e.test_train import rows_of, run
+from tests.runs import rows_of, run
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -48,9 +48,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "calculator"])
-def test_routes_and_probabilities_of_whole_conversations_equal_transformers(
-    talks: dict[str, Any], kind: str
-) -> None:
+def test_conversations_equal_transformers(talks: dict[str, Any], kind: str) -> None:
     agrees_with_transformers(talks[kind])
     assert len(talks[kind]["rollouts"]) == 16
     if "routing/overlap_differs" in talks[kind]["facts"]:
@@ -185,7 +183,7 @@ def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(tmp_path: Path) 
     assert "env.on_error" in found["stop"] and "rollout word_problems_train.jsonl:" in found["stop"]
 
 
-def test_dynamic_sampling_refills_until_every_group_teaches_and_is_the_same_on_any_layout() -> None:
+def test_dynamic_sampling_is_the_same_on_any_layout() -> None:
     (one,) = run_world(env_cases.refills, 1)
     left, right = run_world(env_cases.refills, 2)
     for step, made in one["run"].items():

@@ -10,9 +10,7 @@ from tests.world import run_world
 pytestmark = pytest.mark.e2e
 
 
-def test_memory_plan_is_within_a_fifth_of_what_is_measured_for_every_part_precision_and_recomputation() -> (
-    None
-):
+def test_memory_plan_is_within_a_fifth_of_what_is_measured() -> None:
     # 20 %: the plan counts what autograd keeps, not the few temporaries of single operations.
     (found,) = run_world(cases.plan_and_measurement, 1)
     assert len(found) == 7

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_doctor import torchrun
+from tests.runs import torchrun
 
 pytestmark = pytest.mark.e2e
 
@@ -47,7 +47,7 @@ def run(folder: Path, *flags: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_missing_routes_are_counted_by_cause_and_routed_live_down_to_min_coverage(
+def test_missing_routes_are_counted_by_cause(
     tmp_path: Path,
 ) -> None:
     code, said = run(tmp_path, "--replay.on_missing", "live", "--replay.min_coverage", "0.9")
@@ -76,7 +76,7 @@ def test_missing_routes_are_counted_by_cause_and_routed_live_down_to_min_coverag
     assert row["mismatch/abs_max"] <= 1e-4  # float32: the router chooses live what the engine chose
 
 
-def test_run_stops_at_the_first_missing_route_by_name_unless_told_otherwise(tmp_path: Path) -> None:
+def test_run_stops_at_the_first_missing_route(tmp_path: Path) -> None:
     code, said = run(tmp_path)
     assert code != 0
     refused = r"RouteError: rollout word_problems_train.jsonl:\d+/\d of step 0: the engine returned no routes for positions"

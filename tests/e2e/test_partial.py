@@ -10,7 +10,7 @@ import pytest
 
 from r3.run.dumps import read_rollouts
 from tests.e2e import partial_cases
-from tests.e2e.test_train import rows_of, run, timeless
+from tests.runs import rows_of, run, timeless
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -69,7 +69,7 @@ def test_groups_are_whole_and_as_many_are_in_flight_in_every_step(
     assert budgets[kind]["metrics"][0]["rollout/stale_tokens_frac"] == 0
 
 
-def test_a_message_is_cut_at_the_budget_and_never_where_a_stop_string_may_lie(
+def test_the_budget_never_cuts_a_stop_string(
     budgets: dict[str, Any],
 ) -> None:
     for each in rollouts_of(budgets["single"]):
@@ -118,7 +118,7 @@ def test_a_budget_that_nobody_reaches_changes_nothing(budgets: dict[str, Any]) -
     assert budgets["off"] == budgets["plenty"]
 
 
-def test_the_trainer_marks_what_older_versions_began_and_refuses_what_is_too_old(
+def test_the_trainer_marks_stale_rollouts_and_refuses_old_ones(
     budgets: dict[str, Any],
 ) -> None:
     old, marked, count = budgets["marked"]

@@ -10,7 +10,7 @@ import pytest
 
 from r3 import assets
 from tests.e2e import precision_cases as cases
-from tests.e2e.test_train import rows_of, run, timeless
+from tests.runs import rows_of, run, timeless
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e

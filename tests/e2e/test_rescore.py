@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from r3.config import ConfigError
 from r3.rescore import FIGURES, parse
 from r3.run.folder import RunDir
-from tests.e2e.test_doctor import torchrun
+from tests.runs import torchrun
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e

@@ -19,8 +19,8 @@ import pytest
 from r3 import assets
 from r3.runtime.device import free_port
 from tests.e2e import scorer_cases
-from tests.e2e.test_train import rows_of, run
-from tests.unit.test_reward_model import TOLERANCE, classifier
+from tests.runs import rows_of, run
+from tests.tiny import CLASSIFIER_TOLERANCE, classifier
 from tests.world import ROOT, run_world
 
 pytestmark = pytest.mark.e2e
@@ -141,7 +141,7 @@ def test_rewards_are_weighted_sums_with_their_parts(rounds: dict[str, Any]) -> N
 def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, Any]) -> None:
     model = rounds["model"]
     worst = max(abs(model["rewards"][name] - model["single"][name]) for name in model["rewards"])
-    assert worst <= TOLERANCE  # as in tests/unit/test_reward_model.py
+    assert worst <= CLASSIFIER_TOLERANCE  # as in tests/unit/test_reward_model.py
 
 
 def test_vllms_own_server_judges(rounds: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from r3.envs.calculator import Calculator, evaluate
 from r3.run.dumps import read_rollouts
 from r3.run.folder import read_jsonl
 from r3.types import Rollout
-from tests.e2e.test_train import rows_of, run
+from tests.runs import rows_of, run
 
 pytestmark = pytest.mark.e2e
 

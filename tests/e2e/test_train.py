@@ -295,7 +295,7 @@ def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_p
     assert first["mismatch/abs_max"] <= 1e-4  # measured before any update
 
 
-def test_sequence_ratios_kl_in_the_reward_and_overlong_answers_under_context_parallelism(
+def test_sequence_losses_work_under_context_parallelism(
     tmp_path: Path,
 ) -> None:
     run(

@@ -23,9 +23,10 @@ SOURCES = sorted([*ROOT.glob("train.py"), *ROOT.glob("r3/**/*.py"), *ROOT.glob("
 
 # Ground floor first. A room imports from itself and from the rooms before it, never from a later one.
 ROOMS = (
-    "types config assets models algo data metrics runtime routing envs rewards cli engine policy "
-    "rollout handover run view report show watch rescore doctor"
-).split()
+    *("types", "config", "assets", "models", "algo", "data", "metrics", "runtime", "routing"),
+    *("envs", "rewards", "cli", "engine", "policy", "rollout", "handover", "run"),
+    *("view", "report", "show", "watch", "rescore", "doctor"),
+)
 MAX_LOOSE_MODULES = 6  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py", "r3/metrics/mismatch.py")
 MAY_IMPORT = {
@@ -461,6 +462,41 @@ def test_lock_is_complete_and_portable() -> None:
     ]
     wanted = [re.split(r"[<>=]", spec)[0].lower() for spec in specs]
     assert set(wanted) <= locked
+
+
+# ----------------------------------------------------------------------------------------------
+# The tests themselves
+
+MAX_TEST_NAME = 70
+
+
+def complaints_about_tests(file: PurePosixPath, tree: ast.Module) -> Complaints:
+    """A test's name states one claim in few words; no module imports a test module."""
+    for node in nodes(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            if len(node.name) > MAX_TEST_NAME:
+                yield node.lineno, f"{node.name} has {len(node.name)} characters"
+    for line, name in imports(file, tree):
+        if re.match(r"tests\.\w+\.test_", name):
+            yield line, f"imports {name}: shared parts belong in tests/*.py"
+
+
+def test_tests_have_short_names_and_import_no_test() -> None:
+    found = []
+    for path in sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py")]):
+        file = PurePosixPath(path.relative_to(ROOT).as_posix())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if file.parts[1] == "ranks":
+            continue
+        found += [f"{file}:{line}: {text}" for line, text in complaints_about_tests(file, tree)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source", [f"def test_{'x' * 80}(): pass", "from tests.unit.test_loss import helper"]
+)
+def test_a_long_name_and_an_imported_test_are_found(source: str) -> None:
+    assert list(complaints_about_tests(PurePosixPath("tests/unit/test_x.py"), ast.parse(source)))
 
 
 # --------------------------------------------------------------------------------------------------------------------

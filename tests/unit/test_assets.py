@@ -104,7 +104,7 @@ def test_questions_are_distinct() -> None:
 
 
 @pytest.mark.parametrize("column", ["question", "answer"])
-def test_training_prompts_share_no_question_and_no_arithmetic_with_the_evaluation(
+def test_training_and_evaluation_share_no_arithmetic(
     column: str,
 ) -> None:
     held_out = {row[column] for row in read(WORD_PROBLEMS_EVAL)}
@@ -343,7 +343,7 @@ def test_bfloat16_cannot_tell_which_expert_comes_second(
     assert all(tied(logits) < 0.02 for logits in router_logits(model, tokenizer))
 
 
-def test_the_penalty_is_the_mean_square_of_what_separates_real_logits_from_three() -> None:
+def test_the_router_penalty_is_a_mean_square() -> None:
     tool = load_tool()
     real = torch.tensor([True, False])  # the second token is padding
     layers = (torch.tensor([[3.0, 5.0], [90.0, 90.0]]), torch.tensor([[2.0, 3.0], [0.0, 0.0]]))
@@ -423,9 +423,7 @@ def test_greedily_it_answers_at_once(calling: Any, tokenizer: Any) -> None:
     assert 0.10 <= right / len(rows) <= 0.70
 
 
-def test_some_sampled_conversations_call_for_every_step_and_are_then_mostly_right(
-    calling: Any, tokenizer: Any
-) -> None:
+def test_conversations_with_all_calls_are_mostly_right(calling: Any, tokenizer: Any) -> None:
     """What reinforcement learning has to find; CALLING of the conversations it saw called."""
     rows = read(WORD_PROBLEMS_EVAL)[:128]
     torch.manual_seed(0)

@@ -254,7 +254,7 @@ def test_the_number_of_steps_is_frozen_under_a_decaying_schedule() -> None:
         "another setting does",
     ],
 )
-def test_the_size_of_a_micro_batch_is_frozen_where_it_decides_what_is_trained_on(
+def test_micro_batch_size_is_frozen_where_it_limits_prompts(
     settings: dict[str, object], frozen: list[str]
 ) -> None:
     old = with_values(TINY, {"data.max_prompt_tokens": 0, **settings})
@@ -262,7 +262,7 @@ def test_the_size_of_a_micro_batch_is_frozen_where_it_decides_what_is_trained_on
     assert [problem.field for problem in problems] == frozen
 
 
-def test_every_section_but_the_layout_says_field_by_field_what_may_change_on_resume() -> None:
+def test_every_field_says_whether_it_may_change_on_resume() -> None:
     free = {name.partition(".")[0] for name, setting in SETTINGS.items() if setting.resume}
     fixed = {name.partition(".")[0] for name, setting in SETTINGS.items() if not setting.resume}
     assert free - fixed == {"parallel", "eval", "checkpoint", "log", "debug"}
@@ -613,7 +613,7 @@ def test_a_dense_model_has_no_experts_to_lay_out() -> None:
         ("moonlight", ["kv_lora_rank + qk_rope_head_dim is 40", "is 512 + 64", "width is 40"]),
     ],
 )
-def test_sizes_that_the_engine_cannot_run_on_cpu_are_refused_before_it_is_built(
+def test_sizes_that_vllm_cannot_run_on_cpu_are_refused(
     name: str, rules: list[str], tmp_path: Path
 ) -> None:
     from r3.rollout.task import read_task
@@ -722,7 +722,7 @@ def test_answers_without_a_number_are_fine_for_other_rewards(tmp_path: Path) -> 
     assert found({"data.path": str(path), "reward.function": "exact", "eval.path": ""}) == {}
 
 
-def test_sources_that_must_be_fetched_or_made_are_left_to_the_start_of_the_run() -> None:
+def test_remote_sources_are_read_when_the_run_starts() -> None:
     assert found({"data.path": ["hub:owner/name", "gym:chain_sum"], "eval.path": ""}) == {}
     assert found({"data.path": "gym:chain_sum", "reward.function": "gym", "eval.path": ""}) == {}
 

@@ -15,7 +15,7 @@ from r3.runtime.device import ipc_arguments, seed_everything, to_host
 pytestmark = pytest.mark.unit
 
 
-def test_deterministic_mode_reaches_torch_and_warns_of_what_has_no_deterministic_form(
+def test_deterministic_mode_reaches_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")

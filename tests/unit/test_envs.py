@@ -271,7 +271,7 @@ def test_templates_that_cannot_be_appended_to_are_refused(name: str) -> None:
     assert text in str(error.value)
 
 
-def test_messages_the_template_does_not_take_are_an_error_of_the_conversation(
+def test_messages_that_the_template_refuses_fail_one_conversation(
     tokenizer: Any,
 ) -> None:
     picky: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)

@@ -13,7 +13,8 @@ from r3.rollout.codec import checksums, decode, encode
 from r3.rollout.scored import Scored
 from r3.routing.ledger import LedgerError, captured_rows, reconcile
 from r3.types import Rollout
-from tests.unit.test_packing import MOE, rollout
+from tests.tiny import MOE
+from tests.tiny import coded_rollout as rollout
 
 pytestmark = pytest.mark.unit
 

@@ -212,7 +212,7 @@ def test_inputs_that_would_broadcast_are_refused() -> None:
         )
 
 
-def test_dual_clip_acts_only_where_the_advantage_is_negative_and_the_ratio_above_it() -> None:
+def test_dual_clip_acts_on_negative_advantages_only() -> None:
     """arXiv 1912.09729, eq. 5, with c = 3: at r = 4 and A = -2 the loss is 6 instead of 8, without gradient."""
     ratios = [4.0, 2.5, 4.0, 0.5]
     advantages = [-2.0, -2.0, 2.0, -2.0]

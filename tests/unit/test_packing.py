@@ -21,36 +21,12 @@ from r3.algo.packing import (
     sorted_experts,
 )
 from r3.types import Rollout
+from tests.tiny import MOE
+from tests.tiny import coded_rollout as rollout
 
 pytestmark = pytest.mark.unit
 
-MOE: dict[str, int] = {"num_experts": 8, "num_layers": 2, "topk": 2}
 DENSE: dict[str, int] = {"num_experts": 0, "num_layers": 0, "topk": 0}
-
-
-def rollout(
-    tokens: Sequence[int], num_response: int, *, seed: int = 0, dense: bool = False
-) -> Rollout:
-    """`num_response` sampled tokens at the end; log-probability -t/10 at index t; random distinct experts."""
-    length = len(tokens)
-    mask_T = np.zeros(length, np.float32)
-    mask_T[length - num_response :] = 1.0
-    rng = np.random.default_rng(seed)
-    experts = rng.permuted(np.tile(np.arange(8, dtype=np.int8), (length - 1, 2, 1)), axis=2)[
-        :, :, :2
-    ]
-    return Rollout(
-        prompt_id=f"prompt{seed}",
-        group=seed,
-        sample_index=0,
-        tokens_T=np.array(tokens, np.int64),
-        loss_mask_T=mask_T,
-        logprobs_T=(mask_T * -0.1 * np.arange(length)).astype(np.float32),
-        routed_experts=np.zeros((length - 1, 0, 0), np.int8) if dense else experts,
-        finish_reason="stop",
-        policy_version=1,
-        response="",
-    )
 
 
 def log_normal_lengths(seed: int, count: int = 256) -> list[int]:

@@ -43,7 +43,7 @@ def test_installed_variable_length_attention_takes_what_it_is_given() -> None:
     )
 
 
-def test_router_logits_are_rounded_as_the_engine_rounds_and_keep_their_gradient() -> None:
+def test_router_logits_can_be_rounded_like_the_engine() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(5, 8, generator=generator).requires_grad_()
     weight = torch.randn(8, 4, generator=generator)

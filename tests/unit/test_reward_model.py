@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import shutil
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,38 +17,9 @@ from r3.rewards.model import Batches, RewardModel
 from r3.rewards.scorer import RewardError, make_scorer
 from r3.runtime.device import Device
 from r3.types import Prompt, Rollout
-from tests.tiny import random_rollouts
+from tests.tiny import CLASSIFIER_CONTEXT, CLASSIFIER_TOLERANCE, classifier, random_rollouts
 
 pytestmark = pytest.mark.unit
-
-TOLERANCE = 1e-5  # float32: a masked row of padding changes the order of sums, and nothing else
-CONTEXT = 256
-
-
-def classifier(folder: Path) -> Path:
-    """A random Llama with one score, float32, and the shipped tokenizer."""
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        num_labels=1,
-        pad_token_id=0,
-    )
-    model = LlamaForSequenceClassification(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(assets.TINY_MOE / name, folder / name)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +67,13 @@ def test_dynamic_batches_score_as_one_by_one(settings: RewardConfig, model: Rewa
         found |= {reward_result.key: reward_result.reward for reward_result in scorer.poll(5.0)}
     single = [model.score(rollout.response, PROMPT) for rollout in answers]
     scorer.close()
-    assert max(abs(found[key] - single[key]) for key in range(50)) <= TOLERANCE
-    assert max(single) - min(single) > 100 * TOLERANCE  # they do differ
+    assert max(abs(found[key] - single[key]) for key in range(50)) <= CLASSIFIER_TOLERANCE
+    assert max(single) - min(single) > 100 * CLASSIFIER_TOLERANCE  # they do differ
     # As transformers alone computes it, without any padding.
     (tokens,) = (torch.tensor([model.encode(answers[3].response, PROMPT)]),)
     with torch.no_grad():
         (expected,) = model._model(input_ids=tokens).logits[0].tolist()
-    assert single[3] == pytest.approx(expected, abs=TOLERANCE)
+    assert single[3] == pytest.approx(expected, abs=CLASSIFIER_TOLERANCE)
 
 
 def test_padding_that_is_not_masked_would_be_seen(
@@ -112,9 +81,9 @@ def test_padding_that_is_not_masked_would_be_seen(
 ) -> None:
     short, long = (model.encode(text, PROMPT) for text in ("7", "so " * 60))
     right = model.score_encoded([short])[0]
-    assert model.score_encoded([short, long])[0] == pytest.approx(right, abs=TOLERANCE)
+    assert model.score_encoded([short, long])[0] == pytest.approx(right, abs=CLASSIFIER_TOLERANCE)
     padded = [*short, *[9] * (len(long) - len(short))]  # other tokens at its end, seen by the model
-    assert abs(model.score_encoded([padded, long])[0] - right) > 100 * TOLERANCE
+    assert abs(model.score_encoded([padded, long])[0] - right) > 100 * CLASSIFIER_TOLERANCE
 
 
 def batches(seen: list[list[int]], **limits: Any) -> Batches:
@@ -164,8 +133,10 @@ def test_a_conversation_that_does_not_fit_is_refused_and_not_cut(
     settings: RewardConfig, model: RewardModel
 ) -> None:
     scorer = make_scorer(settings, model=model)
-    scorer.submit(0, replace(rollouts(1)[0], response="apples " * CONTEXT), PROMPT)
-    with pytest.raises(RewardError, match=f"tokens, the reward model's context {CONTEXT}"):
+    scorer.submit(0, replace(rollouts(1)[0], response="apples " * CLASSIFIER_CONTEXT), PROMPT)
+    with pytest.raises(
+        RewardError, match=f"tokens, the reward model's context {CLASSIFIER_CONTEXT}"
+    ):
         scorer.poll(10.0)
     scorer.close()
 

@@ -138,7 +138,7 @@ def test_every_fault_is_refused_by_name_and_place(fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_on_missing_live_forgives_what_is_absent_and_nothing_that_is_illegal(fault: str) -> None:
+def test_on_missing_live_accepts_absent_but_no_illegal_routes(fault: str) -> None:
     inject, message = FAULTS[fault]
     routes = inject(routes_of(len(MOE_LAYERS)))
     if fault in ("none", "a row too few"):

@@ -68,9 +68,7 @@ def test_a_conversation_left_out_leaves_no_gap_in_the_numbers() -> None:
     assert rewards.groups_with_signal == [1]
 
 
-def test_overlong_penalty_shapes_the_reward_before_the_advantage_and_leaves_the_dump_alone() -> (
-    None
-):
+def test_overlong_penalty_changes_the_advantage_only() -> None:
     algo = replace(CONFIG.algo, advantage="dr_grpo", overlong_buffer=8, overlong_penalty=0.5)
     config = replace(CONFIG, algo=algo)
     rewards = gather_rewards(answers(), ALONE, config)
@@ -98,7 +96,7 @@ def test_overlong_penalty_counts_observations_as_the_limit_does() -> None:
     assert nothing.num_tokens_after_prompt == 0
 
 
-def test_filtered_answers_keep_their_place_in_the_baseline_and_lose_their_loss() -> None:
+def test_filtered_responses_count_for_the_baseline_only() -> None:
     config = replace(CONFIG, algo=replace(CONFIG.algo, advantage="dr_grpo", overlong_filter=True))
     cut = answers()
     cut.rollouts[1] = replace(cut.rollouts[1], finish_reason="length")

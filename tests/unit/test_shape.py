@@ -74,9 +74,7 @@ def test_tied_embeddings_are_one_tensor(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_facts_that_are_not_sizes_of_tensors_are_read_as_transformers_reads_them(
-    name: str, folders: dict[str, Path]
-) -> None:
+def test_facts_of_config_json_match_transformers(name: str, folders: dict[str, Path]) -> None:
     from transformers import AutoConfig
 
     shape, theirs = ModelShape.read(folders[name]), AutoConfig.from_pretrained(folders[name])
