@@ -76,7 +76,8 @@ def train(run: Run) -> None:
             meter.add(metrics)
 
         # 5 train: old log-probabilities if needed, then the updates; routes are replayed in all
-        with meter.phase("train"), meter.progress(len(batches), f"step {step} train") as tick:
+        count = sum(len(batch.micro_batches) for batch in batches)
+        with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
             train_on(
                 policy,
                 batches,
@@ -85,7 +86,7 @@ def train(run: Run) -> None:
                 config,
                 step=step,
                 report=meter.add,
-                on_update=tick,
+                on_micro_batch=tick,
             )
 
         # 6 report

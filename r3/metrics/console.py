@@ -162,7 +162,7 @@ class Console:
     def line(self, text: str) -> None:
         """Write one line at once."""
         if self._rich:
-            self._rich.print(text, markup=False, soft_wrap=True)
+            self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._is_leader:
             print(text, file=self._stream, flush=True)
 

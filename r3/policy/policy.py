@@ -203,6 +203,7 @@ class Policy:
         reference_logprobs: Sequence[torch.Tensor] | None = None,
         recorded_routes: Sequence[torch.Tensor] | None = None,
         first: bool = True,
+        on_micro_batch: Callable[[], None] = lambda: None,
     ) -> Update:
         """One optimizer step on `batch`. All ranks must call.
 
@@ -214,6 +215,7 @@ class Policy:
             recorded_routes: `ledger.recorded` of an earlier pass over the same micro-batches (R2); None replays what the
                 engine captured.
             first: no update of this step came before.
+            on_micro_batch: called after the forward of each micro-batch.
 
         Raises:
             FloatingPointError: on every rank: a gradient is not finite. The weights are not to be used any more.
@@ -224,6 +226,7 @@ class Policy:
             reference_logprobs=reference_logprobs,
             recorded_routes=recorded_routes,
             first=first,
+            on_micro_batch=on_micro_batch,
         )
         lr = learning_rate(self.update_number, total_updates, self.config.train)
         for group in self.optimizer.param_groups:
@@ -252,6 +255,7 @@ class Policy:
         reference_logprobs: Sequence[torch.Tensor] | None = None,
         recorded_routes: Sequence[torch.Tensor] | None = None,
         first: bool = True,
+        on_micro_batch: Callable[[], None] = lambda: None,
     ) -> Mapping[str, Any]:
         """Gradients of `batch` into the gradient buffers, reduced over data-parallel ranks; returns metric partials.
 
@@ -289,7 +293,11 @@ class Policy:
         mode = self._mode("live" if self.config.replay.mode == "off" else "replay")
         with self.replay.schedule(mode, training=True) as ledger_of:
             self._run_schedule(
-                batch.micro_batches, loss_of, forward_only=False, recorded_routes=recorded_routes
+                batch.micro_batches,
+                loss_of,
+                forward_only=False,
+                recorded_routes=recorded_routes,
+                on_forward=on_micro_batch,
             )
             ledger = ledger_of()
         return self._metrics(seen, ledger, panel=old_logprobs is None and first)
@@ -304,6 +312,7 @@ class Policy:
         *,
         forward_only: bool,
         recorded_routes: Sequence[torch.Tensor] | None = None,
+        on_forward: Callable[[], None] = lambda: None,
     ) -> None:
         """Run Megatron's own schedule; on the last pipeline stage `on_scores(number, tokens, scores_2N)` gives the loss.
 
@@ -333,6 +342,9 @@ class Policy:
                 labels=tokens.targets_N[None],
                 packed_seq_params=packed_params(micro_batch.cu_seqlens, self.device.torch),
             )
+
+            if model is self.wrapped[-1] and not is_filler:
+                on_forward()
 
             def loss_func(
                 output: torch.Tensor,

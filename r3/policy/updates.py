@@ -37,7 +37,7 @@ def train_on(
     *,
     step: int,
     report: Callable[[Mapping[str, Any]], None],
-    on_update: Callable[[], None] = lambda: None,
+    on_micro_batch: Callable[[], None] = lambda: None,
 ) -> None:
     """Make the step's updates, one per batch; metric partials go to `report`. All ranks must call.
 
@@ -109,6 +109,7 @@ def train_on(
             reference_logprobs=reference[part] if reference is not None else None,
             recorded_routes=recorded[part] if recorded is not None else None,
             first=number == 0,
+            on_micro_batch=on_micro_batch,
         )
         metrics = dict(update.metrics)
         routing = {key: metrics.pop(key) for key in update.metrics if key.startswith(_COMPARISON)}
@@ -124,7 +125,6 @@ def train_on(
                     "optim/lr": Mean(update.lr, 1.0),
                 }
             )
-        on_update()
 
 
 def take_kl_from_reward(
