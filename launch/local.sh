@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Run r3 on this machine: one rank per GPU, or two ranks on CPU.
 #
-#   launch/local.sh PRESET [--section.field value ...]
+#   launch/local.sh BASE [--section.field value ...]
+#
+# BASE is a preset, my.yaml, my_presets.py:function, or --from RUN_DIR: see train.py --help.
 #
 # NPROC   number of ranks (default: the GPUs that torch sees, or 2 without any)
 # PYTHON  interpreter (default: .venv/bin/python of this checkout, else python3)

@@ -1,7 +1,8 @@
-"""The command line: `train.py PRESET [--section.field value ...]`, `train.py --from RUN_DIR`, `--help`, `--dry-run`.
+"""The command line: `train.py BASE [--section.field value ...]`, `--from RUN_DIR`, `--dry-run`.
 
-tyro draws the help from the dataclasses in `config`. Whatever is wrong, from a misspelt flag to a bad row of the
-data set, is gathered first and said once, before anything is written. Imports neither torch nor vllm nor megatron.
+tyro finds the flags and their words. Values are read as in YAML (`r3.config.parse_value`), so that
+everything wrong, from a misspelt flag to a bad row of the data, is reported at once, before
+anything is written. Imports neither torch nor vllm nor megatron.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Any, NoReturn
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from configs import KNOWN_SHAPES, PRESETS
 from r3.cli import dry_run as plan
-from r3.cli.checks import examine
+from r3.cli import help as helps
+from r3.cli.base import Base, base_of_run, find_base
+from r3.cli.checks import Report, examine
 from r3.config import (
     SETTINGS,
     Config,
@@ -34,209 +39,328 @@ from r3.config import (
 )
 from r3.models.shape import ModelShape
 
-_USAGE = """\
-usage: train.py PRESET [--section.field value ...]      run a preset; under torchrun for more than one rank
-       train.py --from RUN_DIR [--section.field ...]    go on with a run from its newest checkpoint
-       train.py PRESET --dry-run [--world-size N]       print config, rank layout, batch plan, memory; run nothing
-       train.py PRESET --check [--world-size N]         read and check settings, data and reward; run nothing
-       train.py PRESET --help                           every field with its meaning and default"""
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.run.checkpoint names complete ones
+_SWITCHES = ("dry_run", "check", "help")
+# Settings of a preset that go back to their default when a flag contradicts them.
+_MAY_GIVE_WAY = ("parallel.", "algo.", "env.", "replay.", "eval.", "data.weights")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """A run to make, checked. `preset` is "" when the config came from a run's folder.
+    """A run to make, checked.
 
-    `check`: settings are right; the data and the reward are to be read as well, and nothing is to be run.
+    Attributes:
+        config: its settings.
+        base: what the flags were laid over.
+        differences: the base and how the run differs from it, one line each.
+        overrides: the differences as YAML, for overrides.yaml of the run.
+        world_size: number of ranks.
+        check: read data and reward too, then end; run nothing.
     """
 
     config: Config
-    preset: str
+    base: str
+    differences: tuple[str, ...]
+    overrides: str
     world_size: int
     check: bool = False
 
 
+class _Given(tuple[str, ...]):
+    """The words behind a flag, as tyro hands them over."""
+
+
+@dataclass(frozen=True)
+class _CommandLine:
+    """What tyro reads: the flags of train.py, then those of every setting."""
+
+    run_dir: Annotated[str, tyro.conf.arg(name="from")] = ""
+    world_size: str = ""
+    dry_run: str = ""
+    check: str = ""
+    help: Annotated[str, tyro.conf.arg(aliases=["-h"])] = ""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
 @dataclass(kw_only=True)
 class _Words:
-    """The command line taken apart: names are known and every flag has a value, of whatever type."""
+    """The command line taken apart. Values are words, of whatever type."""
 
-    presets: list[str] = field(default_factory=list)
+    bases: list[str] = field(default_factory=list)
     run_dir: str | None = None
     world_size: str | None = None
     dry_run: bool = False
     check: bool = False
     help: bool = False
-    flags: dict[str, str | list[str]] = field(default_factory=dict)
+    flags: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 def parse(argv: Sequence[str]) -> Invocation:
     """The run that a command line asks for, with nothing wrong in it.
 
-    Help and dry runs are printed and end the process with code 0, mistakes with code 2; under torchrun the first rank
-    speaks for all.
+    Prints help and dry runs and ends the process with code 0; prints mistakes and ends it with code
+    2. Under torchrun only the first rank prints.
     """
     problems: list[Problem] = []
-    words = _read(argv, problems)
-    if not argv or (words.help and not words.presets and words.run_dir is None):
-        _leave(0 if words.help else 2, _overview())
-    preset, base = _base(words, problems)
+    words = _split(argv, problems)
+    if not argv or (words.help and not words.bases and words.run_dir is None):
+        _leave(0 if words.help else 2, helps.overview())
+    base = _base(words, problems)
     if words.help and base:
-        _leave_with_fields(preset, base)
-    config = _with_flags(base or Config(), words.flags, problems)
+        helps.print_settings(base.name, base.config, prints=_is_first_rank())
+        raise SystemExit(0)
+    start = base.config if base else Config()
+    config = with_values(start, _values(words.flags, problems))
     if base and not config.log.dir:
-        config = with_values(config, {"log.dir": base.log.dir or f"runs/{preset}"})
+        config = with_values(config, {"log.dir": start.log.dir or base.log_dir})
     world_size = _world_size(words, config, problems)
     if base is None:
         _leave(2, str(ConfigError(problems)))
 
-    known = KNOWN_SHAPES.get(config.model.path)
-    report = examine(
-        config, world_size, ModelShape.from_hf(known) if known else None, given=words.flags
-    )
-    at_fault = {problem.field for problem in problems}  # such a field still has the preset's value
-    problems += [problem for problem in report.problems if problem.field not in at_fault]
+    given = {*words.flags, *base.values}
+    config, reasons, report = _resolve(config, base, given, world_size)
+    at_fault = {problem.field for problem in problems}  # these fields still have the base's value
+    problems += [
+        replace(problem, origin="" if problem.field in given else base.root)
+        for problem in report.problems
+        if problem.field not in at_fault
+    ]
     problems += _resume_problems(config)
-    needs = _needs(preset, problems) if words.dry_run else []
+    needs = _needs(base, problems) if words.dry_run else []
     if len(problems) > len(needs):
         _leave(2, str(ConfigError(problems)))
+    differences = base.describe(config, reasons)
+    warnings = [*words.warnings, *report.warnings]
     if words.dry_run:
+        title = f"{base.name}: dry run on {world_size} rank{'s' if world_size > 1 else ''}"
         assert report.shape is not None, (
-            "a model that cannot be read is a problem, and no need unless its shape is known"
+            "a model that cannot be read is a problem, and only a need if its shape is known"
         )
-        title = f"{preset or words.run_dir}: dry run on {world_size} rank{'s' if world_size > 1 else ''}"
-        text = [
-            title,
-            plan.describe(config, report.shape, world_size),
-            *map(_warning, report.warnings),
-        ]
+        described = plan.describe(config, report.shape, world_size)
+        text = [title, _indented("settings", differences), described]
+        text += [f"warning: {warning}" for warning in warnings]
         if needs:
-            header = "needs (not here yet; the files in configs/ say where the data of presets come from)"
-            text.append("\n".join([header, *(f"  - {need}" for need in needs)]))
+            header = "needs (not here yet; the files in configs/ say where to get it)"
+            text.append(_indented(header, [f"- {need}" for need in needs]))
         _leave(0, "\n\n".join(text))
-    for warning in () if words.check else report.warnings:  # the run that follows a check says them
-        _say(_warning(warning), error=True)
-    return Invocation(config=config, preset=preset, world_size=world_size, check=words.check)
+    # The run that follows a check prints the warnings.
+    for warning in () if words.check else warnings:
+        _say(f"warning: {warning}", error=True)
+    return Invocation(
+        config=config,
+        base=base.name,
+        differences=tuple(differences),
+        overrides=base.overrides(config),
+        world_size=world_size,
+        check=words.check,
+    )
 
 
-def _read(argv: Sequence[str], problems: list[Problem]) -> _Words:
+def _split(argv: Sequence[str], problems: list[Problem]) -> _Words:
+    """The words of every flag, found by tyro. Every flag takes any number of them here.
+
+    tyro stops at the first value it cannot read. Here it reads none: values are checked together,
+    afterwards, so that all mistakes are reported at once.
+    """
+    found, others = tyro.cli(
+        _CommandLine,
+        args=list(argv),
+        return_unknown_args=True,
+        add_help=False,
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
+        registry=_any_words(),
+        console_outputs=_is_first_rank(),
+    )
     words = _Words()
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("-"):
-            words.presets.append(word)
+    flags = {**flatten(found.settings), **{name: getattr(found, name) for name in _SWITCHES}}
+    flags |= {"from": found.run_dir, "world_size": found.world_size}
+    for name, value in flags.items():
+        if not isinstance(value, _Given):
             continue
-        if word in ("-h", "--help"):
-            words.help = True
-            continue
-        flag, equals, value = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if name in ("dry_run", "check") and not equals:
+        if name in _SWITCHES:
             setattr(words, name, True)
-            continue
-        has_value = bool(equals)
-        if not equals and rest and not rest[0].startswith("--"):
-            value, has_value = rest.pop(0), True
-        if not has_value and name in SETTINGS and SETTINGS[name].kind is bool:
-            value, has_value = "True", True  # `--eval.only` alone says what it means
-        if name not in SETTINGS and name not in ("from", "world_size"):
-            problems.append(Problem(flag, value, "there is no such flag", nearest_settings(name)))
-        elif not has_value:
-            problems.append(Problem(flag, "", "has no value", f"write {flag} VALUE"))
-        elif name == "from":
-            words.run_dir = value
-        elif name == "world_size":
-            words.world_size = value
-        elif name in words.flags:
-            problems.append(
-                Problem(
-                    name, value, f"is given twice, {words.flags[name]!r} before", "give it once"
-                )
-            )
-        elif not SETTINGS[name].is_list:
-            words.flags[name] = value
+            words.bases += value
+        elif name in SETTINGS and SETTINGS[name].is_list and value:
+            words.flags[name] = value if len(value) > 1 else value[0]
         else:
-            values = [value]
-            while rest and not rest[0].startswith("--") and rest[0] != "-h":
-                values.append(rest.pop(0))
-            words.flags[name] = values if len(values) > 1 else value
+            _one_word(name, value, words, problems)
+    words.bases[:0] = _unknown(others, problems)
+    words.warnings += _repeated(argv, words.flags)
     return words
 
 
-def _base(words: _Words, problems: list[Problem]) -> tuple[str, Config | None]:
-    """The name of the preset, "" for a run's folder, and the config that flags are laid over; None if there is none."""
-    if words.run_dir is not None:
-        if words.presets:
-            rule = "a run's folder and a preset are given"
-            problems.append(
-                Problem("--from", words.run_dir, rule, f"leave out {' '.join(words.presets)}")
-            )
-        file = Path(words.run_dir) / "config.yaml"
-        try:
-            # The folder is the run, wherever it was moved since it wrote its config.
-            return "", with_values(
-                from_yaml(file.read_text(encoding="utf-8")), {"log.dir": words.run_dir}
-            )
-        except (OSError, UnicodeDecodeError):
-            fix = "give the folder of a run, such as runs/tiny"
-            problems.append(
-                Problem("--from", words.run_dir, "there is no config.yaml to read", fix)
-            )
-        except ConfigError as error:
-            problems.extend(error.problems)
-        return "", None
-    known = ", ".join(PRESETS)
-    if not words.presets:
-        problems.append(Problem("PRESET", "", "no preset is named", f"one of {known}"))
-        return "", None
-    preset, *more = words.presets
-    problems.extend(
-        Problem("PRESET", word, "is neither a flag nor a flag's value", "leave it out")
-        for word in more
-    )
-    if preset not in PRESETS:
-        problems.append(Problem("PRESET", preset, "there is no such preset", f"one of {known}"))
-        return preset, None
-    return preset, PRESETS[preset]()
+def _any_words() -> ConstructorRegistry:
+    """tyro collects the words of every flag and leaves them as they are."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def collect(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if is_dataclass(info.type):
+            return None
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar="WORDS",
+            instance_from_str=_Given,
+            is_instance=lambda _: True,
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
 
 
-def _with_flags(base: Config, flags: Mapping[str, object], problems: list[Problem]) -> Config:
-    """The config with the flags' values. Those of a wrong type are left out and reported, all of them."""
+def _one_word(name: str, value: _Given, words: _Words, problems: list[Problem]) -> None:
+    """A flag with one value. Further words are not its own; without any, a switch means true."""
+    flag = f"--{name.replace('world_size', 'world-size')}"
+    is_switch = name in SETTINGS and SETTINGS[name].kind is bool
+    if not value and not is_switch:
+        is_list = name in SETTINGS and SETTINGS[name].is_list
+        empty = f", or {flag} '' for an empty list" if is_list else ""
+        problems.append(Problem(flag, "", "has no value", f"write {flag} VALUE{empty}"))
+        return
+    first, *rest = value or ("True",)
+    words.bases += rest
+    match name:
+        case "from":
+            words.run_dir = first
+        case "world_size":
+            words.world_size = first
+        case _:
+            words.flags[name] = first
+
+
+def _unknown(others: Sequence[str], problems: list[Problem]) -> list[str]:
+    """Report flags that tyro does not know, each with the word behind it; return other words."""
+    bare: list[str] = []
+    rest = list(others)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            bare.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        if not equals and rest and not rest[0].startswith("-") and rest[0] not in PRESETS:
+            value = rest.pop(0)
+        fix = nearest_settings(flag.removeprefix("--").replace("-", "_"))
+        if not flag.startswith("--"):
+            fix = "write --section.field=VALUE where a value begins with -"
+        problems.append(Problem(flag, value, "there is no such flag", fix))
+    return bare
+
+
+def _repeated(argv: Sequence[str], flags: Mapping[str, object]) -> list[str]:
+    """A warning per setting that is given several times. tyro keeps the last, without a word."""
+    names = [
+        word.partition("=")[0].removeprefix("--").replace("-", "_")
+        for word in argv
+        if word.startswith("--")
+    ]
+    return [
+        f"--{name} is given {count} times: the last value counts, {_typed(flags[name])}"
+        for name, count in Counter(names).items()
+        if count > 1 and name in flags
+    ]
+
+
+def _typed(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _base(words: _Words, problems: list[Problem]) -> Base | None:
+    """What the flags are laid over; None if there is none."""
+    try:
+        if words.run_dir is not None:
+            if words.bases:
+                rule = "a run's folder and a preset are given"
+                fix = f"leave out {' '.join(words.bases)}"
+                problems.append(Problem("--from", words.run_dir, rule, fix))
+            return base_of_run(words.run_dir)
+        if not words.bases:
+            known = f"one of {', '.join(PRESETS)}, or a .yaml file, or file.py:function"
+            raise ConfigError([Problem("PRESET", "", "no preset is named", known)])
+        first, *more = words.bases
+        problems += [
+            Problem("PRESET", word, "is neither a flag nor a flag's value", "leave it out")
+            for word in more
+        ]
+        return find_base(first)
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def _values(
+    flags: Mapping[str, str | tuple[str, ...]], problems: list[Problem]
+) -> dict[str, object]:
+    """The flags' values in their types. All values of a wrong type are reported and left out."""
     values = {}
     for name, text in flags.items():
         try:
             values[name] = parse_value(name, text)
         except ValueError as error:
-            problems.append(Problem(name, text, str(error), "see --help"))
-    return with_values(base, values)
+            fix = SETTINGS[name].fix
+            problems.append(Problem(name, text, str(error), fix))
+    return values
 
 
 def _world_size(words: _Words, config: Config, problems: list[Problem]) -> int:
-    """Ranks of the run: torchrun's, or for a dry run those asked for, or else the fewest that the layout takes."""
+    """Ranks of the run: torchrun's; without it those asked for, or the fewest the layout takes."""
     if words.world_size is not None:
         if not (words.dry_run or words.check):
             rule = "is for --dry-run and --check: a run has the ranks that torchrun starts"
-            problems.append(
-                Problem(
-                    "--world-size",
-                    words.world_size,
-                    rule,
-                    "torchrun --nproc_per_node N train.py ...",
-                )
-            )
+            fix = "torchrun --nproc_per_node N train.py ..."
+            problems.append(Problem("--world-size", words.world_size, rule, fix))
         elif words.world_size.isdecimal() and int(words.world_size) > 0:
             return int(words.world_size)
         else:
-            problems.append(
-                Problem("--world-size", words.world_size, "must be a positive integer", "such as 8")
-            )
+            rule = "must be a positive integer"
+            problems.append(Problem("--world-size", words.world_size, rule, "such as 8"))
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     return config.parallel.smallest_world if words.dry_run or words.check else 1
 
 
+def _resolve(
+    config: Config, base: Base, given: Collection[str], world_size: int
+) -> tuple[Config, dict[str, str], Report]:
+    """Settings of the base that contradict a flag go back to their defaults.
+
+    Only contradictions that the base alone does not have are resolved: the number of ranks, a
+    missing file or a flag that is wrong by itself is reported instead.
+
+    Returns:
+        The config, why each setting changed, and the report about the config.
+    """
+    known = KNOWN_SHAPES.get(config.model.path)
+    shape = ModelShape.from_hf(known) if known else None
+
+    def report_on(candidate: Config) -> Report:
+        return examine(candidate, world_size, shape, given=given)
+
+    report = report_on(config)
+    reasons: dict[str, str] = {}
+    suspects = [
+        problem.field
+        for problem in report.problems
+        if problem.field not in given and problem.field.startswith(_MAY_GIVE_WAY)
+    ]
+    if not suspects:
+        return config, reasons, report
+    before = {problem.field for problem in report_on(base.config).problems}
+    for name in dict.fromkeys(suspects):
+        if name in before:
+            continue
+        candidate = with_values(config, {name: SETTINGS[name].default})
+        after = report_on(candidate)
+        if len(after.problems) < len(report.problems):
+            config, report = candidate, after
+            reasons[name] = "because it contradicts your settings"
+    return config, reasons, report
+
+
 def _resume_problems(config: Config) -> list[Problem]:
-    """What differs from the run in log.dir and may not, when it has a checkpoint to go on from."""
+    """Settings that differ from those of the run to resume in log.dir, although they must not."""
     folder = Path(config.log.dir)
     if not any(_CHECKPOINT.fullmatch(path.name) for path in folder.glob("checkpoints/step_*")):
         return []
@@ -245,24 +369,18 @@ def _resume_problems(config: Config) -> list[Problem]:
             from_yaml((folder / "config.yaml").read_text(encoding="utf-8")), config
         )
     except (OSError, UnicodeDecodeError):
+        rule = "has checkpoints, but no config.yaml to compare with"
         fix = "restore its config.yaml, or give another --log.dir"
-        return [
-            Problem(
-                "log.dir",
-                config.log.dir,
-                "has checkpoints, but no config.yaml to compare with",
-                fix,
-            )
-        ]
+        return [Problem("log.dir", config.log.dir, rule, fix)]
     except ConfigError as error:
         return list(error.problems)
 
 
-def _needs(preset: str, problems: list[Problem]) -> list[Problem]:
-    """Problems that are only a download away: what a preset names, is not here, and the user has not changed."""
-    if preset not in PRESETS:
+def _needs(base: Base, problems: list[Problem]) -> list[Problem]:
+    """Problems that a download solves: what a preset names and the user has not changed."""
+    if base.root not in PRESETS:
         return []
-    named = flatten(PRESETS[preset]())
+    named = flatten(base.root_config)
     return [
         problem
         for problem in problems
@@ -274,35 +392,8 @@ def _needs(preset: str, problems: list[Problem]) -> list[Problem]:
     ]
 
 
-def _overview() -> str:
-    """The help that no preset is needed for."""
-    presets = [
-        f"  {name:20s}{(build.__doc__ or '').splitlines()[0]}" for name, build in PRESETS.items()
-    ]
-    sections = [
-        f"  {section.name:20s}{(section.default_factory.__doc__ or '').splitlines()[0]}"
-        for section in fields(Config)
-    ]
-    return "\n".join([_USAGE, "", "presets", *presets, "", "sections", *sections])
-
-
-def _leave_with_fields(preset: str, base: Config) -> NoReturn:
-    """Help for every field, with the defaults of the preset."""
-    tyro.cli(
-        Config,
-        default=base,
-        args=["--help"],
-        prog=f"train.py {preset or '--from RUN_DIR'}",
-        description=f"{_USAGE}\n\nDefaults below are those of {preset or 'the run'}.",
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-        console_outputs=_is_first_rank(),
-    )
-    raise SystemExit(0)
-
-
-def _warning(text: str) -> str:
-    return f"warning: {text}"
+def _indented(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(f"  {line}" for line in lines)])
 
 
 def _is_first_rank() -> bool:
@@ -317,7 +408,7 @@ def _say(text: str, *, error: bool = False) -> None:
 def _leave(code: int, text: str) -> NoReturn:
     _say(text, error=code != 0)
     if code and not _is_first_rank():
-        time.sleep(5)  # torchrun kills all ranks when one fails: let the first one speak
+        time.sleep(5)  # torchrun kills all ranks when one fails: let the first one print
     raise SystemExit(code)
 
 

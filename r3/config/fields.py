@@ -20,15 +20,25 @@ _Mark = TypeVar("_Mark")
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a config: the field, its value, the rule it breaks, the fix."""
+    """One thing that is wrong with a config.
+
+    Attributes:
+        field: full name of the setting, or the flag.
+        value: its value.
+        rule: the rule that the value breaks.
+        fix: what to do.
+        origin: the preset that set the value, if the user did not.
+    """
 
     field: str
     value: object
     rule: str
     fix: str
+    origin: str = ""
 
     def __str__(self) -> str:
-        return f"{self.field} = {self.value!r}: {self.rule}. Fix: {self.fix}"
+        origin = f" (set by {self.origin})" if self.origin else ""
+        return f"{self.field} = {self.value!r}{origin}: {self.rule}. Fix: {self.fix}"
 
 
 class ConfigError(ValueError):

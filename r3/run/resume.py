@@ -1,4 +1,4 @@
-"""Decides, before anything heavy loads, whether a run starts or resumes, and never does either silently."""
+"""Decide, before anything heavy is imported, whether a run starts or resumes, and say so."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from r3.cli.base import OVERRIDES
 from r3.config import Config, ConfigError, from_yaml, resume_problems, to_yaml
 from r3.run.folder import RunDir, read_metrics, truncate_metrics, write_text
 from r3.run.lock import RunLock, hold
 
 _STEP = re.compile(r"step_(\d{6,})")
-_ASIDE = ("metrics.jsonl", "tensorboard", "rollouts", "eval", "config.yaml", "hf")
+_ASIDE = ("metrics.jsonl", "tensorboard", "rollouts", "eval", "config.yaml", OVERRIDES, "hf")
 
 
 class ResumeError(ValueError):
-    """A checkpoint that cannot be resumed from; nothing starts afresh in its place."""
+    """A checkpoint that cannot be resumed from. R3 does not start a new run in its place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The newest complete checkpoint of a run: its folder and the steps it has behind it."""
+    """The newest complete checkpoint of a run: its folder and the steps done when it was saved."""
 
     folder: Path
     step: int
@@ -37,7 +38,7 @@ class Start:
 
 
 def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints, oldest first. A folder under its final name is complete by construction."""
+    """Complete checkpoints, oldest first. A checkpoint gets its final name when it is complete."""
     return sorted(
         (int(match[1]), path)
         for path in checkpoints.glob("step_*")
@@ -49,7 +50,7 @@ def find_latest(checkpoints: Path) -> Found | None:
     """The newest complete checkpoint, or None when there is none.
 
     Raises:
-        ResumeError: a folder has a step's name and is no checkpoint of ours.
+        ResumeError: a folder has the name of a step and is not a checkpoint of R3.
     """
     folders = step_folders(checkpoints)
     if not folders:
@@ -59,8 +60,8 @@ def find_latest(checkpoints: Path) -> Found | None:
         state = json.loads((folder / "r3.json").read_text())
     except (OSError, ValueError) as error:
         raise ResumeError(
-            f"{folder}: not a readable checkpoint ({error}). Fix: remove it to resume from an older one, or give another "
-            "--log.dir to start afresh"
+            f"{folder}: not a readable checkpoint ({error}). Fix: remove it to resume from an older "
+            "one, or start a new run with another --log.dir"
         ) from error
     if state.get("step") != step:
         raise ResumeError(
@@ -69,14 +70,21 @@ def find_latest(checkpoints: Path) -> Found | None:
     return Found(folder=folder, step=step)
 
 
-def open_run(run_dir: RunDir, config: Config, *, writes: bool) -> Start:
-    """Look at the run's folder and make it ready. Every rank calls; one of them (`writes`) changes files.
+def open_run(run_dir: RunDir, config: Config, *, writes: bool, overrides: str = "") -> Start:
+    """Look at the run's folder and make it ready to start or to resume.
 
-    With a checkpoint: the settings that may not change are compared, and metrics after the checkpoint's step are dropped,
-    to be made again. Without one, what an unfinished run left is set aside in `aborted_001/`, not overwritten.
+    All ranks must call; one of them (`writes`) changes files. With a checkpoint, settings that may
+    not change are compared, and metrics after the step of the checkpoint are dropped: those steps
+    are repeated. Without one, the files of an unfinished run move to `aborted_001/`.
+
+    Args:
+        run_dir: the run's folder.
+        config: settings of the run, for config.yaml.
+        writes: whether this rank changes files.
+        overrides: differences from the base, for overrides.yaml; "" writes no such file.
 
     Raises:
-        ConfigError: a setting changed that must not, or another run writes to the folder.
+        ConfigError: a setting changed that may not, or another run writes to the folder.
         ResumeError: the newest checkpoint is unreadable.
     """
     lock = hold(run_dir.path) if writes else None
@@ -89,7 +97,7 @@ def open_run(run_dir: RunDir, config: Config, *, writes: bool) -> Start:
         said = [f"resuming from {found.folder} after step {found.step}"]
         if writes:
             said += truncate_metrics(run_dir, found.step + 1)
-            write_text(run_dir.config, to_yaml(config))
+            _write_settings(run_dir, config, overrides)
         return Start(found=found, said=tuple(said), lock=lock)
     said = []
     if writes:
@@ -101,7 +109,14 @@ def open_run(run_dir: RunDir, config: Config, *, writes: bool) -> Start:
             for path in left:
                 path.rename(aside / path.name)
             said.append(
-                f"{run_dir.path} held an unfinished run without a checkpoint: set aside in {aside}, starting afresh"
+                f"{run_dir.path} has an unfinished run without a checkpoint: moved to {aside}, starting "
+                "a new run"
             )
-        write_text(run_dir.config, to_yaml(config))
+        _write_settings(run_dir, config, overrides)
     return Start(found=None, said=tuple(said), lock=lock)
+
+
+def _write_settings(run_dir: RunDir, config: Config, overrides: str) -> None:
+    write_text(run_dir.config, to_yaml(config))
+    if overrides:
+        write_text(run_dir.path / OVERRIDES, overrides)

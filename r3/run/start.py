@@ -54,7 +54,9 @@ def begin(invocation: Invocation) -> Iterator[Run]:
     die_with_launcher()
     config = invocation.config
     with stage("reading model facts, data and rewards"):
-        task, folder, start = prepare(config, check=invocation.check)
+        task, folder, start = prepare(
+            config, check=invocation.check, overrides=invocation.overrides
+        )
     with FailureReport(folder.path, rank=int(os.environ.get("RANK", "0"))):
         try:
             with stage("joining the ranks"):
@@ -69,7 +71,9 @@ def begin(invocation: Invocation) -> Iterator[Run]:
                         start.found, run.policy, device, mesh, weights_only=config.eval.only
                     )
             settle()
-            run.meter.header(header(config, task, mesh, device, start))
+            base, *differences = invocation.differences
+            settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
+            run.meter.header([*settings, *header(config, task, mesh, device, start)])
             with run.watchdog:
                 yield run
         finally:
@@ -97,7 +101,9 @@ def stage(what: str) -> Iterator[None]:
             print(f" {time.perf_counter() - started:.1f} s", flush=True)
 
 
-def prepare(config: Config, *, check: bool = False) -> tuple[Task, RunDir, Start]:
+def prepare(
+    config: Config, *, check: bool = False, overrides: str = ""
+) -> tuple[Task, RunDir, Start]:
     """Read the task, then make the run's folder ready to start or to resume. Uses no device."""
     is_leader = int(os.environ.get("RANK", "0")) == 0
     run_dir = RunDir(Path(config.log.dir))
@@ -105,7 +111,8 @@ def prepare(config: Config, *, check: bool = False) -> tuple[Task, RunDir, Start
         task = read_task(config)
         if check:
             require_free(run_dir.path)
-        start = open_run(run_dir, config, writes=is_leader and not config.eval.only and not check)
+        writes = is_leader and not config.eval.only and not check
+        start = open_run(run_dir, config, writes=writes, overrides=overrides)
     if check:
         sys.exit(0)
     if config.eval.only:

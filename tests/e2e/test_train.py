@@ -382,7 +382,7 @@ def test_unfinished_run_without_a_checkpoint_is_set_aside_and_said(tmp_path: Pat
         "1",
         ranks=1,
     )
-    assert "set aside" in output
+    assert "moved to" in output
     assert (folder / "aborted_001" / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n'
     assert [row["step"] for row in rows_of(folder)] == [1]
 

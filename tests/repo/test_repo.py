@@ -42,6 +42,7 @@ MAY_IMPORT = {
 HEAVY = {"torch", "vllm", "megatron", "transformers"}
 DEVICE_FILES = {"r3/runtime/device.py", "r3/runtime/device_cpu.py"}
 USERS_CODE = (
+    "r3/cli/base.py",
     "r3/rewards/",
     "r3/envs/",
     "r3/runtime/workers.py",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from configs import PRESETS
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import parse as cli
-from r3.config import SETTINGS, Config, to_yaml, with_values
+from r3.config import SETTINGS, to_yaml, with_values
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "vllm", "megatron", "transformers", "numpy")
@@ -75,7 +76,7 @@ def test_a_preset_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         "log.dir": "runs/tiny",
     }
     assert invocation.config == with_values(PRESETS["tiny"](), expected)
-    assert (invocation.preset, invocation.world_size) == ("tiny", 2)
+    assert (invocation.base, invocation.world_size) == ("tiny", 2)
 
 
 def test_one_process_without_torchrun() -> None:
@@ -94,7 +95,7 @@ def test_a_list_field_takes_every_word_up_to_the_next_flag(monkeypatch: pytest.M
     monkeypatch.setitem(SETTINGS, "train.beta1", floats)
 
     def beta1(*words: str) -> object:
-        return cli._with_flags(Config(), cli._read(["tiny", *words], []).flags, []).train.beta1
+        return cli._values(cli._split(["tiny", *words], []).flags, [])["train.beta1"]
 
     assert beta1("--train.beta1", "0.5", "-1", "2", "--train.seed", "1") == (0.5, -1.0, 2.0)
     assert beta1("--train.beta1=0.5", "1") == (0.5, 1.0)
@@ -137,6 +138,137 @@ def test_warnings_are_printed_and_do_not_stop_a_run(capsys: pytest.CaptureFixtur
     )
 
 
+def test_a_flag_given_twice_is_a_warning_and_the_last_value_counts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["tiny", "--parallel.ep", "1", "--train.lr", "1e-3", "--train.lr=1e-5"]
+    assert cli.parse(argv).config.train.lr == 1e-5
+    said = capsys.readouterr().err
+    assert said == "warning: --train.lr is given 2 times: the last value counts, 1e-5\n"
+    message = refusal(capsys, "tiny", "--train.lr", "1e-5", "--train.lr", "fast")
+    assert "train.lr = 'fast': must be a number" in message
+
+
+def test_flags_may_stand_before_the_preset_and_have_dashes() -> None:
+    argv = ["--train.lr", "1e-3", "--parallel.ep=1", "--check", "tiny", "--eval.max-prompts", "8"]
+    invocation = cli.parse([*argv, "--rollout.group-size", "4"])
+    assert (invocation.base, invocation.check) == ("tiny", True)
+    assert invocation.config.eval.max_prompts == (8,)
+    assert (invocation.config.train.lr, invocation.config.rollout.group_size) == (1e-3, 4)
+
+
+# ---- own settings in files
+
+
+def test_a_yaml_file_holds_differences_and_flags_override_them(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(
+        "base: tiny\nparallel: {ep: 1}\ntrain: {lr: 1e-4, steps: 3}\neval: {path: []}\n"
+    )
+    invocation = cli.parse(["my.yaml", "--train.steps", "5"])
+    expected = {
+        "parallel.ep": 1,
+        "train.lr": 1e-4,
+        "train.steps": 5,
+        "eval.path": (),
+        "log.dir": "runs/my",
+    }
+    assert invocation.config == with_values(PRESETS["tiny"](), expected)
+    assert invocation.differences[0] == "my.yaml, from tiny with 4 differences"
+    assert "  train.steps = 5 (tiny: 25)" in invocation.differences
+
+
+def test_the_overrides_of_a_run_start_another_one_like_it(tmp_path: Path) -> None:
+    first = cli.parse(["tiny", "--parallel.ep", "1", "--train.lr", "1e-3", "--env.stop", "a", "b"])
+    folder = tmp_path / "runs" / "first"
+    folder.mkdir(parents=True)
+    (folder / "overrides.yaml").write_text(first.overrides)
+    assert "base: tiny" in first.overrides and "lr: 0.001" in first.overrides
+    assert "log:" not in first.overrides and "model:" not in first.overrides
+    second = cli.parse([str(folder / "overrides.yaml")])
+    assert second.config == with_values(first.config, {"log.dir": "runs/first-overrides"})
+    assert second.overrides == first.overrides
+
+
+def test_a_yaml_file_may_build_on_another(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "common.yaml").write_text("base: tiny\nparallel: {ep: 1}\ntrain: {lr: 1}")
+    (tmp_path / "sub" / "mine.yaml").write_text("base: common.yaml\ntrain: {lr: 2, seed: 3}")
+    config = cli.parse(["sub/mine.yaml"]).config
+    assert (config.train.lr, config.train.seed, config.parallel.ep) == (2.0, 3, 1)
+
+
+def test_a_python_function_is_a_preset(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from r3.config import with_values\n"
+        "from configs.tiny import tiny\n"
+        "def small(): return with_values(tiny(), {'parallel.ep': 1, 'train.lr': 1e-5})\n"
+    )
+    invocation = cli.parse(["mine.py:small", "--train.seed", "2"])
+    assert (invocation.config.train.lr, invocation.config.log.dir) == (1e-5, "runs/small")
+    assert invocation.differences == (
+        "mine.py:small with 1 difference",
+        "  train.seed = 2 (mine.py:small: 0)",
+    )
+    assert "base: mine.py:small" in invocation.overrides
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "word", "expected"),
+    [
+        ("my.yaml", "base: tinyy", "my.yaml", "PRESET = 'tinyy': there is no such preset"),
+        ("my.yaml", "base: [tiny]", "my.yaml", "base = ['tiny']: my.yaml: must be text"),
+        ("my.yaml", "base: my.yaml", "my.yaml", "names itself as its base"),
+        ("my.yaml", "- 1", "my.yaml", "must map sections to settings"),
+        ("my.yaml", "base: tiny\ntrain: {lrr: 1}", "my.yaml", "train.lrr = 1: there is no such"),
+        ("my.yaml", "", "other.yaml", "PRESET = 'other.yaml': cannot be read"),
+        ("my.py", "x = 1", "my.py:small", "the file defines no 'small'. Fix: it defines nothing"),
+        ("my.py", "def f(): return 1", "my.py:f", "f gives a int, not a Config"),
+        ("my.py", "\ndef f(): return 1 / 0", "my.py:f", "line 2 raises ZeroDivisionError"),
+        ("my.py", "def f(:", "my.py:f", "raises SyntaxError"),
+        ("my.py", "", "other.py:f", "there is no such file. Fix: give path/to/file.py:function"),
+    ],
+)
+def test_a_file_that_gives_no_settings_is_refused(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    name: str,
+    content: str,
+    word: str,
+    expected: str,
+) -> None:
+    (tmp_path / name).write_text(content)
+    message = refusal(capsys, word, "--train.steps", "many")
+    assert expected in message
+    assert "train.steps = 'many': must be an integer" in message  # said at the same time
+
+
+# ---- a preset and a flag that contradict each other
+
+
+def test_a_setting_of_the_preset_gives_way_to_a_flag(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    invocation = cli.parse(["tiny", "--parallel.tp", "2"])
+    assert (invocation.config.parallel.tp, invocation.config.parallel.ep) == (2, 1)
+    reason = "  parallel.ep = 1 (tiny: 2), because it contradicts your settings"
+    assert reason in invocation.differences
+    assert reason in printed(capsys, "tiny", "--parallel.tp", "2", "--dry-run")
+
+
+def test_a_setting_that_the_user_gave_does_not_give_way(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = refusal(capsys, "tiny", "--parallel.tp", "2", "--parallel.ep", "2")
+    assert "parallel.ep = 2: etp * ep * pp = 4" in message
+
+
+def test_too_few_ranks_are_explained_by_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, "tiny", "--train.steps", "1")
+    assert "parallel.ep = 2 (set by tiny): must divide the number of ranks" in message
+
+
 # ---- going on with a run
 
 
@@ -157,7 +289,7 @@ def test_from_takes_config_and_folder_of_the_run(tmp_path: Path) -> None:
     invocation = cli.parse(["--from", str(moved), "--train.steps", "50"])
     config = invocation.config
     assert (config.train.seed, config.train.steps, config.log.dir) == (7, 50, str(moved))
-    assert invocation.preset == ""
+    assert invocation.base == str(moved)
 
 
 def test_from_may_start_a_run_elsewhere(tmp_path: Path) -> None:
@@ -216,7 +348,7 @@ def test_a_run_whose_config_is_damaged_is_refused(
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["tinyy"], "PRESET = 'tinyy': there is no such preset. Fix: one of tiny, tiny-smoke"),
+        (["tinyy"], "PRESET = 'tinyy': there is no such preset. Fix: did you mean tiny?"),
         (["--train.lr", "1"], "PRESET = '': no preset is named"),
         (["tiny", "5"], "PRESET = '5': is neither a flag nor a flag's value"),
         (
@@ -235,10 +367,6 @@ def test_a_run_whose_config_is_damaged_is_refused(
         (["tiny", "--log.progress", "maybe"], "log.progress = 'maybe': must be True or False"),
         (["tiny", "--train.lr"], "--train.lr = '': has no value. Fix: write --train.lr VALUE"),
         (["tiny", "--replay.mode", "r4"], "replay.mode = 'r4': must be one of off, r2, r3"),
-        (
-            ["tiny", "--train.lr", "1", "--train.lr", "2"],
-            "train.lr = '2': is given twice, '1' before",
-        ),
         (
             ["tiny", "--rollout.group_size", "1"],
             "rollout.group_size = 1: algo.advantage grpo compares",
@@ -267,7 +395,7 @@ def test_a_run_whose_config_is_damaged_is_refused(
         ),
         (
             ["tiny", "--dry-run", "--world-size", "3"],
-            "rollout.prompts_per_step = 16: must be a multiple of the 3 ranks",
+            "rollout.prompts_per_step = 16 (set by tiny): must be a multiple of the 3 ranks",
         ),
         (["--from", "nowhere"], "--from = 'nowhere': there is no config.yaml to read"),
         (["tiny", "--from", "nowhere"], "a run's folder and a preset are given"),
@@ -357,7 +485,8 @@ def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixt
 def test_help_lists_presets_and_sections(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--help")
     for preset, build in PRESETS.items():
-        assert build.__doc__ and f"{preset}  " in text and build.__doc__ in text
+        assert build.__doc__ and f"{preset}  " in text
+        assert build.__doc__ in " ".join(text.split())
     for section in {name.partition(".")[0] for name in SETTINGS}:
         assert f"\n  {section} " in text
     assert "--from RUN_DIR" in text and "--dry-run" in text
@@ -370,6 +499,25 @@ def test_help_of_a_preset_has_every_field_with_its_default(
     missing = [name for name in SETTINGS if f"--{name} " not in text]
     assert not missing
     assert "(default: 0.0002)" in text
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("argv", [["--help"], ["tiny", "--help"]], ids=" ".join)
+def test_help_fits_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str],
+    columns: int,
+) -> None:
+    """No line is wider than the terminal, and no sentence is broken before the line is full."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = printed(capsys, *argv).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert max(map(len, lines)) > columns - 10
+    text = [line.strip("\u2502 ") for line in lines if line.startswith("\u2502       ")]
+    for line, following in pairwise(text):
+        if not line.endswith(")"):  # the default, which ends a setting
+            assert len(line) + 1 + len(following.split()[0]) > columns - 10, line
 
 
 def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:

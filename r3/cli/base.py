@@ -1,0 +1,236 @@
+"""What flags are laid over: a preset, a YAML file, a function of a Python file, or an earlier run.
+
+    train.py tiny                       a preset of configs/
+    train.py my.yaml                    differences from the preset that its key `base` names
+    train.py my_presets.py:small        a function without arguments that returns a Config
+    train.py --from runs/tiny           the settings of an earlier run
+
+A YAML file has the sections of a run's config.yaml. Without `base` it starts from the defaults:
+
+    base: tiny                          # or another .yaml file, or file.py:function
+    train: {lr: 1e-4}
+    rollout: {group_size: 16}
+
+Every run writes such a file, overrides.yaml, beside its config.yaml.
+"""
+
+from __future__ import annotations
+
+import difflib
+import runpy
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs import PRESETS
+from r3.config import (
+    Config,
+    ConfigError,
+    Problem,
+    dump_yaml,
+    flatten,
+    from_yaml,
+    load_yaml,
+    values_of,
+    with_values,
+)
+
+OVERRIDES = "overrides.yaml"
+_ROOT = "base"  # key of a YAML file
+_HEADER = """\
+# How this run differs from its base. To start another one like it:
+# train.py {file} --log.dir FOLDER
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """Settings before flags.
+
+    Attributes:
+        name: as the command line names it.
+        root: the preset or file.py:function that it starts from; "" for the defaults.
+        root_config: settings of the root.
+        values: what YAML files or an earlier run change, by full names.
+        log_dir: folder of the run unless a setting names one.
+    """
+
+    name: str
+    root: str
+    root_config: Config
+    values: Mapping[str, Any] = field(default_factory=dict)
+    log_dir: str
+
+    @property
+    def config(self) -> Config:
+        """The settings."""
+        return with_values(self.root_config, self.values)
+
+    def differences(self, config: Config) -> dict[str, tuple[Any, Any]]:
+        """Settings that differ from the root: name -> (value, value of the root).
+
+        The run's folder is left out: it says where, not what.
+        """
+        before = flatten(self.root_config)
+        return {
+            name: (value, before[name])
+            for name, value in flatten(config).items()
+            if value != before[name] and name != "log.dir"
+        }
+
+    def describe(self, config: Config, reasons: Mapping[str, str]) -> list[str]:
+        """The root and the differences from it, one line each.
+
+        Args:
+            config: the settings of the run.
+            reasons: why a setting changed that nobody gave, by its name.
+        """
+        root = self.root or "defaults"
+        name = root if self.name == root else f"{self.name}, from {root}"
+        differences = self.differences(config)
+        count = {0: "no differences", 1: "1 difference"}.get(
+            len(differences), f"{len(differences)} differences"
+        )
+        return [
+            f"{name} with {count}",
+            *(
+                f"  {setting} = {_shown(value)} ({root}: {_shown(before)})"
+                f"{f', {reasons[setting]}' if setting in reasons else ''}"
+                for setting, (value, before) in differences.items()
+            ),
+        ]
+
+    def overrides(self, config: Config) -> str:
+        """The differences as YAML that `train.py` takes."""
+        tree: dict[str, Any] = {_ROOT: self.root} if self.root else {}
+        for name, (value, _) in self.differences(config).items():
+            section, key = name.split(".")
+            tree.setdefault(section, {})[key] = value
+        return _HEADER.format(file=OVERRIDES) + dump_yaml(tree)
+
+
+def find_base(word: str) -> Base:
+    """The settings that a word of the command line names.
+
+    Raises:
+        ConfigError: there is no such preset or file, or something is wrong with the file.
+    """
+    if Path(word).suffix in (".yaml", ".yml"):
+        return _from_yaml_file(Path(word), ())
+    if ".py:" in word:
+        root_config, function = _from_python_file(word)
+        return Base(name=word, root=word, root_config=root_config, log_dir=f"runs/{function}")
+    if word not in PRESETS:
+        near = difflib.get_close_matches(word, PRESETS, n=2)
+        known = f"one of {', '.join(PRESETS)}, or a .yaml file, or file.py:function"
+        fix = f"did you mean {' or '.join(near)}? It must be {known}" if near else known
+        raise ConfigError([Problem("PRESET", word, "there is no such preset", fix)])
+    return Base(name=word, root=word, root_config=PRESETS[word](), log_dir=f"runs/{word}")
+
+
+def base_of_run(folder: str) -> Base:
+    """The settings of an earlier run, and what they were differences from.
+
+    Raises:
+        ConfigError: the folder has no config.yaml, or something is wrong with it.
+    """
+    try:
+        config = from_yaml((Path(folder) / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        fix = "give the folder of a run, such as runs/tiny"
+        rule = "there is no config.yaml to read"
+        raise ConfigError([Problem("--from", folder, rule, fix)]) from None
+    # The folder is the run, even if it was moved after it wrote its config.
+    config = with_values(config, {"log.dir": folder})
+    try:
+        text = (Path(folder) / OVERRIDES).read_text(encoding="utf-8")
+        root = str(load_yaml(text, OVERRIDES).get(_ROOT, ""))
+        root_config = find_base(root).config if root else Config()
+    except (OSError, UnicodeDecodeError, ConfigError):
+        # A run of before, or its base is gone: its own settings are the base.
+        return Base(name=folder, root=folder, root_config=config, log_dir=folder)
+    before = flatten(root_config)
+    values = {name: value for name, value in flatten(config).items() if value != before[name]}
+    return Base(name=folder, root=root, root_config=root_config, values=values, log_dir=folder)
+
+
+def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
+    """Settings of a YAML file; `inside` are the files whose base it is."""
+    if path.resolve() in inside:
+        rule = "names itself as its base, through the files in between"
+        raise ConfigError([Problem("base", str(path), rule, "name a preset")])
+    try:
+        tree = load_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        rule = f"cannot be read ({error})"
+        raise ConfigError([Problem("PRESET", str(path), rule, "give a YAML file")]) from None
+    word = tree.pop(_ROOT, "")
+    if not isinstance(word, str):
+        fix = "write base: tiny"
+        raise ConfigError([Problem("base", word, f"{path}: must be text", fix)])
+    problems: list[Problem] = []
+    values: dict[str, Any] = {}
+    root = Base(name="", root="", root_config=Config(), log_dir="")
+    try:
+        if Path(word).suffix in (".yaml", ".yml"):
+            root = _from_yaml_file(_beside(path, word), (*inside, path.resolve()))
+        elif word:
+            root = find_base(str(_beside(path, word)) if ".py:" in word else word)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        values = values_of(tree)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    # runs/a/overrides.yaml and runs/b/overrides.yaml start two different runs.
+    is_of_run = path.stem in ("overrides", "config")
+    name = f"{path.resolve().parent.name}-{path.stem}" if is_of_run else path.stem
+    return Base(
+        name=str(path),
+        root=root.root,
+        root_config=root.root_config,
+        values={**root.values, **values},
+        log_dir=f"runs/{name}",
+    )
+
+
+def _beside(path: Path, word: str) -> Path:
+    """A file that a YAML file names: relative to its folder, or else to the working folder."""
+    beside = path.parent / word
+    return beside if Path(str(beside).partition(":")[0]).exists() else Path(word)
+
+
+def _from_python_file(word: str) -> tuple[Config, str]:
+    """What a function of a Python file returns, and the function's name."""
+    path, _, name = word.rpartition(":")
+
+    def refused(rule: str, fix: str) -> ConfigError:
+        return ConfigError([Problem("PRESET", word, rule, fix)])
+
+    if not Path(path).is_file():
+        raise refused("there is no such file", "give path/to/file.py:function")
+    try:
+        found = runpy.run_path(path)
+        config = found[name]() if callable(found.get(name)) else found.get(name)
+    except Exception as error:  # the code is the user's and may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((frame.lineno for frame in reversed(frames) if frame.filename == path), 0)
+        rule = f"line {line} raises {type(error).__name__}: {error}"
+        raise refused(rule, "correct the file") from error
+    if name not in found:
+        own = [each for each, value in found.items() if callable(value) and each[0] != "_"]
+        raise refused(f"the file defines no {name!r}", f"it defines {', '.join(own) or 'nothing'}")
+    if not isinstance(config, Config):
+        fix = "return a Config of r3.config"
+        raise refused(f"{name} gives a {type(config).__name__}, not a Config", fix)
+    return config, name
+
+
+def _shown(value: Any) -> str:
+    """A value as one writes it on the command line, shortened."""
+    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return (text if len(text) <= 60 else f"...{text[-57:]}") or "empty"

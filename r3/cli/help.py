@@ -1,0 +1,128 @@
+"""The help of the command line. tyro draws the settings from the dataclasses of `r3.config`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import textwrap
+from dataclasses import fields, is_dataclass
+from types import MappingProxyType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from configs import PRESETS
+from r3.config import Config, describe_fields
+
+USAGE = """\
+usage: train.py BASE [--section.field value ...]   start or resume a run
+       train.py --from RUN_DIR [--section.field value ...]
+                                                   resume that run, or vary it
+       train.py BASE --dry-run [--world-size N]    print differences, layout,
+                                                   batch, memory; run nothing
+       train.py BASE --check [--world-size N]      check settings, data, reward
+       train.py BASE --help                        list every setting
+"""
+_ABOUT = (
+    "BASE is a preset, a YAML file with differences from a preset, or my_presets.py:function.",
+    "Start several ranks with torchrun --nproc_per_node N, or with launch/local.sh.",
+)
+_NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
+
+
+def overview() -> str:
+    """The help for which no preset is needed: usage, presets and sections."""
+    presets = {name: build.__doc__ or "" for name, build in PRESETS.items()}
+    hints = get_type_hints(Config)
+    sections = {each.name: hints[each.name].__doc__ or "" for each in fields(Config)}
+    about = [textwrap.fill(text, _width()) for text in _ABOUT]
+    presets_and_sections = ["presets", *_list(presets), "", "sections", *_list(sections)]
+    return "\n".join([USAGE, *about, "", *presets_and_sections])
+
+
+def _list(entries: dict[str, str]) -> list[str]:
+    return [
+        textwrap.fill(
+            text.splitlines()[0],
+            _width(),
+            initial_indent=f"  {name:20s}",
+            subsequent_indent=" " * 22,
+        )
+        for name, text in entries.items()
+    ]
+
+
+def _width() -> int:
+    """Columns of the terminal, within reason."""
+    return max(60, min(120, shutil.get_terminal_size().columns))
+
+
+def print_settings(name: str, config: Config, *, prints: bool) -> None:
+    """Print every setting with its meaning and its value in `config`; ends the process."""
+    _give_tyro_the_texts()
+    tyro.cli(
+        Config,
+        default=config,
+        args=["--help"],
+        prog=f"train.py {name}",
+        description=f"Every setting. Defaults are those of {name}.",
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
+        registry=_registry(),
+        console_outputs=prints,
+    )
+
+
+def _give_tyro_the_texts() -> None:
+    """Put help text and rule of every setting where tyro looks first.
+
+    Its own reader of docstrings keeps the line breaks of the source.
+    """
+    sections = get_type_hints(Config)
+    for each in describe_fields():
+        section, name = each.name.split(".")
+        (field,) = [field for field in fields(sections[section]) if field.name == name]
+        rule = f" {each.rule[0].upper()}{each.rule[1:]}." if each.rule else ""
+        field.metadata = MappingProxyType({"help": each.help + rule})
+
+
+def _registry() -> ConstructorRegistry:
+    """How tyro names the values of a setting and shows its default."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def in_words(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if is_dataclass(info.type):
+            return None
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar=metavar(info.type),
+            instance_from_str=list,
+            is_instance=lambda _: True,
+            str_from_instance=_default,
+        )
+
+    return registry
+
+
+def metavar(kind: Any) -> str:
+    """What stands for the value of a setting: INT, TEXT ..., {off,r2,r3}."""
+    if get_origin(kind) is tuple:
+        return f"{metavar(get_args(kind)[0])} ..."
+    if kind in _NAMES:
+        return _NAMES[kind]
+    return "{" + ",".join(map(str, get_args(kind))) + "}"
+
+
+def _default(value: Any) -> list[str]:
+    if value in ("", ()):
+        return ["empty"]
+    words = value if isinstance(value, tuple) else (value,)
+    return [str(word).lower() if isinstance(word, bool) else _short(str(word)) for word in words]
+
+
+def _short(text: str) -> str:
+    """A default that fits a line: paths relative to the working folder, long ones from the end."""
+    text = text.removeprefix(os.getcwd() + os.sep)
+    return text if len(text) <= 60 else f"...{text[-57:]}"
