@@ -1,28 +1,31 @@
-"""The nouns of `r3`: what flows from the data set to the optimizer, in which shape, aligned to which token.
+"""The data types of R3, from the data set to the optimizer, with their shapes and alignment.
 
-Shape letters, one legend for the whole package (a suffix of a name gives its shape: `tokens_T`, `routed_experts_NLK`):
+Shape letters, one legend for the whole package. A suffix of a name gives its shape, as in
+`tokens_T` and `routed_experts_NLK`:
 
-    P prompts          G members of a group (answers per prompt)     R rollouts (P * G)
-    T tokens of one sequence       N packed tokens of a micro-batch  V vocabulary    D hidden size
-    L MoE layers       K experts per token                           E experts
+    P prompts           G samples per prompt (a group)       R rollouts (P * G)
+    T tokens of one sequence    N packed tokens of a micro-batch    V vocabulary    D hidden size
+    L MoE layers        K experts per token                  E experts
 
-Alignment. A rollout holds the sequence as it was sampled; a micro-batch holds it as it is trained. `packing` is the
-only place that shifts one into the other:
+Alignment. A rollout has the sequence as it was sampled; a micro-batch has it as it is trained.
+`r3.algo.packing` is the only place that shifts one into the other:
 
-    rollout       index t     0     1     2     3     4            tokens_T        x0 x1 x2 x3 x4
-                  tokens_T    x0    x1    x2    x3    x4           loss_mask_T      0  0  1  1  1   (1 = x_t was sampled)
-                  logprobs_T  0     0     p2    p3    p4           p_t = log-prob of x_t when it was sampled
-                  routes      e0    e1    e2    e3    (none)       e_t = experts that processed x_t, T-1 rows
+    rollout       index t     0     1     2     3     4
+                  tokens_T    x0    x1    x2    x3    x4
+                  loss_mask_T 0     0     1     1     1        1 = x_t was sampled
+                  logprobs_T  0     0     p2    p3    p4       p_t = log-prob of x_t when sampled
+                  routes      e0    e1    e2    e3    (none)   e_t = experts that processed x_t
 
-    micro-batch   index t     0     1     2     3     4            everything about predicting x_{t+1} sits at t
+    micro-batch   index t     0     1     2     3     4        all about predicting x_{t+1} is at t
                   tokens_N    x0    x1    x2    x3    x4
-                  targets_N   x1    x2    x3    x4    -            the last position predicts nothing: mask 0
+                  targets_N   x1    x2    x3    x4    -        the last position predicts nothing
                   loss_mask   0     1     1     1     0
                   logprobs    0     p2    p3    p4    0
-                  routes      e0    e1    e2    e3    -1           -1 = not captured; the router chooses for itself
+                  routes      e0    e1    e2    e3    -1       -1 = not captured: routed live
 
-The last sampled token was never processed by the engine, so it has no routes, and nothing is trained at it. A route
-that was not captured is -1 in every slot of its row, never a legal expert id: a lost row can then never pass for expert 0.
+The engine never processes the last sampled token: it has no routes, and nothing is trained at it.
+A route that was not captured is -1 in every slot of its row, never a legal expert id, so that a
+lost row cannot be taken for expert 0.
 """
 
 from __future__ import annotations
@@ -34,14 +37,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    import torch  # named only: worker processes take prompts without paying for torch
+    # For annotations only: worker processes import prompts without importing torch.
+    import torch
 
-Message = Mapping[str, Any]  # one chat message: {"role": ..., "content": ...}
+Message = Mapping[str, Any]
+"""One chat message: {"role": ..., "content": ...}."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One question, tokenised once. `id` is stable across runs, ranks and epochs: it names the row of its data set."""
+    """One question, tokenised once.
+
+    Attributes:
+        id: names the row of its data set; the same in all runs, ranks and epochs.
+        messages: the conversation so far.
+        tokens_T: the conversation in the chat template, with the generation prompt.
+        answer: the reference answer; empty if the row has none.
+        metadata: other columns of the row, for rewards and environments.
+    """
 
     id: str
     messages: tuple[Message, ...]
@@ -52,28 +65,31 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """One sampled answer with what the engine did for it.
+    """One sampled response with its log-probabilities and routes.
 
-    Example: a prompt of 3 tokens answered with 2 has T = 5, `loss_mask_T` = 0 0 0 1 1 and 4 rows of routes.
+    Example: a prompt of 3 tokens and a response of 2 have T = 5, `loss_mask_T` = 0 0 0 1 1 and 4
+    rows of routes.
 
     Attributes:
-        prompt_id: the `Prompt.id` it answers.
+        prompt_id: `Prompt.id` of its prompt.
         group: index of the prompt in the step; rollouts of one group share a baseline.
         sample_index: index of the sample inside its group, 0 .. G-1.
         tokens_T: prompt and response ids, int64.
         loss_mask_T: 1 where the policy sampled the token (float32), 0 elsewhere.
-        logprobs_T: log-probability of each sampled token under the distribution it was drawn from, 0 elsewhere, float32.
-        routed_experts: experts that processed positions 0 .. T-2 in the MoE layers, [T-1, L, K]; the smallest signed
-            integer type that fits; empty [T-1, 0, 0] for a dense model.
-        finish_reason: "stop"; "length" (the last message was cut, or no room was left for another); of conversations with an
-            environment also "turns" (env.max_turns) and "error" (the environment failed).
-        policy_version: the step whose weights sampled it; the oldest one, if several did.
-        segments: ((first token, version), ...) where several versions sampled it in turn (rollout.step_token_budget): tokens
-            from the first one on came under that version, and so did the routes from the row before it, which led to it.
-            Empty: all of `version`.
+        logprobs_T: log-probability of each sampled token under the distribution it was drawn from,
+            0 elsewhere, float32.
+        routed_experts: experts that processed positions 0 .. T-2 in the MoE layers, [T-1, L, K], in
+            the smallest signed integer type; [T-1, 0, 0] for a dense model.
+        finish_reason: "stop"; "length" (the last message was truncated, or there was no room for
+            another one). Conversations with an environment also have "turns" (env.max_turns) and
+            "error" (the environment failed).
+        policy_version: training steps behind the weights that sampled it; the oldest, if several.
+        segments: ((first token, policy version), ...) if several versions sampled it in turn
+            (partial rollouts). Tokens from the first token on are of that version, and so are the
+            routes from the row before it. Empty: all of it is of `policy_version`.
         response: the model's last message, decoded, for rewards, dumps and people.
-        messages: the whole conversation, if an environment held it; empty if it is the prompt and one response.
-        turn_rewards: reward that the environment gave after each turn, None where it gave none.
+        messages: the whole conversation with an environment; empty for a prompt and one response.
+        turn_rewards: reward of the environment after each turn, None where it gave none.
     """
 
     prompt_id: str
@@ -95,18 +111,18 @@ class Rollout:
         lengths = (len(self.loss_mask_T), len(self.logprobs_T), self.routed_experts.shape[0] + 1)
         if any(length != tokens for length in lengths):
             raise AssertionError(
-                f"rollout {self.prompt_id}/{self.sample_index}: {tokens} tokens, but loss mask, logprobs and routes + 1 "
-                f"have {lengths}"
+                f"rollout {self.prompt_id}/{self.sample_index}: {tokens} tokens, but loss mask, "
+                f"log-probabilities and routes + 1 have {lengths}"
             )
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens the policy sampled."""
+        """Tokens that the policy sampled."""
         return int(self.loss_mask_T.sum())
 
     @property
     def num_tokens_after_prompt(self) -> int:
-        """Tokens that `rollout.max_response_tokens` limits: the sampled ones and the observations between them."""
+        """Tokens that `rollout.max_response_tokens` limits: sampled tokens and observations."""
         sampled = np.flatnonzero(self.loss_mask_T)
         return len(self.tokens_T) - int(sampled[0]) if len(sampled) else 0
 
@@ -118,7 +134,7 @@ class Rollout:
         )
 
     def num_stale_tokens(self, policy_version: int) -> int:
-        """Tokens that older versions than this one sampled."""
+        """Count the tokens that versions older than this one sampled."""
         first = next(
             (token for token, sampler in self.segments if sampler >= policy_version),
             len(self.tokens_T),
@@ -130,14 +146,19 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Whole sequences packed end to end for one forward and backward pass; alignment as drawn above.
+    """Whole sequences packed end to end for one forward and backward pass, aligned as drawn above.
 
-    `cu_seqlens` are the sequence borders (int32, on the host: reading them must not wait for the device), `rollout_ids`
-    the index of each sequence in the step's list of rollouts, -1 for a filler sequence that carries no loss.
-    `routed_experts_NLK` holds the MoE layers of the rank's pipeline stage, or all of the model's, in the smallest type.
-    `sequence_weights_N` is 1 / (loss tokens of the sequence) at its loss tokens, 0 elsewhere; `real_N` is true on tokens of
-    rollouts and false on filler. `current_N` is false on rollouts that an older version than the step's began: policy and
-    engine cannot be compared there.
+    Attributes:
+        positions_N: position of each token in its sequence.
+        cu_seqlens: borders of the sequences, on the host: reading must not wait for the device.
+        sequence_weights_N: 1 / (loss tokens of the sequence) at its loss tokens, 0 elsewhere.
+        routed_experts_NLK: routes of the MoE layers of the rank's pipeline stage, or of all, in the
+            smallest signed integer type.
+        real_N: true at tokens of rollouts, false at filler.
+        current_N: false on rollouts that an older policy version than the step's started; policy
+            and engine cannot be compared there.
+        rollout_ids: index of each sequence in the step's list of rollouts, -1 for filler, which has
+            no loss.
     """
 
     tokens_N: torch.Tensor
@@ -160,18 +181,22 @@ class MicroBatch:
 
     @property
     def captured_N(self) -> torch.Tensor:
-        """True where the experts that processed the token were captured: neither missing (-1) nor of a filler."""
-        if not self.routed_experts_NLK.numel():  # none captured, or a stage without MoE layers
+        """True where the token's route was captured: neither missing (-1) nor filler, bool [N]."""
+        # No routes were captured, or the stage has no MoE layers.
+        if not self.routed_experts_NLK.numel():
             return self.real_N.new_zeros(self.num_tokens)
         return (self.routed_experts_NLK >= 0).flatten(1).all(1) & self.real_N
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one optimizer step consumes on this data-parallel rank, with denominators that are global.
+    """What one optimizer step trains on, on this data-parallel rank.
 
-    `num_loss_tokens` and `num_sequences` (those with loss tokens) count over every rank: losses are divided by them, never
-    by a local mean, so results do not depend on the layout.
+    Attributes:
+        micro_batches: this rank's share.
+        num_loss_tokens: loss tokens over all ranks. Losses are divided by global counts, never by
+            local ones, so that results do not depend on the layout.
+        num_sequences: sequences with loss tokens, over all ranks.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -181,7 +206,14 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What one optimizer step reports. `metrics` are this rank's partials, still to be reduced over ranks."""
+    """The result of one optimizer step.
+
+    Attributes:
+        grad_norm: norm of all gradients before clipping.
+        router_grad_norm: norm of the routers' gradients before clipping.
+        lr: learning rate.
+        metrics: this rank's partials, to be reduced over ranks.
+    """
 
     grad_norm: float
     router_grad_norm: float
@@ -190,4 +222,4 @@ class Update:
 
 
 class RouteError(RuntimeError):
-    """Routes that must not be replayed: incomplete, illegal, of other tokens or of other weights."""
+    """Routes must not be replayed: incomplete, illegal, of other tokens or of other weights."""

@@ -1,9 +1,9 @@
-"""Advantages: what a rollout's reward is worth against the other answers, and what is taken from the reward before.
+"""Advantages: a rollout's reward compared with other rollouts, and the penalty on long responses.
 
-Every advantage has one signature, `(rewards_R, groups_R) -> advantages_R`. `rewards_R` are floats, `groups_R`
-int64 labels of any value; members of a group may stand anywhere in the list. Both live on the host, as
-rewards do. They are the rewards of the whole step, of all ranks: some estimators take statistics over all of
-them. A new estimator is one function, one line in `ADVANTAGES` and one row in the tests.
+Every advantage has the signature `(rewards_R, groups_R) -> advantages_R`. `rewards_R` are floats,
+`groups_R` int64 labels of any value; rollouts of a group may be anywhere in the list. Both are on
+the host and have the rewards of the whole step, of all ranks: some estimators take statistics over
+all of them. A new estimator is one function, one line in `ADVANTAGES` and one row in the tests.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ STD_EPSILON = 1e-6
 
 
 class _Groups(NamedTuple):
-    """Statistics of each rollout's own group, repeated for every member."""
+    """Statistics of each rollout's own group, repeated for every rollout of it.
 
-    rewards_R: (
-        Tensor  # float64, so that a group's statistics do not depend on the order of its members
-    )
+    Attributes:
+        rewards_R: the rewards in float64, so that statistics do not depend on the rollouts' order.
+        flat_R: all rollouts of the group have the same reward: nothing to learn from it.
+    """
+
+    rewards_R: Tensor
     mean_R: Tensor
     std_R: Tensor
     size_R: Tensor
-    flat_R: Tensor  # all members have the same reward: nothing to learn from this group
+    flat_R: Tensor
 
 
 def _groups(rewards_R: Tensor, groups_R: Tensor) -> _Groups:
     if rewards_R.dim() != 1 or rewards_R.shape != groups_R.shape:
         raise ValueError(
-            f"one group per reward: rewards {list(rewards_R.shape)}, groups {list(groups_R.shape)}"
+            f"rewards have shape {list(rewards_R.shape)} and groups {list(groups_R.shape)}: "
+            "both must be [R]"
         )
     if groups_R.dtype != torch.int64:
         raise ValueError(f"groups must be int64 labels, got {groups_R.dtype}")
@@ -49,8 +53,8 @@ def _groups(rewards_R: Tensor, groups_R: Tensor) -> _Groups:
     mean_R = (zeros.index_add(0, index_R, rewards_R) / sizes)[index_R]
     squares = zeros.index_add(0, index_R, (rewards_R - mean_R).square())
     std_R = (squares / (sizes - 1).clamp(min=1)).sqrt()[index_R]
-    # Asked of the rewards themselves: the mean of three 0.1 is not exactly 0.1, and rounding must not teach
-    # anything.
+    # From the rewards themselves: the mean of three 0.1 is not exactly 0.1, and rounding must not
+    # become an advantage.
     low = zeros.scatter_reduce(0, index_R, rewards_R, "amin", include_self=False)
     high = zeros.scatter_reduce(0, index_R, rewards_R, "amax", include_self=False)
     return _Groups(rewards_R, mean_R, std_R, sizes[index_R], (low == high)[index_R])
@@ -61,8 +65,8 @@ def grpo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
 
         A_i = (R_i - mean_g) / (std_g + 1e-6)
 
-    with the unbiased standard deviation (over G - 1). A group of zero spread, a single rollout included, gets
-    exactly 0.
+    with the unbiased standard deviation (over G - 1). A group with equal rewards, or with a single
+    rollout, gets exactly 0.
     """
     group = _groups(rewards_R, groups_R)
     advantages_R = (group.rewards_R - group.mean_R) / (group.std_R + STD_EPSILON)
@@ -70,12 +74,12 @@ def grpo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
 
 
 def dr_grpo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
-    """Advantage of Dr. GRPO (arXiv 2503.20783, section 3.2): centred, not divided by the standard deviation.
+    """Advantage of Dr. GRPO (arXiv 2503.20783, section 3.2): centred, no standard deviation.
 
         A_i = R_i - mean_g
 
-    Dividing by std_g weighs questions that are nearly always or nearly never answered more than the others. A
-    group of zero spread gets exactly 0.
+    Division by std_g would give more weight to questions that are nearly always or nearly never
+    answered. A group with equal rewards gets exactly 0.
     """
     group = _groups(rewards_R, groups_R)
     return (group.rewards_R - group.mean_R).masked_fill(group.flat_R, 0.0).float()
@@ -86,8 +90,8 @@ def rloo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
 
         A_i = R_i - mean of the others = G / (G - 1) (R_i - mean_g)
 
-    The baseline does not contain the answer's own reward, so it is unbiased. A group of zero spread, a single
-    rollout included, gets exactly 0.
+    The baseline does not contain the rollout's own reward, so it is unbiased. A group with equal
+    rewards, or with a single rollout, gets exactly 0.
     """
     group = _groups(rewards_R, groups_R)
     scale_R = group.size_R / (group.size_R - 1).clamp(min=1)
@@ -95,15 +99,17 @@ def rloo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
 
 
 def reinforce_pp(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
-    """Advantage of REINFORCE++ (arXiv 2501.03262): rewards whitened over the whole step, groups not looked at.
+    """Advantage of REINFORCE++ (arXiv 2501.03262): rewards whitened over the step, groups ignored.
 
         A_i = (R_i - mean) / (std + 1e-6)
 
-    mean and (unbiased) std are over all rollouts of all ranks. A step of zero spread gets exactly 0.
+    with mean and (unbiased) std over all rollouts of all ranks. A step with equal rewards gets
+    exactly 0.
 
-    This differs from the paper, which gives token t the advantage R_i - beta * sum of KL over the tokens from t on, and
-    whitens over all tokens of the step. Here each rollout has one advantage and one weight in mean and std, whatever its
-    length. With algo.kl_in reward the KL of the whole response is subtracted, the same for each of its tokens.
+    The paper differs: token t has the advantage R_i - beta * (sum of KL over the tokens from t on),
+    whitened over all tokens of the step. Here each rollout has one advantage and one weight in mean
+    and std, whatever its length. With algo.kl_in reward the KL of the whole response is subtracted,
+    the same for each of its tokens.
     """
     _groups(rewards_R, groups_R)  # for its checks
     group = _groups(rewards_R, torch.zeros_like(groups_R))
@@ -112,12 +118,13 @@ def reinforce_pp(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
 
 
 def reinforce_pp_baseline(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
-    """Advantage of REINFORCE++ with baseline (arXiv 2501.03262): the group's mean off, then scaled over the step.
+    """Advantage of REINFORCE++ with baseline (arXiv 2501.03262): centred per group, one scale.
 
         C_i = R_i - mean_g           A_i = C_i / (std of all C + 1e-6)
 
-    The scale is one for all groups, so questions of little spread are not blown up as in `grpo`. The mean of all
-    C is 0 and need not be subtracted. A group of zero spread gets exactly 0.
+    All groups have the same scale, so small differences within a group are not enlarged as in
+    `grpo`. The mean of all C is 0 and need not be subtracted. A group with equal rewards gets
+    exactly 0.
     """
     group = _groups(rewards_R, groups_R)
     centred_R = (group.rewards_R - group.mean_R).masked_fill(group.flat_R, 0.0)
@@ -135,15 +142,19 @@ ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def overlong_penalty(num_tokens: int, *, max_response_tokens: int, buffer: int) -> float:
-    """Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13), to be added to the reward.
+    """Return the soft overlong penalty of DAPO (arXiv 2503.14476, eq. 13), to add to the reward.
 
         0                                      |y| <= L - B
         ((L - B) - |y|) / B                    L - B < |y| <= L
         -1                                     |y| > L
 
-    with L = max_response_tokens and B = buffer, in tokens. The paper has L = 20480 and B = 4096. B = 0 is no penalty.
-    |y| counts what L limits: every token after the prompt, observations of an environment included. If it counted sampled
-    tokens only, a conversation that L cuts off could be far from the penalty.
+    with L = max_response_tokens and B = buffer, in tokens. The paper has L = 20480 and B = 4096.
+    B = 0 disables the penalty. |y| counts what L limits: all tokens after the prompt, observations
+    included. If it counted sampled tokens only, a conversation that reaches L might have no
+    penalty.
+
+    Raises:
+        ValueError: the buffer is not within 0 .. max_response_tokens.
     """
     if not 0 <= buffer <= max_response_tokens:
         raise ValueError(f"the buffer must be within 0 .. {max_response_tokens}, got {buffer}")

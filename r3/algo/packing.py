@@ -1,7 +1,8 @@
-"""From rollouts to micro-batches: who trains on what (`plan`), and the one shift by one there is (`pack`).
+"""From rollouts to micro-batches: who trains on what (`plan_updates`), the shift by one (`pack`).
 
-`plan` sees lengths and groups only, so every rank computes the same plan from the same numbers and `exchange`
-moves the rollouts accordingly. `pack` runs afterwards, on the rank that trains on them.
+The plan depends on lengths and groups alone, so every rank computes the same plan from the same
+numbers, and `r3.handover.rollouts` sends the rollouts accordingly. `pack` runs afterwards, on the
+rank that trains on them.
 """
 
 from __future__ import annotations
@@ -16,24 +17,29 @@ import torch
 
 from r3.types import MicroBatch, Rollout
 
-# Of a micro-batch that has nothing to train on: short, and not so short that kernels special-case it.
+# Length of a micro-batch with nothing to train on: short, but not so short that kernels treat it as
+# a special case.
 FILLER_TOKENS = 4
+# Expert id of a route that was not captured.
 MISSING = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdatePlan:
-    """The rollouts of one optimizer step: `micro_batches[rank][i]` are the indices `rank` packs together.
+    """The rollouts of one optimizer step.
 
-    Every rank has the same number of micro-batches, since expert parallelism makes the ranks meet in every
-    MoE layer; a rank with too little to do has empty ones, which `pack` turns into fillers.
+    Every rank has the same number of micro-batches, since with expert parallelism all ranks take
+    part in every MoE layer. A rank with too little to do has empty ones, which `pack` fills.
+
+    Attributes:
+        micro_batches: `micro_batches[rank][i]` are the indices that `rank` packs together.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
     def rollout_ids(self) -> tuple[int, ...]:
-        """Every rollout of the update, ascending."""
+        """Indices of all rollouts of the update, ascending."""
         return tuple(sorted(i for rank in self.micro_batches for ids in rank for i in ids))
 
     @property
@@ -43,11 +49,11 @@ class UpdatePlan:
 
 
 def route_dtype(num_experts: int) -> np.dtype:
-    """Smallest signed integer that holds every expert id and -1."""
+    """Return the smallest signed integer type for all expert ids and -1."""
     return np.dtype(np.int8 if num_experts <= 128 else np.int16)
 
 
-# --- the plan -----------------------------------------------------------------------------------------------
+# --- the plan -----------------------------------------------------------------------------------
 
 
 def plan_updates(
@@ -59,20 +65,24 @@ def plan_updates(
     micro_batch_tokens: int,
     multiple: int = 1,
 ) -> tuple[UpdatePlan, ...]:
-    """Deal the rollouts of a step over updates, ranks and micro-batches; each rollout appears once.
+    """Assign the rollouts of a step to updates, ranks and micro-batches; each rollout appears once.
 
-    Groups stay whole: in ascending order they are cut into `num_updates` blocks whose sizes differ by at most
-    one. Inside an update, M is the smallest number of micro-batches per rank with which a balanced partition
-    keeps every micro-batch within `micro_batch_tokens` (after padding to `multiple`). Pure and deterministic:
-    a function of its arguments alone.
+    Groups stay whole: in ascending order they form `num_updates` blocks whose sizes differ by at
+    most one. Within an update, every rank gets the smallest number of micro-batches with which a
+    balanced partition keeps each within `micro_batch_tokens` (after padding to `multiple`). The
+    plan is a function of the arguments alone.
 
     Args:
         lengths_R: tokens of each rollout of the step, over all ranks.
         groups_R: group of each rollout.
         num_updates: optimizer steps made from these rollouts.
         num_ranks: data-parallel ranks.
-        micro_batch_tokens: packed tokens of a micro-batch, padding included.
+        micro_batch_tokens: largest packed length of a micro-batch, padding included.
         multiple: micro-batches are padded to a multiple of this.
+
+    Raises:
+        ValueError: a rollout is longer than a micro-batch, there are fewer groups than updates, or
+            an argument is out of range.
     """
     for name, value in (
         ("num_updates", num_updates),
@@ -82,7 +92,9 @@ def plan_updates(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if len(lengths_R) != len(groups_R):
-        raise ValueError(f"one group per rollout: {len(lengths_R)} lengths, {len(groups_R)} groups")
+        raise ValueError(
+            f"{len(lengths_R)} lengths and {len(groups_R)} groups: need one group per rollout"
+        )
     capacity = micro_batch_tokens // multiple * multiple
     for index, length in enumerate(lengths_R):
         if length < 1:
@@ -90,12 +102,14 @@ def plan_updates(
         if length > capacity:
             raise ValueError(
                 f"rollout {index} has {length} tokens and fits into no micro-batch: "
-                f"micro_batch_tokens = {micro_batch_tokens}, padded to a multiple of {multiple}"
+                f"micro_batch_tokens = {micro_batch_tokens}, padded to a multiple of {multiple}. "
+                "Set train.micro_batch_tokens higher"
             )
     groups = sorted(set(groups_R))
     if len(groups) < num_updates:
         raise ValueError(
-            f"{len(groups)} groups cannot be split over {num_updates} updates: a group stays whole"
+            f"{len(groups)} groups cannot be split over {num_updates} updates: "
+            "a group stays whole. Set train.updates_per_step lower"
         )
 
     update_of_group = {
@@ -116,14 +130,15 @@ def _plan_update(
     per_rank = -(-total // (num_ranks * capacity))
     bins = _bins(ids, lengths_R, num_ranks * per_rank)
     while max(_tokens(members, lengths_R) for members in bins) > capacity:
-        per_rank += 1  # ends at the latest with one sequence per bin, and a sequence fits
+        # Ends at the latest with one sequence per bin, and every sequence fits.
+        per_rank += 1
         bins = _bins(ids, lengths_R, num_ranks * per_rank)
 
     ranks: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    # Largest bin first to the lightest rank that still has room. So the micro-batches of a rank descend in
-    # size: ranks meet in every MoE layer, and the i-th micro-batches, which run together, are then about
-    # equally large on all of them.
+    # Largest bin first, to the rank with the fewest tokens that still has room. Micro-batches of a
+    # rank then descend in size. The i-th ones of all ranks run together, since ranks take part in
+    # each other's MoE layers, and are about equally large.
     for members in sorted(bins, key=lambda members: (-_tokens(members, lengths_R), members)):
         rank = min(
             (r for r in range(num_ranks) if len(ranks[r]) < per_rank), key=lambda r: (loads[r], r)
@@ -134,7 +149,7 @@ def _plan_update(
 
 
 def _bins(ids: Sequence[int], lengths_R: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """LPT (Graham 1969): each sequence, longest first, goes into the bin with the fewest tokens so far."""
+    """LPT (Graham 1969): each sequence, longest first, goes into the bin with the fewest tokens."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]
     for i in sorted(ids, key=lambda i: (-lengths_R[i], i)):
@@ -149,9 +164,9 @@ def _tokens(ids: Iterable[int], lengths_R: Sequence[int]) -> int:
 
 
 def packing_efficiency(plans: Sequence[UpdatePlan], lengths_R: Sequence[int]) -> float:
-    """Real tokens over the tokens there would be if every micro-batch were as large as its update's largest.
+    """Return real tokens / tokens if every micro-batch were as large as its update's largest.
 
-    1 means that no rank ever waits for another and no memory is set aside for nothing.
+    1 means that no rank waits for another one.
     """
     real = room = 0
     for update in plans:
@@ -161,11 +176,11 @@ def packing_efficiency(plans: Sequence[UpdatePlan], lengths_R: Sequence[int]) ->
     return real / room
 
 
-# --- the micro-batch ----------------------------------------------------------------------------------------
+# --- the micro-batch ----------------------------------------------------------------------------
 
 
 class _Sequence(NamedTuple):
-    """One sequence as it is trained: shifted, on the host."""
+    """One sequence as it is trained: shifted by one, on the host."""
 
     tokens_T: np.ndarray
     targets_T: np.ndarray
@@ -191,28 +206,32 @@ def pack(
     sequence_multiple: int = 1,
     policy_version: int | None = None,
 ) -> MicroBatch:
-    """Shift the rollouts by one, as drawn in `types.py`, and lay them end to end, nothing between them.
+    """Shift the rollouts by one, as drawn in `types.py`, and pack them end to end without gaps.
 
-    Index t of a sequence holds input x_t, everything about predicting x_{t+1}, and the experts that processed
-    x_t. Its last position predicts nothing (mask 0, target 0) and has no captured route: the engine never
-    processed the last token. That row stays -1, so the policy routes it live and counts it under its own
-    cause. Advantages and sequence weights (1 / loss tokens of the sequence) stand at loss tokens only.
+    Index t of a sequence has input x_t, everything about predicting x_{t+1}, and the experts that
+    processed x_t. The last position predicts nothing (mask 0, target 0) and has no captured route:
+    the engine never processed the last token. Its row stays -1, so the policy routes it live and
+    counts it under its own cause. Advantages and sequence weights are at loss tokens only.
 
-    A filler sequence pads the whole to a `multiple`. Its routes are legal (`filler_routes`), so that it is
-    never counted as missing. No rollouts at all: `filler_micro_batch`.
+    A filler sequence pads the micro-batch to a `multiple`. Its routes are legal (`filler_routes`),
+    so that it is never counted as missing. Without rollouts: `filler_micro_batch`.
 
     Args:
         rollouts: the sequences; their routes are [T-1, num_layers, topk].
         rollout_ids: the index of each in the step's list.
         advantages: one per rollout.
         num_experts: experts per layer, to check and to fill routes.
-        num_layers: MoE layers in the routes, those of a pipeline stage or all; 0 if there are none (dense, or not
-            captured): then [T-1, 0, 0].
+        num_layers: MoE layers in the routes, of a pipeline stage or of the model; 0 if there are
+            none (dense model, or not captured), with routes [T-1, 0, 0].
         topk: experts per token.
         multiple: the packed length is a multiple of this; itself a multiple of `sequence_multiple`.
-        sequence_multiple: every sequence is padded to a multiple of this with filler tokens (context parallelism
-            cuts each one into equal chunks).
-        version: of the policy that trains on them, which rollouts that an older one began are marked against; None = none is.
+        sequence_multiple: every sequence is padded to a multiple of this with filler tokens
+            (context parallelism divides each one into equal chunks).
+        policy_version: version being trained; rollouts that an older version started are marked in
+            `current_N`. None marks nothing.
+
+    Raises:
+        ValueError: a rollout is inconsistent: its mask, log-probabilities, advantage or routes.
     """
     if multiple % sequence_multiple:
         raise ValueError(
@@ -220,8 +239,8 @@ def pack(
         )
     if not len(rollouts) == len(rollout_ids) == len(advantages):
         raise ValueError(
-            f"one id and one advantage per rollout: {len(rollouts)} rollouts, {len(rollout_ids)} ids, "
-            f"{len(advantages)} advantages"
+            f"{len(rollouts)} rollouts, {len(rollout_ids)} ids and {len(advantages)} advantages: "
+            "need one id and one advantage per rollout"
         )
     if not rollouts:
         return filler_micro_batch(
@@ -251,7 +270,7 @@ def pack(
 
 
 def with_advantages(micro_batch: MicroBatch, advantages_R: Sequence[float]) -> MicroBatch:
-    """The micro-batch with other advantages, by rollout id."""
+    """Return the micro-batch with other advantages, by rollout id."""
     lengths = torch.tensor(micro_batch.cu_seqlens).diff()
     values = torch.tensor([advantages_R[i] if i >= 0 else 0.0 for i in micro_batch.rollout_ids])
     advantages_N = torch.repeat_interleave(values.float(), lengths) * micro_batch.loss_mask_N
@@ -261,7 +280,7 @@ def with_advantages(micro_batch: MicroBatch, advantages_R: Sequence[float]) -> M
 def filler_micro_batch(
     *, num_experts: int, num_layers: int, topk: int, multiple: int = 1
 ) -> MicroBatch:
-    """One short sequence without loss, for a rank that has nothing to train on while others do."""
+    """Return a short sequence without loss, for a rank that has nothing to train on."""
     tokens = -(-FILLER_TOKENS // multiple) * multiple
     return _concatenate(
         [_filler(tokens, num_experts=num_experts, num_layers=num_layers, topk=topk)]
@@ -269,10 +288,10 @@ def filler_micro_batch(
 
 
 def filler_routes(num_tokens: int, num_layers: int, topk: int, num_experts: int) -> np.ndarray:
-    """Routes of filler tokens, [N, L, K] in the smallest type: expert (row * K + k) mod E.
+    """Return routes of filler tokens, [N, L, K]: expert (row * K + k) mod E.
 
-    Distinct inside a row, since dispatchers break on an expert chosen twice, and spread evenly over the
-    experts. A dense model has none: [N, 0, 0].
+    They are distinct within a row, since dispatchers fail on an expert chosen twice, and spread
+    evenly over the experts. A dense model has none: [N, 0, 0].
     """
     if num_layers == 0:
         return np.zeros((num_tokens, 0, 0), route_dtype(num_experts))
@@ -285,7 +304,7 @@ def filler_routes(num_tokens: int, num_layers: int, topk: int, num_experts: int)
 
 
 def count_loss_tokens(micro_batches: Iterable[MicroBatch]) -> int:
-    """Loss tokens of these micro-batches; over all data-parallel ranks they make `Batch.num_loss_tokens`."""
+    """Count loss tokens; summed over data-parallel ranks they make `Batch.num_loss_tokens`."""
     return sum(int(micro_batch.loss_mask_N.sum(dtype=torch.int64)) for micro_batch in micro_batches)
 
 
@@ -301,9 +320,9 @@ def _shift(
 ) -> _Sequence:
     name = f"rollout {rollout_id} ({rollout.prompt_id}/{rollout.sample_index})"
     if rollout_id < 0:
-        raise ValueError(f"{name}: ids count from 0, -1 marks a filler")
+        raise ValueError(f"{name}: the id must be >= 0, -1 marks filler")
     if not np.isfinite(advantage):
-        raise ValueError(f"{name}: its advantage is {advantage}")
+        raise ValueError(f"{name}: its advantage is {advantage}, must be finite")
     if not np.isin(rollout.loss_mask_T, (0, 1)).all():
         values = np.unique(rollout.loss_mask_T)[:8].tolist()
         raise ValueError(f"{name}: the loss mask must be 0 or 1, has {values}")
@@ -338,7 +357,7 @@ def _shift(
 
 
 def _padded(sequence: _Sequence, padding: int, *, num_experts: int) -> _Sequence:
-    """The sequence with filler tokens behind it, which its own tokens never see: attention is causal."""
+    """Append filler tokens to a sequence. Attention is causal: its own tokens never see them."""
     if not padding:
         return sequence
     layers, topk = sequence.routes_TLK.shape[1:]
@@ -352,16 +371,20 @@ def _padded(sequence: _Sequence, padding: int, *, num_experts: int) -> _Sequence
 
 
 def _next(values_T: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
-    """At t the value of t + 1; 0 at the last position. The shift by one, here and nowhere else."""
+    """Shift by one: at t the value of t + 1, 0 at the last position. Done nowhere else."""
     shifted_T = np.zeros(len(values_T), dtype)
     shifted_T[:-1] = values_T[1:]
     return shifted_T
 
 
 def sorted_experts(routes: np.ndarray) -> np.ndarray:
-    """`np.sort` over the last axis, K numbers long, two to five times faster: a comparison takes whole columns."""
+    """Sort over the last axis, of K numbers.
+
+    Two to five times faster than `np.sort` for small K: each comparison is of whole columns.
+    """
     columns = list(np.moveaxis(routes, -1, 0).copy())
-    for turn in range(len(columns)):  # odd-even transposition: sorted after K turns
+    # Odd-even transposition sort: sorted after K turns.
+    for turn in range(len(columns)):
         for i in range(turn % 2, len(columns) - 1, 2):
             low, high = columns[i], columns[i + 1]
             columns[i], columns[i + 1] = np.minimum(low, high), np.maximum(low, high)
@@ -371,11 +394,12 @@ def sorted_experts(routes: np.ndarray) -> np.ndarray:
 def _check_routes(
     routes: np.ndarray, name: str, *, num_experts: int, num_layers: int, topk: int
 ) -> None:
-    """Last gate before the policy: every token has distinct legal experts in all its layers, or -1 in all."""
+    """Check that every token has distinct legal experts in all its layers, or -1 in all of them."""
     expected = (num_layers, topk) if num_layers else (0, 0)
     if routes.ndim != 3 or routes.shape[1:] != expected:
         raise ValueError(
-            f"{name}: its routes are {routes.shape}, expected [T-1, L, K] with [L, K] = {expected}"
+            f"{name}: its routes have shape {routes.shape}, expected [T-1, L, K] with "
+            f"[L, K] = {expected}"
         )
     if not routes.size:
         return

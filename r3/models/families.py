@@ -1,4 +1,4 @@
-"""The model families: what each architecture adds to the keys that all of them share in config.json.
+"""The model families: what each architecture adds to the common keys of config.json.
 
 To add a family, write one function that returns fields of `ModelShape`, and one line in `FAMILIES`.
 Everything else follows from the shape: tensor names and sizes (r3/models/shape.py), Megatron's

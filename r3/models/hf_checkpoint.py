@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: which tensors they hold, read cut by cut, and written complete or not at all."""
+"""Hugging Face checkpoint folders: read slice by slice, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from r3.models.shape import ModelShape
 
-_COPIED = (  # what a loader needs beside the weights
+# What a loader needs beside the weights.
+_COPIED = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -28,9 +29,8 @@ _COPIED = (  # what a loader needs beside the weights
     "merges.txt",
     "tokenizer.model",
 )
-
-
-_SHOWN_FAULTS = 12  # of a checkpoint; the rest is counted
+# Faults of a checkpoint that an error lists; the others are counted.
+_SHOWN_FAULTS = 12
 
 
 class CheckpointError(ValueError):
@@ -38,11 +38,12 @@ class CheckpointError(ValueError):
 
 
 class CheckpointReader:
-    """Reads tensors of a folder of safetensors by name; nothing is held but the part asked for.
+    """Reads tensors by name from a folder of safetensors files, and copies only what is asked for.
 
     Attributes:
-        shapes: every tensor's shape, from the files' headers.
-        bytes_read, largest_read: of all that was read so far, and of the largest part of it.
+        shapes: shape of every tensor, from the files' headers.
+        bytes_read: bytes read so far.
+        largest_read: bytes of the largest single read.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -50,7 +51,8 @@ class CheckpointReader:
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise CheckpointError(
-                f"{self.folder}: no *.safetensors file. Fix: give the folder of a HF checkpoint"
+                f"{self.folder} has no *.safetensors file. Set model.path to the folder of a "
+                "Hugging Face checkpoint"
             )
         self._file_of: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -60,7 +62,7 @@ class CheckpointReader:
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no dict)
                 if name in self._file_of:
                     raise CheckpointError(
-                        f"{file}: tensor {name} stands in another file of the folder too"
+                        f"{file}: tensor {name} is in another file of the folder as well"
                     )
                 self._file_of[name] = handle
                 self.shapes[name] = tuple(handle.get_slice(name).get_shape())
@@ -78,7 +80,11 @@ class CheckpointReader:
         self._open.clear()
 
     def require(self, shape: ModelShape) -> None:
-        """Raise `CheckpointError` with the names unless the folder holds exactly the model's tensors, none misshaped."""
+        """Check that the folder has exactly the tensors of the model, with their shapes.
+
+        Raises:
+            CheckpointError: it does not; the message names the tensors.
+        """
         if faults := shape.faults(self.shapes):
             shown = [*faults[:_SHOWN_FAULTS]]
             if len(faults) > _SHOWN_FAULTS:
@@ -93,15 +99,15 @@ class CheckpointReader:
             )
 
     def read(self, name: str, dim: int = 0, index: int = 0, count: int = 1) -> torch.Tensor:
-        """Cut `index` of `count` along the first (0) or the last (-1) dimension, on the host; the last cut may be short.
+        """Read slice `index` of `count` along the first (0) or the last (-1) dimension to the host.
 
-        Only the cut is copied out of the file.
+        Only the slice is copied from the file. The last slice may be shorter than the others.
         """
         size = self.shapes[name][dim]
         each = -(-size // count)
-        cut = slice(min(index * each, size), min((index + 1) * each, size))
+        part = slice(min(index * each, size), min((index + 1) * each, size))
         before = len(self.shapes[name]) - 1 if dim == -1 else 0
-        piece: torch.Tensor = self._file_of[name].get_slice(name)[(slice(None),) * before + (cut,)]
+        piece: torch.Tensor = self._file_of[name].get_slice(name)[(slice(None),) * before + (part,)]
         self.bytes_read += piece.nbytes
         self.largest_read = max(self.largest_read, piece.nbytes)
         return piece
@@ -116,10 +122,15 @@ def write_checkpoint(
     metadata: Mapping[str, Any],
     bytes_per_file: int = 4 << 30,
 ) -> None:
-    """Write full tensors as a checkpoint folder with the config and tokenizer of `like`: complete, or absent.
+    """Write full tensors as a Hugging Face checkpoint folder, completely or not at all.
 
-    Tensors keep their types; `dtype`, that of nearly all, goes to config.json (expert biases stay float32). Host memory
-    stays below `bytes_per_file`. `metadata` goes to `r3.json`, to say where the weights came from.
+    Args:
+        folder: replaced if it exists.
+        weights: names and full tensors. Tensors keep their types.
+        like: checkpoint whose config and tokenizer are copied.
+        dtype: type for config.json, that of nearly all tensors (expert biases are float32).
+        metadata: written to `r3.json`, to say where the weights came from.
+        bytes_per_file: largest file, and the host memory that is needed.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -154,14 +165,15 @@ def write_checkpoint(
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # multi-token-prediction layers are left out
+        # Multi-token-prediction layers are not exported.
+        config["num_nextn_predict_layers"] = 0
     (partial / "config.json").write_text(json.dumps(config, indent=2))
     (partial / "r3.json").write_text(json.dumps(dict(metadata), indent=2))
     replace_folder(partial, folder)
 
 
 def replace_folder(partial: Path, final: Path) -> None:
-    """Make a finished folder appear under its name in one rename, in place of an older one."""
+    """Move a finished folder to its final name in one rename, in place of an older folder."""
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():

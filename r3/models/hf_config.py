@@ -1,4 +1,4 @@
-"""Read config.json with checks: every key that is absent, invalid or not supported is named in the error."""
+"""Read config.json with checks; errors name the key that is absent, invalid or not supported."""
 
 from __future__ import annotations
 

@@ -310,7 +310,8 @@ def checkpoint_tensors(folder: str | Path) -> dict[str, tuple[int, ...]]:
             shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError, struct.error):
             raise ShapeError(
-                f"{file.name} is not a safetensors file (an unfinished download, a git-lfs pointer?)"
+                f"{file.name} is not a safetensors file "
+                "(an unfinished download, a git-lfs pointer?)"
             ) from None
         if file.stat().st_size != end:
             raise ShapeError(

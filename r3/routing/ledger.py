@@ -1,10 +1,11 @@
-"""The account of a step's routes: what should have come, what came, what the routers used. Both ends must agree.
+"""The route ledger: rows of routes expected, captured and used in a step. Both ends must agree.
 
-    expected = captured + missing                       counted at generation, over the rollouts
-    packed   = replayed + live + filler                 counted by the routers of the policy, in the updates
+    expected = captured + missing                counted at generation, over the rollouts
+    packed   = replayed + live + filler          counted by the policy's routers, in the updates
 
-Every captured row must be replayed once, and only a row that is missing or a sequence's last token may route live: `reconcile`
-compares the two ends in the step's row. A row lost between them, in transit, in packing, in slicing, cannot pass.
+Every captured row must be replayed exactly once, and only rows that are missing or are a sequence's
+last token may route live. `reconcile` compares both ends in the step's metrics, so a row that is
+lost in transit, in packing or in slicing is detected.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from r3.types import Rollout, RouteError
 
 
 class LedgerError(RuntimeError):
-    """Routers used other rows than generation captured: routes were lost or made up on the way."""
+    """The routers used other rows than were captured: routes were lost or invented on the way."""
 
 
 def missing_rows(rollout: Rollout) -> np.ndarray:
-    """Which rows of a rollout's routes were not captured (-1), bool [T-1]."""
+    """Mark the rows of a rollout's routes that were not captured (-1), bool [T-1]."""
     return np.asarray((rollout.routed_experts < 0).any(axis=(1, 2)))
 
 
 def captured_rows(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Generation's side of the account: partials over the rollouts that this rank generated."""
+    """Return generation's side of the ledger: partials over the rollouts this rank generated."""
     expected = captured = lost_rollout = lost_row = 0
     for rollout in rollouts:
         rows = len(rollout.routed_experts)
@@ -61,16 +62,22 @@ def admit(
     on_missing: Literal["error", "live"],
     min_coverage: float,
 ) -> None:
-    """Let the step's rollouts pass to training, or raise the same `RouteError` on every rank. All ranks must call.
+    """Check that the step's rollouts may be trained on. All ranks must call.
 
     Args:
-        rollouts: of this rank.
-        moe_layers: global numbers of the layers of the routes, for the message.
-        num_experts: of the model; ids beyond are refused here, before a smaller type could fold them back.
-        versions: versions of the policy whose rollouts may be trained on now; None = any.
-        on_missing: "error" refuses a single missing row, "live" a share of rows captured below `min_coverage`.
+        rollouts: the rollouts of this rank.
+        world: all ranks.
+        moe_layers: global numbers of the MoE layers, for the message.
+        num_experts: experts per layer. Larger ids raise an error here, before a conversion to a
+            smaller type could make them legal.
+        policy_versions: policy versions whose rollouts may be trained on; None = any.
+        on_missing: "error" allows no missing row. "live" allows them down to `min_coverage`.
+        min_coverage: smallest share of captured rows in the step, with on_missing "live".
+
+    Raises:
+        RouteError: the same on every rank: a rollout may not be trained on.
     """
-    complaint = next(
+    fault = next(
         filter(None, (_fault(rollout, policy_versions, num_experts) for rollout in rollouts)), ""
     )
     first_missing, missing, expected = "", 0, 0
@@ -85,38 +92,45 @@ def admit(
                 else "not captured"
             )
             first_missing = first_missing or (
-                f"{_name(rollout)}: no routes for position {int(rows.argmax())} in MoE layers {_listed(moe_layers)} "
-                f"({count} of {len(rows)} rows missing; {cause})"
+                f"{_name(rollout)}: no routes for position {int(rows.argmax())} in MoE layers "
+                f"{_listed(moe_layers)} ({count} of {len(rows)} rows missing; {cause})"
             )
-    everybody = world.all_gather_object((complaint, first_missing, missing, expected))
-    if faults := [said for said, *_ in everybody if said]:
+    everybody = world.all_gather_object((fault, first_missing, missing, expected))
+    if faults := [text for text, *_ in everybody if text]:
         raise RouteError(faults[0])
     missing, expected = (sum(part[i] for part in everybody) for i in (2, 3))
     if not missing:
         return
-    first = next(said for _, said, *_ in everybody if said)
+    first = next(text for _, text, *_ in everybody if text)
     if on_missing == "error":
-        raise RouteError(f"{first}. replay.on_missing=live would route such tokens live")
+        raise RouteError(f"{first}. Set replay.on_missing=live to route such tokens live")
     coverage = 1 - missing / expected
     if coverage < min_coverage:
         raise RouteError(
-            f"only {coverage:.4%} of the step's {expected} rows of routes were captured, replay.min_coverage is "
-            f"{min_coverage:.4%}; the first missing: {first}"
+            f"only {coverage:.4%} of the step's {expected} rows of routes were captured, "
+            f"replay.min_coverage is {min_coverage:.4%}; the first missing: {first}"
         )
 
 
-def raise_together(complaint: str, world: Axis) -> None:
-    """Raise `RouteError` on every rank when one of them complains. All ranks must call."""
-    complaints = [said for said in world.all_gather_object(complaint) if said]
-    if complaints:
-        raise RouteError(complaints[0])
+def raise_together(fault: str, world: Axis) -> None:
+    """Raise a `RouteError` on every rank if any rank has a fault. All ranks must call.
+
+    Args:
+        fault: message about a fault on this rank; empty = none.
+        world: all ranks.
+    """
+    if faults := [text for text in world.all_gather_object(fault) if text]:
+        raise RouteError(faults[0])
 
 
 def reconcile(row: Mapping[str, float]) -> None:
-    """Compare both ends of the account in a step's row, which all ranks have; no effect on rows without captured routes.
+    """Compare both ends of the ledger in a step's row of metrics, which is the same on all ranks.
+
+    Does nothing in a step without captured routes.
 
     Raises:
-        LedgerError: rows replayed are not the rows captured, or rows routed live not those with a cause.
+        LedgerError: the rows replayed are not those captured, or the rows routed live are not those
+            that are missing or last.
     """
     if "routing/rows_captured" not in row:
         return
@@ -136,23 +150,27 @@ def reconcile(row: Mapping[str, float]) -> None:
     for name, (used, known, what) in ends.items():
         if used != known:
             raise LedgerError(
-                f"routers of the policy counted {used:g} rows {name}, generation {known:g} rows {what}: "
-                f"{'rows were lost' if used < known else 'rows came from nowhere'} between engine and router"
+                f"routers of the policy counted {used:g} rows {name}, generation {known:g} rows "
+                f"{what}: {'rows were lost' if used < known else 'rows came from nowhere'} "
+                "between engine and router"
             )
 
 
 def _fault(rollout: Rollout, policy_versions: Container[int] | None, num_experts: int) -> str:
-    """What keeps a rollout from being trained on now, missing rows aside; empty when nothing does."""
+    """Return why a rollout may not be trained on, except for missing rows; empty if it may."""
     if policy_versions is not None and (
         refused := [v for v in rollout.policy_versions if v not in policy_versions]
     ):
         return (
-            f"{_name(rollout)}: its routes and log-probabilities are of policy version {refused[0]}, "
-            f"this step trains on {policy_versions}"
+            f"{_name(rollout)}: its routes and log-probabilities are of policy version "
+            f"{refused[0]}, this step trains on {policy_versions}"
         )
     routes = rollout.routed_experts
     if routes.size and not MISSING <= routes.min() <= routes.max() < num_experts:
-        return f"{_name(rollout)}: experts {routes.min()} .. {routes.max()}, the model has 0 .. {num_experts - 1}"
+        return (
+            f"{_name(rollout)}: experts {routes.min()} .. {routes.max()}, "
+            f"the model has 0 .. {num_experts - 1}"
+        )
     return ""
 
 

@@ -187,7 +187,7 @@ def test_no_rollouts(name: str) -> None:
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_guards(name: str) -> None:
     advantage = ADVANTAGES[name]
-    with pytest.raises(ValueError, match=r"rewards \[6\], groups \[5\]"):
+    with pytest.raises(ValueError, match=r"shape \[6\] and groups \[5\]"):
         advantage(REWARDS_R, GROUPS_R[:5])
     with pytest.raises(ValueError, match=r"\[1, 6\]"):
         advantage(REWARDS_R[None], GROUPS_R[None])

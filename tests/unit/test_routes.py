@@ -100,10 +100,10 @@ FAULTS: dict[str, tuple[Callable[[np.ndarray], np.ndarray | None], str]] = {
         lambda routes: np.concatenate([routes, routes[:, :1]], axis=1),
         "routes of 4 layers",
     ),
-    "an expert too few": (lambda routes: routes[..., :1], "1 experts a token, the model uses 2"),
+    "an expert too few": (lambda routes: routes[..., :1], "1 experts per token, the model has 2"),
     "an expert too many": (
         lambda routes: np.concatenate([routes, routes + 8], -1),
-        "4 experts a token",
+        "4 experts per token",
     ),
     "beyond the last expert": (
         lambda routes: _set(routes, (41, 1), (3, EXPERTS)),
@@ -124,7 +124,7 @@ FAULTS: dict[str, tuple[Callable[[np.ndarray], np.ndarray | None], str]] = {
     "all zeros": (np.zeros_like, "experts \\[0, 0\\] repeat"),
     "one dead layer": (
         lambda routes: _constant(routes, 1),
-        "layer 2 sent all 99 tokens to experts \\[2, 5\\]; the capture of this layer is dead",
+        "layer 2 sent all 99 tokens to experts \\[2, 5\\]; the capture of this layer does not work",
     ),
 }
 
