@@ -9,17 +9,19 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 LOW = 0.8
-"""Agreement drawn in the darkest colour, with everything below it."""
+"""The darkest colour is this agreement, or the tenth below the lowest one if that is less."""
 STEPS = 64
 """A picture should show no more than so many of the newest steps."""
 _AGREES, _DIFFERS = np.array([244.0, 244.0, 242.0]), np.array([140.0, 29.0, 24.0])
 _ABSENT, _INK = (190, 190, 190), (40, 40, 40)
 _FONT_SIZE = 13
-_LEFT, _TOP, _RIGHT, _BOTTOM = 56, 34, 92, 44  # margins for labels and legend
-_WIDTH, _HEIGHT = 512, 288  # of the cells, about: each has a whole number of pixels
+_LEFT, _TOP, _RIGHT, _BOTTOM = 56, 34, 84, 44  # margins for labels and legend
+# Of the cells, about: each has a whole number of pixels. TensorBoard shows pictures 350 wide, and
+# the labels of a wider one would be too small to read.
+_WIDTH, _HEIGHT = 288, 200
 _MAX_CELL = 40
 _MIN_HEIGHT = 120  # room for the legend
-_LABELS = 12  # most labels of an axis
+_LABELS = 10  # most labels of an axis
 _LEGEND_WIDTH = 12
 
 
@@ -55,7 +57,7 @@ class Grid:
 def heat_strip(history: Sequence[tuple[int, Mapping[int, float]]]) -> np.ndarray:
     """Draw agreement by step (column) and layer (row, the first at the bottom), with a legend.
 
-    White is 1, dark red is `LOW` or less, grey is a layer that a step lacks.
+    White is 1, dark red the low end of the scale, grey a layer that a step lacks.
 
     Args:
         history: steps with their agreement by layer.
@@ -69,6 +71,7 @@ def heat_strip(history: Sequence[tuple[int, Mapping[int, float]]]) -> np.ndarray
     layers = sorted({layer for _, by_layer in history for layer in by_layer})
     if not layers:
         raise ValueError("no step has the agreement of any layer")
+    low = scale_end([value for _, by_layer in history for value in by_layer.values()])
     grid = Grid(columns=len(history), rows=len(layers))
     image = Image.new("RGB", grid.size, "white")
     draw = ImageDraw.Draw(image)
@@ -79,7 +82,8 @@ def heat_strip(history: Sequence[tuple[int, Mapping[int, float]]]) -> np.ndarray
             x, y = grid.middle(column, row)
             left, top = x - width // 2, y - height // 2
             draw.rectangle(
-                (left, top, left + width - 1, top + height - 1), fill=_colour(by_layer.get(layer))
+                (left, top, left + width - 1, top + height - 1),
+                fill=_colour(by_layer.get(layer), low),
             )
     bottom = _TOP + height * len(layers)
     middle_x, middle_y = _LEFT + width * len(history) // 2, (_TOP + bottom) // 2
@@ -96,18 +100,21 @@ def heat_strip(history: Sequence[tuple[int, Mapping[int, float]]]) -> np.ndarray
         )
     draw.text((middle_x, bottom + 24), "step", _INK, font, anchor="ma")
     draw.text((4, middle_y), "layer", _INK, font, anchor="lm")
-    _legend(draw, grid, font)
+    _legend(draw, grid, font, low)
     return np.asarray(image)
 
 
 def _legend(
-    draw: ImageDraw.ImageDraw, grid: Grid, font: ImageFont.FreeTypeFont | ImageFont.ImageFont
+    draw: ImageDraw.ImageDraw,
+    grid: Grid,
+    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
+    low: float,
 ) -> None:
     left, top, bottom = grid.size[0] - _RIGHT + 24, _TOP, grid.size[1] - _BOTTOM
     for y in range(top, bottom):
         share = (bottom - 1 - y) / (bottom - 1 - top)
-        draw.line((left, y, left + _LEGEND_WIDTH, y), fill=_colour(LOW + share * (1 - LOW)))
-    for share, label in ((0.0, f"<= {LOW}"), (0.5, f"{(1 + LOW) / 2:g}"), (1.0, "1")):
+        draw.line((left, y, left + _LEGEND_WIDTH, y), fill=_colour(low + share * (1 - low), low))
+    for share, label in ((0.0, f"{low:g}"), (0.5, f"{(1 + low) / 2:g}"), (1.0, "1")):
         y = round(bottom - 1 - share * (bottom - 1 - top))
         draw.text((left + _LEGEND_WIDTH + 5, y), label, _INK, font, anchor="lm")
 
@@ -118,9 +125,15 @@ def _labelled(count: int) -> range:
     return range(0, count, apart)
 
 
-def _colour(value: float | None) -> tuple[int, int, int]:
+def scale_end(values: Sequence[float]) -> float:
+    """The low end of the scale: `LOW`, or the tenth below the lowest value if that is less."""
+    known = [value for value in values if not np.isnan(value)]
+    return min(LOW, np.floor(10 * min(known, default=LOW)) / 10)
+
+
+def _colour(value: float | None, low: float) -> tuple[int, int, int]:
     if value is None or np.isnan(value):
         return _ABSENT
-    share = min(1.0, max(0.0, (value - LOW) / (1 - LOW)))
+    share = min(1.0, max(0.0, (value - low) / (1 - low)))
     red, green, blue = (_DIFFERS + share * (_AGREES - _DIFFERS)).round().astype(int).tolist()
     return red, green, blue

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from r3 import assets
+from r3 import assets, show, watch
 from r3.envs.calculator import Calculator, evaluate
+from r3.report.__main__ import main as report
 from r3.run.dumps import read_rollouts
 from r3.run.folder import read_jsonl
 from r3.types import Rollout
@@ -90,6 +91,21 @@ def test_dumped_messages_are_those_that_the_tokens_hold(folder: Path, tokenizer:
     assert sum(len(row["messages"]) > 3 for row in rows) > 25, "conversations with calls"
     for row in read_jsonl(folder / "eval" / f"step_{STEPS:06d}.jsonl"):
         assert row["messages"][0]["content"] == row["question"] and row["reference"]
+
+
+def test_the_run_can_be_looked_into(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show.main([str(folder), "--step", "1", "--best", "2", "--worst", "0", "--width", "100"])
+    out = capsys.readouterr().out
+    assert "step 1  train: 128 samples" in out and out.count("reference\n") == 2
+    show.main([str(folder), "--eval", "--best", "1"])
+    assert f"step {STEPS}  heldout: 256 samples" in capsys.readouterr().out
+    watch.main([str(folder), "--once"])
+    assert f"step {STEPS}/{STEPS}" in capsys.readouterr().out
+    report([str(folder), "-o", str(tmp_path / "page.html")])
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "word_problems_train.jsonl" in page and "tool_call>" in page
 
 
 def test_what_the_tool_said_has_routes_and_no_loss(folder: Path, tokenizer: Any) -> None:

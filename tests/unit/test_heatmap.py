@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from r3.metrics.heatmap import LOW, STEPS, Grid, heat_strip
+from r3.metrics.heatmap import LOW, STEPS, Grid, heat_strip, scale_end
 
 pytestmark = pytest.mark.unit
 
@@ -12,7 +12,7 @@ WHITE, RED, GREY = [244, 244, 242], [140, 29, 24], [190, 190, 190]
 
 
 def test_a_cell_shows_the_agreement_of_its_step_and_layer() -> None:
-    history = [(1, {2: 1.0, 10: LOW, 11: 0.0}), (2, {2: (1 + LOW) / 2, 11: 1.0})]
+    history = [(1, {2: 1.0, 10: LOW, 11: LOW}), (2, {2: (1 + LOW) / 2, 11: 1.0})]
     image, grid = heat_strip(history), Grid(columns=2, rows=3)
     assert image.shape == (*reversed(grid.size), 3) and image.dtype == "uint8"
 
@@ -22,6 +22,13 @@ def test_a_cell_shows_the_agreement_of_its_step_and_layer() -> None:
 
     assert [pixel(0, row) for row in range(3)] == [WHITE, RED, RED]
     assert [pixel(1, row) for row in range(3)] == [[192, 136, 133], GREY, WHITE]
+
+
+def test_the_scale_reaches_down_to_the_lowest_agreement() -> None:
+    assert scale_end([0.95, 0.99]) == LOW and scale_end([0.36, float("nan")]) == 0.3
+    image, grid = heat_strip([(1, {0: 0.3, 1: 0.86})]), Grid(columns=1, rows=2)
+    low, middle = ([int(c) for c in image[grid.middle(0, row)[::-1]]] for row in (0, 1))
+    assert (low, middle) == (RED, [223, 201, 198])
 
 
 def test_axes_and_legend_have_ink_and_the_legend_both_ends() -> None:

@@ -198,7 +198,7 @@ const highest = (key) => Math.max(0, ...RUNS.flatMap((run) => known(run.metrics[
 function drawTime() {
   const phases = Object.keys(PHASES).filter((phase) => phase === "rest" || RUNS.some((run) => known(run.metrics[`time/${phase}_s`]).length));
   for (const run of RUNS.filter((each) => known(each.metrics["time/step_s"]).length)) {
-    const plot = chartCard(byId("time"), `Seconds per step, ${run.name}`, "slowest rank; a checkpoint counts in the step after it",
+    const plot = chartCard(byId("time"), `Seconds per step, ${run.name}`, "slowest rank",
       phases.map((phase) => [phase, "solid", PHASES[phase]]));
     const seconds = (phase, i) => (run.metrics[`time/${phase}_s`] || [])[i] || 0;
     const rest = run.metrics.step.map((_, i) =>

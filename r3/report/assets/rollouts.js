@@ -179,15 +179,21 @@ function conversationView(sample) {
   return parts;
 }
 
-// What tokens can be coloured by: name, whether the dump has it, the values of the sampled tokens, the scale.
+/** The 99th percentile of sizes: one odd token would make all others white. */
+function largeSize(values) {
+  const sizes = known(values).map(Math.abs).sort((a, b) => a - b);
+  return sizes[Math.ceil(sizes.length * 0.99) - 1] || 1e-9;
+}
+
+// What tokens can be coloured by: name, whether the dump has it, the values of the sampled tokens, the scale (open: some
+// values are beyond its ends; floor: below its lower end).
 const COLOURINGS = {
   advantage: { text: "advantage", has: (sample) => sample.advantage !== undefined, values: (sample) => sample.tokens.logprobs.map(() => sample.advantage),
     end: (dump) => Math.max(1e-9, ...dump.samples.map((each) => Math.abs(each.advantage || 0))), colour: twoSided, sides: 2 },
   logprob: { text: "log-probability when sampled", has: () => true, values: (sample) => sample.tokens.logprobs, end: () => -5,
-    colour: (value, end) => mix(Math.min(1, value / end), AMBER), sides: 1 },
+    colour: (value, end) => mix(Math.min(1, value / end), AMBER), sides: 1, floor: true },
   difference: { text: "log-probability: policy − engine", has: (_, dump) => dump.has_differences, values: (sample) => sample.tokens.differences,
-    end: (dump) => Math.max(1e-9, ...dump.samples.flatMap((each) => (each.tokens && each.tokens.differences ? each.tokens.differences.map(Math.abs) : []))),
-    colour: twoSided, sides: 2 },
+    end: (dump) => largeSize(dump.samples.flatMap((each) => (each.tokens && each.tokens.differences) || [])), colour: twoSided, sides: 2, open: true },
   disagreement: { text: "routing disagreement", has: (_, dump) => dump.has_disagreement, values: (sample) => sample.tokens.disagreement, end: () => 1,
     colour: (value, end) => mix(Math.min(1, value / end), VIOLET), sides: 1 },
 };
@@ -203,11 +209,12 @@ function tokensView(sample) {
     make("option", "", { value: key, disabled: !has(sample, dump), textContent: has(sample, dump) ? text : `${text} (not in this dump)` })));
   select.value = state.colour;
   select.onchange = () => { state.colour = select.value; drawDetail(); };
-  const { values, end, colour, sides, text } = COLOURINGS[state.colour];
+  const { values, end, colour, sides, text, open, floor } = COLOURINGS[state.colour];
   const limit = end(dump), numbers = values(sample);
   const bar = make("i");
   bar.style.background = sides === 2 ? `linear-gradient(90deg, ${colour(-limit, limit)}, #fff, ${colour(limit, limit)})` : `linear-gradient(90deg, #fff, ${colour(limit, limit)})`;
-  const scale = make("div", "scale", {}, short(sides === 2 ? -limit : 0, 2), bar, short(limit, 2));
+  const scale = make("div", "scale", {}, (open ? "≤ " : "") + short(sides === 2 ? -limit : 0, 2), bar,
+    (open ? "≥ " : floor ? "≤ " : "") + short(limit, 2));
   const missing = dump.has_differences ? [] : [make("p", "note", {},
     `Differences from the policy and routing disagreement are not in this dump. python -m r3.rescore ${run.path} --step ${dump.step} --save adds them.`)];
 
