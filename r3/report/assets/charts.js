@@ -82,7 +82,7 @@ function lineChart(box, title, note, series, yaxis = {}) {
 function logAxis(values) {
   const logs = values.filter((value) => value > 0).map(Math.log10);
   const decades = logs.length ? Math.max(...logs) - Math.min(...logs) : 1;
-  return { type: "log", exponentformat: "e", minexponent: 2, dtick: decades > 1.5 ? Math.ceil(decades / 6) : "D2" };
+  return decades > 1.5 ? { type: "log", tickformat: ".0e", dtick: Math.ceil(decades / 6) } : { type: "log", dtick: "D2" };
 }
 
 const LOG = { type: "log" }; // logAxis fits it to the values
