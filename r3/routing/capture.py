@@ -1,4 +1,4 @@
-"""Check captured routes as they leave the engine: complete and legal, or nothing is trained on them.
+"""Check captured routes as they leave the engine: only complete and legal ones are trained on.
 
 vLLM returns `[T-1, layers, K]` with a row for every token that it processed; the last sampled token
 has none. Rows of dense layers are zeros, which look like expert 0, so those layers are dropped by
@@ -94,13 +94,14 @@ def check_routes(
             f"{who}: position {row}, layer {moe_layers[layer]}: "
             f"experts {routes[row, layer].tolist()} repeat; such a row was never routed"
         )
-    # With K = 1 no id can repeat, so a dead capture shows only as equal rows. A few rows may be equal
-    # by chance, and if every token goes to all experts, all rows are.
+    # With K = 1 no id can repeat, so a capture that does not work shows only as equal rows. A few
+    # rows may be equal by chance; if every token goes to all experts, all rows are equal.
     chooses = topk < num_experts and routes.shape[0] >= 64
     if chooses and (constant := (ordered == ordered[:1]).all(axis=(0, 2))).any():
+        dead = int(np.argmax(constant))
         raise RouteError(
-            f"{who}: layer {moe_layers[int(np.argmax(constant))]} sent all {routes.shape[0]} tokens "
-            f"to experts {ordered[0, int(np.argmax(constant))].tolist()}; the capture of this layer "
-            "does not work, or the router collapsed"
+            f"{who}: layer {moe_layers[dead]} sent all {routes.shape[0]} tokens to experts "
+            f"{ordered[0, dead].tolist()}; the capture of this layer does not work, "
+            "or the router collapsed"
         )
     return all_missing() if too_few else routes.astype(route_dtype(num_experts))

@@ -220,7 +220,7 @@ def with_route(token: int, layer: int, experts: list[int]) -> Rollout:
         (with_route(3, 1, [-1, 3]), r"-1 in some .* at token 3 in MoE layer number 1: \[-1, 3\]"),
         (with_route(0, 1, [-1, -1]), r"-1 in some .* at token 0 in MoE layer number 1: \[-1, -1\]"),
         (with_route(2, 0, [5, 5]), r"chosen twice, at token 2 in MoE layer number 0: \[5, 5\]"),
-        (rollout([1, 2, 3, 4, 5], 2, dense=True), r"routes are \(4, 0, 0\), expected .* \(2, 2\)"),
+        (rollout([1, 2, 3, 4, 5], 2, dense=True), r"routes have shape \(4, 0, 0\), expected .* \(2, 2\)"),
         (rollout([1, 2, 3], 3), "first token is marked as sampled"),
         (
             replace(rollout([1, 2, 3], 1), loss_mask_T=np.array([0, 0.5, 1], np.float32)),
@@ -239,7 +239,7 @@ def test_pack_refuses(answer: Rollout, fault: str) -> None:
 
 def test_pack_refuses_wrong_arguments() -> None:
     answer = rollout([1, 2, 3], 1)
-    with pytest.raises(ValueError, match="2 rollouts, 1 ids, 2 advantages"):
+    with pytest.raises(ValueError, match="2 rollouts, 1 ids and 2 advantages"):
         pack([answer, answer], [0], [1.0, 1.0], **MOE)
     with pytest.raises(ValueError, match="its advantage is nan"):
         pack([answer], [0], [float("nan")], **MOE)
@@ -383,7 +383,7 @@ def test_a_sequence_as_long_as_a_micro_batch_fits() -> None:
             "rollout 1 has 20 tokens .* = 23, padded to a multiple of 8",
         ),
         ({"lengths_R": [10, 20, 0, 5]}, "rollout 2 has 0 tokens"),
-        ({"groups_R": [0, 0, 1]}, "4 lengths, 3 groups"),
+        ({"groups_R": [0, 0, 1]}, "4 lengths and 3 groups"),
         ({"num_updates": 3}, "2 groups cannot be split over 3 updates"),
         ({"num_updates": 0}, "num_updates must be at least 1, got 0"),
         ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
