@@ -20,7 +20,8 @@ from r3.data.sources import Columns, Row, columns_of, is_folder, is_near, read_r
 from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
 
 # Those of r3.rewards, which imports too much to be asked here, and the ones that are more than a function.
-BUILTIN_REWARDS = ("gsm8k", "exact", "gym", "row", "math", "http", "model")
+BUILTIN_REWARDS = ("gsm8k", "exact", "gym", "row", "math", "http", "model", "env", "none")
+_UNREWARDED = ("single_turn", "calculator")  # built-in environments that give no reward
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30's attention on CPU
@@ -544,6 +545,13 @@ def _check_judge(config: Config, found: _Findings, world_size: int) -> None:
     if reward.weights and len(reward.weights) != len(reward.function):
         rule = f"has {len(reward.weights)} values for the {len(reward.function)} functions of reward.function"
         found.add("reward.weights", rule, "one a function, or none: all count alike")
+    if reward.weights and not any(reward.weights):
+        found.add("reward.weights", "are all 0, so every reward is 0", "a weight other than 0")
+    if "none" in reward.function and len(reward.function) > 1:
+        rule = "has none beside other functions"
+        found.add("reward.function", rule, "use env for the environment's reward in a sum")
+    if not config.eval.only:
+        _check_environment_rewards(reward.function, config.env, found, "reward.function")
     for function in dict.fromkeys(reward.function):
         _check_reward(function, found, "reward.function")
     used = {*reward.function, *config.eval.function}
@@ -551,6 +559,15 @@ def _check_judge(config: Config, found: _Findings, world_size: int) -> None:
         _check_server(config.reward, found)
     if "model" in used:
         _check_reward_model(config, found, world_size)
+
+
+def _check_environment_rewards(
+    functions: Sequence[str], env: EnvConfig, found: _Findings, field: str
+) -> None:
+    """`env` and `none` need an environment that gives rewards."""
+    if {"env", "none"}.intersection(functions) and not env.path and env.name in _UNREWARDED:
+        fix = "use a reward function, or an environment that gives rewards"
+        found.add(field, f"the environment {env.name} gives no reward", fix, value=functions)
 
 
 def _check_server(reward: RewardConfig, found: _Findings) -> None:
@@ -697,6 +714,11 @@ def _check_eval(config: Config, found: _Findings, shape: ModelShape | None) -> t
         return ()
     for function in filter(None, dict.fromkeys(settings.function)):
         _check_reward(function, found, "eval.function")
+    for each in settings.sets:
+        if not each.function and not each.env:
+            continue
+        functions = (each.function,) if each.function else config.reward.function
+        _check_environment_rewards(functions, each.environment(config.env), found, "eval.function")
     return settings.sets
 
 
@@ -804,7 +826,7 @@ def _ignored_settings(
             "env.timeout_s",
             "env.retries",
         )
-        ignored("env.name is single_turn", *turns, "env.on_error")
+        ignored("env.name is single_turn", *turns, "env.on_error", "env.unfinished_reward")
     elif (
         not any(":" in spec for spec in (config.env.path, *config.eval.env))
         and not config.env.workers
@@ -881,7 +903,7 @@ def _ignored_rewards(config: Config, ignored: Callable[..., None]) -> list[str]:
         if kind not in used:
             names = [f"reward.{name}" for name in fields_of]
             ignored(f"no reward function is {kind}", *names)
-    if used <= {"gsm8k", "exact", "gym", "row"}:
+    if used <= {"gsm8k", "exact", "gym", "row", "env", "none"}:
         quick = "built-in functions run at once"
         ignored(quick, "reward.timeout_s", "reward.workers", "reward.retries")
     if len(reward.function) > 1 and any(not each.function for each in config.eval.sets):

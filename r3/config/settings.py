@@ -127,6 +127,9 @@ class EnvConfig:
     on_error: Literal["stop", "zero", "drop"] = "stop"
     """After the last retry. stop: end the run. zero: end the conversation with reward 0. drop:
     leave the conversation out. Evaluation treats drop as zero."""
+    unfinished_reward: float = 0.0
+    """Reward of a conversation that ran out of turns or tokens before its environment gave any
+    reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +168,13 @@ class RewardConfig:
     """How responses are scored: the weighted sum of one or several reward functions."""
 
     function: tuple[str, ...] = ("gsm8k",)
-    """One or several of: gsm8k; exact; math (math-verify); gym (the scorer of the reasoning-gym
-    task); row (gsm8k, exact or gym, as the column `verifier` of each row says); http (a chat
-    server); model (a reward model on the ranks); `path/to/file.py:function`, sync or async."""
-    weights: Annotated[tuple[float, ...], Not(0), Fix("leave the function out")] = ()
-    """Weights of the functions in the sum, one per function. Empty: all 1."""
+    """One or several of: gsm8k; exact; math; gym (scorer of a reasoning-gym task); row (gsm8k,
+    exact or gym, as the row's column `verifier` says); http (a chat server); model (a reward
+    model); env (the environment's reward); `path/to/file.py:function`. none: env alone. Without
+    env, functions score what the environment did not reward."""
+    weights: tuple[float, ...] = ()
+    """Weights of the functions in the sum, one per function. 0: report the function and leave it
+    out of the sum. Empty: all 1."""
     workers: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
     """Worker processes per rank for functions of your files, if they compute. 0: threads, for
     functions that wait. math always has at least one process."""

@@ -95,14 +95,15 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
     data, env, functions = config.data, config.env, config.reward.function
     if each is not None:
         env, functions = each.environment(env), (each.function,) if each.function else functions
-    judges = env.name != "guess_number" and not env.path  # others may give rewards of their own
+    # Other environments may reward every conversation themselves.
+    scores = "env" in functions or (env.name != "guess_number" and not env.path)
     return Columns(
         prompt=data.prompt_key,
         answer=data.answer_key,
         tools=data.tools_key,
         system_prompt=data.system_prompt,
-        answer_holds="####" if judges and "gsm8k" in functions else "",
-        verifiers=ROW_VERIFIERS if judges and "row" in functions else (),
+        answer_holds="####" if scores and "gsm8k" in functions else "",
+        verifiers=ROW_VERIFIERS if scores and "row" in functions else (),
     )
 
 

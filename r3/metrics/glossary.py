@@ -62,6 +62,13 @@ GLOSSARY: dict[str, Entry] = {
     "reward/shaped_mean": Entry("mean reward minus the overlong penalty", "r3/rollout/scored.py"),
     "reward/group_zero_std_frac": Entry("share of groups whose rewards are all equal", _COLLECT),
     "reward/COMPONENT/mean": Entry("mean of one reward function, before its weight", _COLLECT),
+    "reward/by_environment_frac": Entry(
+        "share of conversations that their environment rewarded", _COLLECT
+    ),
+    "reward/by_function_frac": Entry(
+        "share of conversations that reward functions scored", _COLLECT
+    ),
+    "reward/unfinished_frac": Entry("share of conversations given env.unfinished_reward", _COLLECT),
     **_calls("reward", "reward"),
     "reward/dropped": Entry("rollouts left out after a failed reward (reward.on_error)", _COLLECT),
     "reward/zeroed": Entry("rollouts given 0 after a failed reward (reward.on_error)", _COLLECT),

@@ -1,11 +1,12 @@
-"""A judge asks every component of the reward about a conversation, and never makes the engine wait for the answers.
+"""The reward of a conversation: a weighted sum of components, computed beside the engine.
 
-    judge.submit(key, rollout, prompt)               # when a conversation ends
-    for verdict in judge.poll():                     # between steps of the engine
-        verdict.reward, verdict.parts, verdict.failure
+    scorer.submit(key, rollout, prompt)              # when a conversation ends
+    for result in scorer.poll():                     # between steps of the engine
+        result.reward, result.parts, result.failure
 
-A component is a function and the place where its calls run: built-ins right here, users' functions and HTTP in threads,
-`math` and users' functions with `reward.workers` in processes, the reward model in batches.
+A component is a function and the place where its calls run: built-in functions in the caller's
+thread, users' functions and HTTP in threads, `math` and users' functions with `reward.workers` in
+processes, the reward model in batches. The engine never waits for a component.
 """
 
 from __future__ import annotations
@@ -24,20 +25,28 @@ from r3.rewards import REWARDS, Reward, checked, problem, resolve
 from r3.runtime.workers import Failure, Here, Place, Pool, Processes, Threads, load
 from r3.types import Prompt, Rollout
 
-_SLICE_S = 0.01  # between looks at several components that are all waited for
+# Names in `reward.function` that stand for the environment's own reward. `none` says that there is
+# no reward function beside it.
+ENVIRONMENT = ("env", "none")
+
+_POLL_INTERVAL_S = 0.01  # between looks at components that are all waited for
 
 
 class RewardError(RuntimeError):
-    """A component of the reward failed on one sample and `reward.on_error` is "stop"; says which."""
+    """A component failed and `reward.on_error` is "stop". The message names the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One part of the reward: `function(response, prompt)` is called in the pool's place and gives a finite number.
+    """One part of the reward.
 
     Attributes:
-        quick: it runs right here.
-        whole: it is given the rollout instead of the response.
+        name: in metrics and dumps.
+        function: called as `function(argument, prompt)`; returns a finite number.
+        pool: where it runs.
+        weight: its factor in the sum; with 0 it is only reported.
+        quick: whether it runs in the caller's thread.
+        takes: the first argument: the response, the whole rollout, or the environment's reward.
     """
 
     name: str
@@ -45,14 +54,18 @@ class Component:
     pool: Pool
     weight: float = 1.0
     quick: bool = False
-    whole: bool = False
+    takes: Literal["response", "rollout", "environment"] = "response"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardResult:
-    """What a conversation is worth: the weighted sum, and what each component gave.
+    """The reward of one conversation.
 
-    `failure` is not empty when a component failed and `reward.on_error` goes on all the same; the reward is 0 then.
+    Attributes:
+        reward: weighted sum of the components; 0 after a failure.
+        parts: the value of each component.
+        failure: why a component failed; empty if none did.
+        seconds: time from `submit` to the last component.
     """
 
     key: Hashable
@@ -66,7 +79,7 @@ class RewardResult:
 class _Case:
     rollout: Rollout
     prompt: Prompt
-    began: float
+    submitted: float
     parts: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -77,58 +90,82 @@ class Scorer:
     def __init__(
         self, components: Sequence[Component], *, on_error: Literal["stop", "zero", "drop"] = "stop"
     ) -> None:
-        assert len({component.name for component in components}) == len(components) > 0
+        names = [component.name for component in components]
+        assert len(set(names)) == len(names) > 0, f"components {names}"
         self.components = tuple(components)
         self.on_error = on_error
         self._cases: dict[Hashable, _Case] = {}
 
     @classmethod
     def of_function(cls, function: Callable[[Rollout, Prompt], float]) -> Scorer:
-        """A judge that calls a quick function of the rollout right here."""
-        return cls([replace(_here("function", function), whole=True)])
+        """Score by one function of the rollout, called in the caller's thread."""
+        return cls([replace(_here("function", function), takes="rollout")])
 
     @property
     def outstanding(self) -> int:
-        """Conversations without a verdict."""
+        """Conversations without a result."""
         return len(self._cases)
 
     @property
     def quick(self) -> bool:
-        """Whether every verdict is there at the first `poll`."""
+        """Whether every result is there at the first `poll`."""
         return all(component.quick for component in self.components)
 
-    def submit(self, key: Hashable, rollout: Rollout, prompt: Prompt) -> None:
-        """Ask about a conversation that has ended."""
-        assert key not in self._cases, f"{key} is being judged already"
+    @property
+    def uses_environment(self) -> bool:
+        """Whether the environment's reward is a component of the sum."""
+        return any(component.takes == "environment" for component in self.components)
+
+    def submit(
+        self,
+        key: Hashable,
+        rollout: Rollout,
+        prompt: Prompt,
+        *,
+        environment_reward: float | None = None,
+    ) -> None:
+        """Start scoring a conversation that has ended.
+
+        Args:
+            key: names the conversation until its result is returned.
+            environment_reward: needed if `uses_environment`.
+        """
+        assert key not in self._cases, f"{key} is being scored already"
         self._cases[key] = _Case(rollout, prompt, time.monotonic())
+        arguments = {
+            "response": rollout.response,
+            "rollout": rollout,
+            "environment": environment_reward,
+        }
         for component in self.components:
-            said = rollout if component.whole else rollout.response
-            component.pool.submit(key, component.function, said, prompt)
+            component.pool.submit(key, component.function, arguments[component.takes], prompt)
 
     def poll(self, timeout_s: float = 0.0) -> list[RewardResult]:
-        """Verdicts that are complete; waits at most so long for the first, not at all when nothing is outstanding.
+        """Return complete results.
+
+        Waits at most `timeout_s` for the first, and not at all if nothing is outstanding.
 
         Raises:
             RewardError: a component failed, its retries included, and `reward.on_error` is "stop".
         """
         until = time.monotonic() + timeout_s
         while True:
-            reward_results = self._look()
-            left = until - time.monotonic()
-            if reward_results or not self._cases or left <= 0:
-                return reward_results
-            time.sleep(min(_SLICE_S, left))
+            results = self._collect()
+            remaining_s = until - time.monotonic()
+            if results or not self._cases or remaining_s <= 0:
+                return results
+            time.sleep(min(_POLL_INTERVAL_S, remaining_s))
 
     def __call__(self, rollout: Rollout, prompt: Prompt) -> float:
-        """The reward of one conversation, waited for."""
-        assert not self._cases, f"{len(self._cases)} conversations are being judged"
+        """Score one conversation and wait for the result."""
+        assert not self._cases, f"{len(self._cases)} conversations are being scored"
         self.submit(None, rollout, prompt)
-        while not (reward_results := self.poll(1.0)):
+        while not (results := self.poll(1.0)):
             pass
-        return reward_results[0].reward
+        return results[0].reward
 
     def take_counts(self) -> Counter[str]:
-        """Calls, errors, timeouts, crashes and retries of all components since last asked."""
+        """Return calls, errors, timeouts, crashes and retries since the last call."""
         total: Counter[str] = Counter()
         for component in self.components:
             total += component.pool.counts
@@ -136,43 +173,46 @@ class Scorer:
         return total
 
     def close(self) -> None:
-        """End what was started."""
+        """End workers and threads; results still outstanding are lost."""
         for component in self.components:
             component.pool.close()
         self._cases.clear()
 
-    def _look(self) -> list[RewardResult]:
-        reward_results = []
+    def _collect(self) -> list[RewardResult]:
+        results = []
         for component in self.components:
             for done in component.pool.poll(0.0):
                 case = self._cases[done.key]
                 if done.failure is None:
                     case.parts[component.name] = done.value
                 else:
-                    case.failures.append(self._told(component.name, done.failure, case))
+                    case.failures.append(self._describe(component.name, done.failure, case))
                 if len(case.parts) + len(case.failures) == len(self.components):
                     del self._cases[done.key]
-                    reward_results.append(self._verdict(done.key, case))
-        return reward_results
+                    results.append(self._result(done.key, case))
+        return results
 
-    def _told(self, name: str, failure: Failure, case: _Case) -> str:
-        told = (
+    def _describe(self, name: str, failure: Failure, case: _Case) -> str:
+        text = (
             f"reward {name} failed ({failure.kind}): {failure.text}\n"
             f"  prompt {case.prompt.id}, sample {case.rollout.sample_index}, "
             f"response (first 200 characters): {case.rollout.response[:200]!r}"
         )
         if self.on_error == "stop":
-            raise RewardError(f"{told}\n  reward.on_error drop or zero goes on without it")
-        return told
+            raise RewardError(
+                f"{text}\n  --reward.on_error drop or zero continues without this sample"
+            )
+        return text
 
-    def _verdict(self, key: Hashable, case: _Case) -> RewardResult:
-        seconds = time.monotonic() - case.began
+    def _result(self, key: Hashable, case: _Case) -> RewardResult:
+        seconds = time.monotonic() - case.submitted
         if case.failures:
             failure = "\n".join(case.failures)
             return RewardResult(
                 key=key, reward=0.0, parts=case.parts, failure=failure, seconds=seconds
             )
-        # In the order of reward.function: sums of floats depend on it, and answers come as they like.
+        # In the order of reward.function: components finish in any order, and sums of floats depend
+        # on it.
         parts = {each.name: case.parts[each.name] for each in self.components}
         reward = sum(each.weight * parts[each.name] for each in self.components)
         return RewardResult(key=key, reward=reward, parts=parts, seconds=seconds)
@@ -181,13 +221,14 @@ class Scorer:
 def make_scorer(
     settings: RewardConfig, functions: Sequence[str] = (), *, model: Any = None
 ) -> Scorer:
-    """The judge that `reward.*` describe, or, with other `functions`, one of those, weighted alike.
+    """Build the scorer of `reward.*`.
 
     Args:
-        model: the `r3.rewards.model.RewardModel` where a function is "model".
+        functions: used instead of `reward.function`, all with weight 1.
+        model: the `r3.rewards.model.RewardModel`, if a function is "model".
 
     Raises:
-        ConfigError: what a user can mend.
+        ConfigError: a function cannot be loaded or used.
     """
     specs = tuple(functions) or settings.function
     weights = (() if functions else settings.weights) or (1.0,) * len(specs)
@@ -199,10 +240,13 @@ def make_scorer(
 
 
 def names_of(specs: Sequence[str]) -> list[str]:
-    """Names of components in metrics and dumps: the built-in's, or the function's, numbered where two are alike."""
+    """Return the names of components in metrics and dumps.
+
+    The built-in's name or the function's, numbered if two are the same.
+    """
     names: list[str] = []
     for spec in specs:
-        name = base = spec.rpartition(":")[2]
+        name = base = "env" if spec in ENVIRONMENT else spec.rpartition(":")[2]
         number = 1
         while name in names:
             number += 1
@@ -219,6 +263,8 @@ def _component(
             place, timeout_s=settings.timeout_s, retries=settings.retries, backoff_s=backoff_s
         )
 
+    if spec in ENVIRONMENT:
+        return replace(_here(name, _given, weight), takes="environment")
     if spec in REWARDS:
         return _here(name, REWARDS[spec], weight)
     if spec == "http":
@@ -229,7 +275,7 @@ def _component(
             name=name, function=ChatJudge(settings).score, pool=connections, weight=weight
         )
     if spec == "model":
-        assert model is not None, "a reward model is loaded before its judges are made"
+        assert model is not None, "the reward model is loaded before its scorers"
         return Component(name=name, function=model.score, pool=pool(model.batches()), weight=weight)
     if spec == "math":
         from r3.rewards import verify
@@ -254,11 +300,15 @@ def _component(
 
 
 def _here(name: str, function: Callable[..., Any], weight: float = 1.0) -> Component:
-    # No time limit can hold here, and what fails on a sample fails again.
+    # The caller's own thread has no time limit, and a function that fails once fails again.
     pool = Pool(Here(), timeout_s=float("inf"))
     return Component(
         name=name, function=partial(_call, function), pool=pool, weight=weight, quick=True
     )
+
+
+def _given(environment_reward: float, prompt: Prompt) -> float:
+    return environment_reward
 
 
 def _call(function: Callable[..., Any], response: Any, prompt: Prompt) -> float:

@@ -26,6 +26,13 @@ _IDLE_WAIT_S = 1.0
 # The same while both environments and reward functions are waited for, which are polled in turn.
 _POLL_INTERVAL_S = 0.01
 
+# Where rewards come from, by the name of the metric.
+_SOURCES = {
+    "by_environment": "environment",
+    "by_function": "function",
+    "unfinished": "unfinished",
+}
+
 # Counters that environments and reward functions share.
 _CALL_COUNTS = ("calls", "errors", "timeouts", "crashes", "retries")
 
@@ -156,7 +163,14 @@ class Collector:
             # Environments and rewards exist on the leader. The other ranks of its engine add the
             # turns that it shares.
             leader = (
-                _Round(self, prompts, prompt_indices, resumed, seed_step, first_group)
+                Round(
+                    self._rules(),
+                    self.scorer,
+                    {first_group + index: prompts[index] for index in prompt_indices},
+                    seed_step=seed_step,
+                    samples_per_prompt=self.samples_per_prompt,
+                    resumed=resumed,
+                )
                 if engine.is_leader
                 else None
             )
@@ -176,57 +190,73 @@ class Collector:
             on_failure.pop_all()
             return result
 
-
-class _Round:
-    """The conversations of one round, on the leader rank of an engine."""
-
-    def __init__(
-        self,
-        collector: Collector,
-        prompts: Sequence[Prompt],
-        prompt_indices: Sequence[int],
-        resumed: Sequence[SuspendedConversation],
-        seed_step: int,
-        first_group: int,
-    ) -> None:
-        """Create all conversations and open the environments of the new ones."""
-        setup = collector.setup
-        self._environments, self._scorer = setup.environments, collector.scorer
-        self._keep_failed = collector.keep_failed
-        rules = ConversationRules(
+    def _rules(self) -> ConversationRules:
+        setup = self.setup
+        return ConversationRules(
             setup=setup,
             sampling=replace(
-                collector.sampling,
+                self.sampling,
                 stop=setup.environments.stop,
                 stop_tokens=(setup.chat.end,) if setup.chat else (),
             ),
-            capture=collector.engine.capture_spec,
-            run_seed=collector.run_seed,
-            max_response_tokens=collector.max_response_tokens,
-            max_model_len=collector.engine.max_model_len,
-            token_budget=collector.token_budget,
-            keep_failed=collector.keep_failed,
+            capture=self.engine.capture_spec,
+            run_seed=self.run_seed,
+            max_response_tokens=self.max_response_tokens,
+            max_model_len=self.engine.max_model_len,
+            token_budget=self.token_budget,
+            keep_failed=self.keep_failed,
+            needs_reward=self.scorer.uses_environment,
         )
+
+
+class Round:
+    """The conversations of one round, on the leader rank of an engine.
+
+    The caller samples the turns that `advance` returns and passes them to `receive_sample`.
+
+    Attributes:
+        conversations: by key, those that are resumed first.
+    """
+
+    def __init__(
+        self,
+        rules: ConversationRules,
+        scorer: Scorer,
+        prompts: Mapping[int, Prompt],
+        *,
+        seed_step: int,
+        samples_per_prompt: int,
+        resumed: Sequence[SuspendedConversation] = (),
+    ) -> None:
+        """Create all conversations and open the environments of the new ones.
+
+        Args:
+            prompts: group -> prompt.
+            seed_step: step that names the random streams of new conversations.
+        """
+        self._rules, self._scorer = rules, scorer
+        self._environments = rules.setup.environments
         self.conversations = [
             Conversation.resumed(suspended, rules, key=key) for key, suspended in enumerate(resumed)
         ]
-        for index in prompt_indices:
-            for sample_index in range(collector.samples_per_prompt):
+        for group, prompt in prompts.items():
+            for sample_index in range(samples_per_prompt):
                 conversation = Conversation(
                     rules,
                     key=len(self.conversations),
-                    prompt=prompts[index],
-                    group=first_group + index,
+                    prompt=prompt,
+                    group=group,
                     sample_index=sample_index,
-                    progress=Progress(seed_origin=(seed_step, first_group + index)),
+                    progress=Progress(seed_origin=(seed_step, group)),
                 )
                 self.conversations.append(conversation)
-                self._environments.open(conversation.key, conversation.prompt)
+                self._environments.open(conversation.key, prompt)
         self._first_turns = [each.resume() for each in self.conversations[: len(resumed)]]
         self._num_suspended = 0  # since the last `advance`
         self._rollouts: dict[int, Rollout] = {}
         self._rewards: dict[int, float] = {}
         self._reward_results: dict[int, RewardResult] = {}
+        self._sources: Counter[str] = Counter()  # of rewards, see `_reward`
 
     def advance(self, engine_busy: bool) -> tuple[list[Turn], int]:
         """Take what environments and reward functions returned.
@@ -262,13 +292,29 @@ class _Round:
         self._num_suspended += conversation.is_suspended
 
     def _reward(self, conversation: Conversation) -> bool:
-        """Reward a conversation that is over; return False if reward functions must be awaited."""
-        key = conversation.key
-        self._rollouts[key] = conversation.rollout()
-        if conversation.environment_reward is None:
-            self._scorer.submit(key, self._rollouts[key], conversation.prompt)
+        """Reward a conversation that is over; return False if reward functions must be awaited.
+
+        A failed conversation gets 0. The environment's reward comes before reward functions, unless
+        it is one of their components. Functions do not score a conversation that its environment
+        did not end: its last message answers nothing.
+        """
+        key, scorer = conversation.key, self._scorer
+        rollout = self._rollouts[key] = conversation.rollout()
+        if conversation.outcome == "error":
+            self._rewards[key] = 0.0
+            return True
+        reward = conversation.environment_reward
+        if reward is not None:
+            self._sources["environment"] += 1
+        elif not conversation.ended_by_environment:
+            self._sources["unfinished"] += 1
+            reward = self._environments.settings.unfinished_reward
+        if reward is None or (scorer.uses_environment and len(scorer.components) > 1):
+            self._sources["function"] += 1
+        if reward is None or scorer.uses_environment:
+            scorer.submit(key, rollout, conversation.prompt, environment_reward=reward)
             return False
-        self._rewards[key] = conversation.environment_reward
+        self._rewards[key] = reward
         return True
 
     def result(self) -> CollectedRollouts:
@@ -277,9 +323,18 @@ class _Round:
         metrics: dict[str, Any] = {}
         if not self._environments.one_turn:
             metrics |= _conversation_metrics(self.conversations, counts)
-        metrics |= _scoring_metrics(self._reward_results, self._scorer, self._keep_failed)
+            rewarded = len(self._rollouts) - sum(
+                each.outcome == "error" for each in self.conversations if each.key in self._rollouts
+            )
+            metrics |= {
+                f"reward/{name}_frac": Mean(
+                    total=float(self._sources[source]), count=float(rewarded)
+                )
+                for name, source in _SOURCES.items()
+            }
+        metrics |= _scoring_metrics(self._reward_results, self._scorer, self._rules.keep_failed)
         keys = sorted(self._rollouts)
-        if self._scorer.on_error == "drop" and not self._keep_failed:
+        if self._scorer.on_error == "drop" and not self._rules.keep_failed:
             failed = {key for key, result in self._reward_results.items() if result.failure}
             keys = [key for key in keys if key not in failed]
         names = {key: (self._rollouts[key].group, self._rollouts[key].sample_index) for key in keys}

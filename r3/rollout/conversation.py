@@ -63,6 +63,7 @@ class ConversationRules:
             0 is no budget. With stop strings a message is never cut, since a stop string could
             span the cut: the conversation is suspended before its next message.
         keep_failed: failed conversations end with reward 0, whatever `env.on_error` says.
+        needs_reward: an environment that ends a conversation without any reward has failed.
     """
 
     setup: ConversationSetup
@@ -73,6 +74,7 @@ class ConversationRules:
     max_model_len: int
     token_budget: int = 0
     keep_failed: bool = False
+    needs_reward: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,6 +133,7 @@ class Conversation:
         key: names the conversation in its round.
         transcript: its tokens; None until the environment's first messages arrived.
         outcome: how it ended: "stop", "length", "turns" or "error"; empty while it runs.
+        ended_by_environment: whether the environment ended it, not the limits of turns and tokens.
         is_suspended: whether the token budget interrupted it.
     """
 
@@ -147,6 +150,7 @@ class Conversation:
         self.key, self.prompt, self.group, self.sample_index = key, prompt, group, sample_index
         self.progress = progress
         self.outcome = ""
+        self.ended_by_environment = False
         self.transcript: Transcript | None = None
         self.is_suspended = False
         self._rules = rules
@@ -226,6 +230,9 @@ class Conversation:
             assert reply.step is not None and self.transcript is not None
             self._turn_rewards.append(reply.step.reward)
             if reply.step.done:
+                if self._rules.needs_reward and self.environment_reward is None:
+                    return self._fail("it ended without a reward, and reward.function needs one")
+                self.ended_by_environment = True
                 return self._end("length" if self._was_cut else "stop")
             if self._room() < 1:
                 return self._end("length")
@@ -299,9 +306,7 @@ class Conversation:
 
     @property
     def environment_reward(self) -> float | None:
-        """Sum of the rewards of its turns; 0 after a failure; None if there are none."""
-        if self.outcome == "error":
-            return 0.0
+        """Sum of the rewards that its environment gave; None if it gave none."""
         rewards = [reward for reward in self._turn_rewards if reward is not None]
         return sum(rewards) if rewards else None
 

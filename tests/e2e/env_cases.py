@@ -68,7 +68,13 @@ class Trouble:
     """Two turns; in the first, prompt {crash} takes its process down, {hang} never returns, {slow} waits for 30 others."""
     def reset(self, prompt):
         self.id, self.turns = prompt.id.rpartition(":")[2], 0
+        self.log("opened")
         return prompt.messages
+    def close(self):
+        self.log("closed")
+    def log(self, word):
+        with open("{order}_" + word, "a") as file:
+            file.write(self.id + "\\n")
     def step(self, message):
         self.turns += 1
         if self.turns == 2:
@@ -303,6 +309,14 @@ def trouble(device: Device, *, folder: str, limit_s: float) -> dict[str, Any]:
         "zero": {"path": f"{file}:Trouble", "timeout_s": limit_s, "on_error": "zero"},
         "kept": {"path": f"{crashing}:Trouble", "on_error": "drop", "keep_failed": True},
     }
+
+    def ends() -> list[list[str]]:
+        logs = [Path(f"{order}_{word}") for word in ("opened", "closed")]
+        lines = [sorted(log.read_text().split()) for log in logs]
+        for log in logs:
+            log.unlink()
+        return lines
+
     for name, settings in runs.items():
         order.write_text("")
         answers = talker.collect(**common, **settings)
@@ -316,12 +330,14 @@ def trouble(device: Device, *, folder: str, limit_s: float) -> dict[str, Any]:
             "outcomes": {rollout.prompt_id: rollout.finish_reason for rollout in answers.rollouts},
             "facts": numbers(answers),
             "order": [f"{name_of_file}:{line}" for line in order.read_text().split()],
+            "ends": ends(),
         }
     try:
         talker.collect(**common, path=f"{file}:Trouble", timeout_s=limit_s, on_error="stop")
         found["stop"] = "nothing was raised"
     except EnvironmentFailed as error:
         found["stop"] = str(error)
+    found["stop ends"] = ends()
     return found
 
 

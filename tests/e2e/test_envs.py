@@ -180,6 +180,12 @@ def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(tmp_path: Path) 
     # The slow tool waits until 30 conversations are over: an engine that waited for it would never have come to that.
     assert found["zero"]["order"].index(slow) >= 30 and len(found["zero"]["order"]) == 62
 
+    for opened, closed in (
+        *(found[name]["ends"] for name in ("calm", "drop", "zero", "kept")),
+        found["stop ends"],
+    ):
+        assert opened and opened == closed, "every environment is closed exactly once"
+    assert len(calm["ends"][0]) == 64
     assert "env.on_error" in found["stop"] and "rollout word_problems_train.jsonl:" in found["stop"]
 
 

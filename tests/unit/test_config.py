@@ -298,7 +298,8 @@ def test_reinforce_pp_needs_no_groups() -> None:
 def test_every_number_has_a_rule() -> None:
     numbers = [name for name, each in SETTINGS.items() if each.kind in (int, float)]
     assert len(numbers) > 60
-    assert [name for name in numbers if not SETTINGS[name].rule] == []
+    # Every finite number is a reward.
+    assert [name for name in numbers if not SETTINGS[name].rule] == ["env.unfinished_reward"]
 
 
 @pytest.mark.parametrize(
@@ -447,7 +448,19 @@ def test_every_help_text_is_a_sentence_or_several() -> None:
         ({"reward.function": []}, "reward.function", "is empty"),
         ({"reward.function": ["exact", "exact"]}, "reward.function", "names a function twice"),
         ({"reward.weights": [1.0, 2.0]}, "reward.weights", "has 2 values for the 1 functions"),
-        ({"reward.weights": [0.0]}, "reward.weights", "must not be 0"),
+        ({"reward.weights": [0.0]}, "reward.weights", "are all 0"),
+        (
+            {"reward.function": ["none", "exact"], "env.name": "guess_number"},
+            "reward.function",
+            "beside other functions",
+        ),
+        ({"reward.function": ["none"]}, "reward.function", "single_turn gives no reward"),
+        (
+            {"env.name": "calculator", "reward.function": ["env", "exact"]},
+            "reward.function",
+            "calculator gives no reward",
+        ),
+        ({"eval.function": ["env"]}, "eval.function", "single_turn gives no reward"),
         ({"reward.workers": -1}, "reward.workers", "at least 0"),
         ({"reward.retries": -1}, "reward.retries", "at least 0"),
         ({"reward.timeout_s": 0.0}, "reward.timeout_s", "above 0"),
@@ -866,8 +879,9 @@ def test_a_reward_file_is_not_run_to_be_checked(tmp_path: Path) -> None:
 
 def test_builtin_rewards_are_those_that_exist() -> None:
     from r3.rewards import REWARDS
+    from r3.rewards.scorer import ENVIRONMENT
 
-    assert set(validate.BUILTIN_REWARDS) == {*REWARDS, "math", "http", "model"}
+    assert set(validate.BUILTIN_REWARDS) == {*REWARDS, *ENVIRONMENT, "math", "http", "model"}
 
 
 # ---- checkpoints
