@@ -100,15 +100,15 @@ def test_a_users_file_is_refused_by_name(
         ({"path": "mine"}, "env.path", "file.py:Class"),
         ({"path": "mine.py:Mine", "name": "calculator"}, "env.name", "one environment"),
         ({"max_turns": 0}, "env.max_turns", "at least 1"),
-        ({"max_turn_tokens": -1}, "env.max_turn_tokens", "negative"),
+        ({"max_turn_tokens": -1}, "env.max_turn_tokens", "at least 0"),
         (
             {"max_turn_tokens": 25},
             "env.max_turn_tokens",
             "exceeds rollout.max_response_tokens = 24",
         ),
         ({"timeout_s": 0.0}, "env.timeout_s", "above 0"),
-        ({"workers": -1}, "env.workers", "negative"),
-        ({"retries": -1}, "env.retries", "negative"),
+        ({"workers": -1}, "env.workers", "at least 0"),
+        ({"retries": -1}, "env.retries", "at least 0"),
         ({"stop": ("a", "")}, "env.stop", "empty string"),
     ],
 )
