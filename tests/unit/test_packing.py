@@ -243,7 +243,7 @@ def test_pack_refuses_wrong_arguments() -> None:
         pack([answer, answer], [0], [1.0, 1.0], **MOE)
     with pytest.raises(ValueError, match="its advantage is nan"):
         pack([answer], [0], [float("nan")], **MOE)
-    with pytest.raises(ValueError, match=r"rollout -1 .* marks a filler"):
+    with pytest.raises(ValueError, match=r"rollout -1 .* marks filler"):
         pack([answer], [-1], [1.0], **MOE)
     with pytest.raises(ValueError, match=r"expected .* \(0, 0\)"):
         pack([answer], [0], [1.0], **DENSE)
