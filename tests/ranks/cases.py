@@ -213,7 +213,10 @@ def second_update(
 
 
 def fused_adam(device: Device, *, out: str) -> dict[str, Any]:
-    """Three updates by torch's default AdamW, by the fused one, and by the fused one with a checkpoint between."""
+    """The first update of torch's default AdamW and of the fused one; then the fused one straight on and from a checkpoint.
+
+    Only the first is compared: where a gradient is next to nothing, Adam turns its rounding into whole steps later on.
+    """
 
     config = tiny_config(model={"dtype": "bfloat16"})
     mesh, plain = build(device, config)
@@ -233,20 +236,20 @@ def fused_adam(device: Device, *, out: str) -> dict[str, Any]:
 
     fused = another()
     began = mains(plain)
-    for number in range(3):
-        for policy in (plain, fused):
-            policy.update(batch, total_updates=4)
-        if number == 0:
-            saved = checkpoint.save(Path(out), fused, device, mesh, step=1, keep=0)
+    plain.update(batch, total_updates=4)
+    fused.update(batch, total_updates=4)
+    expected, found = mains(plain), mains(fused)
+    saved = checkpoint.save(Path(out), fused, device, mesh, step=1, keep=0)
     resumed = another()
     checkpoint.load(Found(folder=saved, step=1), resumed, device, mesh)
     for _ in range(2):
+        fused.update(batch, total_updates=4)
         resumed.update(batch, total_updates=4)
-    expected, found, again = mains(plain), mains(fused), mains(resumed)
+    straight, again = mains(fused), mains(resumed)
     return {
         "moved": max(float((expected[key] - began[key]).abs().max()) for key in began),
         "apart": max(float((expected[key] - found[key]).abs().max()) for key in began),
-        "resumed": all(torch.equal(found[key], again[key]) for key in began),
+        "resumed": all(torch.equal(straight[key], again[key]) for key in began),
     }
 
 

@@ -219,8 +219,8 @@ def test_a_checkpoint_of_an_interleaved_pipeline_goes_on_under_other_layouts(
 
 def test_fused_adam_makes_the_same_updates_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     (found,) = run_world(cases.fused_adam, 1, out=str(tmp_path))
-    # Three steps of lr 1e-3 in float32: both round the last bits of numbers around 0.1. 6e-8 seen.
-    assert found["moved"] > 1e-3 and found["apart"] <= 1e-6
+    # One step of lr 1e-3 in float32: both round the last bits of numbers up to 1.
+    assert found["moved"] > 5e-4 and found["apart"] <= 1e-6
     assert found["resumed"]
 
 
