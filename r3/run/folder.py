@@ -28,6 +28,11 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def overrides(self) -> Path:
+        """The settings that differ from the preset or file the run started from, and its name."""
+        return self.path / "overrides.yaml"
+
+    @property
     def metrics(self) -> Path:
         """One object per step."""
         return self.path / "metrics.jsonl"

@@ -30,6 +30,8 @@ class RunFacts:
     Attributes:
         name: last part of the folder's path.
         settings: resolved settings by `section.field`, as text.
+        base: preset or file that the run started from; empty if it is not known.
+        overrides: names of the settings that differ from it.
         rows: one object per step, in order.
         notes: what a reader should know about the files, such as a torn last line.
     """
@@ -38,6 +40,8 @@ class RunFacts:
     path: Path
     settings: Mapping[str, str]
     rows: Sequence[Mapping[str, float]]
+    base: str = ""
+    overrides: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -58,6 +62,10 @@ def read_run(path: Path) -> RunFacts:
             f"{path}: no config.yaml in this folder. Give the folder of a run, such as runs/tiny"
         )
     settings = flatten_settings(yaml.safe_load(run_dir.config.read_text(encoding="utf-8")))
+    overrides: dict[str, str] = {}
+    if run_dir.overrides.exists():
+        tree = yaml.safe_load(run_dir.overrides.read_text(encoding="utf-8"))
+        overrides = flatten_settings(tree or {})
     rows: list[dict[str, Any]] = []
     notes = []
     if run_dir.metrics.exists():
@@ -68,7 +76,13 @@ def read_run(path: Path) -> RunFacts:
     if not rows:
         notes.append("metrics.jsonl has no rows yet")
     return RunFacts(
-        name=path.resolve().name, path=path, settings=settings, rows=rows, notes=tuple(notes)
+        name=path.resolve().name,
+        path=path,
+        settings=settings,
+        rows=rows,
+        base=overrides.pop("base", ""),
+        overrides=tuple(overrides),
+        notes=tuple(notes),
     )
 
 

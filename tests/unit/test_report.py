@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from r3 import assets
+from r3.cli.base import OVERRIDES
 from r3.report.page import Limits, columns, dump_data, evenly, page_data, render, shown_samples
 from r3.report.tokens import disagreement, expert_load, read_arrays, spans, token_facts
 from r3.run.folder import RunDir
@@ -129,6 +130,15 @@ def test_page_data_is_complete_and_json(run: Path, tmp_path: Path) -> None:
     assert "replay.mode" in second["changed"] and "replay.mode" not in first["changed"]
     assert data["glossary"]["mismatch/k3"].startswith("mean(e^D - D - 1)")
     json.dumps(data, allow_nan=False)
+
+
+def test_changed_settings_are_those_that_the_run_wrote(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    assert page_data([run], Limits())["runs"][0]["base"] == ""
+    assert RunDir(run).overrides.name == OVERRIDES
+    RunDir(run).overrides.write_text("# comment\nbase: tiny\ntrain:\n  lr: 0.1\n")
+    (data,) = page_data([run], Limits())["runs"]
+    assert (data["base"], data["changed"]) == ("tiny", ["train.lr"])
 
 
 def test_without_the_model_the_export_has_the_tokenizer(tmp_path: Path) -> None:

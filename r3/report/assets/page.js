@@ -94,8 +94,12 @@ function drawSettings() {
     box.append(make("h3", "", {}, "Settings that differ"));
     box.append(DATA.differing.length ? settingsTable(DATA.differing) : make("p", "lead", {}, "None: the runs have equal settings."));
   }
-  for (const [title, names] of [[`Settings that are not the default (${changed.length})`, changed], [`All settings (${all.length})`, all]]) {
-    box.append(make("details", "", {}, make("summary", "", {}, title), settingsTable(names)));
+  const bases = [...new Set(RUNS.map((run) => run.base || "the defaults"))];
+  for (const [title, names, open] of [
+    [`Settings that differ from ${bases.join(" and ")} (${changed.length})`, changed, RUNS.length === 1 && changed.length > 0],
+    [`All settings (${all.length})`, all, false],
+  ]) {
+    box.append(make("details", "", { open }, make("summary", "", {}, title), settingsTable(names)));
   }
 }
 
