@@ -1,9 +1,9 @@
-"""Who owns the device's memory now. TRAIN -> SYNC -> GENERATE -> TRAIN; any other move is an error that says the state.
+"""Who has the device's memory: states TRAIN -> SYNC -> GENERATE -> TRAIN, in this order only.
 
-state      policy                                      engine
-TRAIN      weights, gradients, optimizer state         asleep
-SYNC       weights                                     weights awake, being replaced
-GENERATE   weights                                     weights and KV cache awake; a reward model is on the device too
+state      policy                                engine
+TRAIN      weights, gradients, optimizer state   asleep
+SYNC       weights                               weights awake, being replaced
+GENERATE   weights                               weights and KV cache awake; the reward model too
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ _NEXT = {State.TRAIN: State.SYNC, State.SYNC: State.GENERATE, State.GENERATE: St
 
 
 class ResidencyError(RuntimeError):
-    """A move that would have both worlds in memory at once, or neither."""
+    """A move would put trainer and engine into memory at once, or neither."""
 
 
 class Residency:
-    """Hands the memory over between one engine and one policy, and remembers what each state took.
+    """Moves the device's memory between policy and engine, and measures what each state uses.
 
     Attributes:
-        used_gib: memory in use on entering each state, and "residue": what stays when both worlds have given up theirs.
+        state: the present state.
+        used_gib: memory in use on entering each state, in GiB, and "residue": what remains when
+            both policy and engine have released theirs.
     """
 
     def __init__(
@@ -59,11 +61,15 @@ class Residency:
         self.used_gib: dict[str, float] = {State.TRAIN.value: device.used_gib()}
 
     def move(self, to: State) -> None:
-        """Hand the memory over. Local to the rank: no collective."""
+        """Move to the next state. Local to the rank: no collective.
+
+        Raises:
+            ResidencyError: `to` is not the state after the present one.
+        """
         if to is not _NEXT[self.state]:
             raise ResidencyError(
-                f"rank {self._device.rank}: memory is in {self.state.name}, the only way on is {_NEXT[self.state].name}, "
-                f"not {to.name}"
+                f"rank {self._device.rank}: memory is in state {self.state.name}, "
+                f"the next state is {_NEXT[self.state].name}, not {to.name}"
             )
         if to is State.SYNC:
             self.note(State.TRAIN.value)
@@ -84,7 +90,7 @@ class Residency:
         self.state = to
 
     def metrics(self) -> dict[str, Any]:
-        """Partials of memory/*: what each state took on this rank, in GiB."""
+        """Return partials of memory/*: what each state used on this rank, in GiB."""
         parts: dict[str, Any] = {
             f"memory/{name}_gib": Max(gib) for name, gib in self.used_gib.items()
         }

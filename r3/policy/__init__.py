@@ -1,9 +1,9 @@
-"""The training world: one Megatron-Core shard of the policy in every rank, and its optimizer."""
+"""The policy: one Megatron-Core shard of the trained model on every rank, and its optimizer."""
 
 import warnings
 
-# Megatron warns, module by module, that TransformerEngine and apex are absent, and of its own deprecations. They are absent
-# on purpose; what matters of them is handled in device_cpu.
+# Megatron warns in many modules that TransformerEngine and apex are absent, and of its own
+# deprecations. They are absent on purpose; device_cpu handles what matters.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 

@@ -1,10 +1,10 @@
-"""Which tokens of a packed micro-batch this rank computes: context parallelism cuts sequences, sequence parallelism the rest.
+"""Which tokens of a packed micro-batch this rank computes.
 
-    packed micro-batch [N]  --cp-->  this rank's zigzag part [N / cp]  --tp-->  what its routers see [N / cp / tp]
+    packed micro-batch [N]  --cp-->  zigzag part [N / cp]  --tp-->  rows of its routers [N / cp / tp]
 
-Context parallelism cuts every sequence into 2 * cp equal chunks; rank r takes chunks r and 2 * cp - 1 - r, so that every rank
-has as much causal attention to do. With tensor parallelism Megatron's sequence parallelism hands every tp rank's router a
-contiguous part of that.
+Context parallelism splits every sequence into 2 * cp equal chunks; rank r takes chunks r and
+2 * cp - 1 - r, so that all ranks have equally much causal attention to compute. With tensor
+parallelism, Megatron's sequence parallelism gives every tp rank's router a contiguous part of that.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from r3.types import MicroBatch
 
 
 def zigzag_rows(cu_seqlens: Sequence[int], rank: int, size: int) -> torch.Tensor:
-    """Rows of the packed micro-batch that context-parallel rank `rank` of `size` computes, in its order, int64 [N / size].
+    """Return the rows of the packed micro-batch of one context-parallel rank, int64 [N / size].
 
-    Every sequence must be a multiple of 2 * size long.
+    Args:
+        cu_seqlens: borders of the sequences. Every length must be a multiple of 2 * size.
+        rank, size: the rank within its context-parallel group.
     """
     rows = []
     for start, end in pairwise(cu_seqlens):
         chunk, rest = divmod(end - start, 2 * size)
         assert rest == 0, (
-            f"a sequence of {end - start} tokens is no multiple of 2 * cp = {2 * size}"
+            f"a sequence of {end - start} tokens is not a multiple of 2 * cp = {2 * size}"
         )
         for number in (rank, 2 * size - 1 - rank):
             rows.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
@@ -37,10 +39,15 @@ def zigzag_rows(cu_seqlens: Sequence[int], rank: int, size: int) -> torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTokens:
-    """The tokens of a micro-batch that this rank computes, on its device; `N` here is N / cp.
+    """The tokens of a micro-batch that this rank computes, on its device. N here is N / cp.
 
-    `cu_seqlens` are the borders of its parts of the sequences. `routes_NLK` and `captured_N` are further cut to what its
-    routers see; `real_N` (not filler) is cut the same way.
+    Attributes:
+        cu_seqlens: borders of this rank's parts of the sequences.
+        routes_NLK: rows of this rank's routers only, [N / tp, L, K].
+        captured_N: true at those rows that were captured, [N / tp].
+        num_captured: number of captured rows.
+        real_N: true at those rows that are not filler, [N / tp].
+        num_real: number of rows that are not filler.
     """
 
     tokens_N: torch.Tensor
@@ -60,7 +67,7 @@ class LocalTokens:
 
 
 def local_tokens(micro_batch: MicroBatch, mesh: Mesh, device: torch.device) -> LocalTokens:
-    """Cut a micro-batch, the same on all model-parallel ranks, to this rank's tokens. No communication."""
+    """Select this rank's tokens of a micro-batch that all model-parallel ranks have. Local."""
     borders = micro_batch.cu_seqlens
     rows = None if mesh.cp.size == 1 else zigzag_rows(borders, mesh.cp.rank, mesh.cp.size)
 
@@ -69,7 +76,7 @@ def local_tokens(micro_batch: MicroBatch, mesh: Mesh, device: torch.device) -> L
 
     def seen_by_routers(values_N: torch.Tensor) -> torch.Tensor:
         part, rest = divmod(values_N.shape[0], mesh.tp.size)
-        assert rest == 0, f"{values_N.shape[0]} tokens are no multiple of tp = {mesh.tp.size}"
+        assert rest == 0, f"{values_N.shape[0]} tokens are not a multiple of tp"
         return values_N[mesh.tp.rank * part : (mesh.tp.rank + 1) * part]
 
     captured_N = seen_by_routers(mine(micro_batch.captured_N))

@@ -1,4 +1,4 @@
-"""The policy's training memory, put away while the engine generates and brought back bit for bit."""
+"""The policy's training memory: offloaded while the engine generates, restored bit for bit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from r3.runtime.device import Device, Stash, free, unfree
 
 
 class TrainingMemory:
-    """Gradients and optimizer state of one policy. Parameters stay: the engine reads them, and they are the smallest part.
+    """Gradients and optimizer state of one policy.
 
-    Gradient buffers are freed and come back as zeros. Optimizer tensors (float32 main parameters of a half-precision model,
-    both moments) go to the device's stash. Megatron's own optimizer offload is not used: it replaces tensors that are views
-    of the parameter buffer.
+    Parameters stay on the device: the engine reads them, and they are the smallest part. Gradient
+    buffers are freed and come back as zeros. Optimizer tensors (float32 main parameters of a
+    half-precision model, both moments) go to the device's stash. Megatron's own optimizer offload
+    is not used: it replaces tensors that are views of the parameter buffer.
     """
 
     def __init__(self, wrapped: list[Any], optimizer: Any, device: Device) -> None:
@@ -24,13 +25,13 @@ class TrainingMemory:
         self._device = device
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
-        """Flat gradient buffers of all chunks."""
+        """Yield the flat gradient buffers of all chunks."""
         for chunk in self._wrapped:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data
 
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor the optimizer owns, under a stable key; its scalar step counters are left where they are."""
+        """Yield every tensor of the optimizer under a stable key, except scalar step counters."""
         for i, optimizer in enumerate(chained(self._optimizer)):
             for g, group in enumerate(
                 getattr(optimizer, "shard_fp32_from_float16_groups", None) or []
@@ -45,10 +46,9 @@ class TrainingMemory:
                             yield f"{i}/state/{g}/{k}/{name}", value
 
     def offload(self) -> int:
-        """Free gradients and put the optimizer's tensors away; returns the bytes that left the device."""
-        self._optimizer.zero_grad(
-            set_to_none=True
-        )  # else main parameters keep a copy of their gradient shard
+        """Free gradients and offload the optimizer's tensors; returns the bytes that were freed."""
+        # Otherwise main parameters keep a copy of their gradient shard.
+        self._optimizer.zero_grad(set_to_none=True)
         left = sum(free(buffer) for buffer in self.gradient_buffers())
         left += sum(self._stash.put(key, tensor) for key, tensor in self.optimizer_tensors())
         self._device.synchronize()
@@ -56,7 +56,7 @@ class TrainingMemory:
         return left
 
     def onload(self) -> None:
-        """Bring all of it back."""
+        """Restore optimizer tensors, and gradients as zeros."""
         for key, tensor in self.optimizer_tensors():
             self._stash.get(key, tensor)
         for buffer in self.gradient_buffers():
@@ -65,5 +65,5 @@ class TrainingMemory:
 
 
 def chained(optimizer: Any) -> list[Any]:
-    """The distributed optimizers inside Megatron's: one for dense parameters, one for experts where ep > 1."""
+    """Return the optimizers inside Megatron's: for dense parameters and, if ep > 1, for experts."""
     return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])

@@ -1,7 +1,8 @@
-"""Rotary frequencies as the model was trained with them. Megatron's own Llama 3 scaling has constants where config.json has keys.
+"""Rotary frequencies, with the scaling of config.json.
 
-The arithmetic is that of transformers and vLLM, in float32 and in the same order: the angle at position 100000 shows the last
-bit of a frequency.
+Megatron's own Llama 3 scaling has constants for some keys of config.json. The arithmetic here is
+that of transformers and vLLM, in float32 and in the same order: at position 100000 the last bit of
+a frequency changes the angle.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from r3.models.shape import RopeScaling
 
 
 def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """Radians a position, float32 `[dim / 2]`, the fastest first: theta^(-2 i / dim), slowed as `scaling` says.
+    """Return radians per position, float32 [dim / 2], the fastest first: theta^(-2 i / dim), scaled.
 
-    llama3  f' = f / factor                      where f turns less than `slow` times in the original context
-            f' = f                               where more than `fast` times
-            f' = (1 - s) f / factor + s f        between, s = (turns - slow) / (fast - slow)
-    yarn    f' = r f / factor + (1 - r) f        r from 0 to 1 between the dimensions that turn `fast` and `slow` times
+    turns is how often a wavelength fits into the original context.
+
+    llama3  f' = f / factor                   where turns < slow
+            f' = f                            where turns > fast
+            f' = (1 - s) f / factor + s f     between, s = (turns - slow) / (fast - slow)
+    yarn    f' = r f / factor + (1 - r) f     r goes from 0 to 1 between the dimensions with
+                                              turns = fast and turns = slow
     """
     powers = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     plain = 1.0 / powers

@@ -1,16 +1,19 @@
-"""Rollout Routing Replay inside Megatron: the experts chosen at generation process the same tokens in training.
+"""Rollout Routing Replay in Megatron: tokens are trained on the experts chosen at generation.
 
-Only the choice is replayed (arXiv 2510.11370): gate weights come from the live logits of the chosen experts, through the
-model's own score function, so the router keeps learning.
+Only the choice of experts is replayed (arXiv 2510.11370). Gate weights come from the live logits of
+the chosen experts, through the model's own score function, so the router keeps learning:
 
-    live    g_i = softmax over TopK(s_train) of s_train          replay  g_i = softmax over I_rollout of s_train
+    live    g_i = softmax over TopK(s_train) of s_train
+    replay  g_i = softmax over I_rollout of s_train
 
-Megatron's RouterReplay keeps its instances in a class-level list and its state in flags that any forward may leave behind.
-Here each router has its own `RouterTap`, found by walking the decoder and keyed by the global layer number; a micro-batch's
-routes are loaded before its forward and must be used exactly once by every router, and once more by each recomputation.
+Megatron's RouterReplay keeps its instances in a class-level list, and its state in flags that any
+forward may leave behind. Here each router has its own `RouterTap`, found by walking the decoder and
+keyed by the global layer number. A micro-batch's routes are loaded before its forward, and every
+router must use them exactly once, and once more per recomputation.
 
-Which micro-batch a recomputation is of does not follow from its place in the schedule: a hook on the gradient of the decoder's
-output says it. Every backward pass of a chunk starts there, before any of its layers is computed again.
+The schedule does not tell which micro-batch a recomputation belongs to. A hook on the gradient of
+the decoder's output does: every backward pass of a chunk starts there, before any of its layers is
+recomputed.
 """
 
 from __future__ import annotations
@@ -34,16 +37,17 @@ Mode = Literal["live", "replay", "record"]
 
 
 def _is_recomputation() -> bool:
-    """Whether this forward runs inside a backward pass, which is what activation recomputation is."""
+    """Whether this forward runs inside a backward pass: activation recomputation does."""
     return torch._C._current_graph_task_id() != -1
 
 
 class RouterTap(RouterReplay):
-    """One router's routes. Megatron calls `get_replay_topk` in every forward of its router."""
+    """The routes of one router. Megatron calls `get_replay_topk` in every forward of the router."""
 
     def __init__(self, router: Any, plausibility: float = 0.0) -> None:
         super().__init__()
-        RouterReplay.global_router_replay_instances.remove(self)  # never in the class-level list
+        # Upstream's constructor adds every instance to the class-level list.
+        RouterReplay.global_router_replay_instances.remove(self)
         self.layer = router.layer_number - 1
         self.plausibility = plausibility
         self.topk: int = router.topk
@@ -53,16 +57,25 @@ class RouterTap(RouterReplay):
         self._loaded: torch.Tensor | None = None
         self._captured_N: torch.Tensor | None = None
         self.forwards = 0
-        self.backward_of: int | None = None  # number of the forward whose backward pass runs
-        self._recomputations: dict[int, torch.Tensor] = {}  # by number of the forward
+        # Number of the forward whose backward pass is running.
+        self.backward_of: int | None = None
+        # Routes for recomputations to come, by number of the forward.
+        self._recomputations: dict[int, torch.Tensor] = {}
         self.recorded: list[torch.Tensor] = []
         self.used: torch.Tensor | None = None
-        self.counts: list[torch.Tensor] = []  # of each forward, see `ReplayLedger`
+        # One entry per forward, see `ReplayLedger`.
+        self.counts: list[torch.Tensor] = []
         self.consumed: list[torch.Tensor] = []
         self.rows = 0
 
     def load(self, routes_NK: torch.Tensor, captured_N: torch.Tensor, *, rows: int) -> None:
-        """Routes of the next forward, `[N, K]` integers, rows of -1 route live; `captured_N` marks the `rows` to compare."""
+        """Set the routes of the next forward.
+
+        Args:
+            routes_NK: expert ids; rows of -1 route live.
+            captured_N: true at rows to compare with the live choice.
+            rows: number of those rows.
+        """
         assert self._loaded is None, (
             f"layer {self.layer}: routes of the previous micro-batch were never used"
         )
@@ -77,14 +90,15 @@ class RouterTap(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The router's choice for `scores` `[N, E]`: values and expert ids, both `[N, K]`."""
+        """Choose experts for `scores` [N, E]; returns their scores and ids, both [N, K]."""
         assert default_compute_topk is not None
         if self.mode == "live":
             return default_compute_topk(scores, topk, num_groups, group_topk)
         if _is_recomputation():
             assert self.backward_of in self._recomputations, (
-                f"layer {self.layer}: a recomputation for forward {self.backward_of}, whose routes are "
-                f"{'taken' if self.backward_of is not None else 'unknown'}; waiting: {sorted(self._recomputations)}"
+                f"layer {self.layer}: a recomputation for forward {self.backward_of}, whose routes "
+                f"are {'taken' if self.backward_of is not None else 'unknown'}; "
+                f"waiting: {sorted(self._recomputations)}"
             )
             routes_NK = self._recomputations.pop(self.backward_of).long()
             return scores.gather(1, routes_NK), routes_NK
@@ -99,7 +113,8 @@ class RouterTap(RouterReplay):
             loaded_NK, captured_N = self._loaded.long(), self._captured_N
             self._loaded = self._captured_N = None
             assert loaded_NK.shape == (scores.shape[0], topk), (
-                f"layer {self.layer}: routes {tuple(loaded_NK.shape)} for {scores.shape[0]} tokens and top {topk}"
+                f"layer {self.layer}: routes {tuple(loaded_NK.shape)} for {scores.shape[0]} tokens "
+                f"and top {topk}"
             )
             asked_NK = torch.where(loaded_NK[:, :1] < 0, live_NK, loaded_NK)
             routes_NK = (
@@ -112,9 +127,8 @@ class RouterTap(RouterReplay):
             self.consumed.append(
                 torch.stack([replayed_N & captured_N, ~replayed_N, replayed_N & ~captured_N]).sum(1)
             )
-        if (
-            self.training and not torch.is_grad_enabled()
-        ):  # checkpointed: its recomputation will come
+        # A forward of training without gradients is checkpointed: its recomputation follows.
+        if self.training and not torch.is_grad_enabled():
             self._recomputations[self.forwards] = routes_NK.to(torch.int16)
         self.forwards += 1
         self.used = routes_NK
@@ -123,21 +137,25 @@ class RouterTap(RouterReplay):
     def _plausible(
         self, scores: torch.Tensor, live_NK: torch.Tensor, asked_NK: torch.Tensor
     ) -> torch.Tensor:
-        """`asked_NK` without the experts whose gate score is below `plausibility` times the weakest live one's."""
+        """Replace experts of `asked_NK` that the live router finds implausible.
+
+        An expert is implausible if its gate score is below `plausibility` times that of the weakest
+        live expert.
+        """
         config = self._router.config
-        if self._router.expert_bias is not None:  # moves the choice, not the gates
+        # The bias moves the choice, not the gates.
+        if self._router.expert_bias is not None:
             scores = scores - self._router.expert_bias
         weakest = scores.gather(1, live_NK).min(-1, keepdim=True).values
         if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
-            limit = weakest + math.log(
-                self.plausibility
-            )  # scores are logits: a ratio of gates is a difference
+            # Scores are logits: a ratio of gates is a difference of scores.
+            limit = weakest + math.log(self.plausibility)
         else:
             limit = weakest * self.plausibility
         return refilled(asked_NK, scores.gather(1, asked_NK) >= limit, live_NK)
 
     def leftovers(self) -> str:
-        """What was loaded and not used, in words; empty when everything was."""
+        """Describe what was loaded and not used; empty if everything was used."""
         parts = []
         if self._loaded is not None:
             parts.append("a micro-batch's routes were loaded and never used")
@@ -146,7 +164,7 @@ class RouterTap(RouterReplay):
         return f"layer {self.layer}: {', '.join(parts)}" if parts else ""
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Reset all state."""
         self.mode, self.training = "live", False
         self._loaded = self._captured_N = self.used = None
         self.forwards, self.backward_of = 0, None
@@ -155,9 +173,9 @@ class RouterTap(RouterReplay):
 
 
 def refilled(routes_NK: torch.Tensor, kept_NK: torch.Tensor, live_NK: torch.Tensor) -> torch.Tensor:
-    """Routes with every slot that is not kept given to the best live expert that the row has not chosen yet.
+    """Fill the slots that are not kept with the best live experts that the row does not have yet.
 
-    `live_NK` is ordered, best first. A row has as many live experts that it does not keep as slots to fill, or more.
+    `live_NK` is ordered, best first. A row always has enough live experts for its free slots.
     """
     taken_NK = (live_NK[:, :, None] == torch.where(kept_NK, routes_NK, -1)[:, None, :]).any(-1)
     free_first_NK = live_NK.gather(1, taken_NK.int().argsort(dim=-1, stable=True))
@@ -172,7 +190,7 @@ def _counts(
     routes_NK: torch.Tensor,
     captured_N: torch.Tensor,
 ) -> torch.Tensor:
-    """A forward's sums over captured rows, float64 `[3]` on the device; see `ReplayLedger.counts`."""
+    """Return one forward's sums over captured rows, float64 [3]; see `ReplayLedger.counts`."""
     is_live = torch.zeros_like(scores, dtype=torch.bool).scatter(1, live_NK, True)
     agreed_N = is_live.gather(1, asked_NK).all(-1)
     margin_N = scores.gather(1, live_NK).amin(-1) - scores.gather(1, asked_NK).amin(-1)
@@ -182,19 +200,20 @@ def _counts(
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayLedger:
-    """What one schedule did on this rank.
+    """What the routers of this rank did in one schedule.
 
     Attributes:
-        layers: MoE layers of this rank, by global number: L below.
-        rows: captured rows that were compared, in each of them.
-        counts: `[L, 3]` on the device, None when nothing was replayed. Over the captured rows of a layer: rows whose live
-            top-k equals the replayed set; the sum of margins, which are the weakest live score less the weakest replayed one,
-            in the units the router chooses by; slots that the plausibility filter gave to another expert.
-        consumed: (token, layer) slots that this rank's routers replayed, routed live and filled, int64 [3] on the device;
-            recomputations not counted again; None when nothing was replayed.
-        topk: slots of a row.
+        layers: global numbers of this rank's MoE layers: L below.
+        rows: captured rows that were compared, per layer.
+        counts: float64 [L, 3] on the device; None if nothing was replayed. Per layer, over captured
+            rows: rows whose live top-k equals the replayed set; the sum of margins (weakest live
+            score minus weakest replayed score, in the units the router chooses by); slots that the
+            plausibility filter gave to another expert.
+        consumed: (token, layer) slots that were replayed, routed live and filled, int64 [3] on the
+            device. Recomputations are not counted again. None if nothing was replayed.
+        topk: slots per row.
         filtered: whether there was a plausibility filter.
-        recorded: routes recorded per micro-batch, `[N, L, K]` int16 (mode "record").
+        recorded: routes per micro-batch, int16 [N, L, K] (mode "record").
     """
 
     layers: tuple[int, ...] = ()
@@ -207,7 +226,7 @@ class ReplayLedger:
 
 
 def routing_metrics(ledger: ReplayLedger) -> dict[str, Partial]:
-    """Agreement of live and replayed routes, over all layers and per layer, with one transfer from the device."""
+    """Return agreement of live and replayed routes, in all and per layer, in one transfer."""
     if ledger.counts is None:
         return {}
     counts = ledger.counts.tolist()
@@ -226,7 +245,14 @@ def routing_metrics(ledger: ReplayLedger) -> dict[str, Partial]:
 
 @dataclass
 class Replay:
-    """Every router of one policy, by global decoder layer number; `decoders` holds the layers of each model chunk."""
+    """All routers of one policy.
+
+    Attributes:
+        taps: by global number of the decoder layer.
+        moe_layers: global numbers of the model's MoE layers.
+        decoders: decoder of each model chunk -> its MoE layers.
+        mode: what routers do now.
+    """
 
     taps: Mapping[int, RouterTap]
     moe_layers: Sequence[int]
@@ -235,15 +261,18 @@ class Replay:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Global numbers of the MoE layers whose routers this rank holds, ascending."""
+        """Global numbers of the MoE layers whose routers this rank has, ascending."""
         return tuple(self._layers(None))
 
     @contextmanager
     def schedule(self, mode: Mode, *, training: bool) -> Iterator[Callable[[], ReplayLedger]]:
-        """Scope of one forward(-backward) schedule; yields a function that gives its ledger, to be called inside.
+        """Run one forward(-backward) schedule inside; yields a function that returns its ledger.
 
-        State is cleared on entry, on exit and on an exception; at a normal end every loaded route must have been used
-        exactly once per forward and per recomputation, else `AssertionError` says which layer kept what.
+        Call that function inside the scope. State is cleared on entry and exit.
+
+        Raises:
+            AssertionError: at a normal end, a loaded route was not used exactly once per forward
+                and per recomputation.
         """
         for tap in self.taps.values():
             tap.clear()
@@ -268,19 +297,22 @@ class Replay:
         rows: int,
         model: Any = None,
     ) -> None:
-        """Give each router its layer's routes for the next forward. No effect unless replaying.
+        """Give each router its layer's routes for the next forward. Does nothing unless replaying.
 
         Args:
-            routed_experts_NLK: this rank's `layers`, or all `moe_layers`, in that order; -1 rows route live.
-            captured_N: true where the row was captured (not filler, not missing); `rows` of them.
-            model: the chunk that runs forward next, wrapped or not; None = all of this rank's layers.
+            routed_experts_NLK: routes of this rank's `layers` or of all `moe_layers`, in that
+                order; rows of -1 route live.
+            captured_N: true where the row was captured (neither filler nor missing).
+            rows: number of captured rows.
+            model: the chunk that runs forward next, wrapped or not; None = all chunks of this rank.
         """
         if self.mode != "replay":
             return
         found, own = routed_experts_NLK.shape[1], self._layers(None)
         given = own if found == len(own) else self.moe_layers
         assert found == len(given), (
-            f"routes of {found} layers; this rank has routers in {len(own)}, the model in {len(self.moe_layers)}"
+            f"routes of {found} layers; this rank has routers in {len(own)}, "
+            f"the model in {len(self.moe_layers)}"
         )
         for layer in self._layers(model):
             self.taps[layer].load(routed_experts_NLK[:, given.index(layer)], captured_N, rows=rows)
@@ -288,13 +320,13 @@ class Replay:
     def load_local(
         self, routes_NLK: torch.Tensor, compared_N: torch.Tensor, *, rows: int, model: Any = None
     ) -> None:
-        """As `load`, with routes of this rank's own layers only, as one of its passes recorded them."""
+        """Load routes that this rank recorded, of its own layers only; otherwise as `load`."""
         mine = self._layers(None)
         for layer in self._layers(model):
             self.taps[layer].load(routes_NLK[:, mine.index(layer)], compared_N, rows=rows)
 
     def _layers(self, model: Any) -> list[int]:
-        """MoE layers of a chunk, or of this rank, in order."""
+        """MoE layers of a chunk (None: of this rank), in order."""
         mine = (
             self.taps if model is None else self.decoders[get_attr_wrapped_model(model, "decoder")]
         )
@@ -318,14 +350,14 @@ class Replay:
         )
 
 
-# What a router's choice must rest on for replay to be exact: settings of Megatron's TransformerConfig and why.
+# Settings of Megatron's TransformerConfig that exact replay needs, and why.
 _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_router_fusion": ((False,), "the fused router returns before it asks for routes"),
     "moe_router_load_balancing_type": (
         ("none",),
         "sinkhorn chooses by itself, the others add a loss",
     ),
-    "moe_aux_loss_coeff": ((0,), "the loss would be of the live choice, not of the replayed one"),
+    "moe_aux_loss_coeff": ((0,), "the loss would use the live choice, not the replayed one"),
     "moe_router_force_load_balancing": ((False, None), "it routes by random numbers"),
     "moe_input_jitter_eps": ((None,), "the router would see noise"),
     "moe_expert_capacity_factor": ((None,), "tokens over an expert's capacity would be dropped"),
@@ -345,25 +377,34 @@ _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def check_plain_routing(config: TransformerConfig) -> None:
-    """Assert that routers built from this config choose a plain top-k, ask for routes, and drop no token."""
+    """Assert that routers of this config choose a plain top-k, ask for routes and drop no token."""
     for name, (allowed, reason) in _PLAIN.items():
         value = getattr(config, name, allowed[0])
         assert value in allowed, f"{name} = {value!r}, and replay needs {allowed[0]!r}: {reason}"
     if config.moe_router_enable_expert_bias:
         rate = config.moe_router_bias_update_rate
         assert rate == 0, (
-            f"moe_router_bias_update_rate = {rate!r}, and replay needs 0: the engine's bias is fixed"
+            f"moe_router_bias_update_rate = {rate!r}, and replay needs 0: "
+            "the engine's bias is fixed"
         )
 
 
 def attach_replay(
     chunks: Iterable[Any], moe_layers: Sequence[int], pp: Axis, *, plausibility: float = 0.0
 ) -> Replay:
-    """Put a tap on every router of the decoder and return their owner. All ranks of `pp` must call.
+    """Put a tap on every router of the decoder. All ranks of `pp` must call.
 
-    Routers of multi-token-prediction heads stay live. Raises AssertionError when routing is not a plain top-k, a router's
-    layer is not one of `moe_layers`, two routers claim one layer, a router belongs to nothing known, or the pipeline stages
-    together do not have exactly `moe_layers`.
+    Routers of multi-token-prediction layers stay live.
+
+    Args:
+        chunks: this rank's model chunks.
+        moe_layers: global numbers of the model's MoE layers.
+        pp: pipeline stages.
+        plausibility: limit of the plausibility filter; 0 = off.
+
+    Raises:
+        AssertionError: routing is not a plain top-k, a router is not in one of `moe_layers`, two
+            routers are in one layer, or the stages together do not have exactly `moe_layers`.
     """
     taps: dict[int, RouterTap] = {}
     decoders: dict[Any, list[int]] = {}
@@ -380,15 +421,16 @@ def attach_replay(
                 continue
             layer = (router.layer_number or 0) - 1
             assert name.startswith("decoder.") and layer in moe_layers and layer not in taps, (
-                f"router {name} says decoder layer {layer}; MoE layers are {list(moe_layers)}, taps exist on {sorted(taps)}"
+                f"router {name} has decoder layer {layer}; MoE layers are {list(moe_layers)}, "
+                f"taps exist on {sorted(taps)}"
             )
             assert type(router) is TopKRouter, (
-                f"router {name} is a {type(router).__name__}, no plain top-k router"
+                f"router {name} is a {type(router).__name__}, not a plain top-k router"
             )
             check_plain_routing(router.config)
             router.router_replay = taps[layer] = RouterTap(router, plausibility)
             router.weight.is_router = True  # for the routers' own gradient norm
-            # The bias is the checkpoint's for good; nothing may count tokens for it, least of all fillers.
+            # Expert biases never change: do not count tokens for them.
             router.enable_expert_bias = False
             layers.append(layer)
         chunk.decoder.register_forward_hook(_announce_backward([taps[layer] for layer in layers]))
@@ -400,7 +442,7 @@ def attach_replay(
 
 
 def _announce_backward(taps: Sequence[RouterTap]) -> Callable[[Any, Any, torch.Tensor], None]:
-    """A forward hook of a decoder: when the backward pass of this very forward begins, its taps hear of it."""
+    """Return a forward hook of a decoder that tells the taps when its backward pass begins."""
 
     def after_forward(_decoder: Any, _args: Any, output: torch.Tensor) -> None:
         if not taps or not taps[0].training or taps[0].mode == "live":

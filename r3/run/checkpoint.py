@@ -1,14 +1,17 @@
-"""Checkpoints: complete or absent, resumed bit for bit, readable under another layout.
+"""Checkpoints: written completely or not at all, resumed bit for bit, readable under other layouts.
 
-What a run needs to go on: weights, optimizer state, the step (data order, sampling seeds and the learning rate are functions
-of it), random states and interrupted conversations (r3/rollout/partial.py). Tensors go through Megatron's sharded state and torch's
-distributed checkpoint writer, so a run may resume with other parallel sizes.
+A checkpoint has weights, optimizer state, the step (data order, sampling seeds and learning rate
+are functions of it), random states and suspended conversations (r3/rollout/partial.py). Tensors go
+through Megatron's sharded state and torch's distributed checkpoint writer, so a run may resume with
+other parallel sizes.
 
-Upstream faults designed around (Megatron-Core 0.16.1 with torch's AdamW):
-  - `load_state_dict` gives every parameter the same `step` tensor, which AdamW then advances once per parameter: wrong from
-    the second update on, silently. Tensors are loaded one optimizer at a time and every parameter gets its own counter.
-  - the fully reshardable load asks for a `step` that the save does not write (KeyError).
-  - Megatron's file writer forks processes (seconds, and unsafe beside a live engine). torch's own writer uses threads.
+Upstream faults that this module works around (Megatron-Core 0.16.1 with torch's AdamW):
+  - `load_state_dict` gives every parameter the same `step` tensor, which AdamW then advances once
+    per parameter: wrong from the second update on, without an error. Here tensors are loaded one
+    optimizer at a time, and every parameter gets its own counter.
+  - The fully reshardable load asks for a `step` that the save does not write (KeyError).
+  - Megatron's file writer forks processes, which takes seconds and is unsafe beside an engine.
+    torch's own writer uses threads.
 """
 
 from __future__ import annotations
@@ -45,10 +48,19 @@ def save(
     keep: int,
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write `step_000010/` (state after `step` steps) in one rename, point `latest` at it, drop older than `keep`.
+    """Write a checkpoint in one rename and point `latest` at it. All ranks must call.
 
-    `files` are more of this rank's, by names that no other rank gives. All ranks must call, with the policy's training memory
-    onloaded.
+    Args:
+        checkpoints: folder of the run's checkpoints.
+        policy: with its training memory onloaded.
+        device: this rank's device.
+        mesh: the layout of the ranks.
+        step: training steps behind this state; the folder is `step_000010` for 10.
+        keep: newest checkpoints to keep; 0 = all.
+        files: further files of this rank, by names that no other rank uses.
+
+    Returns:
+        The folder of the checkpoint.
     """
     assert policy.is_onloaded, (
         f"rank {device.rank}: a checkpoint needs the optimizer state in memory"
@@ -89,12 +101,17 @@ def save(
 def load(
     found: Found, policy: Policy, device: Device, mesh: Mesh, *, weights_only: bool = False
 ) -> None:
-    """Put a checkpoint's state into the policy and the random generators. All ranks must call.
+    """Load a checkpoint into the policy and the random generators. All ranks must call.
 
-    With `weights_only` the model's weights alone: for a policy that will not be trained, whose optimizer stays empty.
+    Restores the weights, both Adam moments, their step and (in half precision) the float32 main
+    parameters. Random states are restored only if this rank existed when the checkpoint was saved.
 
-    The weights, both Adam moments, their step and (in half precision) the float32 main parameters are those of the save;
-    random states only when this rank existed then.
+    Args:
+        found: the checkpoint.
+        policy: with its training memory onloaded.
+        device: this rank's device.
+        mesh: the layout of the ranks; it may differ from that of the save.
+        weights_only: load the weights alone, for a policy that will not be trained.
     """
     from megatron.core import dist_checkpointing
 
@@ -112,16 +129,15 @@ def load(
         for i, optimizer in enumerate(chained(policy.optimizer)):
             optimizer.load_parameter_state_from_fully_reshardable(state["optimizer"][str(i)])
             for parameter, values in optimizer.optimizer.state.items():
-                # A tensor for each parameter; the fused AdamW wants it on the parameter's device, the other takes it there.
+                # One tensor per parameter, on its device: the fused AdamW needs it there.
                 values["step"] = torch.tensor(
                     float(facts["optimizer_step"]), device=parameter.device
                 )
     policy.update_number = facts["update_number"]
     randoms = found.folder / f"random_{device.rank:05d}.pt"
     if randoms.exists():
-        kept = torch.load(
-            randoms, weights_only=False
-        )  # our own file: python's and numpy's states are no tensors
+        # R3's own file; the states of Python and numpy are not tensors.
+        kept = torch.load(randoms, weights_only=False)
         torch.set_rng_state(kept["torch"])
         np.random.set_state(kept["numpy"])
         random.setstate(kept["python"])
@@ -146,7 +162,8 @@ def _sharded_state(
     state: dict[str, Any] = {}
     for name, chunk in _named_chunks(policy):
         sharded = chunk.sharded_state_dict(metadata=metadata)
-        # Placeholders of TransformerEngine: always None here, and not the same for both kinds of experts.
+        # Placeholders of TransformerEngine: always None here, and they differ between the two kinds
+        # of experts.
         state[name] = {key: value for key, value in sharded.items() if "_extra_state" not in key}
     if not optimizer:
         return state
@@ -159,7 +176,7 @@ def _sharded_state(
 
 
 def _write_sharded(folder: Path, state: dict[str, Any]) -> None:
-    """Write Megatron's sharded state with torch's own threaded writer, in the form `dist_checkpointing.load` reads."""
+    """Write Megatron's sharded state with torch's threaded writer, for `dist_checkpointing.load`."""
     from megatron.core.dist_checkpointing.serialization import save_preprocess
     from megatron.core.dist_checkpointing.strategies.torch import (
         MCoreSavePlanner,
@@ -193,7 +210,7 @@ def _optimizer_step(policy: Policy) -> int:
 
 
 def _fill_adam_state(policy: Policy) -> None:
-    """torch's AdamW has no state before its first step, and there would be nothing to load into."""
+    """Create the state of torch's AdamW, which has none before its first step, to load into it."""
     for optimizer in chained(policy.optimizer):
         for group in optimizer.optimizer.param_groups:
             for parameter in group["params"]:
@@ -207,7 +224,7 @@ def _fill_adam_state(policy: Policy) -> None:
 
 @contextmanager
 def _step_free_load() -> Iterator[None]:
-    """Inside, loading optimizer tensors does not ask for the `step` that the save does not write."""
+    """Inside, loading optimizer tensors does not need the `step` that the save does not write."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer._set_main_param_and_optimizer_states

@@ -186,13 +186,13 @@ def test_replay_refuses_routers_that_would_break_it_silently(routers: dict[str, 
         "moe_router_bias_update_rate": "0.001",
     }.items():
         assert said[name].startswith(f"{name} = {value}, and replay needs "), name
-    assert "says decoder layer 1; MoE layers are [2]" in said["a router in a dense layer"]
+    assert "has decoder layer 1; MoE layers are [2]" in said["a router in a dense layer"]
     assert (
         "have routers in layers [[1, 2]], the model in [1, 2, 5]"
         in said["a layer without a router"]
     )
-    assert "is a Quantile, no plain top-k router" in said["another router"]
-    assert "router stray.0 says decoder layer -1" in said["an orphan"]
+    assert "is a Quantile, not a plain top-k router" in said["another router"]
+    assert "router stray.0 has decoder layer -1" in said["an orphan"]
     assert said["a head of multi-token prediction"] == "nothing was raised"
     assert said["of the head"] == "True None 0", (
         "in Megatron's list when built; live and unlisted when attached"
