@@ -16,9 +16,12 @@ from r3.cli.parse import Invocation
 from r3.config import Config, ConfigError, flatten
 from r3.data.prompts import DataError
 from r3.models.hf_checkpoint import CheckpointError
+from r3.rewards.scorer import RewardError
+from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
 from r3.run import checkpoint
 from r3.run.build import Run, build_run, init_rank
+from r3.run.check import check_task
 from r3.run.failures import FailureReport
 from r3.run.folder import RunDir, read_metrics
 from r3.run.lock import require_free
@@ -32,12 +35,18 @@ class RankError(RuntimeError):
     """Ranks that differ in settings, data or checkpoint."""
 
 
+_MISTAKES = (
+    *(CheckpointError, ConfigError, DataError),
+    *(EnvironmentFailed, ResumeError, RewardError),
+)
+
+
 @contextmanager
 def refusing() -> Iterator[None]:
     """Turn a user's mistake into one message on rank 0 and exit code 2; nothing is written."""
     try:
         yield
-    except (ConfigError, DataError, ResumeError, CheckpointError) as error:
+    except _MISTAKES as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print(error, file=sys.stderr, flush=True)
         sys.exit(2)
@@ -53,10 +62,7 @@ def begin(invocation: Invocation) -> Iterator[Run]:
     started = time.perf_counter()
     die_with_launcher()
     config = invocation.config
-    with stage("reading model facts, data and rewards"):
-        task, folder, start = prepare(
-            config, check=invocation.check, overrides=invocation.overrides
-        )
+    task, folder, start = prepare(config, check=invocation.check, overrides=invocation.overrides)
     with FailureReport(folder.path, rank=int(os.environ.get("RANK", "0"))):
         try:
             with stage("joining the ranks"):
@@ -108,12 +114,17 @@ def prepare(
     is_leader = int(os.environ.get("RANK", "0")) == 0
     run_dir = RunDir(Path(config.log.dir))
     with refusing():
-        task = read_task(config)
+        with stage("reading model facts, data and rewards"):
+            task = read_task(config)
         if check:
             require_free(run_dir.path)
         writes = is_leader and not config.eval.only and not check
         start = open_run(run_dir, config, writes=writes, overrides=overrides)
+        if check:
+            for line in check_task(task):
+                print(line, flush=True)
     if check:
+        task.close()
         sys.exit(0)
     if config.eval.only:
         what = (

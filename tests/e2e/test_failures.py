@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from r3 import assets
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
 
 
 def test_a_wrong_reward_prints_one_block(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def mine(response, prompt):\n    return 1 / 0\n")
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "def mine(response, prompt):\n"
+        "    return 1 / (0 if 'LOCAL_RANK' in os.environ else 1)  # passes --check\n"
+    )
     flags = (
         "tiny-smoke",
         *("--train.steps", "1", "--eval.path", "", "--log.dir", str(tmp_path / "run")),
@@ -33,6 +39,34 @@ def test_a_wrong_reward_prints_one_block(tmp_path: Path) -> None:
     lines = done.stderr.strip().splitlines()
     assert lines[-1] == f"  continue with: train.py --from {tmp_path / 'run'}"
     assert done.stderr.count("ZeroDivisionError") == 1
-    assert f'File "{tmp_path}/mine.py", line 2, in mine' in done.stderr
+    assert f'File "{tmp_path}/mine.py", line 3, in mine' in done.stderr
     assert len(lines) <= 16, "the block must fit on a screen"
     assert sorted(path.name for path in (tmp_path / "run" / "errors").glob("rank_*"))
+
+
+def check(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "train.py", "tiny-smoke", "--check", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_check_calls_the_reward_on_the_reference_answer() -> None:
+    done = check()
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.strip().splitlines()[-2:]
+    assert re.fullmatch(
+        r"ok: \d+ prompts, \d+ held out in heldout; longest prompt \d+ tokens", first
+    )
+    assert re.search(r"reward of the reference answer of \S+: gsm8k 1 \(0\.0 s\)", second)
+
+
+def test_check_finds_a_reward_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def mine(response, prompt):\n    return 1 / 0\n")
+    done = check("--reward.function", f"{tmp_path}/mine.py:mine", "--reward.retries", "0")
+    assert done.returncode == 2
+    assert "ZeroDivisionError" in done.stderr and "mine.py" in done.stderr
+
+
+def test_check_resets_the_environment(tmp_path: Path) -> None:
+    done = check("--env.name", "calculator", "--model.path", str(assets.TINY_MOE_TOOLS))
+    assert done.returncode == 0, done.stderr
+    assert "environment: reset on" in done.stdout and "returned 1 message(s)" in done.stdout
