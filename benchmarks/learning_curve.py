@@ -166,6 +166,7 @@ def curve(rows: Sequence[Row], how: Mapping[str, Any]) -> dict[str, Any]:
         "reward_mean": [round(row["reward/mean"], 4) for row in trained],
         "response_tokens_mean": [round(row["rollout/response_tokens_mean"], 2) for row in trained],
         "step_s": [round(row["time/step_s"], 2) for row in trained],
+        "k3_ratio_min": min(row["mismatch/k3_ratio"] for row in trained),
         "peak_gib_of_a_rank": round(max(row["memory/peak_gib"] for row in trained), 2),
     }
 
