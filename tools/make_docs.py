@@ -34,9 +34,8 @@ resolved configuration without running anything:
 .venv/bin/python train.py tiny --dry-run --train.lr 1e-4 --rollout.group_size 16
 ```
 
-A preset sets the defaults of a run (`train.py PRESET`), flags override the preset, and `--from
-RUN_DIR` takes the settings of an earlier run. `train.py PRESET --help` prints this page with the
-preset's defaults. The defaults below are those of an empty preset.
+`train.py PRESET --help` prints this page with the preset's defaults. The defaults below are those
+of an empty preset.
 
 - A **list** takes one value or several: `--eval.path a.jsonl b.jsonl`. `''` is an empty list.
 - A **true or false** setting can stand alone: `--eval.only` means `--eval.only true`.
@@ -45,6 +44,34 @@ preset's defaults. The defaults below are those of an empty preset.
 - **Rule** says which values are accepted: "at least 1". Numbers must be finite.
 - **Resume** says whether the setting may change when a run is resumed
   ([Checkpoints and resume](checkpoints-and-resume.md)).
+
+## Where settings come from
+
+| first word of the command line | settings start from |
+| --- | --- |
+| `train.py tiny` | a preset of `configs/` |
+| `train.py my_run.yaml` | a file with differences from another base |
+| `train.py my_presets.py:small` | a function of yours, without arguments, that returns a `Config` |
+| `train.py --from RUN_DIR` | an earlier run |
+
+Flags override all of them. If a flag contradicts a setting of the preset that you did not give, the
+flag wins, and the header says so. A flag that is given twice counts the last time, with a warning.
+
+A run file has the sections of this page and names its base: a preset, another file, or
+`file.py:function`.
+
+<!-- runnable -->
+```bash
+cat > my_run.yaml <<'YAML'
+base: tiny
+train: {lr: 1e-4}
+rollout: {group_size: 16}
+YAML
+.venv/bin/python train.py my_run.yaml --dry-run
+```
+
+Every run writes such a file, `overrides.yaml`, beside its `config.yaml`: share it to let others
+repeat the run.
 
 ## Presets
 """
