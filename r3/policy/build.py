@@ -262,14 +262,14 @@ def _build_chunk(
             module.tp = mesh.tp
         elif isinstance(module, Router) and config.model.router_logits == "engine":
             module.gating = rounded_gating(module.gating, _DTYPES[config.engine.dtype])
-    _mark_cuts(model)
+    _mark_shards(model)
     return model.to(device.torch)
 
 
 def rounded_gating(
     gating: Callable[..., torch.Tensor], dtype: torch.dtype
 ) -> Callable[..., torch.Tensor]:
-    """The router's float32 logits rounded to `dtype`, as vLLM's gate (a linear layer of that type) rounds them.
+    """Round the router's float32 logits to `dtype`, as vLLM's gate (a linear layer) rounds them.
 
     Scores, softmax and gradient stay float32 on both sides.
     """
@@ -283,9 +283,10 @@ def rounded_gating(
 
 
 def scale_rope(chunks: list[Any], shape: ModelShape) -> None:
-    """Frequencies and temperature of attention for a context longer than pre-training's, where config.json has them.
+    """Apply the rope scaling of config.json to frequencies and attention scores.
 
-    YaRN's factor on cosine and sine stands squared in every attention score, so the scores' scale takes it.
+    YaRN multiplies cosine and sine by a factor, which is squared in every attention score. Here the
+    scale of the scores has that square.
     """
     scaling = shape.rope_scaling
     if scaling is None:
@@ -304,10 +305,10 @@ def scale_rope(chunks: list[Any], shape: ModelShape) -> None:
             module.scale *= factor**2
 
 
-def _mark_cuts(model: Any) -> None:
-    """Say of every weight that tensor parallelism cuts that it is cut. Megatron says so only while it initialises weights.
+def _mark_shards(model: Any) -> None:
+    """Mark every weight that tensor parallelism shards, which Megatron does only in initialisation.
 
-    Without the mark the gradient norm takes a cut weight for a copy and leaves it out on all ranks but the first.
+    Without the mark the gradient norm takes a shard for a copy and ignores it on all ranks but one.
     """
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
@@ -317,18 +318,20 @@ def _mark_cuts(model: Any) -> None:
         else:
             continue
         for parameter in (module.weight, getattr(module, "bias", None)):
-            if parameter is not None and not (
-                parameter.dim() == 1 and dim == 1
-            ):  # a row-cut layer's bias is whole
+            # The bias of a row-parallel layer is not sharded.
+            if parameter is not None and not (parameter.dim() == 1 and dim == 1):
                 parameter.tensor_model_parallel = True
                 parameter.partition_dim, parameter.partition_stride = dim, 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainable:
-    """Chunks wrapped for training: `wrapped` is what Megatron's schedules run, `optimizer` its chained optimizer.
+    """Model chunks wrapped for training.
 
-    `frozen` are the flat tensors of what is part of the model and never trained.
+    Attributes:
+        wrapped: what Megatron's schedules run.
+        optimizer: Megatron's (chained) optimizer.
+        frozen: flat tensors of what is part of the model and never trained.
     """
 
     wrapped: list[Any]
@@ -339,10 +342,17 @@ class Trainable:
 def wrap(
     config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: Mesh, *, fused: bool
 ) -> Trainable:
-    """Data parallelism with the distributed optimizer around the chunks. All ranks must call.
+    """Add data parallelism and the distributed optimizer. All ranks must call.
 
-    Gradients are reduced in float32 and summed over data-parallel ranks, not averaged. `fused` takes torch's fused AdamW:
-    the default one makes a temporary as large as a moment of all parameters.
+    Gradients are reduced in float32 and summed over data-parallel ranks, not averaged.
+
+    Args:
+        config: the section `train` is read.
+        megatron: the chunks' config; the schedule's functions are set on it.
+        chunks: this rank's model chunks.
+        mesh: the layout of the ranks.
+        fused: use torch's fused AdamW. The default one needs a temporary tensor as large as a
+            moment of all parameters.
     """
     half = megatron.params_dtype != torch.float32
     modules = [Float16Module(megatron, chunk) for chunk in chunks] if half else chunks
@@ -378,7 +388,8 @@ def wrap(
         use_fused_adam(optimizer)
 
     def finalize(model: list[Any], _num_tokens: Any = None, **_kwargs: Any) -> None:
-        finalize_model_grads(model, None)  # without a token count: the loss is normalised already
+        # Without a token count: the loss is normalised already.
+        finalize_model_grads(model, None)
 
     megatron.finalize_model_grads_func = finalize
     megatron.no_sync_func = (
@@ -396,10 +407,13 @@ def use_fused_adam(optimizer: Any) -> None:
 
 
 def flat_expert_biases(chunks: list[Any]) -> list[torch.Tensor]:
-    """Lay the routers' expert biases, where there are any, into one float32 tensor that can be shared; returns it.
+    """Move the routers' expert biases, if any, into one float32 tensor that can be shared.
 
-    They are buffers: no parameter buffer holds them, and the half-precision wrapper has rounded them, which routers undo
-    only in their first forward.
+    Biases are buffers, so no parameter buffer has them. The half-precision wrapper has converted
+    them to its type, which routers undo only in their first forward.
+
+    Returns:
+        That tensor in a list; an empty list if the model has no expert biases.
     """
     routers = [
         module
@@ -418,7 +432,10 @@ def flat_expert_biases(chunks: list[Any]) -> list[torch.Tensor]:
 
 
 def learning_rate(update: int, total_updates: int, train: TrainConfig) -> float:
-    """Rate of update number `update` (from 0): linear warm-up, then constant or decay to `min_lr` at the last update."""
+    """Return the learning rate of update number `update`, from 0.
+
+    Linear warm-up, then constant or a decay that ends at `min_lr` with the last update.
+    """
     if update < train.warmup_updates:
         return train.lr * (update + 1) / train.warmup_updates
     if train.lr_schedule == "constant":

@@ -1,6 +1,7 @@
-"""Causal attention whose sequences are cut over context-parallel ranks: keys and values are gathered, queries stay.
+"""Causal attention under context parallelism: keys and values are gathered, queries stay local.
 
-Ring attention would overlap the exchange; this form is exact, short, and the same on CPU and CUDA.
+Ring attention would overlap communication with computation. This form is exact, short, and the same
+on CPU and CUDA.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from r3.policy.modules import CausalAttention, Packed, causal_varlen
 
 
 class ContextParallelAttention(CausalAttention):
-    """Packed attention over Megatron's zigzag layout (see `r3.policy.layout`). All ranks of cp must call."""
+    """Packed attention over the zigzag layout of `r3.policy.layout`. All ranks of cp must call."""
 
     context_parallel = True
 
@@ -24,9 +25,13 @@ class ContextParallelAttention(CausalAttention):
         self.cp_group = pg_collection.cp
 
     def _plan(self, params: Packed) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Rows of the gathered keys that each of this rank's chunks may look at, and query and key lengths of each.
+        """Select the gathered keys that each of this rank's chunks attends to.
 
-        A rank holds two chunks of every sequence; the chunk numbered c sees chunks 0 .. c. Gathered rows come rank by rank.
+        A rank has two chunks of every sequence; chunk c attends to chunks 0 .. c. Gathered rows are
+        ordered by rank.
+
+        Returns:
+            Rows of the gathered keys, and the query and key lengths of each chunk.
         """
         size, rank = self.cp_group.size(), self.cp_group.rank()
         local_tokens = sum(params.lengths) // size
@@ -57,7 +62,7 @@ class ContextParallelAttention(CausalAttention):
         packed_seq_params: Packed | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Packed attention output of this rank's tokens, `[t, 1, h*d]`."""
+        """Return packed attention output of this rank's tokens, [t, 1, h*d]."""
         assert packed_seq_params is not None, "context parallelism runs on packed sequences"
         rows, query_lengths, key_lengths = self._plan(packed_seq_params)
         rows = rows.to(query.device)
@@ -81,7 +86,7 @@ class ContextParallelAttention(CausalAttention):
     def _chunk(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool
     ) -> torch.Tensor:
-        """One chunk against everything before it and itself: causal, aligned at the end."""
+        """Attend from one chunk to itself and all before it: causal, aligned at the end."""
         queries, keys = query.shape[0], key.shape[0]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
         out = F.scaled_dot_product_attention(

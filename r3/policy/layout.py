@@ -1,6 +1,6 @@
 """Which tokens of a packed micro-batch this rank computes.
 
-    packed micro-batch [N]  --cp-->  zigzag part [N / cp]  --tp-->  rows of its routers [N / cp / tp]
+    packed micro-batch [N] --cp--> zigzag part [N / cp] --tp--> rows of its routers [N / cp / tp]
 
 Context parallelism splits every sequence into 2 * cp equal chunks; rank r takes chunks r and
 2 * cp - 1 - r, so that all ranks have equally much causal attention to compute. With tensor

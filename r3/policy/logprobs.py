@@ -1,8 +1,8 @@
-"""Log-probabilities and entropy from hidden states, a chunk of tokens at a time: the logits of a micro-batch never exist.
+"""Log-probabilities and entropy from hidden states, one chunk of tokens at a time.
 
-A vocabulary of 150,000 makes logits the largest tensor of a training step by far. Here each chunk's logits are made, reduced
-to four numbers a token, and forgotten; the backward pass makes them again. The vocabulary may be cut over tensor parallel
-ranks.
+With a vocabulary of 150,000, logits are by far the largest tensor of a training step. Here each
+chunk's logits are computed, reduced to four numbers per token and freed; the backward pass computes
+them again. The vocabulary may be sharded over tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 from r3.runtime.mesh import Axis
 
-# A logit whose probability is exactly 0 after the softmax, and that times 0 is 0, which infinity is not.
+# A logit whose probability is exactly 0 after the softmax. Unlike infinity, 0 times it is 0.
 _NOWHERE = -1e30
 
 
@@ -27,11 +27,12 @@ class Head:
     """How hidden states become log-probabilities.
 
     Attributes:
-        axis: the ranks that share the vocabulary (tp), each with equally many rows of the output weight.
-        vocab_size: rows beyond it pad the vocabulary to equal parts and are no tokens.
+        axis: the ranks that share the vocabulary (tp), with equally many rows of the output weight.
+        vocab_size: tokens; further rows pad the vocabulary to equal parts.
         temperature: logits are divided by it.
         chunk_tokens: tokens whose logits exist at a time; 0 = all.
-        fp32: multiply hidden states and weight in float32; otherwise in their own type, which rounds every logit to it.
+        fp32: multiply hidden states and weight in float32; otherwise in their own type, to which
+            every logit is then rounded.
     """
 
     axis: Axis
@@ -41,26 +42,28 @@ class Head:
     fp32: bool
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """The rows of one chunk after the other."""
+        """Yield the rows of each chunk."""
         size = self.chunk_tokens or max(num_tokens, 1)
         return (slice(start, start + size) for start in range(0, num_tokens, size))
 
     def operand(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What goes into the matrix product for it."""
+        """Convert an operand of the matrix product."""
         return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if self.fp32 else tensor
 
     def is_mixed(self, weight_VD: torch.Tensor) -> bool:
-        """Whether logits are made in float32 from bfloat16 operands as they are, which torch can on CUDA alone.
+        """Whether torch computes float32 logits of bfloat16 operands, which it can on CUDA only.
 
-        vLLM makes the same call for a float32 head (logits_processor.py). Products of bfloat16 numbers are exact in float32,
-        so these are the logits of converted operands, made about ten times faster. Gradients still take converted ones.
+        vLLM does the same for a float32 head (logits_processor.py). Products of bfloat16 numbers
+        are exact in float32, so these are the logits of converted operands, about ten times faster.
+        Gradients are computed from converted operands.
         """
         return self.fp32 and weight_VD.is_cuda and weight_VD.dtype == torch.bfloat16
 
     def scaled_logits(self, hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of the logits over the temperature, at least float32, rows that are no tokens at `_NOWHERE`.
+        """Return this rank's slice of logits / temperature, at least float32, [N, V / tp].
 
-        `weight_VD` is the `operand` of the output weight, or the weight itself where `is_mixed`.
+        Rows that pad the vocabulary are `_NOWHERE`. `weight_VD` is the `operand` of the output
+        weight, or the weight itself if `is_mixed`.
         """
         if self.is_mixed(weight_VD):
             logits_NV = torch.mm(hidden_ND, weight_VD.t(), out_dtype=torch.float32)
@@ -77,7 +80,10 @@ class Head:
     def local_targets(
         self, targets_N: torch.Tensor, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Column of each target in this rank's slice `[N, 1]` (of any other where it lies elsewhere), and whether it is here."""
+        """Return the column of each target in this rank's slice, [N, 1], and whether it is there, [N].
+
+        A target in another rank's slice gets an arbitrary column.
+        """
         local_N = targets_N - self.axis.rank * rows
         return local_N.clamp(0, rows - 1).unsqueeze(-1), (local_N >= 0) & (local_N < rows)
 
@@ -93,7 +99,8 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         index_N1, mine_N = head.local_targets(targets_N, len(weight_VD))
         weight = weight_VD if head.is_mixed(weight_VD) else head.operand(weight_VD)
-        parts = []  # per token of this rank's slice: its largest z, sum of exp, sum of exp * z, and the target's z
+        # Per token, over this rank's slice: largest z, sum of exp, sum of exp * z, and target's z.
+        parts = []
         for rows in head.chunks(len(hidden_ND)):
             scaled_NV = head.scaled_logits(hidden_ND[rows], weight)
             top_N = scaled_NV.amax(-1)
@@ -105,7 +112,7 @@ class _HeadLogprobs(torch.autograd.Function):
             )
         own_top_N, total_N, weighted_N, target_N = torch.cat(parts, 1).unbind(0)
 
-        # Slices measured from their own largest z are put on the largest of all; then they add up.
+        # Sums relative to a slice's own largest z are made relative to the largest z of all slices.
         top_N = head.axis.all_reduce(own_top_N.clone(), dist.ReduceOp.MAX)
         below_N = own_top_N - top_N
         scale_N = below_N.exp()
@@ -144,7 +151,8 @@ class _HeadLogprobs(torch.autograd.Function):
             grad_NV = grad_NV.to(weight.dtype)
             grad_hidden_ND[rows] = grad_NV @ weight
             part_VD = grad_NV.t() @ hidden
-            if grad_weight_VD is None:  # chunks add up in float32, and their sum is rounded once
+            # Chunks are summed in float32, and the sum is rounded once.
+            if grad_weight_VD is None:
                 grad_weight_VD = part_VD.to(torch.promote_types(part_VD.dtype, torch.float32))
             else:
                 grad_weight_VD += part_VD
@@ -155,20 +163,30 @@ class _HeadLogprobs(torch.autograd.Function):
 def logprobs_and_entropy(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: Head
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of that distribution; float32, both `[N]`.
+    """Return log softmax(hidden @ weight.T / temperature) at the targets, and its entropy.
 
-    All ranks of `head.axis` must call, each with its rows of the output weight, the same hidden states and the same global
-    `targets_N`. A rank's gradient of the hidden states is its slice's share: they are to be added up over the axis. The
-    gradient flows through the log-probabilities only; entropy is a metric.
+    All ranks of `head.axis` must call, with their rows of the output weight, the same hidden states
+    and the same global targets. A rank's gradient of the hidden states is its slice's share, to be
+    summed over the axis. Entropy has no gradient.
+
+    Args:
+        hidden_ND: hidden states.
+        weight_VD: this rank's rows of the output weight, [V / tp, D].
+        targets_N: token ids.
+        head: how hidden states become log-probabilities.
+
+    Returns:
+        Log-probabilities and entropies, float32, both [N].
     """
     return _HeadLogprobs.apply(hidden_ND, weight_VD, targets_N, head)
 
 
 class ScoringGPT(GPTModel):
-    """Megatron's GPTModel that answers `labels` `[b, s]` with log-probabilities and entropy, `[2, b * s]`, sequence by sequence.
+    """Megatron's GPTModel that returns log-probabilities and entropy for `labels`.
 
-    Upstream answers them with a cross-entropy of whole logits (gpt_model.py, `_postprocess`). Without labels it gives logits
-    like any GPTModel, and on all but the last pipeline stage hidden states. `head` is set by whoever builds it.
+    For labels [b, s] it returns [2, b * s], sequence by sequence; upstream returns a cross-entropy
+    of full logits (gpt_model.py, `_postprocess`). Without labels it returns logits like any
+    GPTModel, and on all but the last pipeline stage hidden states. Set `head` after construction.
     """
 
     head: Head
@@ -180,7 +198,8 @@ class ScoringGPT(GPTModel):
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
         if self.head.axis.size > 1:
             assert self.config.sequence_parallel, "tensor parallel ranks hold parts of the sequence"
-            # Its backward adds up every rank's share of the gradient and hands each the part of its tokens.
+            # Its backward sums every rank's share of the gradient and returns to each rank the part
+            # of its own tokens.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=True, group=self.head.axis.group
             )

@@ -1,4 +1,4 @@
-"""Modules plugged into Megatron's layer spec instead of TransformerEngine's: the same on CPU and CUDA."""
+"""Modules for Megatron's layer spec, in place of TransformerEngine's: the same on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ from r3.runtime.mesh import Axis
 
 @dataclass
 class Packed(PackedSeqParams):
-    """Megatron's description of a packed batch, with the lengths on the host too: reading them must not stall the device."""
+    """Megatron's description of a packed batch, with lengths on the host as well.
+
+    Reading lengths must not wait for the device.
+    """
 
     lengths: tuple[int, ...] = ()
     cu_seqlens_device: torch.Tensor | None = None
 
 
 def packed_params(cu_seqlens: Sequence[int], device: torch.device) -> Packed:
-    """Describe sequences laid end to end. `cu_seqlens` are the borders, starting with 0."""
+    """Describe sequences packed end to end. `cu_seqlens` are the borders, starting with 0."""
     host = torch.tensor(cu_seqlens, dtype=torch.int32)
     lengths = tuple(int(n) for n in host.diff())
     return Packed(
@@ -48,13 +51,16 @@ def packed_params(cu_seqlens: Sequence[int], device: torch.device) -> Packed:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with float32 statistics, fit for sequence parallelism (Megatron's torch norm refuses it)."""
+    """Root-mean-square norm with float32 statistics.
+
+    It supports sequence parallelism, which Megatron's torch norm refuses.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # finalize_model_grads sums the gradient over tp where every tp rank saw another slice of the sequence.
+        # finalize_model_grads sums this gradient over tp if tp ranks had slices of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,10 +82,11 @@ class LatentNorm(RMSNorm):
 
 
 class AllHeadsNorm(nn.Module):
-    """Root-mean-square norm over all heads together, of which each tensor parallel rank holds some: `[..., heads, d]`.
+    """Root-mean-square norm over all heads together, [..., heads, d]. All ranks of tp must call.
 
-    Every rank keeps the whole weight and uses its own heads' part: Megatron adds the gradients of q_layernorm and
-    k_layernorm up over tp, by their names, and the other parts' are zero.
+    Each tensor-parallel rank has some of the heads. Every rank has the full weight and uses the
+    part of its own heads: Megatron sums the gradients of q_layernorm and k_layernorm over tp, by
+    their names, and the gradients of the other parts are zero.
     """
 
     heads = ""  # field of Megatron's config that counts them
@@ -98,7 +105,7 @@ class AllHeadsNorm(nn.Module):
         x32 = x.flatten(-2).float()
         squares, weight = x32.pow(2).sum(-1, keepdim=True), self.weight
         if self.tp.size > 1:
-            # Summed forward; backward too, for every rank's outputs depend on every rank's inputs.
+            # Summed in forward and backward: every rank's output depends on every rank's input.
             squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp.group)
             squares = copy_to_tensor_model_parallel_region(squares, group=self.tp.group)
             weight = weight.chunk(self.tp.size)[self.tp.rank]
@@ -119,13 +126,14 @@ class KeyHeadsNorm(AllHeadsNorm):
 
 
 class CausalAttention(MegatronModule):
-    """Core attention, causal: dense `[s, b, h, d]` or packed `[t, h, d]` with sequence borders no token looks across.
+    """Causal core attention, dense [s, b, h, d] or packed [t, h, d].
 
-    CUDA half precision runs torch's variable-length flash attention; otherwise each sequence runs torch's SDPA on its own,
-    which on CPU is several times faster than padding.
+    In packed batches tokens attend within their sequence only. CUDA half precision uses torch's
+    variable-length flash attention. Otherwise each sequence uses torch's SDPA on its own, which on
+    CPU is several times faster than padding.
     """
 
-    context_parallel = False  # whether this class can attend over sequences that are cut over ranks
+    context_parallel = False  # whether sequences may be divided over ranks
 
     def __init__(
         self,
@@ -167,7 +175,7 @@ class CausalAttention(MegatronModule):
         packed_seq_params: Packed | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Attention output with heads flattened: `[s, b, h*d]`, packed `[t, 1, h*d]`."""
+        """Return attention output with heads flattened: [s, b, h*d], packed [t, 1, h*d]."""
         grouped = query.shape[-2] != key.shape[-2]
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -212,7 +220,10 @@ def causal_varlen(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """torch's variable-length flash attention over packed `[t, h, d]`, its causal mask aligned at the end. CUDA only."""
+    """Run torch's variable-length flash attention over packed [t, h, d]. CUDA only.
+
+    The causal mask is aligned at the end.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     width = value.shape[-1]
@@ -229,9 +240,14 @@ def causal_varlen(
 def grouped_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parameters: Collection[str]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, bool]]:
-    """Keys, values and options with which attention of these `parameters` serves fewer key heads than query heads.
+    """Return keys, values and options for attention with fewer key heads than query heads.
 
-    torch 2.13 takes `enable_gqa`. torch 2.11 (with vLLM 0.26) does not, so each key head is repeated for its queries.
+    torch 2.13 has `enable_gqa`. torch 2.11 (with vLLM 0.26) has not, so each key head is repeated
+    for its queries.
+
+    Args:
+        query, key, value: packed [t, h, d].
+        parameters: names of the parameters of the attention function.
     """
     groups = query.shape[-2] // key.shape[-2]
     if groups == 1 or "enable_gqa" in parameters:
@@ -240,10 +256,10 @@ def grouped_heads(
 
 
 class GroupedExperts(MegatronModule):
-    """This rank's experts as two three-dimensional parameters, run by torch's grouped matrix product.
+    """This rank's experts as two three-dimensional parameters, run by torch's grouped product.
 
-    `w1` `[E, 2F/etp, D]` holds gate over up, `w2` `[E, D, F/etp]` the way back. One launch for all experts, bit-equal to
-    Megatron's one-after-the-other experts on CPU, and checkpoints are interchangeable with theirs.
+    `w1` [E, 2F/etp, D] is gate over up, `w2` [E, D, F/etp] is down. One launch for all experts, with
+    the same bits as Megatron's SequentialMLP on CPU, and with interchangeable checkpoints.
     """
 
     def __init__(
@@ -275,8 +291,8 @@ class GroupedExperts(MegatronModule):
             config.init_method(self.w1)
             config.output_layer_init_method(self.w2)
         for weight, dim in ((self.w1, 1), (self.w2, 2)):
-            # False sends the gradient to the expert data-parallel group. Upstream asks only whether ep > 1, which is wrong
-            # where experts are cut differently from the rest (etp != tp).
+            # False sends the gradient to the expert data-parallel group. Upstream checks only ep > 1,
+            # which is wrong if experts are sharded differently from the rest (etp != tp).
             weight.allreduce = (
                 config.expert_model_parallel_size == 1 and tp == config.tensor_model_parallel_size
             )
@@ -287,22 +303,22 @@ class GroupedExperts(MegatronModule):
     def forward(
         self, tokens_ND: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Tokens sorted by expert, `[N, D]`, with their gate weights `[N]` -> outputs `[N, D]`."""
+        """Map tokens sorted by expert [N, D] with gate weights [N] to outputs [N, D]."""
         if tokens_ND.shape[0] == 0:  # keep both parameters in the graph
             return (tokens_ND @ self.w1[0].t()).chunk(2, -1)[0] @ self.w2[0].t(), None
-        # The counts lie on the host: a blocking copy would wait for all queued work, in every layer.
+        # The counts are on the host: a blocking copy would wait for all queued work, per layer.
         ends = tokens_per_expert.to(tokens_ND.device, non_blocking=True).cumsum(0).to(torch.int32)
         gate, up = F.grouped_mm(tokens_ND, self.w1.transpose(1, 2), offs=ends).chunk(2, -1)
         inner = (self.config.activation_func(gate) * up * probs.unsqueeze(-1)).to(tokens_ND.dtype)
         return F.grouped_mm(inner, self.w2.transpose(1, 2), offs=ends), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are made with the rest."""
+        """Do nothing: weight gradients are computed with the others."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Same keys and global layout as Megatron's SequentialMLP: `[E, 2F, D]` and `[E, D, F]`."""
+        """Return the keys and global layout of Megatron's SequentialMLP: [E, 2F, D], [E, D, F]."""
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
         axis = len(sharded_offsets)
@@ -311,11 +327,11 @@ class GroupedExperts(MegatronModule):
         replica = (0, 0, self.dp_group.rank())
 
         def sharded(
-            key: str, tensor: torch.Tensor, replica_id: Any, *cuts: tuple[int, int, int]
+            key: str, tensor: torch.Tensor, replica_id: Any, *shards: tuple[int, int, int]
         ) -> ShardedTensor:
             offsets = [
                 (axis, ep_rank, ep),
-                *((axis + 1 + dim, index, count) for dim, index, count in cuts),
+                *((axis + 1 + dim, index, count) for dim, index, count in shards),
             ]
             return ShardedTensor.from_rank_offsets(
                 key,

@@ -1,4 +1,4 @@
-"""The policy as the step sees it: score tokens, update, give memory away and take it back."""
+"""The policy of a run: score tokens, update weights, offload and restore training memory."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from r3.types import Batch, MicroBatch, Update
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """One pass over micro-batches without gradients, for the tokens that this rank computes.
+    """Result of a pass without gradients, for the tokens that this rank computes.
 
-    Per micro-batch, on the device, `[N]` float32 (N / cp under context parallelism); empty on all but the last pipeline
-    stage.
+    One tensor per micro-batch, on the device, float32 [N] (N / cp under context parallelism). Empty
+    on all but the last pipeline stage.
 
     Attributes:
         logprobs: log-probability of each target.
-        entropy: of the distribution each target was drawn from.
-        rollout_logprobs, loss_mask: the micro-batches' own, cut to the same tokens.
-        compared: the loss tokens that the engine sampled with the policy's present weights; others lie apart for that reason.
-        ledger: what replay did; `ledger.recorded` holds routes when the pass recorded them.
+        entropy: entropy of the distribution at each position.
+        rollout_logprobs, loss_mask: the micro-batches' values for the same tokens.
+        compared: 1 at loss tokens that the engine sampled with the policy's present weights. Tokens
+            of older policy versions are excluded.
+        ledger: what replay did; `ledger.recorded` has the routes if the pass recorded them.
     """
 
     logprobs: tuple[torch.Tensor, ...]
@@ -54,16 +55,21 @@ class TokenScores:
 
 
 class Policy:
-    """A Megatron shard of the policy with its optimizer.
+    """A Megatron shard of the trained model with its optimizer.
 
     Attributes:
-        slots: where each of this rank's weights belongs in the Hugging Face checkpoint.
-        replay: owner of the routers' routes.
-        update_number: optimizer updates made so far; the schedule is a function of it.
+        slots: for each of this rank's weights its place in the Hugging Face checkpoint.
+        replay: the routers' routes.
+        update_number: optimizer updates made so far; the learning rate is a function of it.
+        is_onloaded: gradients and optimizer state are on the device.
     """
 
     def __init__(self, config: Config, device: Device, mesh: Mesh, shape: ModelShape) -> None:
-        """Build the shard and fill it from `config.model.path`. All ranks must call at the same place."""
+        """Build the shard and load it from `config.model.path`. All ranks must call.
+
+        Raises:
+            CheckpointError: the checkpoint does not have the tensors of the model.
+        """
         self.config, self.device, self.mesh, self.shape = config, device, mesh, shape
         self.megatron = transformer_config(config, shape)
         self.heads = HeadLayout(
@@ -83,25 +89,24 @@ class Policy:
         with CheckpointReader(config.model.path) as reader:
             reader.require(shape)
             load(self.slots, reader.read, self.heads)
-        self.optimizer.reload_model_params()  # float32 main parameters follow what was just loaded
+        self.optimizer.reload_model_params()  # updates the float32 main parameters
         self.memory = TrainingMemory(self.wrapped, self.optimizer, device)
         self.update_number = 0
         self.is_onloaded = True
-        # The reference policy is the starting model: the same shard's weights, kept on the host.
+        # The reference policy: this shard's initial weights, on the host.
         self._reference = (
             [to_host(buffer) for buffer in self.parameter_buffers()]
             if config.algo.kl_coef
             else None
         )
-        self._kept: list[torch.Tensor] | None = (
-            None  # the policy's own weights while the reference's are in
-        )
+        # Host copy of the policy's weights while the reference's are on the device.
+        self._kept: list[torch.Tensor] | None = None
 
-    # ----------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # Weights
 
     def parameter_buffers(self) -> list[torch.Tensor]:
-        """The flat tensors that hold all of this rank's parameters."""
+        """Return the flat tensors of all of this rank's parameters."""
         return [
             buffer.param_data
             for chunk in self.wrapped
@@ -109,13 +114,14 @@ class Policy:
         ]
 
     def shared_buffers(self) -> list[torch.Tensor]:
-        """The flat tensors that all of `slots` lie in: the parameters' and, where there are any, the expert biases'."""
+        """Return the flat tensors that `slots` are views of: parameters and expert biases."""
         return [*self.parameter_buffers(), *self._frozen]
 
     def share_parameters(self) -> list[SharedTensor]:
-        """Handles to the shared buffers for the other ranks of this machine; they stay valid for the whole run.
+        """Return handles to the shared buffers for other ranks of this machine.
 
-        None without other ranks: a CPU buffer would move into shared memory, and a GPU's be kept for nobody.
+        They are valid for the whole run. With one rank there are none: sharing would move a CPU
+        buffer into shared memory for nobody.
         """
         if self.device.world_size == 1:
             return []
@@ -123,7 +129,7 @@ class Policy:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Inside, the policy computes with the starting model's weights; afterwards its own are back, bit for bit."""
+        """Inside, the policy has the reference weights; its own are restored bit for bit."""
         assert self._reference is not None, "no reference weights are kept when algo.kl_coef is 0"
         buffers = self.parameter_buffers()
         kept = self._kept or [None] * len(buffers)
@@ -138,26 +144,22 @@ class Policy:
             for buffer, weights in zip(buffers, own, strict=True):
                 buffer.copy_(weights, non_blocking=True)
 
-    # ----------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # Memory
 
     def offload(self) -> None:
-        """Free gradients and put optimizer state away; parameters stay readable."""
-        assert self.is_onloaded, (
-            f"rank {self.device.rank}: the policy's training memory is away already"
-        )
+        """Free gradients and offload optimizer state; parameters stay on the device."""
+        assert self.is_onloaded, f"rank {self.device.rank}: training memory is offloaded already"
         self.memory.offload()
         self.is_onloaded = False
 
     def onload(self) -> None:
-        """Bring gradients and optimizer state back."""
-        assert not self.is_onloaded, (
-            f"rank {self.device.rank}: the policy's training memory is here already"
-        )
+        """Restore gradients and optimizer state."""
+        assert not self.is_onloaded, f"rank {self.device.rank}: training memory is onloaded already"
         self.memory.onload()
         self.is_onloaded = True
 
-    # ----------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # Passes
 
     def score(
@@ -167,10 +169,16 @@ class Policy:
         mode: Mode,
         recorded_routes: Sequence[torch.Tensor] | None = None,
     ) -> TokenScores:
-        """Log-probabilities and entropy of every target, without gradients. All ranks must call with equally many.
+        """Compute log-probabilities and entropy of every target, without gradients.
 
-        `mode` decides the routes: "replay" uses the micro-batches' own (or `recorded_routes`, of an earlier recording pass
-        over the same micro-batches), "live" lets routers choose, "record" does that and keeps what they chose.
+        All ranks must call with equally many micro-batches.
+
+        Args:
+            micro_batches: what to score.
+            mode: "replay" replays routes, "live" lets routers choose, "record" lets them choose and
+                keeps the routes.
+            recorded_routes: routes to replay in place of the micro-batches' own: `ledger.recorded`
+                of an earlier pass over the same micro-batches.
         """
         outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         seen: list[LocalTokens] = []
@@ -208,17 +216,18 @@ class Policy:
         """One optimizer step on `batch`. All ranks must call.
 
         Args:
-            total_updates: of the whole run, for the learning-rate schedule.
-            old_logprobs: the policy's log-probabilities before the step's first update, per micro-batch; None when this is
-                the first and only update, whose own are the old ones.
-            reference_logprobs: of the starting model, when there is a KL penalty.
-            recorded_routes: `ledger.recorded` of an earlier pass over the same micro-batches (R2); None replays what the
-                engine captured.
-            first: no update of this step came before.
+            batch: this rank's share.
+            total_updates: updates of the whole run, for the learning-rate schedule.
+            old_logprobs: log-probabilities before the step's first update, per micro-batch. None:
+                the update's own forward is the old policy.
+            reference_logprobs: log-probabilities of the reference policy; None = no KL penalty.
+            recorded_routes: `ledger.recorded` of an earlier pass over the same micro-batches (R2).
+                None replays what the engine captured.
+            first: this is the step's first update.
             on_micro_batch: called after the forward of each micro-batch.
 
         Raises:
-            FloatingPointError: on every rank: a gradient is not finite. The weights are not to be used any more.
+            FloatingPointError: on every rank: a gradient is not finite. The weights are lost.
         """
         gradients = self.forward_backward(
             batch,
@@ -235,12 +244,11 @@ class Policy:
         router_grad_norm = self._router_grad_norm()
         with cuda_type_names():
             _, grad_norm, _ = self.optimizer.step()
-        if not math.isfinite(
-            grad_norm
-        ):  # Megatron looks for that only where a loss scale could mend it
+        # Megatron checks this only with a loss scaler, which can retry.
+        if not math.isfinite(grad_norm):
             raise FloatingPointError(
-                f"update {self.update_number}: the gradient norm is {grad_norm:g} and the weights are lost; the run goes on from "
-                "its newest checkpoint"
+                f"update {self.update_number}: the gradient norm is {grad_norm:g} and the weights "
+                "are lost. Start the run again: it resumes from its newest checkpoint"
             )
         self.update_number += 1
         return Update(
@@ -257,14 +265,16 @@ class Policy:
         first: bool = True,
         on_micro_batch: Callable[[], None] = lambda: None,
     ) -> Mapping[str, Any]:
-        """Gradients of `batch` into the gradient buffers, reduced over data-parallel ranks; returns metric partials.
+        """Compute the gradients of `batch`, reduced over data-parallel ranks. All ranks must call.
 
-        Scaling: each micro-batch's loss is a sum over its tokens divided by the batch's global denominator; micro-batches
-        and data-parallel ranks add up, and nobody divides again.
+        Each micro-batch's loss is a sum over its tokens divided by the batch's global denominator;
+        micro-batches and data-parallel ranks add up without another division. For arguments see
+        `update`.
+
+        Returns:
+            Partials of metrics. The gradients are in the gradient buffers.
         """
-        assert self.is_onloaded, (
-            f"rank {self.device.rank}: update while the policy's training memory is away"
-        )
+        assert self.is_onloaded, f"rank {self.device.rank}: an update needs the training memory"
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -314,9 +324,10 @@ class Policy:
         recorded_routes: Sequence[torch.Tensor] | None = None,
         on_forward: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run Megatron's own schedule; on the last pipeline stage `on_scores(number, tokens, scores_2N)` gives the loss.
+        """Run Megatron's own schedule.
 
-        `scores_2N` are the targets' log-probabilities and the entropies.
+        On the last pipeline stage `on_scores(number, tokens, scores_2N)` returns the loss;
+        `scores_2N` has the targets' log-probabilities and the entropies.
         """
         everything = [*micro_batches, *self._fillers(micro_batches)]
 
@@ -326,9 +337,8 @@ class Policy:
             number, micro_batch = next(iterator)
             tokens = local_tokens(micro_batch, self.mesh, self.device.torch)
             is_filler = number >= len(micro_batches)
-            if (
-                self.replay.mode == "replay" and recorded_routes and not is_filler
-            ):  # none on a stage of dense layers
+            # A stage of dense layers has recorded no routes.
+            if self.replay.mode == "replay" and recorded_routes and not is_filler:
                 routes_NLK = recorded_routes[number].to(self.device.torch)
                 self.replay.load_local(routes_NLK, tokens.real_N, rows=tokens.num_real, model=model)
             elif self.replay.mode == "replay":
@@ -366,9 +376,10 @@ class Policy:
             )
 
     def _fillers(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """What the interleaved schedule needs beside these: it takes micro-batches in groups of one for every stage.
+        """Return the fillers that the interleaved schedule needs: it takes micro-batches in groups.
 
-        They have routes of this rank's layers even where the micro-batches have none (R2 replays what it recorded).
+        A group has one micro-batch per stage. Fillers have routes of this rank's layers even if the
+        micro-batches have none (R2 replays what it recorded).
         """
         missing = -len(micro_batches) % self.mesh.pp.size if len(self.wrapped) > 1 else 0
         layers = len(self.replay.layers)
@@ -380,18 +391,22 @@ class Policy:
         )
         return [filler] * missing
 
-    # ----------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # Metrics
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's tokens count: the last pipeline stage has them, and its tp ranks have the same."""
+        """Whether this rank reports token metrics.
+
+        The last pipeline stage has the scores, and all of its tp ranks have the same.
+        """
         return self.mesh.tp.rank == 0 and self.mesh.pp.rank == self.mesh.pp.size - 1
 
     def _metrics(
         self, seen: Sequence[Mapping[str, torch.Tensor]], ledger: ReplayLedger, *, panel: bool
     ) -> dict[str, Any]:
-        # Every rank compared other slots: its layers (pp), its rows (dp, cp, and tp under sequence parallelism).
+        # Every rank compared other slots: its layers (pp) and its rows (dp, cp and, under sequence
+        # parallelism, tp).
         routing = routing_metrics(ledger) | consumed_rows(ledger, len(self.shape.moe_layers))
         if not self.reports or not seen:
             return routing
@@ -402,7 +417,7 @@ class Policy:
             return Mean(total=float((column[name] * mask).sum()), count=count)
 
         partials: dict[str, Any] = {
-            # Ranks and micro-batches add up to the update's loss; the mean is over the step's updates.
+            # Ranks and micro-batches add up to the update's loss. The mean is over the updates.
             "loss/total": Mean(float(column["loss"].sum()), float(self.mesh.dp_cp.rank == 0)),
             "loss/clip_frac": mean("clipped"),
             "policy/entropy": mean("entropy"),
@@ -412,7 +427,8 @@ class Policy:
         for name, key in (("weight", "correction/weight_mean"), ("cut", "correction/cut_frac")):
             if name in column:
                 partials[key] = mean(name)
-        if panel:  # these log-probabilities are those of the rollout's weights, and nobody has measured them yet
+        # The first update's own forward is at the rollout's weights.
+        if panel:
             panel_metrics = mismatch(
                 column["logprobs"], column["rollout_logprobs"], column["compared"]
             )
@@ -420,9 +436,9 @@ class Policy:
         return partials | routing
 
     def _router_grad_norm(self) -> float:
-        """Norm of the routers' gradients before clipping, over all layers. All ranks must call.
+        """Return the norm of the routers' gradients before clipping. All ranks must call.
 
-        The distributed optimizer leaves each data-parallel rank the reduced gradient of its own range of every parameter.
+        Each data-parallel rank has the reduced gradient of its own range of every parameter.
         """
         squares = torch.zeros((), dtype=torch.float64, device=self.device.torch)
         for optimizer in chained(self.optimizer):
@@ -441,7 +457,7 @@ class Policy:
 
 
 def consumed_rows(ledger: ReplayLedger, num_layers: int) -> dict[str, Any]:
-    """The policy's side of the route ledger: rows that its routers really replayed, routed live and filled."""
+    """Return the policy's side of the route ledger: rows replayed, routed live and filled."""
     if ledger.consumed is None:
         return {}
     names = ("routing/rows_replayed", "routing/rows_live", "routing/rows_filler")

@@ -15,7 +15,7 @@ from r3.models.shape import RopeScaling
 
 
 def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """Return radians per position, float32 [dim / 2], the fastest first: theta^(-2 i / dim), scaled.
+    """Return radians per position, float32 [dim / 2], fastest first: theta^(-2 i / dim), scaled.
 
     turns is how often a wavelength fits into the original context.
 

@@ -1,4 +1,4 @@
-"""Conversion of weights: which Hugging Face tensors make each Megatron tensor, and how it is sharded.
+"""Conversion of weights: the Hugging Face tensors of each Megatron tensor, and its sharding.
 
 The tables follow from `ModelShape` alone. Loading, weight sync and export all use them.
 """

@@ -21,10 +21,11 @@ from r3.types import Batch
 
 Panel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, Any]]
 
-# Metrics that compare live routes with replayed ones. They are of the first pass with replay alone, at the rollout's weights.
+# Metrics that compare live routes with replayed ones: reported for the step's first pass with
+# replay only, at the rollout's weights.
 _COMPARISON = ("routing/agreement", "routing/margin", "routing/replaced_frac")
 
-# What routes do in the pass that scores old log-probabilities, by replay.mode.
+# replay.mode -> mode of the pass that scores old log-probabilities.
 _OLD_PASS: dict[str, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
 
 
@@ -39,19 +40,30 @@ def train_on(
     report: Callable[[Mapping[str, Any]], None],
     on_micro_batch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make the step's updates, one per batch; metric partials go to `report`. All ranks must call.
+    """Make the step's updates, one per batch. All ranks must call.
 
-    Old log-probabilities are scored before the first update when there are several updates (of all batches but the first:
-    later updates see other weights), when routes are recorded rather than captured (R2), or when KL goes into the reward;
-    otherwise the update's own forward is
-    the old policy. With algo.correction bypass the engine's take their place. The reference policy scores all batches before
-    the first update too, since its weights take the policy's place meanwhile.
+    Old log-probabilities are scored before the first update if
+      - there are several updates (all batches but the first: later updates have other weights)
+      - routes are recorded, not captured (R2)
+      - KL is subtracted from the reward
+    Otherwise the update's own forward is the old policy. With algo.correction bypass the engine's
+    log-probabilities replace the old policy's. The reference policy scores all batches before the
+    first update, because it uses the policy's memory.
+
+    Args:
+        policy: what to train.
+        batches: this rank's share of every update.
+        rewards_R, groups_R: rewards and groups of the whole step, for KL in the reward.
+        config: the run's settings.
+        step: number of the step, from 1.
+        report: receives partials of metrics.
+        on_micro_batch: called after every micro-batch of an update, for progress.
     """
     mode = config.replay.mode if policy.shape.moe_layers else "off"
     flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
 
     if mode == "r3" and config.replay.shadow_every and (step - 1) % config.replay.shadow_every == 0:
-        # The same tokens with replayed and with live routes, before anything changes: what replay is worth in this very run.
+        # The same tokens with replayed and with live routes: what replay changes in this run.
         sample = flat[(step - 1) // config.replay.shadow_every % len(flat) :][:1]
         arms: dict[Mode, dict[str, Any]] = {
             arm: _panel(policy, policy.score(sample, mode=arm), shadow)
@@ -59,7 +71,8 @@ def train_on(
         }
         for arm, panel in arms.items():
             report({f"mismatch/{name}_{arm}": part for name, part in panel.items()})
-        if policy.reports:  # of the same tokens: a quotient of sums is that of the means
+        # Both are over the same tokens: the ratio of sums is the ratio of means.
+        if policy.reports:
             live, replay = arms["live"]["k3"], arms["replay"]["k3"]
             report({"mismatch/k3_ratio": Mean(live.total, replay.total)})
 
@@ -68,10 +81,10 @@ def train_on(
     algo = config.algo
     kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
     several = len(batches) > 1 and algo.correction != "bypass"
-    # The first update's own forward sees the weights that sampled: it need not be scored before, unless its routes are to
-    # be recorded or KL is to be taken from its rewards.
+    # The first update's own forward is at the rollout's weights: its batch is scored before only to
+    # record routes or to subtract KL from rewards.
     unscored = 0 if mode == "r2" or kl_in_reward else len(batches[0].micro_batches)
-    compared = False  # live routes with the replayed ones, at the rollout's weights
+    compared = False  # live and replayed routes, at the rollout's weights
     if several or mode == "r2" or kl_in_reward:
         scores = policy.score(flat[unscored:], mode=_OLD_PASS[mode])
         old = scores.logprobs
@@ -117,7 +130,8 @@ def train_on(
         compared = True
         if len(batches) > 1 and "routing/agreement" in routing:
             report({f"routing/agreement_update_{number + 1}": routing["routing/agreement"]})
-        if policy.mesh.world.rank == 0:  # every rank has these alike; one reports them
+        # The same on every rank: one reports them.
+        if policy.mesh.world.rank == 0:
             report(
                 {
                     "optim/grad_norm": Mean(update.grad_norm, 1.0),
@@ -137,14 +151,19 @@ def take_kl_from_reward(
     algo: AlgoConfig,
     report: Callable[[Mapping[str, Any]], None],
 ) -> list[Batch]:
-    """The batches with advantages of R_i - kl_coef * sum_t KL_t (arXiv 2402.14740, eq. 3). All ranks must call.
+    """Compute advantages of R_i - kl_coef * sum_t KL_t (arXiv 2402.14740, eq. 3).
 
-    KL_t is the estimate at the rollout's weights, over the loss tokens of the answer: one that `overlong_filter` takes out of
-    the loss has none.
+    All ranks must call. KL_t is the estimate at the rollout's weights, over the loss tokens of the
+    response: a response without loss (`overlong_filter`) has no KL.
+
+    Returns:
+        The batches with these advantages.
     """
     flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
     own: list[tuple[int, float]] = []
-    if policy.reports:  # elsewhere the same tokens or none; under context parallelism every rank has a part of each answer
+    # Other ranks have the same tokens or none. Under context parallelism every rank has a part of
+    # each response.
+    if policy.reports:
         tokens = 0.0
         for micro_batch, old_N, reference_N, mask_N in zip(
             flat, old, reference.logprobs, reference.loss_mask, strict=True
@@ -176,7 +195,7 @@ def take_kl_from_reward(
 
 
 def _panel(policy: Policy, scores: TokenScores, panel: Panel) -> dict[str, Any]:
-    """A panel of metrics over the tokens this rank speaks for, of rollouts that the present weights sampled."""
+    """Return metrics over this rank's tokens that the policy's present weights sampled."""
     if not policy.reports:
         return {}
     columns = (scores.logprobs, scores.rollout_logprobs, scores.compared)

@@ -160,7 +160,7 @@ def _tensors(chunk: Any, rules: Rules) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def load(slots_: Iterable[Slot], read: Callable[..., torch.Tensor], heads: HeadLayout) -> None:
-    """Fill this rank's tensors from a checkpoint. The host has one slice of one HF tensor at a time.
+    """Load this rank's tensors from a checkpoint, one slice of one HF tensor at a time.
 
     Args:
         slots_: the tensors to fill.

@@ -176,7 +176,7 @@ def _sharded_state(
 
 
 def _write_sharded(folder: Path, state: dict[str, Any]) -> None:
-    """Write Megatron's sharded state with torch's threaded writer, for `dist_checkpointing.load`."""
+    """Write sharded state with torch's threaded writer, as `dist_checkpointing.load` reads it."""
     from megatron.core.dist_checkpointing.serialization import save_preprocess
     from megatron.core.dist_checkpointing.strategies.torch import (
         MCoreSavePlanner,
