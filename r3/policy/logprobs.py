@@ -80,7 +80,7 @@ class Head:
     def local_targets(
         self, targets_N: torch.Tensor, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the column of each target in this rank's slice, [N, 1], and whether it is there, [N].
+        """Return each target's column in this rank's slice, [N, 1], and whether it is there, [N].
 
         A target in another rank's slice gets an arbitrary column.
         """

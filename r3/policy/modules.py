@@ -258,8 +258,8 @@ def grouped_heads(
 class GroupedExperts(MegatronModule):
     """This rank's experts as two three-dimensional parameters, run by torch's grouped product.
 
-    `w1` [E, 2F/etp, D] is gate over up, `w2` [E, D, F/etp] is down. One launch for all experts, with
-    the same bits as Megatron's SequentialMLP on CPU, and with interchangeable checkpoints.
+    `w1` [E, 2F/etp, D] is gate over up, `w2` [E, D, F/etp] is down. One launch for all experts, the
+    same bits as Megatron's SequentialMLP on CPU, interchangeable checkpoints.
     """
 
     def __init__(
@@ -291,8 +291,8 @@ class GroupedExperts(MegatronModule):
             config.init_method(self.w1)
             config.output_layer_init_method(self.w2)
         for weight, dim in ((self.w1, 1), (self.w2, 2)):
-            # False sends the gradient to the expert data-parallel group. Upstream checks only ep > 1,
-            # which is wrong if experts are sharded differently from the rest (etp != tp).
+            # False sends the gradient to the expert data-parallel group. Upstream checks ep > 1
+            # only, which is wrong if experts are sharded differently from the rest (etp != tp).
             weight.allreduce = (
                 config.expert_model_parallel_size == 1 and tp == config.tensor_model_parallel_size
             )
