@@ -115,7 +115,7 @@ def chromium(profile: Path, *, width: int = 1280, height: int = 900) -> Iterator
             line.split()[-1].rstrip(".") for line in driver.stdout if "started successfully" in line
         )
         with httpx.Client(
-            base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False
+            base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False
         ) as client:
             options = {
                 "args": [*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
