@@ -1,8 +1,8 @@
-"""Weights from the policy to the engine: publish handles once, plan who reads what, stream full tensors, prove it.
+"""Weight sync: publish handles once, plan who reads what, stream full tensors, prove the result.
 
-A rank reads its own shard directly and its machine's other shards through exported memory handles (CUDA IPC on GPUs, shared
-memory on CPU). Only a shard that no rank of the reader's machine holds travels over the network, as a broadcast. The same
-stream feeds the Hugging Face export.
+A rank reads its own shards directly, and other shards of its machine through exported memory
+handles (CUDA IPC on GPUs, shared memory on CPU). Only shards that no rank of the reader's machine
+has travel over the network, as broadcasts. The same stream feeds the Hugging Face export.
 """
 
 from __future__ import annotations
@@ -43,9 +43,18 @@ def export(
     like: str,
     step: int,
 ) -> None:
-    """Write the policy as a Hugging Face checkpoint, complete or absent. All ranks must call.
+    """Write the policy as a Hugging Face checkpoint, completely or not at all.
 
-    Rank 0 writes; the others read along only where shards must cross the network to it.
+    All ranks must call. Rank 0 writes; the others read too if shards must cross the network.
+
+    Args:
+        folder: the new checkpoint; replaced if it exists.
+        stream: the policy's weights.
+        policy: gives the type of the weights.
+        device: this rank's device.
+        mesh: the layout of the ranks.
+        like: checkpoint whose config and tokenizer are copied.
+        step: training steps behind the weights, for the metadata.
     """
     device.synchronize()
     mesh.world.barrier()
@@ -61,12 +70,23 @@ def export(
 
 
 class SyncError(RuntimeError):
-    """The engine does not compute what the policy computes."""
+    """The engine does not have the policy's weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Where one rank holds one cut of one Megatron tensor: `shape` at `offset` elements into its buffer `buffer`."""
+    """One rank's shard of one Megatron tensor.
+
+    Attributes:
+        name: Megatron's global name.
+        hf: the HF tensors it is made of.
+        kind: how the full tensor is sharded.
+        index, count: this is shard `index` of `count`.
+        buffer: number of the rank's buffer that has it.
+        offset: first element in that buffer.
+        shape: shape of the shard.
+        rows: rows of the joined HF tensors, without padding of the vocabulary.
+    """
 
     name: str
     hf: tuple[str, ...]
@@ -81,7 +101,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What a rank lets others read."""
+    """What a rank publishes for others to read: its machine, its buffers, the shards in them."""
 
     host: str
     buffers: tuple[SharedTensor, ...]
@@ -91,51 +111,59 @@ class Published:
 def plan_reads(
     holders: Mapping[tuple[str, int], Sequence[int]], hosts: Sequence[str], reader: int
 ) -> tuple[dict[tuple[str, int], int], set[tuple[str, int]]]:
-    """Decide for each cut `(tensor, index)` which rank `reader` takes it from, and which cuts must cross the network.
+    """Decide which rank `reader` takes each shard from, and which shards must cross the network.
 
     Args:
-        holders: cut -> ranks that hold it.
+        holders: shard, as (tensor, index) -> ranks that have it.
         hosts: machine of each rank.
+        reader: the rank that reads.
 
     Returns:
-        source of every cut: the reader itself, else a rank of its machine (readers spread over the replicas), else the
-        lowest holder; and the cuts that at least one rank has no holder for on its machine, in which all ranks take part.
+        The source of every shard: the reader itself, else a rank of its machine (readers spread
+        over the replicas), else the lowest rank that has it. And the shards that no rank of some
+        machine has: all ranks take part in sending those.
     """
     sources: dict[tuple[str, int], int] = {}
     crossing: set[tuple[str, int]] = set()
     machines = set(hosts)
-    for cut_id, ranks in holders.items():
+    for shard_id, ranks in holders.items():
         if {hosts[rank] for rank in ranks} != machines:
-            crossing.add(cut_id)
+            crossing.add(shard_id)
         near = [rank for rank in ranks if hosts[rank] == hosts[reader]]
-        if cut_id in crossing and reader not in ranks and not near:
-            sources[cut_id] = min(ranks)
+        if shard_id in crossing and reader not in ranks and not near:
+            sources[shard_id] = min(ranks)
         else:
-            sources[cut_id] = reader if reader in ranks else near[reader % len(near)]
+            sources[shard_id] = reader if reader in ranks else near[reader % len(near)]
     return sources, crossing
 
 
 def _layer_of(name: str) -> int:
-    """Decoder layer of a tensor by its global Megatron name; -1 for what belongs to none. Sorting by it keeps the rest."""
+    """Return the decoder layer of a tensor by its global Megatron name; -1 = in no layer."""
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
 
 class WeightStream:
-    """Full tensors of the whole model, under Hugging Face names, from wherever their cuts lie.
+    """Full tensors of the whole model under Hugging Face names, read from all ranks' shards.
 
     Attributes:
-        shapes: name -> shape of everything `read` yields.
-        crosses_network: whether any cut must, in which case all ranks read together.
-        local_reads, peer_reads, network_reads: cuts this rank takes from itself, from peers' memory, over the network.
+        shapes: name -> shape of everything that `read` yields.
+        crosses_network: some shards cross the network: all ranks must read together.
+        local_reads: shards that this rank reads from its own memory.
+        peer_reads: shards that it reads from other ranks' memory on its machine.
+        network_reads: shards that it receives over the network.
     """
 
     def __init__(
         self, policy: Policy, device: Device, mesh: Mesh, *, hosts: Sequence[str] | None = None
     ) -> None:
-        """Publish this rank's buffers and learn everybody's. All ranks must call.
+        """Publish this rank's buffers and receive those of all ranks. All ranks must call.
 
-        `hosts` overrides the machine of each rank, to take the network path where there is only one machine.
+        Args:
+            policy: the policy to stream.
+            device: this rank's device.
+            mesh: the layout of the ranks.
+            hosts: overrides the machine of each rank, to test the network path on one machine.
         """
         self._policy, self._device, self._mesh = policy, device, mesh
         self._heads: HeadLayout = policy.heads
@@ -147,20 +175,22 @@ class WeightStream:
         self._opened: dict[tuple[int, int], torch.Tensor] = {}
         hosts = list(hosts) if hosts is not None else [item.host for item in self._published]
 
-        self._cuts: dict[tuple[str, int], dict[int, Shard]] = {}
+        self._holders: dict[tuple[str, int], dict[int, Shard]] = {}
         self._tensors: dict[str, Shard] = {}
         for rank, item in enumerate(self._published):
             for shard in item.shards:
-                self._cuts.setdefault((shard.name, shard.index), {})[rank] = shard
+                self._holders.setdefault((shard.name, shard.index), {})[rank] = shard
                 self._tensors.setdefault(shard.name, shard)
-        # Layer by layer, whatever rank holds an expert: the engine holds what it was given of a module until it has all of
-        # it. In the order of the ranks, every layer of all other ranks' experts would be held to the end.
+        # Layer by layer, whatever rank has an expert: the engine keeps the parts of a module until
+        # it is complete. In the order of ranks, it would keep the experts of all layers to the end.
         self._tensors = dict(sorted(self._tensors.items(), key=lambda item: _layer_of(item[0])))
         for name, shard in self._tensors.items():
-            lost = [index for index in range(shard.count) if (name, index) not in self._cuts]
-            assert not lost, f"cuts {lost} of {shard.count} of {name} are held by no rank"
+            lost = [index for index in range(shard.count) if (name, index) not in self._holders]
+            assert not lost, f"no rank has shards {lost} of {shard.count} of {name}"
         self._sources, self._crossing = plan_reads(
-            {cut_id: sorted(ranks) for cut_id, ranks in self._cuts.items()}, hosts, mesh.world.rank
+            {shard_id: sorted(ranks) for shard_id, ranks in self._holders.items()},
+            hosts,
+            mesh.world.rank,
         )
         self.crosses_network = bool(self._crossing)
         self.shapes: dict[str, tuple[int, ...]] = {
@@ -189,7 +219,7 @@ class WeightStream:
                 ):
                     break
             else:
-                raise AssertionError(f"{slot.name} lies in none of the shared buffers")
+                raise AssertionError(f"{slot.name} is in none of the shared buffers")
             assert slot.tensor.is_contiguous(), f"{slot.name} is not contiguous"
             yield Shard(
                 name=slot.name,
@@ -204,29 +234,29 @@ class WeightStream:
             )
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor once, in a fixed order, as views or fresh tensors on this device. Detached.
+        """Yield every tensor once, in a fixed order, as detached views or new tensors.
 
-        All ranks must read to the end where cuts cross machines; otherwise a rank may read alone. Nobody may write to the
-        policy's weights meanwhile.
+        If shards cross machines, all ranks must read to the end; otherwise a rank may read alone.
+        Nobody may write to the policy's weights meanwhile.
         """
         assert self._addresses == [buffer.data_ptr() for buffer in self._policy.shared_buffers()], (
             f"rank {self._device.rank}: the shared buffers moved after their handles were published"
         )
         for name, first in self._tensors.items():
-            parts = [self._cut(name, index) for index in range(first.count)]
+            parts = [self._read_shard(name, index) for index in range(first.count)]
             full = join_shards(first.kind, parts)
             if first.rows:
                 full = full[: first.rows]  # a vocabulary padded to the ranks
             yield from zip(first.hf, split(first.kind, full, self._heads), strict=True)
 
-    def _cut(self, name: str, index: int) -> torch.Tensor:
-        cut_id = (name, index)
-        me, source = self._mesh.world.rank, self._sources[cut_id]
-        shard = self._cuts[cut_id][source]
-        if cut_id not in self._crossing:
+    def _read_shard(self, name: str, index: int) -> torch.Tensor:
+        shard_id = (name, index)
+        me, source = self._mesh.world.rank, self._sources[shard_id]
+        shard = self._holders[shard_id][source]
+        if shard_id not in self._crossing:
             return self._view(source, shard)  # on CUDA, a peer's memory mapped on this device
-        sender = min(self._cuts[cut_id])
-        mine = self._cuts[cut_id].get(me)
+        sender = min(self._holders[shard_id])
+        mine = self._holders[shard_id].get(me)
         if me == sender:
             assert mine is not None
             part = self._view(me, mine)
@@ -257,9 +287,10 @@ class WeightStream:
 def sync_weights(
     stream: WeightStream, engine: Engine, device: Device, mesh: Mesh, *, policy_version: int
 ) -> None:
-    """Make the engine's weights those of the policy and call them `version`. All ranks must call, weights awake.
+    """Copy the policy's weights to the engine, as `policy_version`. All ranks must call.
 
-    The barriers keep a rank from reading a peer's shard before it is updated, and from updating it while it is read.
+    The engine's weights must be awake. The barriers keep a rank from reading another rank's shard
+    before it is updated, and from updating a shard while it is read.
     """
     device.synchronize()
     mesh.world.barrier()
@@ -278,14 +309,17 @@ def prove_sync(
     *,
     max_tokens: int = 8,
 ) -> float:
-    """Sample a few tokens and score the same tokens with the policy; returns the largest |log-probability difference|.
+    """Sample a few tokens and compare their log-probabilities with the policy's.
 
-    All ranks must call, with the engine awake at the policy's version and equally many prompts. Routes are replayed where
-    captured, so that a flipped expert is not mistaken for a wrong weight. The figure is of all ranks.
+    All ranks must call, with the engine awake at the policy's version and equally many prompts.
+    Routes are replayed if captured, so that a flipped expert is not taken for a wrong weight.
+
+    Returns:
+        The largest |log-probability difference| over all ranks.
 
     Raises:
-        SyncError: on every rank: the difference exceeds what rounding in the two types explains, so an engine holds other
-            weights.
+        SyncError: on every rank: the difference exceeds what rounding in the two types explains, so
+            an engine has other weights.
     """
     rollouts = sample_single_turn(
         engine,
@@ -300,10 +334,10 @@ def prove_sync(
         if engine.is_leader
         else []
     )
-    # All ranks score the same tokens, those of the first engine; then every engine is compared with the first.
+    # All ranks score the tokens of the first engine; every engine is compared with the first.
     first = decode(mesh.world.all_gather_object(encode(own))[0])
     num_layers = len(policy.shape.moe_layers) if engine.capture else 0
-    # One sequence each: no larger than what training is planned for, however long the prompts.
+    # One sequence each: never longer than a micro-batch of training, even with long prompts.
     micro_batches = [pack_for(mesh, policy.shape, [one], num_layers=num_layers) for one in first]
     scores = policy.score(micro_batches, mode="replay" if engine.capture else "live")
     differences = [
@@ -317,17 +351,22 @@ def prove_sync(
         ]
     everybody = mesh.world.all_gather_object(differences)
     limit = sync_tolerance(config.model.dtype, config.engine.dtype)
-    for rank, found in enumerate(everybody):
-        if beyond := [difference for difference in found if not difference <= limit]:  # nan is none
+    for rank, of_rank in enumerate(everybody):
+        # Not `difference > limit`: nan must fail too.
+        if beyond := [difference for difference in of_rank if not difference <= limit]:
             raise SyncError(
-                f"rank {rank}: after the weight sync to version {engine.policy_version} engine and policy differ by {max(beyond):.3g} "
-                f"in the log-probability of a sampled token (limit {limit:g}): the engine does not hold the policy's weights"
+                f"rank {rank}: after the weight sync to version {engine.policy_version} engine and "
+                f"policy differ by {max(beyond):.3g} in the log-probability of a sampled token "
+                f"(limit {limit:g}): the engine does not have the policy's weights"
             )
-    return max(difference for found in everybody for difference in found)
+    return max(difference for of_rank in everybody for difference in of_rank)
 
 
 def _difference(mine: Rollout, theirs: Rollout) -> float:
-    """Largest log-probability difference of two engines up to where, by rounding, they may have sampled apart."""
+    """Return the largest log-probability difference of two engines.
+
+    Only up to the first token that differs: rounding may lead two engines to different samples.
+    """
     length = min(len(mine.tokens_T), len(theirs.tokens_T))
     apart = mine.tokens_T[:length] != theirs.tokens_T[:length]
     until = int(apart.argmax()) if apart.any() else length
@@ -335,9 +374,10 @@ def _difference(mine: Rollout, theirs: Rollout) -> float:
 
 
 def sync_tolerance(policy_dtype: str, engine_dtype: str) -> float:
-    """Largest |log-probability difference| of a proof.
+    """Return the largest |log-probability difference| that `prove_sync` accepts.
 
-    Two float32 stacks differ by rounding (1e-5 seen); half precision by whole flips of experts (0.06 seen on average,
-    single tokens up to 0.5), while a wrong or missing tensor moves log-probabilities by 1 and more.
+    Two float32 stacks differ by rounding (1e-5 measured), half precision by flipped experts (0.06
+    on average, up to 0.5 for single tokens). A wrong or missing tensor changes log-probabilities by
+    1 and more.
     """
     return 1e-3 if policy_dtype == engine_dtype == "float32" else 1.0

@@ -55,7 +55,7 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push() -> None:
         "cache not reset": "without reset_cache()",
         "other version": "holds version 1",
         "generate to sync": "memory is in GENERATE",
-        "stale": "does not hold the policy's weights",
+        "stale": "does not have the policy's weights",
     }
     for name, text in expected.items():
         assert text in said[name], f"{name}: {said[name]}"
