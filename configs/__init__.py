@@ -1,6 +1,6 @@
-"""Presets: a name and the function that returns its Config. The first line of its docstring is its help.
+"""Presets: a name and the function that returns its Config; its docstring is its help.
 
-A new one: write the function in the file of its model family and add its line here.
+To add one, write the function in the file of its model family and add its line here.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,4 +18,4 @@ PRESETS: Mapping[str, Callable[[], Config]] = {
 }
 
 KNOWN_SHAPES: Mapping[str, Mapping[str, Any]] = {**qwen3_moe.SHAPES, **qwen3.SHAPES}
-"""The config.json of models that presets name on the hub, so that `--dry-run` works before they are downloaded."""
+"""config.json of models on the hub, so that `--dry-run` works before they are downloaded."""

@@ -1,4 +1,4 @@
-"""Presets for Qwen3, dense. Sizes for a plan before anything is downloaded stand in SHAPES."""
+"""Presets for Qwen3, dense. SHAPES has the sizes, for a dry run without the model."""
 
 from configs import gsm8k
 from r3.config import (

@@ -1,4 +1,4 @@
-"""Presets for Qwen3-MoE. Sizes for a plan before anything is downloaded stand in SHAPES."""
+"""Presets for Qwen3-MoE. SHAPES has the sizes, for a dry run without the model."""
 
 from configs import gsm8k
 from r3.config import (
@@ -40,22 +40,22 @@ SHAPES = {
 def qwen3_moe_30b_a3b() -> Config:
     """Qwen3-30B-A3B on GSM8K: 8 GPUs of 141 GB, experts sharded over all of them."""
     return Config(
-        # Activations of 48 layers with 8 experts a token do not fit beside the optimizer: they are recomputed, with
-        # the routes replayed.
+        # Activations of 48 layers with 8 experts per token do not fit beside the optimizer. They
+        # are recomputed, with the routes replayed.
         model=ModelConfig(path="Qwen/Qwen3-30B-A3B", recompute="full"),
         data=gsm8k.DATA,
         rollout=RolloutConfig(prompts_per_step=128, group_size=16, max_response_tokens=4096),
-        # Weights of min(pi_old / mu, 2) correct what is left between the bf16 engine and the policy.
+        # Weights of min(pi_old / mu, 2) correct the mismatch that replay leaves.
         algo=AlgoConfig(correction="token_tis"),
-        # Two updates a step: the second is off-policy, which is where clipping and replay earn their keep.
-        # The head's logits (vocabulary 151936) set the size of a micro-batch: 11.6 GiB for 8192 tokens.
+        # Two updates per step: the second is off-policy, where clipping and replay matter most.
         train=TrainConfig(
             steps=200, lr=1e-6, warmup_updates=10, updates_per_step=2, micro_batch_tokens=8192
         ),
         parallel=ParallelConfig(ep=8),
-        # Weights are 57 GiB, so this leaves 30 GiB or so for the KV cache; the policy's weights stay beside it.
+        # Weights are 57 GiB, so about 30 GiB are left for the KV cache. The policy's weights stay
+        # in memory too.
         engine=EngineConfig(memory_fraction=0.7, max_num_seqs=256),
-        # A forward pass with live routes costs a fifth of an update: often enough to see what replay is worth.
+        # A forward pass with live routes costs a fifth of an update.
         replay=ReplayConfig(shadow_every=10),
         eval=gsm8k.EVAL,
         checkpoint=CheckpointConfig(every=50),

@@ -19,19 +19,20 @@ from r3.config import (
 
 def tiny() -> Config:
     """The demo: a 1 M parameter Qwen3-MoE learns to write its steps; two CPU ranks, a minute."""
-    # Its routers are not decided: in bfloat16 the engine often chooses other experts than the policy would.
-    # `launch/local.sh tiny --replay.mode off --log.dir runs/tiny-off` trains the same on live routes; `make compare`
-    # does both.
+    # Its routers are close to ties: in bfloat16 the engine often chooses other experts than the
+    # policy would. `launch/local.sh tiny --replay.mode off --log.dir runs/tiny-off` trains the same
+    # with live routes; `make compare` does both.
     return Config(
-        # bfloat16 in engine and policy, as in large runs. The output layer in float32: rounded logits would
-        # double the mismatch that is left with replay (k3 2.4e-5 instead of 4.5e-5 with tiny-moe).
+        # bfloat16 in engine and policy, as in large runs. The output layer is float32: rounded
+        # logits would double the mismatch with replay (k3 4.5e-5 instead of 2.4e-5 with tiny-moe).
         model=ModelConfig(path=str(assets.TINY_MOE_TIES), dtype="bfloat16", fp32_head=True),
         data=DataConfig(path=(str(assets.WORD_PROBLEMS_TRAIN),)),
-        # The longest worked answer has about 30 tokens.
+        # The longest response with steps has about 30 tokens.
         rollout=RolloutConfig(prompts_per_step=16, group_size=8, max_response_tokens=40),
-        # A large learning rate for RL: the model is small, and what 2e-4 shows in a minute takes 1e-6 hours.
+        # Large for RL: with 1e-6, common for large models, the curve would take hours.
         train=TrainConfig(steps=25, lr=2e-4, micro_batch_tokens=4096),
-        # Two ranks with half of the experts each, so that tokens really travel. `--parallel.ep 1` runs on one.
+        # Two ranks with half of the experts each, so that tokens cross ranks. `--parallel.ep 1`
+        # runs on one.
         parallel=ParallelConfig(ep=2),
         engine=EngineConfig(dtype="bfloat16", kv_cache_gib=0.0625, max_num_seqs=128),
         eval=EvalConfig(path=(str(assets.WORD_PROBLEMS_EVAL),), every=5),
@@ -44,7 +45,7 @@ def tiny_smoke() -> Config:
     base = tiny()
     return replace(
         base,
-        # float32 on both sides: the mismatch between engine and policy is then rounding alone, 1e-6.
+        # With float32 in engine and policy the mismatch is rounding alone, 1e-6.
         model=ModelConfig(path=str(assets.TINY_MOE), dtype="float32"),
         train=replace(base.train, steps=6, lr=5e-4),
         engine=replace(base.engine, dtype="float32"),
@@ -53,13 +54,14 @@ def tiny_smoke() -> Config:
 
 
 def tiny_tools() -> Config:
-    """A second embedded model learns to call a calculator; several turns, two CPU ranks, a minute."""
+    """A second embedded model learns to call a calculator: several turns, two CPU ranks."""
     base = tiny()
     return replace(
         base,
         model=ModelConfig(path=str(assets.TINY_MOE_TOOLS), dtype="float32"),
         engine=replace(base.engine, dtype="float32"),
-        # Four calls and the answer are the longest conversation of use: 84 tokens, 60 of them sampled or less.
+        # The longest useful conversation has four calls and the answer: 84 tokens, at most 60 of
+        # them sampled.
         env=EnvConfig(name="calculator", max_turns=6, max_turn_tokens=14),
         rollout=replace(base.rollout, max_response_tokens=112),
         train=replace(base.train, steps=15),

@@ -21,7 +21,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from configs import KNOWN_SHAPES, PRESETS
-from r3.cli import dry_run as plan
+from r3.cli import dry_run
 from r3.cli import help as helps
 from r3.cli.base import Base, base_of_run, find_base
 from r3.cli.checks import Report, examine
@@ -137,7 +137,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         assert report.shape is not None, (
             "a model that cannot be read is a problem, and only a need if its shape is known"
         )
-        described = plan.describe(config, report.shape, world_size)
+        described = dry_run.describe(config, report.shape, world_size)
         text = [title, _indented("settings", differences), described]
         text += [f"warning: {warning}" for warning in warnings]
         if needs:

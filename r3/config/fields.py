@@ -1,4 +1,4 @@
-"""The table of all settings, read from the annotations of `Config`, and values from text or YAML."""
+"""The table of all settings, read from the annotations of `Config`; values from text or YAML."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every setting of a run: frozen dataclasses. The text under a field is its `--help`.
 
 The annotation of a field holds its type, the rule its values obey, how to fix a value that breaks
-the rule, and whether a resumed run may change it (`r3/config/rules.py`). A new setting is one place:
-here. `python tools/make_docs.py` writes docs/configuration.md from it.
+the rule, and whether a resumed run may change it (`r3/config/rules.py`). A new setting is added in
+one place: here. `python tools/make_docs.py` writes docs/configuration.md from it.
 
 A `Config` is data; derived values are properties. Imports nothing heavy.
 """
@@ -344,7 +344,7 @@ class TrainConfig:
         AtLeast(1),
         MayChangeOnResume(
             unless=_micro_batch_bounds_prompts,
-            exception="unless it bounds prompts or conversations, which data.max_prompt_tokens avoids",
+            exception="unless it bounds prompts, which data.max_prompt_tokens avoids",
         ),
     ] = 16384
     """Packed tokens of one forward and backward pass per rank."""
@@ -602,7 +602,7 @@ class DebugConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a run. `torchrun --nproc_per_node N train.py PRESET --section.field value`."""
+    """All settings of a run: `torchrun --nproc_per_node N train.py BASE --section.field value`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -17,6 +17,9 @@ from typing import Any, Literal
 from r3.models.families import FAMILIES, LatentAttention, MoeNames
 from r3.models.hf_config import HfConfig, RopeScaling, ShapeError
 
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+"""Bytes per value of the data types that weights and arithmetic may have."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:

@@ -30,7 +30,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How a run begins: from a checkpoint or from nothing, and what a person should be told about it."""
+    """How a run begins: from a checkpoint or not, and what the console says about it."""
 
     found: Found | None = None
     said: tuple[str, ...] = ()
@@ -60,8 +60,8 @@ def find_latest(checkpoints: Path) -> Found | None:
         state = json.loads((folder / "r3.json").read_text())
     except (OSError, ValueError) as error:
         raise ResumeError(
-            f"{folder}: not a readable checkpoint ({error}). Fix: remove it to resume from an older "
-            "one, or start a new run with another --log.dir"
+            f"{folder}: not a readable checkpoint ({error}). Fix: remove it to resume from an "
+            "older one, or start a new run with another --log.dir"
         ) from error
     if state.get("step") != step:
         raise ResumeError(
@@ -109,8 +109,8 @@ def open_run(run_dir: RunDir, config: Config, *, writes: bool, overrides: str = 
             for path in left:
                 path.rename(aside / path.name)
             said.append(
-                f"{run_dir.path} has an unfinished run without a checkpoint: moved to {aside}, starting "
-                "a new run"
+                f"{run_dir.path} has an unfinished run without a checkpoint: moved to {aside}, "
+                "starting a new run"
             )
         _write_settings(run_dir, config, overrides)
     return Start(found=None, said=tuple(said), lock=lock)

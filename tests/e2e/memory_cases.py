@@ -10,7 +10,7 @@ import torch
 
 from configs.tiny import tiny_smoke
 from r3.algo import packing
-from r3.cli import dry_run as plan
+from r3.cli import memory_plan as plan
 from r3.engine import Engine
 from r3.models.shape import ModelShape
 from r3.policy import Policy

@@ -1,4 +1,4 @@
-"""The command line: help, dry runs, and one clear message with exit code 2 for whatever is wrong."""
+"""The command line: help, dry runs, own settings, and one message with exit code 2."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The message with which a command line is refused; nothing may be written, to disk or to stdout."""
+    """The message that refuses a command line; nothing may be written to disk or stdout."""
     before = sorted(Path.cwd().rglob("*"))
     with pytest.raises(SystemExit) as end:
         cli.parse(argv)
@@ -565,7 +565,7 @@ def test_a_dry_run_shows_changed_settings_and_warnings(capsys: pytest.CaptureFix
     text = printed(
         capsys, "tiny", "--dry-run", "--rollout.group_size", "4", "--train.min_lr", "1e-6"
     )
-    assert "group_size: 4" in text and "16 a step, 4 answers each: 64 rollouts" in text
+    assert "group_size: 4" in text and "16 per step, 4 samples each: 64 rollouts" in text
     assert "warning: train.min_lr = 1e-06 has no effect" in text
 
 

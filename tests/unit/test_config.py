@@ -1,4 +1,4 @@
-"""Settings: the tree, its YAML, what may change on resume, and every rule that refuses a config or a data set."""
+"""Settings: fields and YAML, what may change on resume, and every rule about configs and data."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from configs import KNOWN_SHAPES, PRESETS
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
-from r3.cli import checks as validate
-from r3.cli import dry_run as plan
+from r3.cli import checks
+from r3.cli import memory_plan as plan
 from r3.config import (
     SETTINGS,
     Config,
@@ -59,7 +59,7 @@ def changed(values: dict[str, Any], config: Config = TINY) -> Config:
 
 def found(values: dict[str, Any], world_size: int = 2) -> dict[str, str]:
     """Field -> message of what is wrong with `tiny` once some fields are changed."""
-    problems = validate.problems(changed(values), world_size)
+    problems = checks.problems(changed(values), world_size)
     return {problem.field: str(problem) for problem in problems}
 
 
@@ -276,7 +276,7 @@ def test_every_field_says_whether_it_may_change_on_resume() -> None:
     ("preset", "world_size"), [("tiny", 2), ("tiny", 4), ("tiny-smoke", 2), ("tiny-tools", 2)]
 )
 def test_embedded_presets_have_no_problem_and_no_warning(preset: str, world_size: int) -> None:
-    report = validate.examine(PRESETS[preset](), world_size)
+    report = checks.examine(PRESETS[preset](), world_size)
     assert (report.problems, report.warnings) == ((), ())
 
 
@@ -292,7 +292,7 @@ def test_choices_of_the_algorithm_are_those_there_is_code_for() -> None:
 
 def test_reinforce_pp_needs_no_groups() -> None:
     config = with_values(TINY, {"rollout.group_size": 1, "algo.advantage": "reinforce_pp"})
-    assert validate.problems(config, 2) == []
+    assert checks.problems(config, 2) == []
 
 
 def test_every_number_has_a_rule() -> None:
@@ -347,13 +347,13 @@ def test_every_help_text_is_a_sentence_or_several() -> None:
 @pytest.mark.parametrize(
     ("values", "field", "rule"),
     [
-        ({"rollout.group_size": 1}, "rollout.group_size", "advantage is 0"),
+        ({"rollout.group_size": 1}, "rollout.group_size", "needs at least 2"),
         ({"rollout.group_size": 1, "algo.advantage": "dr_grpo"}, "rollout.group_size", "dr_grpo"),
         ({"rollout.group_size": 0}, "rollout.group_size", "at least 1"),
         (
             {"rollout.prompts_per_step": 15},
             "rollout.prompts_per_step",
-            "multiple of the 2 ranks. Fix: 14 or 16",
+            "multiple of the 2 ranks. Fix: set it to 14 or 16",
         ),
         (
             {"train.updates_per_step": 3},
@@ -387,7 +387,7 @@ def test_every_help_text_is_a_sentence_or_several() -> None:
                 "rollout.max_staleness": 1,
             },
             "rollout.max_staleness",
-            "leaves out groups of this one by their rewards",
+            "leaves out groups of this step by their rewards",
         ),
         ({"algo.overlong_buffer": -1}, "algo.overlong_buffer", "at least 0"),
         (
@@ -423,7 +423,7 @@ def test_every_help_text_is_a_sentence_or_several() -> None:
         (
             {"data.max_prompt_tokens": 480},
             "data.max_prompt_tokens",
-            "context of 512. Fix: at most 472",
+            "context of 512. Fix: set it to at most 472",
         ),
         ({"rollout.max_response_tokens": 512}, "rollout.max_response_tokens", "context of 512"),
         ({"engine.max_model_len": 600}, "engine.max_model_len", "context of 512"),
@@ -475,21 +475,21 @@ def test_every_help_text_is_a_sentence_or_several() -> None:
         (HTTP | {"reward.model": ""}, "reward.model", "is empty"),
         (HTTP | {"reward.prompt_file": "missing.txt"}, "reward.prompt_file", "cannot be read"),
         (HTTP | {"reward.prompt_file": __file__ + "/.."}, "reward.prompt_file", "cannot be read"),
-        (HTTP | {"reward.pattern": "("}, "reward.pattern", "is no regular expression"),
+        (HTTP | {"reward.pattern": "("}, "reward.pattern", "is not a regular expression"),
         (HTTP | {"reward.pattern": "score"}, "reward.pattern", "must have one group"),
         (
             {"eval.function": "http", "reward.model": "m"},
             "reward.url",
             "must be the address of a server",
         ),
-        ({"reward.function": "model"}, "reward.model_path", "is no folder"),
-        ({"eval.samples": 4}, "eval.samples", "all the same"),
+        ({"reward.function": "model"}, "reward.model_path", "is not a folder"),
+        ({"eval.samples": 4}, "eval.samples", "are identical"),
         ({"eval.name": "a/b"}, "eval.name", "made of letters, digits"),
         ({"eval.path": "missing.jsonl"}, "eval.path", "no such file"),
         (
             {"eval.path": TWO_SETS},
             "eval.name",
-            "each of the 2 sets differently. Fix: --eval.name set1 set2",
+            "each of the 2 sets differently. Fix: add --eval.name set1 set2",
         ),
         (
             {"eval.path": TWO_SETS, "eval.name": ["a", "a"]},
@@ -500,7 +500,7 @@ def test_every_help_text_is_a_sentence_or_several() -> None:
         (
             {"eval.path": TWO_SETS, "eval.name": ["a", "b"], "eval.samples": [1, 1, 1]},
             "eval.samples",
-            "has 3 values for the 2 paths of eval.path. Fix: one a set, or one for all",
+            "has 3 values for the 2 paths of eval.path. Fix: give one per set, or one for all",
         ),
         ({"eval.max_prompts": []}, "eval.max_prompts", "has 0 values"),
         (
@@ -511,7 +511,7 @@ def test_every_help_text_is_a_sentence_or_several() -> None:
                 "eval.temperature": [1, 0],
             },
             "eval.samples",
-            "all the same",
+            "are identical",
         ),
         (
             {"eval.samples": 4, "eval.temperature": 1, "eval.pass_at": [1, 8]},
@@ -523,10 +523,14 @@ def test_every_help_text_is_a_sentence_or_several() -> None:
         ({"eval.temperature": [float("nan")]}, "eval.temperature", "finite"),
         ({"eval.max_tokens": 512}, "eval.max_tokens", "context of 512"),
         ({"eval.function": "gsm9k"}, "eval.function", "neither a built-in reward nor"),
-        ({"eval.env": "chess"}, "eval.env", "names no environment. Fix: one of single_turn"),
+        (
+            {"eval.env": "chess"},
+            "eval.env",
+            "there is no such environment. Fix: use one of single_turn",
+        ),
         ({"eval.env": "missing.py:Env"}, "eval.env", "cannot be read"),
         ({"eval.env": ["single_turn", "calculator"]}, "eval.env", "has 2 values for the 1 paths"),
-        ({"eval.function": "gym"}, "eval.function", "scores the tasks of reasoning-gym alone"),
+        ({"eval.function": "gym"}, "eval.function", "scores only tasks of reasoning-gym"),
         ({"reward.function": "gym", "eval.path": ""}, "reward.function", "and {train} is none"),
         ({"eval.path": "", "eval.only": True}, "eval.only", "nothing to evaluate"),
         ({"data.weights": [1.0, 2.0]}, "data.weights", "has 2 values for the 1 paths"),
@@ -557,8 +561,8 @@ def test_expert_parallelism_must_divide_the_experts() -> None:
     [
         ({"parallel.tp": 8}, "parallel.tp", "4 attention heads"),
         ({"parallel.tp": 4}, "parallel.tp", "2 key-value heads"),
-        ({"parallel.pp": 8}, "parallel.pp", "8 pieces of a model of 4 layers: each needs one"),
-        ({"parallel.pp": 2, "parallel.vpp": 3}, "parallel.vpp", "6 pieces of a model of 4 layers"),
+        ({"parallel.pp": 8}, "parallel.pp", "8 chunks of a model of 4 layers: each needs a layer"),
+        ({"parallel.pp": 2, "parallel.vpp": 3}, "parallel.vpp", "6 chunks of a model of 4 layers"),
         (
             {"parallel.vpp": 2},
             "parallel.vpp",
@@ -598,24 +602,25 @@ def test_sizes_must_divide_what_they_cut(values: dict[str, Any], field: str, rul
 @pytest.mark.parametrize(
     ("sizes", "rule"),
     [
-        ({"ffn_size": 3070, "moe_layers": ()}, "must divide the dense layers' width of 3070"),
-        ({"shared_ffn_size": 1022}, "must divide the shared experts' width of 1022"),
+        (
+            {"ffn_size": 3070, "moe_layers": ()},
+            "must divide the model's dense layers' width of 3070",
+        ),
+        ({"shared_ffn_size": 1022}, "must divide the model's shared experts' width of 1022"),
     ],
 )
 def test_tensor_parallelism_must_divide_the_widths(sizes: dict[str, Any], rule: str) -> None:
     config = with_values(TINY, {"model.path": "", "parallel.tp": 4, "parallel.etp": 1})
     shape = replace(ModelShape.read(TINY_MOE), num_heads=8, num_kv_heads=4)
-    said = [str(problem) for problem in validate.examine(config, 4, shape).problems]
+    said = [str(problem) for problem in checks.examine(config, 4, shape).problems]
     assert not any("width of" in problem for problem in said)
-    said = [
-        str(problem) for problem in validate.examine(config, 4, replace(shape, **sizes)).problems
-    ]
+    said = [str(problem) for problem in checks.examine(config, 4, replace(shape, **sizes)).problems]
     assert sum(rule in problem for problem in said) == 1
 
 
 def test_a_dense_model_has_no_experts_to_lay_out() -> None:
     config = with_values(TINY, {"model.path": "not/downloaded", "engine.kv_cache_gib": 0.0})
-    problems = validate.examine(config, 2, DENSE).problems
+    problems = checks.examine(config, 2, DENSE).problems
     assert "dense" in {problem.field: problem.rule for problem in problems}["parallel.ep"]
 
 
@@ -634,16 +639,16 @@ def test_sizes_that_vllm_cannot_run_on_cpu_are_refused(
 
     folder = family_checkpoint(tmp_path / "unfit", name)
     config = tiny_config(folder)
-    message = str(ConfigError(validate.cpu_engine_problems(config, ModelShape.read(folder))))
+    message = str(ConfigError(checks.cpu_engine_problems(config, ModelShape.read(folder))))
     assert all(rule in message for rule in rules) and "run on a GPU, or" in message
     if not has_gpu():
         with pytest.raises(ConfigError, match=rules[0].replace("+", ".")):
             read_task(config)
     fit = family_checkpoint(tmp_path / "fit", name, **engine_sizes(name))
-    assert validate.cpu_engine_problems(config, ModelShape.read(fit)) == []
+    assert checks.cpu_engine_problems(config, ModelShape.read(fit)) == []
     half = with_values(config, {"parallel.engine_tp": 4})  # 64 / 4 is no multiple of 32
     assert "on each of the 4 ranks" in str(
-        validate.cpu_engine_problems(half, ModelShape.read(fit))[0]
+        checks.cpu_engine_problems(half, ModelShape.read(fit))[0]
     )
 
 
@@ -709,7 +714,7 @@ def test_a_bad_row_is_named_by_file_line_and_field(
 def test_of_many_bad_rows_five_are_shown_and_all_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join([GOOD, *["oops"] * 12, *[GOOD] * 20]))
-    problems = validate.problems(changed({"data.path": str(path)}), 2)
+    problems = checks.problems(changed({"data.path": str(path)}), 2)
     assert [problem.value for problem in problems] == [
         *(f"{path}:{line}" for line in range(2, 7)),
         str(path),
@@ -881,7 +886,7 @@ def test_builtin_rewards_are_those_that_exist() -> None:
     from r3.rewards import REWARDS
     from r3.rewards.scorer import ENVIRONMENT
 
-    assert set(validate.BUILTIN_REWARDS) == {*REWARDS, *ENVIRONMENT, "math", "http", "model"}
+    assert set(checks.BUILTIN_REWARDS) == {*REWARDS, *ENVIRONMENT, "math", "http", "model"}
 
 
 # ---- checkpoints
@@ -947,7 +952,7 @@ def test_a_broken_checkpoint_is_refused(
     folder = tmp_path / "model"
     shutil.copytree(TINY_MOE, folder)
     spoil(folder)
-    problems = validate.problems(with_values(TINY, {"model.path": str(folder)}), 2)
+    problems = checks.problems(with_values(TINY, {"model.path": str(folder)}), 2)
     assert [problem.field for problem in problems] == ["model.path"]
     assert rule in str(problems[0])
 
@@ -1015,7 +1020,7 @@ def test_spellings_of_config_json() -> None:
         ),
         (
             {"replay.min_coverage": 0.9},
-            "replay.min_coverage = 0.9 has no effect: it is asked with replay.mode r3",
+            "replay.min_coverage = 0.9 has no effect: it needs replay.mode r3",
         ),
         (
             {"replay.mode": "r2", "replay.on_missing": "live"},
@@ -1035,12 +1040,12 @@ def test_spellings_of_config_json() -> None:
         ({"algo.kl_in": "reward"}, "algo.kl_in = 'reward' has no effect: algo.kl_coef is 0"),
         ({"algo.kl_coef": 0.1, "algo.kl_estimator": "k1"}, "no gradient on average"),
         ({"algo.kl_coef": 0.1, "algo.kl_in": "reward"}, "biased penalty"),
-        ({"algo.loss": "gspo", "algo.aggregation": "sequence"}, "never clip gspo"),
+        ({"algo.loss": "gspo", "algo.aggregation": "sequence"}, "never clip with gspo"),
         (
             {"algo.loss": "gspo", "algo.clip_low": 3e-4, "algo.clip_high": 4e-4},
-            "the paper has sequence",
+            "The paper uses sequence",
         ),
-        ({"algo.loss": "cispo", "algo.clip_low": 1.0}, "algo.clip_high = 0.28 is PPO's"),
+        ({"algo.loss": "cispo", "algo.clip_low": 1.0}, "algo.clip_high = 0.28 is a bound of PPO"),
         (
             {"algo.loss": "pg", "train.updates_per_step": 2},
             "all updates of a step but the first are biased",
@@ -1060,7 +1065,7 @@ def test_spellings_of_config_json() -> None:
         ({"rollout.max_staleness": 2}, "rollout.max_staleness = 2 has no effect"),
         (
             {"rollout.step_token_budget": 20, "rollout.max_staleness": 2},
-            "nothing weighs their tokens by pi_old / mu",
+            "no weight pi_old / mu corrects",
         ),
         ({"engine.memory_fraction": 0.3}, "engine.memory_fraction = 0.3 has no effect"),
         ({"eval.path": "", "eval.samples": 1}, "eval.every = 5 has no effect: eval.path is empty"),
@@ -1074,22 +1079,28 @@ def test_spellings_of_config_json() -> None:
 )
 def test_what_would_be_ignored_is_said(values: dict[str, Any], warning: str) -> None:
     config = changed(values)
-    assert validate.problems(config, 2) == []
-    warnings = validate.warnings(config, 2)
+    assert checks.problems(config, 2) == []
+    warnings = checks.warnings(config, 2)
     assert len(warnings) == 1 and warning in warnings[0]
+
+
+def test_settings_of_a_preset_without_effect_are_not_warned_of() -> None:
+    config = changed({"train.min_lr": 1e-5, "algo.minirl_cap": 3.0})
+    (warning,) = checks.examine(config, 2, given={"train.min_lr"}).warnings
+    assert warning.startswith("train.min_lr = 1e-05 has no effect")
 
 
 def test_replay_of_a_dense_model_is_a_warning() -> None:
     config = replace(PRESETS["qwen3-0.6b"](), replay=TINY.replay)
     assert any(
         "replay.mode = 'r3' has no effect" in text
-        for text in validate.examine(config, 1, DENSE).warnings
+        for text in checks.examine(config, 1, DENSE).warnings
     )
-    assert validate.examine(PRESETS["qwen3-0.6b"](), 1, DENSE).warnings == ()
+    assert checks.examine(PRESETS["qwen3-0.6b"](), 1, DENSE).warnings == ()
 
 
 def test_r2_with_one_update_is_nothing_to_warn_of() -> None:
-    assert validate.warnings(with_values(TINY, {"replay.mode": "r2"}), 2) == []
+    assert checks.warnings(with_values(TINY, {"replay.mode": "r2"}), 2) == []
 
 
 def test_flatten_names_every_field() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from configs import KNOWN_SHAPES, PRESETS
 from r3.assets import TINY_MOE
-from r3.cli import dry_run as plan
+from r3.cli import dry_run
+from r3.cli import memory_plan as plan
 from r3.config import Config, ParallelConfig, from_yaml, with_values
 from r3.models.shape import ModelShape
 
@@ -126,7 +127,7 @@ def test_kv_cache_demand_by_hand() -> None:
 
 
 def test_the_layout_follows_megatron_order() -> None:
-    text = plan.describe(TINY, TINY_SHAPE, 4)
+    text = dry_run.describe(TINY, TINY_SHAPE, 4)
     rows = [line.split() for line in text.split("ranks (4)\n")[1].split("\n\n")[0].splitlines()]
     columns = [rows[0].index(name) for name in ("rank", "dp", "ep", "tp", "experts")]
     assert [[row[i] for i in columns] for row in rows[1:]] == [
@@ -141,7 +142,7 @@ def test_the_layout_of_every_axis_follows_megatron_order() -> None:
     config = with_values(
         TINY, {"parallel.tp": 2, "parallel.pp": 2, "parallel.ep": 2, "parallel.engine_tp": 2}
     )
-    text = plan.describe(config, TINY_SHAPE, 8)
+    text = dry_run.describe(config, TINY_SHAPE, 8)
     rows = [line.split() for line in text.split("ranks (8)\n")[1].split("\n\n")[0].splitlines()]
     columns = [rows[0].index(name) for name in ("pp", "dp", "tp", "ep", "etp", "layers", "engine")]
     assert [[row[i] for i in columns] for row in rows[1:]] == [
@@ -165,10 +166,10 @@ def test_uneven_and_interleaved_stages_have_the_layers_they_are_given() -> None:
         range(3, 4),
         range(4, 5),
     )
-    with pytest.raises(ValueError, match="no 2 positive numbers that make 3 layers"):
+    with pytest.raises(ValueError, match="are not 2 positive numbers that add up to 3 layers"):
         ParallelConfig(pp=2, pp_layers=(2, 2)).pieces(3)
     config = with_values(TINY, {"parallel.pp": 2, "parallel.vpp": 2, "parallel.ep": 1})
-    text = plan.describe(config, TINY_SHAPE, 2)
+    text = dry_run.describe(config, TINY_SHAPE, 2)
     rows = [line.split() for line in text.split("ranks (2)\n")[1].split("\n\n")[0].splitlines()]
     assert [row[rows[0].index("layers")] for row in rows[1:]] == ["0..0,2..2", "1..1,3..3"]
 
@@ -187,20 +188,20 @@ def test_memory_is_that_of_the_fullest_stage() -> None:
 
 
 def test_a_long_layout_is_cut() -> None:
-    text = plan.describe(BIG, BIG_SHAPE, 64)
+    text = dry_run.describe(BIG, BIG_SHAPE, 64)
     assert "... and 48 more" in text
     assert "\n  15 " in text and "\n  16 " not in text
 
 
 def test_the_batch_plan() -> None:
-    text = plan.describe(BIG, BIG_SHAPE, 8)
-    assert "128 a step, 16 answers each: 2048 rollouts" in text
-    assert "256 on each engine, 256 in flight" in text
+    text = dry_run.describe(BIG, BIG_SHAPE, 8)
+    assert "128 per step, 16 samples each: 2048 rollouts" in text
+    assert "256 per engine, 256 in flight" in text
     assert "at most 512 prompt + 4096 response = 4608 tokens" in text
-    assert "2 a step of 1024 rollouts; 400 in 200 steps" in text
+    assert "2 per step of 1024 rollouts; 400 in 200 steps" in text
     # One sequence of 4608 tokens fits a micro-batch of 8192, so at worst each of a rank's 128 has its own.
     assert "at most 128 per update and rank" in text
-    assert f"384 bytes a token, at most {256 * 4608 * 384 / 2**20:,.1f} MiB" in text
+    assert f"384 bytes per token, at most {256 * 4608 * 384 / 2**20:,.1f} MiB" in text
 
 
 @pytest.mark.parametrize(
@@ -209,12 +210,12 @@ def test_the_batch_plan() -> None:
 def test_the_config_in_the_plan_can_be_read_back(
     config: Config, shape: ModelShape, world_size: int
 ) -> None:
-    text = plan.describe(config, shape, world_size)
+    text = dry_run.describe(config, shape, world_size)
     block = text.removeprefix("config\n").split("\n\nmodel\n")[0]
     assert from_yaml("\n".join(line[2:] for line in block.splitlines())) == config
 
 
 def test_a_dense_plan_has_neither_experts_nor_routes() -> None:
-    text = plan.describe(PRESETS["qwen3-0.6b"](), DENSE_SHAPE, 1)
+    text = dry_run.describe(PRESETS["qwen3-0.6b"](), DENSE_SHAPE, 1)
     assert "596.05 M parameters, 28 layers, dense" in text
     assert "routes " not in text

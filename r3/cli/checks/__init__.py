@@ -1,0 +1,91 @@
+"""Everything that is wrong with a config, at once and before any device is touched.
+
+One module per subject. Each reads the settings and, where it must, the checkpoint's config.json
+and file headers, the data files, or the source of a reward function. Nothing is changed. Rules for
+a single setting are at its field (r3/config/settings.py). Prompts are not tokenised here: prompts
+that are too long are found when the data set is built. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from r3.cli.checks.algorithm import check_algorithm
+from r3.cli.checks.batch import check_batch, check_lengths
+from r3.cli.checks.data import check_data, overlap
+from r3.cli.checks.device import allocator_problems, cpu_engine_problems
+from r3.cli.checks.environment import check_environment
+from r3.cli.checks.evaluation import check_evaluation
+from r3.cli.checks.findings import Findings
+from r3.cli.checks.ignored import ignored_settings
+from r3.cli.checks.layout import check_layout
+from r3.cli.checks.model import check_model
+from r3.cli.checks.rewards import BUILTIN_REWARDS, check_rewards
+from r3.config import SETTINGS, Config, Problem
+from r3.models.shape import ModelShape
+
+__all__ = [
+    "BUILTIN_REWARDS",
+    "Report",
+    "allocator_problems",
+    "cpu_engine_problems",
+    "examine",
+    "problems",
+    "warnings",
+]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Problems and warnings of a config. `shape` is None if the model cannot be read."""
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+    shape: ModelShape | None
+
+
+def problems(config: Config, world_size: int) -> list[Problem]:
+    """Everything that keeps this config from running on this many ranks."""
+    return list(examine(config, world_size).problems)
+
+
+def warnings(config: Config, world_size: int) -> list[str]:
+    """Settings without effect, and settings that work but are seldom meant."""
+    return list(examine(config, world_size).warnings)
+
+
+def examine(
+    config: Config,
+    world_size: int,
+    known_shape: ModelShape | None = None,
+    given: Collection[str] | None = None,
+) -> Report:
+    """Problems and warnings, with every file read once.
+
+    Args:
+        config: the settings.
+        world_size: number of ranks.
+        known_shape: shape to check against if `model.path` is not a folder, for a dry run of a
+            model that is not downloaded. The missing folder is a problem all the same.
+        given: settings that the user named, as opposed to those of a preset; None: all of them.
+            A preset's own settings without effect are not warned of.
+    """
+    found = Findings(config)
+    shape = check_model(config, found) or known_shape
+    for name, setting in SETTINGS.items():
+        if found.sound(name) and (problem := setting.problem(found.values[name])):
+            found.problems.append(problem)
+    check_batch(config, found, world_size)
+    check_algorithm(config, found)
+    check_layout(config, found, shape, world_size)
+    check_lengths(config, found, shape)
+    check_environment(config, found)
+    check_rewards(config, found, world_size)
+    sets = check_evaluation(config, found, shape)
+    training, heldout = check_data(config, found, sets)
+    if config.log.dir and Path(config.log.dir).exists() and not Path(config.log.dir).is_dir():
+        found.add("log.dir", "is not a folder", "name a new folder, or that of an earlier run")
+    notes = ignored_settings(config, shape, given) + overlap(training, heldout)
+    return Report(tuple(found.problems), tuple(notes), shape)

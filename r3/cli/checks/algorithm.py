@@ -1,0 +1,79 @@
+"""Combinations of algorithm settings that are wrong, and those that are seldom meant."""
+
+from __future__ import annotations
+
+from r3.cli.checks.findings import Findings
+from r3.config import Config
+
+
+def check_algorithm(config: Config, found: Findings) -> None:
+    """Refuse to correct the mismatch twice, and one algorithm under the name of another."""
+    algo = config.algo
+    if algo.loss == "minirl" and algo.correction != "none":
+        rule = "corrects the mismatch twice: the weight of minirl is pi / mu already"
+        found.add("algo.correction", rule, "set it to none; algo.minirl_cap bounds that weight")
+    if algo.loss == "pg" and algo.correction == "bypass":
+        rule = "changes the ratio of a loss, and pg has none"
+        found.add("algo.correction", rule, "set it to none, or use a loss with a ratio")
+    if algo.loss == "cispo" and found.sound("algo.clip_low") and algo.clip_low < 1:
+        rule = "is a lower bound of PPO: cispo bounds its weight from above only"
+        fix = "use --algo.clip_low 1 and choose --algo.clip_high; 3 to 5 are common"
+        found.add("algo.clip_low", rule, fix)
+    if algo.dynamic_sampling > 0 and algo.advantage == "reinforce_pp":
+        rule = (
+            "leaves out groups with equal rewards, and reinforce_pp learns from those too: it has "
+            "no groups"
+        )
+        found.add("algo.dynamic_sampling", rule, "set it to 0, or use another algo.advantage")
+    if (
+        algo.dynamic_sampling > 0
+        and config.rollout.step_token_budget
+        and config.rollout.max_staleness > 0
+    ):
+        rule = (
+            "keeps groups for later steps, and algo.dynamic_sampling leaves out groups of this "
+            "step by their rewards"
+        )
+        fix = "set it to 0, which drops suspended conversations, or disable algo.dynamic_sampling"
+        found.add("rollout.max_staleness", rule, fix)
+    length = config.rollout.max_response_tokens
+    if (
+        found.sound("algo.overlong_buffer", "rollout.max_response_tokens")
+        and algo.overlong_buffer > length
+    ):
+        rule = f"exceeds rollout.max_response_tokens = {length}"
+        found.add("algo.overlong_buffer", rule, "DAPO uses a fifth of it; 0 disables the penalty")
+
+
+def algorithm_notes(config: Config) -> list[str]:
+    """Settings that work and are seldom meant."""
+    algo, notes = config.algo, []
+    if algo.loss == "gspo" and max(algo.clip_low, algo.clip_high) > 0.05:
+        notes.append(
+            f"algo.clip_low = {algo.clip_low} and clip_high = {algo.clip_high} never clip with "
+            "gspo: ratios of whole responses stay near 1. The paper uses 3e-4 and 4e-4"
+        )
+    if algo.loss == "gspo" and algo.aggregation != "sequence":
+        notes.append(
+            f"algo.aggregation = {algo.aggregation!r} weights the responses of gspo by length. The "
+            "paper uses sequence"
+        )
+    if algo.loss == "cispo" and algo.clip_high < 1:
+        notes.append(
+            f"algo.clip_high = {algo.clip_high} is a bound of PPO: it would bound the weights of "
+            f"cispo at {1 + algo.clip_high}. 3 to 5 are common"
+        )
+    if algo.loss == "pg" and config.train.updates_per_step > 1:
+        notes.append(
+            "algo.loss = 'pg' has no ratio: all updates of a step but the first are biased"
+        )
+    if algo.kl_coef and algo.kl_in == "loss" and algo.kl_estimator == "k1":
+        notes.append(
+            "algo.kl_estimator = 'k1' in the loss has no gradient on average: use k2 or k3"
+        )
+    if algo.kl_coef and algo.kl_in == "reward" and algo.kl_estimator != "k1":
+        notes.append(
+            f"algo.kl_estimator = {algo.kl_estimator!r} in the reward is a biased penalty: k1 is "
+            "the unbiased one"
+        )
+    return notes

@@ -1,0 +1,110 @@
+"""Rows of the training data and of the held-out sets.
+
+Sources that must be downloaded or generated are read when the run starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from r3.cli.checks.findings import Findings
+from r3.config import Config, EvalSet
+from r3.data.sources import Columns, Row, columns_of, is_folder, is_near, read_rows
+
+_SOURCES = "give a JSONL or .parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gym:TASK"
+_SHOWN_ROWS = 5  # of a data file with bad rows; the others are counted
+
+
+def check_data(
+    config: Config, found: Findings, sets: Sequence[EvalSet]
+) -> tuple[list[Row], list[Row]]:
+    """Check all rows that can be read at once.
+
+    Returns:
+        Rows of training and rows of the held-out sets.
+    """
+    data, columns = config.data, columns_of(config)
+    training = () if config.eval.only else data.path
+    if not data.path and not config.eval.only:
+        found.add("data.path", "is empty", _SOURCES, value="")
+    if data.weights and len(data.weights) != len(data.path):
+        rule = f"has {len(data.weights)} values for the {len(data.path)} paths of data.path"
+        fix = "give one per path, or none: rows of all paths then form one pool"
+        found.add("data.weights", rule, fix)
+    train = [
+        row
+        for path in dict.fromkeys(training)
+        for row in _check_rows(path, columns, found, "data.path")
+    ]
+    # Sets may differ in sampling alone: a path is read once for each way of scoring it.
+    held_out = dict.fromkeys((each.path, columns_of(config, each)) for each in sets)
+    if not sets:  # their lists do not fit together; problems of the files are reported all the same
+        held_out = dict.fromkeys((path, columns) for path in config.eval.path)
+    heldout = [row for path, how in held_out for row in _check_rows(path, how, found, "eval.path")]
+    if (
+        training
+        and found.sound("data.path", "rollout.prompts_per_step")
+        and all(map(is_near, training))
+        and len(train) < config.rollout.prompts_per_step
+    ):
+        rule = (
+            f"has {len(train)} rows, and a step takes {config.rollout.prompts_per_step} different "
+            "prompts"
+        )
+        found.add("data.path", rule, "give more rows, or lower rollout.prompts_per_step")
+    _check_gym(config, found, training, sets)
+    return train, heldout
+
+
+def _check_gym(
+    config: Config, found: Findings, training: Sequence[str], sets: Sequence[EvalSet]
+) -> None:
+    """The reward gym scores tasks of reasoning-gym and nothing else."""
+    functions = config.reward.function
+    scored = [("reward.function", functions, training)]
+    scored += [
+        ("eval.function", (each.function,) if each.function else functions, (each.path,))
+        for each in sets
+    ]
+    for name, used, paths in scored:
+        others = [path for path in paths if not path.startswith("gym:")]
+        if "gym" in used and others:
+            rule = f"gym scores only tasks of reasoning-gym, and {others[0]} is none"
+            fix = "use another function, or paths such as gym:chain_sum"
+            found.add(name, rule, fix, value="gym")
+
+
+def _check_rows(path: str, columns: Columns, found: Findings, name: str) -> list[Row]:
+    if not is_near(path):
+        return []
+    if not Path(path).exists() and not is_folder(path):
+        found.add(name, "there is no such file", _SOURCES, value=path)
+        return []
+    rows, bad = read_rows(path, columns)
+    for problem in bad[:_SHOWN_ROWS]:
+        found.add(name, problem.rule, problem.fix, value=problem.where)
+    if len(bad) > _SHOWN_ROWS:
+        rest = f"{len(bad) - _SHOWN_ROWS} more faults, {len(bad)} in all"
+        found.add(name, rest, "correct these rows as well", value=path)
+    if not rows and not bad:
+        fix = "give a file with rows; for eval.path, '' disables evaluation"
+        found.add(name, "has no rows", fix, value=path)
+    return rows
+
+
+def overlap(train: list[Row], heldout: list[Row]) -> list[str]:
+    """A warning if held-out questions are trained on."""
+    row_of = {json.dumps(row.messages, default=str): row for row in train}
+    shared = [
+        (row, row_of[text])
+        for row in heldout
+        if (text := json.dumps(row.messages, default=str)) in row_of
+    ]
+    if not shared:
+        return []
+    here, there = shared[0]
+    count = f"{len(shared)} of {len(heldout)} questions of eval.path are trained on as well"
+    same = f"{here.source}:{here.number} is {there.source}:{there.number}"
+    return [f"{count}, so the evaluation is too optimistic: {same}"]

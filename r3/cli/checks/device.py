@@ -1,0 +1,60 @@
+"""What the device cannot run. `examine` does not know the device; callers that do ask here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from r3.config import Config, Problem
+from r3.models.shape import ModelShape
+
+_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.30's attention on CPU
+
+
+def cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    """Sizes of a model that vLLM 0.30's CPU kernels cannot run or take new weights into."""
+    sizes: list[tuple[str, int, bool, str]] = []
+    if shape.latent:
+        cached = shape.latent.kv_rank + shape.latent.rope_size
+        sizes.append(("kv_lora_rank + qk_rope_head_dim", cached, cached == 576, "is 512 + 64"))
+    else:
+        known = ", ".join(map(str, _CPU_HEADS))
+        sizes.append(
+            ("head_dim", shape.head_dim, shape.head_dim in _CPU_HEADS, f"is one of {known}")
+        )
+    if shape.moe_layers:
+        width, tp = shape.moe_ffn_size, config.parallel.engine_tp
+        per_rank = f" on each of the {tp} ranks of an engine" if tp > 1 else ""
+        rule = f"is a multiple of 32{per_rank}"
+        sizes.append(("the experts' width", width, width % (32 * tp) == 0, rule))
+        sizes.append(
+            ("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "is a multiple of 32")
+        )
+    return [
+        Problem(
+            "model.path",
+            config.model.path,
+            f"{name} is {size}, and the engine runs on CPU only if it {rule}",
+            "run on a GPU, or use a model of such a size",
+        )
+        for name, size, fits, rule in sizes
+        if not fits
+    ]
+
+
+def allocator_problems(environment: Mapping[str, str]) -> list[Problem]:
+    """Settings of torch's CUDA allocator under which ranks cannot share weights.
+
+    Memory of expandable segments has no IPC handle. vLLM's sleep mode refuses them too, but reads
+    the first of these variables only.
+    """
+    return [
+        Problem(
+            name,
+            environment[name],
+            "ranks share weights as memory handles, which expandable segments do not have",
+            f"leave expandable_segments out of {name}",
+        )
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        if re.search(r"expandable_segments\s*:\s*true", environment.get(name, ""), re.IGNORECASE)
+    ]

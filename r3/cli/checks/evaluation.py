@@ -1,0 +1,69 @@
+"""Held-out sets: lists that fit together, and settings under which evaluation means something."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import get_args
+
+from r3.cli.checks.environment import check_environment_file
+from r3.cli.checks.findings import Findings
+from r3.cli.checks.rewards import check_environment_rewards, check_reward_function
+from r3.config import SETTINGS, Config, EvalSet
+from r3.models.shape import ModelShape
+
+
+def check_evaluation(
+    config: Config, found: Findings, shape: ModelShape | None
+) -> tuple[EvalSet, ...]:
+    """Check `eval`; return the held-out sets, or none if their lists do not fit together."""
+    settings = config.eval
+    count = len(settings.path)
+    if not count:
+        if settings.only:
+            rule = "eval.path is empty, so there is nothing to evaluate"
+            found.add("eval.only", rule, "give --eval.path")
+        return ()
+    _check_lists(found, count)
+    if found.sound("eval.name") and len(set(settings.name)) != count:
+        rule = f"must name each of the {count} sets differently"
+        example = " ".join(f"set{i + 1}" for i in range(count))
+        found.add("eval.name", rule, f"add --eval.name {example}")
+    if not found.sound(*(f"eval.{entry.name}" for entry in fields(EvalSet))):
+        return ()
+    if any(each.samples > 1 and each.temperature == 0 for each in settings.sets):
+        rule = "several samples at eval.temperature 0 are identical"
+        found.add("eval.samples", rule, "set it to 1, or use --eval.temperature 1.0")
+    most = max(each.samples for each in settings.sets)
+    if found.sound("eval.pass_at") and (beyond := [k for k in settings.pass_at if k > most]):
+        rule = f"pass@{beyond[0]} needs as many samples, and eval.samples is {most}"
+        found.add("eval.pass_at", rule, f"use at most {most}")
+    longest = max(each.max_tokens for each in settings.sets)
+    if shape and longest >= shape.max_position_embeddings:
+        rule = f"does not fit the model's context of {shape.max_position_embeddings} tokens"
+        found.add("eval.max_tokens", rule, "set it lower, with room for the questions")
+    for env in filter(None, dict.fromkeys(settings.env)):
+        if ":" in env:
+            check_environment_file(env, "eval.env", found)
+        elif env not in (names := get_args(SETTINGS["env.name"].kind)):
+            fix = f"use one of {', '.join(names)}, or path/to/my_env.py:MyEnv"
+            found.add("eval.env", "there is no such environment", fix, value=env)
+    if not found.sound("eval.env"):
+        return ()
+    for function in filter(None, dict.fromkeys(settings.function)):
+        check_reward_function(function, found, "eval.function")
+    for each in settings.sets:
+        if each.function or each.env:
+            functions = (each.function,) if each.function else config.reward.function
+            env = each.environment(config.env)
+            check_environment_rewards(functions, env, found, "eval.function")
+    return settings.sets
+
+
+def _check_lists(found: Findings, count: int) -> None:
+    """Every list has one value per set, or one for all sets."""
+    for entry in fields(EvalSet):
+        values = found.values[f"eval.{entry.name}"]
+        may_be = {1, count} | ({0} if entry.name in ("env", "function") else set())
+        if len(values) not in may_be:
+            rule = f"has {len(values)} values for the {count} paths of eval.path"
+            found.add(f"eval.{entry.name}", rule, "give one per set, or one for all sets")

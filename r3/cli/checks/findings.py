@@ -1,0 +1,25 @@
+"""Problems collected so far."""
+
+from __future__ import annotations
+
+from r3.config import Config, Problem, flatten
+
+
+class Findings:
+    """Problems so far, and the settings they are about.
+
+    A rule that combines several settings first asks whether each is `sound` by itself.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.values = flatten(config)
+        self.problems: list[Problem] = []
+
+    def add(self, name: str, rule: str, fix: str, value: object = None) -> None:
+        """Add a problem with a setting, or with `value`, a part of it."""
+        shown = self.values[name] if value is None else value
+        self.problems.append(Problem(name, shown, rule, fix))
+
+    def sound(self, *names: str) -> bool:
+        """Whether none of these settings has a problem yet."""
+        return not any(problem.field in names for problem in self.problems)

@@ -1,0 +1,184 @@
+"""Settings that have no effect under the others, and results that mean less than they seem to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from r3.cli.checks.algorithm import algorithm_notes
+from r3.config import Config, flatten
+from r3.models.shape import ModelShape
+
+_QUICK_REWARDS = {"gsm8k", "exact", "gym", "row", "env", "none"}
+# Settings that one kind of reward function alone uses.
+_HTTP = (
+    "reward.url",
+    "reward.model",
+    "reward.api_key_env",
+    "reward.prompt_file",
+    "reward.pattern",
+    "reward.max_tokens",
+    "reward.max_connections",
+    "reward.backoff_s",
+)
+_REWARD_MODEL = (
+    "reward.model_path",
+    "reward.model_dtype",
+    "reward.model_ranks",
+    "reward.model_batch",
+    "reward.model_wait_s",
+    "reward.model_tokens",
+)
+# Settings that need an environment of several turns, or one of the user's.
+_ENVIRONMENT = (
+    "env.max_turns",
+    "env.max_turn_tokens",
+    "env.workers",
+    "env.timeout_s",
+    "env.retries",
+    "env.on_error",
+    "env.unfinished_reward",
+)
+# Called with a reason and the settings that have no effect for it.
+_Ignored = Callable[..., None]
+
+
+def ignored_settings(
+    config: Config, shape: ModelShape | None, given: Collection[str] | None
+) -> list[str]:
+    """Warnings, each once.
+
+    Args:
+        config: the settings.
+        shape: the model's; None if it cannot be read.
+        given: settings that the user named; None: all. A preset's own settings are not warned of.
+    """
+    values, defaults = flatten(config), flatten(Config())
+    notes: list[str] = []
+
+    def ignored(because: str, *names: str) -> None:
+        notes.extend(
+            f"{name} = {values[name]!r} has no effect: {because}"
+            for name in names
+            if values[name] != defaults[name] and (given is None or name in given)
+        )
+
+    _model(config, shape, notes, ignored)
+    _environment_and_rewards(config, notes, ignored)
+    _replay(config, ignored)
+    _algorithm(config, ignored)
+    notes += algorithm_notes(config)
+    _training(config, notes, ignored)
+    if not config.eval.path:
+        names = [name for name in values if name.startswith("eval.")]
+        ignored("eval.path is empty, so nothing is evaluated", *names)
+    _sampling(config, notes, ignored)
+    return list(dict.fromkeys(notes))
+
+
+def _model(config: Config, shape: ModelShape | None, notes: list[str], ignored: _Ignored) -> None:
+    model, engine = config.model, config.engine
+    if shape and not shape.moe_layers:
+        if config.replay.mode != "off":
+            notes.append(
+                f"replay.mode = {config.replay.mode!r} has no effect: the model is dense, without "
+                "routers"
+            )
+        ignored("the model is dense", "model.experts", "model.router_logits")
+        if model.recompute == "moe":
+            notes.append(
+                "model.recompute = 'moe' has no effect: the model is dense. Use full to recompute "
+                "every layer"
+            )
+    if engine.dtype == "float32":
+        ignored("the engine's router logits are float32", "model.router_logits")
+    if model.dtype == engine.dtype == "float32":
+        ignored("policy and engine are float32 throughout", "model.fp32_head")
+    if model.dtype == "float32" and engine.dtype == "bfloat16":
+        notes.append(
+            "model.dtype is float32 and engine.dtype bfloat16: the engine rounds every weight. "
+            "This dominates the mismatch, and replay cannot remove it. Use one dtype for both"
+        )
+    if engine.kv_cache_gib:
+        ignored("engine.kv_cache_gib sets the size", "engine.memory_fraction")
+
+
+def _environment_and_rewards(config: Config, notes: list[str], ignored: _Ignored) -> None:
+    env, reward = config.env, config.reward
+    if env.name == "single_turn" and not env.path and not any(config.eval.env):
+        ignored("env.name is single_turn", *_ENVIRONMENT)
+    elif not any(":" in spec for spec in (env.path, *config.eval.env)) and not env.workers:
+        ignored("the environment is a built-in one, which runs at once", "env.timeout_s")
+    used = {*reward.function, *filter(None, config.eval.function)}
+    for kind, names in (("http", _HTTP), ("model", _REWARD_MODEL)):
+        if kind not in used:
+            ignored(f"no reward function is {kind}", *names)
+    if used <= _QUICK_REWARDS:
+        because = "built-in functions run at once"
+        ignored(because, "reward.timeout_s", "reward.workers", "reward.retries")
+    if len(reward.function) > 1 and any(not each.function for each in config.eval.sets):
+        notes.append(
+            "eval.function is not set: evaluation uses the weighted sum of reward.function, and a "
+            "response is right if the sum is at least 1"
+        )
+
+
+def _replay(config: Config, ignored: _Ignored) -> None:
+    replay = config.replay
+    if replay.mode == "off":
+        ignored(
+            "replay.mode is off", "replay.on_missing", "replay.reference", "replay.plausibility"
+        )
+    if replay.mode == "r2":
+        ignored("replay.mode r2 captures no routes in the engine", "replay.on_missing")
+    if replay.mode != "r3" or replay.on_missing == "error":
+        because = "it needs replay.mode r3 and replay.on_missing live"
+        ignored(because, "replay.min_coverage")
+    if replay.mode != "r3":
+        ignored(f"replay.mode is {replay.mode}", "replay.shadow_every")
+
+
+def _algorithm(config: Config, ignored: _Ignored) -> None:
+    algo = config.algo
+    if algo.kl_coef == 0:
+        ignored("algo.kl_coef is 0", "algo.kl_estimator", "algo.kl_in", "replay.reference")
+    if algo.loss == "pg":
+        ignored("algo.loss is pg, which has no ratio", "algo.clip_low", "algo.clip_high")
+    if algo.loss != "ppo_clip":
+        ignored(f"algo.loss is {algo.loss}; only ppo_clip has this bound", "algo.clip_dual")
+    if algo.loss != "minirl":
+        ignored(f"algo.loss is {algo.loss}", "algo.minirl_cap")
+    if algo.correction in ("none", "bypass", "token_tis", "sequence_tis"):
+        ignored(f"algo.correction {algo.correction} has no lower bound", "algo.correction_low")
+    if algo.correction in ("none", "bypass"):
+        ignored(f"algo.correction is {algo.correction}", "algo.correction_high")
+    if algo.overlong_buffer == 0:
+        ignored("algo.overlong_buffer is 0", "algo.overlong_penalty")
+
+
+def _training(config: Config, notes: list[str], ignored: _Ignored) -> None:
+    train = config.train
+    if train.lr_schedule == "constant":
+        ignored("train.lr_schedule is constant", "train.min_lr")
+    updates = train.steps * train.updates_per_step
+    if train.warmup_updates >= updates:
+        notes.append(
+            f"train.lr is never reached: train.warmup_updates = {train.warmup_updates} of "
+            f"{updates} updates"
+        )
+
+
+def _sampling(config: Config, notes: list[str], ignored: _Ignored) -> None:
+    rollout, algo = config.rollout, config.algo
+    if not rollout.step_token_budget:
+        ignored("rollout.step_token_budget is 0", "rollout.max_staleness")
+    elif rollout.max_staleness and algo.correction == "none" and algo.loss != "minirl":
+        notes.append(
+            "rollout.max_staleness lets older policies sample, and no weight pi_old / mu corrects "
+            "their tokens: use --algo.correction token_tis, another correction, or --algo.loss "
+            "minirl"
+        )
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        notes.append(
+            "rollout.top_p and top_k restrict the engine's distribution but not the policy's: "
+            "mismatch metrics and importance weights include that difference"
+        )

@@ -1,0 +1,106 @@
+"""Parallel sizes must divide the ranks and the parts of the model that they shard.
+
+r3/runtime/mesh.py has the order of ranks.
+"""
+
+from __future__ import annotations
+
+from r3.cli.checks.findings import Findings
+from r3.config import Config
+from r3.models.shape import ModelShape
+
+
+def check_layout(
+    config: Config, found: Findings, shape: ModelShape | None, world_size: int
+) -> None:
+    """Check the sizes of `parallel` against the ranks and, if its shape is known, the model."""
+    parallel = config.parallel
+    sizes = {
+        name: found.values[f"parallel.{name}"] for name in ("tp", "pp", "cp", "ep", "engine_tp")
+    }
+    if not all(found.sound(f"parallel.{name}") for name in (*sizes, "etp", "vpp")):
+        return
+    tp, pp, cp, ep, engine_tp = sizes.values()
+    etp = parallel.etp or tp
+
+    def too_few(name: str, product: int, factors: str) -> None:
+        rule = f"must divide the number of ranks, which is {world_size}"
+        found.add(
+            f"parallel.{name}",
+            rule if product == sizes[name] else f"{factors} = {product} {rule}",
+            f"start a multiple of {product} ranks (torchrun --nproc_per_node {product}), or add "
+            f"--parallel.{name} 1",
+        )
+
+    if world_size % (tp * pp * cp):
+        name = next(name for name in ("tp", "pp", "cp") if sizes[name] > 1)
+        too_few(name, tp * pp * cp, "tp * pp * cp")
+    elif ep > 1 and world_size % (etp * ep * pp):
+        too_few("ep", etp * ep * pp, "etp * ep * pp")
+    if world_size % engine_tp:
+        too_few("engine_tp", engine_tp, "engine_tp")
+    multiple = tp * cp * (2 if cp > 1 else 1)
+    tokens = config.train.micro_batch_tokens
+    if tp * cp > 1 and tokens % multiple:
+        rule = f"must be a multiple of {multiple}: tp and cp shard it into equal parts"
+        fix = f"set it to {tokens // multiple * multiple or multiple}"
+        found.add("train.micro_batch_tokens", rule, fix)
+    if pp == 1 and parallel.vpp > 1:
+        rule = "interleaves the stages of a pipeline, and parallel.pp is 1"
+        found.add("parallel.vpp", rule, "set it to 1, or parallel.pp to 2 or more")
+    if shape is not None:
+        _check_shape(config, found, shape)
+
+
+def _check_shape(config: Config, found: Findings, shape: ModelShape) -> None:
+    """Every size must divide the part of the model that it shards."""
+    parallel = config.parallel
+    etp = parallel.etp or parallel.tp
+
+    def divides(name: str, size: int, whole: int, what: str) -> None:
+        if found.sound(f"parallel.{name}") and whole % size:
+            fits = [str(n) for n in range(1, min(whole, 1024) + 1) if whole % n == 0]
+            fix = f"use one of {', '.join(fits)}"
+            found.add(f"parallel.{name}", f"must divide the model's {what}", fix)
+
+    tp = parallel.tp
+    divides("tp", tp, shape.num_heads, f"{shape.num_heads} attention heads")
+    divides("tp", tp, shape.num_kv_heads, f"{shape.num_kv_heads} key-value heads")
+    divides("engine_tp", parallel.engine_tp, shape.num_heads, f"{shape.num_heads} attention heads")
+    if len(shape.moe_layers) < shape.num_layers:
+        divides("tp", tp, shape.ffn_size, f"dense layers' width of {shape.ffn_size}")
+    if shape.shared_ffn_size:
+        width = shape.shared_ffn_size
+        divides("tp", tp, width, f"shared experts' width of {width}")
+    _check_pipeline(config, found, shape)
+    if not shape.moe_layers:
+        for name in ("ep", "etp"):
+            if found.values[f"parallel.{name}"] > 1:
+                rule = "the model is dense: it has no experts to shard"
+                found.add(f"parallel.{name}", rule, "leave it out")
+        return
+    divides("ep", parallel.ep, shape.num_experts, f"{shape.num_experts} experts")
+    divides("etp", etp, shape.moe_ffn_size, f"expert width of {shape.moe_ffn_size}")
+    if config.model.experts == "sequential" and parallel.ep == 1 and etp != tp:
+        rule = (
+            "differs from tp while ep is 1: Megatron's sequential experts would never reduce their "
+            "gradients"
+        )
+        found.add("parallel.etp", rule, "use --model.experts grouped, or leave etp out")
+
+
+def _check_pipeline(config: Config, found: Findings, shape: ModelShape) -> None:
+    """Every chunk of a pipeline has a layer, and together they have all layers."""
+    parallel, layers = config.parallel, shape.num_layers
+    count = parallel.pp * parallel.vpp
+    given = parallel.pp_layers
+    if given and (len(given) != count or sum(given) != layers or min(given) < 1):
+        rule = (
+            f"must be {count} positive numbers (pp * vpp) that add up to the model's {layers} "
+            "layers"
+        )
+        found.add("parallel.pp_layers", rule, "leave it out for chunks of equal size")
+    elif not given and count > layers:
+        name = "parallel.vpp" if parallel.vpp > 1 else "parallel.pp"
+        rule = f"pp * vpp = {count} chunks of a model of {layers} layers: each needs a layer"
+        found.add(name, rule, f"use at most {layers} chunks")

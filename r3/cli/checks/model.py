@@ -1,0 +1,74 @@
+"""The checkpoint: config.json, tokenizer, and weights that belong together."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from r3.cli.checks.findings import Findings
+from r3.config import Config
+from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
+
+_SHOWN_TENSORS = 5  # of a checkpoint that does not fit
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_GIVE_FOLDER = "give the folder of a Hugging Face checkpoint"
+
+
+def check_model(config: Config, found: Findings) -> ModelShape | None:
+    """Check `model.path`; return the shape of the model, or None if it cannot be read."""
+    path = config.model.path
+    folder = Path(path)
+    if not path:
+        found.add("model.path", "is empty", _GIVE_FOLDER)
+        return None
+    if not folder.is_dir():
+        fix = _GIVE_FOLDER
+        if _HUB_ID.fullmatch(path) and not folder.parent.exists():
+            local = f"models/{folder.name}"
+            fix = f"run `hf download {path} --local-dir {local}`, then use --model.path {local}"
+        found.add("model.path", "there is no such folder", fix)
+        return None
+    if not (folder / "tokenizer.json").is_file():
+        fix = "save the model's fast tokenizer beside its weights"
+        found.add("model.path", "the folder has no tokenizer.json", fix)
+    if not has_chat_template(folder):
+        fix = (
+            "write chat_template.jinja into the folder; an instruction-tuned model of the same "
+            "family has one"
+        )
+        found.add("model.path", "the tokenizer has no chat template", fix)
+    try:
+        shape = ModelShape.read(folder)
+    except OSError:
+        found.add("model.path", "the folder has no config.json", _GIVE_FOLDER)
+        return None
+    except ShapeError as error:
+        fix = "use a checkpoint of a supported architecture, as its authors published it"
+        found.add("model.path", str(error), fix)
+        return None
+    try:
+        tensors = checkpoint_tensors(folder)
+    except ShapeError as error:
+        found.add("model.path", str(error), "download or export the checkpoint again")
+        return shape
+    if faults := shape.faults(tensors):
+        shown = "; ".join(faults[:_SHOWN_TENSORS])
+        more = f"; and {len(faults) - _SHOWN_TENSORS} more" if len(faults) > _SHOWN_TENSORS else ""
+        found.add(
+            "model.path",
+            f"its tensors differ from what config.json implies: {shown}{more}",
+            "weights and config.json must belong together: download or export them again",
+        )
+    return shape
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer of a folder has a chat template, in its own file or in its config."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))

@@ -1,0 +1,148 @@
+"""Reward functions, and the servers and models that they need."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from r3.cli.checks.findings import Findings
+from r3.cli.checks.model import has_chat_template
+from r3.cli.checks.sources import parse_file
+from r3.config import Config, EnvConfig, RewardConfig
+from r3.models.shape import ShapeError, checkpoint_tensors
+
+BUILTIN_REWARDS = ("gsm8k", "exact", "gym", "row", "math", "http", "model", "env", "none")
+"""Those of r3.rewards, which imports too much to be asked here, and those with a class."""
+_UNREWARDED = ("single_turn", "calculator")  # built-in environments that give no reward
+
+
+def check_rewards(config: Config, found: Findings, world_size: int) -> None:
+    """Check every function of `reward.function` and what http and model need."""
+    reward = config.reward
+    if not reward.function:
+        found.add("reward.function", "is empty", "use gsm8k, or path/to/my_reward.py:function")
+    if len(set(reward.function)) < len(reward.function):
+        fix = "name it once, with a larger weight"
+        found.add("reward.function", "names a function twice", fix)
+    if reward.weights and len(reward.weights) != len(reward.function):
+        rule = (
+            f"has {len(reward.weights)} values for the {len(reward.function)} functions of "
+            "reward.function"
+        )
+        found.add("reward.weights", rule, "give one per function, or none for equal weights")
+    if reward.weights and not any(reward.weights):
+        found.add("reward.weights", "are all 0, so every reward is 0", "give a weight other than 0")
+    if "none" in reward.function and len(reward.function) > 1:
+        fix = "use env for the environment's reward in a sum"
+        found.add("reward.function", "has none beside other functions", fix)
+    if not config.eval.only:
+        check_environment_rewards(reward.function, config.env, found, "reward.function")
+    for function in dict.fromkeys(reward.function):
+        check_reward_function(function, found, "reward.function")
+    used = {*reward.function, *config.eval.function}
+    if "http" in used:
+        _check_server(config.reward, found)
+    if "model" in used:
+        _check_reward_model(config, found, world_size)
+
+
+def check_environment_rewards(
+    functions: Sequence[str], env: EnvConfig, found: Findings, field: str
+) -> None:
+    """`env` and `none` need an environment that gives rewards."""
+    if {"env", "none"}.intersection(functions) and not env.path and env.name in _UNREWARDED:
+        fix = "use a reward function, or an environment that gives rewards"
+        found.add(field, f"the environment {env.name} gives no reward", fix, value=functions)
+
+
+def check_reward_function(reward: str, found: Findings, name: str) -> None:
+    """A built-in function, or `file.py:function` of a file that defines it."""
+    if reward in BUILTIN_REWARDS:
+        return
+    path, colon, function = reward.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        fix = f"use one of {', '.join(BUILTIN_REWARDS)}, or path/to/file.py:function"
+        rule = "is neither a built-in reward nor file.py:function"
+        found.add(name, rule, fix, value=reward)
+        return
+    if (tree := parse_file(path, name, found)) is None:
+        return
+    defined = [
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    if function not in defined:
+        fix = f"it defines {', '.join(defined) or 'none'}; write the function at the top level"
+        found.add(name, f"{path} defines no function {function!r}", fix, value=reward)
+
+
+def _check_server(reward: RewardConfig, found: Findings) -> None:
+    if not re.match(r"https?://[^/]", reward.url):
+        rule = "must be the address of a server, which the reward http asks"
+        found.add("reward.url", rule, "write it as http://host:8000/v1")
+    if not reward.model:
+        fix = "give the model's name on the server; GET URL/models lists them"
+        found.add("reward.model", "is empty", fix)
+    if reward.prompt_file:
+        try:
+            if "{response}" not in Path(reward.prompt_file).read_text(encoding="utf-8"):
+                fix = "put it where the response belongs"
+                found.add("reward.prompt_file", "has no {response} in it", fix)
+        except OSError as error:
+            rule = f"cannot be read ({error.strerror})"
+            found.add("reward.prompt_file", rule, "give a text file")
+        except UnicodeDecodeError as error:
+            found.add("reward.prompt_file", f"is not UTF-8 ({error})", "give a text file")
+    if reward.pattern:
+        example = r"write it as Score: *([\d.]+)"
+        try:
+            if re.compile(reward.pattern).groups != 1:
+                found.add("reward.pattern", "must have one group, around the score", example)
+        except re.error as error:
+            found.add("reward.pattern", f"is not a regular expression ({error})", example)
+
+
+def _check_reward_model(config: Config, found: Findings, world_size: int) -> None:
+    """A sequence classifier with one label, a tokenizer and a chat template."""
+    path, tp = Path(config.reward.model_path), config.parallel.engine_tp
+    if found.sound("parallel.engine_tp"):
+        scoring = tuple(range(0, world_size, tp))
+        if config.reward.model_ranks and tuple(sorted(config.reward.model_ranks)) != scoring:
+            rule = (
+                "the first rank of each engine scores the responses of its engine, which are "
+                f"ranks {scoring}"
+            )
+            found.add("reward.model_ranks", rule, "leave it empty")
+
+    def refuse(
+        rule: str, fix: str = "give a sequence-classification checkpoint with one label"
+    ) -> None:
+        found.add("reward.model_path", rule, fix)
+
+    if not config.reward.model_path or not path.is_dir():
+        refuse("is not a folder, and the reward model needs one")
+        return
+    try:
+        facts = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        refuse(f"its config.json cannot be read ({error})")
+        return
+    kinds = facts.get("architectures") or ["nothing"]
+    labels = len(facts["id2label"]) if facts.get("id2label") else facts.get("num_labels", 2)
+    if not kinds[0].endswith("ForSequenceClassification"):
+        refuse(
+            f"is a checkpoint of {kinds[0]}, not of a sequence classifier: its head would be random"
+        )
+    elif labels != 1:
+        refuse(f"has {labels} labels, and a reward is one number")
+    try:
+        checkpoint_tensors(path)
+    except ShapeError as error:
+        refuse(str(error), "download or export the checkpoint again")
+    if not (path / "tokenizer.json").is_file() or not has_chat_template(path):
+        refuse(
+            "has no tokenizer.json with a chat template",
+            "save its fast tokenizer beside it, and write chat_template.jinja",
+        )
