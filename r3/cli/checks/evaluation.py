@@ -54,8 +54,8 @@ def check_evaluation(
     for each in settings.sets:
         if each.function or each.env:
             functions = (each.function,) if each.function else config.reward.function
-            env = each.environment(config.env)
-            check_environment_rewards(functions, env, found, "eval.function")
+            own = each.environment(config.env)
+            check_environment_rewards(functions, own, found, "eval.function")
     return settings.sets
 
 
