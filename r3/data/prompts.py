@@ -1,4 +1,4 @@
-"""Rows -> `Prompt`, filtered and tokenised once; the order of prompts as a pure function of (seed, step)."""
+"""Prompts: rows, filtered and tokenised once, in an order that depends only on seed and step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_NAMED = 10
 
 
 class Tokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that prompts need."""
 
     chat_template: Any
 
@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
 
 
 class DataError(ValueError):
-    """Everything that is wrong with a data set; the message names the first ten problems and counts them all."""
+    """All problems of a data set. The message names the first ten and counts the others."""
 
     def __init__(self, problems: Sequence[RowProblem]) -> None:
         self.problems = tuple(problems)
@@ -41,9 +41,14 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts in the order of the sources, and how many were left out.
+    """Prompts in the order of the sources.
 
-    With `weights`, one a source, `sizes` says how many of the prompts belong to each; without, all prompts are one pool.
+    Attributes:
+        prompts: those of all sources.
+        dropped_too_long: rows dropped because of `max_prompt_tokens`.
+        dropped_duplicates: rows dropped as duplicates.
+        sizes: number of prompts per source, if there are weights; else all prompts are one pool.
+        weights: share of each source in what is drawn.
     """
 
     prompts: tuple[Prompt, ...]
@@ -67,15 +72,21 @@ def load_prompts(
     weights: Sequence[float] = (),
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> Dataset:
-    """Read, check and tokenise every row; all bad rows are reported at once, as one `DataError`.
+    """Read, check and tokenise all rows.
 
-    Columns other than question and answer travel in `Prompt.metadata`. A duplicate is a conversation that tokenises like an
-    earlier one and has the same answer.
+    Columns other than question and answer become `Prompt.metadata`. A duplicate has the tokens and
+    the answer of an earlier row.
 
     Args:
-        sources: what `r3.data.sources` reads, one or several.
-        weights: share of each source in what is drawn; empty = in proportion to their sizes.
-        tools: schemas of tools that the chat template shows where a row brings none of its own.
+        sources: one or several, as in `r3.data.sources`.
+        columns: what is read from a row.
+        max_prompt_tokens: maximum tokens per prompt, chat template included.
+        on_too_long: what to do with a longer prompt.
+        weights: share of each source in what is drawn. Empty: all prompts are one pool.
+        tools: tool schemas that the chat template shows for rows without tools of their own.
+
+    Raises:
+        DataError: rows cannot be used; names all of them.
     """
     sources = [str(sources)] if isinstance(sources, str | Path) else list(sources)
     if not tokenizer.chat_template:
@@ -97,7 +108,10 @@ def load_prompts(
             elif (tokens := len(found.tokens_T)) > max_prompt_tokens:
                 long += 1
                 if on_too_long == "error":
-                    rule = f"has {tokens} tokens with its chat template, at most {max_prompt_tokens} fit"
+                    rule = (
+                        f"has {tokens} tokens with its chat template; at most {max_prompt_tokens} "
+                        "fit"
+                    )
                     bad.append(
                         _bad(row, columns.prompt, rule, "shorten it, or --data.on_too_long drop")
                     )
@@ -107,11 +121,12 @@ def load_prompts(
                 seen.add((found.tokens_T, found.answer))
                 good.append(found)
         if not good and not bad:
-            why = f"none of {len(rows)} rows is left: {long} exceed {max_prompt_tokens} tokens, {twice} came before"
+            why = (
+                f"no row of {len(rows)} remains: {long} exceed {max_prompt_tokens} tokens, {twice} "
+                "are duplicates"
+            )
             bad.append(
-                _whole(
-                    source, why if rows else "holds no row", "give one with rows that can be used"
-                )
+                _whole(source, why if rows else "has no rows", "give a source with usable rows")
             )
         prompts += good
         problems += bad
@@ -129,19 +144,20 @@ def load_prompts(
 
 
 def prompts_of_step(dataset: Dataset, *, seed: int, step: int, count: int) -> list[Prompt]:
-    """The prompts of a step: a pure function, so that resuming needs nothing but the step's number.
+    """Return the prompts of a step: a pure function, so resuming needs only the step's number.
 
-    Every epoch is a permutation seeded by (seed, epoch); step s takes places s * count .. (s + 1) * count - 1 of the
-    epochs laid end to end, so nothing repeats inside an epoch, and a step may begin in one epoch and end in the next.
-    With weights every source has epochs of its own, and a place takes the next prompt of the source whose turn it is.
+    Every epoch is a permutation seeded by (seed, epoch). Step s takes places s * count to
+    (s + 1) * count - 1 of the epochs, one after the other: nothing repeats inside an epoch, and a
+    step may begin in one epoch and end in the next. With weights every source has its own epochs,
+    and a place takes the next prompt of the source whose turn it is.
     """
     return prompts_from(dataset, seed=seed, start=step * count, count=count)
 
 
 def prompts_from(dataset: Dataset, *, seed: int, start: int, count: int) -> list[Prompt]:
-    """The prompts at places start .. start + count - 1 of that order."""
+    """Return the prompts at places start to start + count - 1 of that order."""
     if not len(dataset):
-        raise ValueError("the data set holds no prompt")
+        raise ValueError("the data set has no prompt")
     if not dataset.weights:
         return _draw(dataset.prompts, [seed], start, start + count)
     ends = np.cumsum(dataset.sizes)
@@ -159,10 +175,11 @@ def prompts_from(dataset: Dataset, *, seed: int, start: int, count: int) -> list
 
 
 def turns(weights: Sequence[float], places: int) -> list[int]:
-    """How many of the first `places` places belong to each source, exactly and without remembering anything.
+    """Return how many of the first `places` places belong to each source, exactly.
 
-    The first source takes floor(places * share); what it leaves is shared by the others in the same way. Each count grows
-    by 0 or 1 from place to place, one of them by 1, and stays within the number of sources of places * share.
+    The first source takes floor(places * share); the others share the rest in the same way. From
+    place to place one count grows by 1. Each count differs from places * share by less than the
+    number of sources.
     """
     exact = [Fraction(weight) for weight in weights]
     counts = []
@@ -175,7 +192,7 @@ def turns(weights: Sequence[float], places: int) -> list[int]:
 
 
 def _draw(prompts: Sequence[Prompt], seed: list[int], start: int, stop: int) -> list[Prompt]:
-    """Places start .. stop - 1 of this pool's epochs laid end to end."""
+    """Return places start to stop - 1 of the epochs of this pool."""
     drawn: list[Prompt] = []
     while start + len(drawn) < stop:
         epoch, place = divmod(start + len(drawn), len(prompts))
@@ -209,7 +226,7 @@ def _prompt(
 
 
 def _labels(sources: Sequence[str]) -> list[str]:
-    """How prompts' ids name the sources: by file name, so that data may move; by all of it where names meet."""
+    """Name the sources in prompt ids: by file name, or by full path where file names are equal."""
     names = [
         source if source.startswith(("hub:", "gym:")) else Path(source).name for source in sources
     ]

@@ -1,4 +1,4 @@
-"""Builds an in-process vLLM engine inside an existing process group, and undoes what its constructor does to the process."""
+"""Build a vLLM engine inside an existing process group and undo its side effects on the process."""
 
 from __future__ import annotations
 
@@ -27,14 +27,21 @@ _OVERWRITTEN_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH")
 
 
 class EngineConfigError(RuntimeError):
-    """The engine that was built is not the one that routes, weights and log-probabilities can be trusted from."""
+    """vLLM built an engine whose routes, weights or log-probabilities cannot be trusted."""
 
 
 def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
-    """Compare what vLLM made of its arguments with what r3 relies on; raises `EngineConfigError` with every difference.
+    """Compare the engine that vLLM built with what R3 relies on.
 
-    Asked of the built engine and not of the arguments: defaults, the environment, the checkpoint's config.json and a later
-    field of `EngineConfig` all end here.
+    The built engine is compared, not its arguments: defaults, the environment, the checkpoint's
+    config.json and later fields of `EngineConfig` all have their effect there.
+
+    Args:
+        built: vLLM's configuration of the engine.
+        capture: whether it must return routed experts.
+
+    Raises:
+        EngineConfigError: lists every difference.
     """
     model, parallel, cache, offload = (
         built.model_config,
@@ -126,10 +133,11 @@ def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
 
 @contextmanager
 def kept_process_state() -> Iterator[None]:
-    """Put back what `LLM()` (vLLM 0.30) overwrites: random states, `torch.set_num_threads`, environment, frozen garbage.
+    """Restore what `LLM()` (vLLM 0.30) overwrites.
 
-    It reseeds torch, numpy and random, stubs `torch.set_num_threads` on CPU, rewrites LOCAL_WORLD_SIZE to its own tensor
-    parallel size and freezes the garbage collector, after which nothing alive can ever be collected.
+    It reseeds torch, numpy and random, replaces `torch.set_num_threads` by a stub on CPU, sets
+    LOCAL_WORLD_SIZE to its own tensor parallel size, and freezes the garbage collector, after which
+    no living object can ever be collected.
     """
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     environment = {name: os.environ.get(name) for name in _OVERWRITTEN_ENVIRONMENT}
@@ -148,14 +156,18 @@ def kept_process_state() -> Iterator[None]:
 
 
 def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bool) -> LLM:
-    """Construct vLLM's `LLM`. All ranks must call at the same place: it creates process groups.
+    """Build vLLM's `LLM`. All ranks must call at the same place: it creates process groups.
+
+    Log-probabilities are "processed": those of the distribution that was sampled from, after
+    temperature and top-p/k, which vLLM's default ignores. `generation_config="vllm"` keeps the
+    checkpoint from changing sampling defaults.
 
     Args:
-        max_model_len: tokens of the longest conversation.
+        max_model_len: maximum tokens of a conversation.
         capture: whether routed experts are returned.
 
-    Log-probabilities are "processed": those of the distribution that was sampled from, after temperature and top-p/k (the
-    default ignores them). `generation_config="vllm"` keeps the checkpoint from changing sampling defaults.
+    Raises:
+        EngineConfigError: the engine differs from what R3 relies on.
     """
     from vllm import LLM
 
@@ -170,7 +182,7 @@ def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bo
         generation_config="vllm",
         max_model_len=max_model_len,
         max_num_seqs=engine.max_num_seqs,
-        # Said in either case: a checkpoint's config.json may ask for one, and the policy would not know.
+        # Always set: a checkpoint's config.json may set one that the policy would not follow.
         hf_overrides={"head_dtype": "float32" if config.model.fp32_head else "model"},
         seed=0,  # every request carries its own
         disable_log_stats=True,
@@ -182,18 +194,20 @@ def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bo
         arguments |= dict(
             enable_sleep_mode=True,
             gpu_memory_utilization=engine.memory_fraction,
-            # Modular Triton experts: routes are captured there; a fused kernel returned all-zero routes up to vLLM 0.27.
+            # Modular Triton experts capture routes; up to vLLM 0.27 a fused kernel returned only
+            # zeros.
             moe_backend="triton",
         )
     else:
         arguments |= dict(
             enforce_eager=True,
-            # A seeded request whose prefill is split crashes the CPU engine (its generators have no offset).
+            # A seeded request whose prefill is split crashes the CPU engine: CPU generators have no
+            # offset.
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(4096, max_model_len),
-            # The default of 128 would leave short prompts without prefix caching, and the cache untested.
+            # With the default of 128 short prompts would not be cached, and the cache not tested.
             block_size=32,
-            # For latent attention only; where the CPU has AMX vLLM would take a backend that refuses float32.
+            # For latent attention only: with AMX vLLM would choose a backend that refuses float32.
             attention_backend="CPU_MLA",
         )
         arguments.setdefault("kv_cache_memory_bytes", DEFAULT_CPU_KV_CACHE_BYTES)
@@ -201,9 +215,8 @@ def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bo
     with kept_process_state():
         llm = LLM(**arguments)
     for segment in Path("/dev/shm").glob(f"{names}*") if names else ():
-        segment.unlink(
-            missing_ok=True
-        )  # mapped by all ranks now; a killed run leaves nothing behind
+        # All ranks have mapped it: unlinked now, it cannot outlive a run that is killed.
+        segment.unlink(missing_ok=True)
     _unlink_message_queues()
     refuse_unfit(llm.llm_engine.vllm_config, config, capture=capture)
     if not device.is_cuda:
@@ -213,10 +226,11 @@ def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bo
 
 
 def require_head_type(llm: LLM, config: Config) -> None:
-    """The engine multiplies hidden states and output weight in the type that was asked for, or AssertionError.
+    """Assert that the engine computes its output layer in the configured type.
 
-    vLLM 0.30 falls back to the model's with no more than a warning where a platform has no float32 (config/model.py,
-    `head_dtype`). Its logits processor casts the weight at every call, so new weights need nothing.
+    vLLM 0.30 falls back to the model's type with only a warning if a platform lacks float32
+    (config/model.py, `head_dtype`). Its logits processor casts the weight in every call, so new
+    weights need no further care.
     """
     asked = torch.float32 if config.model.fp32_head else getattr(torch, config.engine.dtype)
 
@@ -228,16 +242,16 @@ def require_head_type(llm: LLM, config: Config) -> None:
 
     for found in llm.collective_rpc(types):
         assert found == {asked}, (
-            f"model.fp32_head {config.model.fp32_head} with engine.dtype {config.engine.dtype} asks for an output layer in "
-            f"{asked}, and the engine's is {found or 'none of vLLM, which cannot be asked'}"
+            f"model.fp32_head {config.model.fp32_head} and engine.dtype {config.engine.dtype} need "
+            f"an output layer in {asked}; the engine has {found or 'no logits processor of vLLM'}"
         )
 
 
 def _unlink_message_queues() -> None:
-    """Unlink the queues between the ranks of an engine, which all of them have mapped once it is built.
+    """Unlink the queues between the ranks of an engine, which all ranks have mapped by now.
 
-    vLLM does so when the queue is collected, which `r3.runtime.device.leave` does not wait for: Python's resource tracker would warn
-    of a leak after every run.
+    vLLM unlinks a queue when it is garbage-collected, and `r3.runtime.device.leave` does not wait
+    for that: Python's resource tracker would warn of a leak after every run.
     """
     from vllm.distributed import parallel_state
 
@@ -245,14 +259,17 @@ def _unlink_message_queues() -> None:
         queue = getattr(reference(), "mq_broadcaster", None)
         if queue is not None and queue.buffer is not None and queue.buffer.is_creator:
             queue.buffer.shared_memory.unlink()
-            queue.buffer.is_creator = False  # what is unlinked must not be unlinked again
+            queue.buffer.is_creator = False  # it must not be unlinked twice
 
 
 def _own_shared_memory() -> str:
-    """Give this run's CPU engines shared memory of their own; returns what its names begin with. All ranks must call.
+    """Give the shared memory of this run's CPU engines names of their own. All ranks must call.
 
-    Under the external launcher vLLM 0.30 names the segments by group and ranks alone: a second run on the machine, or what a
-    killed one left behind, makes it fail with errno 17.
+    Under the external launcher vLLM 0.30 names the segments only by group and ranks. A second run
+    on the machine, or segments of a killed run, would make it fail with errno 17.
+
+    Returns:
+        The prefix of the names.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -261,17 +278,19 @@ def _own_shared_memory() -> str:
     prefix = token[0]
 
     def group_name(communicator: Any) -> str:
-        return f"{prefix}-{communicator.unique_name}-{'-'.join(str(rank) for rank in communicator.ranks)}"
+        ranks = "-".join(str(rank) for rank in communicator.ranks)
+        return f"{prefix}-{communicator.unique_name}-{ranks}"
 
     _CPUSHMDistributed.make_group_name = staticmethod(group_name)
     return prefix
 
 
 def _rotate_slices_in_torch(worker: Any) -> None:
-    """Latent attention rotates a slice of each head, which vLLM 0.30's CPU kernel takes for whole heads: wrong, and silent.
+    """Let torch rotate positions in latent attention, where vLLM 0.30's CPU kernel is wrong.
 
-    The CUDA kernel reads strides (vLLM PR 18046); YaRN, which vLLM's own tests use, has another path. Only latent attention
-    rotates interleaved pairs.
+    Latent attention rotates a slice of each head, and the CPU kernel treats the slice as whole
+    heads, without an error. The CUDA kernel reads strides (vLLM PR 18046); YaRN, which vLLM's own
+    tests use, takes another path. Only latent attention rotates interleaved pairs.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 

@@ -1,8 +1,9 @@
-"""Sleep and wake of an engine: its memory really goes, and comes back.
+"""Free the memory of an engine that sleeps, and restore it when it wakes.
 
-On CUDA vLLM's own sleep mode does it (level 1 keeps weights on the host, level 2 drops them; the next sync brings all of
-them). vLLM has no sleep mode on CPU: its scheduler is paused the same way, and the KV cache's storage is shrunk to nothing
-here, then grown again in place, so that every tensor that views it stays valid. CPU weights stay where they are.
+On CUDA this is vLLM's own sleep mode: level 1 keeps weights on the host, level 2 drops them, and
+the next sync brings all of them. vLLM has no sleep mode on CPU. There its scheduler is paused the
+same way, and the storage of the KV cache is shrunk to nothing and grown again in place, so every
+tensor that views it stays valid. CPU weights stay where they are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Part = Literal["weights", "kv_cache"]
 
 
 class Sleeper:
-    """Frees and restores one engine's memory."""
+    """Frees and restores the memory of one engine."""
 
     def __init__(self, llm: LLM, device: Device) -> None:
         self._llm = llm
@@ -28,7 +29,7 @@ class Sleeper:
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
 
     def sleep(self, level: int) -> None:
-        """Pause the scheduler, drop cached prefixes, free memory."""
+        """Pause the scheduler, drop cached prefixes and free memory."""
         self._llm.sleep(level=level)
         if not self._device.is_cuda:
             self._freed = [(storage, storage.nbytes()) for storage in self._kv_storages()]
@@ -36,8 +37,9 @@ class Sleeper:
                 storage.resize_(0)
 
     def wake(self, part: Part) -> None:
-        """Bring a part's memory back; its contents are not: weights are pushed, the cache starts empty."""
-        self._device.release_memory()  # waking needs memory that is free on the device, not merely cached by torch
+        """Restore the memory of a part. Its contents are lost: weights must be loaded again."""
+        # Waking needs memory that is free on the device; memory that torch caches is not.
+        self._device.release_memory()
         if part == "kv_cache" and not self._device.is_cuda:
             for storage, size in self._freed:
                 storage.resize_(size)

@@ -1,4 +1,4 @@
-"""New weights into a running vLLM engine, bit-identical to an engine freshly loaded from the same tensors."""
+"""Push new weights into a running vLLM engine, bit-identical to an engine that loads them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -> set[str]:
-    """Stream full tensors with Hugging Face names into the engine; returns the parameters that nothing was loaded into.
+    """Stream full tensors with Hugging Face names into the engine.
 
-    vLLM's layerwise reload: parameters move to the meta device, each module is re-made when its last tensor has come, and
-    kernel tensors keep their storage (CUDA graphs stay valid). A tensor is held until its module is complete, so a buffer
-    must not be reused before this returns. On CPU vLLM 0.30 skips the experts' weight packing in a reload, which leaves
-    them silently wrong: it is run here.
+    vLLM reloads layer by layer: parameters move to the meta device, each module is rebuilt when its
+    last tensor arrived, and kernel tensors keep their storage, so CUDA graphs stay valid. A tensor
+    is kept until its module is complete: a buffer must not be reused before this returns. On CPU
+    vLLM 0.30 skips the packing of expert weights in a reload, which leaves them silently wrong;
+    this function packs them.
 
-    With tied embeddings the checkpoint has no output layer, and vLLM's models skip its name. The reload gives the output
-    layer a parameter of its own, so the embedding is loaded into both.
+    Args:
+        tied: whether the output layer shares the embedding. The checkpoint then has no output
+            layer, vLLM's models skip its name, and the reload gives it a parameter of its own, so
+            the embedding is loaded into both.
+
+    Returns:
+        Names of the parameters that got no tensor.
     """
 
     def reload(worker: Any) -> set[str]:
@@ -41,7 +47,8 @@ def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -
             set_current_vllm_config(worker.vllm_config),
         ):
             initialize_layerwise_reload(model)
-            # Asked now: parameters that vLLM derives from others (latent attention's) are put away until they are re-made.
+            # Read now: the reload removes parameters that vLLM derives from others (in latent
+            # attention) until it rebuilds them.
             wanted = {_reported(name) for name, _ in model.named_parameters()}
             embedding: list[torch.Tensor] = []
 
@@ -58,7 +65,7 @@ def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -
                     head.weight_loader(head, *embedding)
                     loaded.add(_HEAD)
             finally:
-                # A reload that stops half-way poisons the next one; close it whatever happened.
+                # A reload that stops half-way breaks the next one, so it is always finished.
                 finalize_layerwise_reload(model, worker.model_config)
             if worker.device.type == "cpu":
                 for module in model.modules():

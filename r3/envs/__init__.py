@@ -1,16 +1,20 @@
-"""Environments: what a conversation is. One object a conversation; a user's own is one file, `--env.path my_env.py:MyEnv`.
+"""Environments: what happens in a conversation. Yours is one class: `--env.path my_env.py:MyEnv`.
 
     class MyEnv:
-        def reset(self, prompt):                 # -> the first messages, which the model answers
+        def reset(self, prompt):        # returns the first messages; the model answers them
             return prompt.messages
 
-        def step(self, message):                 # -> new messages, a reward or None, whether the conversation is over
+        def step(self, message):        # returns (new messages, reward or None, done)
             return [], None, True
 
-Both may be `async def`. A reward of None leaves the judgement to `reward.function`; rewards of several turns are added.
-Optional class attributes: `tools`, given to the chat template, and `stop`, strings that end a turn. With `env.workers` the
-object travels between processes, so its attributes must be picklable. Randomness comes from `prompt.id`: what is drawn
-elsewhere differs from run to run.
+        def close(self):                # optional; called once, however the conversation ends
+            ...
+
+R3 creates one instance per conversation. Methods may be `async def`. Rewards of several turns are
+added; if the environment gives none, `reward.function` scores the last message. Optional class
+attributes are `tools`, JSON schemas for the chat template, and `stop`, strings that end a turn.
+With `env.workers` the instance is pickled between calls. Take randomness from `prompt.id`: what is
+drawn elsewhere differs from run to run.
 """
 
 from __future__ import annotations
@@ -34,15 +38,17 @@ Observed = tuple[Sequence[Message], float | None, bool]
 
 
 class Environment(Protocol):
-    """What the loop asks of an environment."""
+    """The methods that every environment has."""
 
     def reset(self, prompt: Prompt) -> Sequence[Message] | Awaitable[Sequence[Message]]:
-        """The first messages; the model answers them."""
+        """Return the first messages; the model answers them."""
 
     def step(self, message: Message) -> Observed | Awaitable[Observed]:
-        """Take the model's message: `{"role": "assistant", "content": ..., "finish_reason": "stop" or "length"}`.
+        """Take a message of the model; return new messages, a reward or None, and whether it ends.
 
-        "length" means that it was cut. Returns messages for the model, a reward or None, and whether this was the end.
+        Args:
+            message: `{"role": "assistant", "content": ..., "finish_reason": ...}`; the finish
+                reason is "stop", or "length" if the message was cut.
         """
 
 
@@ -55,7 +61,7 @@ ENVIRONMENTS: dict[str, type[Environment]] = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment made of a message, checked."""
+    """What `Environment.step` returned, checked."""
 
     messages: tuple[Message, ...]
     reward: float | None
@@ -63,10 +69,10 @@ class Step:
 
 
 def find(settings: EnvConfig) -> type[Environment]:
-    """The class that `env.path`, or else `env.name`, names. Loads the user's file.
+    """Return the class that `env.path`, or else `env.name`, names; load the user's file.
 
     Raises:
-        ConfigError: it cannot be loaded, or cannot be used as it is called.
+        ConfigError: the class cannot be loaded, or lacks a method or a parameter.
     """
     if not settings.path:
         return ENVIRONMENTS[settings.name]
@@ -80,14 +86,17 @@ def find(settings: EnvConfig) -> type[Environment]:
     try:
         found: Any = load(settings.path)
     except Exception as error:  # a user's file may raise anything; the message names it
-        raise refuse(f"{file} raised {type(error).__name__}: {error}", "mend the file") from error
+        raise refuse(
+            f"{file} raised {type(error).__name__}: {error}", "correct the file"
+        ) from error
     if not inspect.isclass(found):
         raise refuse(f"{name} is not a class", f"write `class {name}:` with reset and step")
     try:
         inspect.signature(found).bind()
     except TypeError as error:
         raise refuse(
-            f"{name}() cannot be made without arguments: {error}", "mend __init__"
+            f"{name}() cannot be created without arguments: {error}",
+            "give the parameters of __init__ defaults",
         ) from None
     for method, argument in (("reset", "prompt"), ("step", "message")):
         function = getattr(found, method, None)
@@ -105,27 +114,35 @@ def find(settings: EnvConfig) -> type[Environment]:
             value, Sequence
         ):
             raise refuse(
-                f"{name}.{attribute} is {value!r}, not a list or tuple", "put it in brackets"
+                f"{name}.{attribute} is {value!r}, not a list or tuple", "write a list, even of one"
             )
     return cast("type[Environment]", found)
 
 
 def checked_messages(value: Any, method: str) -> tuple[Message, ...]:
-    """What a user's method returned, as messages; TypeError says what is wrong with it."""
+    """Check the messages that a user's method returned.
+
+    Raises:
+        TypeError: they are not a list of messages with role and content.
+    """
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"{method} must give a list of messages, gave {value!r}")
+        raise TypeError(f"{method} must return a list of messages, returned {value!r}")
     for message in value:
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             raise TypeError(
-                f"{method}: {message!r} is no message with 'role' and 'content' that are text"
+                f"{method} returned {message!r}: a message needs 'role' and 'content', both strings"
             )
     return tuple(dict(message) for message in value)
 
 
 def checked_step(value: Any) -> Step:
-    """What a user's `step` returned, checked."""
+    """Check what a user's `step` returned.
+
+    Raises:
+        TypeError: it is not (messages, reward, done).
+    """
     if not isinstance(value, tuple) or len(value) != 3:
         raise TypeError(f"step must return (messages, reward, done), returned {value!r}")
     messages, reward, done = value
@@ -136,7 +153,5 @@ def checked_step(value: Any) -> Step:
         checked_messages(messages, "step"), None if reward is None else float(reward), bool(done)
     )
     if not step.done and not step.messages:
-        raise TypeError(
-            "step returned no message for the model though the conversation is not over"
-        )
+        raise TypeError("step returned no message for the model although done is false")
     return step

@@ -1,4 +1,4 @@
-"""A question answered with a calculator at hand: the model calls, the tool replies, until the model answers."""
+"""A calculator tool: the model calls it until it answers the question."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _LONGEST_EXPRESSION = 200  # characters; without powers, nothing that short take
 
 
 class Calculator:
-    """`<tool_call>47+38</tool_call>`, or the same as JSON with name and arguments, is answered by a tool message `85`.
+    """Reply to `<tool_call>47+38</tool_call>` with a tool message `85`.
 
-    A message without a call is the answer, which the reward function judges. What cannot be computed is answered "error".
+    A call may also be JSON with name and arguments. The reply to a call that cannot be computed is
+    "error". A message without a call is the answer, which reward functions score.
     """
 
     tools = (
@@ -44,11 +45,11 @@ class Calculator:
     )
 
     def reset(self, prompt: Prompt) -> Sequence[Message]:
-        """The prompt's own messages; the template adds the tool."""
+        """Return the prompt's own messages; the chat template adds the tool."""
         return prompt.messages
 
     def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
-        """Answer every call of the message, in order."""
+        """Reply to every call of the message, in order."""
         calls = _CALL.findall(message["content"])
         return [{"role": "tool", "content": _reply(call)} for call in calls], None, not calls
 
@@ -67,7 +68,11 @@ def _reply(call: str) -> str:
 
 
 def evaluate(expression: str) -> str:
-    """The value of an expression, whole numbers as such; ValueError when it is none."""
+    """Evaluate an expression of numbers exactly; whole numbers have no decimal point.
+
+    Raises:
+        ValueError, SyntaxError, ZeroDivisionError: it has no value, or is too long.
+    """
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError("too long")
     value = _value(ast.parse(expression.strip(), mode="eval").body)
@@ -82,4 +87,4 @@ def _value(node: ast.expr) -> Fraction:
             return -_value(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return Fraction(_OPERATORS[type(op)](_value(left), _value(right)))
-    raise ValueError(f"{ast.unparse(node)} is no arithmetic")
+    raise ValueError(f"{ast.unparse(node)} is not arithmetic")

@@ -1,7 +1,8 @@
-"""Messages to tokens without ever re-tokenising what was sampled: what a template puts *behind* the model's message is appended.
+"""Messages to tokens, without ever re-tokenising what was sampled.
 
-A template renders whole conversations. Rendering one again after the model spoke, and tokenising that, need not give the
-tokens that were sampled, nor even the same text. So only the text after the model's message is taken from the template.
+A chat template renders whole conversations. Rendering one again after a message of the model need
+not give the tokens that were sampled, nor even the same text. So R3 takes from the template only
+the text that follows the model's message, and appends its tokens.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from jinja2 import TemplateError
 from r3.config import ConfigError, Problem
 from r3.types import Message
 
-_SPOKEN = "R3whatthemodelsaid"  # stands for the model's message; no template changes it
+# Stands for the model's message. No template changes letters and digits.
+_PLACEHOLDER = "R3messageofthemodel"
 
 
 class ChatError(ValueError):
-    """Messages that the chat template does not take."""
+    """The chat template refuses these messages."""
 
 
 class Chat:
@@ -29,11 +31,11 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Any, model_path: str, tools: Sequence[Any] = ()) -> None:
-        """Check that the template can be appended to.
+        """Check that conversations can be extended at the end.
 
         Raises:
-            ConfigError: naming the model, when what comes after a message depends on what came before it, when the model's
-                message is not where its turn was opened, or when no single token ends a turn.
+            ConfigError: what follows a message depends on what came before it, the model's message
+                moves once another one follows, or no single special token ends a turn.
         """
         self._tokenizer = tokenizer
         self._tools = list(tools) or None
@@ -44,10 +46,13 @@ class Chat:
             {"role": "assistant", "content": "b"},
             {"role": "user", "content": "c d"},
         ]
-        said = {"role": "assistant", "content": _SPOKEN}
+        sampled = {"role": "assistant", "content": _PLACEHOLDER}
 
         def refuse(rule: str) -> ConfigError:
-            fix = "use a template that appends turns (env.name single_turn works with any), or another model"
+            fix = (
+                "use a chat template that only appends turns, another model, or "
+                "--env.name single_turn"
+            )
             return ConfigError(
                 [Problem("model.path", model_path, f"its chat template {rule}", fix)]
             )
@@ -57,11 +62,11 @@ class Chat:
             new = [{"role": role, "content": "e"}]
             try:
                 after = [self._after(old, new) for old in (question, longer)]
-                opened = self._render(question, True) + _SPOKEN
-                whole = self._render([*question, said, *new], True)
+                opened = self._render(question, True) + _PLACEHOLDER
+                whole = self._render([*question, sampled, *new], True)
             except (ChatError, TemplateError) as error:
                 raise refuse(
-                    f"does not take a message of role {role} after the model's ({error})"
+                    f"refuses a message of role {role} after the model's ({error})"
                 ) from error
             if after[0] != after[1]:
                 raise refuse(
@@ -78,23 +83,34 @@ class Chat:
         (self.end,) = ends
 
     def first(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of the messages that a conversation begins with, ready for the model to speak."""
+        """Return the tokens of the first messages, up to where the model's message begins.
+
+        Raises:
+            ChatError: the template refuses the messages.
+        """
         try:
             return self._tokens(self._render(messages, True))
         except TemplateError as error:
-            raise ChatError(f"the chat template does not take these messages: {error}") from error
+            raise ChatError(f"the chat template refuses these messages: {error}") from error
 
     def following(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
-        """Tokens to append after the model's: the end of its turn unless it was sampled (`ended`), messages, its next turn."""
+        """Return the tokens that follow a message of the model, up to where the next one begins.
+
+        Args:
+            messages: the environment's.
+            ended: whether the token that ends the model's turn was sampled; else it is included.
+
+        Raises:
+            ChatError: the template refuses the messages.
+        """
         key = repr(messages)
         if key not in self._suffixes:
             try:
                 text = self._after([{"role": "user", "content": "a"}], messages)
             except TemplateError as error:
-                raise ChatError(f"the chat template does not take {messages!r}: {error}") from error
-            if (
-                len(self._suffixes) > 4096
-            ):  # games say the same few things over and over; searches never do
+                raise ChatError(f"the chat template refuses {messages!r}: {error}") from error
+            # Games repeat few messages, so caching pays; searches never do, so it is bounded.
+            if len(self._suffixes) > 4096:
                 self._suffixes.clear()
             self._suffixes[key] = tuple(self._tokens(text))
         tokens = list(self._suffixes[key])
@@ -103,10 +119,10 @@ class Chat:
         return tokens[1:] if ended else tokens
 
     def _after(self, old: Sequence[Message], new: Sequence[Message]) -> str:
-        text = self._render([*old, {"role": "assistant", "content": _SPOKEN}, *new], True)
-        _, spoken, after = text.partition(_SPOKEN)
-        if not spoken or _SPOKEN in after or not after:
-            raise ChatError("the model's message does not appear exactly once, as it is")
+        text = self._render([*old, {"role": "assistant", "content": _PLACEHOLDER}, *new], True)
+        _, found, after = text.partition(_PLACEHOLDER)
+        if not found or _PLACEHOLDER in after or not after:
+            raise ChatError("the model's message does not appear unchanged and exactly once")
         return after
 
     def _render(self, messages: Sequence[Message], opening: bool) -> str:

@@ -1,4 +1,4 @@
-"""A game: find a number from 0 to 30; every guess is answered with "higher" or "lower"."""
+"""A game: find a number from 0 to 30. The reply to a wrong guess is "higher" or "lower"."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ GUESSES = 6  # five halvings find any of 31 numbers
 
 
 class GuessNumber:
-    """The number depends on the prompt's id alone, so all members of a group look for the same one.
+    """The number depends only on the prompt's id, so all samples of a group have the same.
 
-    The reward is 1 for the first guess, a sixth less for every further one, and 0 when it is not found. A message without
-    a number is a guess lost. Every guess has a reward, so a game that is cut short is lost too, and no judge is asked.
+    The reward is 1 for the first guess, a sixth less for every further guess, and 0 if the number
+    is not found. A message without a number is a lost guess. Every guess has a reward, so a game
+    that runs out of turns is lost too, and no reward function is called.
     """
 
     def __init__(self) -> None:
@@ -24,13 +25,13 @@ class GuessNumber:
         self.guesses = 0
 
     def reset(self, prompt: Prompt) -> Sequence[Message]:
-        """The rules; of the prompt only its id is used."""
+        """Return the rules of the game; only the id of the prompt is used."""
         digest = hashlib.blake2b(prompt.id.encode(), digest_size=8).digest()
         self.number = int.from_bytes(digest, "little") % (LARGEST + 1)
         return [{"role": "user", "content": f"Guess the number. It is from 0 to {LARGEST}."}]
 
     def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
-        """Compare the last number of the message."""
+        """Compare the last number in the message."""
         self.guesses += 1
         found = re.findall(r"\d+", message["content"])
         guess = int(found[-1][-9:]) if found else None

@@ -1,4 +1,4 @@
-"""One question, one answer."""
+"""One question, one response."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from r3.types import Message, Prompt
 
 
 class SingleTurn:
-    """The prompt as it is; the reward function judges the answer."""
+    """The prompt as it is; reward functions score the response."""
 
     def reset(self, prompt: Prompt) -> Sequence[Message]:
-        """The prompt's own messages."""
+        """Return the prompt's own messages."""
         return prompt.messages
 
     def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
-        """The first answer is the last."""
+        """End the conversation after the first response."""
         return (), None, True

@@ -1,10 +1,11 @@
-"""Rewards: what an answer is worth. Built-ins by name, or a user's own file, `--reward.function my_reward.py:short`.
+"""Reward functions: built-in ones by name, or your own, `--reward.function my_reward.py:short`.
 
-    def short(response, prompt):                 # or `async def`; in threads, or with reward.workers in processes
-        return float(len(response) < 200)        # prompt.answer, prompt.messages, prompt.metadata
+    def short(response, prompt):             # or `async def`
+        return float(len(response) < 200)    # prompt.answer, prompt.messages, prompt.metadata
 
-`reward.function` may name several; the reward is their weighted sum. How they are called beside the engine is in
-`r3/rewards/scorer.py`. A reward that fails or returns no number never becomes a silent 0: that would train on a lie.
+`reward.function` may name several; the reward is their weighted sum. `r3/rewards/scorer.py` calls
+them beside the engine. A function that fails or returns no number never becomes a silent 0: the
+policy would be trained on it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from r3.types import Prompt
 
 Reward = Callable[[str, Prompt], Any]
 
-# Possessive quantifiers: a number that runs into a letter or a fraction is no number, rather than its first digits.
+# Possessive quantifiers: a number that runs into a letter or a fraction does not match with its
+# first digits.
 _FINAL_NUMBER = re.compile(
     r"""[#]{4}[ \t]*
         ( (?: [-+]?\$? | \$[-+] )
@@ -39,7 +41,7 @@ _FINAL_ANSWER = re.compile(
 
 
 def gsm8k(response: str, prompt: Prompt) -> float:
-    """1 when the last `#### number` of the response equals the answer's, else 0.
+    """Return 1 if the last `#### number` of the response equals that of the answer, else 0.
 
     Numbers are compared by value: `#### 1,234.50`, `#### $1234.5` and `####1234.5` are the same.
     """
@@ -50,14 +52,15 @@ def gsm8k(response: str, prompt: Prompt) -> float:
 
 
 def exact(response: str, prompt: Prompt) -> float:
-    """1 when the response is the answer, white space at both ends aside, else 0."""
+    """Return 1 if the response equals the answer, except for white space at both ends, else 0."""
     return float(response.strip() == prompt.answer.strip())
 
 
 def gym(response: str, prompt: Prompt) -> float:
-    """The score that reasoning-gym's own scorer of the task gives to the final answer; partial credit is the task's.
+    """Return the score of the final answer by the scorer of the reasoning-gym task.
 
-    Its scorers judge a bare answer: what stands behind the last `####`, in the last `<answer>` or `\\boxed`, else all of it.
+    Its scorers expect a bare answer: the text after the last `####`, or inside the last `<answer>`
+    or `\\boxed`, else the whole response. Partial credit is the task's.
     """
     from reasoning_gym.factory import get_score_answer_fn
 
@@ -71,9 +74,10 @@ VERIFIERS: dict[str, Reward] = {"gsm8k": gsm8k, "exact": exact, "gym": gym}
 
 
 def row(response: str, prompt: Prompt) -> float:
-    """What the verifier says that the row itself names in its column `verifier`: several data sets, each judged its own way.
+    """Score by the function that the row names in its column `verifier`.
 
-    Rows are checked for it when they are read. Those that reasoning-gym made need no such column.
+    Several data sets can be mixed, each with its own function. Rows are checked when they are
+    read. Rows of reasoning-gym need no such column.
     """
     name = prompt.metadata.get("verifier", "gym" if "gym" in prompt.metadata else None)
     return float(VERIFIERS[name](response, prompt))
@@ -83,16 +87,16 @@ REWARDS: dict[str, Reward] = {**VERIFIERS, "row": row}
 
 
 def resolve(spec: str) -> Reward:
-    """The reward that `reward.function` names: a built-in, or `path/to/file.py:function`, which is loaded.
+    """Return the built-in function that `spec` names, or load `path/to/file.py:function`.
 
     Raises:
-        ConfigError: it cannot be loaded, or not be called as it is.
+        ConfigError: it cannot be loaded, or not be called with a response and a prompt.
     """
     if spec in REWARDS:
         return REWARDS[spec]
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py"):
-        rule = "names no built-in reward and is not path/to/file.py:function"
+        rule = "is neither a built-in reward function nor path/to/file.py:function"
         raise problem(
             spec, rule, f"one of {', '.join(sorted(REWARDS))}, or a file and its function"
         )
@@ -106,7 +110,7 @@ def resolve(spec: str) -> Reward:
         raise problem(spec, f"{error}", f"write `def {name}(response, prompt)` there") from error
     except Exception as error:  # a user's file may raise anything; the message names it
         raise problem(
-            spec, f"{file} raised {type(error).__name__}: {error}", "mend the file"
+            spec, f"{file} raised {type(error).__name__}: {error}", "correct the file"
         ) from error
     if not callable(function):
         raise problem(
@@ -118,15 +122,15 @@ def resolve(spec: str) -> Reward:
         inspect.signature(function).bind("response", "prompt")
     except TypeError as error:
         rule = f"{name} cannot be called as {name}(response, prompt): {error}"
-        raise problem(spec, rule, "mend its parameters") from None
+        raise problem(spec, rule, f"write `def {name}(response, prompt)`") from None
     return function
 
 
 def checked(value: Any) -> float:
-    """What a reward returned, as a finite number.
+    """Return the result of a reward function as a finite float.
 
     Raises:
-        CallError: it is none.
+        CallError: it is not a finite number.
     """
     # numpy's numbers are Real too; tensors and strings are not.
     if not isinstance(value, Real):
@@ -139,7 +143,7 @@ def checked(value: Any) -> float:
 
 
 def problem(spec: str, rule: str, fix: str, name: str = "reward.function") -> ConfigError:
-    """One thing that is wrong with a reward's settings."""
+    """Return the error of one setting of the reward."""
     return ConfigError([Problem(field=name, value=spec, rule=rule, fix=fix)])
 
 

@@ -1,7 +1,8 @@
-"""A judge behind HTTP: any server that speaks OpenAI's chat completions, asked about many conversations at once.
+"""An LLM judge over HTTP: any server with OpenAI's chat completions, many requests in flight.
 
-One event loop, at most `reward.max_connections` requests in flight. Refusals that pass (429, 5xx, no connection) and time-outs
-are tried again, `reward.retries` times, after `reward.backoff_s`, twice as long each time, or what Retry-After says.
+All requests share one event loop, at most `reward.max_connections` in flight. Status 408, 409, 429
+and 5xx, failed connections and time-outs are retried `reward.retries` times, after
+`reward.backoff_s`, twice as long each time, or as long as Retry-After asks.
 """
 
 from __future__ import annotations
@@ -29,17 +30,22 @@ Reference answer:
 Response:
 {response}
 
-Reply with a JSON object {"score": s} and nothing else: s is 1 when the response's final answer is right, 0 when it is wrong."""
+Reply with a JSON object {"score": s} and nothing else: \
+s is 1 when the response's final answer is right, 0 when it is wrong."""
 
 _PLACES = re.compile(r"\{(question|answer|response)\}")
-_SHOWN = 400  # characters of what a server said, in messages
+_SHOWN = 400  # characters of a server's reply in messages
 
 
 class ChatJudge:
-    """Asks the server at `reward.url` for a score of each response."""
+    """Asks the server at `reward.url` to score responses."""
 
     def __init__(self, settings: RewardConfig) -> None:
-        """Read the template and the key; raises ConfigError."""
+        """Read the judge's prompt and the key.
+
+        Raises:
+            ConfigError: `reward.prompt_file` or the environment variable of the key is missing.
+        """
         self._settings = settings
         self._template = TEMPLATE
         if settings.prompt_file:
@@ -59,21 +65,20 @@ class ChatJudge:
                 raise problem(name, rule, f"export {name}=...", "reward.api_key_env")
             self._headers = {"Authorization": f"Bearer {os.environ[name]}"}
         self._url = f"{settings.url.rstrip('/')}/chat/completions"
-        self._clients: dict[
-            asyncio.AbstractEventLoop, Any
-        ] = {}  # a client belongs to the loop it was made in
+        # A client belongs to the event loop in which it was created.
+        self._clients: dict[asyncio.AbstractEventLoop, Any] = {}
 
     async def score(self, response: str, prompt: Prompt) -> float:
-        """The server's score of a response.
+        """Return the server's score of a response.
 
         Raises:
-            CallError: the server refused, or what it said holds no score; says what it said.
+            CallError: the server refused, or its reply holds no score. The message quotes it.
         """
         import httpx
 
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            # The pool of calls counts connections and keeps the time.
+            # The pool of calls limits connections and time.
             limits = httpx.Limits(
                 max_connections=None, max_keepalive_connections=self._settings.max_connections
             )
@@ -107,35 +112,38 @@ class ChatJudge:
 
 
 def filled(template: str, response: str, prompt: Prompt) -> str:
-    """The template with {question}, {answer} and {response} filled in, all at once: none is looked for in another.
+    """Fill in {question}, {answer} and {response}, all at once: none is replaced inside another.
 
-    The question is the conversation before the response: the one message of a user, or all messages with their roles.
+    The question is the conversation before the response: the user's only message, or all messages
+    with their roles.
     """
-    said = [message for message in prompt.messages if message["role"] != "system"]
-    if len(said) == 1:
-        question = str(said[0]["content"])
+    messages = [message for message in prompt.messages if message["role"] != "system"]
+    if len(messages) == 1:
+        question = str(messages[0]["content"])
     else:
-        question = "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
+        question = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
     values = {"question": question, "answer": prompt.answer, "response": response}
     return _PLACES.sub(lambda found: values[found[1]], template)
 
 
 def parsed(text: str, pattern: str = "") -> float:
-    """The score in a judge's answer: "score" of its last JSON object that has one, or the last match of the pattern's group.
+    """Return the score in a judge's reply.
+
+    It is "score" of the last JSON object that has one, or the last match of the pattern's group.
 
     Raises:
-        CallError: there is none; says what the judge said.
+        CallError: there is no score. The message quotes the reply.
     """
-    said = repr(text[-_SHOWN:] if isinstance(text, str) else text)
+    quoted = repr(text[-_SHOWN:] if isinstance(text, str) else text)
     if not isinstance(text, str):
-        raise CallError(f"the judge's answer is no text: {said}")
+        raise CallError(f"the judge's reply is not text: {quoted}")
     if pattern:
         found = re.findall(pattern, text)
         try:
             return checked(float(found[-1]))
         except (IndexError, ValueError):
             raise CallError(
-                f"the judge's answer has no number where {pattern!r} looks: {said}"
+                f"the judge's reply has no number that reward.pattern {pattern!r} matches: {quoted}"
             ) from None
     decoder, scores, start = json.JSONDecoder(), [], text.find("{")
     while start >= 0:
@@ -147,10 +155,10 @@ def parsed(text: str, pattern: str = "") -> float:
             scores.append(value["score"])
         start = text.find("{", end)
     if not scores:
-        raise CallError(f'the judge\'s answer has no JSON object {{"score": number}}: {said}')
+        raise CallError(f'the judge\'s reply has no JSON object {{"score": number}}: {quoted}')
     return checked(scores[-1])
 
 
 def _seconds(header: str) -> float:
-    """Retry-After in seconds; dates, which it may also be, are left to the back-off."""
+    """Return Retry-After in seconds; 0 if it is a date, which the back-off replaces."""
     return float(header) if re.fullmatch(r"\d{1,4}", header) else 0.0

@@ -1,7 +1,8 @@
-"""A reward model on the rank's own device: a sequence-classification checkpoint with one label, scoring in dynamic batches.
+"""A reward model on the rank's own device: a sequence-classification checkpoint with one label.
 
-Conversations are scored in a thread beside the engine, in the order in which they end. A batch closes when it has
-`reward.model_batch` of them or `reward.model_tokens` padded tokens, or when its first one has waited `reward.model_wait_s`.
+A thread beside the engine scores conversations in the order in which they end. A batch is complete
+when it has `reward.model_batch` conversations or `reward.model_tokens` padded tokens, or when its
+first conversation has waited `reward.model_wait_s`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ Encoded = list[int]
 
 
 class RewardModel:
-    """The model of `reward.model_path` with its own tokenizer and chat template; one copy on each rank that judges.
+    """The model of `reward.model_path` with its own tokenizer and chat template.
 
-    It is loaded on the host. `wake` brings it to the device before conversations are generated, `sleep` puts it away for the
-    policy's training; on CPU it stays where it is.
+    The leader rank of each engine has a copy, loaded on the host. `wake` moves it to the device
+    before conversations are sampled, `sleep` frees the device for training. On CPU it stays where
+    it is.
     """
 
     def __init__(self, settings: RewardConfig) -> None:
-        """Load it. `r3.cli.checks` has read its config.json before."""
+        """Load the model; `r3.cli.checks` has checked its config.json."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self.settings = settings
@@ -42,7 +44,8 @@ class RewardModel:
             settings.model_path, dtype=dtype
         ).eval()
         model.requires_grad_(False)
-        # The score is read at the last token that is no padding, so both must agree on what padding is.
+        # The score is read at the last token that is not padding, so model and tokenizer must agree
+        # on the padding token.
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         model.config.pad_token_id = self._tokenizer.pad_token_id
@@ -53,11 +56,11 @@ class RewardModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
+        """Bytes of the weights."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def wake(self, device: Device) -> None:
-        """Bring the weights to the device."""
+        """Move the weights to the device."""
         if not device.is_cuda:
             return
         if self._stash is None:
@@ -68,7 +71,7 @@ class RewardModel:
         device.synchronize()
 
     def sleep(self, device: Device) -> None:
-        """Put the weights away; nothing may be being scored."""
+        """Free the device memory of the weights. Nothing may be in flight."""
         if self._stash is not None:
             for name, tensor in self._tensors().items():
                 self._stash.put(name, tensor)
@@ -76,7 +79,7 @@ class RewardModel:
             device.release_memory()
 
     def batches(self) -> Batches:
-        """A new place for the calls of one judge."""
+        """Return a new place for the calls of one scorer."""
         each = self.settings
         return Batches(
             self.encode,
@@ -87,26 +90,28 @@ class RewardModel:
         )
 
     def encode(self, response: str, prompt: Prompt) -> Encoded:
-        """Tokens of the conversation with its response, in the template of the reward model.
+        """Return the tokens of prompt and response, in the chat template of the reward model.
 
         Raises:
-            CallError: it does not fit the model's context. It is never cut: a cut conversation is another one.
+            CallError: they exceed the context of the reward model. They are never cut: the score
+                would be that of another conversation.
         """
         messages = [*prompt.messages, {"role": "assistant", "content": response}]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False)
         tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if self._longest and len(tokens) > self._longest:
             raise CallError(
-                f"the conversation has {len(tokens)} tokens, the reward model's context {self._longest}",
+                f"the conversation has {len(tokens)} tokens, the reward model's context "
+                f"{self._longest}",
                 again=False,
             )
         return list(tokens)
 
     @torch.inference_mode()
     def score_encoded(self, conversations: Sequence[Encoded]) -> list[float]:
-        """Scores of a batch in one forward pass, padded at the right to the longest.
+        """Score a batch in one forward pass, padded on the right to the longest conversation.
 
-        Padding is masked, and changes a score by rounding alone.
+        Padding is masked and changes a score only by rounding.
         """
         longest = max(map(len, conversations))
         tokens_BT = torch.full((len(conversations), longest), self._tokenizer.pad_token_id)
@@ -123,7 +128,7 @@ class RewardModel:
         return scores
 
     def score(self, response: str, prompt: Prompt) -> float:
-        """The score of one conversation by itself."""
+        """Score one conversation by itself."""
         return self.score_encoded([self.encode(response, prompt)])[0]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -131,12 +136,13 @@ class RewardModel:
 
 
 class Batches:
-    """A place (`r3.runtime.workers.Place`) whose calls are answered together by one thread.
+    """A place (`r3.runtime.workers.Place`) where one thread computes many calls together.
 
-    The function that is submitted is not called: `encode` and `score_many` do its work, for many arguments at once.
+    The submitted function is not called: `encode` and `score_many` do its work for many arguments
+    at once.
 
     Attributes:
-        trace: of every batch, when it began and ended (time.monotonic) and its size.
+        trace: start and end (time.monotonic) and size of every batch.
     """
 
     def __init__(
@@ -177,9 +183,7 @@ class Batches:
                 self._ended.get(timeout=timeout_s) if timeout_s > 0 else self._ended.get_nowait()
             )
             while True:
-                if isinstance(
-                    found, BaseException
-                ):  # not of one conversation: the model itself cannot run
+                if isinstance(found, BaseException):  # the model itself cannot run
                     raise found
                 ended.append(found)
                 found = self._ended.get_nowait()
@@ -194,11 +198,11 @@ class Batches:
 
     def _serve(self) -> None:
         select_device()
-        held: tuple[int, Encoded, float] | None = None  # did not fit into the batch before
+        left_over: tuple[int, Encoded, float] | None = None  # did not fit into the last batch
         try:
             while True:
-                batch = [held] if held else []
-                held = None
+                batch = [left_over] if left_over else []
+                left_over = None
                 if not batch and (first := self._next(None)):
                     batch = [first]
                 if not batch:
@@ -210,17 +214,15 @@ class Batches:
                         break
                     longest = max(len(tokens) for _, tokens, _ in [*batch, following])
                     if longest * (len(batch) + 1) > self._budget:
-                        held = following
+                        left_over = following
                         break
                     batch.append(following)
-                self._answer(batch)
-        except (
-            BaseException
-        ) as error:  # goes on in the thread that collects, which ends the run with it
+                self._score(batch)
+        except BaseException as error:  # raised again by `collect`, which ends the run
             self._ended.put(error)
 
     def _next(self, until: float | None) -> tuple[int, Encoded, float] | None:
-        """The next conversation in tokens; None at the time `until`, or when the place was closed."""
+        """Return the next conversation in tokens; None at time `until` or after `close`."""
         while True:
             try:
                 if until is None:
@@ -230,7 +232,7 @@ class Batches:
             except queue.Empty:
                 return None
             if arrived is None:
-                self._arrived.put(None)  # for whoever looks next
+                self._arrived.put(None)  # for the next call
                 return None
             token, arguments, when = arrived
             if token in self._abandoned:
@@ -240,7 +242,7 @@ class Batches:
             except CallError as error:
                 self._ended.put((token, None, Failure("error", str(error), error.again)))
 
-    def _answer(self, batch: Sequence[tuple[int, Encoded, float]]) -> None:
+    def _score(self, batch: Sequence[tuple[int, Encoded, float]]) -> None:
         began = time.monotonic()
         scores = self._score_many([tokens for _, tokens, _ in batch])
         self.trace.append((began, time.monotonic(), len(batch)))

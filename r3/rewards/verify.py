@@ -1,7 +1,8 @@
-"""Mathematical equality by `math-verify`: 1/2, 0.5 and \\frac{1}{2} are one answer. Runs in worker processes.
+"""Mathematical equality by `math-verify`: 1/2, 0.5 and \\frac{1}{2} are equal.
 
-It hands terms of the model's making to sympy, which may compute for hours: only a process can be stopped then.
-Its own time limits and catches are off: they would turn a hang or a fault into a wrong answer without a word.
+It runs in worker processes: math-verify gives terms that the model wrote to sympy, which may compute
+for hours, and only a process can be stopped then. Its own time limits and catches are off: they
+would turn a hang or a fault into a wrong answer without any message.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ import logging
 from r3.runtime.workers import CallError
 from r3.types import Prompt
 
-logging.getLogger("math_verify").setLevel(
-    logging.ERROR
-)  # warns at every call that its time limits are off
+# It warns at every call that its time limits are off.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def equal(response: str, prompt: Prompt) -> float:
-    """1 when the response's final answer (in \\boxed, in $...$, or the last number) equals the reference, else 0.
+    """Return 1 if the final answer of the response equals the reference, else 0.
 
-    The reference is what follows the last `####` of the row's answer, or all of it. A response without any expression is 0.
+    The final answer is in \\boxed, in $...$, or the last number; a response without any expression
+    scores 0. The reference is the text after the last `####` of the row's answer, or all of it.
 
     Raises:
-        CallError: no expression can be read in the reference.
+        CallError: the reference has no expression.
     """
     from math_verify import parse, verify
 

@@ -52,7 +52,7 @@ def join_arrays(
         "cu_tokens": _offsets(len(rollout.tokens_T) for rollout in rollouts),
         "cu_rows": _offsets(len(rows) for rows in routes),
     }
-    # safetensors writes the raw buffer and ignores strides: another memory order would be scrambled.
+    # safetensors writes the raw buffer and ignores strides: another memory order is scrambled.
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 

@@ -107,7 +107,7 @@ def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
         (
             json.dumps({"question": "book " * 200, "answer": "b"}),
             "question",
-            "tokens with its chat template, at most",
+            "tokens with its chat template; at most",
         ),
     ],
 )
@@ -146,7 +146,7 @@ def test_too_long_rows_are_dropped_and_counted_when_asked(tokenizer: Any, tmp_pa
         )
         == 1
     )
-    with pytest.raises(DataError, match=f"none of 1 rows is left: 1 exceed {tokens - 1} tokens"):
+    with pytest.raises(DataError, match=f"no row of 1 remains: 1 exceed {tokens - 1} tokens"):
         options = OPTIONS | {"max_prompt_tokens": tokens - 1, "on_too_long": "drop"}
         load_prompts(write(tmp_path, GOOD), tokenizer, **options)
 
@@ -169,7 +169,7 @@ def test_whole_files_are_refused(tokenizer: Any, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=rule) as caught:
             load_prompts(path, tokenizer, **OPTIONS)
         assert str(path) in str(caught.value)
-    with pytest.raises(DataError, match="holds no row"):
+    with pytest.raises(DataError, match="has no rows"):
         load_prompts(write(tmp_path, "", ""), tokenizer, **OPTIONS)
 
 
@@ -277,13 +277,13 @@ def test_every_source_names_a_bad_row(make: Any, tokenizer: Any, tmp_path: Path)
     ("source", "rule"),
     [
         ("absent.parquet", "cannot be read"),
-        ("text.parquet", "is no parquet file"),
+        ("text.parquet", "is not a parquet file"),
         ("splits", "has the splits test, train. Fix: name one: splits:test"),
         ("splits:dev", "has no split 'dev'. Fix: one of test, train"),
-        ("saved:train", "has no splits, so none is called 'train'"),
+        ("saved:train", "has no splits, and 'train' was given"),
         ("damaged", "cannot be loaded by datasets"),
-        ("hub:a/b/c", "is no name on the hub. Fix: write hub:OWNER/NAME"),
-        ("hub:owner/name:", "is no name on the hub"),
+        ("hub:a/b/c", "is not a name on the hub. Fix: write hub:OWNER/NAME"),
+        ("hub:owner/name:", "is not a name on the hub"),
         ("hub:owner/name", "cannot be loaded by datasets"),
     ],
 )
@@ -359,9 +359,9 @@ def test_verifier_that_a_row_names_is_checked_when_it_is_read(tmp_path: Path) ->
     found, none = read_rows(jsonl(tmp_path, rows), columns)
     assert [row.columns["verifier"] for row in found] == ["gsm8k", "exact"] and none == []
     bad = [
-        (ROWS[0], "verifier", "is None, and the reward row knows gsm8k, exact, gym"),
+        (ROWS[0], "verifier", "is None; the reward row accepts gsm8k, exact, gym"),
         ({**ROWS[0], "verifier": "math"}, "verifier", "is 'math'"),
-        ({**ROWS[0], "verifier": "gym"}, "verifier", "is none of reasoning-gym's"),
+        ({**ROWS[0], "verifier": "gym"}, "verifier", "is not from reasoning-gym"),
         ({**ROWS[0], "verifier": "gsm8k", "answer": "7"}, "answer", "has no '####'"),
     ]
     for row, field, rule in bad:
@@ -421,7 +421,7 @@ def test_duplicates_are_dropped_and_counted_when_asked(tokenizer: Any, tmp_path:
         f"rows.jsonl:{line}" for line in (1, 2, 3, 5)
     ]
     with pytest.raises(
-        DataError, match="none of 5 rows is left: 0 exceed 100 tokens, 5 came before"
+        DataError, match="no row of 5 remains: 0 exceed 100 tokens, 5 are duplicates"
     ):
         load_prompts([path, path], tokenizer, **OPTIONS, drop_duplicates=True)
 

@@ -72,7 +72,7 @@ class Mine:
             GOOD + "    def __init__(self, what): pass\n",
             "Mine",
             "",
-            "cannot be made without arguments",
+            "cannot be created",
         ),
         (GOOD.replace('("###",)', '"###"'), "Mine", "", "Mine.stop is '###', not a list"),
         (GOOD + "raise OSError('at import')\n", "Mine", "", "raised OSError: at import"),
@@ -125,8 +125,8 @@ def test_settings_of_the_environment_are_checked(
         ([], "must return (messages, reward, done)"),
         (([], "high", True), "finite number or None"),
         (([], float("nan"), True), "finite number or None"),
-        (("more", None, False), "must give a list of messages"),
-        (([{"role": "user"}], None, False), "is no message"),
+        (("more", None, False), "must return a list of messages"),
+        (([{"role": "user"}], None, False), "a message needs"),
         (([], None, False), "no message for the model"),
     ],
 )
@@ -235,7 +235,7 @@ TEMPLATES: dict[str, tuple[Callable[[str], str], str]] = {
         lambda t: t.replace(
             "(message.content or '')", "(message.content if message.role != 'assistant' else '')"
         ),
-        "does not appear exactly once",
+        "unchanged and exactly once",
     ),
     "rewrites the model's message": (
         lambda t: t.replace(

@@ -220,7 +220,10 @@ def with_route(token: int, layer: int, experts: list[int]) -> Rollout:
         (with_route(3, 1, [-1, 3]), r"-1 in some .* at token 3 in MoE layer number 1: \[-1, 3\]"),
         (with_route(0, 1, [-1, -1]), r"-1 in some .* at token 0 in MoE layer number 1: \[-1, -1\]"),
         (with_route(2, 0, [5, 5]), r"chosen twice, at token 2 in MoE layer number 0: \[5, 5\]"),
-        (rollout([1, 2, 3, 4, 5], 2, dense=True), r"routes have shape \(4, 0, 0\), expected .* \(2, 2\)"),
+        (
+            rollout([1, 2, 3, 4, 5], 2, dense=True),
+            r"routes have shape \(4, 0, 0\), expected .* \(2, 2\)",
+        ),
         (rollout([1, 2, 3], 3), "first token is marked as sampled"),
         (
             replace(rollout([1, 2, 3], 1), loss_mask_T=np.array([0, 0.5, 1], np.float32)),

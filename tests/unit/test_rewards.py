@@ -119,8 +119,8 @@ def test_resolve_loads_a_function_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "body", "rule"),
     [
-        ("gsm9k", "", "names no built-in reward"),
-        ("{folder}/mine.py", "", "names no built-in reward"),
+        ("gsm9k", "", "is neither a built-in reward"),
+        ("{folder}/mine.py", "", "is neither a built-in reward"),
         ("{folder}/absent.py:reward", "", "there is no file"),
         ("{folder}/mine.py:reward", "other = 1", "has no attribute 'reward'"),
         ("{folder}/mine.py:reward", "reward = 1", "reward is not a function"),

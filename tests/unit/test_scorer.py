@@ -374,9 +374,9 @@ def test_retry_after_is_heeded() -> None:
         ),
         ((429, "slow down", {}), {"retries": 1}, "answered 429: slow down", 2),
         (completion("It is right."), {}, "has no JSON object .* 'It is right.'", 1),
-        (completion(None), {}, "is no text: None", 1),
+        (completion(None), {}, "is not text: None", 1),
         ((200, "<html>", {}), {}, "sent no chat completion: <html>", 1),
-        (completion("Score: high"), {"pattern": r"Score: *([\d.]+)"}, "has no number where", 1),
+        (completion("Score: high"), {"pattern": r"Score: *([\d.]+)"}, "has no number that reward.pattern", 1),
     ],
 )
 def test_what_a_server_did_wrong_is_said(
