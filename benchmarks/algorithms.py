@@ -1,12 +1,15 @@
-"""Trains `tiny-moe` for ten steps with every advantage, loss and correction: does each of them move the model?
+"""Trains `tiny-moe` for ten steps with every advantage, loss and correction: does each of them move
+the model?
 
     .venv/bin/python benchmarks/algorithms.py                    all of them, one after the other
     .venv/bin/python benchmarks/algorithms.py --only gspo pg     some; the others keep their figures
-    .venv/bin/python benchmarks/algorithms.py --table            the table of README.md once more, from the json
+    .venv/bin/python benchmarks/algorithms.py --table            the table of README.md once more,
+    from the json
 
-One rank, policy in float32 and engine in bfloat16, so that there is a mismatch to correct. Two updates a step, so that the
-second one sees ratios other than 1. Every figure is a row of a run's own metrics.jsonl, or the mean of its column. Writes
-results/algorithms.json, and the table between the marks in README.md.
+One rank, policy in float32 and engine in bfloat16, so that there is a mismatch to correct. Two
+updates a step, so that the second one sees ratios other than 1. Every figure is a row of a run's
+own metrics.jsonl, or the mean of its column. Writes results/algorithms.json, and the table between
+the marks in README.md.
 """
 
 from __future__ import annotations
@@ -63,9 +66,11 @@ ALGORITHMS: dict[str, str] = {
     "reinforce_pp_baseline": "--algo.advantage reinforce_pp_baseline",
     # losses, with grpo
     "ppo_clip, dual": "--algo.clip_dual 3",
-    "gspo": "--algo.loss gspo --algo.clip_low 3e-4 --algo.clip_high 4e-4 --algo.aggregation sequence",
+    "gspo": "--algo.loss gspo --algo.clip_low 3e-4 --algo.clip_high 4e-4"
+    " --algo.aggregation sequence",
     "cispo": "--algo.loss cispo --algo.clip_low 1 --algo.clip_high 4",
-    "minirl": "--algo.loss minirl --algo.clip_high 0.27 --algo.advantage dr_grpo --algo.aggregation constant",
+    "minirl": "--algo.loss minirl --algo.clip_high 0.27 --algo.advantage dr_grpo"
+    " --algo.aggregation constant",
     "pg": "--algo.loss pg --train.updates_per_step 1",
     # corrections, with grpo and ppo_clip
     "token_tis": "--algo.correction token_tis",
@@ -102,7 +107,7 @@ def main() -> None:
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"algorithms": {}}
     if not words.table:
         found |= {
-            "what": f"the preset `tiny`, one rank, engine in bfloat16, {words.steps} steps of two updates",
+            "what": f"preset `tiny`, one rank, bfloat16 engine, {words.steps} steps of two updates",
             "made_by": "python benchmarks/algorithms.py",
             "date": date.today().isoformat(),
             "source": source(),
@@ -196,14 +201,18 @@ def row_of(name: str, made: Mapping[str, Any]) -> str:
     start, end = made["reward"][0], fmean(made["reward"][-3:])
     flags = ALGORITHMS[name].replace("--algo.", "").replace("--train.", "") or "(defaults)"
     return (
-        f"| {name} | `{flags}` | {made['accuracy_before']:.3f} | {made['accuracy_after']:.3f} | {start:.2f} | {end:.2f} "
+        f"| {name} | `{flags}` | {made['accuracy_before']:.3f} | {made['accuracy_after']:.3f} | "
+        f"{start:.2f} | {end:.2f} "
         f"| {made['k3']:.1e} | {share('clip_frac')} | {share('cut_frac')} |"
     )
 
 
 def table(algorithms: Mapping[str, Mapping[str, Any]]) -> str:
     """The table of README.md."""
-    head = "| algorithm | flags | before | after | reward, step 1 | last 3 | k3 | out of bounds | cut |"
+    head = (
+        "| algorithm | flags | before | after | reward, step 1 | last 3 | k3 | out of bounds | cut "
+        "|"
+    )
     lines = [row_of(name, algorithms[name]) for name in ALGORITHMS if name in algorithms]
     return "\n".join([head, "|---" * 9 + "|", *lines])
 

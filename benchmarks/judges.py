@@ -1,11 +1,12 @@
-"""Judges beside the engine: what a round takes when its judge is slow, and what was judged before the last answer was written.
+"""Judges beside the engine: what a round takes when its judge is slow, and what was judged before
+the last answer was written.
 
     .venv/bin/python -m benchmarks.judges                    one rank, two minutes on one core
 
-Arms answer the same prompts with the shipped model, all at once, and differ in the judge: none to speak of (`exact`); an async
-function that sleeps, as a server would; the same called in the loop, which is what a judge costs that the engine waits for; a
-reward model in dynamic batches, and in batches of one. Every round runs each arm once, in turns. Writes judges.json to
-benchmarks/results/.
+Arms answer the same prompts with the shipped model, all at once, and differ in the judge: none to
+speak of (`exact`); an async function that sleeps, as a server would; the same called in the loop,
+which is what a judge costs that the engine waits for; a reward model in dynamic batches, and in
+batches of one. Every round runs each arm once, in turns. Writes judges.json to benchmarks/results/.
 """
 
 from __future__ import annotations

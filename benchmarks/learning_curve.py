@@ -1,9 +1,11 @@
-"""Runs `tiny` for several seeds and draws what it learns, and what replay is worth when the engine rounds to bfloat16.
+"""Runs `tiny` for several seeds and draws what it learns, and what replay is worth when the engine
+rounds to bfloat16.
 
-    .venv/bin/python benchmarks/learning_curve.py            twelve runs, eight minutes on two shared cores
+    .venv/bin/python benchmarks/learning_curve.py            twelve runs, eight minutes on two
+    shared cores
 
-Nothing is computed here but means: every figure is a row of a run's own metrics.jsonl. Writes learning_curve.json and
-learning_curve.png to benchmarks/results/.
+Nothing is computed here but means: every figure is a row of a run's own metrics.jsonl. Writes
+learning_curve.json and learning_curve.png to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def main() -> None:
             for number, (name, flags) in enumerate(PRECISIONS.items())
         }
     found = {
-        "what": "the preset `tiny`: held-out greedy accuracy, reward, and the gap between engine and policy",
+        "what": "preset `tiny`: held-out greedy accuracy, reward, mismatch of engine and policy",
         "made_by": shlex.join(["python", "benchmarks/learning_curve.py", *sys.argv[1:]]),
         "date": date.today().isoformat(),
         "source": source(),
@@ -121,7 +123,9 @@ def main() -> None:
 
 
 def run(folder: Path, seed: int, steps: int, *flags: str) -> tuple[list[Row], dict[str, Any]]:
-    """Rows of metrics.jsonl of one run on two ranks, and how it was started and how long it took."""
+    """Rows of metrics.jsonl of one run on two ranks, and how it was started and how long it
+    took.
+    """
     settings = ("--train.seed", str(seed), "--train.steps", str(steps), *flags)
     arguments = ["--standalone", "--nproc_per_node", str(RANKS), "train.py", "tiny", *settings]
     load = os.getloadavg()[0]
@@ -146,7 +150,9 @@ def run(folder: Path, seed: int, steps: int, *flags: str) -> tuple[list[Row], di
 
 
 def curve(rows: Sequence[Row], how: Mapping[str, Any]) -> dict[str, Any]:
-    """What one seed learnt, and when. Seconds of training are those of the steps, evaluations among them."""
+    """What one seed learnt, and when. Seconds of training are those of the steps, evaluations among
+    them.
+    """
     accuracy = {
         int(row["step"]): row["eval/heldout/accuracy"]
         for row in rows
@@ -172,7 +178,9 @@ def curve(rows: Sequence[Row], how: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gap(runs: Sequence[tuple[Sequence[Row], Mapping[str, Any]]]) -> dict[str, Any]:
-    """The gap between engine and policy over all steps of all seeds, with replayed and with live routes."""
+    """The gap between engine and policy over all steps of all seeds, with replayed and with live
+    routes.
+    """
     rows = [row for run_rows, _ in runs for row in run_rows if "mismatch/k3" in row]
     pairs = [(row["mismatch/k3_replay"], row["mismatch/k3_live"]) for row in rows]
     return {
@@ -230,12 +238,14 @@ def hardware() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": round(pages / 2**30, 1),
         "simd": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags],
-        "note": "other programs shared the machine: seconds are upper bounds, and vary between runs",
+        "note": "other programs shared the machine: seconds are upper bounds",
     }
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Accuracy and reward of every seed, and below them the gap with replayed and with live routes."""
+    """Accuracy and reward of every seed, and below them the gap with replayed and with live
+    routes.
+    """
     plt.rcParams.update(
         {
             "font.size": 9,
@@ -247,7 +257,8 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     figure = plt.figure(figsize=(9.6, 7.4), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=[1.45, 1], hspace=0.05)
     top.suptitle(
-        "R3, preset tiny: a 1.1 M parameter Qwen3-MoE learns on two CPU ranks (GRPO, routes replayed)",
+        "R3, preset tiny: a 1.1 M parameter Qwen3-MoE learns on two CPU ranks (GRPO, routes "
+        "replayed)",
         fontsize=11,
         fontweight="bold",
     )
@@ -340,13 +351,16 @@ def report(found: Mapping[str, Any]) -> None:
             f"{step}:{value:.3f}" for step, value in made["heldout_accuracy"].items()
         )
         print(
-            f"seed {seed}: {accuracy}; >= {TARGET:.2f} at step {made['first_step_at_target']} after "
-            f"{made['training_s_to_target']} s; {made['training_s']} s of training, {made['wall_s']} s in all"
+            f"seed {seed}: {accuracy}; >= {TARGET:.2f} at step {made['first_step_at_target']} "
+            "after "
+            f"{made['training_s_to_target']} s; {made['training_s']} s of training, "
+            f"{made['wall_s']} s in all"
         )
     for name, made in found["mismatch"].items():
         print(
             f"{name}: k3 {made['k3_mean']:.2e} replayed, {made['k3_live_mean']:.2e} live (below in "
-            f"{made['steps_replay_below_live']}, above in {made['steps_replay_above_live']} of {made['steps']} steps); "
+            f"{made['steps_replay_below_live']}, above in {made['steps_replay_above_live']} of "
+            f"{made['steps']} steps); "
             f"agreement {made['routing_agreement_mean']:.4f}, largest |d| {made['abs_max']:.2g}"
         )
 

@@ -1,11 +1,14 @@
-"""What replay is worth and what it costs: experiments E5 (paired mismatch), E6 (wrong routes) and E12 (usefulness, cost).
+"""What replay is worth and what it costs: experiments E5 (paired mismatch), E6 (wrong routes) and
+E12 (usefulness, cost).
 
     .venv/bin/python -m benchmarks.mismatch                          all of it
     .venv/bin/python -m benchmarks.mismatch --experiments E12 --seeds 1      one part of it
-    .venv/bin/python -m benchmarks.mismatch --redraw                 table and picture once more, from the json
+    .venv/bin/python -m benchmarks.mismatch --redraw                 table and picture once more,
+    from the json
 
-E5 and E6 are the cases of tests/e2e/mismatch_cases.py and tests/ranks/replay_cases.py, with more tokens; E12 are runs of train.py.
-What mismatch.json holds already is not measured again. Writes mismatch.json, mismatch.md and mismatch.png to benchmarks/results/.
+E5 and E6 are the cases of tests/e2e/mismatch_cases.py and tests/ranks/replay_cases.py, with more
+tokens; E12 are runs of train.py. What mismatch.json holds already is not measured again. Writes
+mismatch.json, mismatch.md and mismatch.png to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -105,12 +108,14 @@ def about() -> dict[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # E5 and E6: an engine and a policy, no training
 
 
 def e5(folder: Path, _seeds: Sequence[int]) -> Measures:
-    """The same tokens with routes replayed and live, on a model with near ties, its dense twin and the shipped model."""
+    """The same tokens with routes replayed and live, on a model with near ties, its dense twin and
+    the shipped model.
+    """
     models = {
         "near ties": near_tie_checkpoint(folder / "moe"),
         "dense twin": near_tie_checkpoint(folder / "dense", dense=True),
@@ -152,12 +157,14 @@ def e6(folder: Path, _seeds: Sequence[int]) -> Measures:
     }
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # E12: runs of train.py
 
 
 def e12(folder: Path, seeds: Sequence[int]) -> Measures:
-    """Training with noisy engine routers, without replay, with recorded (R2) and with captured routes (R3); then the cost."""
+    """Training with noisy engine routers, without replay, with recorded (R2) and with captured
+    routes (R3); then the cost.
+    """
 
     def learn(seed: int, updates: int, mode: str) -> Row:
         flags = (
@@ -259,7 +266,7 @@ def route_bytes(run_dir: RunDir) -> dict[str, int]:
 EXPERIMENTS = {"E5": e5, "E6": e6, "E12": e12}
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Tables
 
 
@@ -283,12 +290,15 @@ def mean(rows: Sequence[Row], arm: str, figure: str) -> float:
 def e5_table(found: Mapping[str, Any]) -> list[str]:
     """A line per model and precision; replayed / live."""
     lines = [
-        f"## E5: {BATCHES} batches of {PROMPTS * GROUP} answers, replayed / live routes of the same tokens",
+        f"## E5: {BATCHES} batches of {PROMPTS * GROUP} answers, replayed / live routes of the "
+        "same tokens",
         "",
-        "Live of the dense twin is the floor. `k3 <= 0.6` and `f2 <= 0.1` count batches where replayed is at most that part of"
+        "Live of the dense twin is the floor. `k3 <= 0.6` and `f2 <= 0.1` count batches where "
+        "replayed is at most that part of"
         " live.",
         "",
-        "| model, policy, engine | k3 | ratio | k3 lower | k3 <= 0.6 | f2 | f2 lower or equal | f2 <= 0.1 | p99 | max |"
+        "| model, policy, engine | k3 | ratio | k3 lower | k3 <= 0.6 | f2 | f2 lower or equal | f2 "
+        "<= 0.1 | p99 | max |"
         " slots differ | tokens differ | replayed / floor |",
         "|---" * 13 + "|",
     ]
@@ -344,9 +354,10 @@ def e5_table(found: Mapping[str, Any]) -> list[str]:
 def e6_table(found: Mapping[str, Any]) -> list[str]:
     """Doses, then misalignment."""
     lines = [
-        "## E6: rank K swapped with rank K + 1 in a share p of (token, layer) slots; float32 policy",
+        "## E6: ranks K and K + 1 swapped in a share p of (token, layer) slots; float32 policy",
         "",
-        "`agreement` is of the first layer, which no other flip reaches: 1 - p up to sampling. `used` is the share of slots"
+        "`agreement` is of the first layer, which no other flip reaches: 1 - p up to sampling. "
+        "`used` is the share of slots"
         " whose tokens went where the installed route says.",
         "",
         "| model, engine | p | slots hit | agreement | used | k3 | k3 of live routes |",
@@ -386,7 +397,8 @@ def e12_table(found: Mapping[str, Any]) -> list[str]:
         "",
         "Means over the steps; accuracy is greedy, on held-out questions, without noise.",
         "",
-        "| updates a step | seed | k3 off / r2 / r3 | f2 off / r2 / r3 | grad norm p99 off / r2 / r3 |"
+        "| updates a step | seed | k3 off / r2 / r3 | f2 off / r2 / r3 | grad norm p99 off / r2 / "
+        "r3 |"
         " accuracy off / r2 / r3 |",
         "|---" * 6 + "|",
     ]
@@ -420,12 +432,14 @@ def e12_table(found: Mapping[str, Any]) -> list[str]:
             )
         lower = [grad_p99(on) < grad_p99(off) for off, on in pairs]
         lines.append(
-            f"| {updates} | grad norm p99 lower in every seed | {sum(lower)} of {len(lower)} | {yes(all(lower))} |"
+            f"| {updates} | grad norm p99 lower in every seed | {sum(lower)} of {len(lower)} | "
+            f"{yes(all(lower))} |"
         )
         gain, low, high = bootstrap([(on["right"], off["right"]) for off, on in pairs])
         said = f"{gain:+.3f}, 95 % in [{low:+.3f}, {high:+.3f}]"
         lines.append(
-            f"| {updates} | accuracy r3 - off not worse (paired bootstrap) | {said} | {yes(high >= 0)} |"
+            f"| {updates} | accuracy r3 - off not worse (paired bootstrap) | {said} | "
+            f"{yes(high >= 0)} |"
         )
     lines += ["", *cost_table(found, seeds)]
     return lines
@@ -452,13 +466,16 @@ def cost_table(found: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
     exact = all(r["bytes"] == r["formula"] for r in routes)
     speed, best = (of(rates("r3")) / of(rates("off")) for of in (median, max))
     lines = [
-        f"Cost, the same tokens in both modes, medians over {len(seeds)} x {COST_STEPS - 1} steps without noise. Others use the"
+        f"Cost, the same tokens in both modes, medians over {len(seeds)} x {COST_STEPS - 1} steps "
+        "without noise. Others use the"
         " machine, which only ever adds time: the fastest step of each mode is beside the median.",
         "",
         "| pre-registered | found | holds |",
         "|---" * 3 + "|",
-        f"| route bytes == (T - 1) L K b | {routes[0]['bytes']:,} of {routes[0]['formula']:,} | {yes(exact)} |",
-        f"| rollout tokens/s, r3 / off >= 0.95 | {speed:.3f}; fastest {best:.3f} | {yes(speed >= 0.95)} |",
+        f"| route bytes == (T - 1) L K b | {routes[0]['bytes']:,} of {routes[0]['formula']:,} | "
+        f"{yes(exact)} |",
+        f"| rollout tokens/s, r3 / off >= 0.95 | {speed:.3f}; fastest {best:.3f} | "
+        f"{yes(speed >= 0.95)} |",
         f"| step time, r3 / off <= 1.05 | {times} | {yes(step <= 1.05)} |",
     ]
     if long := found.get("endurance"):
@@ -470,8 +487,10 @@ def cost_table(found: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
         ]
         slower = median(per_token[-30:]) / median(per_token[9:39])
         lines += [
-            f"| no growth over {ENDURANCE_STEPS} steps (from step 10) | memory {grown:+.3f} GiB of {long[name][-1]:.2f}; "
-            f"seconds a token, last 30 / steps 10 to 39: {slower:.2f} | {yes(grown < 0.02 and slower <= 1.05)} |"
+            f"| no growth over {ENDURANCE_STEPS} steps (from step 10) | memory {grown:+.3f} GiB of "
+            f"{long[name][-1]:.2f}; "
+            f"seconds a token, last 30 / steps 10 to 39: {slower:.2f} | "
+            f"{yes(grown < 0.02 and slower <= 1.05)} |"
         ]
     return lines
 
@@ -481,7 +500,9 @@ def grad_p99(run: Row) -> float:
 
 
 def bootstrap(pairs: Sequence[tuple[str, str]], draws: int = 10_000) -> tuple[float, float, float]:
-    """Mean difference of paired 0/1 answers and its 95 % interval; questions are drawn within each seed."""
+    """Mean difference of paired 0/1 answers and its 95 % interval; questions are drawn within each
+    seed.
+    """
     rng = np.random.default_rng(0)
     differences = [
         np.array([int(a) - int(b) for a, b in zip(one, other, strict=True)]) for one, other in pairs
@@ -495,7 +516,7 @@ def yes(holds: bool) -> str:
     return "yes" if holds else "**no**"
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Picture
 
 

@@ -1,10 +1,11 @@
-"""train.py with an engine whose routers are noisy: an amplifier of the mismatch, for experiment E12 of `mismatch.py`.
+"""train.py with an engine whose routers are noisy: an amplifier of the mismatch, for experiment E12
+of `mismatch.py`.
 
     ROUTER_NOISE=0.5 .venv/bin/python -m benchmarks.noisy_engine tiny --parallel.ep 1
 
-Seeded normal noise of that standard deviation is added to the engine's router logits while it samples training answers, not
-while it is evaluated or compared with the policy. Small models have decided routers and little mismatch; large ones in eight
-bits have much.
+Seeded normal noise of that standard deviation is added to the engine's router logits while it
+samples training answers, not while it is evaluated or compared with the policy. Small models have
+decided routers and little mismatch; large ones in eight bits have much.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Noise:
 
 
 def install(worker: Any) -> int:
-    """Hook every router of the engine's model; runs where the model is. Returns how many there are."""
+    """Hook every router of the engine's model; runs where the model is. Returns how many there
+    are.
+    """
     gates = [
         module
         for name, module in worker.model_runner.get_model().named_modules()

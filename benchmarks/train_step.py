@@ -1,12 +1,14 @@
-"""Forward and backward of one optimizer step: what replay, grouped experts and packing cost or save, and transformers beside it.
+"""Forward and backward of one optimizer step: what replay, grouped experts and packing cost or
+save, and transformers beside it.
 
     .venv/bin/python -m benchmarks.train_step                one process, five minutes on one core
 
-All arms compute the loss and all gradients of the same tokens, with the same random Qwen3-MoE of 64 experts, in turns: every
-round runs each arm once, in another order, and a ratio is the median over the rounds of the two times of one round. So a
-machine that others use slows both sides of a ratio alike; the ratio of the fastest times stands beside it. Replayed routes are
-the live choices, recorded beforehand: both arms send equally many tokens to every expert. Writes train_step.json to
-benchmarks/results/.
+All arms compute the loss and all gradients of the same tokens, with the same random Qwen3-MoE of 64
+experts, in turns: every round runs each arm once, in another order, and a ratio is the median over
+the rounds of the two times of one round. So a machine that others use slows both sides of a ratio
+alike; the ratio of the fastest times stands beside it. Replayed routes are
+the live choices, recorded beforehand: both arms send equally many tokens to every expert. Writes
+train_step.json to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -115,7 +117,9 @@ def main() -> None:
 
 
 def random_model(folder: Path) -> Any:
-    """A random Qwen3-MoE in transformers with its experts one after the other ("eager"), saved for the policy too."""
+    """A random Qwen3-MoE in transformers with its experts one after the other ("eager"), saved for
+    the policy too.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -127,7 +131,9 @@ def random_model(folder: Path) -> Any:
 
 
 def pack(shape: ModelShape, lengths: Sequence[int], *, pad_to: int = 1) -> Batch:
-    """Random rollouts as one optimizer step's batch; `pad_to` fills every sequence up to that many tokens."""
+    """Random rollouts as one optimizer step's batch; `pad_to` fills every sequence up to that many
+    tokens.
+    """
     rng = np.random.default_rng(1)
     rollouts = []
     for index, length in enumerate(lengths):
@@ -190,7 +196,9 @@ def recorded(policy: Policy, batch: Batch) -> Batch:
 
 
 def in_transformers(hf: Any, batch: Batch) -> torch.Tensor:
-    """The same loss and gradients by transformers: sequences of one length as rows, so nothing is padded."""
+    """The same loss and gradients by transformers: sequences of one length as rows, so nothing is
+    padded.
+    """
     hf.zero_grad(set_to_none=True)
     total = torch.zeros(())
     for micro_batch in batch.micro_batches:
@@ -201,7 +209,9 @@ def in_transformers(hf: Any, batch: Batch) -> torch.Tensor:
 
 
 def hf_loss(hf: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Sum over loss tokens of -A log p, whose gradient is that of the clipped loss at its first update."""
+    """Sum over loss tokens of -A log p, whose gradient is that of the clipped loss at its first
+    update.
+    """
     rows = len(micro_batch.cu_seqlens) - 1
     tokens_RT = micro_batch.tokens_N.view(rows, -1)
     logits_RTV = hf(tokens_RT).logits
@@ -211,7 +221,9 @@ def hf_loss(hf: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def agree(hf: Any, batch: Batch, policy: Policy) -> None:
-    """Both compute the same thing, else their times say nothing: gradients of the head within 1e-4 of each other."""
+    """Both compute the same thing, else their times say nothing: gradients of the head within 1e-4
+    of each other.
+    """
     policy.forward_backward(batch)
     in_transformers(hf, batch)
     head = next(slot for slot in policy.slots if "output_layer" in slot.name)
@@ -224,7 +236,9 @@ def agree(hf: Any, batch: Batch, policy: Policy) -> None:
 
 
 def take_turns(arms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every arm in every round. Arms start at another place each round; one round goes before, uncounted."""
+    """Seconds of every arm in every round. Arms start at another place each round; one round goes
+    before, uncounted.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     names = list(arms)
     for number in range(-1, rounds):
@@ -255,14 +269,15 @@ def report(
             "reached": middle >= bar,
         }
         print(
-            f"{name:22} {middle:.3f}, of the fastest {fastest:.3f}  (bar {bar}) {'reached' if middle >= bar else 'NOT REACHED'}"
+            f"{name:22} {middle:.3f}, of the fastest {fastest:.3f}  (bar {bar}) "
+            f"{'reached' if middle >= bar else 'NOT REACHED'}"
         )
     load = os.getloadavg()[0]
     tokens = {
         name: sum(even) if name in ("equal", "transformers") else sum(ragged) for name in seconds
     }
     found = {
-        "what": "forward and backward of one step, random Qwen3-MoE of 64 experts, float32, one thread, all arms in turns",
+        "what": "forward and backward of one step, random Qwen3-MoE, 64 experts, float32, one thread",
         "made_by": "python -m benchmarks.train_step " + " ".join(sys.argv[1:]),
         "date": date.today().isoformat(),
         "source": source(),

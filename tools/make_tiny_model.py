@@ -1,19 +1,25 @@
-"""Makes the embedded models and their data: a Qwen3-MoE of 1.1 million parameters that can learn to think.
+"""Makes the embedded models and their data: a Qwen3-MoE of 1.1 million parameters that can learn to
+think.
 
     python tools/make_tiny_model.py --data r3/assets/data       # the two data files, at once
     python tools/make_tiny_model.py --out r3/assets/tiny-moe    # the checkpoint, in two minutes
-    python tools/make_tiny_model.py --near-ties --out r3/assets/tiny-moe-ties    # another, in five minutes
-    python tools/make_tiny_model.py --with-calculator --out r3/assets/tiny-moe-tools    # three minutes more
+    python tools/make_tiny_model.py --near-ties --out r3/assets/tiny-moe-ties    # another, in five
+    minutes
+    python tools/make_tiny_model.py --with-calculator --out r3/assets/tiny-moe-tools    # three
+    minutes more
 
-Pre-training shows the model bare facts (`17+8=25`), problems answered at once (three of four) and problems
-with their steps written out (one of four). It comes to answer at once by habit, mostly wrongly, yet is mostly
+Pre-training shows the model bare facts (`17+8=25`), problems answered at once (three of four) and
+problems with their steps written out (one of four). It comes to answer at once by habit, mostly
+wrongly, yet is mostly
 right when it happens to write its steps: that is what reinforcement learning then has to find.
 
-`--near-ties` makes a model whose routers are not decided: a penalty pulls all router logits towards one value,
-where bfloat16 cannot tell many of them apart. The engine then often chooses other experts than the policy would.
+`--near-ties` makes a model whose routers are not decided: a penalty pulls all router logits towards
+one value, where bfloat16 cannot tell many of them apart. The engine then often chooses other
+experts than the policy would.
 
-`--with-calculator` goes on from `tiny-moe` with conversations: two of five call the calculator for every
-step, three of five answer at once. The habit is again to answer at once, and what is to be found are the calls.
+`--with-calculator` goes on from `tiny-moe` with conversations: two of five call the calculator for
+every step, three of five answer at once. The habit is again to answer at once, and what is to be
+found are the calls.
 """
 
 import argparse
@@ -91,8 +97,8 @@ CALLING = 0.4  # share of the conversations that call the calculator
 WARMUP_STEPS = 50
 MATRIX_LR, OTHER_LR = 0.02, 3e-3
 BALANCE_WEIGHT = 0.02
-# With --near-ties. Between 2 and 4 neighbouring bfloat16 numbers are 1/64 apart, which is as far as the
-# penalty lets the logits of one token spread.
+# With --near-ties. Between 2 and 4 neighbouring bfloat16 numbers are 1/64 apart, which is as far as
+# the penalty lets the logits of one token spread.
 ROUTER_LOGIT, ROUTER_PENALTY = 3.0, 1.0
 ROUTER_INIT = 0.1  # smaller routers at the start, so that their logits do not begin far apart
 SLOW_ROUTERS = 16.0  # a power of two: the weights are scaled without rounding
@@ -107,8 +113,8 @@ MAX_TURNS, MAX_TURN_TOKENS = (
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE in which every number 0..99 and every word of the task is one token.
 
-    Whole numbers are decisive: with digits as tokens a model of this size does not learn to add in minutes.
-    Any text still round-trips, because all 256 bytes are in the vocabulary.
+    Whole numbers are decisive: with digits as tokens a model of this size does not learn to add in
+    minutes. Any text still round-trips, because all 256 bytes are in the vocabulary.
     """
     rng = random.Random(0)  # not the user's seed: one tokenizer serves the models of all seeds
     texts = [str(number) for number in range(100)]
@@ -158,7 +164,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
         "norm_topk_prob": True,
         "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": False,
-        "initializer_range": 0.08,  # the usual 0.02 is for wide models: this one would learn much slower
+        # the usual 0.02 is for wide models: this one would learn much slower
+        "initializer_range": 0.08,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
@@ -171,8 +178,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
 class Stream:
     """Endless rows of token ids and labels: one problem each, then facts to the end of the row.
 
-    Only what the model will have to say carries loss: answers and results, not questions and operands. A
-    second problem would not fit with its answer, and with rows of facts among rows of problems the model saw
+    Only what the model will have to say carries loss: answers and results, not questions and
+    operands. A second problem would not fit with its answer, and with rows of facts among rows of
+    problems the model saw
     too few problems: it read a wrong number from the question in every fourth worked answer.
     """
 
@@ -210,10 +218,12 @@ class Stream:
 
 
 class ToolStream:
-    """Endless conversations about problems, with the calculator at hand; the arithmetic is left to it.
+    """Endless conversations about problems, with the calculator at hand; the arithmetic is left to
+    it.
 
-    They are made as in a run: the environment itself replies, and `Chat` puts its words behind the model's. So the
-    tokens are those that the model meets there. What the model says carries loss, what it is told does not.
+    They are made as in a run: the environment itself replies, and `Chat` puts its words behind the
+    model's. So the tokens are those that the model meets there. What the model says carries loss,
+    what it is told does not.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
@@ -255,8 +265,8 @@ class ToolStream:
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised by five Newton-Schulz steps (Jordan et al., 2024).
 
-    Unlike torch.optim.Muon it treats leading dimensions as a batch: the experts of a layer are one tensor. It
-    learns the facts in less than half the steps that AdamW needs.
+    Unlike torch.optim.Muon it treats leading dimensions as a batch: the experts of a layer are one
+    tensor. It learns the facts in less than half the steps that AdamW needs.
     """
 
     def __init__(
@@ -271,7 +281,8 @@ class Muon(torch.optim.Optimizer):
                 average = self.state[param].setdefault("average", torch.zeros_like(param))
                 average.mul_(group["momentum"]).add_(param.grad)
                 update = orthogonalise(param.grad + group["momentum"] * average)
-                # An orthogonal matrix has entries of rms 1/sqrt(longer side); AdamW's updates are near 0.2.
+                # An orthogonal matrix has entries of rms 1/sqrt(longer side); AdamW's updates are
+                # near 0.2.
                 param.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(update.shape[-2:])))
 
 
@@ -289,10 +300,11 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
 def balance_loss(
     router_logits: tuple[torch.Tensor, ...], experts_per_token: int, real: torch.Tensor
 ) -> torch.Tensor:
-    """Load balancing, mean over layers of sum_e load_e * probability_e over real tokens, at its least when both are even.
+    """Load balancing, mean over layers of sum_e load_e * probability_e over real tokens, at its
+    least when both are even.
 
-    Layer by layer: the one in transformers balances only the average of the layers, and single layers were
-    seen with experts that never got a token while that one sat at its optimum.
+    Layer by layer: the one in transformers balances only the average of the layers, and single
+    layers were seen with experts that never got a token while that one sat at its optimum.
     """
     losses = []
     for logits in router_logits:
@@ -318,11 +330,13 @@ def shrink_routers(model: Qwen3MoeForCausalLM) -> None:
 
 @torch.no_grad()
 def slow_routers(model: Qwen3MoeForCausalLM) -> None:
-    """Divide the norm before the experts by SLOW_ROUTERS and multiply the matrices behind it: the same function.
+    """Divide the norm before the experts by SLOW_ROUTERS and multiply the matrices behind it: the
+    same function.
 
-    Adam moves every weight by about the learning rate, so a router logit moves by about the size of its
-    input. With the large learning rate of the demo, routers of near ties would be decided in ten steps, or
-    send every token to the same experts. In a large model they hardly move: learning rates are 1e-6 there.
+    Adam moves every weight by about the learning rate, so a router logit moves by about the size of
+    its input. With the large learning rate of the demo, routers of near ties would be decided in
+    ten steps, or send every token to the same experts. In a large model they hardly move: learning
+    rates are 1e-6 there.
     """
     for layer in model.model.layers:
         layer.post_attention_layernorm.weight.div_(SLOW_ROUTERS)
@@ -401,7 +415,9 @@ def answers(
 def conversations(
     model: Any, tokenizer: PreTrainedTokenizerFast, rows: list[Row], sampled: bool
 ) -> list[tuple[str, int]]:
-    """The model's last message in a conversation about each row with the calculator at hand, and how often it called."""
+    """The model's last message in a conversation about each row with the calculator at hand, and
+    how often it called.
+    """
     chat = Chat(tokenizer, "the embedded model", Calculator.tools)
     tokens = [chat.first([{"role": "user", "content": row["question"]}]) for row in rows]
     texts, calls = [""] * len(rows), [0] * len(rows)
@@ -434,7 +450,8 @@ def mean(values: list[bool] | list[int]) -> str:
 
 
 def final(text: str) -> str:
-    # Plain comparison will do here: these models never learned to write anything after the final answer.
+    # Plain comparison will do here: these models never learned to write anything after the final
+    # answer.
     return text.rpartition("####")[2].strip()
 
 
@@ -464,10 +481,12 @@ def report_conversations(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokeni
         with_calls = [good for good, count in zip(right, calls, strict=True) if count]
         at_once = [good for good, count in zip(right, calls, strict=True) if not count]
         print(
-            f"{title:6s}  accuracy {mean(right)}  share with calls {len(with_calls) / len(rows):.3f}"
+            f"{title:6s}  accuracy {mean(right)}  share with calls "
+            f"{len(with_calls) / len(rows):.3f}"
         )
         print(
-            f"        accuracy with calls {mean(with_calls)}  at once {mean(at_once)}  calls {mean(calls)}"
+            f"        accuracy with calls {mean(with_calls)}  at once {mean(at_once)}  calls "
+            f"{mean(calls)}"
         )
 
 
@@ -484,7 +503,9 @@ def report_load(model: Qwen3MoeForCausalLM, stream: Stream | ToolStream) -> None
 
 
 def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
-    """Lets `write` fill a folder beside `folder`, then moves each file over: no file is ever half written."""
+    """Lets `write` fill a folder beside `folder`, then moves each file over: no file is ever half
+    written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -504,10 +525,11 @@ def write_data(folder: Path) -> None:
 
 @torch.no_grad()
 def give_padding_a_vector(model: Qwen3MoeForCausalLM) -> None:
-    """The mean of all other tokens' embeddings for the padding token, which transformers leaves at exactly zero.
+    """The mean of all other tokens' embeddings for the padding token, which transformers leaves at
+    exactly zero.
 
-    A model may sample that token. RMSNorm divides by sqrt(0 + eps) there, and its gradient is a thousand times any other.
-    Training never reads the row, so nothing else changes.
+    A model may sample that token. RMSNorm divides by sqrt(0 + eps) there, and its gradient is a
+    thousand times any other. Training never reads the row, so nothing else changes.
     """
     table, padding = model.get_input_embeddings().weight, model.config.pad_token_id
     table[padding] = 0.0
@@ -521,7 +543,8 @@ def write_checkpoint(
     model.to(torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # Names by which version 4 of transformers, and tools built on it, find these; version 5 takes both.
+    # Names by which version 4 of transformers, and tools built on it, find these; version 5 takes
+    # both.
     for name, key, value in (
         ("config.json", "num_experts", model.config.num_experts),
         ("tokenizer_config.json", "tokenizer_class", "PreTrainedTokenizerFast"),
@@ -598,7 +621,8 @@ def main() -> None:
 
     replace_files(args.out, write)
     print(f"wrote the checkpoint to {args.out}")
-    # Report on what was written, read back: casting the model to and fro would round its rotary table too.
+    # Report on what was written, read back: casting the model to and fro would round its rotary
+    # table too.
     written = Qwen3MoeForCausalLM.from_pretrained(args.out, dtype=torch.float32)
     (report_conversations if args.with_calculator else report_answers)(written, tokenizer)
     report_load(written, stream)

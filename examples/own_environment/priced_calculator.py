@@ -33,7 +33,7 @@ class PricedCalculator:
         return prompt.messages
 
     def step(self, message):
-        """Take the model's message; return new messages, a reward or None, and whether it is over."""
+        """Take the model's message; return new messages, a reward or None, and whether it ends."""
         calls = CALL.findall(message["content"])
         if calls:
             self.calls += len(calls)

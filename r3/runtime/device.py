@@ -337,7 +337,6 @@ class Stash:
         else:
             file = self.files.get(key)
             if file is None:
-                # noqa below: the file lives as long as the run.
                 file = tempfile.TemporaryFile(prefix="r3-stash-")  # noqa: SIM115
                 self.files[key] = file
             file.seek(0)
