@@ -41,10 +41,10 @@ def train(run: Run) -> None:
     from r3.rollout.step import RolloutSource
     from r3.routing.ledger import reconcile
     from r3.run.dumps import dump_rollouts
-    from r3.run.save import export_weights, save_checkpoint
+    from r3.run.save import Saver, export_weights
 
     config, task, policy, meter = run.config, run.task, run.policy, run.meter
-    source = RolloutSource(run.engine, task, config, run.mesh)
+    source, saver = RolloutSource(run.engine, task, config, run.mesh), Saver(run)
     if run.start.found:
         source.restore(run.start.found.folder)
     elif task.heldout:
@@ -98,8 +98,7 @@ def train(run: Run) -> None:
         if task.heldout and (step == config.train.steps or every(step, config.eval.every)):
             evaluate(run, step)
         reconcile(meter.close_step(step))  # every captured route was replayed exactly once
-        if step == config.train.steps or every(step, config.checkpoint.every):
-            save_checkpoint(run, step, source.state_files())
+        saver.after_step(step, source.state_files)
 
     export_weights(run)
 

@@ -7,6 +7,7 @@
 #
 # NPROC   number of ranks (default: the GPUs that torch sees, or 2 without any)
 # PYTHON  interpreter (default: .venv/bin/python of this checkout, else python3)
+# MAX_RESTARTS  how often failed ranks are started again (default 0); a run resumes by itself
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
@@ -37,4 +38,5 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 # Mistakes in settings, data or reward end here, in seconds, with one message and exit code 2, instead of once per rank.
 "$python" "$root/train.py" "$@" --check --world-size "$ranks"
-exec "$python" "$root/launch/ranks.py" --standalone --nproc_per_node "$ranks" "$root/train.py" "$@"
+exec "$python" "$root/launch/ranks.py" --standalone --nproc_per_node "$ranks" \
+  --max_restarts "${MAX_RESTARTS:-0}" "$root/train.py" "$@"

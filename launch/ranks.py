@@ -2,27 +2,44 @@
 
     python launch/ranks.py --standalone --nproc_per_node 2 train.py PRESET ...
 
-The exit code is that of the rank that failed first.
+The exit code is that of the rank that failed first. SIGTERM, SIGINT and SIGUSR1 go to the ranks,
+which stop after their step with a checkpoint; the exit code is then 75, or 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
+
+_DEFAULTS = {
+    # Ranks that are restarted would otherwise read the addresses of the dead ones.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    # Seconds between a signal and the end by force: for the step and its checkpoint.
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+}
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_REQUEUE = 75
 
 
 def launch(argv: list[str]) -> int:
     """Run the ranks to their end; returns the exit code of the first rank that failed, or 0."""
     # The launcher reports which processes it ends. The rank that failed has said why already.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
     try:
-        main(argv)
+        main(["--signals-to-handle", _SIGNALS, *argv])
     except ChildFailedError as error:
         code: int = error.get_first_failure()[1].exitcode
         return code if code > 0 else 1
+    except SignalException as error:
+        return 130 if error.sigval == signal.SIGINT else _REQUEUE
     return 0
 
 

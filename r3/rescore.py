@@ -48,6 +48,7 @@ from r3.run.dumps import read_rollouts
 from r3.run.folder import RunDir, replacing
 from r3.run.resume import Found, step_folders
 from r3.run.start import refusing
+from r3.run.verify import require_whole
 from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
 from r3.types import MicroBatch, Rollout
@@ -345,6 +346,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     policy = Policy(config, device, mesh, shape)
     policy_version = rollouts[0].policy_version
     if order.weights.is_checkpoint:
+        with refusing():
+            require_whole(order.weights.folder, policy_version, mesh.world)
         checkpoint.load(
             Found(folder=order.weights.folder, step=policy_version),
             policy,

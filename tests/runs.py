@@ -26,15 +26,26 @@ QUIET_THREADS = {
 
 
 def start(
-    log_dir: Path, *flags: str, preset: str = "tiny-smoke", ranks: int = 2
+    log_dir: Path,
+    *flags: str,
+    preset: str = "tiny-smoke",
+    ranks: int = 2,
+    launcher: tuple[str, ...] = (),
+    prefix: tuple[str, ...] = (),
 ) -> subprocess.Popen[str]:
-    """Start a run in its own process group; its output goes to a pipe."""
+    """Start a run in its own process group; its output goes to a pipe.
+
+    Args:
+        launcher: further flags of torchrun.
+        prefix: a command that runs torchrun.
+    """
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
         "KMP_BLOCKTIME": "0",
         "PYTHONPATH": str(ROOT),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as launch/ sets it
     }
     command = [
         sys.executable,
@@ -43,10 +54,11 @@ def start(
         "--standalone",
         "--nproc_per_node",
         str(ranks),
+        *launcher,
     ]
     command += ["train.py", preset, "--log.dir", str(log_dir), *flags]
     return subprocess.Popen(
-        command,
+        [*prefix, *command],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,

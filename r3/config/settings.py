@@ -560,6 +560,8 @@ class CheckpointConfig:
     """Steps between checkpoints. 0: only after the last step."""
     keep: Annotated[int, AtLeast(0)] = 2
     """Number of newest checkpoints to keep. 0: all."""
+    on_damage: Literal["fall_back", "stop"] = "fall_back"
+    """If the newest checkpoint is damaged: resume from the newest one that is whole, or stop."""
     export: bool = True
     """Write Hugging Face safetensors after the last step, to LOG_DIR/hf/."""
 
@@ -589,6 +591,9 @@ class DebugConfig:
     on a few tokens. The first step is always checked. 0: no further checks."""
     stall_s: Annotated[float, AtLeast(0)] = 600.0
     """Seconds without progress after which a rank reports its phase and stack. 0: never."""
+    kill_after_s: Annotated[float, AtLeast(0)] = 900.0
+    """Seconds without progress on any rank after which the ranks end, so that the launcher can
+    restart the run. 0: never."""
     collective_timeout_s: Annotated[
         float, Above(0), Fix("1800, or the longest wait you expect")
     ] = 1800.0

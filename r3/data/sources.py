@@ -14,6 +14,9 @@ heavy until a source needs it.
 from __future__ import annotations
 
 import json
+import os
+import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +167,13 @@ def _open(source: str) -> Iterator[tuple[int, Any]]:
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO would block its reader for ever
+            raise SourceError("is a device or a FIFO, not a file", "give the path of a JSONL file")
         content = path.read_bytes()
+    except SourceError:
+        raise
+    except ValueError as error:  # a null byte in the name
+        raise SourceError(f"is no path ({error})", "give the path of a JSONL file") from error
     except OSError as error:
         raise SourceError(_unreadable(path, error), "give the path of a JSONL file") from error
     for number, line in enumerate(content.split(b"\n"), 1):
@@ -192,10 +201,10 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _folder_and_split(source: str) -> tuple[Path | None, str]:
-    if Path(source).is_dir():
+    if os.path.isdir(source):
         return Path(source), ""
     folder, colon, split = source.rpartition(":")
-    return (Path(folder), split) if colon and Path(folder).is_dir() else (None, "")
+    return (Path(folder), split) if colon and os.path.isdir(folder) else (None, "")
 
 
 def _is_saved(folder: Path) -> bool:
@@ -321,6 +330,19 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
                 "write one JSON object per line",
             )
             return faults
+        except RecursionError:
+            fault("row", "is nested too deeply", "flatten the object")
+            return faults
+        except ValueError as error:  # Python reads integers of at most 4300 digits
+            fault("row", f"cannot be read ({error})", "write very long numbers as strings")
+            return faults
+    if half := _half_character(content):
+        fault(
+            "row",
+            f"holds {half!r}, half of a character (a lone UTF-16 surrogate)",
+            "write the whole character, or leave it out",
+        )
+        return faults
     if not isinstance(content, Mapping):
         fault(
             "row", f"is a {type(content).__name__}, not an object", "write one JSON object per line"
@@ -353,6 +375,9 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
             f"is a {type(answer).__name__}, not a string",
             "put the answer in quotes",
         )
+    elif columns.answer_holds and columns.answer_holds in answer and not _NUMBER.search(answer):
+        rule = f"has no plain number behind {columns.answer_holds!r}, which the reward gsm8k reads"
+        fault(columns.answer, rule, "mend the row, or give another --reward.function")
     elif columns.answer_holds not in answer:
         rule = f"has no {columns.answer_holds!r}; the reward gsm8k reads the number after it"
         fault(columns.answer, rule, "correct the row, or use another --reward.function")
@@ -395,6 +420,27 @@ def verifier_of(columns: Mapping[str, Any]) -> object:
     return columns.get("verifier", "gym" if "gym" in columns else None)
 
 
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def _half_character(value: Any) -> str:
+    """The first lone surrogate in any string of a row, or ""; tokenizers cannot encode one."""
+    if isinstance(value, str):
+        found = _HALF.search(value)
+        return found[0] if found else ""
+    if isinstance(value, Mapping):
+        parts = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple):
+        parts = list(value)
+    else:
+        return ""
+    return next(filter(None, map(_half_character, parts)), "")
+
+
+# As the reward gsm8k reads a number: with thousands separators and a currency, but no fraction.
+_NUMBER = re.compile(
+    r"####[ \t]*(?:[-+]?\$?|\$[-+])(?:[0-9][0-9,]*+(?:\.[0-9]++)?+|\.[0-9]++)(?![\w/])"
+)
 _ABSENT = object()
 
 

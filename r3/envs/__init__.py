@@ -24,14 +24,13 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 from r3.config import ConfigError, EnvConfig, Problem
 from r3.envs.calculator import Calculator
 from r3.envs.guess_number import GuessNumber
 from r3.envs.single_turn import SingleTurn
-from r3.runtime.workers import load
+from r3.runtime.workers import UserFileError, file_fault, load
 from r3.types import Message, Prompt
 
 Observed = tuple[Sequence[Message], float | None, bool]
@@ -81,10 +80,12 @@ def find(settings: EnvConfig) -> type[Environment]:
         return ConfigError([Problem("env.path", settings.path, rule, fix)])
 
     file, _, name = settings.path.rpartition(":")
-    if not Path(file).is_file():
-        raise refuse(f"there is no file {file}", "give path/to/file.py:Class")
+    if fault := file_fault(file):
+        raise refuse(fault, "give path/to/file.py:Class")
     try:
         found: Any = load(settings.path)
+    except UserFileError as error:
+        raise refuse(f"{error}", "keep only definitions at the top of the file") from None
     except Exception as error:  # a user's file may raise anything; the message names it
         raise refuse(
             f"{file} raised {type(error).__name__}: {error}", "correct the file"

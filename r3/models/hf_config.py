@@ -40,6 +40,42 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "architectures": (list,),
+    "eos_token_id": (int, list),
+    "layer_types": (list,),
+    "mlp_only_layers": (list,),
+    "rms_norm_eps": (int, float),
+    "rope_parameters": (dict,),
+    "rope_scaling": (dict,),
+    "rope_theta": (int, float),
+    "tie_word_embeddings": (bool,),
+}
+_ITEMS: dict[str, type] = {
+    "architectures": str,
+    "eos_token_id": int,
+    "layer_types": str,
+    "mlp_only_layers": int,
+}
+
+
+def require_kinds(values: Mapping[str, Any]) -> None:
+    """Raise ShapeError if a key of config.json holds another kind of value than it must.
+
+    Null counts as absent.
+    """
+    for name, kinds in _KINDS.items():
+        value = values.get(name)
+        items = value if isinstance(value, list) else []
+        fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if value is not None and not (
+            fits and all(type(item) is _ITEMS.get(name) for item in items)
+        ):
+            allowed = " or ".join(kind.__name__ for kind in kinds)
+            of = f" of {_ITEMS[name].__name__}" if name in _ITEMS and list in kinds else ""
+            raise ShapeError(f"key {name} must be {allowed}{of}, got {str(value)[:80]!r}")
+
+
 class HfConfig:
     """The contents of a config.json. Every method raises `ShapeError` with the key and its value.
 

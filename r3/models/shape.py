@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from r3.models.families import FAMILIES, LatentAttention, MoeNames
-from r3.models.hf_config import HfConfig, RopeScaling, ShapeError
+from r3.models.hf_config import HfConfig, RopeScaling, ShapeError, require_kinds
 
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 """Bytes per value of the data types that weights and arithmetic may have."""
@@ -81,7 +81,7 @@ class ModelShape:
         """
         try:
             values = json.loads((Path(folder) / "config.json").read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ShapeError(f"config.json is not JSON ({error})") from None
         if not isinstance(values, dict):
             raise ShapeError("config.json is not a JSON object")
@@ -94,6 +94,7 @@ class ModelShape:
         Raises:
             ShapeError: a key is missing, invalid or not supported.
         """
+        require_kinds(values)
         architectures = values.get("architectures")
         architecture = (
             architectures[0] if isinstance(architectures, list) and architectures else None

@@ -16,11 +16,10 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from r3.config import ConfigError, Problem
-from r3.runtime.workers import CallError, load
+from r3.runtime.workers import CallError, UserFileError, file_fault, load
 from r3.types import Prompt
 
 Reward = Callable[[str, Prompt], Any]
@@ -100,14 +99,14 @@ def resolve(spec: str) -> Reward:
         raise problem(
             spec, rule, f"one of {', '.join(sorted(REWARDS))}, or a file and its function"
         )
-    if not Path(file).is_file():
-        raise problem(
-            spec, f"there is no file {file}", "give the path from the folder the run starts in"
-        )
+    if fault := file_fault(file):
+        raise problem(spec, fault, "give the path from the folder the run starts in")
     try:
         function = load(spec)
     except AttributeError as error:
         raise problem(spec, f"{error}", f"write `def {name}(response, prompt)` there") from error
+    except UserFileError as error:
+        raise problem(spec, f"{error}", "keep only definitions at the top of the file") from None
     except Exception as error:  # a user's file may raise anything; the message names it
         raise problem(
             spec, f"{file} raised {type(error).__name__}: {error}", "correct the file"

@@ -13,6 +13,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from r3.config import RewardConfig
 from r3.rewards import checked, problem
@@ -59,14 +60,14 @@ class ChatJudge:
                     "reward.prompt_file",
                 ) from None
         self._headers = {}
+        self._key = ""
         if name := settings.api_key_env:
-            if not os.environ.get(name):
-                rule = "is not set in the environment"
-                raise problem(name, rule, f"export {name}=...", "reward.api_key_env")
-            self._headers = {"Authorization": f"Bearer {os.environ[name]}"}
-        self._url = f"{settings.url.rstrip('/')}/chat/completions"
-        # A client belongs to the event loop in which it was created.
-        self._clients: dict[asyncio.AbstractEventLoop, Any] = {}
+            self._key = _key(name)
+            self._headers = {"Authorization": f"Bearer {self._key}"}
+        self._url = f"{_checked_url(settings.url).rstrip('/')}/chat/completions"
+        self._clients: dict[
+            asyncio.AbstractEventLoop, Any
+        ] = {}  # a client belongs to the loop it was made in
 
     async def score(self, response: str, prompt: Prompt) -> float:
         """Return the server's score of a response.
@@ -98,7 +99,7 @@ class ChatJudge:
         if answer.status_code != 200:
             passes = answer.status_code in (408, 409, 429) or answer.status_code >= 500
             raise CallError(
-                f"{self._url} answered {answer.status_code}: {answer.text[:_SHOWN]}",
+                f"{self._url} answered {answer.status_code}: {self._shown(answer.text)}",
                 again=passes,
                 wait_s=_seconds(answer.headers.get("retry-after", "")),
             )
@@ -106,9 +107,52 @@ class ChatJudge:
             text = answer.json()["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError) as error:
             raise CallError(
-                f"{self._url} sent no chat completion: {answer.text[:_SHOWN]}"
+                f"{self._url} sent no chat completion: {self._shown(answer.text)}"
             ) from error
         return parsed(text, self._settings.pattern)
+
+    def _shown(self, text: str) -> str:
+        """The start of a server's answer for a message; some servers repeat the key they got."""
+        return (text.replace(self._key, "***") if self._key else text)[:_SHOWN]
+
+
+def _key(name: str) -> str:
+    """The key in an environment variable; its value is in no message.
+
+    Raises:
+        ConfigError: the variable is not set, or its value cannot be sent.
+    """
+    key = os.environ.get(name, "")
+    if not key:
+        rule = "is not set in the environment"
+        raise problem(name, rule, f"export {name}=...", "reward.api_key_env")
+    bad = next((i for i, letter in enumerate(key) if not "!" <= letter <= "~"), None)
+    if bad is not None:
+        rule = f"character {bad + 1} of its {len(key)} cannot stand in an HTTP header"
+        fix = "look for a space, a line end or a letter that is not ASCII in the variable"
+        raise problem(name, rule, fix, "reward.api_key_env")
+    return key
+
+
+def _checked_url(url: str) -> str:
+    """An address without secrets that can be called.
+
+    Raises:
+        ConfigError: it cannot be called, or holds a user name, a password or a query.
+    """
+    try:
+        parts = urlsplit(url)
+        has_secret, port = "@" in parts.netloc or bool(parts.query), parts.port
+    except ValueError as error:
+        # What stands before an @ may be a password.
+        rule = f"is no address ({error})"
+        raise problem(url.rpartition("@")[2], rule, "http://HOST:PORT/v1", "reward.url") from None
+    if has_secret:
+        shown = f"{parts.scheme}://{parts.hostname}{f':{port}' if port else ''}{parts.path}"
+        rule = "has a user name, a password or a query, which R3 would write into config.yaml"
+        fix = "put the key into an environment variable and name that in reward.api_key_env"
+        raise problem(shown, rule, fix, "reward.url")
+    return url
 
 
 def filled(template: str, response: str, prompt: Prompt) -> str:

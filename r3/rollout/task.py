@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3.cli.checks import allocator_problems, cpu_engine_problems
-from r3.cli.memory_plan import reward_model_problems
-from r3.config import Config, ConfigError
+from r3.cli.dry_run import reward_model_problems
+from r3.config import Config, ConfigError, Problem
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.sources import columns_of
 from r3.models.shape import ModelShape
@@ -73,7 +73,16 @@ def read_task(config: Config) -> Task:
     ):
         raise ConfigError(problems)
     # R3 checks lengths itself and names the row, so the warning of transformers is off.
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
+        fix = "copy tokenizer.json and tokenizer_config.json from the original model again"
+        raise ConfigError([Problem("model.path", config.model.path, rule, fix)]) from None
+    if (size := len(tokenizer)) > shape.vocab_size:
+        rule = f"its tokenizer has {size} tokens and its model {shape.vocab_size} (vocab_size)"
+        fix = "copy tokenizer and config.json of one model"
+        raise ConfigError([Problem("model.path", config.model.path, rule, fix)])
     conversation_setup = ConversationSetup.of(config.env, tokenizer, config.model.path)
     functions = {*config.reward.function, *config.eval.function}
     reward_model = RewardModel(config.reward) if "model" in functions else None

@@ -15,7 +15,9 @@ from r3.metrics.meter import Meter
 from r3.policy import Policy
 from r3.rollout.task import Task
 from r3.run.folder import RunDir
+from r3.run.identity import Identity, read_identity
 from r3.run.resume import Start
+from r3.run.stop import StopRequest
 from r3.run.watchdog import Watchdog
 from r3.runtime.device import Device, init_device, seed_everything
 from r3.runtime.mesh import Mesh, build_mesh
@@ -28,6 +30,7 @@ class Run:
     Attributes:
         folder: where the run writes.
         start: the checkpoint that the run continues from, if any.
+        stop: whether a signal asked the run to end.
     """
 
     config: Config
@@ -42,6 +45,12 @@ class Run:
     watchdog: Watchdog
     folder: RunDir
     start: Start = field(default_factory=Start)
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def identity(self) -> Identity | None:
+        """Id and key of the run; None before it has a folder."""
+        return read_identity(self.folder.path)
 
     @property
     def steps_done(self) -> int:
@@ -119,6 +128,7 @@ def build_run(
         device.rank,
         device.world_size,
         stall_s=config.debug.stall_s,
+        kill_after_s=config.debug.kill_after_s,
         run_dir=folder if writes else None,
     )
     # Evaluation alone writes samples, but no row among those of the training.

@@ -16,15 +16,16 @@ Upstream faults that this module works around (Megatron-Core 0.16.1 with torch's
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,9 +34,20 @@ import torch.distributed.checkpoint as dcp
 from r3.models.hf_checkpoint import replace_folder
 from r3.policy import Policy
 from r3.policy.memory import chained
+from r3.run.folder import sync_to_disk
+from r3.run.identity import Identity
+from r3.run.manifest import FileFacts, measure_durably, write_manifest
+from r3.run.plain import require_plain_metadata
 from r3.run.resume import Found, step_folders
+from r3.run.sound import require_sound
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
+
+_T = TypeVar("_T")
+
+
+class SaveError(OSError):
+    """A checkpoint that could not be written, for a reason outside of the run; it can be retried."""
 
 
 def save(
@@ -47,37 +59,52 @@ def save(
     step: int,
     keep: int,
     files: Mapping[str, bytes] | None = None,
+    identity: Identity | None = None,
 ) -> Path:
-    """Write a checkpoint in one rename and point `latest` at it. All ranks must call.
+    """Write `step_000010/` (state after `step` steps) in one rename, point `latest` at it.
+
+    Checkpoints older than the newest `keep` are deleted when the disk has the new one. All ranks
+    must call, with the policy's training memory onloaded.
 
     Args:
-        checkpoints: folder of the run's checkpoints.
-        policy: with its training memory onloaded.
-        device: this rank's device.
-        mesh: the layout of the ranks.
-        step: training steps behind this state; the folder is `step_000010` for 10.
-        keep: newest checkpoints to keep; 0 = all.
-        files: further files of this rank, by names that no other rank uses.
+        files: further files of this rank, by names that no other rank gives.
+        identity: of the run, for the manifest.
 
-    Returns:
-        The folder of the checkpoint.
+    Raises:
+        SaveError: on all ranks: a disk is full or cannot be written. What was there before is
+            unchanged.
+        UnsoundError: on all ranks: weights or moments that no run should continue from.
     """
     assert policy.is_onloaded, (
         f"rank {device.rank}: a checkpoint needs the optimizer state in memory"
     )
+    require_sound(policy, mesh.world, f"after step {step}")
     folder = checkpoints / f"step_{step:06d}"
     partial = checkpoints / f".{folder.name}.partial"
-    if device.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    mesh.world.barrier()
+    identity = identity or Identity(run_id="", key="")
+    state = _sharded_state(policy, mesh, loading=False)
+    sharded, common = _local_shards(state)
     started = time.time()
-    _write_sharded(partial, _sharded_state(policy, mesh, loading=False))
-    torch.save(_random_state(), partial / f"random_{device.rank:05d}.pt")
-    for name, content in (files or {}).items():
-        (partial / name).write_bytes(content)
-    mesh.world.barrier()
-    if device.rank == 0:
+    needed = sum(mesh.world.all_gather_object(_num_bytes(sharded)))
+
+    def prepare() -> None:
+        if device.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            _require_space(partial, needed)
+
+    def write_own_files() -> dict[str, FileFacts]:
+        (partial / _random_file(device.rank)).write_text(json.dumps(_random_state()))
+        for name, content in (files or {}).items():
+            (partial / name).touch(mode=0o600)  # conversations may hold texts of users
+            (partial / name).write_bytes(content)
+        shards = [path.name for path in partial.glob(f"__{device.rank}_*.distcp")]
+        names = [_random_file(device.rank), *(files or {}), *shards]
+        return measure_durably(partial, names)
+
+    def finish() -> None:
+        if device.rank:
+            return
         facts = {
             "step": step,
             "update_number": policy.update_number,
@@ -86,16 +113,64 @@ def save(
             "seconds": round(time.time() - started, 3),
         }
         (partial / "r3.json").write_text(json.dumps(facts, indent=2))
+        _write_megatron_facts(partial, common)
+        known = {name: one for part in measured for name, one in part.items()}
+        rest = sorted({path.name for path in partial.iterdir()} - set(known))
+        write_manifest(
+            partial,
+            run_id=identity.run_id,
+            step=step,
+            files=known | measure_durably(partial, rest),
+            key=identity.key_bytes,
+        )
         replace_folder(partial, folder)
         link = checkpoints / ".latest.partial"
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
         os.replace(link, checkpoints / "latest")
+        sync_to_disk(checkpoints)
         if keep:
             for _, old in step_folders(checkpoints)[:-keep]:
-                shutil.rmtree(old)
-    mesh.world.barrier()
+                # Renamed first: a kill in the middle must not leave half a folder of that name.
+                unused = old.with_name(f".{old.name}.old")
+                shutil.rmtree(unused, ignore_errors=True)
+                os.replace(old, unused)
+                shutil.rmtree(unused, ignore_errors=True)
+
+    try:
+        _together(mesh, prepare)
+        _write_shards(partial, sharded, mesh)
+        measured = _together(mesh, write_own_files)
+        _together(mesh, finish)
+    except SaveError:
+        if device.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     return folder
+
+
+def _together(mesh: Mesh, work: Callable[[], _T]) -> list[_T]:
+    """Do `work` on every rank; returns what each gave, or raises SaveError on all if one failed."""
+    value: _T | None = None
+    failure = ""
+    try:
+        value = work()
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        failure = f"rank {mesh.world.rank}: {place}{error.strerror or error}"
+    everybody = mesh.world.all_gather_object((value, failure))
+    if failures := [failure for _, failure in everybody if failure]:
+        raise SaveError("; ".join(failures))
+    return [value for value, _ in everybody]
+
+
+def _require_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            f"{folder.parent}: no space: a checkpoint needs {needed / 2**20:,.1f} MiB, "
+            f"{free / 2**20:,.1f} MiB are free"
+        )
 
 
 def load(
@@ -115,6 +190,7 @@ def load(
     """
     from megatron.core import dist_checkpointing
 
+    require_plain_metadata(found.folder / ".metadata")
     assert policy.is_onloaded, f"rank {device.rank}: loading needs the optimizer state in memory"
     facts = json.loads((found.folder / "r3.json").read_text())
     if not weights_only:
@@ -134,13 +210,9 @@ def load(
                     float(facts["optimizer_step"]), device=parameter.device
                 )
     policy.update_number = facts["update_number"]
-    randoms = found.folder / f"random_{device.rank:05d}.pt"
+    randoms = found.folder / _random_file(device.rank)
     if randoms.exists():
-        # R3's own file; the states of Python and numpy are not tensors.
-        kept = torch.load(randoms, weights_only=False)
-        torch.set_rng_state(kept["torch"])
-        np.random.set_state(kept["numpy"])
-        random.setstate(kept["python"])
+        _set_random_state(json.loads(randoms.read_text()))
 
 
 def _named_chunks(policy: Policy) -> list[tuple[str, Any]]:
@@ -175,31 +247,84 @@ def _sharded_state(
     return state
 
 
-def _write_sharded(folder: Path, state: dict[str, Any]) -> None:
-    """Write sharded state with torch's threaded writer, as `dist_checkpointing.load` reads it."""
+def _local_shards(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's part of the sharded state, and the part that is no tensor."""
     from megatron.core.dist_checkpointing.serialization import save_preprocess
     from megatron.core.dist_checkpointing.strategies.torch import (
-        MCoreSavePlanner,
         _replace_state_dict_keys_with_sharded_keys,
-        mcore_to_pyt_state_dict,
     )
 
     sharded, common = save_preprocess(state, True)
     sharded, *_ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-    dcp.save(
-        mcore_to_pyt_state_dict(sharded, False),
-        storage_writer=dcp.FileSystemWriter(folder, thread_count=1, single_file_per_rank=True),
-        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+    return sharded, common
+
+
+def _num_bytes(sharded: dict[str, Any]) -> int:
+    """Bytes that this rank will write; a replica of another rank's shard is written by that rank."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+
+    return sum(
+        shard.data.nbytes
+        for shard in nested_values(sharded)
+        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
     )
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        torch.save(common, folder / "common.pt")
-        backends = {
-            "sharded_backend": "torch_dist",
-            "sharded_backend_version": 1,
-            "common_backend": "torch",
-            "common_backend_version": 1,
-        }
-        (folder / "metadata.json").write_text(json.dumps(backends))
+
+
+def _write_shards(folder: Path, sharded: dict[str, Any], mesh: Mesh) -> None:
+    """Write Megatron's shards with torch's threaded writer, as `dist_checkpointing.load` reads them.
+
+    Raises:
+        SaveError: on all ranks: a disk is full or cannot be written.
+    """
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreSavePlanner,
+        mcore_to_pyt_state_dict,
+    )
+
+    try:
+        dcp.save(
+            mcore_to_pyt_state_dict(sharded, False),
+            storage_writer=dcp.FileSystemWriter(folder, thread_count=1, single_file_per_rank=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+    except dcp.api.CheckpointException as error:
+        failures = {rank: cause for rank, (cause, _) in error.failures.items()}
+        if not all(map(_is_of_disk, failures.values())):
+            raise
+        raise SaveError(
+            "; ".join(
+                f"rank {rank}: {folder}: {_of_disk(cause)}" for rank, cause in failures.items()
+            )
+        ) from None
+    mesh.world.barrier()
+
+
+def _is_of_disk(error: BaseException) -> bool:
+    # torch's C++ writer reports a failed write as a RuntimeError, without the system's reason.
+    return isinstance(error, OSError) or (
+        isinstance(error, RuntimeError)
+        and any(name in str(error) for name in ("PytorchStreamWriter", "inline_container"))
+    )
+
+
+def _of_disk(error: BaseException) -> str:
+    reason = isinstance(error, OSError) and error.strerror
+    return reason or "a write failed; is the disk full?"
+
+
+def _write_megatron_facts(folder: Path, common: dict[str, Any]) -> None:
+    """Write what `dist_checkpointing.load` expects beside the shards."""
+    content = io.BytesIO()  # torch's own writer hides why a write failed
+    torch.save(common, content)
+    (folder / "common.pt").write_bytes(content.getvalue())
+    backends = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    (folder / "metadata.json").write_text(json.dumps(backends))
 
 
 def _optimizer_step(policy: Policy) -> int:
@@ -242,9 +367,24 @@ def _step_free_load() -> Iterator[None]:
         DistributedOptimizer._set_main_param_and_optimizer_states = original
 
 
+def _random_file(rank: int) -> str:
+    return f"random_{rank:05d}.json"
+
+
 def _random_state() -> dict[str, Any]:
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
     return {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, gauss],
+        "python": [version, list(internal), gauss_next],
     }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    # JSON keeps floats bit for bit: Python writes the shortest text that reads back as the same.
+    torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
+    name, keys, *others = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *others))
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))

@@ -70,7 +70,10 @@ def write_rollouts(
     ]
     path = run_dir.rollouts(step)
     # Both are complete before either appears; the inner one, the arrays, appears first.
-    with replacing(path) as text, replacing(path.with_suffix(".safetensors")) as tensors:
+    with (
+        replacing(path, private=True) as text,
+        replacing(path.with_suffix(".safetensors"), private=True) as tensors,
+    ):
         save_file(join_arrays([item.rollout for item in scored]), tensors)
         text.write_bytes(b"".join(map(jsonl_line, rows)))
     return path
@@ -89,7 +92,7 @@ def write_eval(run_dir: RunDir, step: int, name: str, rows: Iterable[Mapping[str
     """Write one line per sample, each with the name of its set; other sets of the same step stay."""
     path = run_dir.eval(step)
     others = [row for row in read_jsonl(path) if row.get("set") != name] if path.exists() else []
-    with replacing(path) as temporary:
+    with replacing(path, private=True) as temporary:
         lines = [*others, *({"set": name, **row} for row in rows)]
         temporary.write_bytes(b"".join(map(jsonl_line, lines)))
     return path

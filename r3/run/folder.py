@@ -81,33 +81,38 @@ class RunDir:
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[Path]:
     """Yield a temporary name beside `path`; the file written there takes its place only when the block succeeds.
 
     `durable` also waits until the disk has it, so that not even a power cut leaves an empty file.
+    `private`: its owner alone may read it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        if private:
+            temporary.chmod(0o600)
         if durable:
-            _sync(temporary)
+            sync_to_disk(temporary)
         os.replace(temporary, path)
         if durable:
-            _sync(path.parent)
+            sync_to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write a whole text file, or leave what was there."""
-    with replacing(path, durable=durable) as temporary:
+def write_text(path: Path, text: str, *, durable: bool = True, private: bool = False) -> None:
+    """Write a whole text file, or leave what was there. `private`: its owner alone may read it."""
+    with replacing(path, durable=durable, private=private) as temporary:
+        temporary.touch(mode=0o600 if private else 0o666)
         temporary.write_bytes(text.encode())
 
 
-def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = True, private: bool = False) -> None:
     """Write a whole JSON file, or leave what was there."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=durable)
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_text(path, text, durable=durable, private=private)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -170,7 +175,8 @@ def jsonl_line(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

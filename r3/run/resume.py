@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from r3.cli.base import OVERRIDES
 from r3.config import Config, ConfigError, from_yaml, resume_problems, to_yaml
 from r3.run.folder import RunDir, read_metrics, truncate_metrics, write_text
+from r3.run.identity import is_automatic, new_identity, read_identity, write_identity
 from r3.run.lock import RunLock, hold
+from r3.run.manifest import DamageError, read_manifest
 
 _STEP = re.compile(r"step_(\d{6,})")
+_FRUITLESS_RESTARTS = 1  # the same failure twice is no accident
 _ASIDE = ("metrics.jsonl", "tensorboard", "rollouts", "eval", "config.yaml", OVERRIDES, "hf")
 
 
@@ -47,27 +50,40 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def find_latest(checkpoints: Path) -> Found | None:
-    """The newest complete checkpoint, or None when there is none.
+    """The newest checkpoint by its name, or None. Its contents are verified later, by all ranks."""
+    folders = step_folders(checkpoints)
+    return Found(step=folders[-1][0], folder=folders[-1][1]) if folders else None
+
+
+def said_of(found: Found) -> str:
+    """The line that tells where a run resumes."""
+    return f"resuming from {found.folder} after step {found.step}"
+
+
+def register_start(run_dir: RunDir) -> None:
+    """Note this start in `run.json`, which the first start makes.
 
     Raises:
-        ResumeError: a folder has the name of a step and is not a checkpoint of R3.
+        ResumeError: launchers have restarted the run again and again without a new checkpoint.
     """
-    folders = step_folders(checkpoints)
-    if not folders:
-        return None
-    step, folder = folders[-1]
-    try:
-        state = json.loads((folder / "r3.json").read_text())
-    except (OSError, ValueError) as error:
+    found = find_latest(run_dir.checkpoints)
+    identity = read_identity(run_dir.path)
+    if identity is None:
+        run_id = ""
+        if found is not None:  # checkpoints that were copied here keep the id of their run
+            with suppress(DamageError):
+                run_id = read_manifest(found.folder).run_id
+        identity = new_identity(run_id)
+    step = found.step if found is not None else 0
+    identity = identity.started(step, automatic=is_automatic())
+    write_identity(run_dir.path, identity)
+    if identity.fruitless > _FRUITLESS_RESTARTS:
         raise ResumeError(
-            f"{folder}: not a readable checkpoint ({error}). Fix: remove it to resume from an "
-            "older one, or start a new run with another --log.dir"
-        ) from error
-    if state.get("step") != step:
-        raise ResumeError(
-            f"{folder}: its r3.json says step {state.get('step')}. Fix: remove or rename the folder"
+            f"{run_dir.path}: {identity.fruitless} automatic restarts in a row ended before a "
+            f"checkpoint newer than step {step}. The run stops here. Fix: look for its error above "
+            "or in the log of the last attempt, or set a smaller checkpoint.every; then start it "
+            "by hand"
         )
-    return Found(folder=folder, step=step)
 
 
 def open_run(run_dir: RunDir, config: Config, *, writes: bool, overrides: str = "") -> Start:
@@ -85,16 +101,18 @@ def open_run(run_dir: RunDir, config: Config, *, writes: bool, overrides: str = 
 
     Raises:
         ConfigError: a setting changed that may not, or another run writes to the folder.
-        ResumeError: the newest checkpoint is unreadable.
+        ResumeError: launchers restart the run again and again without progress.
     """
     lock = hold(run_dir.path) if writes else None
+    if writes:
+        register_start(run_dir)
     found = find_latest(run_dir.checkpoints)
     if found is not None:
         if run_dir.config.exists() and (
             problems := resume_problems(from_yaml(run_dir.config.read_text()), config)
         ):
             raise ConfigError(problems)
-        said = [f"resuming from {found.folder} after step {found.step}"]
+        said = [said_of(found)]
         if writes:
             said += truncate_metrics(run_dir, found.step + 1)
             _write_settings(run_dir, config, overrides)

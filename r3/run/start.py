@@ -26,6 +26,8 @@ from r3.run.failures import FailureReport
 from r3.run.folder import RunDir, read_metrics
 from r3.run.lock import require_free
 from r3.run.resume import ResumeError, Start, open_run
+from r3.run.stop import REQUEUE, StoppedEarly
+from r3.run.verify import newest_whole
 from r3.runtime.device import Device, leave, settle
 from r3.runtime.mesh import Axis, Mesh
 from r3.runtime.process import die_with_launcher
@@ -62,12 +64,20 @@ def begin(invocation: Invocation) -> Iterator[Run]:
     started = time.perf_counter()
     die_with_launcher()
     config = invocation.config
-    task, folder, start = prepare(config, check=invocation.check, overrides=invocation.overrides)
+    with stage("reading model facts, data and rewards"):
+        task, folder, start = prepare(
+            config, check=invocation.check, overrides=invocation.overrides
+        )
+    code, ending = 0, ""
     with FailureReport(folder.path, rank=int(os.environ.get("RANK", "0"))):
         try:
             with stage("joining the ranks"):
                 device, mesh = init_rank(config)
                 require_one_start(config, task, start, mesh.world)
+            if start.found:
+                with stage("verifying the checkpoint"), refusing():
+                    writes = not config.eval.only
+                    start = newest_whole(start, folder, config, mesh.world, writes=writes)
             run = build_run(
                 config, task, device=device, mesh=mesh, start=start, writes=True, stage=stage
             )
@@ -80,17 +90,20 @@ def begin(invocation: Invocation) -> Iterator[Run]:
             base, *differences = invocation.differences
             settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
             run.meter.header([*settings, *header(config, task, mesh, device, start)])
-            with run.watchdog:
+            with run.watchdog, run.stop:
                 yield run
+        except StoppedEarly as stopped:
+            code, ending = REQUEUE, f"{stopped}; continue with: train.py --from {folder.path}"
         finally:
             task.close()
         run.meter.close()
         if device.rank == 0:
             step = run.steps_done if config.eval.only else config.train.steps
-            print(closing(config, folder, time.perf_counter() - started, step), flush=True)
-        if start.lock is not None:
-            start.lock.release()
-    leave(0)
+            seconds = time.perf_counter() - started
+            print(ending or closing(config, folder, seconds, step), flush=True)
+    if start.lock is not None:
+        start.lock.release()
+    leave(code)
 
 
 @contextmanager

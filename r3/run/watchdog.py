@@ -1,7 +1,8 @@
 """Heartbeats and stall reports: a rank that makes no progress says so, with its phase, its stacks, and who lags.
 
 A hang in a collective looks the same on every rank that waits in it. What tells them apart is how far each rank came:
-every rank keeps a small file with its phase beside the others', and a report reads them all. Nothing is ever killed.
+every rank keeps a small file with its phase beside the others', and a report reads them all. If no rank makes progress for
+long enough, the processes end, so that a launcher can start the run again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from r3.run.folder import RunDir, write_json
+from r3.run.stop import REQUEUE
 
 _MAX_TICK_S = 5.0
 _MAX_NAMED = 16
@@ -38,6 +40,9 @@ class Watchdog:
 
     Args:
         rank, size: of this process in the run.
+        kill_after_s: seconds without progress on any rank after which this process ends, with exit
+            code 75, so that a launcher can start the run again; 0 = never. A rank that only waits
+            for one that makes progress is not ended.
         stall_s: seconds without a beat that make a stall; reported again after twice, four times ... that; 0 = never.
         run_dir: where heartbeats lie; None keeps none and cannot name laggards.
         stream: where reports go; None = stderr.
@@ -49,12 +54,14 @@ class Watchdog:
         size: int,
         *,
         stall_s: float,
+        kill_after_s: float = 0.0,
         run_dir: RunDir | None = None,
         stream: TextIO | None = None,
     ) -> None:
         self._rank = rank
         self._size = size
         self._stall_s = stall_s
+        self._kill_after_s = kill_after_s
         self._run_dir = run_dir
         self._stream = stream
         self._last = _Beat(phase="start", phases=0, at=time.monotonic())
@@ -62,7 +69,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watchdog:
-        if self._stall_s > 0:
+        if self._stall_s > 0 or self._kill_after_s > 0:
             self._last = _Beat(
                 phase=self._last.phase, phases=self._last.phases, at=time.monotonic()
             )
@@ -91,19 +98,40 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
-        tick_s = min(self._stall_s / 4, _MAX_TICK_S)
-        reported, wait_s = self._last, self._stall_s
+        limits = [each for each in (self._stall_s, self._kill_after_s) if each > 0]
+        tick_s = min(*(each / 4 for each in limits), _MAX_TICK_S)
+        reported, wait_s = self._last, self._stall_s or float("inf")
+        ticked, stopped_s = time.monotonic(), 0.0
         while True:
-            last = self._last
-            silent_s = time.monotonic() - last.at
-            self._write_heartbeat(last, silent_s)
+            last, now = self._last, time.monotonic()
+            # A process that was stopped (Ctrl-Z, SIGSTOP) had no chance to make progress.
+            if now - ticked > tick_s + _MAX_TICK_S:
+                stopped_s += now - ticked
+            ticked = now
             if last is not reported:
-                reported, wait_s = last, self._stall_s
+                reported, wait_s, stopped_s = last, self._stall_s or float("inf"), 0.0
+            silent_s = max(0.0, now - last.at - stopped_s)
+            self._write_heartbeat(last, silent_s)
             if silent_s >= wait_s:
                 self._report(last, silent_s)
                 wait_s *= 2
+            if 0 < self._kill_after_s <= min(silent_s, self._silence_of_others()):
+                self._say(
+                    f"r3 watchdog: no rank made progress for {self._kill_after_s:g} s "
+                    f"(debug.kill_after_s); rank {self._rank} ends in phase {last.phase!r}\n"
+                )
+                os._exit(REQUEUE)
             if self._stop.wait(tick_s):
                 return
+
+    def _silence_of_others(self) -> float:
+        """Seconds since some other rank made progress; infinite if nothing is known of any."""
+        if self._run_dir is None:
+            return float("inf")
+        others = (self._read_heartbeat(rank) for rank in range(self._size) if rank != self._rank)
+        now = time.time()
+        silences = (state["silent_s"] + now - state["written_at"] for state in others if state)
+        return min(silences, default=float("inf"))
 
     def _write_heartbeat(self, last: _Beat, silent_s: float) -> None:
         if self._run_dir is None:

@@ -23,17 +23,19 @@ import queue
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, Protocol
 
 from r3.runtime.process import die_with_parent
@@ -409,9 +411,26 @@ class Processes:
         self._workers[self._workers.index(worker)] = _spawn(self._preload)
 
 
-def load(spec: str) -> Any:
-    """Load the object `path/to/file.py:name`. A file runs once per process; it may raise
-    anything.
+def file_fault(path: str) -> str:
+    """Why a path is no file to be loaded; "" if it is one. A FIFO would block its reader for ever."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return f"there is no file {path}"
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        return f"{path} cannot be read ({getattr(error, 'strerror', None) or error})"
+    return "" if stat.S_ISREG(mode) else f"{path} is a folder or a device, not a file"
+
+
+class UserFileError(Exception):
+    """A user's file that ends the process, or never ends, while it is imported."""
+
+
+def load(spec: str, *, limit_s: float = _START_LIMIT_S) -> Any:
+    """Load the object `path/to/file.py:name`. A file runs once per process; it may raise anything.
+
+    Raises:
+        UserFileError: the file calls `sys.exit`, or runs for more than `limit_s` seconds.
     """
     file, _, name = spec.rpartition(":")
     path = Path(file).resolve()
@@ -428,12 +447,38 @@ def load(spec: str) -> Any:
             module  # dataclasses and pickle look it up while it is still loading
         )
         try:
-            module_spec.loader.exec_module(module)
+            with _time_limit(path, limit_s):
+                module_spec.loader.exec_module(module)
             loaded = True
+        except SystemExit as error:
+            code = error.code if error.code is not None else ""
+            raise UserFileError(f"{path} calls sys.exit({code}) while it is imported") from None
         finally:
             if not loaded:
                 del sys.modules[module_name]
     return getattr(sys.modules[module_name], name)
+
+
+@contextmanager
+def _time_limit(path: Path, limit_s: float) -> Iterator[None]:
+    """Raise UserFileError in the block after `limit_s` seconds; only the main thread can do so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expired(number: int, frame: FrameType | None) -> None:
+        raise UserFileError(f"{path} was not imported after {limit_s:g} s")
+
+    previous = signal.signal(signal.SIGALRM, expired)
+    began = time.monotonic()
+    pending_s, _ = signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        # An alarm that was set before, such as that of a test's time limit, goes on.
+        left_s = max(pending_s - (time.monotonic() - began), 0.001) if pending_s else 0.0
+        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, left_s)
 
 
 def _outcome(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runs import kill, start
+from tests.runs import finish, kill, rows_of, run, start
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -50,16 +51,89 @@ def test_one_run_per_folder_and_none_without_its_launcher(tmp_path: Path) -> Non
     ranks = psutil.Process(process.pid).children(recursive=True)
     for rank in ranks:
         rank.suspend()  # a living run that writes nothing, so that any change is the second start's
-    before = contents(tmp_path)
-    second = second_start(tmp_path)
-    assert (second.returncode, second.stdout) == (2, "")
-    assert "another run writes to this folder (process " in second.stderr
-    assert "Traceback" not in second.stderr
-    assert contents(tmp_path) == before
-    for rank in ranks:
-        rank.resume()
+    try:
+        before = contents(tmp_path)
+        second = second_start(tmp_path)
+        after = contents(tmp_path)
+    finally:
+        for rank in ranks:
+            rank.resume()
 
     os.kill(process.pid, signal.SIGKILL)
     gone, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive, f"{len(gone)} processes ended with their launcher, not {alive}"
     process.communicate()
+
+    assert after == before
+    assert second.returncode == 2
+    assert "another run writes to this folder (process " in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+def test_signal_to_a_rank_stops_after_the_step_and_the_run_resumes(tmp_path: Path) -> None:
+    """SIGTERM to one of two ranks: both save the same step and leave; then a wrong bit is found."""
+    flags = ("--eval.path", "", "--checkpoint.export", "false", "--train.steps")
+    process = start(tmp_path, *flags, "40")
+    wait_for_row(process, tmp_path, rows=2)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    next(rank for rank in ranks if rank.environ()["RANK"] == "1").send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode != 0
+    (line,) = [line for line in output.splitlines() if line.startswith("stopped by SIGTERM after")]
+    step = int(line.split("after step ")[1].split(";")[0])
+    assert line.endswith(f"continue with: train.py --from {tmp_path}")
+    assert "exitcode  : 75" in output  # of the rank, in torchrun's table
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step + 1))
+    assert (tmp_path / "checkpoints" / f"step_{step:06d}").is_dir()
+
+    output = run(tmp_path, *flags, str(step + 1))
+    assert f"after step {step}" in output
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step + 2))
+
+    shard = tmp_path / "checkpoints" / f"step_{step + 1:06d}" / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    output = run(tmp_path, *flags, str(step + 2))
+    assert f"step_{step + 1:06d} is damaged: __1_0.distcp has other content" in output
+    assert f"step_{step:06d} after step {step}" in output
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step + 3))
+
+
+def test_stopped_rank_ends_the_run_and_the_launcher_resumes_it(tmp_path: Path) -> None:
+    """A rank that hangs for ever: the watchdogs end the run, torchrun starts it again."""
+    flags = ("--eval.path", "", "--checkpoint.export", "false", "--checkpoint.every", "1")
+    limits = ("--debug.stall_s", "3", "--debug.kill_after_s", "6", "--train.steps", "6")
+    process = start(tmp_path, *flags, *limits, launcher=("--max_restarts", "2"))
+    wait_for_row(process, tmp_path, rows=2)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    next(rank for rank in ranks if rank.environ()["RANK"] == "1").suspend()
+    output = finish(process)
+    assert process.returncode == 0, output[-4000:]
+    assert "no rank made progress for 6 s (debug.kill_after_s); rank 0 ends" in output
+    assert "resuming from" in output
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 7))
+
+
+def test_full_disk_stops_the_save_and_not_the_run(tmp_path: Path) -> None:
+    """A disk of 45 MB that a large file fills; when that is gone, the delayed save succeeds."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ("unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=45m tmpfs "$0" && exec "$@"')
+    command = (*mount, str(disk))
+    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system does not let a user mount a file system")
+    flags = ("--eval.path", "", "--checkpoint.export", "false", "--checkpoint.every", "1")
+    process = start(disk, *flags, "--checkpoint.keep", "1", "--train.steps", "5", prefix=command)
+    inside = Path(f"/proc/{process.pid}/root{disk}")  # as the run sees its disk
+    wait_for_row(process, inside)
+    (inside / "ballast").write_bytes(bytes(1))
+    with (inside / "ballast").open("ab") as ballast:
+        free = shutil.disk_usage(inside).free
+        ballast.write(bytes(max(0, free - (2 << 20))))  # room for rows of metrics alone
+    wait_for_row(process, inside, rows=3)
+    (inside / "ballast").unlink()
+    output = finish(process)
+    assert process.returncode == 0, output[-4000:]
+    assert "not written: " in output and "no space: a checkpoint needs " in output
+    assert "the next step tries again" in output

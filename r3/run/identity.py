@@ -1,0 +1,85 @@
+"""Who a run is: `run.json` in its folder, with an id, the key that signs its checkpoints, and starts.
+
+The file is readable by its owner alone. Whoever can read the key can make a checkpoint whose
+pickled environments this run executes; whoever can only write to `checkpoints/` cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from r3.config import ConfigError, Problem
+from r3.run.folder import write_json
+
+_NAME = "run.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """One run, through all its starts.
+
+    Attributes:
+        run_id: written into every checkpoint.
+        key: hex; signs manifests of checkpoints.
+        last_start: newest checkpoint's step when the run started last; -1 = never.
+        fruitless: automatic restarts in a row that found no newer checkpoint than the start before.
+    """
+
+    run_id: str
+    key: str
+    last_start: int = -1
+    fruitless: int = 0
+
+    @property
+    def key_bytes(self) -> bytes:
+        """The key that signs."""
+        return bytes.fromhex(self.key)
+
+    def started(self, step: int, *, automatic: bool) -> Identity:
+        """The same run after a start from the checkpoint of `step`, 0 if there is none."""
+        no_progress = automatic and step <= self.last_start
+        return replace(self, last_start=step, fruitless=self.fruitless + 1 if no_progress else 0)
+
+
+def new_identity(run_id: str = "") -> Identity:
+    """A run that has not started yet."""
+    return Identity(run_id=run_id or secrets.token_hex(8), key=secrets.token_hex(32))
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """The identity that a run folder holds, or None.
+
+    Raises:
+        ConfigError: the file is not as R3 wrote it.
+    """
+    path = folder / _NAME
+    try:
+        identity = Identity(**json.loads(path.read_bytes()))
+        _ = identity.key_bytes
+        return identity
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        problem = Problem(
+            field="log.dir",
+            value=str(folder),
+            rule=f"{_NAME} cannot be read ({error})",
+            fix=f"remove {_NAME}; only conversations that were suspended in a checkpoint need it",
+        )
+        raise ConfigError([problem]) from None
+
+
+def write_identity(folder: Path, identity: Identity) -> None:
+    """Write `run.json`, readable by its owner alone."""
+    write_json(folder / _NAME, asdict(identity), private=True)
+
+
+def is_automatic(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun or Slurm, not a person, started this process again."""
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(environment.get(name, "0") not in ("", "0") for name in counts)
