@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3.cli.checks import allocator_problems, cpu_engine_problems
-from r3.cli.dry_run import reward_model_problems
+from r3.cli.memory_plan import reward_model_problems
 from r3.config import Config, ConfigError, Problem
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.sources import columns_of

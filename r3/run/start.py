@@ -64,10 +64,7 @@ def begin(invocation: Invocation) -> Iterator[Run]:
     started = time.perf_counter()
     die_with_launcher()
     config = invocation.config
-    with stage("reading model facts, data and rewards"):
-        task, folder, start = prepare(
-            config, check=invocation.check, overrides=invocation.overrides
-        )
+    task, folder, start = prepare(config, check=invocation.check, overrides=invocation.overrides)
     code, ending = 0, ""
     with FailureReport(folder.path, rank=int(os.environ.get("RANK", "0"))):
         try:

@@ -376,7 +376,12 @@ def test_retry_after_is_heeded() -> None:
         (completion("It is right."), {}, "has no JSON object .* 'It is right.'", 1),
         (completion(None), {}, "is not text: None", 1),
         ((200, "<html>", {}), {}, "sent no chat completion: <html>", 1),
-        (completion("Score: high"), {"pattern": r"Score: *([\d.]+)"}, "has no number that reward.pattern", 1),
+        (
+            completion("Score: high"),
+            {"pattern": r"Score: *([\d.]+)"},
+            "has no number that reward.pattern",
+            1,
+        ),
     ],
 )
 def test_what_a_server_did_wrong_is_said(
