@@ -227,6 +227,7 @@ def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[st
     if device.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     attempt("shard", folder)
+    dist.barrier()  # rank 0 tidies up
     said["left"] = sorted(path.name for path in folder.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if device.rank == 0:
