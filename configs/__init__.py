@@ -1,13 +1,14 @@
 """Presets: a name and the function that returns its Config; its docstring is its help.
 
-To add one, write the function in the file of its model family and add its line here.
+To add one, write the function in the file of its model family and add its line here. This folder
+is also the package r3.configs: r3/configs is a link to it, so that wheels contain the presets.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from configs import qwen3, qwen3_moe, tiny
 from r3.config import Config
+from r3.configs import qwen3, qwen3_moe, tiny
 
 PRESETS: Mapping[str, Callable[[], Config]] = {
     "tiny": tiny.tiny,

@@ -1,6 +1,5 @@
 """Presets for Qwen3, dense. SHAPES has the sizes, for a dry run without the model."""
 
-from configs import gsm8k
 from r3.config import (
     CheckpointConfig,
     Config,
@@ -10,6 +9,7 @@ from r3.config import (
     RolloutConfig,
     TrainConfig,
 )
+from r3.configs import gsm8k
 
 SHAPES = {
     "Qwen/Qwen3-0.6B": {

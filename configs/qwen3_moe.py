@@ -1,6 +1,5 @@
 """Presets for Qwen3-MoE. SHAPES has the sizes, for a dry run without the model."""
 
-from configs import gsm8k
 from r3.config import (
     AlgoConfig,
     CheckpointConfig,
@@ -12,6 +11,7 @@ from r3.config import (
     RolloutConfig,
     TrainConfig,
 )
+from r3.configs import gsm8k
 
 SHAPES = {
     "Qwen/Qwen3-30B-A3B": {

@@ -16,8 +16,8 @@ from textwrap import fill
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this checkout's code, whichever one is installed
 
-from configs import PRESETS  # noqa: E402
 from r3.config import Config, describe_fields  # noqa: E402
+from r3.configs import PRESETS  # noqa: E402
 from r3.metrics.glossary import GLOSSARY  # noqa: E402
 
 DOCS = ROOT / "docs"

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs import PRESETS
 from r3.config import (
     Config,
     ConfigError,
@@ -36,6 +35,7 @@ from r3.config import (
     values_of,
     with_values,
 )
+from r3.configs import PRESETS
 
 OVERRIDES = "overrides.yaml"
 _ROOT = "base"  # key of a YAML file

@@ -12,8 +12,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from configs import PRESETS
 from r3.config import Config, describe_fields
+from r3.configs import PRESETS
 
 USAGE = """\
 usage: train.py BASE [--section.field value ...]   start or resume a run

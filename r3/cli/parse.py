@@ -20,7 +20,6 @@ from typing import Annotated, Any, NoReturn
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from configs import KNOWN_SHAPES, PRESETS
 from r3.cli import dry_run
 from r3.cli import help as helps
 from r3.cli.base import Base, base_of_run, find_base
@@ -37,6 +36,7 @@ from r3.config import (
     resume_problems,
     with_values,
 )
+from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
 
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.run.checkpoint names complete ones

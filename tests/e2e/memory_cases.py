@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from configs.tiny import tiny_smoke
 from r3.algo import packing
 from r3.cli import memory_plan as plan
+from r3.configs.tiny import tiny_smoke
 from r3.engine import Engine
 from r3.models.shape import ModelShape
 from r3.policy import Policy

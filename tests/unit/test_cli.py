@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from configs import PRESETS
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import parse as cli
 from r3.config import SETTINGS, to_yaml, with_values
+from r3.configs import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "vllm", "megatron", "transformers", "numpy")
@@ -200,7 +200,7 @@ def test_a_yaml_file_may_build_on_another(tmp_path: Path) -> None:
 def test_a_python_function_is_a_preset(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from r3.config import with_values\n"
-        "from configs.tiny import tiny\n"
+        "from r3.configs.tiny import tiny\n"
         "def small(): return with_values(tiny(), {'parallel.ep': 1, 'train.lr': 1e-5})\n"
     )
     invocation = cli.parse(["mine.py:small", "--train.seed", "2"])

@@ -12,7 +12,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from configs import KNOWN_SHAPES, PRESETS
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import checks
 from r3.cli import memory_plan as plan
@@ -30,6 +29,7 @@ from r3.config import (
     with_values,
 )
 from r3.config.rules import Above, AtLeast, Between, Matches, Not, Rule, ZeroOr
+from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.data.sources import Columns, read_rows
 from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
 from tests.families import engine_sizes, family_checkpoint

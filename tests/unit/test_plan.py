@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from configs import KNOWN_SHAPES, PRESETS
 from r3.assets import TINY_MOE
 from r3.cli import dry_run
 from r3.cli import memory_plan as plan
 from r3.config import Config, ParallelConfig, from_yaml, with_values
+from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
 
 # In float32, so that what bfloat16 adds is one setting away.
