@@ -369,7 +369,7 @@ def test_a_run_whose_config_is_damaged_is_refused(
         (["tiny", "--replay.mode", "r4"], "replay.mode = 'r4': must be one of off, r2, r3"),
         (
             ["tiny", "--rollout.group_size", "1"],
-            "rollout.group_size = 1: algo.advantage grpo compares",
+            "rollout.group_size = 1: algo.advantage 'grpo' compares",
         ),
         (
             ["tiny", "--rollout.group_size", "many"],
@@ -513,7 +513,8 @@ def test_help_fits_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = printed(capsys, *argv).splitlines()
     assert max(map(len, lines)) <= columns
-    assert max(map(len, lines)) > columns - 10
+    if len(argv) == 2:  # the boxes of the settings; prose may be shorter
+        assert max(map(len, lines)) == columns
     text = [line.strip("\u2502 ") for line in lines if line.startswith("\u2502       ")]
     for line, following in pairwise(text):
         if not line.endswith(")"):  # the default, which ends a setting
