@@ -7,7 +7,7 @@ import shutil
 import textwrap
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -58,7 +58,7 @@ def _width() -> int:
     return max(60, min(120, shutil.get_terminal_size().columns))
 
 
-def print_settings(name: str, config: Config, *, prints: bool) -> None:
+def print_settings(name: str, config: Config, *, prints: bool) -> NoReturn:
     """Print every setting with its meaning and its value in `config`; ends the process."""
     _give_tyro_the_texts()
     tyro.cli(
@@ -72,6 +72,7 @@ def print_settings(name: str, config: Config, *, prints: bool) -> None:
         registry=_registry(),
         console_outputs=prints,
     )
+    raise AssertionError("tyro ends the process after help")
 
 
 def _give_tyro_the_texts() -> None:

@@ -12,7 +12,8 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -108,8 +109,8 @@ def parse(argv: Sequence[str]) -> Invocation:
         _leave(0 if words.help else 2, helps.overview())
     base = _base(words, problems)
     if words.help and base:
-        helps.print_settings(base.name, base.config, prints=_is_first_rank())
-        raise SystemExit(0)
+        with _reader_may_leave():
+            helps.print_settings(base.name, base.config, prints=_is_first_rank())
     start = base.config if base else Config()
     config = with_values(start, _values(words.flags, problems))
     if base and not config.log.dir:
@@ -402,7 +403,19 @@ def _is_first_rank() -> bool:
 
 def _say(text: str, *, error: bool = False) -> None:
     if _is_first_rank():
-        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+        with _reader_may_leave():
+            print(text, file=sys.stderr if error else sys.stdout, flush=True)
+
+
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """`train.py tiny --help | head` ends without a traceback."""
+    try:
+        yield
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
 
 
 def _leave(code: int, text: str) -> NoReturn:

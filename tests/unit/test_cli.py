@@ -12,11 +12,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import parse as cli
 from r3.config import SETTINGS, to_yaml, with_values
 from r3.configs import PRESETS
+from r3.run.folder import RunDir
+from r3.run.resume import open_run
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "vllm", "megatron", "transformers", "numpy")
@@ -187,6 +190,28 @@ def test_the_overrides_of_a_run_start_another_one_like_it(tmp_path: Path) -> Non
     second = cli.parse([str(folder / "overrides.yaml")])
     assert second.config == with_values(first.config, {"log.dir": "runs/first-overrides"})
     assert second.overrides == first.overrides
+
+
+def test_a_run_writes_its_overrides_and_from_knows_what_they_differ_from() -> None:
+    invocation = cli.parse(["tiny", "--parallel.ep", "1", "--log.dir", "run"])
+    start = open_run(
+        RunDir(Path("run")), invocation.config, writes=True, overrides=invocation.overrides
+    )
+    assert start.lock is not None
+    start.lock.release()
+    assert yaml.safe_load(Path("run/overrides.yaml").read_text()) == {
+        "base": "tiny",
+        "parallel": {"ep": 1},
+    }
+    resumed = cli.parse(["--from", "run", "--train.steps", "50"])
+    assert resumed.differences == (
+        "run, from tiny with 2 differences",
+        "  train.steps = 50 (tiny: 25)",
+        "  parallel.ep = 1 (tiny: 2)",
+    )
+    Path("run/overrides.yaml").unlink()  # a run of an earlier version
+    resumed = cli.parse(["--from", "run", "--train.steps", "50"])
+    assert resumed.differences == ("run with 1 difference", "  train.steps = 50 (run: 25)")
 
 
 def test_a_yaml_file_may_build_on_another(tmp_path: Path) -> None:
@@ -617,6 +642,20 @@ except SystemExit as end:
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "tiny" in ended.stdout or "qwen3" in ended.stdout
+
+
+@pytest.mark.parametrize("argv", ["--help", "tiny --help", "tiny --dry-run"])
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path, argv: str) -> None:
+    command = f"set -o pipefail; {sys.executable} -m r3.cli.parse {argv} | :"
+    ended = subprocess.run(
+        ["bash", "-c", command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
