@@ -17,8 +17,8 @@ from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.step import BudgetError, NoSignalError
 from r3.routing.ledger import LedgerError
-from r3.runtime.workers import WorkerError
 from r3.run.checkpoint import SaveError
+from r3.runtime.workers import WorkerError
 from r3.types import RouteError
 
 # Errors whose message says all that a user needs: no traceback is shown for them.
