@@ -35,6 +35,7 @@ Reply with a JSON object {"score": s} and nothing else: \
 s is 1 when the response's final answer is right, 0 when it is wrong."""
 
 _PLACES = re.compile(r"\{(question|answer|response)\}")
+_LONGEST_WAIT_S = 300.0  # of Retry-After; a server that asks for more is tried again after that
 _SHOWN = 400  # characters of a server's reply in messages
 
 
@@ -205,4 +206,4 @@ def parsed(text: str, pattern: str = "") -> float:
 
 def _seconds(header: str) -> float:
     """Return Retry-After in seconds; 0 if it is a date, which the back-off replaces."""
-    return float(header) if re.fullmatch(r"\d{1,4}", header) else 0.0
+    return min(float(header), _LONGEST_WAIT_S) if re.fullmatch(r"\d{1,9}", header) else 0.0

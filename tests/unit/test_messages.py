@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from r3 import assets
-from r3.config import ConfigError, EnvConfig
+from r3.config import ConfigError, EnvConfig, RewardConfig
 from r3.data.sources import Columns, read_rows
 from r3.envs import find
 from r3.models.hf_config import ShapeError
 from r3.models.shape import ModelShape
 from r3.rewards import resolve
+from r3.rewards.http import ChatJudge
 from r3.rollout.task import read_task
 from r3.runtime.workers import UserFileError, load
 from tests.tiny import tiny_config
@@ -152,3 +153,39 @@ def test_broken_tokenizer_is_one_message(damage: Callable[[Path], object], tmp_p
     damage(model)
     with pytest.raises(ConfigError, match=r"model\.path .*its tokenizer"):
         read_task(tiny_config(model))
+
+
+def http(**fields: str) -> RewardConfig:
+    return RewardConfig(function=("http",), model="judge", **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk secret", "sk-s\u00e9cret", "\tsk-secret"])
+def test_key_that_no_header_may_hold_is_never_printed(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADER_KEY", key)
+    with pytest.raises(ConfigError, match=r"character \d+ of its \d+") as error:
+        ChatJudge(http(url="http://host/v1", api_key_env="GRADER_KEY"))
+    assert "cret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me:secret@host/v1",
+        "https://secret@host:8000/v1",
+        "https://host/v1?key=secret",
+        "https://me:secret@host:99999/v1",
+        "http://me:secret@[::1/v1",
+    ],
+)
+def test_secret_in_an_address_is_refused_and_never_printed(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.url") as error:
+        ChatJudge(http(url=url))
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["http://host:99999/v1", "http://[::1/v1"])
+def test_address_that_cannot_be_called_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no address"):
+        ChatJudge(http(url=url))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from r3.run.folder import RunDir, write_json
 from r3.run.watchdog import Watchdog
+from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
 
@@ -146,3 +149,44 @@ def test_a_disk_that_refuses_heartbeats_does_not_end_the_watch(tmp_path: Path) -
         report = wait_for(stream, "end of report")
     assert report.count("cannot write its heartbeat") == 1
     assert "in phase 'start'" in report
+
+
+_HANGS = """
+import sys, time
+from pathlib import Path
+from r3.run.folder import RunDir
+from r3.run.watchdog import Watchdog
+from tests.world import ROOT
+folder, rank, other_is_silent = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "silent"
+run_dir, done = RunDir(folder), folder / "done"
+while rank == 0 and not run_dir.heartbeat(1).exists():
+    time.sleep(0.01)
+with Watchdog(rank, 2, stall_s=0, kill_after_s=1.0, run_dir=run_dir) as watchdog:
+    until = time.monotonic() + (4 if rank == 0 else 50)
+    while time.monotonic() < until and not done.exists():
+        if rank == 1 and not other_is_silent:
+            watchdog.beat("generate")
+        time.sleep(0.05)
+    done.touch()
+"""
+
+
+@pytest.mark.parametrize(("other", "codes"), [("silent", [75, 75]), ("works", [0, 0])])
+def test_stall_of_all_ranks_ends_them_and_waiting_does_not(
+    other: str, codes: list[int], tmp_path: Path
+) -> None:
+    """Two processes: both hang, or one waits for the other, which makes progress."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _HANGS, str(tmp_path), str(rank), other],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    # A rank whose own time is up exits at once; the second follows within a heartbeat.
+    assert [process.returncode for process in processes] == codes, said
+    assert ("no rank made progress for 1 s" in said[0]) == (other == "silent")
