@@ -27,9 +27,16 @@ class Watched(Scorer):
         self.ended: dict[Any, float] = {}
         self.judged: dict[Any, float] = {}
 
-    def submit(self, key: Any, rollout: Rollout, prompt: Prompt) -> None:
+    def submit(
+        self,
+        key: Any,
+        rollout: Rollout,
+        prompt: Prompt,
+        *,
+        environment_reward: float | None = None,
+    ) -> None:
         self.ended[key] = time.monotonic()
-        super().submit(key, rollout, prompt)
+        super().submit(key, rollout, prompt, environment_reward=environment_reward)
 
     def poll(self, timeout_s: float = 0.0) -> list[RewardResult]:
         reward_results = super().poll(timeout_s)
