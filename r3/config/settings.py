@@ -86,6 +86,14 @@ class DataConfig:
     none."""
     system_prompt: str = ""
     """System message added in front of every conversation. Empty: none is added."""
+    template_kwargs: Annotated[
+        tuple[str, ...],
+        Matches(
+            r"(?s)(?!(tools|tokenize|add_generation_prompt|return_dict|conversation)=)[A-Za-z_]\w*=.*",
+            "key=value, for a key that the chat template reads",
+        ),
+    ] = ()
+    """Further variables of the chat template, each key=value (enable_thinking=false)."""
     max_prompt_tokens: Annotated[int, AtLeast(0)] = 0
     """Maximum tokens per prompt. 0: what rollout.max_response_tokens leaves free in the context and
     in a micro-batch."""
@@ -105,6 +113,8 @@ class EnvConfig:
     path: str = ""
     """Your own environment instead of a built-in one, `path/to/file.py:Class`. The protocol is in
     r3/envs/__init__.py."""
+    args: Annotated[tuple[str, ...], Matches(r"(?s)[A-Za-z_]\w*=.*", "key=value")] = ()
+    """Keyword arguments of your class, each key=value. Values are JSON, else text."""
     max_turns: Annotated[int, AtLeast(1)] = 8
     """Maximum model messages per conversation."""
     max_turn_tokens: Annotated[int, AtLeast(0)] = 0
@@ -175,6 +185,11 @@ class RewardConfig:
     weights: tuple[float, ...] = ()
     """Weights of the functions in the sum, one per function. 0: report the function and leave it
     out of the sum. Empty: all 1."""
+    args: Annotated[
+        tuple[str, ...], Matches(r"(?s)(\w+\.)?[A-Za-z_]\w*=.*", "key=value or FUNCTION.key=value")
+    ] = ()
+    """Keyword arguments of the functions of your files, each FUNCTION.key=value, or key=value if
+    there is one such function. Values are JSON, else text."""
     workers: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
     """Worker processes per rank for functions of your files, if they compute. 0: threads, for
     functions that wait. math always has at least one process."""
@@ -486,11 +501,11 @@ class EvalSet:
         if not self.env:
             return training
         if ":" in self.env:
-            return replace(training, name=EnvConfig().name, path=self.env)
+            return replace(training, name=EnvConfig().name, path=self.env, args=())
         names = get_args(get_type_hints(EnvConfig)["name"])
         if self.env not in names:
             raise ValueError(f"must be one of {', '.join(names)}")
-        return replace(training, name=self.env, path="")  # type: ignore[arg-type]  # just checked
+        return replace(training, name=self.env, path="", args=())  # type: ignore[arg-type]  # just checked
 
 
 @dataclass(frozen=True, kw_only=True)

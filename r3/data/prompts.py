@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -71,6 +72,7 @@ def load_prompts(
     drop_duplicates: bool = False,
     weights: Sequence[float] = (),
     tools: Sequence[Mapping[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Dataset:
     """Read, check and tokenise all rows.
 
@@ -84,6 +86,7 @@ def load_prompts(
         on_too_long: what to do with a longer prompt.
         weights: share of each source in what is drawn. Empty: all prompts are one pool.
         tools: tool schemas that the chat template shows for rows without tools of their own.
+        template_kwargs: further variables of the chat template.
 
     Raises:
         DataError: rows cannot be used; names all of them.
@@ -102,7 +105,7 @@ def load_prompts(
         good: list[Prompt] = []
         long = twice = 0
         for row in rows:
-            found = _prompt(row, label, tokenizer, columns, tools)
+            found = _prompt(row, label, tokenizer, columns, tools, template_kwargs)
             if isinstance(found, RowProblem):
                 bad.append(found)
             elif (tokens := len(found.tokens_T)) > max_prompt_tokens:
@@ -202,7 +205,12 @@ def _draw(prompts: Sequence[Prompt], seed: list[int], start: int, stop: int) -> 
 
 
 def _prompt(
-    row: Row, label: str, tokenizer: Tokenizer, columns: Columns, tools: Sequence[Mapping[str, Any]]
+    row: Row,
+    label: str,
+    tokenizer: Tokenizer,
+    columns: Columns,
+    tools: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any],
 ) -> Prompt | RowProblem:
     offered = list(row.tools or tools)
     try:
@@ -212,6 +220,7 @@ def _prompt(
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
+            **template_kwargs,
         )["input_ids"]
     except TemplateError as error:
         rule = f"is refused by the model's chat template ({error})"

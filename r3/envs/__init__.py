@@ -27,6 +27,7 @@ from numbers import Real
 from typing import Any, Protocol, cast
 
 from r3.config import ConfigError, EnvConfig, Problem
+from r3.config.arguments import keyword_arguments
 from r3.envs.calculator import Calculator
 from r3.envs.guess_number import GuessNumber
 from r3.envs.single_turn import SingleTurn
@@ -46,8 +47,9 @@ class Environment(Protocol):
         """Take a message of the model; return new messages, a reward or None, and whether it ends.
 
         Args:
-            message: `{"role": "assistant", "content": ..., "finish_reason": ...}`; the finish
-                reason is "stop", or "length" if the message was cut.
+            message: `{"role": "assistant", "content": ..., "finish_reason": ..., "tool_calls":
+                [{"name": ..., "arguments": {...}}]}`. The finish reason is "stop", or "length" if
+                the message was cut. `tool_calls` has those calls that are valid JSON.
         """
 
 
@@ -74,6 +76,9 @@ def find(settings: EnvConfig) -> type[Environment]:
         ConfigError: the class cannot be loaded, or lacks a method or a parameter.
     """
     if not settings.path:
+        if settings.args:
+            rule, fix = f"the built-in environment {settings.name} takes none", "leave them out"
+            raise ConfigError([Problem("env.args", settings.args, rule, fix)])
         return ENVIRONMENTS[settings.name]
 
     def refuse(rule: str, fix: str) -> ConfigError:
@@ -92,12 +97,14 @@ def find(settings: EnvConfig) -> type[Environment]:
         ) from error
     if not inspect.isclass(found):
         raise refuse(f"{name} is not a class", f"write `class {name}:` with reset and step")
+    arguments = keyword_arguments(settings.args)
     try:
-        inspect.signature(found).bind()
+        inspect.signature(found).bind(**arguments)
     except TypeError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise refuse(
-            f"{name}() cannot be created without arguments: {error}",
-            "give the parameters of __init__ defaults",
+            f"{name}({given}) cannot be created: {error}",
+            "give the parameters of __init__ defaults, or set them with --env.args key=value",
         ) from None
     for method, argument in (("reset", "prompt"), ("step", "message")):
         function = getattr(found, method, None)

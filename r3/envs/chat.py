@@ -7,7 +7,8 @@ the text that follows the model's message, and appends its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -30,8 +31,19 @@ class Chat:
         end: id of the token that ends the model's turn.
     """
 
-    def __init__(self, tokenizer: Any, model_path: str, tools: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        model_path: str,
+        tools: Sequence[Any] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Check that conversations can be extended at the end.
+
+        Args:
+            model_path: names the model in errors.
+            tools: JSON schemas that the template shows.
+            template_kwargs: further variables of the template.
 
         Raises:
             ConfigError: what follows a message depends on what came before it, the model's message
@@ -39,6 +51,7 @@ class Chat:
         """
         self._tokenizer = tokenizer
         self._tools = list(tools) or None
+        self._variables = dict(template_kwargs)
         self._suffixes: dict[str, tuple[int, ...]] = {}
         question = [{"role": "user", "content": "a"}]
         longer = [
@@ -127,7 +140,11 @@ class Chat:
 
     def _render(self, messages: Sequence[Message], opening: bool) -> str:
         text: str = self._tokenizer.apply_chat_template(
-            list(messages), tools=self._tools, add_generation_prompt=opening, tokenize=False
+            list(messages),
+            tools=self._tools,
+            add_generation_prompt=opening,
+            tokenize=False,
+            **self._variables,
         )
         return text
 

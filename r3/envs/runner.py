@@ -7,16 +7,20 @@ import inspect
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from r3.config import EnvConfig
+from r3.config.arguments import keyword_arguments
 from r3.envs import ENVIRONMENTS, Environment, Step, checked_messages, checked_step, find
 from r3.runtime.workers import Failure, Here, Place, Pool, Processes, Threads, load
 from r3.types import Message, Prompt
 
 _CLOSE_POLL_S = 0.2
+
+_Spec = tuple[str, dict[str, Any]]  # what env.path or env.name names, and env.args
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,9 @@ class Environments:
         """
         self.settings = settings
         self._class = find(settings)
-        self._spec = settings.path or settings.name
+        arguments = keyword_arguments(settings.args)
+        self._factory = partial(self._class, **arguments)
+        self._spec = (settings.path or settings.name, arguments)
         self.tools: Sequence[Any] = tuple(getattr(self._class, "tools", ()))
         self.stop = tuple(dict.fromkeys([*getattr(self._class, "stop", ()), *settings.stop]))
         self.one_turn = self._class is ENVIRONMENTS["single_turn"]
@@ -91,7 +97,7 @@ class Environments:
 
     def open(self, key: int, prompt: Prompt) -> None:
         """Begin a conversation."""
-        source = self._spec if self.settings.workers else self._class
+        source = self._spec if self.settings.workers else self._factory
         if self._has_close:
             # Created in a call of its own, so that it can be closed if `reset` fails.
             self._created[key] = prompt
@@ -195,15 +201,17 @@ class Environments:
         if failure is not None and not self._close_failed:
             self._close_failed = True  # one warning per run; env/errors counts all
             warnings.warn(
-                f"{self._spec}: close() failed ({failure.kind}): {failure.text}", stacklevel=2
+                f"{self._spec[0]}: close() failed ({failure.kind}): {failure.text}", stacklevel=2
             )
 
 
-def _create(factory: type[Environment]) -> Environment:
+def _create(factory: Callable[[], Environment]) -> Environment:
     return factory()
 
 
-def _open(factory: type[Environment], prompt: Prompt) -> tuple[Environment, tuple[Message, ...]]:
+def _open(
+    factory: Callable[[], Environment], prompt: Prompt
+) -> tuple[Environment, tuple[Message, ...]]:
     return _reset(factory(), prompt)
 
 
@@ -228,7 +236,7 @@ async def _settled(value: Any) -> Any:
 
 
 async def _open_async(
-    factory: type[Environment], prompt: Prompt
+    factory: Callable[[], Environment], prompt: Prompt
 ) -> tuple[Environment, tuple[Message, ...]]:
     return await _reset_async(factory(), prompt)
 
@@ -251,12 +259,12 @@ async def _close_async(environment: Any) -> None:
 # of its classes.
 
 
-def _create_in_worker(spec: str) -> bytes:
-    return pickle.dumps(_class(spec)())
+def _create_in_worker(spec: _Spec) -> bytes:
+    return pickle.dumps(_factory(spec)())
 
 
-def _open_in_worker(spec: str, prompt: Prompt) -> tuple[bytes, tuple[Message, ...]]:
-    environment, messages = _open(_class(spec), prompt)
+def _open_in_worker(spec: _Spec, prompt: Prompt) -> tuple[bytes, tuple[Message, ...]]:
+    environment, messages = _open(_factory(spec), prompt)
     return pickle.dumps(environment), messages
 
 
@@ -274,8 +282,9 @@ def _close_in_worker(state: bytes) -> None:
     _close(pickle.loads(state))
 
 
-def _class(spec: str) -> type[Environment]:
-    return ENVIRONMENTS[spec] if spec in ENVIRONMENTS else load(spec)
+def _factory(spec: _Spec) -> Callable[[], Environment]:
+    name, arguments = spec
+    return partial(ENVIRONMENTS[name] if name in ENVIRONMENTS else load(name), **arguments)
 
 
 _ON_LOOP = {_reset: _reset_async, _step: _step_async, _close: _close_async}

@@ -3,6 +3,8 @@
     def short(response, prompt):             # or `async def`
         return float(len(response) < 200)    # prompt.answer, prompt.messages, prompt.metadata
 
+A parameter `messages` gets the whole conversation; `reward.args` sets any other parameter.
+
 `reward.function` may name several; the reward is their weighted sum. `r3/rewards/scorer.py` calls
 them beside the engine. A function that fails or returns no number never becomes a silent 0: the
 policy would be trained on it.
@@ -13,9 +15,10 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from numbers import Real
+from types import MappingProxyType
 from typing import Any
 
 from r3.config import ConfigError, Problem
@@ -85,8 +88,11 @@ def row(response: str, prompt: Prompt) -> float:
 REWARDS: dict[str, Reward] = {**VERIFIERS, "row": row}
 
 
-def resolve(spec: str) -> Reward:
+def resolve(spec: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Reward:
     """Return the built-in function that `spec` names, or load `path/to/file.py:function`.
+
+    Args:
+        arguments: keyword arguments that the function will get (`reward.args`).
 
     Raises:
         ConfigError: it cannot be loaded, or not be called with a response and a prompt.
@@ -118,11 +124,19 @@ def resolve(spec: str) -> Reward:
             f"write `def {name}(response, prompt)` there",
         )
     try:
-        inspect.signature(function).bind("response", "prompt")
+        messages = {"messages": ()} if wants_messages(function) else {}
+        inspect.signature(function).bind("response", "prompt", **arguments, **messages)
     except TypeError as error:
-        rule = f"{name} cannot be called as {name}(response, prompt): {error}"
-        raise problem(spec, rule, f"write `def {name}(response, prompt)`") from None
+        given = "".join(f", {key}={value!r}" for key, value in arguments.items())
+        rule = f"{name} cannot be called as {name}(response, prompt{given}): {error}"
+        fix = f"write `def {name}(response, prompt)`; --reward.args sets further parameters"
+        raise problem(spec, rule, fix) from None
     return function
+
+
+def wants_messages(function: Reward) -> bool:
+    """Whether a function has a parameter `messages`, and so gets the whole conversation."""
+    return "messages" in inspect.signature(function).parameters
 
 
 def checked(value: Any) -> float:

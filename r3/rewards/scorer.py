@@ -21,9 +21,10 @@ from functools import partial
 from typing import Any, Literal
 
 from r3.config import RewardConfig
-from r3.rewards import REWARDS, Reward, checked, problem, resolve
+from r3.config.arguments import keyword_arguments
+from r3.rewards import REWARDS, checked, problem, resolve, wants_messages
 from r3.runtime.workers import Failure, Here, Place, Pool, Processes, Threads, load
-from r3.types import Prompt, Rollout
+from r3.types import Message, Prompt, Rollout
 
 # Names in `reward.function` that stand for the environment's own reward. `none` says that there is
 # no reward function beside it.
@@ -47,6 +48,7 @@ class Component:
         weight: its factor in the sum; with 0 it is only reported.
         quick: whether it runs in the caller's thread.
         takes: the first argument: the response, the whole rollout, or the environment's reward.
+        wants_messages: whether the whole conversation is a third argument.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Component:
     weight: float = 1.0
     quick: bool = False
     takes: Literal["response", "rollout", "environment"] = "response"
+    wants_messages: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +141,9 @@ class Scorer:
             "environment": environment_reward,
         }
         for component in self.components:
-            component.pool.submit(key, component.function, arguments[component.takes], prompt)
+            messages = (_conversation(rollout, prompt),) if component.wants_messages else ()
+            argument = arguments[component.takes]
+            component.pool.submit(key, component.function, argument, prompt, *messages)
 
     def poll(self, timeout_s: float = 0.0) -> list[RewardResult]:
         """Return complete results.
@@ -232,8 +237,9 @@ def make_scorer(
     """
     specs = tuple(functions) or settings.function
     weights = (() if functions else settings.weights) or (1.0,) * len(specs)
+    arguments = _arguments_by_name(settings, specs)
     components = [
-        _component(spec, name, weight, settings, model)
+        _component(spec, name, weight, settings, model, arguments.get(name, {}))
         for spec, name, weight in zip(specs, names_of(specs), weights, strict=True)
     ]
     return Scorer(components, on_error=settings.on_error)
@@ -255,8 +261,31 @@ def names_of(specs: Sequence[str]) -> list[str]:
     return names
 
 
+def _arguments_by_name(settings: RewardConfig, specs: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Sort `reward.args` by the names of the functions that get them."""
+    own = [name for name, spec in zip(names_of(specs), specs, strict=True) if ":" in spec]
+    arguments: dict[str, dict[str, Any]] = {name: {} for name in own}
+    for key, value in keyword_arguments(settings.args).items():
+        function, dot, parameter = key.rpartition(".")
+        for name in own:
+            if not dot or name == function:
+                arguments[name][parameter] = value
+    return arguments
+
+
+def _conversation(rollout: Rollout, prompt: Prompt) -> tuple[Message, ...]:
+    """Return the whole conversation; a rollout of one turn has only its response."""
+    response = {"role": "assistant", "content": rollout.response}
+    return rollout.messages or (*prompt.messages, response)
+
+
 def _component(
-    spec: str, name: str, weight: float, settings: RewardConfig, model: Any
+    spec: str,
+    name: str,
+    weight: float,
+    settings: RewardConfig,
+    model: Any,
+    arguments: Mapping[str, Any],
 ) -> Component:
     def pool(place: Place, backoff_s: float = 0.0) -> Pool:
         return Pool(
@@ -287,15 +316,21 @@ def _component(
             raise problem(spec, f"math-verify cannot be imported: {error}", fix) from None
         workers = Processes(max(1, settings.workers), preload=[f"{verify.__file__}:equal"])
         return Component(name=name, function=verify.equal, pool=pool(workers), weight=weight)
-    function = resolve(spec)
+    function = resolve(spec, arguments)
     if settings.workers:
-        workers = Processes(settings.workers, preload=[spec])
-        return Component(
-            name=name, function=partial(_call_there, spec), pool=pool(workers), weight=weight
-        )
-    call = _call_async if inspect.iscoroutinefunction(function) else _call
+        place: Place = Processes(settings.workers, preload=[spec])
+        call: Callable[..., Any] = partial(_call_in_worker, spec, dict(arguments))
+    else:
+        place = Threads()
+        given = partial(function, **arguments)
+        is_async = inspect.iscoroutinefunction(function)
+        call = partial(_call_async, given) if is_async else partial(_call, given)
     return Component(
-        name=name, function=partial(call, function), pool=pool(Threads()), weight=weight
+        name=name,
+        function=call,
+        pool=pool(place),
+        weight=weight,
+        wants_messages=wants_messages(function),
     )
 
 
@@ -311,15 +346,23 @@ def _given(environment_reward: float, prompt: Prompt) -> float:
     return environment_reward
 
 
-def _call(function: Callable[..., Any], response: Any, prompt: Prompt) -> float:
-    return checked(function(response, prompt))
+def _call(function: Callable[..., Any], response: Any, prompt: Prompt, *messages: Any) -> float:
+    return checked(function(response, prompt, **_named(messages)))
 
 
-async def _call_async(function: Reward, response: str, prompt: Prompt) -> float:
-    return checked(await function(response, prompt))
+async def _call_async(
+    function: Callable[..., Any], response: str, prompt: Prompt, *messages: Any
+) -> float:
+    return checked(await function(response, prompt, **_named(messages)))
 
 
-def _call_there(spec: str, response: str, prompt: Prompt) -> float:
-    """In a worker process, which has loaded the file already."""
-    value = load(spec)(response, prompt)
+def _named(messages: tuple[Any, ...]) -> dict[str, Any]:
+    return {"messages": messages[0]} if messages else {}
+
+
+def _call_in_worker(
+    spec: str, arguments: Mapping[str, Any], response: str, prompt: Prompt, *messages: Any
+) -> float:
+    """Call a function in a worker process, which has loaded its file already."""
+    value = load(spec)(response, prompt, **arguments, **_named(messages))
     return checked(asyncio.run(value) if inspect.iscoroutine(value) else value)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from r3.config import EnvConfig
 from r3.engine import CaptureSpec, Sampled, Sampling, Transcript, Turn, sampling_seed
 from r3.envs.chat import Chat, ChatError
 from r3.envs.runner import Environments, Reply
+from r3.envs.tool_calls import parse_tool_calls
 from r3.types import Message, Prompt, Rollout
 
 # Keys of a message that dumps keep.
@@ -38,14 +40,22 @@ class ConversationSetup:
     chat: Chat | None
 
     @classmethod
-    def of(cls, settings: EnvConfig, tokenizer: Any, model_path: str) -> ConversationSetup:
+    def of(
+        cls,
+        settings: EnvConfig,
+        tokenizer: Any,
+        model_path: str,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> ConversationSetup:
         """Load the environment and check the chat template.
 
         Raises:
             ConfigError: the environment or the chat template cannot be used.
         """
         environments = Environments(settings)
-        chat = None if environments.one_turn else Chat(tokenizer, model_path, environments.tools)
+        chat = None
+        if not environments.one_turn:
+            chat = Chat(tokenizer, model_path, environments.tools, template_kwargs)
         return cls(environments=environments, tokenizer=tokenizer, chat=chat)
 
 
@@ -263,13 +273,15 @@ class Conversation:
         tokenizer = self._rules.setup.tokenizer
         tokens = self.transcript.tokens[progress.last_turn :]
         ends = {*self._rules.sampling.stop_tokens, tokenizer.eos_token_id}
+        text = tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens)
         message: Message = {
             "role": "assistant",
-            "content": tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens),
+            "content": text,
             "finish_reason": sampled.finish_reason,
         }
         self._messages.append(readable_message(message))
-        self._environments.send(self.key, message)
+        # Dumps have the calls as the model wrote them, in the content.
+        self._environments.send(self.key, {**message, "tool_calls": parse_tool_calls(text)})
 
     @property
     def is_dropped(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from r3.cli.checks import allocator_problems, cpu_engine_problems
 from r3.cli.memory_plan import reward_model_problems
 from r3.config import Config, ConfigError, Problem
+from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.sources import columns_of
 from r3.models.shape import ModelShape
@@ -83,7 +84,9 @@ def read_task(config: Config) -> Task:
         rule = f"its tokenizer has {size} tokens and its model {shape.vocab_size} (vocab_size)"
         fix = "copy tokenizer and config.json of one model"
         raise ConfigError([Problem("model.path", config.model.path, rule, fix)])
-    conversation_setup = ConversationSetup.of(config.env, tokenizer, config.model.path)
+    template_kwargs = keyword_arguments(config.data.template_kwargs)
+    path = config.model.path
+    conversation_setup = ConversationSetup.of(config.env, tokenizer, path, template_kwargs)
     functions = {*config.reward.function, *config.eval.function}
     reward_model = RewardModel(config.reward) if "model" in functions else None
     scorer = make_scorer(config.reward, model=reward_model)
@@ -110,6 +113,7 @@ def read_task(config: Config) -> Task:
             on_too_long=data.on_too_long,
             drop_duplicates=data.drop_duplicates,
             weights=data.weights,
+            template_kwargs=template_kwargs,
         )
         longest = max(len(prompt.tokens_T) for prompt in prompts.prompts)
         longest = room(conversation_setup, longest, config.rollout.max_response_tokens)
@@ -117,7 +121,7 @@ def read_task(config: Config) -> Task:
     for each in config.eval.sets:
         response = each.max_tokens or config.rollout.max_response_tokens
         conversation = (
-            ConversationSetup.of(each.environment(config.env), tokenizer, config.model.path)
+            ConversationSetup.of(each.environment(config.env), tokenizer, path, template_kwargs)
             if each.env
             else conversation_setup
         )
@@ -128,6 +132,7 @@ def read_task(config: Config) -> Task:
             tools=conversation.environments.tools,
             max_prompt_tokens=min(config.engine.max_model_len or context, context) - response,
             on_too_long=data.on_too_long,
+            template_kwargs=template_kwargs,
         )
         questions = found.prompts[: each.max_prompts or None]
         own = (

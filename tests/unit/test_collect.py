@@ -34,6 +34,11 @@ class Late:
             return [{"role": "user", "content": "go on"}], None, False
         return [], self.reward, True
 
+class Calls(Late):
+    '''Rewards one call of a tool.'''
+    def step(self, message):
+        return [], float(len(message["tool_calls"])), True
+
 class Silent(Late):
     '''The same without any reward.'''
     reward = None
@@ -166,6 +171,14 @@ def test_reward_function_none_leaves_rewards_to_the_environment(script: Script) 
     collected = script.play("Late", script.scorer("none"))
     assert collected.rewards == [1.0] and collected.parts == {(0, 0): {"env": 1.0}}
     assert shares(collected) == [1, 0, 0]
+
+
+def test_an_environment_gets_parsed_tool_calls(script: Script) -> None:
+    says = '<tool_call>{"name": "a"}</tool_call>'
+    collected = script.play("Calls", script.scorer("none"), says=says)
+    assert collected.rewards == [1.0]
+    assert collected.rollouts[0].messages[-1] == {"role": "assistant", "content": says}
+    assert script.play("Calls", script.scorer("none")).rewards == [0.0]
 
 
 @pytest.mark.parametrize("function", ["none", "env"])

@@ -180,6 +180,18 @@ def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
         load_prompts(write(tmp_path, GOOD), bare, **OPTIONS)
 
 
+def test_template_kwargs_reach_the_chat_template(tmp_path: Path) -> None:
+    polite: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    polite.chat_template = "{{- 'Tom' if polite is defined }}" + polite.chat_template
+    path = write(tmp_path, GOOD)
+    plain, changed = (
+        load_prompts(path, polite, **OPTIONS, template_kwargs=variables).prompts[0].tokens_T
+        for variables in ({}, {"polite": True})
+    )
+    added = len(changed) - len(plain)
+    assert added > 0 and changed[added:] == plain
+
+
 def test_a_conversation_the_template_refuses_is_named(tmp_path: Path) -> None:
     strict = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     strict.chat_template = (

@@ -19,6 +19,7 @@ from r3.envs.calculator import Calculator, evaluate
 from r3.envs.chat import Chat, ChatError
 from r3.envs.guess_number import GUESSES, LARGEST, GuessNumber
 from r3.envs.runner import Environments, Reply
+from r3.envs.tool_calls import parse_tool_calls
 from r3.rollout.conversation import readable_message
 from r3.types import Prompt
 from tests.tiny import tiny_config
@@ -347,6 +348,60 @@ def test_conversations_keep_their_own_environment_wherever_it_runs(
         assert reply.step.messages[0]["content"] == f"{key}.0 {key}.1"
     assert environments.take_counts()["errors"] == 1
     environments.close()
+
+
+WITH_ARGS = """
+class Limited:
+    def __init__(self, limit=1, name=""):
+        self.limit, self.name = limit, name
+    def reset(self, prompt):
+        return [{"role": "user", "content": f"{self.name} {self.limit + 1}"}]
+    def step(self, message):
+        return [], 1.0, True
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_env_args_are_typed_keyword_arguments(workers: int, tmp_path: Path) -> None:
+    file = tmp_path / "limited.py"
+    file.write_text(WITH_ARGS)
+    args = ("limit=3", "name=a=b")
+    environments = Environments(EnvConfig(path=f"{file}:Limited", args=args, workers=workers))
+    environments.open(0, prompt())
+    opened = collect(environments, 1)[0].opened
+    assert opened is not None and opened[0]["content"] == "a=b 4"
+    environments.close()
+
+
+def test_an_argument_that_an_environment_does_not_take_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "limited.py"
+    file.write_text(WITH_ARGS)
+    with pytest.raises(ConfigError, match=r"Limited\(depth=2\) cannot be created"):
+        find(EnvConfig(path=f"{file}:Limited", args=("depth=2",)))
+    with pytest.raises(ConfigError, match="calculator takes none"):
+        find(EnvConfig(name="calculator", args=("depth=2",)))
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("no call", []),
+        (
+            'one <tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>',
+            [{"name": "calc", "arguments": {"x": 1}}],
+        ),
+        (
+            '<tool_call>\n{"name": "a"}\n</tool_call><tool_call>{"name": "b"}</tool_call>',
+            [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}],
+        ),
+        ("<tool_call>1+2</tool_call>", []),
+        ('<tool_call>{"name": 3}</tool_call>', []),
+        ('<tool_call>{"name": "a", "arguments": "x"}</tool_call>', []),
+        ('<tool_call>{"name": "a"}', []),
+    ],
+)
+def test_tool_calls_are_parsed(text: str, calls: list[dict[str, Any]]) -> None:
+    assert parse_tool_calls(text) == calls
 
 
 # --- the end of an environment ---

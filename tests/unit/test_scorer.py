@@ -79,6 +79,15 @@ def once(response, prompt):
         path.touch()
         raise OSError("not yet")
     return 1.0
+
+def short(response, prompt, limit=5, word=""):
+    return float(len(response) <= limit) + (word == "a b")
+
+def turns(response, prompt, messages):
+    return float(len(messages)) + 0.5 * (messages[-1]["role"] == "assistant")
+
+async def turns_async(response, prompt, messages):
+    return turns(response, prompt, messages)
 """
 
 
@@ -117,6 +126,35 @@ def reward_results(
         f"after {limit_s} s {scorer.outstanding} are without a verdict"
     )
     return found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reward_args_are_typed_keyword_arguments(file: Path, workers: int) -> None:
+    with judging(f"{file}:short", workers=workers, args=("limit=3", "word=a b")) as scorer:
+        results = reward_results(scorer, ["abc", "abcd"])
+    assert [results[key].reward for key in (0, 1)] == [2.0, 1.0]
+
+
+def test_reward_args_can_name_one_of_several_functions(file: Path) -> None:
+    functions = (f"{file}:short", f"{file}:length")
+    with judging(*functions, args=("short.limit=3",)) as scorer:
+        assert reward_results(scorer, ["abcd"])[0].parts == {"short": 0.0, "length": 0.4}
+
+
+def test_an_argument_that_a_function_does_not_take_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be called as length.*limit=3"):
+        make_scorer(RewardConfig(function=(f"{file}:length",), args=("limit=3",)))
+
+
+@pytest.mark.parametrize(("name", "workers"), [("turns", 0), ("turns", 1), ("turns_async", 0)])
+def test_a_function_with_messages_gets_the_whole_conversation(
+    file: Path, name: str, workers: int
+) -> None:
+    spoken = ("user", "assistant", "tool", "assistant")
+    messages = tuple({"role": role, "content": "x"} for role in spoken)
+    with judging(f"{file}:{name}", workers=workers) as scorer:
+        assert scorer(replace(rollout("x"), messages=messages), PROMPT) == 4.5
+        assert scorer(rollout("one turn"), PROMPT) == 2.5, "prompt and response"
 
 
 # ---- composition

@@ -42,11 +42,27 @@ def check_rewards(config: Config, found: Findings, world_size: int) -> None:
         check_environment_rewards(reward.function, config.env, found, "reward.function")
     for function in dict.fromkeys(reward.function):
         check_reward_function(function, found, "reward.function")
+    if found.sound("reward.args"):
+        _check_arguments(config, found)
     used = {*reward.function, *config.eval.function}
     if "http" in used:
         _check_server(config.reward, found)
     if "model" in used:
         _check_reward_model(config, found, world_size)
+
+
+def _check_arguments(config: Config, found: Findings) -> None:
+    """`reward.args` name functions of the user's files."""
+    specs = (*config.reward.function, *config.eval.function)
+    own = sorted({spec.rpartition(":")[2] for spec in specs if ":" in spec})
+    for item in config.reward.args:
+        function, dot, _ = item.partition("=")[0].rpartition(".")
+        if dot and function not in own:
+            rule = f"names {function}, which is not a function of your files"
+            found.add("reward.args", rule, f"use one of {', '.join(own) or 'none'}", value=item)
+        elif not dot and len(own) != 1:
+            fix = f"write {own[0]}.{item}" if own else "leave it out"
+            found.add("reward.args", f"fits {len(own)} functions of your files", fix, value=item)
 
 
 def check_environment_rewards(
