@@ -62,7 +62,7 @@ def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(
     assert said["right"] == "True True"
     assert (
         "again, and 16 of them name other experts" in said["shifted"]
-        and "rows are shifted" in said["shifted"]
+        and "Rows are shifted" in said["shifted"]
     )
     assert "rows of routes, got shape" in said["too few"]
 
