@@ -52,7 +52,7 @@ def test_missing_routes_are_counted_by_cause(
 ) -> None:
     code, said = run(tmp_path, "--replay.on_missing", "live", "--replay.min_coverage", "0.9")
     assert code != 0
-    stopped = r"RouteError: only \d\.\d+% of the step's \d+ rows of routes were captured, replay.min_coverage"
+    stopped = r"RouteError on rank \d: only \d\.\d+% of the step's \d+ rows of routes were captured, replay.min_coverage"
     assert re.search(stopped, said), said[-4000:]
     # The first step passed, and its row says what it lost; the second has none.
     (row,) = [
@@ -79,6 +79,6 @@ def test_missing_routes_are_counted_by_cause(
 def test_run_stops_at_the_first_missing_route(tmp_path: Path) -> None:
     code, said = run(tmp_path)
     assert code != 0
-    refused = r"RouteError: rollout word_problems_train.jsonl:\d+/\d of step 0: the engine returned no routes for positions"
+    refused = r"RouteError on rank \d: rollout word_problems_train.jsonl:\d+/\d of step 0: the engine returned no routes for positions"
     assert re.search(refused + r" 0\.\.\d+ in all 4 MoE layers", said), said[-4000:]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
