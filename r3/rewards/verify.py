@@ -1,8 +1,8 @@
 """Mathematical equality by `math-verify`: 1/2, 0.5 and \\frac{1}{2} are equal.
 
-It runs in worker processes: math-verify gives terms that the model wrote to sympy, which may compute
-for hours, and only a process can be stopped then. Its own time limits and catches are off: they
-would turn a hang or a fault into a wrong answer without any message.
+It runs in worker processes: math-verify gives terms that the model wrote to sympy, which may
+compute for hours, and only a process can be stopped then. Its own time limits and catches are off:
+they would turn a hang or a fault into a wrong answer without any message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounds of real answers under judges of every kind, and what came when."""
+"""Rounds of real conversations under scorers of every kind, and when each result came."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiny import tiny_config
 
 
 class Watched(Scorer):
-    """Writes down when conversations ended and when they had their reward."""
+    """Records when conversations ended and when they had their reward."""
 
     def __init__(self, scorer: Scorer) -> None:
         super().__init__(scorer.components, on_error=scorer.on_error)

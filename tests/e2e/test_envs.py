@@ -81,7 +81,7 @@ def test_conversations_have_the_turns_they_should(talks: dict[str, Any]) -> None
     assert talks["game"]["facts"]["env/turns_mean"] > 2
 
 
-def test_the_calculator_answers_the_sums_that_the_model_begins(talks: dict[str, Any]) -> None:
+def test_the_calculator_replies_to_the_sums_that_the_model_begins(talks: dict[str, Any]) -> None:
     replies = [
         (text, reply)
         for rollout in talks["calls"]["rollouts"]
@@ -119,7 +119,7 @@ def test_conversations_never_outgrow_their_room(talks: dict[str, Any]) -> None:
     assert "length" in {r["finish_reason"] for r in talks["little room"]["rollouts"]}
 
 
-def test_rewards_of_turns_add_up_and_the_judge_speaks_where_there_are_none(
+def test_rewards_of_turns_add_up_and_functions_score_the_others(
     talks: dict[str, Any],
 ) -> None:
     plain = talks["plain"]
@@ -135,7 +135,7 @@ def sampled(conversation_setup: dict[str, Any]) -> dict[str, list[int]]:
     return {rollout["who"]: rollout["tokens"] for rollout in conversation_setup["rollouts"]}
 
 
-def test_what_is_said_does_not_depend_on_ranks_or_on_how_long_tools_take(
+def test_samples_do_not_depend_on_ranks_or_on_the_speed_of_tools(
     talks: dict[str, Any], tmp_path: Path
 ) -> None:
     left, right = run_world(env_cases.talks, 2, folder=str(tmp_path), timeout_s=400.0)

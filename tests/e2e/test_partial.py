@@ -128,7 +128,7 @@ def test_the_trainer_marks_stale_rollouts_and_refuses_old_ones(
     assert budgets["too old"].startswith("RouteError") and "of policy version" in budgets["too old"]
 
 
-def test_what_is_said_does_not_depend_on_the_number_of_engines(
+def test_samples_do_not_depend_on_the_number_of_engines(
     budgets: dict[str, Any], tmp_path: Path
 ) -> None:
     left, right = run_world(partial_cases.budgets, 2, folder=str(tmp_path), timeout_s=400.0)

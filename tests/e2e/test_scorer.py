@@ -1,4 +1,4 @@
-"""Judges beside a real engine: what is sampled does not depend on them, and answers are judged while others are written."""
+"""Scorers beside a real engine: samples do not depend on them, and scoring runs meanwhile."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def rounds(vllm_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_what_is_sampled_does_not_depend_on_the_judge(rounds: dict[str, Any]) -> None:
+def test_samples_do_not_depend_on_the_scorer(rounds: dict[str, Any]) -> None:
     quick = rounds["quick"]["tokens"]
     assert len(quick) == 32
     for name in ("slow", "model", "kept"):
@@ -124,7 +124,7 @@ def test_what_is_sampled_does_not_depend_on_the_judge(rounds: dict[str, Any]) ->
         assert rounds[name]["tokens"].items() <= quick.items()
 
 
-def test_answers_are_judged_while_others_are_written(rounds: dict[str, Any]) -> None:
+def test_responses_are_scored_while_others_are_sampled(rounds: dict[str, Any]) -> None:
     for name in ("slow", "model"):
         assert rounds[name]["judged"] == 32
         overlap, seconds = rounds[name]["overlap"], rounds[name]["seconds"]
@@ -144,7 +144,7 @@ def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, Any]) 
     assert worst <= CLASSIFIER_TOLERANCE  # as in tests/unit/test_reward_model.py
 
 
-def test_vllms_own_server_judges(rounds: dict[str, Any]) -> None:
+def test_a_vllm_server_is_an_llm_judge(rounds: dict[str, Any]) -> None:
     """The shipped model is asked as a grader; what it says is a number after #### or counted as a failure."""
     http = rounds["http"]
     facts = http["facts"]

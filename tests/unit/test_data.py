@@ -133,7 +133,7 @@ def test_all_bad_rows_are_counted_and_ten_named(tokenizer: Any, tmp_path: Path) 
     assert lines[11].endswith("and 3 more")
 
 
-def test_too_long_rows_are_dropped_and_counted_when_asked(tokenizer: Any, tmp_path: Path) -> None:
+def test_too_long_rows_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path, GOOD, json.dumps({"question": "book " * 200, "answer": "b"}), GOOD)
     dataset = load_prompts(path, tokenizer, **OPTIONS | {"on_too_long": "drop"})
     assert (len(dataset), dataset.dropped_too_long) == (2, 1)
@@ -421,7 +421,7 @@ def test_bad_tools_are_named(tools: Any, tmp_path: Path) -> None:
     assert problem.field == "tools" and problem.line == 1
 
 
-def test_duplicates_are_dropped_and_counted_when_asked(tokenizer: Any, tmp_path: Path) -> None:
+def test_duplicates_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     other = {**ROWS[0], "answer": "#### 9"}  # the same question with another answer is no duplicate
     path = jsonl(tmp_path, [*ROWS, {**ROWS[0], "level": 7}, other])
     assert len(load_prompts(path, tokenizer, **OPTIONS)) == 5

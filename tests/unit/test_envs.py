@@ -164,7 +164,7 @@ def test_built_in_environments_keep_the_contract(name: str) -> None:
         ("<tool_call>47+38", []),
     ],
 )
-def test_calculator_answers_calls_and_ends_without_one(text: str, replies: list[str]) -> None:
+def test_calculator_replies_to_calls_and_ends_without_one(text: str, replies: list[str]) -> None:
     messages, reward, done = Calculator().step(said(text))
     assert [message["content"] for message in messages] == replies
     assert reward is None and done == (not replies)

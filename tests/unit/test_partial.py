@@ -202,7 +202,7 @@ def test_the_ledger_admits_a_range_of_versions_and_nothing_older() -> None:
         pass_to(range(3))
 
 
-def test_sequences_that_older_versions_began_are_marked_in_the_micro_batch() -> None:
+def test_micro_batches_mark_sequences_of_older_versions() -> None:
     rollouts = [rollout_of(0, 0, 2, (8, 3)), rollout_of(1, 0, 3)]
     sizes = {
         "num_experts": SHAPE.num_experts,

@@ -76,7 +76,7 @@ def test_dynamic_batches_score_as_one_by_one(settings: RewardConfig, model: Rewa
     assert single[3] == pytest.approx(expected, abs=CLASSIFIER_TOLERANCE)
 
 
-def test_padding_that_is_not_masked_would_be_seen(
+def test_padding_without_a_mask_changes_scores(
     model: RewardModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short, long = (model.encode(text, PROMPT) for text in ("7", "so " * 60))

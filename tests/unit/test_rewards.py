@@ -77,7 +77,7 @@ def test_every_built_in_resolves_and_gives_a_number(name: str) -> None:
     assert resolve(name)("#### 8", prompt("#### 7")) == 0.0
 
 
-def test_every_row_is_judged_by_the_verifier_it_names() -> None:
+def test_every_row_is_scored_by_the_verifier_it_names() -> None:
     assert tuple(VERIFIERS) == ROW_VERIFIERS
     said = "so it is\n#### 7.0"
     for verifier, reward in (("gsm8k", 1.0), ("exact", 0.0)):
@@ -129,7 +129,7 @@ def test_resolve_loads_a_function_of_a_file(tmp_path: Path) -> None:
         ("{folder}/mine.py:reward", "def reward(", "raised SyntaxError"),
     ],
 )
-def test_resolve_says_what_is_wrong(spec: str, body: str, rule: str, tmp_path: Path) -> None:
+def test_resolve_names_what_is_wrong(spec: str, body: str, rule: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(body)
     with pytest.raises(ConfigError, match=rule) as caught:
         resolve(spec.format(folder=tmp_path))

@@ -1,4 +1,4 @@
-"""What becomes of rewards on their way to the ranks that train: shaping, advantages of the whole step, filtering."""
+"""Rewards on their way to the ranks that train: shaping, advantages of the step, filtering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges: components are asked without waiting, fail by name, and add up by weight; servers are real HTTP on loopback."""
+"""Scorers: components never block, fail by name and add up by weight. Servers are real HTTP."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_components_of_one_name_are_numbered() -> None:
     assert names_of(["a.py:f", "b.py:f", "gsm8k", "c.py:f"]) == ["f", "f_2", "gsm8k", "f_3"]
 
 
-def test_built_in_functions_judge_at_once() -> None:
+def test_built_in_functions_score_at_once() -> None:
     with judging("gsm8k", "exact") as scorer:
         assert scorer.quick
         scorer.submit("a", rollout("#### 7"), PROMPT)
@@ -257,7 +257,7 @@ def test_a_call_is_tried_again(file: Path) -> None:
 # ---- math
 
 
-def test_math_judges_by_value_in_worker_processes() -> None:
+def test_math_compares_by_value_in_worker_processes() -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
     half = replace(PROMPT, answer="steps\n#### \\frac{1}{2}")
     tower = "$" + "9^{" * 7 + "9" + "}" * 7 + "$"  # a number that nobody can compute
@@ -277,7 +277,7 @@ def test_math_judges_by_value_in_worker_processes() -> None:
     assert counts["errors"] + counts["timeouts"] + counts["crashes"] == 1 + bool(found[4].failure)
 
 
-def test_math_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
     with pytest.raises(ConfigError, match="pip install 'math-verify"):
         make_scorer(RewardConfig(function=("math",)))
@@ -351,7 +351,7 @@ def completion(text: Any) -> Answer:
     return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
 
 
-def test_a_server_judges_many_at_once_but_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_a_server_are_concurrent_and_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADER_KEY", "secret")
 
     def behave(number: int, body: dict[str, Any]) -> Answer:
@@ -422,7 +422,7 @@ def test_retry_after_is_heeded() -> None:
         ),
     ],
 )
-def test_what_a_server_did_wrong_is_said(
+def test_an_error_quotes_what_the_server_sent(
     answer: Answer, settings: dict[str, Any], rule: str, requests: int
 ) -> None:
     with served(lambda number, body: answer, **settings) as (scorer, server):
@@ -480,7 +480,7 @@ def test_a_response_cannot_reach_into_the_template() -> None:
     )
 
 
-def test_an_absent_key_is_said_before_the_run() -> None:
+def test_a_missing_key_is_reported_before_the_run() -> None:
     settings = RewardConfig(
         function=("http",), url="http://x/v1", model="m", api_key_env="R3_NO_SUCH_KEY"
     )
