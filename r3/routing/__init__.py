@@ -1,1 +1,1 @@
-"""What R3 is about: captured routes, their replay in the routers, and the account of every row."""
+"""Captured routes: checks at capture, replay in the routers, and the ledger that counts every row."""
