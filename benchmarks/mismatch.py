@@ -6,7 +6,7 @@ E12 (usefulness, cost).
     .venv/bin/python -m benchmarks.mismatch --redraw                 table and picture once more,
     from the json
 
-E5 and E6 are the cases of tests/e2e/mismatch_cases.py and tests/ranks/replay_cases.py, with more
+E5 and E6 are the cases of tests/e2e/mismatch_cases.py and tests/ranks/dose_cases.py, with more
 tokens; E12 are runs of train.py. What mismatch.json holds already is not measured again. Writes
 mismatch.json, mismatch.md and mismatch.png to benchmarks/results/.
 """
@@ -34,13 +34,13 @@ import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from tests.dist.replay_cases import DOSES, dose_response
 
 from benchmarks.learning_curve import BLUE, ENVIRONMENT, GREY, PACKAGES, RED, ROOT, hardware, source
 from r3 import assets
 from r3.run.dumps import read_rollouts
 from r3.run.folder import RunDir, read_jsonl, read_metrics
 from tests.e2e.mismatch_cases import near_tie_checkpoint, paired
+from tests.ranks.dose_cases import DOSES, dose_response
 from tests.world import run_world
 
 PRECISIONS = (

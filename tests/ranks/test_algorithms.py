@@ -11,7 +11,7 @@ from tests.world import run_world
 pytestmark = pytest.mark.ranks
 
 
-def test_losses_and_corrections_are_the_same_when_sequences_are_cut_over_ranks() -> None:
+def test_losses_do_not_depend_on_context_parallelism() -> None:
     """Every loss and every correction, with context parallelism of 2 against one rank that holds whole sequences."""
     (whole,) = run_world(algorithm_cases.losses, 1, cp=1)
     first, second = run_world(algorithm_cases.losses, 2, cp=2)

@@ -50,7 +50,7 @@ def test_only_the_layers_of_a_stage_travel_at_one_byte_an_expert(
     assert ranks[0]["sound"]["routing/bytes"] == ROWS * layers * TOPK * 1
 
 
-def test_every_captured_row_is_replayed_once_and_every_live_one_has_a_cause(
+def test_every_captured_row_is_replayed_exactly_once(
     ranks: list[dict[str, Any]],
 ) -> None:
     data_ranks = {rank["data_rank"]: rank["packed_tokens"] for rank in ranks}

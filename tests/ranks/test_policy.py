@@ -197,7 +197,7 @@ def test_uneven_stages_of_a_model_whose_first_layers_are_dense(
     )
 
 
-def test_a_checkpoint_of_an_interleaved_pipeline_goes_on_under_other_layouts(
+def test_an_interleaved_checkpoint_resumes_under_other_layouts(
     other_model: str, tmp_path: Path
 ) -> None:
     def update(ranks: int, parallel: dict[str, Any], *, resume: bool = True) -> dict[str, float]:
@@ -231,7 +231,7 @@ def _largest_angle(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
     return 1 - float(a @ b / (a.norm() * b.norm()))
 
 
-def test_bfloat16_gradients_of_two_layouts_point_one_way_and_closer_under_replay(
+def test_replay_brings_bfloat16_gradients_of_two_layouts_closer(
     other_model: str, tmp_path: Path
 ) -> None:
     angles = {}
@@ -278,9 +278,7 @@ ROUTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", ROUTED)
-def test_every_token_goes_where_its_route_says_under_every_layout_and_packing(
-    layout: str, other_model: str
-) -> None:
+def test_every_token_follows_its_route_under_every_layout(layout: str, other_model: str) -> None:
     """The digest is of all (rollout, position, layer, experts), over all ranks: none is lost, doubled or at another's place."""
     arguments = dict(ROUTED[layout])
     results = run_world(cases.routes_used, arguments.pop("ranks"), model=other_model, **arguments)

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import replay_cases as cases
+from tests.ranks import dose_cases, pass_cases, recompute_cases, router_cases
+from tests.ranks.router_model import ROUTERS
 from tests.tiny import random_checkpoint
 from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
-
-ROUTERS = list(cases.ROUTERS)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def routers() -> dict[str, Any]:
     """Everything of E1 to E3, in one process."""
-    (result,) = run_world(cases.routers, 1)
+    (result,) = run_world(router_cases.routers, 1)
     return result
 
 
@@ -95,7 +94,7 @@ def test_outputs_and_gradients_equal_a_dense_float64_oracle(
         )  # of steps of 1e-6: rounding 1e-16 / 1e-6, curvature 1e-12
 
 
-def test_softmax_over_one_expert_teaches_the_router_nothing_and_is_refused(
+def test_softmax_over_one_expert_is_refused(
     routers: dict[str, Any],
 ) -> None:
     found = routers["top 1"]
@@ -205,7 +204,7 @@ def test_replay_refuses_routers_that_would_break_it_silently(routers: dict[str, 
 
 @pytest.fixture(scope="module")
 def modes(other_model: str) -> dict[str, Any]:
-    (result,) = run_world(cases.modes, 1, model=other_model)
+    (result,) = run_world(pass_cases.modes, 1, model=other_model)
     return result
 
 
@@ -231,7 +230,7 @@ def test_every_mode_reports_agreement_at_the_rollouts_weights_only(modes: dict[s
     assert "routing/agreement_update_1" not in modes["r3, one update"]["row"]
 
 
-def test_the_first_updates_batch_is_scored_before_only_where_its_routes_are_recorded(
+def test_the_first_batch_is_scored_before_only_to_record_its_routes(
     modes: dict[str, Any],
 ) -> None:
     for name, kind in (("off", "live"), ("r3", "replay")):
@@ -274,7 +273,7 @@ def test_a_schedule_that_fails_half_way_leaves_nothing_behind(modes: dict[str, A
 
 @pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 2)], ids=["single", "ep2"])
 def test_old_pass_and_first_update_are_one_policy(ranks: int, ep: int, other_model: str) -> None:
-    for result in run_world(cases.consistency, ranks, model=other_model, ep=ep):
+    for result in run_world(pass_cases.consistency, ranks, model=other_model, ep=ep):
         for old_pass in ("replay", "record"):
             found = result["old_pass"][old_pass]
             assert found["tokens"] > 50
@@ -299,7 +298,7 @@ def test_old_pass_and_first_update_are_one_policy(ranks: int, ep: int, other_mod
 
 @pytest.fixture(scope="module")
 def recomputation(other_model: str) -> dict[str, Any]:
-    (result,) = run_world(cases.recomputation, 1, model=other_model)
+    (result,) = run_world(recompute_cases.recomputation, 1, model=other_model)
     return result
 
 
@@ -353,8 +352,8 @@ def test_a_second_recomputation_with_the_same_routes_is_refused(
 @pytest.mark.e2e
 def test_flips_show_in_agreement_one_for_one_and_raise_k3_with_the_dose() -> None:
     """A float32 engine: without flips engine and policy agree to rounding, so every effect is the flips'."""
-    (result,) = run_world(cases.dose_response, 1, engine_dtype="float32")
-    doses = [result["doses"][str(share)] for share in cases.DOSES]
+    (result,) = run_world(dose_cases.dose_response, 1, engine_dtype="float32")
+    doses = [result["doses"][str(share)] for share in dose_cases.DOSES]
     near_ties = 2  # slots that two float32 stacks may decide differently; on the machines seen there was none
     for dose in doses:
         assert dose["rows"] > 1000
@@ -371,14 +370,14 @@ def test_flips_show_in_agreement_one_for_one_and_raise_k3_with_the_dose() -> Non
         [doses[0]["rows"]] * len(doses[0]["agreed"]), abs=near_ties
     )
     k3 = [dose["k3"] for dose in doses]
-    assert k3 == sorted(set(k3)), f"k3 of the doses {cases.DOSES}: {k3}"
+    assert k3 == sorted(set(k3)), f"k3 of the doses {dose_cases.DOSES}: {k3}"
     assert k3[0] < 1e-10 < 1e-7 < k3[1]
 
 
 @pytest.mark.e2e
 def test_misaligned_routes_raise_k3_tenfold_over_correct_ones() -> None:
     """A bfloat16 engine: correct replay leaves the mismatch of real runs, about 6e-5 here, and is the yardstick."""
-    (result,) = run_world(cases.dose_response, 1, engine_dtype="bfloat16")
+    (result,) = run_world(dose_cases.dose_response, 1, engine_dtype="bfloat16")
     correct = result["doses"]["0.0"]
     assert 1e-5 < correct["k3"] < 1e-3
     assert min(correct["agreed"]) > 0.98 * correct["rows"]

@@ -1,0 +1,173 @@
+"""E6: routes made wrong on purpose, with real rollouts of a real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3.handover.rollouts import PackingSpec, distribute
+from r3.metrics.mismatch import mismatch
+from r3.policy import Policy
+from r3.runtime.device import Device
+from r3.types import MicroBatch, Rollout
+from tests.ranks.pass_cases import read_back
+from tests.tiny import tiny_config
+
+DOSES = (0.0, 0.001, 0.01, 0.1, 1.0)
+
+
+def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> dict[str, Any]:
+    """E6: k3 and agreement as a growing share of slots is corrupted, and for every way routes can be misaligned."""
+    from r3.rollout.scored import gather_rewards, score_all
+    from tests.e2e.cases import World
+
+    config = tiny_config(
+        model,
+        engine={"dtype": engine_dtype},
+        rollout={"prompts_per_step": 16, "max_response_tokens": 40},
+    )
+    world = World(device, config)
+    world.sync(0)
+    before = world.collect(0, step=1).rollouts
+    answers = world.collect(0, step=0)
+    world.residency.move(world.residency.state.TRAIN)
+    rollouts = answers.rollouts
+    policy, shape = world.policy, world.task.shape
+
+    def packed(changed: Sequence[Rollout]) -> tuple[MicroBatch, ...]:
+        altered = replace(answers, rollouts=list(changed))
+        scored = score_all(altered, gather_rewards(altered, world.mesh.world, config), config)
+        (batch,), _ = distribute(scored, world.mesh, shape, PackingSpec(micro_batch_tokens=1024))
+        return batch.micro_batches
+
+    def measure(micro_batches: Sequence[MicroBatch], mode: Any = "replay") -> dict[str, Any]:
+        with read_back(policy) as maps:
+            scores = policy.score(micro_batches, mode=mode)
+        parts = mismatch(
+            *(torch.cat(c) for c in (scores.logprobs, scores.rollout_logprobs, scores.loss_mask))
+        )
+        figures: dict[str, Any] = {name: type(part).reduce([part]) for name, part in parts.items()}
+        if mode == "replay":
+            figures["rows"] = scores.ledger.rows[0]
+            figures["agreed"] = scores.ledger.counts[:, 0].tolist()
+            figures["wrong"] = sum(
+                int(
+                    (maps[layer][i] != _as_map(micro_batch, position, shape.num_experts))[
+                        micro_batch.captured_N
+                    ].sum()
+                )
+                for position, layer in enumerate(shape.moe_layers)
+                for i, micro_batch in enumerate(micro_batches)
+            )
+        return figures
+
+    def changed_by(change: Callable[[Rollout, int], np.ndarray]) -> tuple[MicroBatch, ...]:
+        return packed(
+            [
+                replace(rollout, routed_experts=np.ascontiguousarray(change(rollout, i)))
+                for i, rollout in enumerate(rollouts)
+            ]
+        )
+
+    def of(other: Rollout, rollout: Rollout) -> np.ndarray:
+        return np.resize(other.routed_experts, rollout.routed_experts.shape)
+
+    correct = packed(rollouts)
+    runners_up = _runners_up(policy, correct)
+    layers = range(len(shape.moe_layers))
+
+    def corrupted(share: float, only: int | None = None) -> dict[str, Any]:
+        micro_batches, hits = [], []
+        for micro_batch, next_best in zip(correct, runners_up, strict=True):
+            hit = _hit(micro_batch, share)
+            if only is not None:
+                hit &= torch.arange(len(layers)) == only
+            micro_batches.append(_corrupted(micro_batch, next_best, hit))
+            hits.append(hit)
+        return measure(micro_batches) | {"hits": torch.cat(hits).sum(0).tolist()}
+
+    return {
+        "live": measure(correct, "live"),
+        "doses": {str(share): corrupted(share) for share in DOSES},
+        "one_layer": [corrupted(0.1, only=layer) for layer in layers],
+        "misaligned": {
+            name: measure(changed_by(change))
+            for name, change in {
+                "shifted back": lambda rollout, i: np.roll(rollout.routed_experts, -1, axis=0),
+                "shifted on": lambda rollout, i: np.roll(rollout.routed_experts, 1, axis=0),
+                "layers swapped": lambda rollout, i: rollout.routed_experts[:, [1, 0, *layers[2:]]],
+                "samples permuted": lambda rollout, i: of(
+                    rollouts[(i + 1) % len(rollouts)], rollout
+                ),
+                "groups permuted": lambda rollout, i: of(
+                    rollouts[(i + 4) % len(rollouts)], rollout
+                ),
+                "of the batch before": lambda rollout, i: of(before[i], rollout),
+            }.items()
+        },
+    }
+
+
+def _as_map(micro_batch: MicroBatch, position: int, experts: int) -> torch.Tensor:
+    routes_NK = micro_batch.routed_experts_NLK[:, position].long().clamp(min=0)
+    return torch.zeros(len(routes_NK), experts, dtype=torch.bool).scatter(1, routes_NK, True)
+
+
+def _hit(micro_batch: MicroBatch, share: float) -> torch.Tensor:
+    """Which captured (token, layer) slots a dose corrupts, `[captured, L]`; larger doses contain smaller ones."""
+    layers = micro_batch.routed_experts_NLK.shape[1]
+    rng = np.random.default_rng(micro_batch.rollout_ids[0])
+    noise = torch.from_numpy(rng.random((micro_batch.num_tokens, layers)))
+    return noise[micro_batch.captured_N] < share
+
+
+def _corrupted(
+    micro_batch: MicroBatch, next_best_NLK: torch.Tensor, hit: torch.Tensor
+) -> MicroBatch:
+    """The least likely expert of a hit slot becomes the likeliest of those left out: the mildest possible flip."""
+    routes_NLK = micro_batch.routed_experts_NLK.clone()
+    captured_N = micro_batch.captured_N
+    mine = routes_NLK[captured_N]
+    routes_NLK[captured_N] = torch.where(
+        hit[..., None], next_best_NLK[captured_N].to(mine.dtype), mine
+    )
+    return replace(micro_batch, routed_experts_NLK=routes_NLK)
+
+
+def _runners_up(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    """Per micro-batch `[N, L, K]`: each slot's routes with its rank-K expert swapped for rank K + 1, by the live logits."""
+    seen: dict[int, list[torch.Tensor]] = {layer: [] for layer in policy.replay.taps}
+    routers = {
+        layer.layer_number - 1: layer.mlp.router for layer in policy.chunks[0].decoder.layers
+    }
+    gatings = {layer: router.gating for layer, router in routers.items()}
+
+    def watch(layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def gating(hidden: torch.Tensor) -> torch.Tensor:
+            logits = gatings[layer](hidden)
+            seen[layer].append(logits.detach().flatten(0, 1))
+            return logits
+
+        return gating
+
+    for layer, router in routers.items():
+        router.gating = watch(layer)
+    policy.score(micro_batches, mode="replay")
+    for layer, router in routers.items():
+        router.gating = gatings[layer]
+    swapped = []
+    for i, micro_batch in enumerate(micro_batches):
+        layers = []
+        for position, layer in enumerate(policy.shape.moe_layers):
+            logits_NE = seen[layer][i]
+            mine = _as_map(micro_batch, position, policy.shape.num_experts)
+            weakest = logits_NE.masked_fill(~mine, torch.inf).argmin(-1, keepdim=True)
+            strongest_left = logits_NE.masked_fill(mine, -torch.inf).argmax(-1, keepdim=True)
+            routes_NK = micro_batch.routed_experts_NLK[:, position].long()
+            layers.append(torch.where(routes_NK == weakest, strongest_left, routes_NK))
+        swapped.append(torch.stack(layers, 1))
+    return swapped
