@@ -1,7 +1,9 @@
 """Runs a function on every rank of a real process group (gloo, one process a rank), bounded in time.
 
-A case is a module-level function `case(device, **arguments) -> JSON-able` in a module under `tests`; `run_world` returns the
-ranks' results in order. Processes that outlive the limit are killed with everything they started, and their output shown.
+A case is a module-level function `case(device, **arguments)` in a module under `tests`. It returns
+JSON values or frozen dataclasses of them; `run_world` returns the ranks' results in order, as the
+types that the case is annotated with. Processes that outlive the limit are killed with everything
+they started, and their output is shown.
 """
 
 from __future__ import annotations
@@ -14,16 +16,45 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import types
 from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+T = TypeVar("T")
+
+
+def plain(value: Any) -> Any:
+    """Make JSON values of dataclasses, at any depth."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def restored(kind: Any, value: Any) -> Any:
+    """Make the dataclasses of a type from JSON values; other types are left as JSON has them."""
+    arguments = get_args(kind)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: restored(hints[name], entry) for name, entry in value.items()})
+    if get_origin(kind) is list:
+        return [restored(arguments[0], entry) for entry in value]
+    if get_origin(kind) is dict:
+        return {key: restored(arguments[1], entry) for key, entry in value.items()}
+    if get_origin(kind) in (Union, types.UnionType) and value is not None:
+        return restored(next(one for one in arguments if one is not type(None)), value)
+    return value
+
+
 def run_world(
-    case: Callable[..., Any], world_size: int, *, timeout_s: float = 240.0, **arguments: Any
-) -> list[Any]:
+    case: Callable[..., T], world_size: int, *, timeout_s: float = 240.0, **arguments: Any
+) -> list[T]:
     """Run `case` on `world_size` ranks and return what each returned; fails with the ranks' output when one fails."""
     from r3.runtime.device import free_port
 
@@ -83,7 +114,8 @@ def run_world(
                 for rank, output in enumerate(outputs)
             )
             raise AssertionError(f"{case.__name__} on {world_size} ranks: {failed}\n{shown}")
-        return [json.loads(result.read_text()) for result in results]
+        kind = get_type_hints(case)["return"]
+        return [restored(kind, json.loads(result.read_text())) for result in results]
 
 
 def _main() -> None:
@@ -95,7 +127,7 @@ def _main() -> None:
         device = init_device(timeout_s=120.0)
         case = getattr(importlib.import_module(module), name)
         result = case(device, **json.loads(sys.argv[2]))
-        Path(sys.argv[3]).write_text(json.dumps(result))
+        Path(sys.argv[3]).write_text(json.dumps(plain(result)))
         code = 0
     except BaseException:
         traceback.print_exc()

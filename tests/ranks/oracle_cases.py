@@ -19,6 +19,29 @@ from tests.ranks.router_model import EXPERTS, HIDDEN, ROUTERS, SOFTMAX, Model, l
 
 
 @dataclass(frozen=True, kw_only=True)
+class OracleErrors:
+    """E2 for one router, mask and precision: relative errors by part, and exact properties."""
+
+    errors: dict[str, float]
+    shared_with_live: int
+    logit_gradient: float
+    outside_mask: float
+    row_sum: float
+    router_gradient: float
+    finite_difference: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopOne:
+    """A softmax over one expert: Megatron's refusal, and the gradients if it is built anyway."""
+
+    refusal: str
+    router_gradient: float
+    expected: float
+    expert_gradient: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gradients:
     """Output of one MoE layer and the gradients of a fixed scalar of it."""
 
@@ -198,9 +221,9 @@ def live_mask(model: Model, hidden: torch.Tensor) -> torch.Tensor:
         return model.moe.router(hidden[:, None])[1]
 
 
-def against_oracle(device: Device, mesh: Mesh) -> dict[str, Any]:
+def against_oracle(device: Device, mesh: Mesh) -> dict[str, OracleErrors]:
     """E2: relative errors of output and gradients for every router, precision and kind of mask, and exact properties."""
-    found: dict[str, Any] = {}
+    found: dict[str, OracleErrors] = {}
     for name, options in ROUTERS.items():
         for dtype in (torch.float32, torch.float64):
             model, weights, settings = layer_in(device, mesh, options, dtype)
@@ -216,18 +239,17 @@ def against_oracle(device: Device, mesh: Mesh) -> dict[str, Any]:
                         part: relative_error(getattr(ours, part), getattr(expected, part))
                         for part in ("output", "input", "router", "w1", "w2", "logits", "gates")
                     }
-                    found[f"{name} / {kind} / {dtype}"] = {
-                        "errors": errors,
-                        "shared_with_live": int((mask & live).sum()),
-                        "logit_gradient": float(ours.logits.abs().max()),
-                        "outside_mask": float(ours.logits[~mask].abs().max()),
-                        "row_sum": float(ours.logits.sum(-1).abs().max() / ours.logits.abs().max()),
-                        "router_gradient": float(ours.router.abs().max()),
-                    }
-                    if kind == "disjoint" and dtype == torch.float64:
-                        found[f"{name} / {kind} / {dtype}"]["finite_difference"] = (
-                            _finite_difference(model, hidden, mask, upstream, ours)
-                        )
+                    found[f"{name} / {kind} / {dtype}"] = OracleErrors(
+                        errors=errors,
+                        shared_with_live=int((mask & live).sum()),
+                        logit_gradient=float(ours.logits.abs().max()),
+                        outside_mask=float(ours.logits[~mask].abs().max()),
+                        row_sum=float(ours.logits.sum(-1).abs().max() / ours.logits.abs().max()),
+                        router_gradient=float(ours.router.abs().max()),
+                        finite_difference=_finite_difference(model, hidden, mask, upstream, ours)
+                        if kind == "disjoint" and dtype == torch.float64
+                        else None,
+                    )
     return found
 
 
@@ -253,7 +275,7 @@ def _finite_difference(
     return abs((values[0] - values[1]) / (2 * step) - expected) / abs(expected)
 
 
-def top_1_softmax(device: Device, mesh: Mesh) -> dict[str, Any]:
+def top_1_softmax(device: Device, mesh: Mesh) -> TopOne:
     """A softmax over one logit is 1 whatever the logit: Megatron refuses to build it, and the router would learn nothing."""
     try:
         model_of(device, mesh, SOFTMAX | {"moe_router_topk": 1})
@@ -269,9 +291,9 @@ def top_1_softmax(device: Device, mesh: Mesh) -> dict[str, Any]:
     mask = _masks(rng, live_mask(model, hidden))["random"]
     ours = routed_layer(model, hidden, mask, upstream)
     expected = oracle(hidden, weights, mask, upstream, **settings)
-    return {
-        "refusal": refusal,
-        "router_gradient": float(ours.router.abs().max()),
-        "expected": float(expected.router.abs().max()),
-        "expert_gradient": float(ours.w1.abs().max()),
-    }
+    return TopOne(
+        refusal=refusal,
+        router_gradient=float(ours.router.abs().max()),
+        expected=float(expected.router.abs().max()),
+        expert_gradient=float(ours.w1.abs().max()),
+    )

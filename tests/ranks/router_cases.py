@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from r3.routing.replay import RouterTap, attach_replay, routing_metrics
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from tests.ranks.oracle_cases import (
+    OracleErrors,
+    TopOne,
     against_oracle,
     layer_in,
     live_mask,
@@ -37,24 +40,88 @@ from tests.ranks.router_model import (
 from tests.tiny import tiny_config
 
 
-def routers(device: Device) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """E1 for one router: names of what differs from a model without replay.
+
+    `gradients` counts the compared ones. `live_rows` are rows of -1 among recorded routes; the
+    counts of moved rows are of rows of -1 and of others among foreign routes.
+    """
+
+    gradients: int
+    router_gradient: float
+    record: list[str]
+    replay: list[str]
+    agreed: list[float]
+    live_rows: list[str]
+    missing: int
+    foreign: list[str]
+    live_rows_moved: int
+    foreign_rows_moved: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """E3 for one router and tap: largest or smallest gradients, and numbers of experts and rows."""
+
+    router_gradient: float
+    drifted: int
+    drifted_gate: float
+    drifted_logit_gradient: float
+    unused_experts: int
+    unused_gradient: float
+    used_gradient: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filtered:
+    """The plausibility filter on hand-made scores."""
+
+    used: list[list[int]]
+    gathered: bool
+    counts: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """`by_router` on hand-made scores; the rest on whole models, `replaced` by ratio."""
+
+    by_router: dict[str, Filtered]
+    replaced: dict[str, float | None]
+    ratio_1_is_live: bool
+    nearly_0_differs: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routers:
+    """All results of one rank without a checkpoint."""
+
+    identity: dict[str, Identity]
+    oracle: dict[str, OracleErrors]
+    top_1: TopOne
+    reach: dict[str, Reach]
+    filter: Filter
+    refusals: dict[str, str]
+
+
+def routers(device: Device) -> Routers:
     """E1 to E3, which need one rank and no checkpoint."""
     mesh = build_mesh(device, tiny_config().parallel)
-    return {
-        "identity": identity(device, mesh),
-        "oracle": against_oracle(device, mesh),
-        "top 1": top_1_softmax(device, mesh),
-        "reach": gradient_reach(device, mesh),
-        "filter": plausibility_filter(device, mesh),
-        "refusals": refusals(device, mesh),
-    }
+    return Routers(
+        identity=identity(device, mesh),
+        oracle=against_oracle(device, mesh),
+        top_1=top_1_softmax(device, mesh),
+        reach=gradient_reach(device, mesh),
+        filter=plausibility_filter(device, mesh),
+        refusals=refusals(device, mesh),
+    )
 
 
-def identity(device: Device, mesh: Mesh) -> dict[str, Any]:
+def identity(device: Device, mesh: Mesh) -> dict[str, Identity]:
     """E1, and rows of -1: for every router, what differs between no replay at all and replay of the live choice."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    found: dict[str, Any] = {}
+    found: dict[str, Identity] = {}
     for name, options in ROUTERS.items():
         model = model_of(device, mesh, options)
         topk = model.moe.config.moe_router_topk
@@ -111,22 +178,22 @@ def identity(device: Device, mesh: Mesh) -> dict[str, Any]:
             moved = (probs != live_probs).any(-1) | (routing_map != live_map).any(-1)
             live_rows_moved += int(moved[missing].sum())
             foreign_rows_moved += int(moved[~missing].sum())
-        found[name] = {
-            "gradients": len(untouched[1]),
-            "router_gradient": min(
+        found[name] = Identity(
+            gradients=len(untouched[1]),
+            router_gradient=min(
                 float(gradient.abs().max())
                 for key, gradient in untouched[1].items()
                 if "router" in key
             ),
-            "record": identical(untouched, recording),
-            "replay": identical(untouched, replaying),
-            "agreed": ledger.counts[:, 0].tolist(),
-            "live_rows": identical(untouched, partly),
-            "missing": int(missing.sum()),
-            "foreign": identical(untouched, among_foreign),
-            "live_rows_moved": live_rows_moved,
-            "foreign_rows_moved": foreign_rows_moved,
-        }
+            record=identical(untouched, recording),
+            replay=identical(untouched, replaying),
+            agreed=ledger.counts[:, 0].tolist(),
+            live_rows=identical(untouched, partly),
+            missing=int(missing.sum()),
+            foreign=identical(untouched, among_foreign),
+            live_rows_moved=live_rows_moved,
+            foreign_rows_moved=foreign_rows_moved,
+        )
     return found
 
 
@@ -139,9 +206,9 @@ class ScatterZeroed(RouterTap):
         return super().get_replay_topk(kept, topk, *args, **kwargs)
 
 
-def gradient_reach(device: Device, mesh: Mesh) -> dict[str, Any]:
+def gradient_reach(device: Device, mesh: Mesh) -> dict[str, Reach]:
     """E3: with routes among the lower half of the experts only; and the same with a faulty tap in place of ours."""
-    found: dict[str, Any] = {}
+    found: dict[str, Reach] = {}
     for name in ("softmax over the top k", "softmax over all", "sigmoid"):
         for tap in (RouterTap, ScatterZeroed):
             model, _, _ = layer_in(device, mesh, ROUTERS[name], torch.float32)
@@ -157,27 +224,27 @@ def gradient_reach(device: Device, mesh: Mesh) -> dict[str, Any]:
             ours = routed_layer(model, hidden, mask, upstream)
             drifted = mask & ~live
             used = mask.any(0)
-            found[f"{name} / {tap.__name__}"] = {
-                "router_gradient": float(ours.router.abs().max()),
-                "drifted": int(drifted.sum()),
-                "drifted_gate": float(ours.gates[drifted].min()),
-                "drifted_logit_gradient": float(ours.logits[drifted].abs().min()),
-                "unused_experts": int((~used).sum()),
-                "unused_gradient": max(float(w[~used].abs().max()) for w in (ours.w1, ours.w2)),
-                "used_gradient": min(
-                    float(ours.w1[e].abs().max()) for e in used.nonzero().flatten()
-                ),
-            }
+            found[f"{name} / {tap.__name__}"] = Reach(
+                router_gradient=float(ours.router.abs().max()),
+                drifted=int(drifted.sum()),
+                drifted_gate=float(ours.gates[drifted].min()),
+                drifted_logit_gradient=float(ours.logits[drifted].abs().min()),
+                unused_experts=int((~used).sum()),
+                unused_gradient=max(float(w[~used].abs().max()) for w in (ours.w1, ours.w2)),
+                used_gradient=min(float(ours.w1[e].abs().max()) for e in used.nonzero().flatten()),
+            )
     return found
 
 
-def plausibility_filter(device: Device, mesh: Mesh) -> dict[str, Any]:
+def plausibility_filter(device: Device, mesh: Mesh) -> Filter:
     """Hand-made scores through a tap; foreign routes through whole models with a ratio of nearly 0 and of 1."""
     scores = torch.full((4, EXPERTS), 0.1)
     scores[:, :8] = torch.tensor([8.0, 7.0, 6.0, 4.0, 3.0, 2.1, 1.9, 1.0])
     routes = torch.tensor([[4, 6, 5, 0], [7, 8, 9, 10], [0, 1, 2, 5], [-1, -1, -1, -1]])
     captured = torch.tensor([True, True, True, False])
-    found: dict[str, Any] = {}
+    by_router: dict[str, Filtered] = {}
+    replaced: dict[str, float | None] = {}
+    is_live = False
     for name, options, seen in (
         ("softmax over the top k", SOFTMAX, scores.log()),
         (
@@ -200,11 +267,11 @@ def plausibility_filter(device: Device, mesh: Mesh) -> dict[str, Any]:
         values, used = tap.get_replay_topk(
             seen, TOPK, None, None, lambda s, k, *_: torch.topk(s, k)
         )
-        found[name] = {
-            "used": used.tolist(),
-            "gathered": torch.equal(values, seen.gather(1, used)),
-            "counts": tap.counts[0].tolist(),
-        }
+        by_router[name] = Filtered(
+            used=used.tolist(),
+            gathered=torch.equal(values, seen.gather(1, used)),
+            counts=tap.counts[0].tolist(),
+        )
         tap.clear()
     foreign = random_routes(np.random.default_rng(2), len(TOKENS), 2, TOPK)
     outcomes = {}
@@ -223,18 +290,20 @@ def plausibility_filter(device: Device, mesh: Mesh) -> dict[str, Any]:
         if ratio == 1.0:
             with model.replay.schedule("live", training=True):
                 forward_backward(model)
-            found["ratio 1 is the live choice"] = torch.equal(maps[0], maps[2]) and torch.equal(
-                maps[1], maps[3]
-            )
+            is_live = torch.equal(maps[0], maps[2]) and torch.equal(maps[1], maps[3])
         for hook in hooks:
             hook.remove()
-        found[f"replaced at {ratio}"] = (
+        replaced[str(ratio)] = (
             Mean.reduce([metrics["routing/replaced_frac"]])
             if "routing/replaced_frac" in metrics
             else None
         )
-    found["nearly 0 is off"] = identical(outcomes[0.0], outcomes[1e-30])
-    return found
+    return Filter(
+        by_router=by_router,
+        replaced=replaced,
+        ratio_1_is_live=is_live,
+        nearly_0_differs=identical(outcomes[0.0], outcomes[1e-30]),
+    )
 
 
 def refusals(device: Device, mesh: Mesh) -> dict[str, str]:

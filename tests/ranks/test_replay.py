@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.ranks import dose_cases, pass_cases, recompute_cases, router_cases
+from tests.ranks.router_cases import Reach, Routers
 from tests.ranks.router_model import ROUTERS
 from tests.tiny import random_checkpoint
 from tests.world import run_world
@@ -30,36 +31,32 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def routers() -> dict[str, Any]:
+def routers() -> Routers:
     """Everything of E1 to E3, in one process."""
     (result,) = run_world(router_cases.routers, 1)
     return result
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_replaying_the_live_choice_changes_no_bit(router: str, routers: dict[str, Any]) -> None:
+def test_replaying_the_live_choice_changes_no_bit(router: str, routers: Routers) -> None:
     """Outputs and every gradient against Megatron with no replay at all."""
-    found = routers["identity"][router]
-    assert found["gradients"] == 27 and found["router_gradient"] > 0
-    assert found["record"] == []
-    assert found["replay"] == []
-    assert found["agreed"] == [63, 63]
-    assert len(found["foreign"]) == 28, (
-        "other routes must change all of it, or equality shows nothing"
-    )
+    found = routers.identity[router]
+    assert found.gradients == 27 and found.router_gradient > 0
+    assert found.record == []
+    assert found.replay == []
+    assert found.agreed == [63, 63]
+    assert len(found.foreign) == 28, "other routes must change all of it, or equality shows nothing"
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_rows_without_a_route_choose_as_live_routing_does(
-    router: str, routers: dict[str, Any]
-) -> None:
-    found = routers["identity"][router]
-    assert 10 < found["missing"] < 30
-    assert found["live_rows"] == []  # with recorded routes around them: bitwise the whole model
+def test_rows_without_a_route_choose_as_live_routing_does(router: str, routers: Routers) -> None:
+    found = routers.identity[router]
+    assert 10 < found.missing < 30
+    assert found.live_rows == []  # with recorded routes around them: bitwise the whole model
     assert (
-        found["live_rows_moved"] == 0
+        found.live_rows_moved == 0
     )  # with foreign routes around them: bitwise what those states say
-    assert found["foreign_rows_moved"] > 50
+    assert found.foreign_rows_moved > 50
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -72,63 +69,63 @@ def test_rows_without_a_route_choose_as_live_routing_does(
 @pytest.mark.parametrize("mask", ["live", "random", "disjoint"])
 @pytest.mark.parametrize("router", ROUTERS)
 def test_outputs_and_gradients_equal_a_dense_float64_oracle(
-    router: str, mask: str, dtype: torch.dtype, limit: float, routers: dict[str, Any]
+    router: str, mask: str, dtype: torch.dtype, limit: float, routers: Routers
 ) -> None:
-    found = routers["oracle"][f"{router} / {mask} / {dtype}"]
-    wrong = {part: error for part, error in found["errors"].items() if not error <= limit}
+    found = routers.oracle[f"{router} / {mask} / {dtype}"]
+    wrong = {part: error for part, error in found.errors.items() if not error <= limit}
     assert wrong == {}
-    assert found["router_gradient"] > 0.1
+    assert found.router_gradient > 0.1
     if mask == "disjoint":
-        assert found["shared_with_live"] == 0
+        assert found.shared_with_live == 0
     if "over all" not in router and router not in (
         "softmax, scaled",
         "softmax, groups",
         "softmax, top 1",
     ):
-        assert found["outside_mask"] == 0.0  # a softmax over all experts hears from all of them
+        assert found.outside_mask == 0.0  # a softmax over all experts hears from all of them
     if router.startswith("softmax"):
-        assert found["row_sum"] <= limit  # a softmax does not see what all its logits share
-    if "finite_difference" in found:
+        assert found.row_sum <= limit  # a softmax does not see what all its logits share
+    if found.finite_difference is not None:
         assert (
-            found["finite_difference"] <= 1e-7
+            found.finite_difference <= 1e-7
         )  # of steps of 1e-6: rounding 1e-16 / 1e-6, curvature 1e-12
 
 
 def test_softmax_over_one_expert_is_refused(
-    routers: dict[str, Any],
+    routers: Routers,
 ) -> None:
-    found = routers["top 1"]
-    assert "pre-softmax when topk is 1" in found["refusal"]
-    assert found["router_gradient"] == 0.0
-    assert found["expected"] <= 1e-12
-    assert found["expert_gradient"] > 1.0
+    found = routers.top_1
+    assert "pre-softmax when topk is 1" in found.refusal
+    assert found.router_gradient == 0.0
+    assert found.expected <= 1e-12
+    assert found.expert_gradient > 1.0
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # E3
 
 
-def _reach_faults(found: dict[str, Any]) -> list[str]:
+def _reach_faults(found: Reach) -> list[str]:
     """What of the gradients does not arrive where it must, or arrives where it must not."""
     faults = []
-    if not found["router_gradient"] > 0:
+    if not found.router_gradient > 0:
         faults.append("router")
-    if not found["drifted_gate"] > 0:
+    if not found.drifted_gate > 0:
         faults.append("gates of drifted experts")
-    if not found["drifted_logit_gradient"] > 0:
+    if not found.drifted_logit_gradient > 0:
         faults.append("logits of drifted experts")
-    if found["unused_gradient"] != 0:
+    if found.unused_gradient != 0:
         faults.append("experts that no route names")
-    if not found["used_gradient"] > 0:
+    if not found.used_gradient > 0:
         faults.append("experts that routes name")
     return faults
 
 
 def test_gradients_reach_router_and_drifted_experts_and_nobody_else(
-    routers: dict[str, Any],
+    routers: Routers,
 ) -> None:
-    for name, found in routers["reach"].items():
-        assert found["drifted"] > 100 and found["unused_experts"] == 8
+    for name, found in routers.reach.items():
+        assert found.drifted > 100 and found.unused_experts == 8
         if name.endswith("RouterTap"):
             assert _reach_faults(found) == [], name
         else:  # the faulty tap gathers from scores that were zeroed outside the live choice: the check must say so
@@ -139,13 +136,13 @@ def test_gradients_reach_router_and_drifted_experts_and_nobody_else(
 # The plausibility filter, and what is refused
 
 
-def test_an_implausible_expert_gives_way_to_the_best_live_one_left(routers: dict[str, Any]) -> None:
+def test_an_implausible_expert_gives_way_to_the_best_live_one_left(routers: Routers) -> None:
     """Gate scores 8 7 6 4 | 3 2.1 1.9 1 | 0.1 ...; the weakest live one is 4, so at ratio 0.5 experts below 2 go."""
     for router in ("softmax over the top k", "softmax over all"):
-        found = routers["filter"][router]
-        assert found["used"] == [[4, 1, 5, 0], [0, 1, 2, 3], [0, 1, 2, 5], [0, 1, 2, 3]]
-        assert found["gathered"]
-        agreed, margin, replaced = found["counts"]
+        found = routers.filter.by_router[router]
+        assert found.used == [[4, 1, 5, 0], [0, 1, 2, 3], [0, 1, 2, 5], [0, 1, 2, 3]]
+        assert found.gathered
+        agreed, margin, replaced = found.counts
         assert (agreed, replaced) == (0, 1 + 4)  # the row without a route is not counted
         weakest = (1.9, 0.1, 2.1)  # of each row's replayed experts
         margins = {
@@ -155,23 +152,23 @@ def test_an_implausible_expert_gives_way_to_the_best_live_one_left(routers: dict
         }
         assert margin == pytest.approx(margins[router], rel=1e-6)  # float32
     # Expert 7 is live by its bias; its gate score of 0.1 is the weakest live one, and half of it the limit.
-    biased = routers["filter"]["sigmoid, bias"]
-    assert biased["used"] == [[4, 6, 5, 0], [7, 0, 1, 2], [0, 1, 2, 5], [7, 0, 1, 2]]
-    assert biased["counts"][2] == 3
+    biased = routers.filter.by_router["sigmoid, bias"]
+    assert biased.used == [[4, 6, 5, 0], [7, 0, 1, 2], [0, 1, 2, 5], [7, 0, 1, 2]]
+    assert biased.counts[2] == 3
 
 
-def test_the_filter_off_changes_no_bit_and_at_1_is_the_live_choice(routers: dict[str, Any]) -> None:
-    found = routers["filter"]
-    assert found["nearly 0 is off"] == []
-    assert found["ratio 1 is the live choice"]
-    assert found["replaced at 0.0"] is None and found["replaced at 1e-30"] == 0.0
+def test_the_filter_off_changes_no_bit_and_at_1_is_the_live_choice(routers: Routers) -> None:
+    found = routers.filter
+    assert found.nearly_0_differs == []
+    assert found.ratio_1_is_live
+    assert found.replaced["0.0"] is None and found.replaced["1e-30"] == 0.0
     assert (
-        0.5 < found["replaced at 1.0"] < 1.0
+        0.5 < found.replaced["1.0"] < 1.0
     )  # random top 4 of 16 shares one in four with the live one
 
 
-def test_replay_refuses_routers_that_would_break_it_silently(routers: dict[str, Any]) -> None:
-    said = routers["refusals"]
+def test_replay_refuses_routers_that_would_break_it_silently(routers: Routers) -> None:
+    said = routers.refusals
     for name, value in {
         "moe_router_fusion": "True",
         "moe_router_load_balancing_type": "'sinkhorn'",
