@@ -83,7 +83,7 @@ def test_what_is_missing_foreign_or_damaged_stops_every_rank_by_name(
             first = f"random:0/1: no routes for position 3 {layers} (2 of 11 rows missing; not captured)"
             whole = f"random:2/0: no routes for position 0 {layers} (22 of 22 rows missing; the engine returned none"
             assert first in said[name] or whole in said[name], said[name]
-        assert "replay.on_missing=live would" in said["missing"]
+        assert "Set replay.on_missing=live" in said["missing"]
         assert (
             f"of the step's {ROWS} rows of routes were captured, replay.min_coverage is 99"
             in said["coverage"]
