@@ -277,7 +277,7 @@ def report(
         name: sum(even) if name in ("equal", "transformers") else sum(ragged) for name in seconds
     }
     found = {
-        "what": "forward and backward of one step, random Qwen3-MoE, 64 experts, float32, one thread",
+        "what": "forward and backward of a step, random Qwen3-MoE, 64 experts, float32, one thread",
         "made_by": "python -m benchmarks.train_step " + " ".join(sys.argv[1:]),
         "date": date.today().isoformat(),
         "source": source(),

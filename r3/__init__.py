@@ -1,4 +1,6 @@
-"""r3: reinforcement learning of Mixture-of-Experts language models with replayed routes (arXiv 2510.11370)."""
+"""r3: reinforcement learning of Mixture-of-Experts language models with replayed routes (arXiv
+2510.11370).
+"""
 
 import os
 

@@ -92,7 +92,7 @@ def parse(argv: Sequence[str]) -> Order:
     parser = argparse.ArgumentParser(
         prog="r3.rescore",
         description=(__doc__ or "").partition("\n")[0],
-        epilog="Flags of train.py may follow, as far as scores depend on them: --parallel.*, --model.*, "
+        epilog="Flags of train.py that scores depend on may follow: --parallel.*, --model.*, "
         "--train.micro_batch_tokens, --train.logprob_chunk_tokens, --rollout.temperature.",
         allow_abbrev=False,
     )
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str]) -> Order:
     parser.add_argument(
         "--save",
         action="store_true",
-        help="write log-probabilities and live routes of every token beside the dump, for r3.report",
+        help="write log-probabilities and live routes per token beside the dump, for r3.report",
     )
     words, flags = parser.parse_known_args(argv)
     run_dir = RunDir(words.run_dir)
@@ -222,7 +222,10 @@ def _weights(
         ),
     }
     dumped = [number + 1 for number in sorted(kept) if run_dir.rollouts(number + 1).exists()]
-    rule = f"was sampled by version {policy_version}, and the run keeps the weights of versions {sorted(kept)} only"
+    rule = (
+        f"was sampled by version {policy_version}, and the run keeps the weights of versions "
+        f"{sorted(kept)} only"
+    )
     fix = "give them with --weights DIR" + (
         f", or --step {' or '.join(map(str, dumped))}" if dumped else ""
     )

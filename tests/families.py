@@ -46,11 +46,14 @@ _DEEPSEEK: dict[str, Any] = dict(
 
 
 def _yarn(**more: float) -> dict[str, Any]:
-    """A context 16 tokens long to begin with: all but the shortest sequences of the tests go beyond."""
+    """A context 16 tokens long to begin with: all but the shortest sequences of the tests go
+    beyond.
+    """
     return dict(rope_type="yarn", rope_theta=10000.0, original_max_position_embeddings=16) | more
 
 
-# Name -> (model_type, what its config says beyond the common sizes). Several of a family where it has branches.
+# Name -> (model_type, what its config says beyond the common sizes). Several of a family where it
+# has branches.
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "qwen3_moe",
@@ -108,7 +111,9 @@ MOE_FAMILIES = tuple(name for name in FAMILIES if name not in DENSE_FAMILIES)
 
 
 def engine_sizes(name: str) -> dict[str, Any]:
-    """What to override for vLLM's CPU kernels: heads of 32, experts a multiple of 32 wide, DeepSeek's own latents."""
+    """What to override for vLLM's CPU kernels: heads of 32, experts a multiple of 32 wide,
+    DeepSeek's own latents.
+    """
     model_type, specific = FAMILIES[name]
     sizes: dict[str, Any] = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
     if "moe_intermediate_size" in specific:

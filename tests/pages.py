@@ -1,4 +1,5 @@
-"""Command blocks of the README, of docs/ and of examples/: found, and run as a reader would paste them.
+"""Command blocks of the README, of docs/ and of examples/: found, and run as a reader would paste
+them.
 
 A block that is to be run has a comment above it, which code hosts do not show:
 
@@ -33,7 +34,9 @@ class Block:
 
 
 class BlockError(AssertionError):
-    """A block that failed, or a marker without a block; the message says where, and what was printed."""
+    """A block that failed, or a marker without a block; the message says where, and what was
+    printed.
+    """
 
 
 def blocks(page: str, text: str) -> list[Block]:
@@ -73,7 +76,9 @@ def pages_with_blocks(names: Sequence[str]) -> Iterator[str]:
 
 
 def checkout(folder: Path) -> Path:
-    """A folder that looks like the repository to a command that runs in it, and keeps what it writes."""
+    """A folder that looks like the repository to a command that runs in it, and keeps what it
+    writes.
+    """
     folder.mkdir(parents=True)
     for entry in ROOT.iterdir():
         if entry.name not in (".git", "runs") and not entry.name.startswith(".venv"):

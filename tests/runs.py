@@ -69,7 +69,9 @@ def start(
 
 
 def kill(process: subprocess.Popen[str]) -> str:
-    """Kill torchrun and its ranks, which it starts in sessions of their own; returns what was printed."""
+    """Kill torchrun and its ranks, which it starts in sessions of their own; returns what was
+    printed.
+    """
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for process_of_run in family:
         with contextlib.suppress(psutil.NoSuchProcess):

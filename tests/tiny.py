@@ -1,4 +1,6 @@
-"""Small real parts for tests: a config, a random checkpoint, random rollouts. Nothing here is a stand-in."""
+"""Small real parts for tests: a config, a random checkpoint, random rollouts. Nothing here is a
+stand-in.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from r3.types import Rollout
 
 
 def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
-    """A float32 config of the shipped model (or another one); `sections` override fields, e.g. `parallel={"ep": 2}`."""
+    """A float32 config of the shipped model (or another one); `sections` override fields, e.g.
+    `parallel={"ep": 2}`.
+    """
     config = Config(
         model=ModelConfig(path=str(path or assets.TINY_MOE), dtype="float32"),
         data=DataConfig(path=(str(assets.WORD_PROBLEMS_TRAIN),)),
@@ -47,7 +51,9 @@ def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
 
 
 def random_checkpoint(folder: Path, *, seed: int = 0, tied: bool = False, **overrides: Any) -> Path:
-    """A random Qwen3-MoE checkpoint of other sizes than the shipped one, with the shipped tokenizer."""
+    """A random Qwen3-MoE checkpoint of other sizes than the shipped one, with the shipped
+    tokenizer.
+    """
 
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -88,7 +94,9 @@ def random_rollouts(
     seed: int = 0,
     missing: bool = False,
 ) -> list[Rollout]:
-    """Rollouts with random tokens, log-probabilities and distinct random routes; `missing` leaves every route out (-1)."""
+    """Rollouts with random tokens, log-probabilities and distinct random routes; `missing` leaves
+    every route out (-1).
+    """
     rng = np.random.default_rng(seed)
     rollouts = []
     layers = len(shape.moe_layers)
@@ -124,7 +132,9 @@ MOE: dict[str, int] = {"num_experts": 8, "num_layers": 2, "topk": 2}
 def coded_rollout(
     tokens: Sequence[int], num_response: int, *, seed: int = 0, dense: bool = False
 ) -> Rollout:
-    """`num_response` sampled tokens at the end; log-probability -t/10 at index t; random distinct experts."""
+    """`num_response` sampled tokens at the end; log-probability -t/10 at index t; random distinct
+    experts.
+    """
     length = len(tokens)
     mask_T = np.zeros(length, np.float32)
     mask_T[length - num_response :] = 1.0

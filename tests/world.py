@@ -1,4 +1,5 @@
-"""Runs a function on every rank of a real process group (gloo, one process a rank), bounded in time.
+"""Runs a function on every rank of a real process group (gloo, one process a rank), bounded in
+time.
 
 A case is a module-level function `case(device, **arguments)` in a module under `tests`. It returns
 JSON values or frozen dataclasses of them; `run_world` returns the ranks' results in order, as the
@@ -55,7 +56,9 @@ def restored(kind: Any, value: Any) -> Any:
 def run_world(
     case: Callable[..., T], world_size: int, *, timeout_s: float = 240.0, **arguments: Any
 ) -> list[T]:
-    """Run `case` on `world_size` ranks and return what each returned; fails with the ranks' output when one fails."""
+    """Run `case` on `world_size` ranks and return what each returned; fails with the ranks' output
+    when one fails.
+    """
     from r3.runtime.device import free_port
 
     with tempfile.TemporaryDirectory() as folder:

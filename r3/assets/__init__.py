@@ -1,4 +1,6 @@
-"""Where the embedded models and their task lie: everything a first run needs, without a download."""
+"""Where the embedded models and their task lie: everything a first run needs, without a
+download.
+"""
 
 from pathlib import Path
 

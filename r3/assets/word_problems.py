@@ -6,8 +6,8 @@
                5-3=2
                #### 2
 
-Every number stays within 0..30, so a model of one million parameters can learn the arithmetic in two
-minutes; doing three or four steps in the head at once is what stays hard for it.
+Every number stays within 0..30, so a model of one million parameters can learn the arithmetic in
+two minutes; doing three or four steps in the head at once is what stays hard for it.
 """
 
 import random
@@ -32,10 +32,12 @@ def make_problem(
     largest_operand: int = 10,
     largest_total: int = 30,
 ) -> Row:
-    """One random problem: `question`, and `answer` with a line for each step and `#### n` at the end.
+    """One random problem: `question`, and `answer` with a line for each step and `#### n` at the
+    end.
 
-    `steps` is the inclusive range of their number. Operands lie in 2..`largest_operand`, and no running total
-    leaves 0..`largest_total` (which must be at least 5, so that some move is always possible).
+    `steps` is the inclusive range of their number. Operands lie in 2..`largest_operand`, and no
+    running total leaves 0..`largest_total` (which must be at least 5, so that some move is always
+    possible).
     """
     name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
     total = rng.randint(2, largest_operand)
@@ -61,8 +63,8 @@ def final_answer(row: Row) -> str:
 def problems(rng: random.Random, held_out: frozenset[str] = frozenset()) -> Iterator[Row]:
     """Endless problems, no question twice, none whose whole `answer` is in `held_out`.
 
-    Holding out answers (the chain of arithmetic) is stricter than holding out questions: the same sums told
-    about another name or thing stay out too.
+    Holding out answers (the chain of arithmetic) is stricter than holding out questions: the same
+    sums told about another name or thing stay out too.
     """
     seen: set[str] = set()
     while True:
@@ -83,5 +85,7 @@ def held_out_answers() -> frozenset[str]:
 
 
 def training_rows(count: int = 4096) -> list[Row]:
-    """The prompts for reinforcement learning: always the same rows, none from the evaluation set."""
+    """The prompts for reinforcement learning: always the same rows, none from the evaluation
+    set.
+    """
     return list(islice(problems(random.Random(TRAIN_SEED), held_out_answers()), count))

@@ -1,1 +1,3 @@
-"""Captured routes: checks at capture, replay in the routers, and the ledger that counts every row."""
+"""Captured routes: checks at capture, replay in the routers, and the ledger that counts every
+row.
+"""

@@ -66,7 +66,9 @@ def _check_reward(task: Task, prompt: Prompt) -> Iterator[str]:
 
 
 def reference_rollout(task: Task, prompt: Prompt) -> Rollout:
-    """The rollout of a policy that responds with the reference answer; its log-probabilities are 0."""
+    """The rollout of a policy that responds with the reference answer; its log-probabilities are
+    0.
+    """
     response = task.tokenizer.encode(prompt.answer, add_special_tokens=False)
     tokens_T = np.array([*prompt.tokens_T, *response], dtype=np.int64)
     mask_T = (np.arange(len(tokens_T)) >= len(prompt.tokens_T)).astype(np.float32)

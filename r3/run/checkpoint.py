@@ -47,7 +47,9 @@ _T = TypeVar("_T")
 
 
 class SaveError(OSError):
-    """A checkpoint that could not be written, for a reason outside of the run; it can be retried."""
+    """A checkpoint that could not be written, for a reason outside of the run; it can be
+    retried.
+    """
 
 
 def save(
@@ -260,7 +262,9 @@ def _local_shards(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def _num_bytes(sharded: dict[str, Any]) -> int:
-    """Bytes that this rank will write; a replica of another rank's shard is written by that rank."""
+    """Bytes that this rank will write; a replica of another rank's shard is written by that
+    rank.
+    """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 
@@ -272,7 +276,8 @@ def _num_bytes(sharded: dict[str, Any]) -> int:
 
 
 def _write_shards(folder: Path, sharded: dict[str, Any], mesh: Mesh) -> None:
-    """Write Megatron's shards with torch's threaded writer, as `dist_checkpointing.load` reads them.
+    """Write Megatron's shards with torch's threaded writer, as `dist_checkpointing.load` reads
+    them.
 
     Raises:
         SaveError: on all ranks: a disk is full or cannot be written.

@@ -89,7 +89,9 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], list[float], list[float]]:
 
 
 def write_eval(run_dir: RunDir, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write one line per sample, each with the name of its set; other sets of the same step stay."""
+    """Write one line per sample, each with the name of its set; other sets of the same step
+    stay.
+    """
     path = run_dir.eval(step)
     others = [row for row in read_jsonl(path) if row.get("set") != name] if path.exists() else []
     with replacing(path, private=True) as temporary:

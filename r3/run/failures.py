@@ -1,4 +1,6 @@
-"""What a person sees when a run ends with an error: one block from one rank, tracebacks in files."""
+"""What a person sees when a run ends with an error: one block from one rank, tracebacks in
+files.
+"""
 
 from __future__ import annotations
 

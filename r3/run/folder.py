@@ -1,7 +1,9 @@
-"""The folder of a run: where everything lies, written so that a reader never meets a half-written file.
+"""The folder of a run: where everything lies, written so that a reader never meets a half-written
+file.
 
-Whole files appear under a temporary name and are renamed into place. `metrics.jsonl` is the one file that grows:
-a line is synced before the step counts as reported, and a line that a kill tore is recognised, left out, and said.
+Whole files appear under a temporary name and are renamed into place. `metrics.jsonl` is the one
+file that grows: a line is synced before the step counts as reported, and a line that a kill tore is
+recognised, left out, and said.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunDir:
-    """Names every file of a run and writes those that hold rows. Folders are made when the first file goes in."""
+    """Names every file of a run and writes those that hold rows. Folders are made when the first
+    file goes in.
+    """
 
     path: Path
 
@@ -82,7 +86,8 @@ class RunDir:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; the file written there takes its place only when the block succeeds.
+    """Yield a temporary name beside `path`; the file written there takes its place only when the
+    block succeeds.
 
     `durable` also waits until the disk has it, so that not even a power cut leaves an empty file.
     `private`: its owner alone may read it.
@@ -116,7 +121,9 @@ def write_json(path: Path, value: Any, *, durable: bool = True, private: bool = 
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a jsonl file. A last line torn by a kill is left out with a warning; any other bad line raises."""
+    """The objects of a jsonl file. A last line torn by a kill is left out with a warning; any other
+    bad line raises.
+    """
     rows: list[dict[str, Any]] = []
     lines = path.read_bytes().split(b"\n")
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -142,7 +149,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def truncate_metrics(run_dir: RunDir, step: int) -> list[str]:
-    """Drop the rows of `step` and later, and a torn last line; returns what a person should know about it."""
+    """Drop the rows of `step` and later, and a torn last line; returns what a person should know
+    about it.
+    """
     if not run_dir.metrics.exists():
         return (
             [f"{run_dir.metrics.name} is missing: rows before step {step} are lost"]
@@ -156,7 +165,8 @@ def truncate_metrics(run_dir: RunDir, step: int) -> list[str]:
     kept = [row for row in rows if row["step"] < step]
     if dropped := len(rows) - len(kept):
         said.append(
-            f"{run_dir.metrics.name}: {dropped} rows from step {step} on were dropped, to be made again"
+            f"{run_dir.metrics.name}: {dropped} rows from step {step} on were dropped, to be made "
+            "again"
         )
     last = kept[-1]["step"] if kept else -1
     if last + 1 < step:
@@ -170,8 +180,8 @@ def truncate_metrics(run_dir: RunDir, step: int) -> list[str]:
 
 def jsonl_line(row: Mapping[str, Any]) -> bytes:
     """One row as a line of a jsonl file, newline included."""
-    # Python's JSON writes floats so that they read back bit for bit; NaN and Infinity stay visible as such. Half a
-    # surrogate pair, which a response may hold, becomes its JSON escape.
+    # Python's JSON writes floats so that they read back bit for bit; NaN and Infinity stay visible
+    # as such. Half a surrogate pair, which a response may hold, becomes its JSON escape.
     return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 

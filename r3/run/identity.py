@@ -1,4 +1,5 @@
-"""Who a run is: `run.json` in its folder, with an id, the key that signs its checkpoints, and starts.
+"""Who a run is: `run.json` in its folder, with an id, the key that signs its checkpoints, and
+starts.
 
 The file is readable by its owner alone. Whoever can read the key can make a checkpoint whose
 pickled environments this run executes; whoever can only write to `checkpoints/` cannot.

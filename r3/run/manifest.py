@@ -1,4 +1,5 @@
-"""What a checkpoint's folder must hold: size and SHA-256 of each file, in a file that hashes itself.
+"""What a checkpoint's folder must hold: size and SHA-256 of each file, in a file that hashes
+itself.
 
 `manifest.json` is written last, when everything it names is on the disk. It also names the run and
 the step, and is signed with the key of the run, because suspended conversations hold pickles.

@@ -1,8 +1,10 @@
-"""Heartbeats and stall reports: a rank that makes no progress says so, with its phase, its stacks, and who lags.
+"""Heartbeats and stall reports: a rank that makes no progress says so, with its phase, its stacks,
+and who lags.
 
-A hang in a collective looks the same on every rank that waits in it. What tells them apart is how far each rank came:
-every rank keeps a small file with its phase beside the others', and a report reads them all. If no rank makes progress for
-long enough, the processes end, so that a launcher can start the run again.
+A hang in a collective looks the same on every rank that waits in it. What tells them apart is how
+far each rank came: every rank keeps a small file with its phase beside the others', and a report
+reads them all. If no rank makes progress for long enough, the processes end, so that a launcher can
+start the run again.
 """
 
 from __future__ import annotations
@@ -36,14 +38,16 @@ class _Beat:
 
 
 class Watchdog:
-    """Reports when this rank stalls: `with Watchdog(...) as watchdog:`, `watchdog.beat(phase)` where work proceeds.
+    """Reports when this rank stalls: `with Watchdog(...) as watchdog:`, `watchdog.beat(phase)`
+    where work proceeds.
 
     Args:
         rank, size: of this process in the run.
         kill_after_s: seconds without progress on any rank after which this process ends, with exit
             code 75, so that a launcher can start the run again; 0 = never. A rank that only waits
             for one that makes progress is not ended.
-        stall_s: seconds without a beat that make a stall; reported again after twice, four times ... that; 0 = never.
+        stall_s: seconds without a beat that make a stall; reported again after twice, four times
+            ... that; 0 = never.
         run_dir: where heartbeats lie; None keeps none and cannot name laggards.
         stream: where reports go; None = stderr.
     """
@@ -154,7 +158,8 @@ class Watchdog:
     def _report(self, last: _Beat, silent_s: float) -> None:
         # One write, so that the reports of several ranks on one terminal do not mix line by line.
         self._say(
-            f"r3 watchdog: rank {self._rank} made no progress for {silent_s:.1f} s in phase {last.phase!r}\n"
+            f"r3 watchdog: rank {self._rank} made no progress for {silent_s:.1f} s in phase "
+            f"{last.phase!r}\n"
             f"{''.join(self._standing())}"
             f"stacks of rank {self._rank}:\n{_stacks()}"
             f"r3 watchdog: end of report of rank {self._rank}\n"
@@ -177,11 +182,18 @@ class Watchdog:
         for state in known:
             age_s = time.time() - state["written_at"]
             behind = furthest - state["phases"]
-            line = f"  rank {state['rank']}: phase {state['phase']!r}, silent for {state['silent_s'] + age_s:.1f} s"
+            line = (
+                f"  rank {state['rank']}: phase {state['phase']!r}, silent for "
+                f"{state['silent_s'] + age_s:.1f} s"
+            )
             line += f", LAGS by {behind} phase{'s' * (behind > 1)}" if behind else ""
-            # Its watchdog writes even while the program waits, so an old file says more than a silent rank.
+            # Its watchdog writes even while the program waits, so an old file says more than a
+            # silent rank.
             if age_s > max(4 * _MAX_TICK_S, self._stall_s):
-                line += f", heartbeat {age_s:.0f} s old: process dead, stopped, or locked inside native code"
+                line += (
+                    f", heartbeat {age_s:.0f} s old: process dead, stopped, or locked inside "
+                    "native code"
+                )
             lines.append(f"{line} (pid {state['pid']} on {state['host']})\n")
         if len(lines) > _MAX_NAMED:
             lines[_MAX_NAMED:] = [f"  ... and {len(lines) - _MAX_NAMED} ranks that came further\n"]

@@ -215,7 +215,7 @@ def preserved_random_state() -> Iterator[None]:
         random.setstate(kept[2])
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Tensors shared with other processes of this machine: one interface, two transports.
 
 
@@ -301,7 +301,7 @@ def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Ten
     return into.copy_(tensor.detach(), non_blocking=True)
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Moving tensors out of device memory and back in place; all views stay valid.
 
 

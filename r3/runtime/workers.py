@@ -412,7 +412,9 @@ class Processes:
 
 
 def file_fault(path: str) -> str:
-    """Why a path is no file to be loaded; "" if it is one. A FIFO would block its reader for ever."""
+    """Why a path is no file to be loaded; "" if it is one. A FIFO would block its reader for
+    ever.
+    """
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

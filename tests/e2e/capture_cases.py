@@ -1,4 +1,6 @@
-"""Experiment E10: the routes that the engine hands over are those its routers chose, whatever happened to the request."""
+"""Experiment E10: the routes that the engine hands over are those its routers chose, whatever
+happened to the request.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def captured(device: Device) -> dict[str, Any]:
 
 @contextmanager
 def watched_routers(engine: Engine) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """Inside, the top k of every router's own logits, by layer, in the order of the forwards: apart from vLLM's capture."""
+    """Inside, the top k of every router's own logits, by layer, in the order of the forwards: apart
+    from vLLM's capture.
+    """
     chosen: dict[int, list[torch.Tensor]] = {}
     topk = engine.shape.topk
 
@@ -138,7 +142,9 @@ def watched_routers(engine: Engine) -> Iterator[dict[int, list[torch.Tensor]]]:
 
 
 def rows_that_differ(rollout: Rollout, chosen: dict[int, list[torch.Tensor]]) -> int:
-    """Rows of a request computed alone whose experts are not those of the routers; all rows when their number is not."""
+    """Rows of a request computed alone whose experts are not those of the routers; all rows when
+    their number is not.
+    """
     seen = (
         torch.stack([torch.cat(chosen[layer]) for layer in sorted(chosen)], 1)
         .sort(-1)

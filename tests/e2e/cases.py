@@ -1,4 +1,6 @@
-"""What each rank does in the tests of this folder: a real vLLM engine and a real Megatron policy in every process."""
+"""What each rank does in the tests of this folder: a real vLLM engine and a real Megatron policy in
+every process.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,8 @@ class World:
 def signature(rollouts: list[Rollout]) -> list[str]:
     """Everything the engine returned, bit for bit, order of experts inside a row aside."""
     return [
-        f"{r.tokens_T.tolist()} {r.logprobs_T.tobytes().hex()} {hashlib.sha256(r.routed_experts.tobytes()).hexdigest()}"
+        f"{r.tokens_T.tolist()} {r.logprobs_T.tobytes().hex()} "
+        f"{hashlib.sha256(r.routed_experts.tobytes()).hexdigest()}"
         for r in rollouts
     ]
 
@@ -94,7 +97,9 @@ def signature(rollouts: list[Rollout]) -> list[str]:
 def push_equals_fresh_engine(
     device: Device, *, ep: int, out: str, hosts: list[str] | None = None
 ) -> dict[str, Any]:
-    """Push moved weights, and compare with an engine freshly loaded from the exported checkpoint."""
+    """Push moved weights, and compare with an engine freshly loaded from the exported
+    checkpoint.
+    """
     world = World(device, tiny_config(parallel={"ep": ep}), hosts=hosts)
     world.sync(0)
     before = signature(world.collect(0).rollouts)
@@ -193,7 +198,9 @@ def engine_guards(device: Device) -> dict[str, str]:
 
 
 def _unfit(built: Any, config: Config) -> dict[str, str]:
-    """What is said of the built engine's config with one fact changed, for each fact that r3 relies on."""
+    """What is said of the built engine's config with one fact changed, for each fact that r3 relies
+    on.
+    """
     said = {}
     for name, value in {
         "model_config.enable_return_routed_experts": False,
@@ -237,7 +244,9 @@ def _refusal(built: Any, config: Config, *, capture: bool) -> str:
 
 
 def step_routes(device: Device, *, ep: int) -> dict[str, Any]:
-    """Generate, exchange, pack and train on real rollouts; read the routers back and measure the mismatch."""
+    """Generate, exchange, pack and train on real rollouts; read the routers back and measure the
+    mismatch.
+    """
     config = tiny_config(parallel={"ep": ep}, rollout={"prompts_per_step": 8})
     world = World(device, config)
     world.sync(0)
@@ -296,7 +305,9 @@ def sampled(device: Device, *, ep: int, max_num_seqs: int = 64) -> dict[str, str
 
 
 def memory_moves(device: Device, *, dtype: str) -> dict[str, Any]:
-    """How much memory leaves in each state, and whether training notices that its state was away."""
+    """How much memory leaves in each state, and whether training notices that its state was
+    away.
+    """
     config = tiny_config(engine={"kv_cache_gib": 0.5}, model={"dtype": dtype})
     world = World(device, config)
     policy = world.policy

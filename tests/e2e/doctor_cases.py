@@ -1,4 +1,6 @@
-"""Faults put into the real route path, one after the other, and what the doctor's known-answer test says to each."""
+"""Faults put into the real route path, one after the other, and what the doctor's known-answer test
+says to each.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def faults(device: Device, *, ep: int) -> dict[str, str]:
 
 
 def codes() -> dict[str, float]:
-    """How recognisable coded routes are: shares of slots that answer for another token, layer or rollout by chance."""
+    """How recognisable coded routes are: shares of slots that answer for another token, layer or
+    rollout by chance.
+    """
     shape = ModelShape.read(tiny_config().model.path)
     rollouts, positions = (
         x.reshape(-1) for x in np.meshgrid(np.arange(20), np.arange(50), indexing="ij")

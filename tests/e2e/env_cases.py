@@ -1,4 +1,6 @@
-"""Conversations with the real engine, each compared with one forward pass of transformers in float32 over all of its tokens."""
+"""Conversations with the real engine, each compared with one forward pass of transformers in
+float32 over all of its tokens.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ import random, time
 from r3.envs.calculator import Calculator
 
 class Chatty:
-    """Three turns; what it says depends on what it heard; it takes its time, another one in every run."""
+    """Three turns; replies depend on the messages, and delays differ in every run."""
     role = "user"
     def reset(self, prompt):
         self.turns, self.rows = 0, int(prompt.id.rpartition(":")[2])
@@ -47,7 +49,7 @@ class Tool(Chatty):
     tools = ({"type": "function", "function": {"name": "calc"}},)
 
 class Calls(Calculator):
-    """The model was never taught to call a tool, but it writes sums: each one it begins is a call."""
+    """The model knows no tools, but it writes sums: each sum that it starts is a call."""
     stop = ("=",)
     def step(self, message):
         text = message["content"]
@@ -65,7 +67,7 @@ import os, time
 from pathlib import Path
 
 class Trouble:
-    """Two turns; in the first, prompt {crash} takes its process down, {hang} never returns, {slow} waits for 30 others."""
+    """Two turns; prompt {crash} ends its process, {hang} never returns, {slow} waits for 30."""
     def reset(self, prompt):
         self.id, self.turns = prompt.id.rpartition(":")[2], 0
         self.log("opened")
@@ -168,7 +170,9 @@ class Yardstick:
 
     @torch.no_grad()
     def compare(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Largest difference in the log-probability of a sampled token; slots, and those with other experts."""
+        """Largest difference in the log-probability of a sampled token; slots, and those with other
+        experts.
+        """
         worst, slots, wrong = 0.0, 0, 0
         for rollout in rollouts:
             tokens = torch.from_numpy(rollout.tokens_T)[None]
@@ -251,7 +255,9 @@ def talks(device: Device, *, folder: str, engine_tp: int = 1) -> dict[str, Any]:
 
 
 def guards(engine: Engine, rollouts: Sequence[Rollout]) -> dict[str, str]:
-    """Feed a conversation that was held to a new transcript, with the rows of its second turn as they came, and wrong."""
+    """Feed a conversation that was held to a new transcript, with the rows of its second turn as
+    they came, and wrong.
+    """
     rollout = max(rollouts, key=lambda rollout: len(rollout.tokens_T))
     mask, rows = rollout.loss_mask_T, rollout.routed_experts
     turns = np.flatnonzero(np.diff(mask, prepend=0, append=0))[
@@ -288,7 +294,9 @@ def guards(engine: Engine, rollouts: Sequence[Rollout]) -> dict[str, str]:
 
 
 def trouble(device: Device, *, folder: str, limit_s: float) -> dict[str, Any]:
-    """64 conversations of which one crashes, one hangs and one is slow, under every policy; and the same without trouble."""
+    """64 conversations of which one crashes, one hangs and one is slow, under every policy; and the
+    same without trouble.
+    """
     config = tiny_config(engine={"max_model_len": 160, "kv_cache_gib": 0.0625})
     talker = Talker(device, config)
     prompts = talker.task.prompts.prompts[:64]
@@ -342,7 +350,9 @@ def trouble(device: Device, *, folder: str, limit_s: float) -> dict[str, Any]:
 
 
 def refills(device: Device) -> dict[str, Any]:
-    """Steps with dynamic sampling under a judge that tells apart the answers of every third prompt only."""
+    """Steps with dynamic sampling under a judge that tells apart the answers of every third prompt
+    only.
+    """
     config = tiny_config(
         engine={"max_model_len": 160, "kv_cache_gib": 0.0625},
         rollout={"prompts_per_step": 6, "group_size": 2},
@@ -365,7 +375,9 @@ def refills(device: Device) -> dict[str, Any]:
             parts = {name: part for parts in made.metrics for name, part in parts.items()}
             found[str(step)] = {
                 "sampled": {
-                    f"{rollout.prompt_id} {rollout.group} {rollout.sample_index}": rollout.tokens_T.tolist()
+                    " ".join(
+                        map(str, (rollout.prompt_id, rollout.group, rollout.sample_index))
+                    ): rollout.tokens_T.tolist()
                     for rollout in made.rollouts.rollouts
                 },
                 "advantages": [item.advantage for item in scored],

@@ -15,7 +15,9 @@ from tests.tiny import tiny_config
 
 
 def pushed_family(device: Device, *, model: str, out: str) -> dict[str, Any]:
-    """Push moved weights, prove them token by token, and compare with an engine freshly loaded from their export."""
+    """Push moved weights, prove them token by token, and compare with an engine freshly loaded from
+    their export.
+    """
     world = World(device, tiny_config(model))
     world.sync(0)
     prompts = world.task.prompts.prompts[:4]

@@ -1,4 +1,6 @@
-"""What the parts of the memory plan really take, counted tensor by tensor and allocation by allocation."""
+"""What the parts of the memory plan really take, counted tensor by tensor and allocation by
+allocation.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.tiny import random_rollouts
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """Most bytes that `work` had allocated at one time, beyond what was there before: torch's own record of allocations."""
+    """Most bytes that `work` had allocated at one time, beyond what was there before: torch's own
+    record of allocations.
+    """
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -37,7 +41,9 @@ def peak_bytes(work: Callable[[], Any]) -> int:
 
 
 def engine_weight_bytes(model: Any) -> int:
-    """Bytes of a vLLM model's parameters. What oneDNN has packed out of torch's sight is counted by the layer's sizes."""
+    """Bytes of a vLLM model's parameters. What oneDNN has packed out of torch's sight is counted by
+    the layer's sizes.
+    """
     packed = sum(
         4 * module.input_size_per_partition * module.output_size_per_partition
         for module in model.modules()

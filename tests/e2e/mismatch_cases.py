@@ -1,4 +1,6 @@
-"""Experiment E5: the same tokens of one engine scored by the policy with replayed and with live routes, batch by batch."""
+"""Experiment E5: the same tokens of one engine scored by the policy with replayed and with live
+routes, batch by batch.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,12 @@ TOPK, EXPERT_FFN = 4, 64
 def near_tie_checkpoint(
     folder: Path, *, dense: bool = False, head: float = 4.0, experts: float = 4.0
 ) -> Path:
-    """A random MoE of 16 experts, top 4, whose routers often stand near a tie, or its dense twin of the same active size.
+    """A random MoE of 16 experts, top 4, whose routers often stand near a tie, or its dense twin of
+    the same active size.
 
-    A random model has near ties but flat logits, which hide every mismatch: `head` scales its logits and `experts` what the
-    experts add to the residual stream, so that live routing in bfloat16 costs a k3 of 1e-3 to 1e-2. Weights are rounded to
+    A random model has near ties but flat logits, which hide every mismatch: `head` scales its
+    logits and `experts` what the experts add to the residual stream, so that live routing in
+    bfloat16 costs a k3 of 1e-3 to 1e-2. Weights are rounded to
     bfloat16: a float32 policy then holds the very weights that a bfloat16 engine does.
     """
     family_checkpoint(
@@ -70,9 +74,11 @@ def paired(
     group: int = 4,
     max_tokens: int = 24,
 ) -> dict[str, Any]:
-    """Per batch: figures with routes replayed and live, and how many slots and tokens the two routers decide differently.
+    """Per batch: figures with routes replayed and live, and how many slots and tokens the two
+    routers decide differently.
 
-    The learning rate is nought, as it were: no update is made. Rows of a dense model have figures of live routing only.
+    The learning rate is nought, as it were: no update is made. Rows of a dense model have figures
+    of live routing only.
     """
     config = tiny_config(
         model,
@@ -116,7 +122,9 @@ def paired(
 def _disagreement(
     micro_batches: tuple[MicroBatch, ...], chosen: tuple[torch.Tensor, ...]
 ) -> dict[str, float]:
-    """Shares of (token, layer) slots, and of tokens in any layer, where a live pass chose other experts than the engine."""
+    """Shares of (token, layer) slots, and of tokens in any layer, where a live pass chose other
+    experts than the engine.
+    """
     differs = [
         (live_NLK.sort(-1).values != micro_batch.routed_experts_NLK.long().sort(-1).values).any(-1)[
             micro_batch.captured_N

@@ -1,4 +1,6 @@
-"""Steps under a token budget with the real engine and other weights in each, compared with transformers' under those weights."""
+"""Steps under a token budget with the real engine and other weights in each, compared with
+transformers' under those weights.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ def metrics(made: StepRollouts) -> dict[str, float]:
 
 @torch.no_grad()
 def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> dict[str, float]:
-    """Each segment against a forward pass of the version it says it is of; and against the next one's, which must be others."""
+    """Each segment against a forward pass of the version it says it is of; and against the next
+    one's, which must be others.
+    """
     found = {"worst": 0.0, "slots": 0, "wrong": 0, "elsewhere": 0.0, "wrong_elsewhere": 0}
     for rollout in rollouts:
         tokens = torch.from_numpy(rollout.tokens_T)[None]

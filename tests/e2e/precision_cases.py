@@ -1,4 +1,6 @@
-"""What each rank does in test_precision.py: engine and policy in bfloat16, with and without a float32 head."""
+"""What each rank does in test_precision.py: engine and policy in bfloat16, with and without a
+float32 head.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.tiny import tiny_config
 
 
 def head(device: Device, *, fp32: bool, model: str = "") -> dict[str, Any]:
-    """After a push of moved weights: in which type both sides make logits, and how far their log-probabilities are apart."""
+    """After a push of moved weights: in which type both sides make logits, and how far their
+    log-probabilities are apart.
+    """
     config = tiny_config(
         model,
         model={"dtype": "bfloat16", "fp32_head": fp32},

@@ -61,7 +61,9 @@ def round_of(
     max_tokens: int = 200,
     keep_failed: bool = False,
 ) -> tuple[CollectedRollouts, Watched, float]:
-    """One round of two answers to each of some prompts; what came, who came when, and the seconds it took."""
+    """One round of two answers to each of some prompts; what came, who came when, and the seconds
+    it took.
+    """
     watched = Watched(scorer)
     began = time.monotonic()
     collected = talker.collector(
@@ -104,7 +106,9 @@ def told(collected: CollectedRollouts, watched: Watched, seconds: float) -> dict
 def kinds(
     device: Device, *, file: str, reward_model: str, url: str, prompt_file: str
 ) -> dict[str, Any]:
-    """The same round under a quick judge, a slow one, a reward model, a server, and one that fails for some."""
+    """The same round under a quick judge, a slow one, a reward model, a server, and one that fails
+    for some.
+    """
     engine = talker(device)
     found: dict[str, Any] = {}
 

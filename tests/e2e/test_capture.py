@@ -1,4 +1,6 @@
-"""Experiment E10: captured routes are the routers' own, and equal in every byte however the request was scheduled."""
+"""Experiment E10: captured routes are the routers' own, and equal in every byte however the request
+was scheduled.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize(
     "flags",
     [
-        # A filter would give most of the made-up routes to other experts, if the doctor did not leave it out.
+        # A filter would give most of the made-up routes to other experts, if the doctor did not
+        # leave it out.
         ("--parallel.ep", "2", "--model.recompute", "full", "--replay.plausibility", "0.5"),
         ("--parallel.ep", "1", "--parallel.pp", "2", "--parallel.vpp", "2"),
     ],
@@ -39,7 +40,8 @@ def test_broken_path_fails_with_exit_code_1(tmp_path: Path) -> None:
         "from r3 import doctor\n"
         "from r3.routing.replay import Replay\n"
         "load = Replay.load\n"
-        "Replay.load = lambda self, routes, *rest, **facts: load(self, routes.roll(1, 0), *rest, **facts)\n"
+        "Replay.load = lambda self, routes, *rest, **facts: load(self, routes.roll(1, 0), *rest, "
+        "**facts)\n"
         "doctor.main(sys.argv[1:])\n"
     )
     done = torchrun(2, str(driver), "tiny-smoke", "--log.dir", str(tmp_path / "run"))

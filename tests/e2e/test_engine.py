@@ -1,4 +1,6 @@
-"""The engine inside every rank: weights in, routes out, memory back and forth. Real vLLM, real Megatron."""
+"""The engine inside every rank: weights in, routes out, memory back and forth. Real vLLM, real
+Megatron.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,8 @@ def test_what_is_sampled_does_not_depend_on_ranks_or_batching() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_leaves_and_comes_back_bit_for_bit(dtype: str) -> None:
     (result,) = run_world(cases.memory_moves, 1, dtype=dtype)
-    # the cache of 0.5 GiB leaves the resident set while the policy trains; 0.1 is left for what grows meanwhile
+    # the cache of 0.5 GiB leaves the resident set while the policy trains; 0.1 is left for what
+    # grows meanwhile
     assert result["generate_gib"] - result["asleep_gib"] >= 0.4
     assert result["gradient_bytes_in_generate"] == 0
     assert result["optimizer_bytes_in_generate"] == 0

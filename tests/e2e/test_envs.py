@@ -1,4 +1,6 @@
-"""Conversations of several turns: what was sampled is what is trained, with the routes that produced it, whatever happens."""
+"""Conversations of several turns: what was sampled is what is trained, with the routes that
+produced it, whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def agrees_with_transformers(conversation_setup: dict[str, Any]) -> None:
     assert conversation_setup["slots"] > 500
-    # Float32 on both sides: a near tie of two experts flips once in ten thousand slots at most, a shift flips most.
+    # Float32 on both sides: a near tie of two experts flips once in ten thousand slots at most, a
+    # shift flips most.
     assert conversation_setup["wrong"] <= conversation_setup["slots"] / 5000
     assert conversation_setup["worst"] <= 1e-4  # rounding of two float32 stacks leaves some 1e-6
     for rollout in conversation_setup["rollouts"]:
@@ -177,7 +180,8 @@ def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(tmp_path: Path) 
         assert (run["facts"]["env/dropped"], run["facts"]["env/zeroed"]) == (0, len(failed))
         others = calm["tokens"].keys() - failed
         assert all(run["tokens"][who] == calm["tokens"][who] for who in others)
-    # The slow tool waits until 30 conversations are over: an engine that waited for it would never have come to that.
+    # The slow tool waits until 30 conversations are over: an engine that waited for it would never
+    # have come to that.
     assert found["zero"]["order"].index(slow) >= 30 and len(found["zero"]["order"]) == 62
 
     for opened, closed in (

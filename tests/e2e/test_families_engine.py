@@ -1,4 +1,6 @@
-"""MoE families and rope scalings in a real engine: pushed weights are the policy's and a fresh engine's, bit for bit."""
+"""MoE families and rope scalings in a real engine: pushed weights are the policy's and a fresh
+engine's, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -33,5 +35,6 @@ def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
         "the moved weights must sample something else, or the test shows nothing"
     )
     assert result["equal"]
-    # Two float32 stacks, routes replayed: rounding leaves 1e-6; Moonlight's 1e-5 comes of vLLM's epsilon for latents.
+    # Two float32 stacks, routes replayed: rounding leaves 1e-6; Moonlight's 1e-5 comes of vLLM's
+    # epsilon for latents.
     assert max(result["proofs"]) <= 5e-5

@@ -1,4 +1,6 @@
-"""What replay is worth, as experiment E5 asks: the same tokens with routes replayed and live, and a dense twin as the floor."""
+"""What replay is worth, as experiment E5 asks: the same tokens with routes replayed and live, and a
+dense twin as the floor.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,16 @@ def test_replay_removes_nearly_all_that_live_routing_adds_to_the_mismatch(
 ) -> None:
     rows = rows_of(policy_dtype)
     assert len(rows) == BATCHES
-    # The fixture is what the experiment asks for: routers near ties, and a mismatch as large as large models have.
+    # The fixture is what the experiment asks for: routers near ties, and a mismatch as large as
+    # large models have.
     assert 1e-3 <= mean(rows, "live", "k3") <= 1e-2
     assert 0.01 <= fmean(row["slots_differ"] for row in rows) <= 0.1
     assert all(row["tokens_differ"] >= row["slots_differ"] > 0 for row in rows)
 
     lowered = [row["replay"]["k3"] <= 0.6 * row["live"]["k3"] for row in rows]
     assert sum(lowered) >= 19, f"k3 lowered to 0.6 and less in {sum(lowered)} of {BATCHES} batches"
-    # f2 is a token or two in a batch of 384, so it is judged over all of them; the same for the tail
+    # f2 is a token or two in a batch of 384, so it is judged over all of them; the same for the
+    # tail
     assert mean(rows, "live", "f2") > 0
     assert mean(rows, "replay", "f2") <= 0.1 * mean(rows, "live", "f2")
     for figure in ("abs_p99", "abs_max"):

@@ -1,4 +1,6 @@
-"""An engine that loses routes, in a run from its command line: refused by default, counted under replay.on_missing=live."""
+"""An engine that loses routes, in a run from its command line: refused by default, counted under
+replay.on_missing=live.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from tests.runs import torchrun
 
 pytestmark = pytest.mark.e2e
 
-# In the first step every engine returns nothing for its tenth answer, and two rows too few for its twentieth; in the second,
-# which begins before its seventieth, nothing for almost all.
+# In the first step every engine returns nothing for its tenth answer, and two rows too few for its
+# twentieth; in the second, which begins before its seventieth, nothing for almost all.
 DRIVER = """
 import train
 from r3.engine import transcript
@@ -52,7 +54,10 @@ def test_missing_routes_are_counted_by_cause(
 ) -> None:
     code, said = run(tmp_path, "--replay.on_missing", "live", "--replay.min_coverage", "0.9")
     assert code != 0
-    stopped = r"RouteError on rank \d: only \d\.\d+% of the step's \d+ rows of routes were captured, replay.min_coverage"
+    stopped = (
+        r"RouteError on rank \d: only \d\.\d+% of the step's \d+ rows of routes were captured, "
+        r"replay.min_coverage"
+    )
     assert re.search(stopped, said), said[-4000:]
     # The first step passed, and its row says what it lost; the second has none.
     (row,) = [
@@ -79,6 +84,9 @@ def test_missing_routes_are_counted_by_cause(
 def test_run_stops_at_the_first_missing_route(tmp_path: Path) -> None:
     code, said = run(tmp_path)
     assert code != 0
-    refused = r"RouteError on rank \d: rollout word_problems_train.jsonl:\d+/\d of step 0: the engine returned no routes for positions"
+    refused = (
+        r"RouteError on rank \d: rollout word_problems_train.jsonl:\d+/\d of step 0: "
+        r"the engine returned no routes for positions"
+    )
     assert re.search(refused + r" 0\.\.\d+ in all 4 MoE layers", said), said[-4000:]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,4 +1,6 @@
-"""Partial rollouts: an interrupted conversation goes on under newer weights, and every part of it stays what it was."""
+"""Partial rollouts: an interrupted conversation goes on under newer weights, and every part of it
+stays what it was.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def budgets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def rollouts_of(found: dict[str, Any]) -> list[list[Any]]:
-    """(prompt, group, member, reward, (tokens, mask, logprobs, routes, finish reason, segments, response)) of all steps."""
+    """(prompt, group, member, reward, (tokens, mask, logprobs, routes, finish reason, segments,
+    response)) of all steps.
+    """
     return [each for step in found["all"] for each in step]
 
 
@@ -38,7 +42,8 @@ def test_each_segment_is_what_its_own_version_says(budgets: dict[str, Any], kind
     spans = [len(each[4][5]) for each in rollouts_of(found)]
     assert max(spans) >= 2, "some conversations take several steps"
     assert found["whole"], "rows = tokens - 1, none missing"
-    # Float32 on both sides: rounding leaves some 1e-6, and a near tie of two experts flips once in ten thousand slots at most.
+    # Float32 on both sides: rounding leaves some 1e-6, and a near tie of two experts flips once in
+    # ten thousand slots at most.
     assert found["slots"] > 500 and found["wrong"] <= max(1, found["slots"] / 5000)
     assert found["worst"] <= 1e-4
     # The versions do differ: taken for the next one's, the same figures are far off.

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.e2e
 
 
 def test_float32_head_is_computed_on_both_sides_and_lowers_the_mismatch(tmp_path: Path) -> None:
-    # A checkpoint may ask for a float32 head in its own config.json; only model.fp32_head decides, for both sides.
+    # A checkpoint may ask for a float32 head in its own config.json; only model.fp32_head decides,
+    # for both sides.
     model = tmp_path / "model"
     shutil.copytree(assets.TINY_MOE, model)
     settings = json.loads((model / "config.json").read_text()) | {"head_dtype": "float32"}
@@ -31,7 +32,8 @@ def test_float32_head_is_computed_on_both_sides_and_lowers_the_mismatch(tmp_path
     )
     # The policy's log-probabilities against float64 products of its own hidden states and weight.
     assert exact["policy_error"] <= 1e-4 < 1e-2 < rounded["policy_error"]
-    # The same questions and seeds, some 500 tokens: 2.1e-3 against 3.0e-3 and 4.0e-5 against 6.7e-5 when this was written.
+    # The same questions and seeds, some 500 tokens: 2.1e-3 against 3.0e-3 and 4.0e-5 against 6.7e-5
+    # when this was written.
     assert min(exact["tokens"], rounded["tokens"]) > 300
     for name in ("abs_mean", "k3"):
         assert exact["figures"][name] <= rounded["figures"][name], name

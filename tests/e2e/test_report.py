@@ -27,7 +27,9 @@ def report(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def save_scores(run: Path) -> None:
-    """As `r3.rescore --save` writes them: all differences 0.5, other experts where token 6 came from."""
+    """As `r3.rescore --save` writes them: all differences 0.5, other experts where token 6 came
+    from.
+    """
     arrays = read_arrays(RunDir(run), 1)
     live = arrays.routed_experts.copy()
     live[5] = (live[5] + 1) % EXPERTS  # row 5 of the first rollout predicted its token 6

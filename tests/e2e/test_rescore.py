@@ -1,4 +1,6 @@
-"""`python -m r3.rescore`: a dump scored under other layouts gives the figures of the run that made it."""
+"""`python -m r3.rescore`: a dump scored under other layouts gives the figures of the run that made
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,28 @@ from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
 
-# Relative difference of a figure under two layouts. Other sums round single log-probabilities by up to 1e-5, of which
-# `abs_max` shows the largest: up to 1.1e-4 was seen, with and without AVX-512. A slot of routes that flips by rounding
-# changes `agreement` by 1.7e-4. Live routes in place of replayed ones change k3 by 1e-2 (checked below).
+# Relative difference of a figure under two layouts. Other sums round single log-probabilities by up
+# to 1e-5, of which `abs_max` shows the largest: up to 1.1e-4 was seen, with and without AVX-512. A
+# slot of routes that flips by rounding changes `agreement` by 1.7e-4. Live routes in place of
+# replayed ones change k3 by 1e-2 (checked below).
 ROUNDING = 1e-3
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps on two ranks with half of the experts each, checkpoints after the second and third.
+    """Three steps on two ranks with half of the experts each, checkpoints after the second and
+    third.
 
-    The policy is float32 and the engine bfloat16: then the figures are 4e-5 and more, and what another layout changes, the
-    rounding of the policy's log-probabilities, is 1e-5 of single tokens and far less of their means. With both in float32
-    the figures would themselves be rounding, and differ by their own size.
+    The policy is float32 and the engine bfloat16: then the figures are 4e-5 and more, and what
+    another layout changes, the rounding of the policy's log-probabilities, is 1e-5 of single tokens
+    and far less of their means. With both in float32 the figures would themselves be rounding, and
+    differ by their own size.
     """
     folder = tmp_path_factory.mktemp("runs") / "run"
-    flags = "--engine.dtype bfloat16 --train.steps 3 --log.rollouts_every 1 --checkpoint.every 2 --checkpoint.export false"
+    flags = (
+        "--engine.dtype bfloat16 --train.steps 3 --log.rollouts_every 1 --checkpoint.every 2 "
+        "--checkpoint.export false"
+    )
     done = torchrun(
         2, "train.py", "tiny-smoke", "--log.dir", str(folder), "--eval.path", "", *flags.split()
     )
@@ -112,8 +120,9 @@ def test_saved_scores_are_those_of_the_table(
         assert off.max() == pytest.approx(one_rank[label]["abs_max"], rel=ROUNDING)
     captured, live = np.sort(arrays["routed_experts"]), np.sort(saved["routes_live"])
     assert captured.shape == live.shape
-    # Agreement is of routers behind replayed layers, the live pass of routers behind live ones: they
-    # differ where an earlier layer differed. Rows of other tokens would agree in one of 28 slots.
+    # Agreement is of routers behind replayed layers, the live pass of routers behind live ones:
+    # they differ where an earlier layer differed. Rows of other tokens would agree in one of 28
+    # slots.
     agreement = (captured == live).all(-1).mean()
     assert agreement == pytest.approx(one_rank["replay"]["agreement"], abs=0.01) and agreement < 1
 

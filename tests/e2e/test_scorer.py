@@ -145,7 +145,9 @@ def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, Any]) 
 
 
 def test_a_vllm_server_is_an_llm_judge(rounds: dict[str, Any]) -> None:
-    """The shipped model is asked as a grader; what it says is a number after #### or counted as a failure."""
+    """The shipped model is asked as a grader; what it says is a number after #### or counted as a
+    failure.
+    """
     http = rounds["http"]
     facts = http["facts"]
     assert facts["reward/calls"] == 32 and facts["reward/timeouts"] == 0
@@ -170,7 +172,9 @@ def test_failures_are_left_out_of_training_and_0_in_evaluation(rounds: dict[str,
 
 
 def test_a_run_is_trained_on_several_rewards_each_recorded(tmp_path: Path) -> None:
-    """From the command line: a function, a file's async function and a reward model, weighted; the held-out set has its own."""
+    """From the command line: a function, a file's async function and a reward model, weighted; the
+    held-out set has its own.
+    """
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     (tmp_path / "classifier").mkdir()
     path = classifier(tmp_path / "classifier")

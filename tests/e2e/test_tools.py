@@ -1,4 +1,6 @@
-"""`tiny-tools` as a user runs it: the model calls the calculator unprompted, over several turns, and learns to."""
+"""`tiny-tools` as a user runs it: the model calls the calculator unprompted, over several turns,
+and learns to.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ CALL_AND_REPLY = re.compile(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few steps on two ranks, at a higher learning rate than the preset's, every step's rollouts kept."""
+    """A few steps on two ranks, at a higher learning rate than the preset's, every step's rollouts
+    kept.
+    """
     folder = tmp_path_factory.mktemp("tools") / "run"
     flags = {"train.steps": STEPS, "train.lr": 5e-4, "log.rollouts_every": 1, "eval.every": 0}
     run(
@@ -82,7 +86,8 @@ def test_dumped_messages_are_those_that_the_tokens_hold(folder: Path, tokenizer:
         roles = [message["role"] for message in others]
         assert roles[0] == "assistant" and set(roles) <= {"assistant", "tool"}
         assert row["turn_rewards"] == [None] * roles.count("assistant"), "a function judges the end"
-        # The template puts the same messages into the same text, up to where the conversation ended.
+        # The template puts the same messages into the same text, up to where the conversation
+        # ended.
         text = tokenizer.apply_chat_template(
             row["messages"], tools=Calculator.tools, tokenize=False
         )

@@ -37,7 +37,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_model_learns_with_replayed_routes(straight: Path) -> None:
     rows = rows_of(straight)
     assert [row["step"] for row in rows] == list(range(7))
-    # Six steps at the smoke rate took it from 0.3 to 0.7-0.9 in every run seen; 0.15 is noise of 256 questions five times over.
+    # Six steps at the smoke rate took it from 0.3 to 0.7-0.9 in every run seen; 0.15 is noise of
+    # 256 questions five times over.
     assert rows[-1]["eval/heldout/accuracy"] >= rows[0]["eval/heldout/accuracy"] + 0.15
     for row in rows[1:]:
         assert row["routing/coverage"] == 1.0
@@ -338,7 +339,8 @@ def test_sequence_losses_work_under_context_parallelism(
         *("--replay.reference", "True", "--log.rollouts_every", "1"),
     )
     first, second = rows_of(tmp_path / "run")
-    # Before any update policy and reference are one; both pass over the same tokens with the same routes.
+    # Before any update policy and reference are one; both pass over the same tokens with the same
+    # routes.
     assert abs(first["loss/kl_ref"]) <= 1e-6 < abs(second["loss/kl_ref"])
     # float32 on both sides: products of some 10 weights, each 1 to 1e-5
     assert (

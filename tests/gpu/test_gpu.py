@@ -1,4 +1,6 @@
-"""The same cases as on CPU, on a CUDA device: `pytest -m gpu`. They need one GPU and vLLM's CUDA build; CI does not run them."""
+"""The same cases as on CPU, on a CUDA device: `pytest -m gpu`. They need one GPU and vLLM's CUDA
+build; CI does not run them.
+"""
 
 from __future__ import annotations
 

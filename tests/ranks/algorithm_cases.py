@@ -25,7 +25,9 @@ from tests.tiny import random_rollouts, tiny_config
 
 
 def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
-    """Loss, gradient and counts of every loss and correction over one micro-batch whose sequences are cut `cp` ways."""
+    """Loss, gradient and counts of every loss and correction over one micro-batch whose sequences
+    are cut `cp` ways.
+    """
     config = tiny_config(parallel={"cp": cp}, rollout={"max_response_tokens": 50})
     mesh, shape = build_mesh(device, config.parallel), ModelShape.read(config.model.path)
     scored = [
@@ -39,7 +41,8 @@ def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
         num_sequences=len(scored),
     )
     tokens = local_tokens(micro_batch, mesh, device.torch)
-    # Policies near the engine's, made of what travels with the token and so the same in every layout.
+    # Policies near the engine's, made of what travels with the token and so the same in every
+    # layout.
     mu_N = micro_batch.rollout_logprobs_N
     old_N = mu_N + 0.2 * torch.sin(37 * mu_N)
     rows = (
@@ -89,7 +92,9 @@ def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
 
 
 def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, Any]:
-    """Advantages after the KL is taken from rewards, by rollout; and with one rank the same worked out answer by answer."""
+    """Advantages after the KL is taken from rewards, by rollout; and with one rank the same worked
+    out answer by answer.
+    """
     config = tiny_config(
         model,
         parallel=parallel,

@@ -46,7 +46,9 @@ def batches_of(
     micro_batch_tokens: int = 128,
     **kwargs: Any,
 ) -> list[Batch]:
-    """Random rollouts, dealt out as in a step: every rank generates some, every rank trains on others."""
+    """Random rollouts, dealt out as in a step: every rank generates some, every rank trains on
+    others.
+    """
     num_updates = kwargs.pop("num_updates", 1)
     layers = kwargs.pop("layers", None)
     rollouts = random_rollouts(shape, lengths, **kwargs)
@@ -71,7 +73,9 @@ def batches_of(
 
 
 def full_gradients(policy: Policy) -> dict[str, tuple[str, int, torch.Tensor]]:
-    """Reduced gradients of this rank's tensors under global Megatron names, each with how and where it is cut."""
+    """Reduced gradients of this rank's tensors under global Megatron names, each with how and where
+    it is cut.
+    """
     found: dict[str, tuple[str, int, torch.Tensor]] = {}
     buffers = [
         b for chunk in policy.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)
@@ -105,7 +109,9 @@ def full_gradients(policy: Policy) -> dict[str, tuple[str, int, torch.Tensor]]:
 
 
 def logits(device: Device, *, model: str, ep: int = 1) -> float:
-    """Largest |difference| of the shard's logits from transformers', over ragged packed sequences."""
+    """Largest |difference| of the shard's logits from transformers', over ragged packed
+    sequences.
+    """
     from transformers import AutoModelForCausalLM
 
     from r3.policy.modules import packed_params
@@ -146,7 +152,9 @@ def gradients(
     dtype: str = "float32",
     replay: str = "r3",
 ) -> dict[str, Any]:
-    """Loss and gradients of one batch with replayed random routes, then the gradient norm and weights after a step."""
+    """Loss and gradients of one batch with replayed random routes, then the gradient norm and
+    weights after a step.
+    """
     config = tiny_config(
         model,
         parallel=parallel or {},
@@ -194,7 +202,9 @@ def gradients(
 def second_update(
     device: Device, *, model: str, out: str, parallel: dict[str, Any], resume: bool
 ) -> dict[str, float]:
-    """The second update's figures: after the first one and a checkpoint, or from that checkpoint."""
+    """The second update's figures: after the first one and a checkpoint, or from that
+    checkpoint.
+    """
     mesh, policy = build(device, tiny_config(model, parallel=parallel))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     if resume:
@@ -213,9 +223,11 @@ def second_update(
 
 
 def fused_adam(device: Device, *, out: str) -> dict[str, Any]:
-    """The first update of torch's default AdamW and of the fused one; then the fused one straight on and from a checkpoint.
+    """The first update of torch's default AdamW and of the fused one; then the fused one straight
+    on and from a checkpoint.
 
-    Only the first is compared: where a gradient is next to nothing, Adam turns its rounding into whole steps later on.
+    Only the first is compared: where a gradient is next to nothing, Adam turns its rounding into
+    whole steps later on.
     """
 
     config = tiny_config(model={"dtype": "bfloat16"})
@@ -254,7 +266,9 @@ def fused_adam(device: Device, *, out: str) -> dict[str, Any]:
 
 
 def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
-    """The same loss from one padded dense forward: an independent path through attention, packing and log-probabilities."""
+    """The same loss from one padded dense forward: an independent path through attention, packing
+    and log-probabilities.
+    """
     from r3.metrics.reduce import Mean
     from r3.policy.layout import local_tokens
     from r3.policy.objective import policy_loss
@@ -291,7 +305,9 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
 
 
 def padded_rows(values_N: torch.Tensor, cu_seqlens: Sequence[int]) -> torch.Tensor:
-    """Values of packed tokens as the rows that a router sees of the same sequences padded: s-major, -1 where nothing is."""
+    """Values of packed tokens as the rows that a router sees of the same sequences padded: s-major,
+    -1 where nothing is.
+    """
     borders = list(pairwise(cu_seqlens))
     longest = max(end - start for start, end in borders)
     padded = torch.full((longest, len(borders), *values_N.shape[1:]), -1, dtype=values_N.dtype)
@@ -301,7 +317,9 @@ def padded_rows(values_N: torch.Tensor, cu_seqlens: Sequence[int]) -> torch.Tens
 
 
 def digest(rows: Iterable[tuple[int, int, int, list[int]]]) -> int:
-    """Of a set of (rollout, position, layer, sorted experts), in any order: digests of disjoint sets add up modulo 2^64."""
+    """Of a set of (rollout, position, layer, sorted experts), in any order: digests of disjoint
+    sets add up modulo 2^64.
+    """
     total = 0
     for row in rows:
         total += int.from_bytes(
@@ -328,9 +346,11 @@ def routes_used(
     micro_batch_tokens: int = 96,
     padded: bool = False,
 ) -> dict[str, int]:
-    """Read back at every router which experts each token really went to, and compare with the routes it was given.
+    """Read back at every router which experts each token really went to, and compare with the
+    routes it was given.
 
-    Then a recording pass, and its routes replayed: `apart` counts the log-probabilities that are not the same, bit for bit.
+    Then a recording pass, and its routes replayed: `apart` counts the log-probabilities that are
+    not the same, bit for bit.
     """
     from r3.policy.layout import local_tokens
 
@@ -378,7 +398,8 @@ def routes_used(
             for name, row in zip(names[captured].tolist(), found, strict=True):
                 seen.append((*divmod(name, 1000), number, row.nonzero().flatten().tolist()))
     recorded = policy.score(batch.micro_batches, mode="record")
-    # As in replay mode r2, where micro-batches have no routes and a batch takes its part of what was recorded.
+    # As in replay mode r2, where micro-batches have no routes and a batch takes its part of what
+    # was recorded.
     bare = [
         replace(one, routed_experts_NLK=one.routed_experts_NLK[:, :0, :0])
         for one in batch.micro_batches

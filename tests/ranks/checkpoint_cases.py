@@ -95,7 +95,9 @@ DAMAGE: dict[str, Callable[[Path, Path], object]] = {
 
 
 def damaged(device: Device, *, out: str) -> dict[str, Any]:
-    """Save two steps, damage the newest in every way of DAMAGE; what each rank would resume from."""
+    """Save two steps, damage the newest in every way of DAMAGE; what each rank would resume
+    from.
+    """
     mesh, policy = build(device, tiny_config(parallel={"ep": 2}))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     whole = RunDir(Path(out) / "whole")
@@ -175,7 +177,9 @@ def trained(device: Device) -> tuple[Mesh, Policy]:
 
 
 def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, Any]:
-    """Put a program into `.metadata` of a checkpoint whose manifest is made to fit; then load it."""
+    """Put a program into `.metadata` of a checkpoint whose manifest is made to fit; then load
+    it.
+    """
     folder = checkpoint.save(out / "checkpoints", policy, device, mesh, step=1, keep=0)
     if device.rank == 0:
         (folder / ".metadata").write_bytes(pickle.dumps(Executed(f"{out}/executed")))

@@ -21,7 +21,9 @@ DOSES = (0.0, 0.001, 0.01, 0.1, 1.0)
 
 
 def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> dict[str, Any]:
-    """E6: k3 and agreement as a growing share of slots is corrupted, and for every way routes can be misaligned."""
+    """E6: k3 and agreement as a growing share of slots is corrupted, and for every way routes can
+    be misaligned.
+    """
     from r3.rollout.scored import gather_rewards, score_all
     from tests.e2e.cases import World
 
@@ -118,7 +120,9 @@ def _as_map(micro_batch: MicroBatch, position: int, experts: int) -> torch.Tenso
 
 
 def _hit(micro_batch: MicroBatch, share: float) -> torch.Tensor:
-    """Which captured (token, layer) slots a dose corrupts, `[captured, L]`; larger doses contain smaller ones."""
+    """Which captured (token, layer) slots a dose corrupts, `[captured, L]`; larger doses contain
+    smaller ones.
+    """
     layers = micro_batch.routed_experts_NLK.shape[1]
     rng = np.random.default_rng(micro_batch.rollout_ids[0])
     noise = torch.from_numpy(rng.random((micro_batch.num_tokens, layers)))
@@ -128,7 +132,9 @@ def _hit(micro_batch: MicroBatch, share: float) -> torch.Tensor:
 def _corrupted(
     micro_batch: MicroBatch, next_best_NLK: torch.Tensor, hit: torch.Tensor
 ) -> MicroBatch:
-    """The least likely expert of a hit slot becomes the likeliest of those left out: the mildest possible flip."""
+    """The least likely expert of a hit slot becomes the likeliest of those left out: the mildest
+    possible flip.
+    """
     routes_NLK = micro_batch.routed_experts_NLK.clone()
     captured_N = micro_batch.captured_N
     mine = routes_NLK[captured_N]
@@ -139,7 +145,9 @@ def _corrupted(
 
 
 def _runners_up(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-    """Per micro-batch `[N, L, K]`: each slot's routes with its rank-K expert swapped for rank K + 1, by the live logits."""
+    """Per micro-batch `[N, L, K]`: each slot's routes with its rank-K expert swapped for rank K +
+    1, by the live logits.
+    """
     seen: dict[int, list[torch.Tensor]] = {layer: [] for layer in policy.replay.taps}
     routers = {
         layer.layer_number - 1: layer.mlp.router for layer in policy.chunks[0].decoder.layers

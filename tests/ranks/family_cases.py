@@ -1,4 +1,6 @@
-"""The contract of a model family, run on every rank: computes, differentiates, loads and exports as transformers does."""
+"""The contract of a model family, run on every rank: computes, differentiates, loads and exports as
+transformers does.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def contracts(
             found[name] = one(device, mesh, folder, Path(out) / name, parallel)
         except Exception:
             if mesh.world.size > 1:
-                raise  # the other ranks wait in a collective; alone, the other families still have a say
+                # the other ranks wait in a collective; alone, the other families still have a say
+                raise
             found[name] = {"error": traceback.format_exc()[-2000:]}
     return found
 
@@ -75,9 +78,11 @@ def contract(
 def pipeline_contract(
     device: Device, mesh: Mesh, folder: str, out: Path, parallel: dict[str, int]
 ) -> dict[str, Any]:
-    """The contract where layers lie on several stages: log-probabilities and gradients through Megatron's schedule.
+    """The contract where layers lie on several stages: log-probabilities and gradients through
+    Megatron's schedule.
 
-    No rank sees logits of all layers by itself, so the policy's own passes are compared, with live routes.
+    No rank sees logits of all layers by itself, so the policy's own passes are compared, with live
+    routes.
     """
     config = tiny_config(folder, parallel=parallel, replay={"mode": "off"})
     policy = Policy(config, device, mesh, ModelShape.read(folder))
@@ -160,7 +165,9 @@ def gradients_of_routers(policy: Policy, mesh: Mesh) -> dict[str, float]:
 
 
 def put_gradients_for_weights(policy: Policy, scale: float) -> None:
-    """Overwrite the shared buffers with the reduced gradients (of which each data-parallel rank has its part), scaled."""
+    """Overwrite the shared buffers with the reduced gradients (of which each data-parallel rank has
+    its part), scaled.
+    """
     for chunk in policy.wrapped:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             group = buffer.data_parallel_group
@@ -177,13 +184,15 @@ def put_gradients_for_weights(policy: Policy, scale: float) -> None:
 def differences(
     policy: Policy, mesh: Mesh, stream: WeightStream, reference: Any, scratch: Path
 ) -> dict[str, float]:
-    """Largest |difference| of logits, and of the gradients of a random function of them: each tensor's and their norm.
+    """Largest |difference| of logits, and of the gradients of a random function of them: each
+    tensor's and their norm.
 
-    A tensor's difference is relative to its own largest gradient, or to 1e-3 of the largest of all where that is more: some
-    gradients are zero but for rounding (a bias on all keys changes no softmax). All ranks have the same sequences.
+    A tensor's difference is relative to its own largest gradient, or to 1e-3 of the largest of all
+    where that is more: some gradients are zero but for rounding (a bias on all keys changes no
+    softmax). All ranks have the same sequences.
 
-    Overwrites the weights of both models: gradients go through the weight stream and through `save_pretrained`, which give
-    both sides the names on disk.
+    Overwrites the weights of both models: gradients go through the weight stream and through
+    `save_pretrained`, which give both sides the names on disk.
     """
     generator = torch.Generator().manual_seed(11)
     sequences = [torch.randint(3, 400, (n,), generator=generator) for n in LENGTHS]
@@ -225,7 +234,9 @@ def gradient_differences(
     *,
     scale: float = 1.0,
 ) -> dict[str, float]:
-    """Of the gradients that both models hold, the policy's times `scale`; see `differences`. Overwrites both's weights."""
+    """Of the gradients that both models hold, the policy's times `scale`; see `differences`.
+    Overwrites both's weights.
+    """
     with cuda_type_names():
         policy.optimizer.prepare_grads()
         norm = policy.optimizer.get_grad_norm() * scale
@@ -262,7 +273,9 @@ def gradient_differences(
 
 
 def refusals(device: Device, *, folder: str, out: str) -> dict[str, str]:
-    """What a policy says to checkpoints whose tensors are not the model's; it must not come to reading one."""
+    """What a policy says to checkpoints whose tensors are not the model's; it must not come to
+    reading one.
+    """
     from safetensors.torch import save_file
 
     mesh = build_mesh(device, tiny_config().parallel)
@@ -294,7 +307,9 @@ def refusals(device: Device, *, folder: str, out: str) -> dict[str, str]:
 
 
 def expert_biases(device: Device, *, folder: str, out: str) -> dict[str, Any]:
-    """A bfloat16 policy's expert biases after updates, after a checkpoint is read back, and as exported."""
+    """A bfloat16 policy's expert biases after updates, after a checkpoint is read back, and as
+    exported.
+    """
     mesh = build_mesh(device, tiny_config(parallel={"ep": 2}).parallel)
     config = tiny_config(folder, parallel={"ep": 2}, model={"dtype": "bfloat16"})
     policy = Policy(config, device, mesh, ModelShape.read(folder))

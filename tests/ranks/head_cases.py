@@ -22,9 +22,11 @@ TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 23, 16, 37, 0.7
 
 
 def oracle(device: Device) -> dict[str, dict[str, float]]:
-    """Largest differences from plain log_softmax in float64, for types and sizes of chunk; the world is the tp axis.
+    """Largest differences from plain log_softmax in float64, for types and sizes of chunk; the
+    world is the tp axis.
 
-    37 tokens of vocabulary do not divide by two: the last rank's slice is padded, with rows that would win if they counted.
+    37 tokens of vocabulary do not divide by two: the last rank's slice is padded, with rows that
+    would win if they counted.
     """
     axis = Axis.of("tp", dist.group.WORLD)
     rows = -(-VOCABULARY // axis.size)
@@ -87,7 +89,9 @@ def oracle(device: Device) -> dict[str, dict[str, float]]:
 
 
 class LogitRows(TorchDispatchMode):
-    """Watches every tensor that any operation makes, and keeps the largest number of rows as wide as the vocabulary."""
+    """Watches every tensor that any operation makes, and keeps the largest number of rows as wide
+    as the vocabulary.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -104,7 +108,9 @@ class LogitRows(TorchDispatchMode):
 
 
 def peak(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, Any]:
-    """Most rows of logits alive in one tensor, scoring and training, and what chunks change in scores and gradients."""
+    """Most rows of logits alive in one tensor, scoring and training, and what chunks change in
+    scores and gradients.
+    """
     config = tiny_config(model, parallel=parallel)
     mesh = build_mesh(device, config.parallel)
     policy = Policy(config, device, mesh, ModelShape.read(model))
@@ -148,7 +154,9 @@ def peak(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, A
 
 
 def bfloat16(device: Device, *, model: str) -> dict[str, Any]:
-    """A bfloat16 policy against a float32 one with the same weights and routes: scores, loss, gradients, and types."""
+    """A bfloat16 policy against a float32 one with the same weights and routes: scores, loss,
+    gradients, and types.
+    """
     figures: dict[str, Any] = {}
     true: tuple[torch.Tensor, torch.Tensor, float] | None = None
     mesh = build_mesh(device, tiny_config(model).parallel)

@@ -1,4 +1,6 @@
-"""The account of routes over real ranks: what travels, what routers use, and what is said when something is lost."""
+"""The account of routes over real ranks: what travels, what routers use, and what is said when
+something is lost.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,9 @@ def _layers(items: list[Scored]) -> list[Scored]:
 
 
 def _losing(load: Any) -> Any:
-    """Every tenth row is lost between micro-batch and router: it would route live, and nobody would know."""
+    """Every tenth row is lost between micro-batch and router: it would route live, and nobody would
+    know.
+    """
 
     def faulty(self: Replay, routes_NLK: Any, *args: Any, **kwargs: Any) -> None:
         routes_NLK = routes_NLK.clone()

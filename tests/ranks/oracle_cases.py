@@ -94,7 +94,9 @@ def oracle(
 def routed_layer(
     model: Model, hidden: torch.Tensor, mask: torch.Tensor, upstream: torch.Tensor
 ) -> Gradients:
-    """The same from Megatron's MoE layer (router, dispatcher, experts) under replay; without the shared expert."""
+    """The same from Megatron's MoE layer (router, dispatcher, experts) under replay; without the
+    shared expert.
+    """
     moe = model.moe
     for parameter in moe.parameters():
         parameter.grad = None
@@ -135,7 +137,9 @@ def routed_layer(
 
 
 def expert_tensors(moe: Any, *, gradients: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (or their gradients) of all experts, `[E, 2F, D]` and `[E, D, F]`, however they are stored."""
+    """Weights (or their gradients) of all experts, `[E, 2F, D]` and `[E, D, F]`, however they are
+    stored.
+    """
 
     def read(parameter: torch.nn.Parameter) -> torch.Tensor:
         if not gradients:
@@ -153,7 +157,9 @@ def expert_tensors(moe: Any, *, gradients: bool = False) -> tuple[torch.Tensor, 
 
 @contextmanager
 def routing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, where Megatron's routing function says float32 it computes in `dtype`: its logic at an oracle's precision."""
+    """Inside, where Megatron's routing function says float32 it computes in `dtype`: its logic at
+    an oracle's precision.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     class Wide:
@@ -194,7 +200,9 @@ def _masks(rng: np.random.Generator, live: torch.Tensor) -> dict[str, torch.Tens
 def layer_in(
     device: Device, mesh: Mesh, options: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Model, dict[str, torch.Tensor], dict[str, Any]]:
-    """A model whose last MoE layer computes in `dtype` and has no shared expert; its weights; the oracle's settings."""
+    """A model whose last MoE layer computes in `dtype` and has no shared expert; its weights; the
+    oracle's settings.
+    """
     precise = (
         {"params_dtype": torch.float64, "moe_router_dtype": "fp64"}
         if dtype == torch.float64
@@ -222,7 +230,9 @@ def live_mask(model: Model, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def against_oracle(device: Device, mesh: Mesh) -> dict[str, OracleErrors]:
-    """E2: relative errors of output and gradients for every router, precision and kind of mask, and exact properties."""
+    """E2: relative errors of output and gradients for every router, precision and kind of mask, and
+    exact properties.
+    """
     found: dict[str, OracleErrors] = {}
     for name, options in ROUTERS.items():
         for dtype in (torch.float32, torch.float64):
@@ -256,7 +266,9 @@ def against_oracle(device: Device, mesh: Mesh) -> dict[str, OracleErrors]:
 def _finite_difference(
     model: Model, hidden: torch.Tensor, mask: torch.Tensor, upstream: torch.Tensor, at: Gradients
 ) -> float:
-    """Relative error of the directional derivative along a random move of router weight and input together."""
+    """Relative error of the directional derivative along a random move of router weight and input
+    together.
+    """
     weight = model.moe.router.weight
     generator = torch.Generator().manual_seed(5)
     step = 1e-6
@@ -276,7 +288,9 @@ def _finite_difference(
 
 
 def top_1_softmax(device: Device, mesh: Mesh) -> TopOne:
-    """A softmax over one logit is 1 whatever the logit: Megatron refuses to build it, and the router would learn nothing."""
+    """A softmax over one logit is 1 whatever the logit: Megatron refuses to build it, and the
+    router would learn nothing.
+    """
     try:
         model_of(device, mesh, SOFTMAX | {"moe_router_topk": 1})
         refusal = "nothing was raised"

@@ -29,7 +29,9 @@ def policy_of(device: Device, mesh: Mesh, config: Config) -> Policy:
 
 
 def consistency(device: Device, *, model: str, ep: int) -> dict[str, Any]:
-    """E7: ratios of the first update to the old pass, with replay in both, in one only, and with recorded routes (R2)."""
+    """E7: ratios of the first update to the old pass, with replay in both, in one only, and with
+    recorded routes (R2).
+    """
     from r3.policy import policy as module
 
     mesh, policy = build(device, tiny_config(model, parallel={"ep": ep}))
@@ -60,7 +62,8 @@ def consistency(device: Device, *, model: str, ep: int) -> dict[str, Any]:
             "agreed": metrics["routing/agreement"].total,
             "slots": metrics["routing/agreement"].count,
         }
-    # Several updates on routes recorded before the first: the router moves away from them, the forward stays on them.
+    # Several updates on routes recorded before the first: the router moves away from them, the
+    # forward stays on them.
     recorded = policy.score(batch.micro_batches, mode="record").ledger.recorded
     agreement, stayed = [], []
     for _ in range(4):
@@ -92,7 +95,9 @@ def in_backward() -> bool:
 
 @contextmanager
 def read_back(policy: Policy, *, backward: bool = False) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """Inside, the routing maps `[N, E]` that leave every router, per layer in order; `backward`: of recomputations only."""
+    """Inside, the routing maps `[N, E]` that leave every router, per layer in order; `backward`: of
+    recomputations only.
+    """
     maps: dict[int, list[torch.Tensor]] = {layer: [] for layer in policy.replay.taps}
     routers = {
         layer.layer_number - 1: layer.mlp.router
@@ -117,7 +122,9 @@ def read_back(policy: Policy, *, backward: bool = False) -> Iterator[dict[int, l
 
 
 def modes(device: Device, *, model: str) -> dict[str, Any]:
-    """Keys and values that steps report in every replay mode, with the reference replayed or not; then an accident."""
+    """Keys and values that steps report in every replay mode, with the reference replayed or not;
+    then an accident.
+    """
     config = tiny_config(
         model, model={"recompute": "full"}, algo={"kl_coef": 0.1}, train={"lr": 0.02}
     )
@@ -182,7 +189,9 @@ def modes(device: Device, *, model: str) -> dict[str, Any]:
 
 
 def _accident(policy: Policy, batch: Batch) -> dict[str, Any]:
-    """A forward of an update raises in its second micro-batch, checkpointed: what the passes after it see of that."""
+    """A forward of an update raises in its second micro-batch, checkpointed: what the passes after
+    it see of that.
+    """
     before = policy.score(batch.micro_batches, mode="live").logprobs
     last = max(policy.replay.taps)
     calls = []

@@ -19,7 +19,9 @@ from tests.tiny import tiny_config
 
 
 class LastFirst(RouterTap):
-    """The fault of a stack where a queue belongs: a recomputation takes the routes of the forward that came last."""
+    """The fault of a stack where a queue belongs: a recomputation takes the routes of the forward
+    that came last.
+    """
 
     kept: list[torch.Tensor]
 
@@ -33,10 +35,11 @@ class LastFirst(RouterTap):
 
 
 def recomputation(device: Device, *, model: str) -> dict[str, Any]:
-    """E8: gradients with every kind of recomputation: micro-batches one by one, in flight together, out of order, and
-    with a faulty tap.
+    """E8: gradients with every kind of recomputation: micro-batches one by one, in flight together,
+    out of order, and with a faulty tap.
 
-    In flight together means: forward all, then backward in the same order, as the first stage of a pipeline does.
+    In flight together means: forward all, then backward in the same order, as the first stage of a
+    pipeline does.
     """
     config = tiny_config(model)
     mesh = build_mesh(device, config.parallel)
@@ -92,7 +95,9 @@ def _gradient_buffers(policy: Policy) -> list[torch.Tensor]:
 
 
 def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0, 1, 2, 3)) -> None:
-    """Forward all four micro-batches, then backward in this order, or (None) all in one backward pass."""
+    """Forward all four micro-batches, then backward in this order, or (None) all in one backward
+    pass.
+    """
     from r3.policy.layout import local_tokens
     from r3.policy.modules import packed_params
     from r3.policy.objective import policy_loss

@@ -118,7 +118,9 @@ def routers(device: Device) -> Routers:
 
 
 def identity(device: Device, mesh: Mesh) -> dict[str, Identity]:
-    """E1, and rows of -1: for every router, what differs between no replay at all and replay of the live choice."""
+    """E1, and rows of -1: for every router, what differs between no replay at all and replay of the
+    live choice.
+    """
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     found: dict[str, Identity] = {}
@@ -146,7 +148,8 @@ def identity(device: Device, mesh: Mesh) -> dict[str, Identity]:
             load(model.replay, torch.where(missing[:, None, None], -1, routes_NLK))
             partly = forward_backward(model)
 
-        # Foreign routes around them move the hidden states; rows of -1 must route as those states say, whatever they are.
+        # Foreign routes around them move the hidden states; rows of -1 must route as those states
+        # say, whatever they are.
         seen: dict[int, list[torch.Tensor]] = {}
 
         def keep(
@@ -198,7 +201,9 @@ def identity(device: Device, mesh: Mesh) -> dict[str, Identity]:
 
 
 class ScatterZeroed(RouterTap):
-    """The fault of gathering from scores that were zeroed outside the live top-k: drifted experts have no gate, no gradient."""
+    """The fault of gathering from scores that were zeroed outside the live top-k: drifted experts
+    have no gate, no gradient.
+    """
 
     def get_replay_topk(self, scores: torch.Tensor, topk: int, *args: Any, **kwargs: Any) -> Any:
         live_NK = scores.detach().topk(topk).indices
@@ -207,7 +212,9 @@ class ScatterZeroed(RouterTap):
 
 
 def gradient_reach(device: Device, mesh: Mesh) -> dict[str, Reach]:
-    """E3: with routes among the lower half of the experts only; and the same with a faulty tap in place of ours."""
+    """E3: with routes among the lower half of the experts only; and the same with a faulty tap in
+    place of ours.
+    """
     found: dict[str, Reach] = {}
     for name in ("softmax over the top k", "softmax over all", "sigmoid"):
         for tap in (RouterTap, ScatterZeroed):
@@ -237,7 +244,9 @@ def gradient_reach(device: Device, mesh: Mesh) -> dict[str, Reach]:
 
 
 def plausibility_filter(device: Device, mesh: Mesh) -> Filter:
-    """Hand-made scores through a tap; foreign routes through whole models with a ratio of nearly 0 and of 1."""
+    """Hand-made scores through a tap; foreign routes through whole models with a ratio of nearly 0
+    and of 1.
+    """
     scores = torch.full((4, EXPERTS), 0.1)
     scores[:, :8] = torch.tensor([8.0, 7.0, 6.0, 4.0, 3.0, 2.1, 1.9, 1.0])
     routes = torch.tensor([[4, 6, 5, 0], [7, 8, 9, 10], [0, 1, 2, 5], [-1, -1, -1, -1]])
@@ -307,7 +316,9 @@ def plausibility_filter(device: Device, mesh: Mesh) -> Filter:
 
 
 def refusals(device: Device, mesh: Mesh) -> dict[str, str]:
-    """What `attach_replay` says of every setting and every router that would break replay silently."""
+    """What `attach_replay` says of every setting and every router that would break replay
+    silently.
+    """
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
 

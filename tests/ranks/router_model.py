@@ -51,7 +51,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A GPTModel (dense first layer, then MoE layers with a shared expert), its replay owner and its routers by layer."""
+    """A GPTModel (dense first layer, then MoE layers with a shared expert), its replay owner and
+    its routers by layer.
+    """
 
     chunk: Any
     replay: Replay
@@ -123,7 +125,9 @@ TOKENS = torch.randint(0, VOCAB, (sum(LENGTHS),), generator=torch.Generator().ma
 
 
 def forward_backward(model: Model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits of packed sequences, and the gradient of every parameter for a loss that weighs all logits differently."""
+    """Logits of packed sequences, and the gradient of every parameter for a loss that weighs all
+    logits differently.
+    """
     from r3.policy.modules import packed_params
 
     for parameter in model.chunk.parameters():

@@ -1,4 +1,6 @@
-"""Losses over whole sequences and statistics over the step do not depend on how ranks share them."""
+"""Losses over whole sequences and statistics over the step do not depend on how ranks share
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ pytestmark = pytest.mark.ranks
 
 
 def test_losses_do_not_depend_on_context_parallelism() -> None:
-    """Every loss and every correction, with context parallelism of 2 against one rank that holds whole sequences."""
+    """Every loss and every correction, with context parallelism of 2 against one rank that holds
+    whole sequences.
+    """
     (whole,) = run_world(algorithm_cases.losses, 1, cp=1)
     first, second = run_world(algorithm_cases.losses, 2, cp=2)
     assert first == second, "sums over the ranks that share sequences"
     for name, expected in whole.items():
-        # Sums of some 150 float32 terms in another order; a rank that took its half for the whole would be off by tenths.
+        # Sums of some 150 float32 terms in another order; a rank that took its half for the whole
+        # would be off by tenths.
         assert first[name] == pytest.approx(expected, rel=1e-5, abs=1e-6), name
     for name in (
         "token_tis",
@@ -39,7 +44,8 @@ def test_kl_is_taken_from_rewards_before_advantages_in_any_layout(
 ) -> None:
     model = str(random_checkpoint(tmp_path_factory.mktemp("kl")))
     (one,) = run_world(algorithm_cases.kl_in_reward, 1, model=model, parallel={})
-    # dr_grpo of R - 0.1 * sum of k1, each answer's sum made in a loop: float32 terms, added in another order
+    # dr_grpo of R - 0.1 * sum of k1, each answer's sum made in a loop: float32 terms, added in
+    # another order
     assert one["advantages"] == pytest.approx(one["by_hand"], rel=1e-5, abs=1e-5)
     moved = [abs(a - b) for a, b in zip(one["advantages"], one["without"], strict=True)]
     assert min(moved) > 1e-2, "the policy has left the reference"
@@ -51,7 +57,8 @@ def test_kl_is_taken_from_rewards_before_advantages_in_any_layout(
     }
     for parallel in ({"cp": 2}, {}):
         ranks = run_world(algorithm_cases.kl_in_reward, 2, model=model, parallel=parallel)
-        # two passes of another layout, after an update of another layout: 1e-5 of the log-probabilities' sum of some 10
+        # two passes of another layout, after an update of another layout: 1e-5 of the
+        # log-probabilities' sum of some 10
         for rank in ranks:
             assert rank["advantages"] == pytest.approx(one["advantages"], rel=1e-3, abs=1e-3)
         total, count = (sum(rank["kl_mean"][i] for rank in ranks) for i in (0, 1))

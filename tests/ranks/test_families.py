@@ -1,4 +1,5 @@
-"""The contract every model family passes: it computes, differentiates, loads and exports what transformers does.
+"""The contract every model family passes: it computes, differentiates, loads and exports what
+transformers does.
 
 All families of a layout share one world of ranks: starting it costs more than they do.
 """
@@ -66,8 +67,9 @@ def test_every_known_family_is_tried_here() -> None:
 def test_contract(run: str, name: str, figures: Any) -> None:
     for rank in figures(run, name):
         assert "error" not in rank, rank["error"]
-        # Two float32 stacks that sum in other orders: rounding leaves 1e-6 on logits of size 3 and on gradients relative to
-        # each tensor's largest. Another epsilon in the norms of two latents leaves 7e-5, a missing reduction 1e-1.
+        # Two float32 stacks that sum in other orders: rounding leaves 1e-6 on logits of size 3 and
+        # on gradients relative to each tensor's largest. Another epsilon in the norms of two
+        # latents leaves 7e-5, a missing reduction 1e-1.
         assert rank["logits"] <= 1e-5
         assert rank["gradients"] <= 1e-5
         assert rank["grad_norm"] <= 1e-6

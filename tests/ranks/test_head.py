@@ -1,4 +1,6 @@
-"""Log-probabilities in chunks equal plain ones, hold no logits of a whole micro-batch, and bfloat16 stays near float32."""
+"""Log-probabilities in chunks equal plain ones, hold no logits of a whole micro-batch, and bfloat16
+stays near float32.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def errors(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
     }
 
 
-# Relative to the largest value; rounding of 16 products and 37 terms leaves some units in the last place.
+# Relative to the largest value; rounding of 16 products and 37 terms leaves some units in the last
+# place.
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-14), ("float32", 2e-6)])
 def test_scores_and_gradients_equal_plain_log_softmax_in_float64(
     dtype: str, limit: float, errors: dict[str, dict[str, float]]
@@ -45,7 +48,8 @@ def test_float32_head_removes_the_rounding_of_bfloat16_logits(
             assert exact[part] <= 2**-7, (
                 "gradients are rounded once to bfloat16, on tp ranks each before the sum"
             )
-            # Chunks of one token add 23 products up: in float32 that costs no more than one product of all.
+            # Chunks of one token add 23 products up: in float32 that costs no more than one product
+            # of all.
             assert rounded[part] <= 2**-5
 
 
@@ -57,12 +61,14 @@ def test_no_tensor_holds_the_logits_of_a_micro_batch(
     model = random_checkpoint(folder, vocab_size=1554, tied=ranks == 1)
     for found in run_world(cases.peak, ranks, model=str(model), parallel=parallel):
         assert found["tokens"] > 200
-        # 64, the hidden size: the output weight itself, and its gradient, are that many rows as long as the vocabulary.
+        # 64, the hidden size: the output weight itself, and its gradient, are that many rows as
+        # long as the vocabulary.
         assert found["rows"]["chunks"] == [64, 64], "scoring, training"
         assert found["rows"]["whole"] == [found["tokens"]] * 2, (
             "the watch sees logits where they are made at once"
         )
-        # Megatron's hooks add a gradient to main_grad each time one arrives: once a micro-batch, in both passes.
+        # Megatron's hooks add a gradient to main_grad each time one arrives: once a micro-batch, in
+        # both passes.
         assert found["arrived"] == 2 * found["micro_batches"] >= 4
         assert found["scores"] <= 1e-5  # float32 products of other sizes sum in another order
         assert found["gradients"] <= 1e-5
@@ -76,7 +82,8 @@ def test_bfloat16_policy_keeps_scores_and_gradients_in_float32(
     assert found["float32"]["logprobs"] == found["float32"]["loss"] == 0.0
     for name in ("bfloat16", "bfloat16, float32 head"):
         figures: dict[str, Any] = found[name]
-        # bfloat16 keeps 8 bits: 2^-9 a rounding, of which some dozens lie between a token and its gradient
+        # bfloat16 keeps 8 bits: 2^-9 a rounding, of which some dozens lie between a token and its
+        # gradient
         assert figures["cosine"] >= 0.999
         assert figures["norm"] == pytest.approx(1.0, abs=0.02)
         assert 0 < figures["loss"] <= 0.02

@@ -1,4 +1,6 @@
-"""Rows of routes: only a stage's layers travel, every captured one is replayed once, and a lost or foreign one is noticed."""
+"""Rows of routes: only a stage's layers travel, every captured one is replayed once, and a lost or
+foreign one is noticed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """What every rank found. Of the model's four layers the second is dense: two stages have one and two MoE layers."""
+    """What every rank found. Of the model's four layers the second is dense: two stages have one
+    and two MoE layers.
+    """
     model = random_checkpoint(
         tmp_path_factory.mktemp("model"), mlp_only_layers=[1], num_hidden_layers=4
     )
@@ -44,7 +48,8 @@ def test_only_the_layers_of_a_stage_travel_at_one_byte_an_expert(
     for rank in ranks:
         assert rank["packed_layers"] == [len(rank["layers"])]
         assert rank["itemsize"] == 1
-    # (T-1) * L_stage * K * b, once to every rank of the data-parallel rank that trains on the rollout
+    # (T-1) * L_stage * K * b, once to every rank of the data-parallel rank that trains on the
+    # rollout
     copies = len(ranks) // (1 + max(rank["data_rank"] for rank in ranks))
     layers = sum(len(rank["layers"]) for rank in ranks) / (len(ranks) / copies)
     assert ranks[0]["sound"]["routing/bytes"] == ROWS * layers * TOPK * 1
@@ -80,8 +85,14 @@ def test_what_is_missing_foreign_or_damaged_stops_every_rank_by_name(
         assert said["allowed version"] == "nothing was raised"
         layers = "in MoE layers 0, 2, 3"
         for name in ("missing", "coverage"):
-            first = f"random:0/1: no routes for position 3 {layers} (2 of 11 rows missing; not captured)"
-            whole = f"random:2/0: no routes for position 0 {layers} (22 of 22 rows missing; the engine returned none"
+            first = (
+                f"random:0/1: no routes for position 3 {layers} (2 of 11 rows missing; not "
+                "captured)"
+            )
+            whole = (
+                f"random:2/0: no routes for position 0 {layers} (22 of 22 rows missing; the engine "
+                "returned none"
+            )
             assert first in said[name] or whole in said[name], said[name]
         assert "Set replay.on_missing=live" in said["missing"]
         assert (
@@ -96,7 +107,8 @@ def test_what_is_missing_foreign_or_damaged_stops_every_rank_by_name(
         assert "experts 0 .. 259, the model has 0 .. 15" in said["beyond the experts"]
         for name in ("swapped", "shifted", "layers"):
             if name == "layers" and len(rank["layers"]) == 1:
-                continue  # one layer has nothing to be swapped with; the other stage complains, and so do all
+                # one layer has nothing to be swapped with; the other stage complains, and so do all
+                continue
             assert "its packed tokens and routes are not those that were sent" in said[name], (
                 f"{name}: {said[name]}"
             )

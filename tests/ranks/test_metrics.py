@@ -1,4 +1,6 @@
-"""Rows over two real ranks: each key may have parts on any of them, and everybody gets the same row."""
+"""Rows over two real ranks: each key may have parts on any of them, and everybody gets the same
+row.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random Qwen3-MoE of other sizes: 4 layers, one of them dense, 16 experts top-4, tied embeddings."""
+    """A random Qwen3-MoE of other sizes: 4 layers, one of them dense, 16 experts top-4, tied
+    embeddings.
+    """
     return str(
         random_checkpoint(
             tmp_path_factory.mktemp("other"), tied=True, mlp_only_layers=[1], num_hidden_layers=4
@@ -32,14 +34,17 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("which", ["shipped", "random"])
 def test_logits_equal_transformers(which: str, ranks: int, ep: int, other_model: str) -> None:
     model = str(assets.TINY_MOE) if which == "shipped" else other_model
-    # float32 on both sides: rounding leaves about 1e-5 on logits of size 10; a wrong weight or mask leaves 1e-1 and more
+    # float32 on both sides: rounding leaves about 1e-5 on logits of size 10; a wrong weight or mask
+    # leaves 1e-1 and more
     assert max(run_world(cases.logits, ranks, model=model, ep=ep)) <= 1e-4
 
 
 def _gradients(
     tmp: Path, model: str, name: str, ranks: int, **arguments: Any
 ) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Figures of the first rank, and gradients of all ranks put together; "updated" are the weights after an update."""
+    """Figures of the first rank, and gradients of all ranks put together; "updated" are the weights
+    after an update.
+    """
     folder = tmp / name
     folder.mkdir()
     results = run_world(cases.gradients, ranks, model=model, out=str(folder), **arguments)
@@ -82,7 +87,9 @@ def _merged(files: list[Path]) -> dict[str, torch.Tensor]:
 def single(
     tmp_path_factory: pytest.TempPathFactory, other_model: str
 ) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Loss and gradients of one process that packs everything it can, and makes all logits of a micro-batch at once."""
+    """Loss and gradients of one process that packs everything it can, and makes all logits of a
+    micro-batch at once.
+    """
     return _gradients(tmp_path_factory.mktemp("single"), other_model, "single", 1, chunk=0)
 
 
@@ -139,8 +146,8 @@ def _compare(
     expected_figures: dict,
     expected: dict[str, torch.Tensor],
 ) -> None:
-    # float32 sums in another order: relative 1e-5 on scalars; on tensors relative to the largest gradient, since entries
-    # near zero are differences of large terms
+    # float32 sums in another order: relative 1e-5 on scalars; on tensors relative to the largest
+    # gradient, since entries near zero are differences of large terms
     for name in ("loss", "grad_norm", "router_grad_norm"):
         assert figures[name] == pytest.approx(expected_figures[name], rel=1e-5), name
     assert expected_figures["router_grad_norm"] > 1e-3 * expected_figures["grad_norm"], (
@@ -168,7 +175,8 @@ def _compare(
         assert difference <= 1e-5 * largest, (
             f"{name}: {difference} where the largest gradient is {largest}"
         )
-        # Adam's first step is the gradient's sign: where that is rounding, one of 1e-3 may go either way
+        # Adam's first step is the gradient's sign: where that is rounding, one of 1e-3 may go
+        # either way
         moved = figures["updated"][name] - expected_figures["updated"][name]
         firm = gradient.abs() > 1e-4 * largest
         assert float((moved * firm).abs().max()) <= 1e-5, f"{name}: updated weights"
@@ -178,7 +186,9 @@ def _compare(
 def dense_first(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[str, dict, dict[str, torch.Tensor]]:
-    """Moonlight with 3 layers, the first of them dense: its folder, and one process's loss and gradients."""
+    """Moonlight with 3 layers, the first of them dense: its folder, and one process's loss and
+    gradients.
+    """
     base = tmp_path_factory.mktemp("dense_first")
     model = str(family_checkpoint(base / "model", "moonlight"))
     return model, *_gradients(base, model, "single", 1)
@@ -188,7 +198,9 @@ def dense_first(
 def test_uneven_stages_of_a_model_whose_first_layers_are_dense(
     pp_layers: list[int], dense_first: tuple[str, dict, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    """Left to itself the pipeline has 2 layers and 1; or a stage of the dense layer alone, on which nothing is replayed."""
+    """Left to itself the pipeline has 2 layers and 1; or a stage of the dense layer alone, on which
+    nothing is replayed.
+    """
     model, *expected = dense_first
     parallel = {"pp": 2, "pp_layers": pp_layers}
     _compare(
@@ -213,7 +225,8 @@ def test_an_interleaved_checkpoint_resumes_under_other_layouts(
     straight = update(2, {"pp": 2, "vpp": 2}, resume=False)
     assert update(2, {"pp": 2, "vpp": 2}) == straight, "the same layout, bit for bit"
     for ranks, parallel in ((1, {}), (2, {"pp": 2, "pp_layers": [1, 3]})):
-        # float32 sums in another order, amplified by Adam's first step where a gradient is next to nothing
+        # float32 sums in another order, amplified by Adam's first step where a gradient is next to
+        # nothing
         assert update(ranks, parallel) == pytest.approx(straight, rel=1e-4)
 
 
@@ -279,7 +292,9 @@ ROUTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", ROUTED)
 def test_every_token_follows_its_route_under_every_layout(layout: str, other_model: str) -> None:
-    """The digest is of all (rollout, position, layer, experts), over all ranks: none is lost, doubled or at another's place."""
+    """The digest is of all (rollout, position, layer, experts), over all ranks: none is lost,
+    doubled or at another's place.
+    """
     arguments = dict(ROUTED[layout])
     results = run_world(cases.routes_used, arguments.pop("ranks"), model=other_model, **arguments)
     assert [(result["wrong"], result["apart"]) for result in results] == [(0, 0)] * len(results)

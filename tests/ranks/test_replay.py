@@ -1,6 +1,8 @@
-"""Replay proved on Megatron's own routers: identity, oracle, reach of gradients, consistency of passes, wrong routes caught.
+"""Replay proved on Megatron's own routers: identity, oracle, reach of gradients, consistency of
+passes, wrong routes caught.
 
-The experiments are those of `r3-algorithms.md` section 7; E4 and E9 are in test_policy.py and tests/e2e.
+The experiments are those of `r3-algorithms.md` section 7; E4 and E9 are in test_policy.py and
+tests/e2e.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(random_checkpoint(tmp_path_factory.mktemp("other"), tied=True, mlp_only_layers=[1]))
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # E1
 
 
@@ -59,7 +61,7 @@ def test_rows_without_a_route_choose_as_live_routing_does(router: str, routers: 
     assert found.foreign_rows_moved > 50
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # E2
 
 
@@ -101,7 +103,7 @@ def test_softmax_over_one_expert_is_refused(
     assert found.expert_gradient > 1.0
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # E3
 
 
@@ -128,16 +130,20 @@ def test_gradients_reach_router_and_drifted_experts_and_nobody_else(
         assert found.drifted > 100 and found.unused_experts == 8
         if name.endswith("RouterTap"):
             assert _reach_faults(found) == [], name
-        else:  # the faulty tap gathers from scores that were zeroed outside the live choice: the check must say so
+        # the faulty tap gathers from scores that were zeroed outside the live choice: the check
+        # must say so
+        else:
             assert "logits of drifted experts" in _reach_faults(found), name
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The plausibility filter, and what is refused
 
 
 def test_an_implausible_expert_gives_way_to_the_best_live_one_left(routers: Routers) -> None:
-    """Gate scores 8 7 6 4 | 3 2.1 1.9 1 | 0.1 ...; the weakest live one is 4, so at ratio 0.5 experts below 2 go."""
+    """Gate scores 8 7 6 4 | 3 2.1 1.9 1 | 0.1 ...; the weakest live one is 4, so at ratio 0.5
+    experts below 2 go.
+    """
     for router in ("softmax over the top k", "softmax over all"):
         found = routers.filter.by_router[router]
         assert found.used == [[4, 1, 5, 0], [0, 1, 2, 3], [0, 1, 2, 5], [0, 1, 2, 3]]
@@ -151,7 +157,8 @@ def test_an_implausible_expert_gives_way_to_the_best_live_one_left(routers: Rout
             / 33.8,  # 33 of eight experts, 0.8 of the others
         }
         assert margin == pytest.approx(margins[router], rel=1e-6)  # float32
-    # Expert 7 is live by its bias; its gate score of 0.1 is the weakest live one, and half of it the limit.
+    # Expert 7 is live by its bias; its gate score of 0.1 is the weakest live one, and half of it
+    # the limit.
     biased = routers.filter.by_router["sigmoid, bias"]
     assert biased.used == [[4, 6, 5, 0], [7, 0, 1, 2], [0, 1, 2, 5], [7, 0, 1, 2]]
     assert biased.counts[2] == 3
@@ -195,7 +202,7 @@ def test_replay_refuses_routers_that_would_break_it_silently(routers: Routers) -
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Modes
 
 
@@ -251,7 +258,9 @@ def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: dict[str, 
 
 
 def test_the_reference_replays_only_when_asked(modes: dict[str, Any]) -> None:
-    """Before the first update the reference is the policy: any KL between them is of other routes."""
+    """Before the first update the reference is the policy: any KL between them is of other
+    routes.
+    """
     assert modes["r3, one update"]["row"]["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9)
     assert modes["r3"]["row"]["loss/kl_ref"] > 1e-2
 
@@ -264,7 +273,7 @@ def test_a_schedule_that_fails_half_way_leaves_nothing_behind(modes: dict[str, A
     assert accident["update"] > 0
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # E7
 
 
@@ -289,7 +298,7 @@ def test_old_pass_and_first_update_are_one_policy(ranks: int, ep: int, other_mod
         assert result["stayed"] == [True] * 4
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # E8
 
 
@@ -342,20 +351,24 @@ def test_a_second_recomputation_with_the_same_routes_is_refused(
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # E6
 
 
 @pytest.mark.e2e
 def test_flips_show_in_agreement_one_for_one_and_raise_k3_with_the_dose() -> None:
-    """A float32 engine: without flips engine and policy agree to rounding, so every effect is the flips'."""
+    """A float32 engine: without flips engine and policy agree to rounding, so every effect is the
+    flips'.
+    """
     (result,) = run_world(dose_cases.dose_response, 1, engine_dtype="float32")
     doses = [result["doses"][str(share)] for share in dose_cases.DOSES]
-    near_ties = 2  # slots that two float32 stacks may decide differently; on the machines seen there was none
+    # slots that two float32 stacks may decide differently; on the machines seen there was none
+    near_ties = 2
     for dose in doses:
         assert dose["rows"] > 1000
         assert dose["wrong"] == 0  # what is installed is used, however wrong
-        # Nothing routes before the first MoE layer: there flips alone part the live choice from the replayed one.
+        # Nothing routes before the first MoE layer: there flips alone part the live choice from the
+        # replayed one.
         assert dose["agreed"][0] == pytest.approx(dose["rows"] - dose["hits"][0], abs=near_ties)
     for layer, found in enumerate(result["one_layer"]):
         assert found["hits"][layer] > 100 and sum(found["hits"]) == found["hits"][layer]
@@ -373,7 +386,9 @@ def test_flips_show_in_agreement_one_for_one_and_raise_k3_with_the_dose() -> Non
 
 @pytest.mark.e2e
 def test_misaligned_routes_raise_k3_tenfold_over_correct_ones() -> None:
-    """A bfloat16 engine: correct replay leaves the mismatch of real runs, about 6e-5 here, and is the yardstick."""
+    """A bfloat16 engine: correct replay leaves the mismatch of real runs, about 6e-5 here, and is
+    the yardstick.
+    """
     (result,) = run_world(dose_cases.dose_response, 1, engine_dtype="bfloat16")
     correct = result["doses"]["0.0"]
     assert 1e-5 < correct["k3"] < 1e-3

@@ -1,7 +1,8 @@
-"""Rules about the repository itself, read from its sources: who imports whom, device words, wide catches, pins, paths.
+"""Rules about the repository itself, read from its sources: who imports whom, device words, wide
+catches, pins, paths.
 
-A rule is a function from a file's name and syntax tree to complaints. It runs over every file there is, and over lines
-that break it, so that a rule which has gone blind is noticed.
+A rule is a function from a file's name and syntax tree to complaints. It runs over every file there
+is, and over lines that break it, so that a rule which has gone blind is noticed.
 """
 
 import ast
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*ROOT.glob("train.py"), *ROOT.glob("r3/**/*.py"), *ROOT.glob("configs/**/*.py")])
 
-# Ground floor first. A room imports from itself and from the rooms before it, never from a later one.
+# Ground floor first. A room imports from itself and from the rooms before it, never from a later
+# one.
 ROOMS = (
     *(
         "types",
@@ -64,7 +66,9 @@ Rule = Callable[[PurePosixPath, ast.Module], Complaints]
 
 
 def nodes(tree: ast.AST, *, at_import: bool = False) -> Iterator[ast.AST]:
-    """Every node; with `at_import` only what runs when the module is imported, type checkers' imports left out."""
+    """Every node; with `at_import` only what runs when the module is imported, type checkers'
+    imports left out.
+    """
     for child in ast.iter_child_nodes(tree):
         if at_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -75,7 +79,9 @@ def nodes(tree: ast.AST, *, at_import: bool = False) -> Iterator[ast.AST]:
 
 
 def imports(file: PurePosixPath, tree: ast.Module, *, at_import: bool = False) -> Complaints:
-    """Line and full name of everything imported, `from a import b` as a.b, and literal arguments of import_module."""
+    """Line and full name of everything imported, `from a import b` as a.b, and literal arguments of
+    import_module.
+    """
     for node in nodes(tree, at_import=at_import):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -94,13 +100,17 @@ def imports(file: PurePosixPath, tree: ast.Module, *, at_import: bool = False) -
 
 
 def room_of(name: str) -> str | None:
-    """The room of an import such as r3.policy.build.wrap; None for other packages and for r3 itself."""
+    """The room of an import such as r3.policy.build.wrap; None for other packages and for r3
+    itself.
+    """
     parts = name.split(".")
     return parts[1] if parts[0] == "r3" and len(parts) > 1 and parts[1] != "__version__" else None
 
 
 def imports_go_one_way(file: PurePosixPath, tree: ast.Module) -> Complaints:
-    """Rooms import only from earlier rooms, type-only imports included; presets know only settings."""
+    """Rooms import only from earlier rooms, type-only imports included; presets know only
+    settings.
+    """
     if file.parts[0] == "configs":
         for line, name in imports(file, tree):
             if name.startswith("r3") and not name.startswith(
@@ -160,7 +170,9 @@ def device_words_stay_inside(file: PurePosixPath, tree: ast.Module) -> Complaint
 
 
 def catches_are_narrow(file: PurePosixPath, tree: ast.Module) -> Complaints:
-    """No `except:` and no `except Exception`, but around users' code, and there the error has to go somewhere."""
+    """No `except:` and no `except Exception`, but around users' code, and there the error has to go
+    somewhere.
+    """
 
     def is_wide(kind: ast.expr | None) -> bool:
         if isinstance(kind, ast.Tuple):
@@ -363,7 +375,9 @@ def test_an_import_circle_is_found(module: str, line: str) -> None:
 
 
 def heavy_imports(start: str) -> list[str]:
-    """What importing `start` loads of HEAVY, through our own modules, with the module that does it."""
+    """What importing `start` loads of HEAVY, through our own modules, with the module that does
+    it.
+    """
     found, seen, todo = [], set(), [start]
     while todo:
         module = todo.pop()
@@ -448,7 +462,9 @@ def test_scripts_parse_and_may_be_run(name: str) -> None:
 
 
 def test_lock_is_complete_and_portable() -> None:
-    """Exact versions, no build of one place, nothing that needs CUDA; it holds what pyproject.toml asks for."""
+    """Exact versions, no build of one place, nothing that needs CUDA; it holds what pyproject.toml
+    asks for.
+    """
     text = (ROOT / "requirements/cpu.txt").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
     odd = [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[0-9a-z.]+", line)]
@@ -478,7 +494,7 @@ def test_lock_is_complete_and_portable() -> None:
     assert set(wanted) <= locked
 
 
-# ----------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The tests themselves
 
 MAX_TEST_NAME = 70
@@ -500,8 +516,6 @@ def test_tests_have_short_names_and_import_no_test() -> None:
     for path in sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py")]):
         file = PurePosixPath(path.relative_to(ROOT).as_posix())
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        if file.parts[1] == "ranks":
-            continue
         found += [f"{file}:{line}: {text}" for line, text in complaints_about_tests(file, tree)]
     assert not found, "\n".join(found)
 
@@ -513,7 +527,7 @@ def test_a_long_name_and_an_imported_test_are_found(source: str) -> None:
     assert list(complaints_about_tests(PurePosixPath("tests/unit/test_x.py"), ast.parse(source)))
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The map of the acceptance experiments
 
 

@@ -20,7 +20,8 @@ from r3.algo.advantage import (
 
 pytestmark = pytest.mark.unit
 
-# Two groups, interleaved. Group 7: rewards 0 1 1 0, mean 1/2, unbiased std sqrt(1/3). Group -3: 2 5, std 3/sqrt(2).
+# Two groups, interleaved. Group 7: rewards 0 1 1 0, mean 1/2, unbiased std sqrt(1/3). Group -3: 2
+# 5, std 3/sqrt(2).
 REWARDS_R = torch.tensor([0.0, 2.0, 1.0, 1.0, 5.0, 0.0])
 GROUPS_R = torch.tensor([7, -3, 7, 7, -3, 7])
 
@@ -90,7 +91,9 @@ def test_rloo_by_hand() -> None:
 
 
 def test_reinforce_pp_by_hand() -> None:
-    """Over all six: mean 1.5, squares 3 * 0.25 + 2 * 2.25 ... = 17.5, unbiased variance 3.5; groups are not looked at."""
+    """Over all six: mean 1.5, squares 3 * 0.25 + 2 * 2.25 ... = 17.5, unbiased variance 3.5; groups
+    are not looked at.
+    """
     expected_R = (REWARDS_R.double() - 1.5) / (3.5**0.5 + 1e-6)
     found_R = reinforce_pp(REWARDS_R, GROUPS_R)
     torch.testing.assert_close(found_R, expected_R.float(), rtol=1e-6, atol=0.0)
@@ -98,7 +101,9 @@ def test_reinforce_pp_by_hand() -> None:
 
 
 def test_reinforce_pp_baseline_by_hand() -> None:
-    """Centred: -.5 -1.5 .5 .5 1.5 -.5, squares 4 * .25 + 2 * 2.25 = 5.5, over 5: one scale for both groups."""
+    """Centred: -.5 -1.5 .5 .5 1.5 -.5, squares 4 * .25 + 2 * 2.25 = 5.5, over 5: one scale for both
+    groups.
+    """
     expected_R = torch.tensor([-0.5, -1.5, 0.5, 0.5, 1.5, -0.5]) / (1.1**0.5 + 1e-6)
     torch.testing.assert_close(
         reinforce_pp_baseline(REWARDS_R, GROUPS_R), expected_R, rtol=1e-6, atol=0.0
@@ -115,14 +120,18 @@ def test_whitened_over_the_step() -> None:
 
 
 def test_parts_of_a_step_would_give_another_scale() -> None:
-    """Why score_all is given everybody's rewards: batch statistics of a half are not those of the whole."""
+    """Why score_all is given everybody's rewards: batch statistics of a half are not those of the
+    whole.
+    """
     whole_R = reinforce_pp(REWARDS_R, GROUPS_R)
     half = GROUPS_R == 7
     assert (whole_R[half] - reinforce_pp(REWARDS_R[half], GROUPS_R[half])).abs().max() > 1.0
 
 
 def test_overlong_penalty_by_hand() -> None:
-    """DAPO, eq. 13, with L = 20 and B = 5: nothing up to 15, then a fifth a token, -1 from 20 on."""
+    """DAPO, eq. 13, with L = 20 and B = 5: nothing up to 15, then a fifth a token, -1 from 20
+    on.
+    """
     lengths = [0, 15, 16, 18, 20, 21]
     found = [overlong_penalty(n, max_response_tokens=20, buffer=5) for n in lengths]
     assert found == pytest.approx([0.0, 0.0, -0.2, -0.6, -1.0, -1.0])

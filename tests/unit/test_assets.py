@@ -1,4 +1,6 @@
-"""The embedded models and their task: what the quick start, the documentation and other tests rely on."""
+"""The embedded models and their task: what the quick start, the documentation and other tests rely
+on.
+"""
 
 import importlib.util
 import json
@@ -244,12 +246,14 @@ def test_a_longer_chat_begins_with_the_tokens_of_the_shorter_one(tokenizer: Any)
 
 
 def test_greedy_answers_come_at_once_and_are_mostly_wrong(single_turn: Any, tokenizer: Any) -> None:
-    """The starting point of the learning curve: well above chance (one in thirty), with most still to gain.
+    """The starting point of the learning curve: well above chance (one in thirty), with most still
+    to gain.
 
-    tiny-moe answers 21 of these 64 rightly, whatever the kernels (float32 noise would have to flip a near
-    tie; in bfloat16 it is 19); tiny-moe-ties was 0.238 right on all 256. The band is wider, because a
-    rebuild on another processor gives another model: seeds 0 to 2 of tiny-moe scored 0.20 to 0.29 on 256
-    questions, and 64 of them add a standard error of 0.06.
+    tiny-moe answers 21 of these 64 rightly, whatever the kernels (float32 noise would have to flip
+    a near tie; in bfloat16 it is 19); tiny-moe-ties was 0.238 right on all 256. The band is wider,
+    because a
+    rebuild on another processor gives another model: seeds 0 to 2 of tiny-moe scored 0.20 to 0.29
+    on 256 questions, and 64 of them add a standard error of 0.06.
     """
     rows = read(WORD_PROBLEMS_EVAL)[:64]
     responses = respond(single_turn, tokenizer, rows, do_sample=False)
@@ -265,9 +269,9 @@ def test_sampled_answers_sometimes_show_steps_and_are_then_mostly_right(
 ) -> None:
     """What reinforcement learning has to find.
 
-    On 1024 problems 0.23 of the answers of tiny-moe show steps, and of those 0.94 are right; the bands are
-    three standard errors of 256 samples (and of the 60 with steps) to either side. tiny-moe-ties gives 0.26
-    and 0.91 on these 256.
+    On 1024 problems 0.23 of the answers of tiny-moe show steps, and of those 0.94 are right; the
+    bands are three standard errors of 256 samples (and of the 60 with steps) to either side.
+    tiny-moe-ties gives 0.26 and 0.91 on these 256.
     """
     rows = read(WORD_PROBLEMS_EVAL)
     torch.manual_seed(0)
@@ -337,7 +341,8 @@ def test_bfloat16_cannot_tell_which_expert_comes_second(
 ) -> None:
     """Measured per layer: 0.71 to 0.81 of the tokens, against 0.001 to 0.005 with decided routers.
 
-    The bounds leave room for a rebuild: a twice wider spread of the logits would tie about half as often.
+    The bounds leave room for a rebuild: a twice wider spread of the logits would tie about half as
+    often.
     """
     assert all(tied(logits) > 0.35 for logits in router_logits(ties, tokenizer))
     assert all(tied(logits) < 0.02 for logits in router_logits(model, tokenizer))
@@ -369,7 +374,9 @@ def test_slower_routers_compute_the_same_to_the_last_bit(tokenizer: Any) -> None
 
 
 def with_calls(row: Row) -> list[dict[str, str]]:
-    """The conversation in which every step of the row's answer is a call, but for its last message."""
+    """The conversation in which every step of the row's answer is a call, but for its last
+    message.
+    """
     *steps, _ = row["answer"].split("\n")
     messages = [{"role": "user", "content": row["question"]}]
     for step in steps:
@@ -402,7 +409,9 @@ def test_it_was_taught_in_the_tokens_of_the_template_and_the_environment(tokeniz
 
 
 def test_padding_of_a_new_checkpoint_has_a_vector(tokenizer: Any, calling: Any) -> None:
-    """At exactly zero RMSNorm's gradient is 1/sqrt(eps), a thousand: a policy that samples the token jumps."""
+    """At exactly zero RMSNorm's gradient is 1/sqrt(eps), a thousand: a policy that samples the
+    token jumps.
+    """
     tool = load_tool()
     fresh = tool.build_model(tokenizer)
     before = fresh.get_input_embeddings().weight.clone()

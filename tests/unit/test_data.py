@@ -202,7 +202,7 @@ def test_a_conversation_the_template_refuses_is_named(tmp_path: Path) -> None:
         load_prompts(write(tmp_path, json.dumps(row)), strict, **OPTIONS)
 
 
-# --- sources ----------------------------------------------------------------------------------------------------------
+# --- sources ----------------------------------------------------------------------------------
 
 ROWS: list[dict[str, Any]] = [
     {"question": f"Tom has {i} books. How many?", "answer": f"#### {i}", "level": i}
@@ -472,7 +472,7 @@ def test_a_procedural_task_is_made_and_scored(tokenizer: Any) -> None:
         assert read_rows(bad, Columns())[1], bad
 
 
-# --- order ------------------------------------------------------------------------------------------------------------
+# --- order ------------------------------------------------------------------------------------
 
 
 def numbered(count: int) -> Dataset:

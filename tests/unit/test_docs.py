@@ -1,4 +1,6 @@
-"""The pages: current where they are generated, true where they name settings, metrics, files and errors."""
+"""The pages: current where they are generated, true where they name settings, metrics, files and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def of_r3(page: str, text: str) -> str:
     return re.sub(r"^\|.*\|(.*)\|$", r"\1", text, flags=re.MULTILINE)
 
 
-# --- what can be wrong with a page: each yields complaints --------------------------------------
+# --- what can be wrong with a page: each yields complaints ------------------------------------
 
 
 def unknown_settings(page: str, text: str) -> Iterator[str]:
@@ -187,7 +189,7 @@ def test_every_page_is_in_the_index() -> None:
     assert not absent
 
 
-# --- the blocks that are run in tests/e2e/test_docs_commands.py ---------------------------------
+# --- the blocks that are run in tests/e2e/test_docs_commands.py -------------------------------
 
 
 def page_with(script: str) -> str:

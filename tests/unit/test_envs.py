@@ -1,4 +1,6 @@
-"""Environments: what is refused of a user's file, what the built-in ones say, and how their words are put behind the model's."""
+"""Environments: what is refused of a user's file, what the built-in ones say, and how their words
+are put behind the model's.
+"""
 
 from __future__ import annotations
 

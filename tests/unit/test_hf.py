@@ -1,4 +1,6 @@
-"""Checkpoints go in cut by cut and out file by file: a rank's host never holds what it does not keep."""
+"""Checkpoints go in cut by cut and out file by file: a rank's host never holds what it does not
+keep.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ PARTS: dict[Kind, list[tuple[int, ...]]] = {
 
 
 def _memory(key: str) -> int:
-    """Bytes of this process: RssAnon (now, without mapped files) or VmHWM (most, ever since it was reset)."""
+    """Bytes of this process: RssAnon (now, without mapped files) or VmHWM (most, ever since it was
+    reset).
+    """
     found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024

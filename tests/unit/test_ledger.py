@@ -57,9 +57,13 @@ def test_both_ends_of_the_account_must_agree() -> None:
     reconcile(SOUND)
     reconcile({"routing/rows_replayed": 9.0})  # r2: recorded in the policy, nothing was captured
     for change, message in {
-        "routing/rows_replayed 5": "counted 5 rows replayed, generation 6 rows captured: rows were lost",
+        "routing/rows_replayed 5": (
+            "counted 5 rows replayed, generation 6 rows captured: rows were lost"
+        ),
         "routing/rows_replayed 6.25": "counted 6.25 rows replayed.*: rows came from nowhere",
-        "routing/rows_live 7": "counted 7 rows routed live, generation 6 rows missing or last of a sequence",
+        "routing/rows_live 7": (
+            "counted 7 rows routed live, generation 6 rows missing or last of a sequence"
+        ),
     }.items():
         name, value = change.split()
         with pytest.raises(LedgerError, match=message):
@@ -91,7 +95,9 @@ def test_a_stage_gets_its_layers_byte_for_byte(layers: tuple[int, ...] | None) -
 
 
 def test_every_way_of_taking_anothers_rows_changes_the_checksum() -> None:
-    """Tokens of one sample with rows of another, shifted rows, swapped layers; and an order of packing that differs."""
+    """Tokens of one sample with rows of another, shifted rows, swapped layers; and an order of
+    packing that differs.
+    """
     answers = [rollout([1, 2, 3, 4, 5], 2), rollout([5, 6, 7, 8, 9], 2, seed=1)]
     items = [Scored(index=i, rollout=answer, advantage=0.5) for i, answer in enumerate(answers)]
     mine = {item.index: item for item in decode(encode(items))}

@@ -86,7 +86,9 @@ def test_released_folder_can_be_held_again(tmp_path: Path) -> None:
 
 
 def of_other_machine(folder: Path, *, beat: int, ended: bool = False) -> None:
-    """What the lock file looks like if a run on another machine, whose flock is not seen here, wrote it."""
+    """What the lock file looks like if a run on another machine, whose flock is not seen here,
+    wrote it.
+    """
     facts = {"host": "node17", "pid": 4, "started": "then", "beat": beat, "ended": ended}
     (folder / "run.lock").write_text(json.dumps(facts).ljust(511) + "\n")
 

@@ -92,7 +92,9 @@ def by_hand(
     log_w: float = 0.0,
     cu_seqlens: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, list[bool], Tensor]:
-    """Loss, clipped and the gradient of the summed loss, at pi_old = 1/e and mu = pi_old e^-log_w."""
+    """Loss, clipped and the gradient of the summed loss, at pi_old = 1/e and mu = pi_old
+    e^-log_w.
+    """
     logprobs_N = (torch.tensor(log_ratio) - 1.0).requires_grad_()
     old_N = torch.full_like(logprobs_N, -1.0)
     inputs = LossInputs(
@@ -112,7 +114,7 @@ def ppo(log_ratio: list[float], advantages: list[float]) -> tuple[Tensor, list[b
     return by_hand(ppo_clip, log_ratio, advantages, BOUNDS)
 
 
-# --- policy losses ------------------------------------------------------------------------------------------
+# --- policy losses ----------------------------------------------------------------------------
 
 
 def test_ppo_clip_by_hand() -> None:
@@ -138,7 +140,9 @@ def test_ppo_clip_survives_absurd_ratios() -> None:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("kind", ["token", "sequence", "constant"])
 def test_gradient_on_policy_is_the_policy_gradient(name: str, kind: Any) -> None:
-    """At pi = pi_old = mu every loss has the gradient of -sum A log pi under the same aggregation."""
+    """At pi = pi_old = mu every loss has the gradient of -sum A log pi under the same
+    aggregation.
+    """
     batch = random_batch(0)
     logprobs_N = batch["old_N"].clone().requires_grad_()
     counts: dict[str, Any] = {
@@ -163,7 +167,9 @@ def test_gradient_on_policy_is_the_policy_gradient(name: str, kind: Any) -> None
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_contract_of_every_loss(name: str) -> None:
-    """Float32 out of bfloat16; a bool that is False off the mask; masked tokens have no influence; finite."""
+    """Float32 out of bfloat16; a bool that is False off the mask; masked tokens have no influence;
+    finite.
+    """
     batch = random_batch(1)
     low_N = batch["logprobs_N"].bfloat16()
     half = inputs_of(batch, logprobs_N=low_N, old_logprobs_N=batch["old_N"].bfloat16())
@@ -213,7 +219,9 @@ def test_inputs_that_would_broadcast_are_refused() -> None:
 
 
 def test_dual_clip_acts_on_negative_advantages_only() -> None:
-    """arXiv 1912.09729, eq. 5, with c = 3: at r = 4 and A = -2 the loss is 6 instead of 8, without gradient."""
+    """arXiv 1912.09729, eq. 5, with c = 3: at r = 4 and A = -2 the loss is 6 instead of 8, without
+    gradient.
+    """
     ratios = [4.0, 2.5, 4.0, 0.5]
     advantages = [-2.0, -2.0, 2.0, -2.0]
     log_ratio = [math.log(ratio) for ratio in ratios]
@@ -229,7 +237,9 @@ def test_dual_clip_acts_on_negative_advantages_only() -> None:
 
 
 def test_gspo_by_hand() -> None:
-    """Ratios 1.10 .95 1.30 .90 make s = (1.22265)^(1/4) = 1.0515; masked tokens and the other answer have no part in it."""
+    """Ratios 1.10 .95 1.30 .90 make s = (1.22265)^(1/4) = 1.0515; masked tokens and the other
+    answer have no part in it.
+    """
     logprobs_N = torch.tensor([9.0, 1.10, 0.95, 1.30, 0.90, 1.0, 2.0]).log().requires_grad_()
     advantages_N = torch.tensor([5.0, 1.0, 1.0, 1.0, 1.0, 5.0, -1.0])
     inputs = LossInputs(
@@ -246,7 +256,8 @@ def test_gspo_by_hand() -> None:
     torch.testing.assert_close(-loss_N[1:5], torch.full((4,), s), **CLOSE)
     torch.testing.assert_close(loss_N[6], torch.tensor(2.0), **CLOSE)
     assert not clipped_N.any()
-    # The sequence form: d s / d log pi_t = s / |y|, so under the mean over the answer's tokens each has -A s / 4.
+    # The sequence form: d s / d log pi_t = s / |y|, so under the mean over the answer's tokens each
+    # has -A s / 4.
     (gradient_N,) = torch.autograd.grad(loss_N[1:5].mean(), logprobs_N)
     torch.testing.assert_close(gradient_N[1:5], torch.full((4,), -s / 4), **CLOSE)
     # The whole answer is clipped, the tokens below 1 as well; A < 0 with s = 2 is pulled back.
@@ -258,7 +269,9 @@ def test_gspo_by_hand() -> None:
 
 
 def test_sequences_cut_over_ranks_are_added_up() -> None:
-    """Two ranks with half of each answer, as context parallelism cuts them: the ratio is the whole answer's on both."""
+    """Two ranks with half of each answer, as context parallelism cuts them: the ratio is the whole
+    answer's on both.
+    """
     ratios = torch.tensor([1.10, 0.95, 1.30, 0.90, 1.5, 0.5])  # answers of 4 and 2
     halves = (torch.tensor([0, 3, 4]), torch.tensor([1, 2, 5]))
     partial: list[Tensor] = []
@@ -287,7 +300,9 @@ def test_sequences_cut_over_ranks_are_added_up() -> None:
 
 
 def test_cispo_by_hand() -> None:
-    """The weight is bounded, and every token keeps its gradient: -A min(r, 5), with no lower bound."""
+    """The weight is bounded, and every token keeps its gradient: -A min(r, 5), with no lower
+    bound.
+    """
     log_ratio = [math.log(0.01), math.log(2.0), math.log(9.0), math.log(9.0)]
     loss_N, clipped, gradient_N = by_hand(cispo, log_ratio, [1.0, 1.0, 1.0, -2.0], Bounds(1.0, 4.0))
     torch.testing.assert_close(gradient_N, torch.tensor([-0.01, -2.0, -5.0, 10.0]), **CLOSE)
@@ -296,7 +311,9 @@ def test_cispo_by_hand() -> None:
 
 
 def test_minirl_by_hand() -> None:
-    """w = pi_old / mu = 2: weights pi / mu = 2 r up to 5; stale tokens are masked by r = pi / pi_old alone."""
+    """w = pi_old / mu = 2: weights pi / mu = 2 r up to 5; stale tokens are masked by r = pi /
+    pi_old alone.
+    """
     log_ratio = [0.0, math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5), math.log(4.0)]
     advantages = [1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
     bounds = Bounds(0.2, 0.27, cap=5.0)
@@ -321,9 +338,10 @@ def test_minirl_below_its_cap_has_the_gradient_of_ppo_with_exact_weights() -> No
     )  # exp of sums
 
 
-# --- weights against the engine -----------------------------------------------------------------------------
+# --- weights against the engine ---------------------------------------------------------------
 
-# Two answers with masked tokens around them; w = .5 1.5 4 | 1.0005 .9995, products 3 and 0.99999975.
+# Two answers with masked tokens around them; w = .5 1.5 4 | 1.0005 .9995, products 3 and
+# 0.99999975.
 W = [9.0, 0.5, 1.5, 4.0, 0.1, 1.0005, 0.9995, 7.0]
 W_MASK = [0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
 
@@ -368,7 +386,8 @@ def test_every_correction_is_tested_by_hand() -> None:
 def test_bounds_of_corrections_are_met_from_both_sides() -> None:
     w = [1.0, 0.49, 0.51, 4.99, 1.0, 5.01, 1.0, 1.0]
     assert weights(CORRECTIONS["icepop"], w)[1] == [True, False, False, True, False]
-    # Means of log w: +-0.0009 is inside of 0.999 .. 1.001, and so is a product of 1 made of 4 and 1/4; +0.0011 is not.
+    # Means of log w: +-0.0009 is inside of 0.999 .. 1.001, and so is a product of 1 made of 4 and
+    # 1/4; +0.0011 is not.
     geometric = CORRECTIONS["geometric_mask"]
     inside = [1.0, 4.0, 0.25, 1.0, 1.0, math.exp(0.0009), math.exp(0.0009), 1.0]
     assert weights(geometric, inside)[0] == [1.0] * 5
@@ -428,7 +447,9 @@ def test_corrections_refuse_bounds_that_keep_nothing(low: float, high: float) ->
 
 
 def test_one_token_at_minus_5_and_minus_15() -> None:
-    """The engine gave it e^-5, the policy e^-15: k3 of the panel is e^-10 + 10 - 1 = 9.000, F(2) and ESS are 1."""
+    """The engine gave it e^-5, the policy e^-15: k3 of the panel is e^-10 + 10 - 1 = 9.000, F(2)
+    and ESS are 1.
+    """
     parts = mismatch(torch.tensor([-15.0]), torch.tensor([-5.0]), torch.ones(1))
     figures = {name: type(part).reduce([part]) for name, part in parts.items()}
     assert figures["k3"] == pytest.approx(9.000045, abs=1e-6)
@@ -439,7 +460,7 @@ def test_one_token_at_minus_5_and_minus_15() -> None:
     ) == pytest.approx(9.000045)
 
 
-# --- KL to the reference ------------------------------------------------------------------------------------
+# --- KL to the reference ----------------------------------------------------------------------
 
 
 def test_kl_by_hand() -> None:
@@ -473,7 +494,9 @@ def test_kl_gradients_by_hand() -> None:
 
 
 def test_kl_gradients_are_those_of_the_divergences_they_claim() -> None:
-    """Expectation over a vocabulary, in full: sum_x pi(x) grad k(x) against autograd of the exact divergence."""
+    """Expectation over a vocabulary, in full: sum_x pi(x) grad k(x) against autograd of the exact
+    divergence.
+    """
     generator = torch.Generator().manual_seed(0)
     logits_V = torch.randn(7, generator=generator).requires_grad_()
     ref_V = torch.randn(7, generator=generator).log_softmax(0)
@@ -511,11 +534,13 @@ def test_kl_is_finite_for_absurd_inputs_and_refuses_unknown_names() -> None:
         kl_penalty(torch.zeros(2), torch.zeros(1), estimator="k1")
 
 
-# --- aggregation --------------------------------------------------------------------------------------------
+# --- aggregation ------------------------------------------------------------------------------
 
 
 def test_aggregate_by_hand() -> None:
-    """Sequences of 1 and 3 loss tokens. token: (8 + 1 + 2 + 3) / 4; sequence: (8 + 2) / 2; constant: 14 / (2 * 10)."""
+    """Sequences of 1 and 3 loss tokens. token: (8 + 1 + 2 + 3) / 4; sequence: (8 + 2) / 2;
+    constant: 14 / (2 * 10).
+    """
     loss_N = torch.tensor([99.0, 8.0, 99.0, 1.0, 2.0, 3.0])
     mask_N = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
     weights_N = torch.tensor([0.0, 1.0, 0.0, 1 / 3, 1 / 3, 1 / 3])
@@ -536,7 +561,9 @@ def test_aggregate_by_hand() -> None:
 def test_shares_add_up_however_the_sequences_are_split(
     name: str, kind: Any, correction: str
 ) -> None:
-    """Micro-batch and rank permutation: one batch, or each sequence alone in any order, give one loss and gradient."""
+    """Micro-batch and rank permutation: one batch, or each sequence alone in any order, give one
+    loss and gradient.
+    """
     batch = random_batch(2)
     mu_N = batch["old_N"] + 0.1 * torch.randn(60, generator=torch.Generator().manual_seed(9))
     counts: dict[str, Any] = {
@@ -578,7 +605,9 @@ def test_shares_add_up_however_the_sequences_are_split(
 
 
 def test_a_local_mean_would_have_been_noticed() -> None:
-    """Negative control of the test above: with each share divided by its own count the sum is another number."""
+    """Negative control of the test above: with each share divided by its own count the sum is
+    another number.
+    """
     batch = random_batch(0)
     loss_N, mask_N, weights_N = batch["logprobs_N"], batch["mask_N"], batch["weights_N"]
     whole = aggregate(loss_N, mask_N, weights_N, kind="token", num_loss_tokens=42, num_sequences=3)

@@ -1,4 +1,6 @@
-"""Every key is explained, parts merge to one row, and rows reach the file, TensorBoard and the console."""
+"""Every key is explained, parts merge to one row, and rows reach the file, TensorBoard and the
+console.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ def meter(
     )
 
 
-# --- glossary ---------------------------------------------------------------------------------------------------------
+# --- glossary ---------------------------------------------------------------------------------
 
 
 def test_every_key_of_the_design_is_explained() -> None:
@@ -159,7 +161,7 @@ def test_wall_clock_keys() -> None:
     assert not is_wall_clock("eval/heldout/accuracy")
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------
 
 
 def test_parts_of_every_kind_merge_and_are_written_exactly(tmp_path: Path) -> None:
@@ -266,7 +268,7 @@ def test_other_ranks_write_and_print_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- TensorBoard ------------------------------------------------------------------------------------------------------
+# --- TensorBoard ------------------------------------------------------------------------------
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -396,7 +398,7 @@ def test_the_layout_draws_known_metrics_only() -> None:
                 explain(re.sub(r"\\(.)", r"\1", tag[1:-1]))
 
 
-# --- console ----------------------------------------------------------------------------------------------------------
+# --- console ----------------------------------------------------------------------------------
 
 ROW = {
     "reward/mean": 0.613,

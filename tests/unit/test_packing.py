@@ -39,7 +39,7 @@ def in_groups_of(size: int, count: int) -> list[int]:
     return [index // size for index in range(count)]
 
 
-# --- pack ---------------------------------------------------------------------------------------------------
+# --- pack -------------------------------------------------------------------------------------
 
 
 def test_experts_of_a_row_are_sorted_as_numpy_sorts() -> None:
@@ -139,7 +139,9 @@ def test_pack_equals_a_loop_over_tokens(seed: int) -> None:
 
 
 def test_multi_turn_masks_keep_their_holes() -> None:
-    """A tool's answer between two sampled parts: no loss on it, and the mask moves with its tokens."""
+    """A tool's answer between two sampled parts: no loss on it, and the mask moves with its
+    tokens.
+    """
     answer = replace(
         rollout([1, 2, 3, 4, 5, 6], 5), loss_mask_T=np.array([0, 1, 0, 0, 1, 1], np.float32)
     )
@@ -252,7 +254,7 @@ def test_pack_refuses_wrong_arguments() -> None:
         pack([answer], [0], [1.0], **DENSE)
 
 
-# --- plan ---------------------------------------------------------------------------------------------------
+# --- plan -------------------------------------------------------------------------------------
 
 
 def sizes(update: UpdatePlan, lengths: Sequence[int]) -> np.ndarray:
@@ -263,7 +265,9 @@ def sizes(update: UpdatePlan, lengths: Sequence[int]) -> np.ndarray:
 
 
 def test_plan_by_hand() -> None:
-    """Longest first into the lightest bin: 5 and 4, then 4 + 3, 5 + 2, and 1 joins the first of the equal two."""
+    """Longest first into the lightest bin: 5 and 4, then 4 + 3, 5 + 2, and 1 joins the first of the
+    equal two.
+    """
     (update,) = plan_updates(
         [1, 2, 3, 4, 5], [0, 0, 0, 0, 0], num_updates=1, num_ranks=2, micro_batch_tokens=8
     )
@@ -317,7 +321,9 @@ def test_groups_need_not_be_contiguous_or_start_at_zero() -> None:
 @pytest.mark.parametrize("micro_batch_tokens", [8192, 16384, 32768])
 @pytest.mark.parametrize("seed", range(5))
 def test_efficiency_and_balance(num_ranks: int, micro_batch_tokens: int, seed: int) -> None:
-    """256 log-normal lengths up to 4,096, in micro-batches of at least twice that: the figures we promise."""
+    """256 log-normal lengths up to 4,096, in micro-batches of at least twice that: the figures we
+    promise.
+    """
     lengths = log_normal_lengths(seed)
     updates = plan_updates(
         lengths,
@@ -407,7 +413,9 @@ def test_plan_refuses(change: dict[str, Any], fault: str) -> None:
 
 
 def test_plan_and_pack_together_keep_every_loss_token() -> None:
-    """From lengths to micro-batches of all ranks and updates: nothing is lost, nothing is doubled."""
+    """From lengths to micro-batches of all ranks and updates: nothing is lost, nothing is
+    doubled.
+    """
     rng = np.random.default_rng(0)
     answers = [
         rollout(rng.integers(0, 99, n).tolist(), int(n) // 2, seed=i)

@@ -56,7 +56,8 @@ def test_memory_of_tiny_by_hand() -> None:
     assert phases["GENERATE"] == phases["SYNC"] | {"KV cache": GIB / 16}
     train = phases["TRAIN"]
     assert (train["policy weights"], train["gradients"]) == (held * 4, held * 4)
-    # Two float32 moments: the others' over both ranks, the experts' not again, for no other rank holds them.
+    # Two float32 moments: the others' over both ranks, the experts' not again, for no other rank
+    # holds them.
     assert train["optimizer"] == (others / 2 + experts / 2) * 8
     assert "engine weights" not in train
 
@@ -81,7 +82,8 @@ def test_activations_of_tiny_by_hand() -> None:
 
 
 def test_output_layer_by_hand() -> None:
-    # Qwen3-30B-A3B: hidden 2048, vocabulary 151936, bfloat16, 8192 tokens of which 1024 have logits at a time.
+    # Qwen3-30B-A3B: hidden 2048, vocabulary 151936, bfloat16, 8192 tokens of which 1024 have logits
+    # at a time.
     logits, weight, hidden = 1024 * 151_936, 2048 * 151_936, 8192 * 2 * 2048
     assert plan.head_bytes(BIG, BIG_SHAPE) == logits * 6 + weight * 6 + hidden
     exact = with_values(BIG, {"model.fp32_head": True})
@@ -199,7 +201,8 @@ def test_the_batch_plan() -> None:
     assert "256 per engine, 256 in flight" in text
     assert "at most 512 prompt + 4096 response = 4608 tokens" in text
     assert "2 per step of 1024 rollouts; 400 in 200 steps" in text
-    # One sequence of 4608 tokens fits a micro-batch of 8192, so at worst each of a rank's 128 has its own.
+    # One sequence of 4608 tokens fits a micro-batch of 8192, so at worst each of a rank's 128 has
+    # its own.
     assert "at most 128 per update and rank" in text
     assert f"384 bytes per token, at most {256 * 4608 * 384 / 2**20:,.1f} MiB" in text
 

@@ -24,7 +24,8 @@ def test_grouped_queries_where_variable_length_attention_cannot_group() -> None:
 
     k, v, options = grouped_heads(query, key, value, ["scale", "window_size"])  # torch 2.11
     assert options == {} and k.shape == v.shape == query.shape
-    # Both in float32 on the same numbers; kernels for repeated and grouped heads may sum in another order.
+    # Both in float32 on the same numbers; kernels for repeated and grouped heads may sum in another
+    # order.
     assert torch.allclose(attend(k, v), attend(key, value, enable_gqa=True), atol=1e-6)
     wrong = attend(key.repeat(1, 4, 1), value.repeat(1, 4, 1))
     assert not torch.allclose(wrong, attend(key, value, enable_gqa=True), atol=1e-2)

@@ -38,7 +38,7 @@ def floats(*numbers: float) -> np.ndarray:
     return np.array(numbers, np.float32)
 
 
-# --- reductions ---------------------------------------------------------------------------------------------
+# --- reductions -------------------------------------------------------------------------------
 
 EXAMPLES: list[tuple[list[Any], float]] = [
     ([Mean(6.0, 2), Mean(0.0, 0), Mean(2.0, 2)], 2.0),
@@ -93,7 +93,7 @@ def test_quantiles_of_one_metric_must_agree() -> None:
         Quantile.reduce([Quantile(floats(1), 0.5), Quantile(floats(1), 0.9)])
 
 
-# --- the mismatch panel -------------------------------------------------------------------------------------
+# --- the mismatch panel -----------------------------------------------------------------------
 
 
 def test_panel_by_hand() -> None:
@@ -139,7 +139,9 @@ def test_no_mismatch() -> None:
 
 
 def test_the_histogram_of_sizes_by_hand() -> None:
-    """Quarters of decades: 0 and 1e-12 fall into the first bin, 1.5e-3 between 10^-3 and 10^-2.75, 500 into the last."""
+    """Quarters of decades: 0 and 1e-12 fall into the first bin, 1.5e-3 between 10^-3 and 10^-2.75,
+    500 into the last.
+    """
     found = LogHistogram.merge(
         [
             LogHistogram.of(floats(0.0, 1e-12, 1.5e-3)),

@@ -1,4 +1,6 @@
-"""A reward model scores many conversations at once as it scores each by itself, in a thread beside others' work."""
+"""A reward model scores many conversations at once as it scores each by itself, in a thread beside
+others' work.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,8 @@ def test_a_batch_closes_at_its_size_and_at_its_padded_tokens() -> None:
     assert scored(batches(seen), [1] * 10) == dict.fromkeys(range(10), 1.0)
     assert seen == [[1] * 4, [1] * 4, [1] * 2]
     seen.clear()
-    # 3 * 30 fit into 100 and 4 * 30 do not; 40 beside 30 does, 90 and 200 stand alone, the latter though it is too long.
+    # 3 * 30 fit into 100 and 4 * 30 do not; 40 beside 30 does, 90 and 200 stand alone, the latter
+    # though it is too long.
     assert sum(scored(batches(seen), [30, 30, 30, 30, 40, 90, 200, 5]).values()) == 455
     assert seen == [[30, 30, 30], [30, 40], [90], [200], [5]]
 

@@ -1,4 +1,6 @@
-"""Every check of routes at their birth: each fires on a fault made for it, names the place, and leaves good routes alone."""
+"""Every check of routes at their birth: each fires on a fault made for it, names the place, and
+leaves good routes alone.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_dense_slots_are_dropped_by_layer_number_and_not_by_their_zeros() -> Non
 
 
 def test_dense_slots_taken_for_moe_layers_are_noticed() -> None:
-    """A layer map that is off by one picks the zeros of a dense layer: expert 0 twice in every row."""
+    """A layer map that is off by one picks the zeros of a dense layer: expert 0 twice in every
+    row.
+    """
     everything = with_dense_slots(routes_of(len(MOE_LAYERS)))
     with pytest.raises(RouteError, match=r"position 0, layer 0: experts \[0, 0\] repeat"):
         check(everything, moe_layers=(0, 1, 3))

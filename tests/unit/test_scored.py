@@ -28,7 +28,9 @@ SHAPE = ModelShape.read(CONFIG.model.path)
 def answers(
     lengths: tuple[int, ...] = (9, 30, 24, 12), rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 0.0)
 ) -> CollectedRollouts:
-    """Two groups of two; a third of each sequence is its prompt: responses of 6, 20, 16 and 8 tokens."""
+    """Two groups of two; a third of each sequence is its prompt: responses of 6, 20, 16 and 8
+    tokens.
+    """
     return CollectedRollouts(rollouts=random_rollouts(SHAPE, lengths), rewards=list(rewards))
 
 

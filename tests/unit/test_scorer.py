@@ -289,7 +289,9 @@ Answer = tuple[int, Any, dict[str, str]]
 
 
 class Server:
-    """A real HTTP server on loopback that speaks just enough of OpenAI's protocol; `behave(n, body)` answers request n."""
+    """A real HTTP server on loopback that speaks just enough of OpenAI's protocol; `behave(n,
+    body)` answers request n.
+    """
 
     def __init__(self, behave: Callable[[int, dict[str, Any]], Answer]) -> None:
         self.seen: list[tuple[float, dict[str, Any], str]] = []

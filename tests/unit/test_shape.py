@@ -1,4 +1,6 @@
-"""Every family's sizes and tensor names, against what transformers writes to disk; and what is refused, by key."""
+"""Every family's sizes and tensor names, against what transformers writes to disk; and what is
+refused, by key.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +188,8 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
     assert shape.faults(tensors) == [
         "missing model.layers.1.block_sparse_moe.experts.3.w2.weight",
         "unknown model.layers.0.self_attn.q_proj.bias",
-        "model.layers.0.block_sparse_moe.gate.weight has shape (9, 64), config.json implies (8, 64)",
+        "model.layers.0.block_sparse_moe.gate.weight has shape (9, 64), "
+        "config.json implies (8, 64)",
     ]
 
 

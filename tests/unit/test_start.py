@@ -24,7 +24,9 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    """Two sources of ten and four rows, drawn one to one; two sets over one file, the second judged exactly."""
+    """Two sources of ten and four rows, drawn one to one; two sets over one file, the second judged
+    exactly.
+    """
     rows = [json.loads(line) for line in assets.WORD_PROBLEMS_TRAIN.read_text().splitlines()[:14]]
     (tmp_path / "ten.jsonl").write_text("\n".join(map(json.dumps, [*rows[:10], rows[0]])))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[10:]), tmp_path / "four.parquet")

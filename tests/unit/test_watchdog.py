@@ -23,7 +23,9 @@ STALL_S = 0.2
 
 
 def wait_for(stream: io.StringIO, text: str, *, count: int = 1) -> str:
-    """What the stream holds once `text` is there; the watching thread is given ten seconds on a busy machine."""
+    """What the stream holds once `text` is there; the watching thread is given ten seconds on a
+    busy machine.
+    """
     deadline = time.monotonic() + 10
     while stream.getvalue().count(text) < count:
         assert time.monotonic() < deadline, f"{text!r} not in time; got:\n{stream.getvalue()}"

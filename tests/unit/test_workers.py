@@ -1,4 +1,6 @@
-"""Pools: calls end in values or failures, never in a wait; a worker that hangs or dies costs its own call alone."""
+"""Pools: calls end in values or failures, never in a wait; a worker that hangs or dies costs its
+own call alone.
+"""
 
 from __future__ import annotations
 
