@@ -47,7 +47,7 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push() -> None:
         "generate asleep": "kv_cache and weights sleep",
         "cache first": "before wake('weights')",
         "sleep twice": "asleep already",
-        "train to generate": "memory is in TRAIN",
+        "train to generate": "memory is in state TRAIN",
         "wake twice": "awake already",
         "not announced": "missing model.layers.1.mlp.experts.3.up_proj.weight",
         "misshaped": "has shape (3, 3)",
@@ -56,7 +56,7 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push() -> None:
         "half pushed": "the engine holds version -1",
         "cache not reset": "without reset_cache()",
         "other version": "holds version 1",
-        "generate to sync": "memory is in GENERATE",
+        "generate to sync": "memory is in state GENERATE",
         "stale": "does not have the policy's weights",
     }
     for name, text in expected.items():

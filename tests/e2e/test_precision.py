@@ -37,8 +37,8 @@ def test_float32_head_is_computed_on_both_sides_and_lowers_the_mismatch(tmp_path
     assert min(exact["tokens"], rounded["tokens"]) > 300
     for name in ("abs_mean", "k3"):
         assert exact["figures"][name] <= rounded["figures"][name], name
-    assert "torch.float32, and the engine's is {torch.bfloat16}" in rounded["said"]
-    assert "torch.bfloat16, and the engine's is {torch.float32}" in exact["said"]
+    assert "torch.float32; the engine has {torch.bfloat16}" in rounded["said"]
+    assert "torch.bfloat16; the engine has {torch.float32}" in exact["said"]
 
 
 def test_two_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
