@@ -185,6 +185,7 @@ def build_llm(
         generation_config="vllm",
         max_model_len=max_model_len,
         max_num_seqs=engine.max_num_seqs,
+        async_scheduling=None if engine.async_scheduling else False,  # None: vLLM decides
         # Always set: a checkpoint's config.json may set one that the policy would not follow.
         hf_overrides={"head_dtype": "float32" if config.model.fp32_head else "model"},
         seed=0,  # every request carries its own

@@ -352,9 +352,9 @@ def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> dict[str,
     }
 
 
-def sampled(device: Device, *, ep: int, max_num_seqs: int = 64) -> dict[str, str]:
+def sampled(device: Device, *, ep: int, **engine: Any) -> dict[str, str]:
     """(prompt, member) -> tokens of two steps, to compare over ranks and batch sizes."""
-    world = World(device, tiny_config(parallel={"ep": ep}, engine={"max_num_seqs": max_num_seqs}))
+    world = World(device, tiny_config(parallel={"ep": ep}, engine=engine))
     world.sync(0)
     found = {}
     for step in (1, 2):
