@@ -189,15 +189,19 @@ class Engine:
         if pushed.reloaded and self.is_leader and not self.reloaded_experts:
             layer, why = min(pushed.reloaded.items())
             print(
-                f"note: rank {self.device.rank}: the experts of {len(pushed.reloaded)} layers reach the engine through vLLM's "
-                f"reload, which takes seconds for large models. Layer {layer}: {why}",
+                f"note: rank {self.device.rank}: the experts of {len(pushed.reloaded)} layers "
+                "reach the engine through vLLM's reload, which takes seconds for large models. "
+                f"Layer {layer}: {why}",
                 flush=True,
             )
         self.reloaded_experts = pushed.reloaded
         self.policy_version = policy_version
 
     def compare_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
-        """Compare what the kernels read with `weights` (Hugging Face names, full tensors), element by element.
+        """Compare what the kernels read with the policy's weights, element by element.
+
+        Args:
+            weights: full tensors under their Hugging Face names.
 
         Raises:
             EngineStateError: the weight memory is asleep.

@@ -22,7 +22,7 @@ _PLAIN_KERNELS = ("TRITON", "CPU")
 
 
 def expert_matrices(shape: ModelShape) -> dict[str, tuple[int, int, int]]:
-    """Hugging Face name -> (decoder layer, expert, 0 gate, 1 up or 2 down) of all expert weights."""
+    """Map the name of every expert weight to (decoder layer, expert, 0 gate, 1 up or 2 down)."""
     names = shape.moe_names
     return {
         f"model.layers.{layer}.{names.expert.format(e=expert)}.{piece}.weight": (
@@ -53,7 +53,12 @@ class StackedExperts:
     copied: set[tuple[int, int]] = field(default_factory=set)
 
     def copy(self, expert: int, part: int, full: torch.Tensor) -> None:
-        """Copy this rank's part of a full matrix: `[F, D]` of gate (0) or up (1), `[D, F]` of down (2)."""
+        """Copy this rank's part of a full matrix.
+
+        Args:
+            part: 0 gate, 1 up, 2 down.
+            full: `[F, D]` of gate or up, `[D, F]` of down.
+        """
         width = self.w2.shape[-1]
         if part == 2:
             self.w2[expert].copy_(full.narrow(1, self.rank * width, width))

@@ -39,7 +39,8 @@ class Comparison:
     Attributes:
         equal: checkpoint tensors whose part on this rank equals the engine's.
         different: names of those that do not.
-        uncompared: engine parameters in a layout that cannot be read back; none with the kernels r3 asks for.
+        uncompared: engine parameters in a layout that cannot be read back. With the kernels that R3
+            asks for there are none.
     """
 
     equal: int
@@ -57,7 +58,11 @@ class _Piece:
 
 
 def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> Comparison:
-    """Compare full tensors with Hugging Face names with the parameters of this rank's engine; changes nothing."""
+    """Compare full tensors with the parameters of this rank's engine. Changes nothing.
+
+    Args:
+        weights: all tensors of the checkpoint, under their Hugging Face names.
+    """
     matrices = expert_matrices(shape)
 
     def look(worker: Any) -> Comparison:
@@ -140,7 +145,7 @@ def _tp_size(worker: Any) -> int:
 
 
 def _same(full: torch.Tensor, held: torch.Tensor, piece: _Piece, rank: int, ranks: int) -> bool:
-    """Whether the rows of a parameter are this rank's part of a full tensor, in the parameter's type."""
+    """Whether rows of a parameter are this rank's part of a full tensor, in its own type."""
     part = held[piece.start : piece.start + piece.rows]
     if part.dim() > 1 and full.shape[1] > part.shape[1]:  # columns are divided over the ranks
         full = full.narrow(1, rank * part.shape[1], part.shape[1])
@@ -155,8 +160,8 @@ def _same(full: torch.Tensor, held: torch.Tensor, piece: _Piece, rank: int, rank
 def _effective(module: Any, parameter: torch.Tensor) -> torch.Tensor:
     """The weight that the layer multiplies by.
 
-    On CPU oneDNN packs the weights of linear layers out of sight and vLLM drops its own copy, or keeps one that is not
-    used. Then the layer is asked: its product with the identity is its weight, exactly.
+    On CPU oneDNN packs the weights of linear layers, and vLLM drops its own copy or keeps one that
+    is not used. The product of the layer with the identity is its weight, exactly.
     """
     if not hasattr(module, "cpu_linear") or not hasattr(module, "quant_method"):
         return parameter.data
@@ -170,7 +175,7 @@ def _effective(module: Any, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _packing(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What the kernels of a MoE layer do to one expert's matrix before they read it: nothing on GPUs, packing on CPU."""
+    """Return what is done to one expert's matrix before kernels read it: on CPU it is packed."""
     isa = getattr(module.quant_method.moe_kernel.fused_experts, "isa", None)
     if isa is None:
         return lambda matrix: matrix

@@ -301,9 +301,13 @@ def sync_weights(
 
 
 def prove_weights(stream: WeightStream, engine: Engine, mesh: Mesh) -> int:
-    """Compare every engine's weights with the policy's, element by element; returns the tensors compared on this rank.
+    """Compare every engine's weights with the policy's, element by element.
 
-    All ranks must call, the engine's weights awake, and nobody may write to the policy's weights meanwhile.
+    All ranks must call, with the engine's weights awake. Nobody may write to the policy's weights
+    meanwhile.
+
+    Returns:
+        Number of tensors compared on this rank; gate and up of an expert count as one.
 
     Raises:
         SyncError: on every rank: an engine holds other weights than the policy somewhere.
@@ -314,13 +318,15 @@ def prove_weights(stream: WeightStream, engine: Engine, mesh: Mesh) -> int:
     ):
         if different:
             raise SyncError(
-                f"rank {rank}: after the weight sync to version {engine.policy_version} {len(different)} tensors of the engine "
-                f"are not the policy's: {', '.join(different[:8])}{', ...' if len(different) > 8 else ''}"
+                f"rank {rank}: after the weight sync to version {engine.policy_version} "
+                f"{len(different)} tensors of the engine are not the policy's: "
+                f"{', '.join(different[:8])}{', ...' if len(different) > 8 else ''}"
             )
         # Layers that reach the engine by its reload are laid out in ways that only it knows.
         if uncompared and not engine.reloaded_experts:
             raise SyncError(
-                f"rank {rank}: parameters of the engine were compared with nothing: {', '.join(uncompared[:8])}"
+                f"rank {rank}: parameters of the engine were compared with nothing: "
+                f"{', '.join(uncompared[:8])}"
             )
     return found.equal
 

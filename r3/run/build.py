@@ -64,8 +64,8 @@ class Run:
 
         Args:
             policy_version: steps behind the weights; the engine takes this version.
-            prove: compare every weight of the engine with the policy's, then log-probabilities of both on four training
-                prompts.
+            prove: compare every weight of the engine with the policy's, then log-probabilities of
+                both on four training prompts.
         """
         with self.meter.phase("sync"):
             self.residency.move(State.SYNC)
