@@ -147,7 +147,7 @@ def push_equals_fresh_engine(
 
 
 def pushed(device: Device, *, out: str, dtype: str) -> dict[str, Any]:
-    """What an engine samples before and after moved weights are pushed, which are exported into `out`."""
+    """Return what an engine samples before and after a push of moved weights; export these."""
     world = World(device, tiny_config(model={"dtype": dtype}, engine={"dtype": dtype}))
     world.sync(0)
     before = signature(world.collect(0).rollouts)
@@ -163,7 +163,10 @@ def pushed(device: Device, *, out: str, dtype: str) -> dict[str, Any]:
 
 
 def loaded(device: Device, *, model: str, dtype: str) -> list[str]:
-    """What an engine samples that loads a checkpoint. vLLM allows one engine with sleep mode per process on GPUs."""
+    """Return what an engine samples that loads a checkpoint itself.
+
+    With sleep mode, vLLM allows one engine per process on GPUs.
+    """
     config = tiny_config(model, model={"dtype": dtype}, engine={"dtype": dtype})
     task = read_task(config)
     mesh = build_mesh(device, config.parallel)

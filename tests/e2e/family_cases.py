@@ -89,7 +89,7 @@ def held_tensors(engine: Engine) -> dict[str, str]:
 
 
 def planted_faults(world: World) -> dict[str, str]:
-    """What the comparison of weights says of an engine with one wrong tensor, or two experts exchanged."""
+    """Return what the comparison of weights says of engines with a planted fault."""
     said: dict[str, str] = {}
 
     def provoke(name: str, plant: Callable[[Any], None]) -> None:
@@ -116,7 +116,7 @@ def planted_faults(world: World) -> dict[str, str]:
     provoke("one number", one_number)
     if 1 in world.policy.shape.moe_layers:
         provoke("two experts", exchange)
-    # Here the head is read by the kernels from its own packed copy: the embedding alone is not enough.
+    # The kernels read the head from its own packed copy: the embedding alone is not enough.
     if world.policy.shape.tied:
         provoke("embedding", lambda model: model.model.embed_tokens.weight.data[5].zero_())
     prove_weights(world.stream, world.engine, world.mesh)
