@@ -446,6 +446,9 @@ class EngineConfig:
     sleep_level: Annotated[Literal[1, 2], MayChangeOnResume()] = 2
     """GPU only, while the policy trains. 1: the engine's weights move to host memory. 2: they are
     dropped, and the next weight sync restores them."""
+    async_scheduling: Annotated[bool, MayChangeOnResume()] = True
+    """Let vLLM prepare the next batch while one runs, where it can. Switch it off to find out
+    whether it causes a problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -602,8 +605,9 @@ class DebugConfig:
     """Settings for finding faults."""
 
     prove_sync_every: Annotated[int, AtLeast(0)] = 0
-    """Steps between checks of the weight sync, which compare log-probabilities of engine and policy
-    on a few tokens. The first step is always checked. 0: no further checks."""
+    """Steps between checks of the weight sync, which compare every weight of the engine with the
+    policy's, then log-probabilities of both on a few tokens. The first step is always checked. 0:
+    no further checks."""
     stall_s: Annotated[float, AtLeast(0)] = 600.0
     """Seconds without progress after which a rank reports its phase and stack. 0: never."""
     kill_after_s: Annotated[float, AtLeast(0)] = 900.0

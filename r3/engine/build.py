@@ -155,7 +155,9 @@ def kept_process_state() -> Iterator[None]:
         gc.unfreeze()
 
 
-def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bool) -> LLM:
+def build_llm(
+    config: Config, device: Device, *, max_model_len: int, capture: bool, from_disk: bool = False
+) -> LLM:
     """Build vLLM's `LLM`. All ranks must call at the same place: it creates process groups.
 
     Log-probabilities are "processed": those of the distribution that was sampled from, after
@@ -165,6 +167,7 @@ def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bo
     Args:
         max_model_len: maximum tokens of a conversation.
         capture: whether routed experts are returned.
+        from_disk: load the checkpoint's weights instead of random ones.
 
     Raises:
         EngineConfigError: the engine differs from what R3 relies on.
@@ -182,9 +185,11 @@ def build_llm(config: Config, device: Device, *, max_model_len: int, capture: bo
         generation_config="vllm",
         max_model_len=max_model_len,
         max_num_seqs=engine.max_num_seqs,
+        async_scheduling=None if engine.async_scheduling else False,  # None: vLLM decides
         # Always set: a checkpoint's config.json may set one that the policy would not follow.
         hf_overrides={"head_dtype": "float32" if config.model.fp32_head else "model"},
         seed=0,  # every request carries its own
+        load_format="auto" if from_disk else "dummy",
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )

@@ -13,6 +13,7 @@ import torch
 
 from r3.engine.build import build_llm
 from r3.engine.memory import Part, Sleeper
+from r3.engine.proof import Comparison, compare
 from r3.engine.sampler import Sampler
 from r3.engine.transcript import CaptureSpec
 from r3.engine.weights import push
@@ -47,6 +48,8 @@ class Engine:
         is_leader: whether this rank is the first of those that share one engine. Only the
             leader returns rollouts.
         max_model_len: maximum tokens of a conversation.
+        reloaded_experts: MoE layer -> why its experts are not copied straight into the engine's
+            tensors. Empty: all are.
     """
 
     def __init__(
@@ -57,8 +60,16 @@ class Engine:
         tokenizer: Any,
         *,
         max_model_len: int,
+        from_disk: bool = False,
     ) -> None:
-        """Build the engine asleep. All ranks must call at the same place."""
+        """Build the engine asleep. All ranks must call at the same place.
+
+        Its weights are random until the first `load_weights`, since the policy's replace them
+        before anything is sampled.
+
+        Args:
+            from_disk: load the weights of the checkpoint, for comparisons.
+        """
         self.shape = shape
         self.tokenizer = tokenizer
         self.device = device
@@ -71,7 +82,14 @@ class Engine:
         self._sleep_level = config.engine.sleep_level
         self._awake: set[Part] = {"weights", "kv_cache"}
         self._stale_cache = True
-        self.llm: LLM = build_llm(config, device, max_model_len=max_model_len, capture=self.capture)
+        self.reloaded_experts: dict[int, str] = {}
+        self.llm: LLM = build_llm(
+            config,
+            device,
+            max_model_len=max_model_len,
+            capture=self.capture,
+            from_disk=from_disk,
+        )
         self._sleeper = Sleeper(self.llm, device)
         self.sleep()
 
@@ -157,16 +175,42 @@ class Engine:
                 delivered.add(name)
                 yield name, tensor
 
-        unloaded = push(self.llm, counted(), tied=self.shape.tied)
+        pushed = push(self.llm, counted(), self.shape)
         problems = [
             f"announced but not delivered: {name}" for name in sorted(expected.keys() - delivered)
         ]
-        problems += [f"engine parameter left at its old value: {name}" for name in sorted(unloaded)]
+        problems += [
+            f"engine parameter left at its old value: {name}" for name in sorted(pushed.unloaded)
+        ]
         if problems:
             raise WeightMismatch(
                 _listing("the engine is incomplete; push all weights again", problems)
             )
+        if pushed.reloaded and self.is_leader and not self.reloaded_experts:
+            layer, why = min(pushed.reloaded.items())
+            print(
+                f"note: rank {self.device.rank}: the experts of {len(pushed.reloaded)} layers "
+                "reach the engine through vLLM's reload, which takes seconds for large models. "
+                f"Layer {layer}: {why}",
+                flush=True,
+            )
+        self.reloaded_experts = pushed.reloaded
         self.policy_version = policy_version
+
+    def compare_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
+        """Compare what the kernels read with the policy's weights, element by element.
+
+        Args:
+            weights: full tensors under their Hugging Face names.
+
+        Raises:
+            EngineStateError: the weight memory is asleep.
+        """
+        if "weights" not in self._awake:
+            raise EngineStateError(
+                "compare_weights while the weights sleep: call wake('weights') first"
+            )
+        return compare(self.llm, weights, self.shape)
 
     def reset_cache(self) -> None:
         """Drop cached prefixes: their KV and routes belong to older weights."""

@@ -3,44 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from r3.engine.experts import StackedExperts, expert_matrices, plain_experts
+
 if TYPE_CHECKING:
     from vllm import LLM
+
+    from r3.models.shape import ModelShape
 
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -> set[str]:
-    """Stream full tensors with Hugging Face names into the engine.
+@dataclass(frozen=True, kw_only=True)
+class Pushed:
+    """What became of a push.
 
-    vLLM reloads layer by layer: parameters move to the meta device, each module is rebuilt when its
-    last tensor arrived, and kernel tensors keep their storage, so CUDA graphs stay valid. A tensor
-    is kept until its module is complete: a buffer must not be reused before this returns. On CPU
-    vLLM 0.30 skips the packing of expert weights in a reload, which leaves them silently wrong;
-    this function packs them.
-
-    Args:
-        tied: whether the output layer shares the embedding. The checkpoint then has no output
-            layer, vLLM's models skip its name, and the reload gives it a parameter of its own, so
-            the embedding is loaded into both.
-
-    Returns:
-        Names of the parameters that got no tensor.
+    Attributes:
+        unloaded: parameters that nothing was loaded into.
+        reloaded: MoE layer -> why its experts went through vLLM's reload instead of a plain copy.
     """
 
-    def reload(worker: Any) -> set[str]:
+    unloaded: set[str]
+    reloaded: dict[int, str]
+
+
+def push(
+    llm: LLM,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    shape: ModelShape,
+    *,
+    copy_experts: bool = True,
+) -> Pushed:
+    """Stream full tensors with Hugging Face names into the engine.
+
+    Experts are copied into the engine's stacked tensors if these have the plain layout. Everything
+    else goes through vLLM's reload, layer by layer: parameters move to the meta device, each module
+    is rebuilt when its last tensor arrived, and kernel tensors keep their storage, so CUDA graphs
+    stay valid. A tensor is kept until its module is complete: a buffer must not be reused before
+    this returns. On CPU vLLM 0.30 skips the packing of expert weights in a reload, which leaves
+    them silently wrong; this function packs them.
+
+    With tied embeddings the checkpoint has no output layer, vLLM's models skip its name, and the
+    reload gives it a parameter of its own, so the embedding is loaded into both.
+
+    Args:
+        copy_experts: False sends experts through the reload too, for comparisons.
+    """
+    matrices = expert_matrices(shape)
+
+    def reload(worker: Any) -> Pushed:
         from vllm.config import set_current_vllm_config
-        from vllm.model_executor.layers.fused_moe import routed_experts
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
         )
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         model = worker.model_runner.get_model()
+        moe = {
+            int(name.split(".layers.")[1].split(".")[0]): (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, RoutedExperts)
+        }
+        stacked: dict[int, StackedExperts] = {}
+        reloaded: dict[int, str] = {}
+        embedding: list[torch.Tensor] = []
+
+        def rest() -> Iterator[tuple[str, torch.Tensor]]:
+            """Copy experts; yield what the reload has to take."""
+            for name, tensor in weights:
+                layer, expert, part = matrices.get(name, (-1, 0, 0))
+                if layer in stacked:
+                    stacked[layer].copy(expert, part, tensor.detach())
+                    continue
+                if name == _EMBEDDING:
+                    embedding.append(tensor.detach())
+                yield name, tensor.detach()
+
         with (
             torch.no_grad(),
             torch.device(worker.device),
@@ -50,17 +95,18 @@ def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -
             # Read now: the reload removes parameters that vLLM derives from others (in latent
             # attention) until it rebuilds them.
             wanted = {_reported(name) for name, _ in model.named_parameters()}
-            embedding: list[torch.Tensor] = []
-
-            def detached() -> Iterator[tuple[str, torch.Tensor]]:
-                for name, tensor in weights:
-                    if name == _EMBEDDING:
-                        embedding.append(tensor.detach())
-                    yield name, tensor.detach()
-
+            for layer, (_, module) in moe.items() if copy_experts else ():
+                info = get_layerwise_info(module)
+                experts = plain_experts(module, info.kernel_tensors[0], shape)
+                if isinstance(experts, str):
+                    reloaded[layer] = experts
+                else:
+                    stacked[layer] = experts
+                    # The reload loads nothing into it: it puts the tensors back without a warning.
+                    info.load_numel_total = 0
             try:
-                loaded = set(model.load_weights(detached()))
-                if tied and embedding and _HEAD in wanted - loaded:
+                loaded = set(model.load_weights(rest()))
+                if shape.tied and embedding and _HEAD in wanted - loaded:
                     head = model.lm_head.weight
                     head.weight_loader(head, *embedding)
                     loaded.add(_HEAD)
@@ -68,12 +114,15 @@ def push(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], *, tied: bool) -
                 # A reload that stops half-way breaks the next one, so it is always finished.
                 finalize_layerwise_reload(model, worker.model_config)
             if worker.device.type == "cpu":
-                for module in model.modules():
-                    if isinstance(module, routed_experts.RoutedExperts):
-                        module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(
-                            module
-                        )
-        return wanted - {_reported(name) for name in loaded}
+                for _, module in moe.values():
+                    module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(
+                        module
+                    )
+        for layer, experts in stacked.items():
+            if experts.is_complete:
+                loaded |= {f"{moe[layer][0]}.{name}" for name in ("w13_weight", "w2_weight")}
+        unloaded = wanted - {_reported(name) for name in loaded}
+        return Pushed(unloaded=unloaded, reloaded=reloaded)
 
     return llm.collective_rpc(reload)[0]
 

@@ -300,6 +300,37 @@ def sync_weights(
     mesh.world.barrier()
 
 
+def prove_weights(stream: WeightStream, engine: Engine, mesh: Mesh) -> int:
+    """Compare every engine's weights with the policy's, element by element.
+
+    All ranks must call, with the engine's weights awake. Nobody may write to the policy's weights
+    meanwhile.
+
+    Returns:
+        Number of tensors compared on this rank; gate and up of an expert count as one.
+
+    Raises:
+        SyncError: on every rank: an engine holds other weights than the policy somewhere.
+    """
+    found = engine.compare_weights(stream.read())
+    for rank, (different, uncompared) in enumerate(
+        mesh.world.all_gather_object((found.different, found.uncompared))
+    ):
+        if different:
+            raise SyncError(
+                f"rank {rank}: after the weight sync to version {engine.policy_version} "
+                f"{len(different)} tensors of the engine are not the policy's: "
+                f"{', '.join(different[:8])}{', ...' if len(different) > 8 else ''}"
+            )
+        # Layers that reach the engine by its reload are laid out in ways that only it knows.
+        if uncompared and not engine.reloaded_experts:
+            raise SyncError(
+                f"rank {rank}: parameters of the engine were compared with nothing: "
+                f"{', '.join(uncompared[:8])}"
+            )
+    return found.equal
+
+
 def prove_sync(
     engine: Engine,
     policy: Policy,

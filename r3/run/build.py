@@ -10,7 +10,7 @@ from pathlib import Path
 from r3.config import Config
 from r3.engine import Engine
 from r3.handover.memory import Residency, State
-from r3.handover.weights import WeightStream, prove_sync, sync_weights
+from r3.handover.weights import WeightStream, prove_sync, prove_weights, sync_weights
 from r3.metrics.meter import Meter
 from r3.policy import Policy
 from r3.rollout.task import Task
@@ -64,7 +64,8 @@ class Run:
 
         Args:
             policy_version: steps behind the weights; the engine takes this version.
-            prove: compare log-probabilities of engine and policy on four training prompts.
+            prove: compare every weight of the engine with the policy's, then log-probabilities of
+                both on four training prompts.
         """
         with self.meter.phase("sync"):
             self.residency.move(State.SYNC)
@@ -74,6 +75,7 @@ class Run:
             self.residency.move(State.GENERATE)
         if prove:
             with self.meter.phase("prove_sync"):
+                prove_weights(self.weights, self.engine, self.mesh)
                 prompts = self.task.prompts.prompts[:4]
                 prove_sync(self.engine, self.policy, prompts, self.config, self.mesh)
 

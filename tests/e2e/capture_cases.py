@@ -93,6 +93,7 @@ def captured(device: Device) -> dict[str, Any]:
         world.task.shape,
         world.task.tokenizer,
         max_model_len=world.task.max_model_len,
+        from_disk=True,
     )
     small.wake("weights")
     small.wake("kv_cache")

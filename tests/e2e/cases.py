@@ -26,11 +26,13 @@ from r3.engine import (
 from r3.engine.build import refuse_unfit
 from r3.handover.memory import ResidencyError, State
 from r3.handover.rollouts import PackingSpec, distribute
-from r3.handover.weights import SyncError, export, prove_sync, sync_weights
+from r3.handover.weights import SyncError, export, prove_sync, prove_weights, sync_weights
+from r3.metrics.mismatch import mismatch
 from r3.rollout.collect import CollectedRollouts, Collector
 from r3.rollout.scored import gather_rewards, score_all
 from r3.rollout.single_turn import sample_single_turn
 from r3.rollout.task import Task, read_task
+from r3.routing.replay import Mode
 from r3.run.build import build_run
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
@@ -61,28 +63,36 @@ class World:
         self, policy_version: int, *, step: int = 0, engine: Engine | None = None
     ) -> CollectedRollouts:
         """Hold one round of conversations."""
-        rollout = self.config.rollout
-        collector = Collector(
-            engine=engine or self.engine,
-            mesh=self.mesh,
-            setup=self.task.conversation_setup,
-            scorer=self.task.scorer,
-            sampling=Sampling(temperature=rollout.temperature),
-            run_seed=0,
-            samples_per_prompt=rollout.group_size,
-            max_response_tokens=rollout.max_response_tokens,
+        return one_round(
+            engine or self.engine, self.task, self.mesh, self.config, policy_version, step=step
         )
-        prompts = prompts_of_step(
-            self.task.prompts, seed=0, step=step, count=rollout.prompts_per_step
-        )
-        return collector.collect(prompts, policy_version=policy_version, seed_step=step)
 
     def perturb(self, seed: int = 0) -> None:
         """Move the policy's weights, the same way on every replica of a tensor."""
         for slot in self.policy.slots:
             digest = hashlib.blake2b(f"{seed}/{slot.name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-            slot.tensor.add_(torch.randn(slot.tensor.shape, generator=generator) * 0.01)
+            noise = torch.randn(slot.tensor.shape, generator=generator) * 0.01
+            slot.tensor.add_(noise.to(slot.tensor.device))
+
+
+def one_round(
+    engine: Engine, task: Task, mesh: Mesh, config: Config, policy_version: int, *, step: int
+) -> CollectedRollouts:
+    """Hold one round of conversations about the prompts of a step."""
+    rollout = config.rollout
+    collector = Collector(
+        engine=engine,
+        mesh=mesh,
+        setup=task.conversation_setup,
+        scorer=task.scorer,
+        sampling=Sampling(temperature=rollout.temperature),
+        run_seed=0,
+        samples_per_prompt=rollout.group_size,
+        max_response_tokens=rollout.max_response_tokens,
+    )
+    prompts = prompts_of_step(task.prompts, seed=0, step=step, count=rollout.prompts_per_step)
+    return collector.collect(prompts, policy_version=policy_version, seed_step=step)
 
 
 def signature(rollouts: list[Rollout]) -> list[str]:
@@ -119,6 +129,7 @@ def push_equals_fresh_engine(
         world.task.shape,
         world.task.tokenizer,
         max_model_len=world.task.max_model_len,
+        from_disk=True,
     )
     fresh.wake("weights")
     fresh.wake("kv_cache")
@@ -133,6 +144,44 @@ def push_equals_fresh_engine(
         "cached_equal": again == loaded,
         "reads": [world.stream.local_reads, world.stream.peer_reads, world.stream.network_reads],
     }
+
+
+def pushed(device: Device, *, out: str, dtype: str) -> dict[str, Any]:
+    """Return what an engine samples before and after a push of moved weights; export these."""
+    world = World(device, tiny_config(model={"dtype": dtype}, engine={"dtype": dtype}))
+    world.sync(0)
+    before = signature(world.collect(0).rollouts)
+    world.residency.move(State.TRAIN)
+    world.perturb()
+    world.sync(1)
+    compared = prove_weights(world.stream, world.engine, world.mesh)
+    after = signature(world.collect(1).rollouts)
+    cached = signature(world.collect(1).rollouts)
+    like = world.config.model.path
+    export(Path(out), world.stream, world.policy, device, world.mesh, like=like, step=1)
+    return {"before": before, "after": after, "cached": cached, "compared": compared}
+
+
+def loaded(device: Device, *, model: str, dtype: str) -> list[str]:
+    """Return what an engine samples that loads a checkpoint itself.
+
+    With sleep mode, vLLM allows one engine per process on GPUs.
+    """
+    config = tiny_config(model, model={"dtype": dtype}, engine={"dtype": dtype})
+    task = read_task(config)
+    mesh = build_mesh(device, config.parallel)
+    engine = Engine(
+        config,
+        device,
+        task.shape,
+        task.tokenizer,
+        max_model_len=task.max_model_len,
+        from_disk=True,
+    )
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    engine.policy_version, engine._stale_cache = 1, False  # loaded from the files, not pushed to
+    return signature(one_round(engine, task, mesh, config, 1, step=0).rollouts)
 
 
 def engine_guards(device: Device) -> dict[str, str]:
@@ -243,11 +292,18 @@ def _refusal(built: Any, config: Config, *, capture: bool) -> str:
     return "nothing was raised"
 
 
-def step_routes(device: Device, *, ep: int) -> dict[str, Any]:
+def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> dict[str, Any]:
     """Generate, exchange, pack and train on real rollouts; read the routers back and measure the
     mismatch.
+
+    `k3` has it with replayed and with live routes, of the same tokens.
     """
-    config = tiny_config(parallel={"ep": ep}, rollout={"prompts_per_step": 8})
+    config = tiny_config(
+        parallel={"ep": ep},
+        rollout={"prompts_per_step": 8},
+        model={"dtype": dtype},
+        engine={"dtype": dtype},
+    )
     world = World(device, config)
     world.sync(0)
     proof = prove_sync(
@@ -266,13 +322,20 @@ def step_routes(device: Device, *, ep: int) -> dict[str, Any]:
     used: dict[int, list[torch.Tensor]] = {layer: [] for layer in policy.shape.moe_layers}
     hooks = [
         layer.mlp.router.register_forward_hook(
-            lambda _m, _i, out, number=layer.layer_number - 1: used[number].append(out[1])
+            lambda _m, _i, out, number=layer.layer_number - 1: used[number].append(out[1].cpu())
         )
         for layer in policy.chunks[0].decoder.layers
     ]
     metrics = policy.forward_backward(batch)
     for hook in hooks:
         hook.remove()
+    k3 = {}
+    modes: tuple[Mode, ...] = ("replay", "live")
+    for mode in modes:
+        scores = policy.score(batch.micro_batches, mode=mode)
+        columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
+        part = mismatch(*(torch.cat(column) for column in columns))["k3"]
+        k3[mode] = type(part).reduce([part])
     slots = wrong = 0
     for i, micro_batch in enumerate(batch.micro_batches):
         captured = micro_batch.captured_N
@@ -287,13 +350,14 @@ def step_routes(device: Device, *, ep: int) -> dict[str, Any]:
         "proof": proof,
         "slots": slots,
         "wrong": wrong,
+        "k3": k3,
         "abs_max": metrics["mismatch/abs_max"].value,
     }
 
 
-def sampled(device: Device, *, ep: int, max_num_seqs: int = 64) -> dict[str, str]:
+def sampled(device: Device, *, ep: int, **engine: Any) -> dict[str, str]:
     """(prompt, member) -> tokens of two steps, to compare over ranks and batch sizes."""
-    world = World(device, tiny_config(parallel={"ep": ep}, engine={"max_num_seqs": max_num_seqs}))
+    world = World(device, tiny_config(parallel={"ep": ep}, engine=engine))
     world.sync(0)
     found = {}
     for step in (1, 2):

@@ -107,6 +107,7 @@ class Talker:
             self.task.shape,
             self.task.tokenizer,
             max_model_len=config.engine.max_model_len,
+            from_disk=True,
         )
         self.engine.wake("weights")
         self.engine.wake("kv_cache")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from r3.engine import Engine
+from r3.engine.weights import push
 from r3.handover.memory import State
-from r3.handover.weights import export, prove_sync
+from r3.handover.weights import SyncError, export, prove_sync, prove_weights
 from r3.runtime.device import Device
 from tests.e2e.cases import World, signature
 from tests.tiny import tiny_config
@@ -26,6 +31,7 @@ def pushed_family(device: Device, *, model: str, out: str) -> dict[str, Any]:
     world.residency.move(State.TRAIN)
     world.perturb()
     world.sync(1)
+    compared = prove_weights(world.stream, world.engine, world.mesh)
     proofs.append(prove_sync(world.engine, world.policy, prompts, world.config, world.mesh))
     answers = world.collect(1).rollouts
     pushed = signature(answers)
@@ -38,6 +44,7 @@ def pushed_family(device: Device, *, model: str, out: str) -> dict[str, Any]:
         world.task.shape,
         world.task.tokenizer,
         max_model_len=world.task.max_model_len,
+        from_disk=True,
     )
     fresh.wake("weights")
     fresh.wake("kv_cache")
@@ -45,9 +52,72 @@ def pushed_family(device: Device, *, model: str, out: str) -> dict[str, Any]:
         1,
         False,
     )  # it was loaded from the files, not pushed to
+    equal = pushed == signature(world.collect(1, engine=fresh).rollouts)
+    tensors = held_tensors(world.engine) == held_tensors(fresh)
+    by_reload = push(world.engine.llm, world.stream.read(), world.task.shape, copy_experts=False)
+    world.engine.reset_cache()
+    again = signature(world.collect(1).rollouts)
     return {
+        "compared": [compared, len(world.stream.shapes)],
+        "gates": world.policy.shape.num_experts * len(world.policy.shape.moe_layers),
+        "tensors_equal": tensors,
+        "reloaded": world.engine.reloaded_experts,
+        "reload_equal": again == pushed and not by_reload.unloaded,
+        "faults": planted_faults(world),
         "moved": before != pushed,
-        "equal": pushed == signature(world.collect(1, engine=fresh).rollouts),
+        "equal": equal,
         "proofs": proofs,
         "routes": list(answers[0].routed_experts.shape),
     }
+
+
+def held_tensors(engine: Engine) -> dict[str, str]:
+    """Digest of every parameter and buffer of the engine's model."""
+
+    def look(worker: Any) -> dict[str, str]:
+        model = worker.model_runner.get_model()
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        return {
+            name: hashlib.sha256(
+                tensor.detach().contiguous().clone().view(-1).view(torch.uint8).numpy().data
+            ).hexdigest()
+            for name, tensor in tensors
+            if tensor.numel()
+        }
+
+    return engine.llm.collective_rpc(look)[0]
+
+
+def planted_faults(world: World) -> dict[str, str]:
+    """Return what the comparison of weights says of engines with a planted fault."""
+    said: dict[str, str] = {}
+
+    def provoke(name: str, plant: Callable[[Any], None]) -> None:
+        world.engine.llm.collective_rpc(lambda worker: plant(worker.model_runner.get_model()))
+        try:
+            prove_weights(world.stream, world.engine, world.mesh)
+            said[name] = "nothing was raised"
+        except SyncError as error:
+            said[name] = str(error)
+        world.engine.load_weights(world.stream.shapes, world.stream.read(), policy_version=1)
+
+    def one_number(model: Any) -> None:
+        norm = model.model.layers[1].input_layernorm.weight
+        norm.data[3] = torch.nextafter(norm.data[3], torch.tensor(9.0, dtype=norm.dtype))
+
+    def exchange(model: Any) -> None:
+        (stacked,) = (
+            module
+            for name, module in model.named_modules()
+            if ".1." in name and type(module).__name__ == "RoutedExperts"
+        )
+        stacked.w2_weight.data[[0, 3]] = stacked.w2_weight.data[[3, 0]].clone()
+
+    provoke("one number", one_number)
+    if 1 in world.policy.shape.moe_layers:
+        provoke("two experts", exchange)
+    # The kernels read the head from its own packed copy: the embedding alone is not enough.
+    if world.policy.shape.tied:
+        provoke("embedding", lambda model: model.model.embed_tokens.weight.data[5].zero_())
+    prove_weights(world.stream, world.engine, world.mesh)
+    return said

@@ -1,10 +1,13 @@
-"""The same cases as on CPU, on a CUDA device: `pytest -m gpu`. They need one GPU and vLLM's CUDA
-build; CI does not run them.
+"""The same cases as on CPU, on a CUDA device: `pytest -m gpu`.
+
+They need one GPU and vLLM's CUDA build; CI does not run them. Without a GPU the same command
+rehearses them on CPU.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,25 +17,36 @@ from tests.world import run_world
 pytestmark = pytest.mark.gpu
 
 
-def test_captured_routes_are_the_routes_used() -> None:
-    (result,) = run_world(cases.step_routes, 1, ep=1, engine_dtype="bfloat16", timeout_s=600.0)
-    assert result["slots"] > 1000
-    assert result["wrong"] == 0
+@pytest.fixture(scope="module")
+def routes() -> dict[str, Any]:
+    """One step in bfloat16 on both sides."""
+    (result,) = run_world(cases.step_routes, 1, ep=1, dtype="bfloat16", timeout_s=600.0)
+    return result
 
 
-def test_replay_lowers_the_mismatch_on_the_same_tokens() -> None:
-    (result,) = run_world(cases.step_routes, 1, ep=1, engine_dtype="bfloat16", timeout_s=600.0)
-    assert result["figures"]["replay/k3"] < result["figures"]["live/k3"]
+def test_captured_routes_are_the_routes_used(routes: dict[str, Any]) -> None:
+    assert routes["slots"] > 1000
+    assert routes["wrong"] == 0
+
+
+def test_engine_and_policy_agree_within_bfloat16(routes: dict[str, Any]) -> None:
+    # 3e-5 on CPU, replayed or live: the routers of this model are decided. Wrong weights give 0.1.
+    assert 0 < routes["k3"]["replay"] < 1e-3
+    assert 0 < routes["k3"]["live"] < 1e-3
 
 
 def test_push_makes_the_engine_equal_to_a_freshly_loaded_one(tmp_path: Path) -> None:
-    (result,) = run_world(
-        cases.push_equals_fresh_engine, 1, ep=1, out=str(tmp_path), timeout_s=600.0
-    )
-    assert result["moved"] and result["equal"] and result["cached_equal"]
+    folder = str(tmp_path / "export")
+    (engine,) = run_world(cases.pushed, 1, out=folder, dtype="bfloat16", timeout_s=600.0)
+    assert engine["before"] != engine["after"], "the moved weights must sample something else"
+    (fresh,) = run_world(cases.loaded, 1, model=folder, dtype="bfloat16", timeout_s=600.0)
+    assert engine["after"] == fresh
+    assert engine["cached"] == fresh
+    assert engine["compared"] > 0
 
 
 def test_float32_head_is_computed_on_both_sides() -> None:
     (result,) = run_world(precision_cases.head, 1, fp32=True, timeout_s=600.0)
     assert (result["types"], result["rounded"]) == (["torch.float32"], False)
+    # Logits from bfloat16 operands multiplied in float32, against float64: rounding of the sums.
     assert result["policy_error"] <= 1e-4

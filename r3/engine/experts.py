@@ -1,0 +1,103 @@
+"""Expert weights copied straight into the stacked tensors of vLLM's MoE layers, past its reload.
+
+vLLM's reload takes one matrix of one expert at a time, and for each compares its name with every
+name of the layer and counts the elements it loads. A model of 48 layers and 128 experts has 18,432
+such matrices: 5 to 7 seconds per weight sync, and all of them are kept until their layer is
+complete. Here each is one copy into its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from r3.models.shape import ModelShape
+
+# Kernels that read experts as they are loaded, and whose weights the copy below therefore makes.
+_PLAIN_KERNELS = ("TRITON", "CPU")
+
+
+def expert_matrices(shape: ModelShape) -> dict[str, tuple[int, int, int]]:
+    """Map the name of every expert weight to (decoder layer, expert, 0 gate, 1 up or 2 down)."""
+    names = shape.moe_names
+    return {
+        f"model.layers.{layer}.{names.expert.format(e=expert)}.{piece}.weight": (
+            layer,
+            expert,
+            part,
+        )
+        for layer in shape.moe_layers
+        for expert in range(shape.num_experts)
+        for part, piece in enumerate(names.gate_up_down)
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedExperts:
+    """The routed experts of one MoE layer on one rank of the engine.
+
+    Attributes:
+        w13: `[E, 2F/tp, D]`, this rank's rows of gate over its rows of up.
+        w2: `[E, D, F/tp]`, this rank's columns of down.
+        rank: number of this rank among the tp ranks of the engine.
+        copied: what `copy` was called with, (expert, part).
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    rank: int
+    copied: set[tuple[int, int]] = field(default_factory=set)
+
+    def copy(self, expert: int, part: int, full: torch.Tensor) -> None:
+        """Copy this rank's part of a full matrix.
+
+        Args:
+            part: 0 gate, 1 up, 2 down.
+            full: `[F, D]` of gate or up, `[D, F]` of down.
+        """
+        width = self.w2.shape[-1]
+        if part == 2:
+            self.w2[expert].copy_(full.narrow(1, self.rank * width, width))
+        else:
+            rows = full.narrow(0, self.rank * width, width)
+            self.w13[expert].narrow(0, part * width, width).copy_(rows)
+        self.copied.add((expert, part))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every matrix of every expert was copied."""
+        return len(self.copied) == 3 * len(self.w13)
+
+
+def plain_experts(
+    module: Any, tensors: Mapping[str, torch.Tensor], shape: ModelShape
+) -> StackedExperts | str:
+    """The stacked tensors of vLLM's `RoutedExperts` if they are laid out plainly, else why not.
+
+    Args:
+        tensors: the parameters that the kernels of `module` read, by their names there.
+    """
+    method = module.quant_method
+    backend = getattr(getattr(method, "unquantized_backend", None), "name", "unknown")
+    if backend not in _PLAIN_KERNELS:
+        return f"{type(method).__name__} with kernel {backend} has a weight layout of its own"
+    parallel = module.moe_config.moe_parallel_config
+    width = shape.moe_ffn_size // parallel.tp_size
+    expected = {
+        "w13_weight": (shape.num_experts, 2 * width, shape.hidden_size),
+        "w2_weight": (shape.num_experts, shape.hidden_size, width),
+    }
+    # The router's bias is the gate's parameter, which is loaded there.
+    own = {name: tensor for name, tensor in tensors.items() if name != "e_score_correction_bias"}
+    actual = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    if actual != expected:
+        return f"its parameters are {actual}, not {expected}"
+    if not all(tensor.is_contiguous() for tensor in own.values()):
+        return "its parameters are not contiguous"
+    return StackedExperts(
+        w13=tensors["w13_weight"].data, w2=tensors["w2_weight"].data, rank=parallel.tp_rank
+    )

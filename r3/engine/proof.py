@@ -1,0 +1,184 @@
+"""Whether the engine's kernels read exactly the policy's weights, element by element.
+
+The log-probabilities of a few tokens say whether the two compute the same function, within the
+rounding of the types: in bfloat16 a stale tensor or two exchanged experts can stay below it. This
+comparison has no tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from r3.engine.experts import StackedExperts, expert_matrices, plain_experts
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from r3.models.shape import ModelShape
+
+# vLLM's fused linear layers -> the checkpoint's layers that they join, in order.
+_JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+
+
+# Made by latent attention from kv_b_proj at the end of a load; the log-probabilities cover them.
+_DERIVED = ("W_UV", "W_UK", "W_UK_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What comparing an engine's weights with the policy's found.
+
+    Attributes:
+        equal: checkpoint tensors whose part on this rank equals the engine's.
+        different: names of those that do not.
+        uncompared: engine parameters in a layout that cannot be read back. With the kernels that R3
+            asks for there are none.
+    """
+
+    equal: int
+    different: list[str]
+    uncompared: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Rows `start .. start + rows` of an engine parameter, which one checkpoint tensor fills."""
+
+    parameter: str
+    start: int
+    rows: int
+
+
+def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> Comparison:
+    """Compare full tensors with the parameters of this rank's engine. Changes nothing.
+
+    Args:
+        weights: all tensors of the checkpoint, under their Hugging Face names.
+    """
+    matrices = expert_matrices(shape)
+
+    def look(worker: Any) -> Comparison:
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+        model = worker.model_runner.get_model()
+        rank = worker.vllm_config.parallel_config.rank % _tp_size(worker)
+        parameters: dict[str, torch.Tensor] = {}
+        pieces: dict[str, list[_Piece]] = {}
+        experts: dict[int, tuple[StackedExperts, Callable[[torch.Tensor], torch.Tensor]]] = {}
+        uncompared: list[str] = []
+        modules = dict(model.named_modules())
+        for name, parameter in model.named_parameters():
+            path, _, leaf = name.rpartition(".")
+            module = modules[path]
+            if leaf in _DERIVED:
+                continue
+            if isinstance(module, RoutedExperts):
+                own = {key: getattr(module, key) for key in ("w13_weight", "w2_weight")}
+                found = plain_experts(module, own, shape) if leaf in own else "not a weight"
+                if isinstance(found, str):
+                    uncompared.append(name)
+                else:
+                    layer = int(name.split(".layers.")[1].split(".")[0])
+                    experts[layer] = (found, _packing(module))
+                continue
+            parameters[name] = _effective(module, parameter) if leaf == "weight" else parameter.data
+            parent, _, last = path.rpartition(".")
+            joined = _JOINED.get(last, (last,))
+            sizes = getattr(module, "output_partition_sizes", [])
+            if len(sizes) != len(joined):
+                sizes = [len(parameters[name])]
+            start = 0
+            for piece, rows in zip(joined, sizes, strict=True):
+                source = f"{parent}.{piece}.{leaf}" if parent else f"{piece}.{leaf}"
+                if source == "lm_head.weight" and shape.tied:
+                    source = "model.embed_tokens.weight"
+                pieces.setdefault(source, []).append(_Piece(parameter=name, start=start, rows=rows))
+                start += rows
+
+        equal, different = 0, []
+        seen: set[str] = set()
+        gates: dict[tuple[int, int], torch.Tensor] = {}
+        with torch.no_grad():
+            for name, full in weights:
+                if name in matrices:
+                    layer, expert, part = matrices[name]
+                    if layer not in experts:
+                        continue
+                    stack, pack = experts[layer]
+                    width = stack.w2.shape[-1]
+                    local = full.narrow(1 if part == 2 else 0, stack.rank * width, width)
+                    local = local.to(stack.w2.dtype)
+                    if part == 0:  # compared with up, which follows
+                        gates[layer, expert] = local
+                        continue
+                    if part == 1:
+                        local = torch.cat([gates.pop((layer, expert)), local])
+                    target = stack.w2 if part == 2 else stack.w13
+                    same = torch.equal(pack(local), target[expert])
+                    seen |= {name}
+                else:
+                    filled = pieces.get(name, [])
+                    same = bool(filled) and all(
+                        _same(full, parameters[piece.parameter], piece, rank, _tp_size(worker))
+                        for piece in filled
+                    )
+                    seen |= {piece.parameter for piece in filled}
+                equal += same
+                if not same:
+                    different.append(name)
+        uncompared += sorted(parameters.keys() - seen)
+        return Comparison(equal=equal, different=different, uncompared=uncompared)
+
+    return llm.collective_rpc(look)[0]
+
+
+def _tp_size(worker: Any) -> int:
+    return int(worker.vllm_config.parallel_config.tensor_parallel_size)
+
+
+def _same(full: torch.Tensor, held: torch.Tensor, piece: _Piece, rank: int, ranks: int) -> bool:
+    """Whether rows of a parameter are this rank's part of a full tensor, in its own type."""
+    part = held[piece.start : piece.start + piece.rows]
+    if part.dim() > 1 and full.shape[1] > part.shape[1]:  # columns are divided over the ranks
+        full = full.narrow(1, rank * part.shape[1], part.shape[1])
+    if len(full) > len(part):  # rows are; key and value heads may be held by several ranks each
+        shards = -(-len(full) // len(part))
+        start = (rank * shards // ranks) * len(part)
+        full = full[start : start + len(part)]
+    # A vocabulary is padded with rows that are no tokens.
+    return torch.equal(full.to(part.dtype), part[: len(full)])
+
+
+def _effective(module: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """The weight that the layer multiplies by.
+
+    On CPU oneDNN packs the weights of linear layers, and vLLM drops its own copy or keeps one that
+    is not used. The product of the layer with the identity is its weight, exactly.
+    """
+    if not hasattr(module, "cpu_linear") or not hasattr(module, "quant_method"):
+        return parameter.data
+    if type(module).__name__ == "VocabParallelEmbedding":  # looked up, not multiplied
+        return parameter.data
+    names = ("input_size_per_partition", "input_size", "embedding_dim")
+    inputs = next(getattr(module, name) for name in names if hasattr(module, name))
+    dtype = getattr(module, "params_dtype", parameter.dtype)
+    with torch.no_grad():
+        return module.quant_method.apply(module, torch.eye(inputs, dtype=dtype), None).t()
+
+
+def _packing(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what is done to one expert's matrix before kernels read it: on CPU it is packed."""
+    isa = getattr(module.quant_method.moe_kernel.fused_experts, "isa", None)
+    if isa is None:
+        return lambda matrix: matrix
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    return lambda matrix: cpu_prepack_moe_weight(matrix[None].contiguous(), isa)[0]

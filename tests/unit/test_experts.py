@@ -1,0 +1,61 @@
+"""Expert matrices on their way into an engine's stacked tensors; a real engine is in tests/e2e."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from r3.engine.experts import StackedExperts, expert_matrices
+from r3.models.shape import ModelShape
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+EXPERTS, WIDTH, HIDDEN = 3, 8, 5
+
+
+def matrices() -> dict[tuple[int, int], torch.Tensor]:
+    """(expert, part) -> full matrix; gate and up `[F, D]`, down `[D, F]`."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    return {
+        (expert, part): torch.randn(sizes[part], generator=generator)
+        for expert in range(EXPERTS)
+        for part in range(3)
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_rank_gets_its_rows_of_gate_and_up_and_columns_of_down(ranks: int) -> None:
+    full = matrices()
+    width = WIDTH // ranks
+    for rank in range(ranks):
+        stacked = StackedExperts(
+            w13=torch.full((EXPERTS, 2 * width, HIDDEN), torch.nan, dtype=torch.bfloat16),
+            w2=torch.full((EXPERTS, HIDDEN, width), torch.nan, dtype=torch.bfloat16),
+            rank=rank,
+        )
+        for (expert, part), matrix in full.items():
+            assert not stacked.is_complete
+            stacked.copy(expert, part, matrix)
+        assert stacked.is_complete
+        mine = slice(rank * width, (rank + 1) * width)
+        for expert in range(EXPERTS):
+            gate, up, down = (full[expert, part].bfloat16() for part in range(3))
+            assert torch.equal(stacked.w13[expert], torch.cat([gate[mine], up[mine]]))
+            assert torch.equal(stacked.w2[expert], down[:, mine])
+
+
+def test_a_matrix_that_came_twice_does_not_stand_for_another() -> None:
+    stacked = StackedExperts(w13=torch.zeros(1, 4, 3), w2=torch.zeros(1, 3, 2), rank=0)
+    for part in (0, 1, 1):
+        stacked.copy(0, part, torch.ones(2, 3))
+    assert not stacked.is_complete
+
+
+def test_names_of_all_expert_matrices_are_the_checkpoints() -> None:
+    shape = ModelShape.read(tiny_config().model.path)
+    names = expert_matrices(shape)
+    assert names.keys() == {name for name in shape.tensor_shapes if ".experts." in name}
+    layer = shape.moe_layers[1]
+    assert names[f"model.layers.{layer}.mlp.experts.3.up_proj.weight"] == (layer, 3, 1)
