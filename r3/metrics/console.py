@@ -115,7 +115,7 @@ def notes(row: Mapping[str, float]) -> list[str]:
     others = [key for key in sorted(row) if key.startswith(_EVAL) and key != _EVAL]
     first = next((key for key in others if key.endswith("/accuracy")), None)
     found += [
-        f"{key.removeprefix(_EVAL).replace('/', ' ')} {row[key]:.3f}"
+        f"{key.removeprefix(_EVAL).removesuffix('/accuracy').replace('/', ' ')} {row[key]:.3f}"
         for key in others
         if key != first
     ]
