@@ -216,7 +216,7 @@ def _from_python_file(word: str) -> tuple[Config, str]:
     try:
         found = runpy.run_path(path)
         config = found[name]() if callable(found.get(name)) else found.get(name)
-    except Exception as error:  # the code is the user's and may raise anything
+    except (Exception, SystemExit) as error:  # users' code may raise anything, sys.exit(0) too
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == path), 0)
         rule = f"line {line} raises {type(error).__name__}: {error}"

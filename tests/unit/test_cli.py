@@ -250,6 +250,7 @@ def test_a_python_function_is_a_preset(tmp_path: Path) -> None:
         ("my.py", "def f(): return 1", "my.py:f", "f gives a int, not a Config"),
         ("my.py", "\ndef f(): return 1 / 0", "my.py:f", "line 2 raises ZeroDivisionError"),
         ("my.py", "def f(:", "my.py:f", "raises SyntaxError"),
+        ("my.py", "import sys\nsys.exit(0)", "my.py:f", "line 2 raises SystemExit: 0"),
         ("my.py", "", "other.py:f", "there is no such file. Fix: give path/to/file.py:function"),
     ],
 )
