@@ -5,15 +5,18 @@ UV ?= uv
 CODE := $(wildcard train.py r3 configs tests tools benchmarks examples docs)
 TESTS ?= tests
 PYTEST_ARGS ?= -m "not gpu" --durations=15
+# One half of all tests: those of tests/e2e that run the pages' commands, and all of other folders.
+PASTED := tests/e2e/test_docs_commands.py tests/e2e/test_examples.py
+HALF := tests/unit tests/repo tests/ranks $(PASTED)
 
 # Ranks and tests share few cores; spinning OpenMP threads would slow each other down several times.
 test: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare test lint fmt docs lock clean
+.PHONY: help setup demo compare test lint fmt docs lock resolve signatures clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## create or refresh .venv with the CPU stack (about two minutes; at once when nothing changed)
 	@tools/setup_env.sh
@@ -26,7 +29,16 @@ compare: demo ## train the demo once more without replay; both runs on one page,
 	$(PY) -m r3.report runs/tiny runs/tiny-off -o runs/compare.html
 
 test: lint ## lint, format check, types, then all tests that need no GPU
+ifeq ($(origin TESTS) $(origin PYTEST_ARGS),file file)
+	@# In two halves at once, because a test seldom keeps two cores busy.
+	@log=$$(mktemp); trap 'kill $$half' INT TERM; \
+	$(PY) -m pytest $(PYTEST_ARGS) $(HALF) > $$log 2>&1 & half=$$!; \
+	echo "beside these run $(HALF):"; \
+	$(PY) -m pytest $(PYTEST_ARGS) $(PASTED:%=--ignore=%) tests/e2e tests/gpu; code=$$?; \
+	wait $$half || code=$$?; cat $$log; rm $$log; exit $$code
+else
 	$(PY) -m pytest $(PYTEST_ARGS) $(TESTS)
+endif
 
 lint: setup ## ruff check, format check, mypy
 	$(PY) -m ruff check $(CODE)
@@ -47,6 +59,19 @@ lock: ## resolve requirements/cpu.in into cpu.txt; LOCK_ARGS=--upgrade moves the
 	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	  --custom-compile-command 'make lock   (needs uv; how and why: requirements/README.md)' \
 	  --output-file requirements/cpu.txt --quiet $(LOCK_ARGS)
+
+# Wheels only, as on a cluster without compilers. llguidance, which vLLM needs, asks for glibc 2.31.
+resolve: ## resolve the GPU stack for each supported vLLM and Python (needs uv and the network)
+	@set -e; for vllm in 0.30.0 0.26.0; do for python in 3.12 3.11; do \
+	  printf 'vllm %s, Python %s: ' $$vllm $$python; \
+	  echo "vllm==$$vllm" | $(UV) pip compile pyproject.toml - --extra gpu --extra dev --quiet \
+	    --only-binary :all: --no-header --no-annotate --python-version $$python \
+	    --python-platform x86_64-manylinux_2_31 >.resolved; \
+	  grep -E '^(torch|megatron-core|transformers|numpy)==' .resolved | paste -s -d ' '; \
+	done; done; rm .resolved
+
+signatures: setup ## read what R3 calls from the wheels of the supported versions (2 GB once, into .upstream)
+	$(PY) tools/upstream.py
 
 clean: ## remove caches and build outputs; keeps .venv and runs/
 	rm -rf build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from r3.cli import parse as cli
+from r3.metrics.console import stage
 
 if TYPE_CHECKING:
     from r3.run.build import Run
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Parse, build, loop, close."""
-    invocation = cli.parse(sys.argv[1:])  # ends here for help, dry runs and wrong settings
-    from r3.run.start import begin  # torch is imported from here on
+    with cli.interruptible():
+        invocation = cli.parse(sys.argv[1:])  # ends here for help, dry runs and wrong settings
+        with stage("importing torch and transformers"):
+            from r3.run.start import begin, ending, prepare, refusing
 
-    with begin(invocation) as run:  # ends here for wrong data and folders that cannot be resumed
-        if run.config.eval.only:
-            evaluate(run, run.steps_done)
-            run.meter.close_step(run.steps_done)
-        else:
+        with refusing():  # ends here for wrong data and folders that cannot be resumed
+            prepared = prepare(invocation)
+    if prepared:  # not if it was only to be checked, or is finished already
+        with ending(prepared), begin(prepared) as run:
             train(run)
 
 
@@ -40,10 +42,14 @@ def train(run: Run) -> None:
     from r3.rollout.scored import score_all
     from r3.rollout.step import RolloutSource
     from r3.routing.ledger import reconcile
-    from r3.run.dumps import dump_rollouts
     from r3.run.save import Saver, export_weights
+    from r3.view.live import record_samples
 
     config, task, policy, meter = run.config, run.task, run.policy, run.meter
+    if config.eval.only:
+        evaluate(run, run.steps_done)
+        meter.close_step(run.steps_done)
+        return
     source, saver = RolloutSource(run.engine, task, config, run.mesh), Saver(run)
     if run.start.found:
         source.restore(run.start.found.folder)
@@ -52,6 +58,7 @@ def train(run: Run) -> None:
         meter.close_step(0)
 
     for step in range(run.steps_done + 1, config.train.steps + 1):
+        meter.open_step(step)
         version = step - 1  # the engine samples with the weights after this many steps
 
         # 1 sync: the engine takes the policy's weights
@@ -91,10 +98,7 @@ def train(run: Run) -> None:
 
         # 6 report
         meter.add(run.residency.metrics())
-        if (step == 1 and config.log.rollouts_every) or every(step, config.log.rollouts_every):
-            prompts = task.prompts.prompts
-            dumped = dump_rollouts(run.folder, step, scored, run.mesh.world, prompts)
-            meter.show_samples(step, dumped)
+        record_samples(run, step, scored)
         if task.heldout and (step == config.train.steps or every(step, config.eval.every)):
             evaluate(run, step)
         reconcile(meter.close_step(step))  # every captured route was replayed exactly once

@@ -1,15 +1,14 @@
-"""Trains `tiny-moe` for ten steps with every advantage, loss and correction: does each of them move
-the model?
+"""Train `tiny-moe` for ten steps with every advantage, loss and correction.
 
-    .venv/bin/python benchmarks/algorithms.py                    all of them, one after the other
+    .venv/bin/python benchmarks/algorithms.py                    all, one after the other
     .venv/bin/python benchmarks/algorithms.py --only gspo pg     some; the others keep their figures
-    .venv/bin/python benchmarks/algorithms.py --table            the table of README.md once more,
-    from the json
+    .venv/bin/python benchmarks/algorithms.py --table            rewrite the table from the json
 
-One rank, policy in float32 and engine in bfloat16, so that there is a mismatch to correct. Two
-updates a step, so that the second one sees ratios other than 1. Every figure is a row of a run's
-own metrics.jsonl, or the mean of its column. Writes results/algorithms.json, and the table between
-the marks in README.md.
+The benchmark shows whether each of them changes the model. It uses one rank, a float32 policy and a
+bfloat16 engine, so that there is a mismatch to correct. Each step has two updates, so that the
+second one has ratios other than 1. Every figure is a row of a run's own metrics.jsonl, or the mean
+of its column. The script writes results/algorithms.json and the table between the marks in
+README.md.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ Row = Mapping[str, float]
 
 
 def main() -> None:
-    """Run what is asked for, keep the rest, write the table."""
+    """Run the chosen cases, keep the figures of the others and write the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -122,7 +121,7 @@ def main() -> None:
                 found["algorithms"][name] = run(
                     Path(folder) / "run", words.steps, ALGORITHMS[name].split()
                 )
-            # After each, so that a run that is stopped loses only the one it was at.
+            # Write after each case, so that an interrupted benchmark loses only the current one.
             RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             print(row_of(name, found["algorithms"][name]), flush=True)
     before, rest = README.read_text().split(MARKS[0])

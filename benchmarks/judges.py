@@ -1,12 +1,18 @@
-"""Judges beside the engine: what a round takes when its judge is slow, and what was judged before
-the last answer was written.
+"""Measure how long a round takes with a slow reward function that runs beside the engine.
 
     .venv/bin/python -m benchmarks.judges                    one rank, two minutes on one core
 
-Arms answer the same prompts with the shipped model, all at once, and differ in the judge: none to
-speak of (`exact`); an async function that sleeps, as a server would; the same called in the loop,
-which is what a judge costs that the engine waits for; a reward model in dynamic batches, and in
-batches of one. Every round runs each arm once, in turns. Writes judges.json to benchmarks/results/.
+Every arm samples responses to the same prompts with the shipped model, all at once. The arms differ
+in the reward function:
+
+- `exact`, which takes almost no time;
+- an async function that sleeps, as a call to a server would;
+- the same function called in the engine's loop, so that the engine waits for it;
+- a reward model in dynamic batches;
+- a reward model in batches of one.
+
+Every round runs each arm once. The script also counts how many responses were scored before the
+last one was sampled. It writes judges.json to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from tests.world import run_world
 
 
 def main() -> None:
-    """Take turns, write, print."""
+    """Run the arms in turns, write the figures and print them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,7 +63,7 @@ def main() -> None:
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds; the largest difference of scores."""
+    """Return medians over the rounds, and the largest difference of scores."""
     figures: dict[str, Any] = {
         name: statistics.median(each[name] for each in rounds)
         for name in ("seconds", "writing_s", "judged_before_last", "answers", "judge_mean_s")

@@ -1,10 +1,8 @@
-"""Runs `tiny` for several seeds and draws what it learns, and what replay is worth when the engine
-rounds to bfloat16.
+"""Run `tiny` for several seeds; draw its learning curve and the effect of replay in bfloat16.
 
-    .venv/bin/python benchmarks/learning_curve.py            twelve runs, eight minutes on two
-    shared cores
+    .venv/bin/python benchmarks/learning_curve.py    twelve runs, eight minutes on two shared cores
 
-Nothing is computed here but means: every figure is a row of a run's own metrics.jsonl. Writes
+Every figure is a row of a run's own metrics.jsonl, or a mean of such rows. The script writes
 learning_curve.json and learning_curve.png to benchmarks/results/.
 """
 
@@ -60,7 +58,7 @@ Row = Mapping[str, float]
 
 
 def main() -> None:
-    """Run, gather, write, draw."""
+    """Run all seeds, gather their figures, write and draw them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,9 +121,7 @@ def main() -> None:
 
 
 def run(folder: Path, seed: int, steps: int, *flags: str) -> tuple[list[Row], dict[str, Any]]:
-    """Rows of metrics.jsonl of one run on two ranks, and how it was started and how long it
-    took.
-    """
+    """Train on two ranks; return the rows of metrics.jsonl, and the command with its time."""
     settings = ("--train.seed", str(seed), "--train.steps", str(steps), *flags)
     arguments = ["--standalone", "--nproc_per_node", str(RANKS), "train.py", "tiny", *settings]
     load = os.getloadavg()[0]
@@ -150,9 +146,7 @@ def run(folder: Path, seed: int, steps: int, *flags: str) -> tuple[list[Row], di
 
 
 def curve(rows: Sequence[Row], how: Mapping[str, Any]) -> dict[str, Any]:
-    """What one seed learnt, and when. Seconds of training are those of the steps, evaluations among
-    them.
-    """
+    """Return the learning curve of one seed. Seconds of training include evaluations."""
     accuracy = {
         int(row["step"]): row["eval/heldout/accuracy"]
         for row in rows
@@ -178,9 +172,7 @@ def curve(rows: Sequence[Row], how: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gap(runs: Sequence[tuple[Sequence[Row], Mapping[str, Any]]]) -> dict[str, Any]:
-    """The gap between engine and policy over all steps of all seeds, with replayed and with live
-    routes.
-    """
+    """Return the mismatch over all steps of all seeds, with replayed and with live routes."""
     rows = [row for run_rows, _ in runs for row in run_rows if "mismatch/k3" in row]
     pairs = [(row["mismatch/k3_replay"], row["mismatch/k3_live"]) for row in rows]
     return {
@@ -212,7 +204,7 @@ def gap(runs: Sequence[tuple[Sequence[Row], Mapping[str, Any]]]) -> dict[str, An
 
 
 def source() -> dict[str, Any]:
-    """The commit that ran, and whether files differed from it."""
+    """Return the commit that ran, and whether files differed from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -243,9 +235,7 @@ def hardware() -> dict[str, Any]:
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Accuracy and reward of every seed, and below them the gap with replayed and with live
-    routes.
-    """
+    """Draw accuracy and reward of every seed; below, the mismatch with replayed and live routes."""
     plt.rcParams.update(
         {
             "font.size": 9,
@@ -345,7 +335,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
 
 
 def report(found: Mapping[str, Any]) -> None:
-    """The figures in short."""
+    """Print a summary of the figures."""
     for seed, made in found["seeds"].items():
         accuracy = " ".join(
             f"{step}:{value:.3f}" for step, value in made["heldout_accuracy"].items()

@@ -1,14 +1,13 @@
-"""What replay is worth and what it costs: experiments E5 (paired mismatch), E6 (wrong routes) and
-E12 (usefulness, cost).
+"""Measure the benefit and the cost of replay.
 
-    .venv/bin/python -m benchmarks.mismatch                          all of it
-    .venv/bin/python -m benchmarks.mismatch --experiments E12 --seeds 1      one part of it
-    .venv/bin/python -m benchmarks.mismatch --redraw                 table and picture once more,
-    from the json
+    .venv/bin/python -m benchmarks.mismatch                                all experiments
+    .venv/bin/python -m benchmarks.mismatch --experiments E12 --seeds 1    one part
+    .venv/bin/python -m benchmarks.mismatch --redraw                       rewrite table and picture
 
-E5 and E6 are the cases of tests/e2e/mismatch_cases.py and tests/ranks/dose_cases.py, with more
-tokens; E12 are runs of train.py. What mismatch.json holds already is not measured again. Writes
-mismatch.json, mismatch.md and mismatch.png to benchmarks/results/.
+The experiments are E5 (paired mismatch), E6 (wrong routes) and E12 (usefulness and cost). E5 and E6
+are the cases of tests/e2e/mismatch_cases.py and tests/ranks/dose_cases.py with more tokens. E12
+consists of runs of train.py. Measurements that mismatch.json already has are skipped. The script
+writes mismatch.json, mismatch.md and mismatch.png to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import date
 from functools import partial
 from importlib.metadata import version
@@ -40,14 +40,11 @@ from r3 import assets
 from r3.run.dumps import read_rollouts
 from r3.run.folder import RunDir, read_jsonl, read_metrics
 from tests.e2e.mismatch_cases import near_tie_checkpoint, paired
-from tests.ranks.dose_cases import DOSES, dose_response
+from tests.ranks.dose_cases import DOSES, Dose, dose_response
 from tests.world import run_world
 
-PRECISIONS = (
-    ("bfloat16", "bfloat16"),
-    ("float32", "bfloat16"),
-    ("float32", "float32"),
-)  # policy, engine
+# policy, engine
+PRECISIONS = (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32"))
 BATCHES, PROMPTS, GROUP, MAX_TOKENS = 20, 16, 8, 40
 MODES, UPDATES = ("off", "r2", "r3"), (1, 8)
 ROUTER_NOISE = "0.3"  # changes the experts of a third of the slots
@@ -59,7 +56,7 @@ Measures = dict[str, Callable[[], Any]]
 
 
 def main() -> None:
-    """Measure, merge into what is there, write, draw."""
+    """Measure, merge with the existing figures, write and draw."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,7 +90,7 @@ def main() -> None:
 
 
 def about() -> dict[str, Any]:
-    """What made the figures, and where."""
+    """Return the commit, versions and hardware of the figures."""
     return {
         "what": "experiments E5, E6 and E12: what replay is worth and what it costs",
         "made_by": "python -m benchmarks.mismatch",
@@ -113,8 +110,9 @@ def about() -> dict[str, Any]:
 
 
 def e5(folder: Path, _seeds: Sequence[int]) -> Measures:
-    """The same tokens with routes replayed and live, on a model with near ties, its dense twin and
-    the shipped model.
+    """Score the same tokens with replayed and with live routes (E5).
+
+    The models are one with near ties, a dense model of the same size and the shipped model.
     """
     models = {
         "near ties": near_tie_checkpoint(folder / "moe"),
@@ -133,7 +131,10 @@ def e5(folder: Path, _seeds: Sequence[int]) -> Measures:
             engine_dtype=engine,
             **sizes,
         )
-        return made["rows"]
+        return [
+            {name: value for name, value in asdict(row).items() if value is not None}
+            for row in made
+        ]
 
     return {
         f"{name} | {policy} | {engine}": partial(measure, model, policy, engine)
@@ -142,13 +143,28 @@ def e5(folder: Path, _seeds: Sequence[int]) -> Measures:
     }
 
 
+def _row(dose: Dose) -> Row:
+    rest = asdict(dose)
+    return rest.pop("figures") | rest
+
+
 def e6(folder: Path, _seeds: Sequence[int]) -> Measures:
-    """Wrong routes: doses of flips, and misalignment."""
+    """Score with wrong routes: a share of swapped experts, and misaligned rows (E6)."""
     models = {"near ties": str(near_tie_checkpoint(folder / "ties")), "shipped": ""}
 
     def measure(model: str, engine: str) -> Row:
         (made,) = run_world(dose_response, 1, timeout_s=600, engine_dtype=engine, model=model)
-        return made
+        doses, misaligned = (
+            {name: _row(dose) for name, dose in some.items()}
+            for some in (made.doses, made.misaligned)
+        )
+        one_layer = [_row(dose) for dose in made.one_layer]
+        return {
+            "live": made.live.figures,
+            "doses": doses,
+            "one_layer": one_layer,
+            "misaligned": misaligned,
+        }
 
     return {
         f"{name} | {engine}": partial(measure, model, engine)
@@ -162,8 +178,9 @@ def e6(folder: Path, _seeds: Sequence[int]) -> Measures:
 
 
 def e12(folder: Path, seeds: Sequence[int]) -> Measures:
-    """Training with noisy engine routers, without replay, with recorded (R2) and with captured
-    routes (R3); then the cost.
+    """Train with noisy engine routers, and measure the cost of replay (E12).
+
+    The modes are no replay, recorded routes (R2) and captured routes (R3).
     """
 
     def learn(seed: int, updates: int, mode: str) -> Row:
@@ -252,7 +269,7 @@ def columns(rows: Sequence[Row], *names: str) -> dict[str, list[float]]:
 
 
 def route_bytes(run_dir: RunDir) -> dict[str, int]:
-    """Bytes of the routes of the dumped step 1, and what (T - 1) * L * K * b gives."""
+    """Return the bytes of the routes of the dumped step 1, and (T - 1) * L * K * b."""
     rollouts, _, _ = read_rollouts(run_dir.rollouts(1))
     routes = [rollout.routed_experts for rollout in rollouts]
     _, layers, topk = routes[0].shape
@@ -271,7 +288,7 @@ EXPERIMENTS = {"E5": e5, "E6": e6, "E12": e12}
 
 
 def tables(found: Mapping[str, Any]) -> list[str]:
-    """Everything as markdown."""
+    """Return all tables as Markdown."""
     lines = [
         "# Mismatch: E5, E6, E12",
         "",
@@ -288,7 +305,7 @@ def mean(rows: Sequence[Row], arm: str, figure: str) -> float:
 
 
 def e5_table(found: Mapping[str, Any]) -> list[str]:
-    """A line per model and precision; replayed / live."""
+    """Return one line per model and precision, each value as replayed / live."""
     lines = [
         f"## E5: {BATCHES} batches of {PROMPTS * GROUP} answers, replayed / live routes of the "
         "same tokens",
@@ -316,11 +333,7 @@ def e5_table(found: Mapping[str, Any]) -> list[str]:
             ]
             cells += [
                 f"- / {mean(rows, 'live', figure):.2g}" for figure in ("abs_p99", "abs_max")
-            ] + [
-                "",
-                "",
-                "",
-            ]
+            ] + ["", "", ""]
         else:
             pairs = {
                 f: [(row["replay"][f], row["live"][f]) for row in rows] for f in rows[0]["replay"]
@@ -352,7 +365,7 @@ def e5_table(found: Mapping[str, Any]) -> list[str]:
 
 
 def e6_table(found: Mapping[str, Any]) -> list[str]:
-    """Doses, then misalignment."""
+    """Return the tables of swapped experts and of misaligned rows."""
     lines = [
         "## E6: ranks K and K + 1 swapped in a share p of (token, layer) slots; float32 policy",
         "",
@@ -391,7 +404,7 @@ def e6_table(found: Mapping[str, Any]) -> list[str]:
 
 
 def e12_table(found: Mapping[str, Any]) -> list[str]:
-    """Learning by updates a step and seed, the paired comparison, and the cost."""
+    """Return the tables of learning per seed, of the paired comparison and of the cost."""
     lines = [
         f"## E12: tiny-smoke, {STEPS} steps, engine routers with noise {ROUTER_NOISE}",
         "",
@@ -446,12 +459,11 @@ def e12_table(found: Mapping[str, Any]) -> list[str]:
 
 
 def cost_table(found: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
-    """What r3 costs over off on the same tokens."""
+    """Return the cost of mode r3 relative to off, on the same tokens."""
 
     def pooled(mode: str, name: str) -> list[float]:
-        return [
-            value for seed in seeds for value in found[f"cost | {seed} | {mode}"][name][1:]
-        ]  # the first warms up
+        # The first step is a warm-up.
+        return [value for seed in seeds for value in found[f"cost | {seed} | {mode}"][name][1:]]
 
     def rates(mode: str) -> list[float]:
         tokens, seconds = pooled(mode, "rollout/tokens"), pooled(mode, "time/generate_s")
@@ -500,8 +512,9 @@ def grad_p99(run: Row) -> float:
 
 
 def bootstrap(pairs: Sequence[tuple[str, str]], draws: int = 10_000) -> tuple[float, float, float]:
-    """Mean difference of paired 0/1 answers and its 95 % interval; questions are drawn within each
-    seed.
+    """Return the mean difference of paired 0/1 scores and its 95 % bootstrap interval.
+
+    Questions are resampled within each seed.
     """
     rng = np.random.default_rng(0)
     differences = [
@@ -521,7 +534,7 @@ def yes(holds: bool) -> str:
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """E5 as pairs, E6 as a curve, E12 as k3 over steps."""
+    """Draw E5 as pairs, E6 as a curve and E12 as k3 over steps."""
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure, (pairs, doses, learning) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     if made := found.get("E5"):

@@ -1,5 +1,4 @@
-"""train.py with an engine whose routers are noisy: an amplifier of the mismatch, for experiment E12
-of `mismatch.py`.
+"""Run train.py with noisy routers in the engine, for experiment E12 of `mismatch.py`.
 
     ROUTER_NOISE=0.5 .venv/bin/python -m benchmarks.noisy_engine tiny --parallel.ep 1
 

@@ -1,14 +1,16 @@
-"""Forward and backward of one optimizer step: what replay, grouped experts and packing cost or
-save, and transformers beside it.
+"""Time the forward and backward pass of one optimizer step.
 
     .venv/bin/python -m benchmarks.train_step                one process, five minutes on one core
 
-All arms compute the loss and all gradients of the same tokens, with the same random Qwen3-MoE of 64
-experts, in turns: every round runs each arm once, in another order, and a ratio is the median over
-the rounds of the two times of one round. So a machine that others use slows both sides of a ratio
-alike; the ratio of the fastest times stands beside it. Replayed routes are
-the live choices, recorded beforehand: both arms send equally many tokens to every expert. Writes
-train_step.json to benchmarks/results/.
+The arms are replay on and off, packed and padded sequences, and the ways to run experts. For
+comparison there are transformers, and the bare matrix products of the same shapes.
+
+All arms compute the loss and all gradients of the same tokens with the same random Qwen3-MoE of 64
+experts. Every round runs each arm once, in another order. A ratio is the median over the rounds of
+the two times of one round, so other load on the machine affects both sides alike. The report also
+has the ratio of the fastest times. Replayed routes are the live choices, recorded beforehand, so
+both arms send equally many tokens to every expert. The script writes train_step.json to
+benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -55,16 +57,19 @@ MODEL = dict(
     max_position_embeddings=2048,
     tie_word_embeddings=False,
 )
-BARS = {  # (faster arm, slower arm): what the ratio of their times must reach
+BARS = {  # name -> (numerator, denominator, target for the ratio of their times)
     "live / replay": ("live", "replay", 0.98),  # replay costs at most 2 %
     "padded / packed": ("padded", "packed", 1.5),
     "transformers / r3": ("transformers", "equal", 1.0),
-    "sequential / grouped": ("sequential", "packed", 1.0),
+    "grouped / fused": ("grouped", "packed", 1.0),
+    "sequential / fused": ("sequential", "packed", 1.0),
+    # Share of the time that the matrix products alone need.
+    "products / fused": ("products", "packed", 0.6),
 }
 
 
 def main() -> None:
-    """Build, warm up, take turns, write."""
+    """Build the arms, run them in turns and write the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,36 +94,39 @@ def main() -> None:
         )
         shape = ModelShape.read(folder)
         mesh = build_mesh(device, config.parallel)
-        grouped = Policy(config, device, mesh, shape)
         live = Policy(replace(config, replay=ReplayConfig(mode="off")), device, mesh, shape)
-        sequential = Policy(
-            replace(config, model=replace(config.model, experts="sequential")), device, mesh, shape
+        fused, grouped, sequential = (
+            Policy(replace(config, model=replace(config.model, experts=kind)), device, mesh, shape)
+            for kind in ("fused", "grouped", "sequential")
         )
 
     rng = np.random.default_rng(0)
     ragged = np.clip(np.exp(rng.normal(4.8, 0.7, 24)), 16, 1024).astype(int).tolist()
     even = [128] * (sum(ragged) // 128)
-    packed = recorded(grouped, pack(shape, ragged))
-    padded = recorded(grouped, pack(shape, ragged, pad_to=max(ragged)))
-    equal = recorded(grouped, pack(shape, even))
+    packed = recorded(fused, pack(shape, ragged))
+    padded = recorded(fused, pack(shape, ragged, pad_to=max(ragged)))
+    equal = recorded(fused, pack(shape, even))
     arms: dict[str, Callable[[], Any]] = {
-        "packed": lambda: grouped.forward_backward(packed),
-        "padded": lambda: grouped.forward_backward(padded),
+        "packed": lambda: fused.forward_backward(packed),
+        "padded": lambda: fused.forward_backward(padded),
+        "grouped": lambda: grouped.forward_backward(packed),
         "sequential": lambda: sequential.forward_backward(packed),
-        "replay": lambda: grouped.forward_backward(packed),
+        "replay": lambda: fused.forward_backward(packed),
         "live": lambda: live.forward_backward(packed),
-        "equal": lambda: grouped.forward_backward(equal),
+        "equal": lambda: fused.forward_backward(equal),
         "transformers": lambda: in_transformers(hf, equal),
+        "products": products(shape, packed),
     }
-    agree(hf, equal, grouped)
+    agree(hf, equal, fused)
     seconds = take_turns(arms, words.rounds)
     report(words.out, seconds, ragged, even)
     os._exit(0)
 
 
 def random_model(folder: Path) -> Any:
-    """A random Qwen3-MoE in transformers with its experts one after the other ("eager"), saved for
-    the policy too.
+    """Build a random Qwen3-MoE in transformers, and save it for the policy too.
+
+    Its experts run one after the other ("eager").
     """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -131,8 +139,12 @@ def random_model(folder: Path) -> Any:
 
 
 def pack(shape: ModelShape, lengths: Sequence[int], *, pad_to: int = 1) -> Batch:
-    """Random rollouts as one optimizer step's batch; `pad_to` fills every sequence up to that many
-    tokens.
+    """Pack random rollouts as the batch of one optimizer step.
+
+    Args:
+        shape: of the model.
+        lengths: tokens per rollout.
+        pad_to: every sequence is padded to a multiple of it.
     """
     rng = np.random.default_rng(1)
     rollouts = []
@@ -182,7 +194,7 @@ def pack(shape: ModelShape, lengths: Sequence[int], *, pad_to: int = 1) -> Batch
 
 
 def recorded(policy: Policy, batch: Batch) -> Batch:
-    """The batch with the policy's own live choices as its routes."""
+    """Return the batch with the policy's own live choices as its routes."""
     routes = policy.score(batch.micro_batches, mode="record").ledger.recorded
     return replace(
         batch,
@@ -195,9 +207,44 @@ def recorded(policy: Policy, batch: Batch) -> Batch:
     )
 
 
+def products(shape: ModelShape, batch: Batch) -> Callable[[], None]:
+    """Return a function that runs only the matrix products of a forward and backward pass.
+
+    They are those of every layer's projections, router and experts and of the output layer, on
+    random numbers, without attention scores. A product [n, i] x [i, o] has two products of equal
+    size in its backward pass.
+    """
+    hidden, heads = shape.hidden_size, shape.num_heads * shape.head_dim
+    both = heads + 2 * shape.num_kv_heads * shape.head_dim
+    sizes: list[tuple[int, int, int]] = []
+    for micro_batch in batch.micro_batches:
+        tokens = micro_batch.num_tokens
+        for layer in range(len(shape.moe_layers)):
+            sizes += [(tokens, hidden, both), (tokens, heads, hidden)]
+            sizes += [(tokens, hidden, shape.num_experts)]
+            routes = micro_batch.routed_experts_NLK[:, layer].flatten().long()
+            for rows in torch.bincount(routes, minlength=shape.num_experts).tolist():
+                width = shape.moe_ffn_size
+                sizes += [(rows, hidden, 2 * width), (rows, width, hidden)] if rows else []
+        sizes.append((tokens, hidden, shape.vocab_size))
+    tensors: dict[tuple[int, int], torch.Tensor] = {}
+
+    def of(*size: int) -> torch.Tensor:
+        return tensors.setdefault(size, torch.randn(size))
+
+    def run() -> None:
+        for rows, inner, outer in sizes:
+            torch.mm(of(rows, inner), of(outer, inner).t())
+            torch.mm(of(rows, outer), of(outer, inner))
+            torch.mm(of(rows, outer).t(), of(rows, inner))
+
+    return run
+
+
 def in_transformers(hf: Any, batch: Batch) -> torch.Tensor:
-    """The same loss and gradients by transformers: sequences of one length as rows, so nothing is
-    padded.
+    """Compute the same loss and gradients with transformers.
+
+    All sequences have the same length, so the rows need no padding.
     """
     hf.zero_grad(set_to_none=True)
     total = torch.zeros(())
@@ -209,8 +256,9 @@ def in_transformers(hf: Any, batch: Batch) -> torch.Tensor:
 
 
 def hf_loss(hf: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Sum over loss tokens of -A log p, whose gradient is that of the clipped loss at its first
-    update.
+    """Return the sum over loss tokens of -A log p.
+
+    Its gradient is that of the clipped loss at its first update.
     """
     rows = len(micro_batch.cu_seqlens) - 1
     tokens_RT = micro_batch.tokens_N.view(rows, -1)
@@ -221,8 +269,9 @@ def hf_loss(hf: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def agree(hf: Any, batch: Batch, policy: Policy) -> None:
-    """Both compute the same thing, else their times say nothing: gradients of the head within 1e-4
-    of each other.
+    """Assert that both compute the same: gradients of the head differ by less than 1e-4.
+
+    Times of different computations could not be compared.
     """
     policy.forward_backward(batch)
     in_transformers(hf, batch)
@@ -236,8 +285,9 @@ def agree(hf: Any, batch: Batch, policy: Policy) -> None:
 
 
 def take_turns(arms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every arm in every round. Arms start at another place each round; one round goes
-    before, uncounted.
+    """Return the seconds of every arm in every round, without a first warm-up round.
+
+    Each round starts with another arm.
     """
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     names = list(arms)
@@ -255,7 +305,7 @@ def take_turns(arms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, lis
 def report(
     out: Path, seconds: dict[str, list[float]], ragged: Sequence[int], even: Sequence[int]
 ) -> None:
-    """Ratios with their spread, tokens a second, and whether each bar is reached."""
+    """Write ratios with their spread, tokens per second and whether each target is reached."""
     ratios: dict[str, Any] = {}
     for name, (over, under, bar) in BARS.items():
         each = sorted(a / b for a, b in zip(seconds[over], seconds[under], strict=True))

@@ -15,6 +15,7 @@ PRESETS: Mapping[str, Callable[[], Config]] = {
     "tiny-smoke": tiny.tiny_smoke,
     "tiny-tools": tiny.tiny_tools,
     "qwen3-moe-30b-a3b": qwen3_moe.qwen3_moe_30b_a3b,
+    "qwen3-moe-30b-80gb": qwen3_moe.qwen3_moe_30b_80gb,
     "qwen3-0.6b": qwen3.qwen3_0_6b,
 }
 

@@ -1,5 +1,7 @@
 """Presets for Qwen3-MoE. SHAPES has the sizes, for a dry run without the model."""
 
+from dataclasses import replace
+
 from r3.config import (
     AlgoConfig,
     CheckpointConfig,
@@ -7,7 +9,6 @@ from r3.config import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
-    ReplayConfig,
     RolloutConfig,
     TrainConfig,
 )
@@ -55,8 +56,19 @@ def qwen3_moe_30b_a3b() -> Config:
         # Weights are 57 GiB, so about 30 GiB are left for the KV cache. The policy's weights stay
         # in memory too.
         engine=EngineConfig(memory_fraction=0.7, max_num_seqs=256),
-        # A forward pass with live routes costs a fifth of an update.
-        replay=ReplayConfig(shadow_every=10),
         eval=gsm8k.EVAL,
         checkpoint=CheckpointConfig(every=50),
+    )
+
+
+def qwen3_moe_30b_80gb() -> Config:
+    """The same on 8 GPUs of 80 GB, by the plan: attention over 4 ranks, engines of 4 ranks."""
+    base = qwen3_moe_30b_a3b()
+    return replace(
+        base,
+        # The optimizer's 43 GiB per rank stay the same under every layout. Weights and gradients of
+        # attention and vocabulary are divided by 4; experts are whole, 16 per rank.
+        parallel=ParallelConfig(tp=4, etp=1, ep=8, engine_tp=4),
+        # A quarter of the engine's weights leaves 40 GiB of KV cache per rank.
+        engine=EngineConfig(memory_fraction=0.7, max_num_seqs=512),
     )

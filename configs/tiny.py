@@ -12,6 +12,7 @@ from r3.config import (
     EvalConfig,
     ModelConfig,
     ParallelConfig,
+    ReplayConfig,
     RolloutConfig,
     TrainConfig,
 )
@@ -34,6 +35,8 @@ def tiny() -> Config:
         # Two ranks with half of the experts each, so that tokens cross ranks. `--parallel.ep 1`
         # runs on one.
         parallel=ParallelConfig(ep=2),
+        # Steps of a few thousand tokens: a larger sample than by default, for a steady figure.
+        replay=ReplayConfig(shadow_frac=0.3),
         engine=EngineConfig(dtype="bfloat16", kv_cache_gib=0.0625, max_num_seqs=128),
         eval=EvalConfig(path=(str(assets.WORD_PROBLEMS_EVAL),), every=5),
         checkpoint=CheckpointConfig(every=10),

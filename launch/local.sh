@@ -36,6 +36,8 @@ cores=$(env -u OMP_NUM_THREADS nproc) # nproc would answer with that variable
 threads=$((cores / ranks))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
+export R3_RESUME="${NPROC:+NPROC=$NPROC }$0 --from RUN_DIR" # what a run that stops tells its user to type
+
 # Mistakes in settings, data or reward end here, in seconds, with one message and exit code 2, instead of once per rank.
 "$python" "$root/train.py" "$@" --check --world-size "$ranks"
 exec "$python" "$root/launch/ranks.py" --standalone --nproc_per_node "$ranks" \

@@ -13,10 +13,6 @@ import os
 import signal
 import sys
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
-
 _DEFAULTS = {
     # Ranks that are restarted would otherwise read the addresses of the dead ones.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -29,14 +25,24 @@ _REQUEUE = 75
 
 def launch(argv: list[str]) -> int:
     """Run the ranks to their end; returns the exit code of the first rank that failed, or 0."""
-    # The launcher reports which processes it ends. The rank that failed has said why already.
+    print("starting the ranks", flush=True)  # importing torch takes seconds, here and in each rank
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    # The launcher reports which processes it ends. The rank that failed has printed why.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     try:
         main(["--signals-to-handle", _SIGNALS, *argv])
     except ChildFailedError as error:
-        code: int = error.get_first_failure()[1].exitcode
+        rank, failure = error.get_first_failure()
+        code: int = failure.exitcode
+        if code < 0:  # it could not print anything
+            text = f"rank {rank} was ended by {signal.Signals(-code).name}"
+            hint = "; out of memory?" if -code == signal.SIGKILL else ""
+            print(f"r3: {text}{hint}", file=sys.stderr, flush=True)
         return code if code > 0 else 1
     except SignalException as error:
         return 130 if error.sigval == signal.SIGINT else _REQUEUE
@@ -44,4 +50,7 @@ def launch(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(sys.argv[1:]))
+    try:
+        sys.exit(launch(sys.argv[1:]))
+    except KeyboardInterrupt:  # before there were ranks
+        sys.exit(130)

@@ -42,9 +42,8 @@ from r3.runtime.device import leave
 from r3.runtime.mesh import Axis, Mesh
 from r3.types import Rollout
 
-_MICRO_BATCH_TOKENS = (
-    128  # small, so that every rank gets several micro-batches of several sequences
-)
+# small, so that every rank gets several micro-batches of several sequences
+_MICRO_BATCH_TOKENS = 128
 _ROLLOUTS_PER_RANK = 8
 _SAMPLES, _RESPONSE_TOKENS = 4, 64  # samples per prompt, and their longest response
 
@@ -90,10 +89,10 @@ def examine(context: DoctorContext, checks: Sequence[Check]) -> Iterator[CheckRe
     run = context.run
     failed: set[str] = set()
     for check in checks:
-        if lacking := failed.intersection(check.needs):
+        if missing := failed.intersection(check.needs):
             failed.add(check.name)
             yield CheckResult(
-                name=check.name, passed=False, text=f"skipped: needs {', '.join(lacking)}"
+                name=check.name, passed=False, text=f"skipped: needs {', '.join(missing)}"
             )
             continue
         try:
@@ -151,9 +150,8 @@ def check_collectives(context: DoctorContext) -> str:
 
 
 def _message(sender: int, receiver: int) -> bytes:
-    return f"{sender}>{receiver};".encode() * (
-        (3 * sender + receiver) % 5
-    )  # of every length, 0 too
+    # of every length, 0 too
+    return f"{sender}>{receiver};".encode() * ((3 * sender + receiver) % 5)
 
 
 def check_routers(context: DoctorContext) -> str:
@@ -297,9 +295,8 @@ class ReadBack:
         tokens_N, positions_N = self._fed
         routed_NE = output[1].cpu().numpy().astype(bool)
         rows = len(routed_NE)
-        if rows * self.mesh.tp.size == len(
-            tokens_N
-        ):  # sequence parallelism: this rank's routers see one slice
+        # sequence parallelism: this rank's routers see one slice
+        if rows * self.mesh.tp.size == len(tokens_N):
             part = slice(self.mesh.tp.rank * rows, (self.mesh.tp.rank + 1) * rows)
             tokens_N, positions_N = tokens_N[part], positions_N[part]
         layer = module.layer_number - 1
@@ -506,12 +503,8 @@ def check_replay(context: DoctorContext) -> str:
 def check_memory(context: DoctorContext) -> str:
     """Check that sleep frees the engine's memory: one more round of sync, generate and train."""
     run = context.run
-    for state in (
-        State.SYNC,
-        State.GENERATE,
-        State.TRAIN,
-        State.SYNC,
-    ):  # the last notes the residue
+    # the last notes the residue
+    for state in (State.SYNC, State.GENERATE, State.TRAIN, State.SYNC):
         run.residency.move(state)
     used = run.residency.used_gib
     freed = used[State.GENERATE.value] - used["residue"]

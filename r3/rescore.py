@@ -53,13 +53,14 @@ from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
 from r3.types import MicroBatch, Rollout
 
+# Settings that matter to a policy that only scores.
 _MATTERS = (
     "model.",
     "parallel.",
     "train.micro_batch_tokens",
     "train.logprob_chunk_tokens",
     "rollout.temperature",
-)  # to a policy that only scores
+)
 FIGURES = ("k3", "f2", "abs_mean", "abs_p99", "abs_max", "ess", "agreement")
 
 
@@ -69,7 +70,7 @@ class Weights:
 
     folder: Path
     is_checkpoint: bool
-    said: str
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +125,8 @@ def parse(argv: Sequence[str]) -> Order:
             ]
         ) from None
     problems: list[Problem] = []
-    config = with_values(
-        config, _values(flags, problems) | {"algo.kl_coef": 0.0}
-    )  # no reference policy is scored
+    # no reference policy is scored
+    config = with_values(config, _values(flags, problems) | {"algo.kl_coef": 0.0})
     if not run_dir.rollouts(words.step).exists():
         dumped = sorted(
             int(path.stem.removeprefix("step_"))
@@ -208,11 +208,11 @@ def _weights(
     if given is not None:
         return _given_weights(given, policy_version, problems)
     if policy_version == 0:
-        return Weights(folder=Path(config.model.path), is_checkpoint=False, said=config.model.path)
+        return Weights(folder=Path(config.model.path), is_checkpoint=False, text=config.model.path)
     exported, saved = run_dir.hf(policy_version), run_dir.checkpoint(policy_version)
     for folder, is_checkpoint in ((exported, False), (saved, True)):
         if folder.exists():
-            return Weights(folder=folder, is_checkpoint=is_checkpoint, said=str(folder))
+            return Weights(folder=folder, is_checkpoint=is_checkpoint, text=str(folder))
     kept = {
         0,
         *(
@@ -248,8 +248,8 @@ def _given_weights(folder: Path, policy_version: int, problems: list[Problem]) -
             Problem("--weights", str(folder), rule, f"give weights after {policy_version} steps")
         )
         return None
-    trust = "" if "step" in facts else " (says no version: taken on trust)"
-    return Weights(folder=folder, is_checkpoint=not is_export, said=f"{folder}{trust}")
+    trust = "" if "step" in facts else " (its version is unknown)"
+    return Weights(folder=folder, is_checkpoint=not is_export, text=f"{folder}{trust}")
 
 
 def panel(policy: Policy, mesh: Mesh, scores: TokenScores) -> dict[str, float]:
@@ -385,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"r3.rescore  step {order.step}: {len(rollouts)} rollouts{part}, "
             f"{batch.num_loss_tokens} sampled tokens, by "
             f"version {policy_version}",
-            f"weights     {order.weights.said}",
+            f"weights     {order.weights.text}",
             f"layout      {device.world_size} rank(s): tp {parallel.tp} ep {parallel.ep} pp "
             f"{parallel.pp} cp {parallel.cp}; "
             f"policy {config.model.dtype}, engine was {config.engine.dtype}",

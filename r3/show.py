@@ -5,7 +5,7 @@
     python -m r3.show RUN_DIR --step 10 --group 3  all samples of a prompt (group number or id)
     python -m r3.show RUN_DIR --eval --step 10     held-out questions; --set NAME chooses a set
 
-Exit code 2: the run, the step or the prompt is not there; one line says what there is.
+Exit code 2: the run, the step or the prompt does not exist; one line says what does.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ DEFAULT_COUNT = 3
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="r3.show",
-        description=(__doc__ or "").partition("\n")[0],
-        allow_abbrev=False,
+        prog="r3.show", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
     )
     parser.add_argument("run_dir", type=Path, help="folder of the run")
     parser.add_argument(
@@ -102,7 +100,7 @@ def _group(samples: Sequence[Sample], group: str) -> list[Sample]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print, or say in one line what is not there."""
+    """Print the conversations, or in one line what is missing."""
     words = parse(sys.argv[1:] if argv is None else argv)
     try:
         heading, parts = chosen(words)

@@ -90,6 +90,7 @@ class Rollout:
         response: the model's last message, decoded, for rewards, dumps and people.
         messages: the whole conversation with an environment; empty for a prompt and one response.
         turn_rewards: reward of the environment after each turn, None where it gave none.
+        metrics: what its environment and its reward functions reported, by full names.
     """
 
     prompt_id: str
@@ -105,6 +106,7 @@ class Rollout:
     segments: tuple[tuple[int, int], ...] = ()
     messages: tuple[Message, ...] = ()
     turn_rewards: tuple[float | None, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         tokens = len(self.tokens_T)

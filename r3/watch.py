@@ -3,7 +3,7 @@
     python -m r3.watch RUN_DIR             until the run ends, or Ctrl-C
     python -m r3.watch RUN_DIR --once      print the present state and end
 
-Reads metrics.jsonl and heartbeats; the run is not touched.
+Reads metrics.jsonl and heartbeats and changes nothing.
 Exit code 2: the folder is not that of a run.
 """
 
@@ -25,9 +25,7 @@ from r3.view.watch import read_heartbeats, screen
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="r3.watch",
-        description=(__doc__ or "").partition("\n")[0],
-        allow_abbrev=False,
+        prog="r3.watch", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
     )
     parser.add_argument("run_dir", type=Path, help="folder of the run")
     parser.add_argument(
@@ -38,7 +36,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Show the run until its last step, or say in one line what is wrong."""
+    """Show the run until its last step, or print in one line what is wrong."""
     words = parse(sys.argv[1:] if argv is None else argv)
     try:
         if not words.every > 0:

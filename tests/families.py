@@ -46,14 +46,12 @@ _DEEPSEEK: dict[str, Any] = dict(
 
 
 def _yarn(**more: float) -> dict[str, Any]:
-    """A context 16 tokens long to begin with: all but the shortest sequences of the tests go
-    beyond.
-    """
+    """YaRN from a context of 16 tokens, which all but the shortest test sequences exceed."""
     return dict(rope_type="yarn", rope_theta=10000.0, original_max_position_embeddings=16) | more
 
 
-# Name -> (model_type, what its config says beyond the common sizes). Several of a family where it
-# has branches.
+# Name -> (model_type, keys of its config beside the common sizes). Several where a family has
+# branches.
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "qwen3_moe",
@@ -111,9 +109,7 @@ MOE_FAMILIES = tuple(name for name in FAMILIES if name not in DENSE_FAMILIES)
 
 
 def engine_sizes(name: str) -> dict[str, Any]:
-    """What to override for vLLM's CPU kernels: heads of 32, experts a multiple of 32 wide,
-    DeepSeek's own latents.
-    """
+    """Sizes for vLLM's CPU kernels: heads of 32, experts of multiples of 32, DeepSeek's latents."""
     model_type, specific = FAMILIES[name]
     sizes: dict[str, Any] = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
     if "moe_intermediate_size" in specific:
@@ -137,14 +133,22 @@ def family_checkpoint(
     config = AutoConfig.for_model(
         model_type, **(_SIZES | specific | {"tie_word_embeddings": tied} | overrides)
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return save_perturbed(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder)
+
+
+def random_checkpoint(folder: Path, *, seed: int = 0, tied: bool = False, **overrides: Any) -> Path:
+    """Write a random Qwen3-MoE of 16 experts, top 4, with the shipped tokenizer."""
+    sizes = dict(num_experts=16, num_experts_per_tok=4) | overrides
+    return family_checkpoint(folder, "qwen3_moe", seed=seed, tied=tied, **sizes)
+
+
+def save_perturbed(model: Any, folder: Path) -> Path:
+    """Add noise to all parameters, norms and biases included, and save with the tokenizer."""
     with torch.no_grad():
-        for (
-            parameter
-        ) in model.parameters():  # away from the tidy initial values, norms and biases included
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -86,6 +86,7 @@ def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "")
                 "reward/mean": 0.25 + 0.1 * step,
                 "mismatch/k3": 10.0**-step,
                 "policy/entropy": 1.0 / step,
+                "env/tool_calls": 0.5 * step,
             }
             row |= {"memory/peak_gib": 1.5, "memory/train_gib": 1.5, "memory/generate_gib": 1.0}
         if step and replay == "r3":
@@ -100,6 +101,7 @@ def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "")
                 "routing/agreement": 0.99,
             }
             row |= {"mismatch/k3_replay": 10.0**-step, "mismatch/k3_live": 2.0 * 10.0**-step}
+            row |= {f"routing/load_max_layer/{layer}": 1.5 + layer for layer in range(LAYERS)}
             row |= {f"routing/agreement_layer/{layer}": 1 - 0.01 * layer for layer in range(LAYERS)}
         if step in (0, steps):
             row["eval/heldout/accuracy"] = 0.25 + 0.2 * step

@@ -4,7 +4,6 @@ stand-in.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from r3.config import (
 )
 from r3.models.shape import ModelShape
 from r3.types import Rollout
+from tests.families import save_perturbed
 
 
 def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
@@ -48,42 +48,6 @@ def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
     for section, fields in sections.items():
         config = replace(config, **{section: replace(getattr(config, section), **fields)})
     return config
-
-
-def random_checkpoint(folder: Path, *, seed: int = 0, tied: bool = False, **overrides: Any) -> Path:
-    """A random Qwen3-MoE checkpoint of other sizes than the shipped one, with the shipped
-    tokenizer.
-    """
-
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = dict(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
-        num_experts=16,
-        num_experts_per_tok=4,
-        moe_intermediate_size=40,
-        norm_topk_prob=True,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        eos_token_id=2,
-        bos_token_id=None,
-        tie_word_embeddings=tied,
-    )
-    torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | overrides))).float()
-    with torch.no_grad():
-        for parameter in model.parameters():  # away from the tidy initial values, norms included
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(assets.TINY_MOE / name, folder / name)
-    return folder
 
 
 def random_rollouts(
@@ -178,11 +142,4 @@ def classifier(folder: Path) -> Path:
         num_labels=1,
         pad_token_id=0,
     )
-    model = LlamaForSequenceClassification(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(assets.TINY_MOE / name, folder / name)
-    return folder
+    return save_perturbed(LlamaForSequenceClassification(config), folder)

@@ -102,7 +102,8 @@ the page to watch first and a page that compares replayed with live routes.
 [Rollout Routing Replay](replay.md) explains how to read `mismatch/*` and `routing/*`.
 
 A key that this page does not list is an error in R3. SET is the name of a held-out set, COMPONENT
-that of a reward function, LAYER a decoder layer from 0, and K a number.
+that of a reward function, NAME that of a number that your code reports, LAYER a decoder layer from
+0, and K a number.
 """
 
 AREAS = {
@@ -123,12 +124,12 @@ AREAS = {
 
 
 def pages() -> dict[str, str]:
-    """The generated pages: file name -> text."""
+    """Return the generated pages: file name -> text."""
     return {"configuration.md": configuration(), "metrics.md": metrics()}
 
 
 def stale(folder: Path = DOCS) -> list[str]:
-    """Names of the pages in a folder that are not what the code says."""
+    """Return the names of the pages in a folder that differ from the generated ones."""
     return [
         name
         for name, text in pages().items()
@@ -137,7 +138,7 @@ def stale(folder: Path = DOCS) -> list[str]:
 
 
 def configuration() -> str:
-    """One table per section of `Config`."""
+    """Return one table per section of `Config`."""
     presets = [
         (f"`{name}`", (make.__doc__ or "").splitlines()[0]) for name, make in PRESETS.items()
     ]
@@ -168,7 +169,7 @@ def configuration() -> str:
 
 
 def metrics() -> str:
-    """One table per area of `GLOSSARY`."""
+    """Return one table per area of `GLOSSARY`."""
     areas = list(dict.fromkeys([*AREAS, *(key.partition("/")[0] for key in GLOSSARY)]))
     parts = [GENERATED, METRICS]
     for area in areas:
@@ -184,20 +185,20 @@ def metrics() -> str:
 
 
 def kind(words: str) -> str:
-    """The type of a setting, with choices as code."""
+    """Return the type of a setting, with choices as code."""
     if "," not in words:
         return words
     return ", ".join(f"`{choice}`" for choice in words.split(", "))
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [header, ("---",) * len(header), *(tuple(map(cell, row)) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def cell(text: str) -> str:
-    """Text that a table and Markdown leave as it is."""
+    """Escape text for a Markdown table."""
     parts = re.split(r"(`[^`]*`)", text)
     plain = [re.sub(r"([|*_<>\\$])", r"\\\1", part) for part in parts[::2]]
     code = [part.replace("|", "\\|") for part in parts[1::2]]

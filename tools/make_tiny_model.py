@@ -1,25 +1,22 @@
-"""Makes the embedded models and their data: a Qwen3-MoE of 1.1 million parameters that can learn to
-think.
+"""Make the embedded models, which are Qwen3-MoE of 1.1 million parameters, and their data.
 
-    python tools/make_tiny_model.py --data r3/assets/data       # the two data files, at once
-    python tools/make_tiny_model.py --out r3/assets/tiny-moe    # the checkpoint, in two minutes
-    python tools/make_tiny_model.py --near-ties --out r3/assets/tiny-moe-ties    # another, in five
-    minutes
-    python tools/make_tiny_model.py --with-calculator --out r3/assets/tiny-moe-tools    # three
-    minutes more
+    python tools/make_tiny_model.py --data r3/assets/data                               # at once
+    python tools/make_tiny_model.py --out r3/assets/tiny-moe                            # 2 minutes
+    python tools/make_tiny_model.py --near-ties --out r3/assets/tiny-moe-ties           # 5 minutes
+    python tools/make_tiny_model.py --with-calculator --out r3/assets/tiny-moe-tools    # 3 minutes
 
-Pre-training shows the model bare facts (`17+8=25`), problems answered at once (three of four) and
-problems with their steps written out (one of four). It comes to answer at once by habit, mostly
-wrongly, yet is mostly
-right when it happens to write its steps: that is what reinforcement learning then has to find.
+Pre-training has bare facts (`17+8=25`), problems with only the answer (three of four) and problems
+with written steps (one of four). The model then usually writes only the answer, which is mostly
+wrong. When it writes the steps, its answer is mostly right. Reinforcement learning can therefore
+improve it by making the steps more frequent.
 
-`--near-ties` makes a model whose routers are not decided: a penalty pulls all router logits towards
-one value, where bfloat16 cannot tell many of them apart. The engine then often chooses other
-experts than the policy would.
+`--near-ties` makes a model with many near ties between experts. A penalty pulls all router logits
+towards one value, where bfloat16 cannot distinguish many of them. The engine then often chooses
+other experts than the policy.
 
-`--with-calculator` goes on from `tiny-moe` with conversations: two of five call the calculator for
-every step, three of five answer at once. The habit is again to answer at once, and what is to be
-found are the calls.
+`--with-calculator` continues the training of `tiny-moe` with conversations. Two of five call the
+calculator for every step, three of five have only the answer. Reinforcement learning can improve
+this model by making the calls more frequent.
 """
 
 import argparse
@@ -40,9 +37,8 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # run from a checkout, r3 need not be installed
+# Run from a checkout, r3 need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from r3.assets import TINY_MOE
 from r3.assets.word_problems import (
     Row,
@@ -60,12 +56,11 @@ IGNORED = -100  # a label that carries no loss
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [PAD, START, END, "<think>", "</think>", "<tool_call>", "</tool_call>"]
 SPECIAL_TOKENS += ["<tool_response>", "</tool_response>", "<tools>", "</tools>"]
-VOCABULARY = (
-    512  # the tokenizer needs fewer; a power of two divides evenly among tensor-parallel ranks
-)
+# The tokenizer needs fewer; a power of two divides evenly among tensor-parallel ranks.
+VOCABULARY = 512
 CONTEXT = 512
 
-# The dialect of Qwen: tool results come back inside a user turn.
+# As in Qwen's template, tool results are inside a user turn.
 CHAT_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -88,11 +83,10 @@ CHAT_TEMPLATE = """\
 """
 
 BATCH_ROWS = 20
-ROW_TOKENS = (
-    72  # the longest problem fits with its steps: cut ones would not teach the model to end
-)
+# The longest problem fits with its steps; truncated ones would not teach the model to end.
+ROW_TOKENS = 72
 WORKED = 0.25  # share of the problems whose answer shows its steps
-CONVERSATIONS = 32  # in a batch; a row of 72 tokens does not hold one
+CONVERSATIONS = 32  # per batch; one is longer than a row of 72 tokens
 CALLING = 0.4  # share of the conversations that call the calculator
 WARMUP_STEPS = 50
 MATRIX_LR, OTHER_LR = 0.02, 3e-3
@@ -104,17 +98,15 @@ ROUTER_INIT = 0.1  # smaller routers at the start, so that their logits do not b
 SLOW_ROUTERS = 16.0  # a power of two: the weights are scaled without rounding
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 MAX_ANSWER_TOKENS = 40
-MAX_TURNS, MAX_TURN_TOKENS = (
-    6,
-    14,
-)  # four calls and the answer, and one to spare; the longest call has seven
+# Four calls, the answer and one more; the longest call has seven tokens.
+MAX_TURNS, MAX_TURN_TOKENS = (6, 14)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE in which every number 0..99 and every word of the task is one token.
+    """Build a byte-level BPE in which every number 0..99 and every word of the task is one token.
 
-    Whole numbers are decisive: with digits as tokens a model of this size does not learn to add in
-    minutes. Any text still round-trips, because all 256 bytes are in the vocabulary.
+    With digits as tokens, a model of this size does not learn to add in minutes. Any text can be
+    encoded and decoded, because all 256 bytes are in the vocabulary.
     """
     rng = random.Random(0)  # not the user's seed: one tokenizer serves the models of all seeds
     texts = [str(number) for number in range(100)]
@@ -149,7 +141,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
-    """Small, yet divisible: TP 2, PP 2 and 4, EP 2, 4 and 8 all fit."""
+    """Return a small model that TP 2, PP 2 and 4, and EP 2, 4 and 8 can divide."""
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 128,
@@ -178,10 +170,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
 class Stream:
     """Endless rows of token ids and labels: one problem each, then facts to the end of the row.
 
-    Only what the model will have to say carries loss: answers and results, not questions and
-    operands. A second problem would not fit with its answer, and with rows of facts among rows of
-    problems the model saw
-    too few problems: it read a wrong number from the question in every fourth worked answer.
+    Only answers and results have loss, not questions and operands. A second problem would not fit
+    with its answer. With separate rows of facts the model saw too few problems: it copied a wrong
+    number from the question in every fourth answer with steps.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
@@ -190,7 +181,7 @@ class Stream:
         self.problems = problems(self.rng, held_out_answers())
 
     def fact(self) -> tuple[str, str]:
-        """An addition or subtraction as a problem's steps have it: asked part, then said part."""
+        """Return an addition or subtraction of a problem's steps: its left side and its result."""
         total = self.rng.randint(0, 30)
         if self.rng.random() < 0.5:
             operand = self.rng.randint(0, min(10, 30 - total))
@@ -218,12 +209,10 @@ class Stream:
 
 
 class ToolStream:
-    """Endless conversations about problems, with the calculator at hand; the arithmetic is left to
-    it.
+    """Endless conversations about problems in which the calculator does the arithmetic.
 
-    They are made as in a run: the environment itself replies, and `Chat` puts its words behind the
-    model's. So the tokens are those that the model meets there. What the model says carries loss,
-    what it is told does not.
+    The environment and `Chat` make them as in a run, so the tokens are the same as there. The
+    model's messages have loss, the calculator's results do not.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
@@ -253,7 +242,7 @@ class ToolStream:
         return ids, labels
 
     def batch(self, rows: int = CONVERSATIONS) -> tuple[torch.Tensor, torch.Tensor]:
-        """Padded behind, which no earlier token sees."""
+        """Return token ids and labels [rows, longest], padded on the right."""
         ids, labels = zip(*(self.conversation() for _ in range(rows)), strict=True)
         return self._padded(ids, self.padding), self._padded(labels, IGNORED)
 
@@ -287,7 +276,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
-    """All singular values to about 1. The quintic's coefficients trade exactness for speed."""
+    """Set all singular values to about 1. The quintic's coefficients prefer speed to accuracy."""
     tall = matrices.shape[-2] > matrices.shape[-1]
     x: torch.Tensor = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -300,11 +289,11 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
 def balance_loss(
     router_logits: tuple[torch.Tensor, ...], experts_per_token: int, real: torch.Tensor
 ) -> torch.Tensor:
-    """Load balancing, mean over layers of sum_e load_e * probability_e over real tokens, at its
-    least when both are even.
+    """Return the load-balancing loss: mean over layers of sum_e load_e * probability_e.
 
-    Layer by layer: the one in transformers balances only the average of the layers, and single
-    layers were seen with experts that never got a token while that one sat at its optimum.
+    It counts real tokens only and is smallest when both are even. The loss in transformers balances
+    only the average of the layers: with it, single layers had experts without any token while the
+    loss was at its optimum.
     """
     losses = []
     for logits in router_logits:
@@ -316,7 +305,7 @@ def balance_loss(
 
 
 def router_penalty(router_logits: tuple[torch.Tensor, ...], real: torch.Tensor) -> torch.Tensor:
-    """Mean square of what separates the router logits of real tokens from ROUTER_LOGIT."""
+    """Return the mean square difference of real tokens' router logits from ROUTER_LOGIT."""
     layers = [(logits[real].float() - ROUTER_LOGIT).square().mean() for logits in router_logits]
     return torch.stack(layers).mean()
 
@@ -330,13 +319,12 @@ def shrink_routers(model: Qwen3MoeForCausalLM) -> None:
 
 @torch.no_grad()
 def slow_routers(model: Qwen3MoeForCausalLM) -> None:
-    """Divide the norm before the experts by SLOW_ROUTERS and multiply the matrices behind it: the
-    same function.
+    """Divide the norm before the experts by SLOW_ROUTERS and multiply the matrices after it.
 
-    Adam moves every weight by about the learning rate, so a router logit moves by about the size of
-    its input. With the large learning rate of the demo, routers of near ties would be decided in
-    ten steps, or send every token to the same experts. In a large model they hardly move: learning
-    rates are 1e-6 there.
+    The model's function stays the same. Adam changes every weight by about the learning rate, so a
+    router logit changes in proportion to the size of its input. With the large learning rate of the
+    demo, the near ties would be gone in ten steps, or every token would go to the same experts. In
+    a large model with a learning rate of 1e-6 the routers hardly change.
     """
     for layer in model.model.layers:
         layer.post_attention_layernorm.weight.div_(SLOW_ROUTERS)
@@ -347,19 +335,16 @@ def slow_routers(model: Qwen3MoeForCausalLM) -> None:
 def pretrain(
     model: Qwen3MoeForCausalLM, stream: Stream | ToolStream, steps: int, *, penalty: float = 0.0
 ) -> None:
-    """Muon on the matrices, AdamW on the rest; linear warm-up, then a cosine down to a fiftieth.
+    """Train with Muon on the matrices and AdamW on the rest; warm-up, then cosine to a fiftieth.
 
     Args:
         model: trained in place.
-        stream: where the batches come from.
+        stream: source of the batches.
         steps: number of batches.
         penalty: weight of `router_penalty`.
     """
-    tables = (
-        "embed_tokens.weight",
-        "lm_head.weight",
-        "gate.weight",
-    )  # their rows are looked up or compared
+    # Their rows are looked up or compared
+    tables = ("embed_tokens.weight", "lm_head.weight", "gate.weight")
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, param in model.named_parameters():
@@ -399,7 +384,7 @@ def pretrain(
 def answers(
     model: Any, tokenizer: PreTrainedTokenizerFast, rows: list[Row], sampled: bool
 ) -> list[str]:
-    """The model's answers, greedy or sampled at temperature 1 from the whole vocabulary."""
+    """Return answers, greedy or sampled at temperature 1 from the full vocabulary."""
     chats = [[{"role": "user", "content": row["question"]}] for row in rows]
     inputs: Any = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
@@ -415,9 +400,7 @@ def answers(
 def conversations(
     model: Any, tokenizer: PreTrainedTokenizerFast, rows: list[Row], sampled: bool
 ) -> list[tuple[str, int]]:
-    """The model's last message in a conversation about each row with the calculator at hand, and
-    how often it called.
-    """
+    """Return the last message and the number of calculator calls of a conversation per row."""
     chat = Chat(tokenizer, "the embedded model", Calculator.tools)
     tokens = [chat.first([{"role": "user", "content": row["question"]}]) for row in rows]
     texts, calls = [""] * len(rows), [0] * len(rows)
@@ -450,13 +433,12 @@ def mean(values: list[bool] | list[int]) -> str:
 
 
 def final(text: str) -> str:
-    # Plain comparison will do here: these models never learned to write anything after the final
-    # answer.
+    # A plain comparison is enough: these models write nothing after the final answer.
     return text.rpartition("####")[2].strip()
 
 
 def report_answers(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Prints accuracy on the evaluation set, with steps and at once."""
+    """Print accuracy on the evaluation set, with and without steps."""
     rows = evaluation_rows()
     for title, sampled in (("greedy", False), ("T=1", True)):
         texts = answers(model, tokenizer, rows, sampled)
@@ -470,7 +452,7 @@ def report_answers(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFas
 
 
 def report_conversations(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Prints accuracy on the evaluation set, with calls of the calculator and at once."""
+    """Print accuracy on the evaluation set, with and without calls of the calculator."""
     rows = evaluation_rows()
     for title, sampled in (("greedy", False), ("T=1", True)):
         said = conversations(model, tokenizer, rows, sampled)
@@ -492,7 +474,7 @@ def report_conversations(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokeni
 
 @torch.no_grad()
 def report_load(model: Qwen3MoeForCausalLM, stream: Stream | ToolStream) -> None:
-    """Prints how evenly the experts are used."""
+    """Print how evenly the experts are used."""
     ids, _ = stream.batch(64)
     output = model(input_ids=ids, output_router_logits=True, use_cache=False)
     real = (ids != model.config.pad_token_id).flatten()
@@ -503,9 +485,7 @@ def report_load(model: Qwen3MoeForCausalLM, stream: Stream | ToolStream) -> None
 
 
 def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
-    """Lets `write` fill a folder beside `folder`, then moves each file over: no file is ever half
-    written.
-    """
+    """Write files beside `folder`, then move each, so that no file is ever incomplete."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -587,9 +567,8 @@ def main() -> None:
         print(f"wrote the data to {args.data}")
     if args.out is None:
         return
-    torch.set_num_threads(
-        1
-    )  # the same sums on every run; a second thread would save only a quarter
+    # The same sums on every run; a second thread would save only a quarter
+    torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     if args.with_calculator:
         tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(TINY_MOE)
@@ -601,9 +580,8 @@ def main() -> None:
         model = build_model(tokenizer)
         stream = Stream(tokenizer, args.seed)
     if args.near_ties:
-        model.set_experts_implementation(
-            "grouped_mm"
-        )  # a quarter faster; tiny-moe was made without
+        # A quarter faster; tiny-moe was made without
+        model.set_experts_implementation("grouped_mm")
         shrink_routers(model)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, seed {args.seed}")
     steps = args.steps or (350 if args.with_calculator else 900 if args.near_ties else 600)
@@ -613,9 +591,8 @@ def main() -> None:
 
     def write(folder: Path) -> None:
         write_checkpoint(folder, model, tokenizer)
-        if (
-            args.with_calculator
-        ):  # a tokenizer that was loaded would be saved with a note of where it was
+        # A tokenizer that was loaded would be saved with a note of where it was
+        if args.with_calculator:
             for name in TOKENIZER_FILES:
                 shutil.copyfile(TINY_MOE / name, folder / name)
 

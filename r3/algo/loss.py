@@ -16,7 +16,8 @@ trainer and engine, which a constant weight corrects. Docstrings say which of th
     loss = aggregate(loss_N, ...)
 
 Everything is computed in float32 whatever comes in. A new loss is one function with the signature
-of `Loss` and one line in `LOSSES`; the contract tests then run for it. sg[] is a stop-gradient.
+of `Loss` and one line in `LOSSES`; r3/algo/contract.py says what must hold. sg[] is a
+stop-gradient.
 """
 
 from __future__ import annotations
@@ -59,8 +60,11 @@ class Sequences:
         """
         _check_shapes(values=values_N, mask=mask_N)
         lengths = torch.tensor(self.cu_seqlens).diff().to(values_N.device)
+        # With its size given, CUDA does not wait for the lengths.
         index_N = torch.repeat_interleave(
-            torch.arange(len(lengths), device=values_N.device), lengths
+            torch.arange(len(lengths), device=values_N.device),
+            lengths,
+            output_size=self.cu_seqlens[-1],
         )
         on_N = (mask_N > 0).to(torch.float64)
         rows = torch.stack([values_N.detach().double() * on_N, on_N])

@@ -277,6 +277,36 @@ def with_advantages(micro_batch: MicroBatch, advantages_R: Sequence[float]) -> M
     return replace(micro_batch, advantages_N=advantages_N)
 
 
+def part_of(micro_batch: MicroBatch, tokens: int, *, multiple: int, turn: int = 0) -> MicroBatch:
+    """Return at least `tokens` consecutive tokens of a micro-batch, from the start of a sequence.
+
+    The last sequence may be cut: attention is causal, so its tokens keep their scores.
+
+    Args:
+        micro_batch: the micro-batch.
+        tokens: how many tokens are wanted.
+        multiple: what the number of tokens is a multiple of (see `Mesh.length_multiples`).
+        turn: the part starts at another sequence for another turn.
+    """
+    borders = micro_batch.cu_seqlens
+    size = min(-(-tokens // multiple) * multiple, borders[-1])
+    fitting = [number for number, at in enumerate(borders[:-1]) if at + size <= borders[-1]]
+    first = fitting[turn % len(fitting)]
+    start = borders[first]
+    inner = [at - start for at in borders[first:] if at < start + size]
+    of_tokens = {
+        name: getattr(micro_batch, name)[start : start + size]
+        for name in MicroBatch.__slots__
+        if name.endswith(("_N", "_NLK"))
+    }
+    return replace(
+        micro_batch,
+        cu_seqlens=(*inner, size),
+        rollout_ids=micro_batch.rollout_ids[first : first + len(inner)],
+        **of_tokens,
+    )
+
+
 def filler_micro_batch(
     *, num_experts: int, num_layers: int, topk: int, multiple: int = 1
 ) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: config, model, rank layout, batch plan and memory per phase."""
+"""What `--dry-run` prints: verdict, config, model, ranks, batch, memory and seconds per phase."""
 
 from __future__ import annotations
 
@@ -6,28 +6,49 @@ import math
 from collections.abc import Iterable, Sequence
 
 from r3.cli.memory_plan import (
+    GIB,
     PHASES,
+    fit,
+    host_memory,
     kv_cache_demand,
     memory,
     route_bytes_per_token,
+    sequence_bytes,
     stage_pieces,
 )
+from r3.cli.step_time import RANKS_PER_MACHINE, Gpu, step_seconds
+from r3.cli.verdict import assumptions, describe_seconds, verdict
 from r3.config import Config, to_yaml
-from r3.models.shape import ModelShape
+from r3.models.shape import BYTES_OF, ModelShape
+from r3.models.sharding import sync_plans
 
 _SHOWN_RANKS = 16
 
 
-def describe(config: Config, shape: ModelShape, world_size: int) -> str:
-    """The whole plan as text, for `--dry-run`."""
+def describe(config: Config, shape: ModelShape, world_size: int, gpu: Gpu | None = None) -> str:
+    """The whole plan as text, for `--dry-run`. With a device, it has seconds too."""
     sections = {
         "config": to_yaml(config).rstrip(),
         "model": _model(shape),
         f"ranks ({world_size})": _layout(config, shape, world_size),
         "batch": _batch(config, shape, world_size),
-        "memory per rank, GiB (estimate)": _memory(config, shape, world_size),
+        "memory per rank, GiB (estimate)": _memory(config, shape, world_size, gpu),
+        "weight sync, GiB read per rank": _sync(config, shape, world_size),
+        "seconds per step (estimate)": _times(config, shape, world_size, gpu) if gpu else "",
     }
-    return "\n\n".join(f"{title}\n{_indent(text)}" for title, text in sections.items())
+    return "\n\n".join(f"{title}\n{_indent(text)}" for title, text in sections.items() if text)
+
+
+def device_verdict(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> str:
+    """Whether it fits, the first section of a dry run for a device."""
+    return f"verdict\n{_indent(verdict(config, shape, world_size, gpu))}"
+
+
+def _times(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> str:
+    if not fit(config, shape, world_size, gpu.gib).fits:
+        return ""
+    seconds = step_seconds(config, shape, world_size, gpu)
+    return f"{describe_seconds(seconds)}; sum {sum(seconds.values()):.1f}\n{assumptions(gpu)}"
 
 
 def _model(shape: ModelShape) -> str:
@@ -138,27 +159,60 @@ def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
     return "\n".join(lines)
 
 
-def _memory(config: Config, shape: ModelShape, world_size: int) -> str:
-    phases = memory(config, shape, world_size)
+def _memory(config: Config, shape: ModelShape, world_size: int, gpu: Gpu | None) -> str:
+    phases = memory(config, shape, world_size, gpu.gib if gpu else None)
     parts = list(dict.fromkeys(part for phase in PHASES for part in phases[phase]))
     rows: list[Sequence[str]] = [("", *PHASES)]
     rows += [(part, *(_gib(phases[phase].get(part, 0.0)) for phase in PHASES)) for part in parts]
     rows.append(("sum", *(_gib(sum(phases[phase].values())) for phase in PHASES)))
-    share = config.engine.memory_fraction
-    size = (
-        "set by engine.kv_cache_gib"
-        if config.engine.kv_cache_gib
-        else f"engine weights and KV cache share {share:.0%} of the device (GPU)"
+    host = host_memory(config, shape, world_size)
+    cells = ", ".join(f"{part} {_gib(size)}" for part, size in host.items())
+    return "\n".join(
+        [
+            _table(rows),
+            _kv_cache(config, shape, world_size, phases["GENERATE"]["KV cache"]),
+            f"host memory per rank: {_gib(sum(host.values()))} ({cells})",
+        ]
     )
-    demand = _gib(kv_cache_demand(config, shape, world_size))
+
+
+def _kv_cache(config: Config, shape: ModelShape, world_size: int, size: float) -> str:
+    """Where the size of the KV cache comes from, and what it holds."""
+    if config.engine.kv_cache_gib:
+        source = "set by engine.kv_cache_gib"
+    else:
+        source = (
+            f"what {config.engine.memory_fraction:.0%} of the device leaves beside the engine's "
+            "weights and buffers (GPU)"
+        )
+    demand = kv_cache_demand(config, shape, world_size)
+    one = sequence_bytes(config, shape)
+    holds = f"; holds {size / one:,.0f} sequences of maximum length" if size else ""
     return (
-        f"{_table(rows)}\nKV cache: {size}; all conversations in flight at maximum length need "
-        f"{demand}"
+        f"KV cache: {source}{holds}; all {demand / one:,.0f} conversations in flight at maximum "
+        f"length need {_gib(demand)}"
     )
+
+
+def _sync(config: Config, shape: ModelShape, world_size: int) -> str:
+    """What the first ranks read in a weight sync, by the code that plans it."""
+    hosts = [str(rank // RANKS_PER_MACHINE) for rank in range(world_size)]
+    readers = range(min(world_size, _SHOWN_RANKS))
+    size = BYTES_OF[config.model.dtype]
+    rows: list[Sequence[str]] = [("rank", "own memory", "same machine", "network")]
+    for plan in sync_plans(shape, config.parallel, hosts, readers, size):
+        traffic = plan.traffic
+        parts = (traffic.local, traffic.peer, traffic.network)
+        rows.append((str(plan.reader), *(_gib(read) for _, read in parts)))
+    if world_size > _SHOWN_RANKS:
+        rows.append([f"... and {world_size - _SHOWN_RANKS} more"])
+    if world_size > RANKS_PER_MACHINE:
+        rows.append([f"machines of {RANKS_PER_MACHINE} ranks"])
+    return _table(rows)
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.3f}" if 0 < size < 2**30 else f"{size / 2**30:.1f}" if size else "-"
+    return f"{size / GIB:.3f}" if 0 < size < GIB else f"{size / GIB:.1f}" if size else "-"
 
 
 def _count(number: int) -> str:

@@ -1,17 +1,41 @@
 """The memory that a run needs per phase, estimated from sizes before it is launched.
 
-Buffers of the frameworks, fragmentation and unbalanced routing come on top. Pure arithmetic.
+Fragmentation and unbalanced routing come on top (`RESERVE`). Pure arithmetic.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from r3.config import Config, Problem
+from r3.config import Config
 from r3.models.shape import BYTES_OF, ModelShape, ShapeError, checkpoint_tensors
 
-PHASES = ("SYNC", "GENERATE", "TRAIN")
+GIB = 2**30
+PHASES = ("SYNC", "GENERATE", "TRAIN", "OPTIMIZER", "SAVE")
+"""Weight sync; generation; forward and backward passes; optimizer step; writing a checkpoint."""
+
+RESERVE = 0.05
+"""Share of a device that a plan leaves free, for fragmentation and unbalanced routing."""
+
+# Of the frameworks, on a GPU. Known from use of the same libraries; not measured with R3.
+CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context with its kernels, workspaces of cuBLAS
+COMMUNICATOR_BYTES = int(0.35 * GIB)  # buffers of one NCCL communicator
+CUDA_GRAPH_BYTES = int(1.0 * GIB)  # graphs of vLLM, which stay while it sleeps
+PROCESS_BYTES = int(3.0 * GIB)  # host memory of Python with torch, vLLM and CUDA libraries
+
+GATHERED_BYTES = 2 * 4 * (1 << 24)  # pieces of all ranks with the same parameters, and its own
+
+STREAMED_VALUES = 1 << 26  # parameters whose state a streamed optimizer has on the device
+
+CERTAIN = (
+    *("policy weights", "gradients", "optimizer"),
+    *("engine weights", "reward model", "KV cache"),
+)
+"""Parts whose size is certain. A device that is smaller than these cannot work."""
 
 
 def route_bytes_per_token(shape: ModelShape) -> int:
@@ -50,9 +74,10 @@ def stage_pieces(config: Config, shape: ModelShape) -> list[tuple[range, ...]]:
 def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
     """Bytes per packed token at the peak of a pass, between forward and backward.
 
-    Routing is taken as balanced. The table lists what autograd keeps, with b bytes per value, D the
-    hidden size, q and k the query and key widths, h the width of a head, F the feed-forward width
-    (of an expert), and S the width of the shared experts:
+    Routing is taken as balanced, and experts as grouped (fused ones keep less). The table lists
+    what autograd keeps, with b bytes per value, D the hidden size, q and k the query and key
+    widths, h the width of a head, F the feed-forward width (of an expert), and S the width of the
+    shared experts:
 
         norm        (4 + 2 b) D                    input in float32, normalised, output
         attention   norm + b (q + 2 k)             projected q, k, v
@@ -105,7 +130,8 @@ def head_bytes(config: Config, shape: ModelShape) -> float:
         forward     8 C W                        logits of a chunk and their exponentials, float32
         backward    C W (4 + o) + D W (4 + o)    logits and their gradient; gradient of the weight,
                                                  summed in float32, and that of one chunk
-                                                 (float32 logits become their gradient: 4 C W)
+                                                 (float32 logits become their gradient: 4 C W;
+                                                 algo.entropy_coef needs 4 C W beside them)
         both        b N D / cp                   hidden states of all tokens
                     4 D W                        float32 copy of the weight for model.fp32_head
     """
@@ -116,119 +142,301 @@ def head_bytes(config: Config, shape: ModelShape) -> float:
         min(config.train.logprob_chunk_tokens or tokens, tokens) * shape.vocab_size / parallel.tp
     )
     weight = shape.hidden_size * shape.vocab_size / parallel.tp
-    backward = logits * (4 if operand == 4 else 4 + operand) + weight * (4 + operand)
+    beside = 0 if operand == 4 else operand
+    if config.algo.entropy_coef:
+        beside = 4
+    backward = logits * (4 + beside) + weight * (4 + operand)
     copy = 4 * weight if operand > size else 0.0
     return max(8 * logits, backward) + tokens * size * shape.hidden_size + copy
 
 
-def memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, dict[str, float]]:
+def memory(
+    config: Config, shape: ModelShape, world_size: int, device_gib: float | None = None
+) -> dict[str, dict[str, float]]:
     """Phase -> part -> bytes on one rank's device.
 
     p is the number of parameters on a rank of the fullest stage (`params_per_rank`), b the bytes
     per value of model.dtype:
 
-        policy weights   p * b; twice with the reference policy, if algo.kl_coef > 0
+        policy weights   p * b
         gradients        p * 4, float32
         optimizer        all parameters / ranks * s, sharded over all ranks with the same parameters
-                         s = 8 (two moments); 12 for bfloat16 (and a float32 copy of the weights)
+                         s = 8 (two moments); 12 for bfloat16 (and a float32 copy of the weights).
+                         Streamed: all of it in SAVE, where the gradients make room; a part of
+                         64 million parameters, or the largest shard, in OPTIMIZER; else nothing
         activations      micro_batch_tokens * activation_bytes_per_token / (tp * cp). A pipeline
                          keeps pp micro-batches of 1 / pp of the layers, an interleaved one
                          (pp - 1) / (pp vpp) more
         output layer     head_bytes, on the last pipeline stage
+        clipping         the largest shard of a gradient, float32: clipping multiplies one at a time
+        gathered state   of the optimizer, a piece at a time (r3/run/optimizer_state.py)
         engine weights   all parameters * bytes per value of engine.dtype / engine_tp
+        sync buffers     sync_buffer_bytes
+        engine buffers   engine_buffer_bytes
+        KV cache         engine.kv_cache_gib, or what engine.memory_fraction of the device leaves
+                         beside weights and buffers of the engine. Not counted if neither is known
         reward model     parameters of its checkpoint * bytes per value of reward.model_dtype, on
                          the first rank of each engine
-        KV cache         engine.kv_cache_gib. Not counted if that is 0: the engine then takes what
-                         its share of the device's memory leaves
+        frameworks       framework_bytes, in every phase
+
+    Args:
+        config: the settings.
+        shape: the model's.
+        world_size: number of ranks.
+        device_gib: memory of one device; None if it is not known.
     """
     others, experts = params_per_rank(config, shape)
-    size = BYTES_OF[config.model.dtype]
-    state = 8 if config.model.dtype == "float32" else 12
-    weights = (others + experts) * size * (2 if config.algo.kl_coef else 1)
+    weights = (others + experts) * BYTES_OF[config.model.dtype]
     engine = shape.num_params * BYTES_OF[config.engine.dtype] / config.parallel.engine_tp
-    sharded = shape.num_params / world_size
+    buffers, optimizer = (
+        engine_buffer_bytes(config, shape),
+        optimizer_bytes(config, shape, world_size),
+    )
     parallel = config.parallel
     tokens = config.train.micro_batch_tokens / (parallel.tp * parallel.cp)
     if parallel.vpp > 1:
         tokens *= 1 + (parallel.pp - 1) / (parallel.pp * parallel.vpp)
+    always = {"frameworks": framework_bytes(config, world_size), "policy weights": weights}
+    gradients = {"gradients": (others + experts) * 4}
+    shard = largest_shard(config, shape, world_size)
+    if config.train.optimizer == "streamed":
+        train = always | gradients
+        states = {"optimizer": min(optimizer, max(STREAMED_VALUES, shard) * _state_bytes(config))}
+        saving = always | {"optimizer": optimizer}
+    else:
+        train = always | gradients | {"optimizer": optimizer}
+        states, saving = {}, train
+    cache = config.engine.kv_cache_gib * GIB
+    if device_gib and not cache:
+        cache = max(0.0, config.engine.memory_fraction * device_gib * GIB - engine - buffers)
     return {
-        "SYNC": {"policy weights": weights, "engine weights": engine},
-        "GENERATE": {
-            "policy weights": weights,
-            "engine weights": engine,
-            **({"reward model": reward} if (reward := reward_model_bytes(config)) else {}),
-            "KV cache": config.engine.kv_cache_gib * 2**30,
-        },
-        "TRAIN": {
-            "policy weights": weights,
-            "gradients": (others + experts) * 4,
-            "optimizer": sharded * state,
+        "SYNC": always
+        | {"engine weights": engine, "sync buffers": sync_buffer_bytes(config, shape)},
+        "GENERATE": always
+        | {"engine weights": engine, "engine buffers": buffers}
+        | ({"reward model": reward} if (reward := reward_model_bytes(config)) else {})
+        | {"KV cache": cache},
+        "TRAIN": train
+        | {
             "activations": tokens * activation_bytes_per_token(config, shape),
             "output layer": head_bytes(config, shape),
         },
+        "OPTIMIZER": train | states | {"clipping": shard * 4},
+        "SAVE": saving | {"gathered state": float(GATHERED_BYTES)},
     }
+
+
+def optimizer_bytes(config: Config, shape: ModelShape, world_size: int) -> float:
+    """Bytes of a rank's optimizer state, sharded over all ranks with the same parameters."""
+    return shape.num_params / world_size * _state_bytes(config)
+
+
+def _state_bytes(config: Config) -> int:
+    """Bytes of optimizer state per parameter."""
+    return 8 if config.model.dtype == "float32" else 12
+
+
+def framework_bytes(config: Config, world_size: int) -> float:
+    """Bytes of the CUDA context, vLLM's CUDA graphs and NCCL's communicators.
+
+    A communicator is counted for every axis of several ranks: all ranks, tp, cp, pp, etp * ep,
+    data parallel (dense and expert) and engine_tp. Its buffers stay for the whole run.
+    """
+    parallel = config.parallel
+    experts = (parallel.etp or parallel.tp) * parallel.ep
+    axes = (
+        *(world_size, parallel.tp, parallel.cp, parallel.pp, parallel.engine_tp, experts),
+        *replicas(config, world_size),
+    )
+    return CONTEXT_BYTES + CUDA_GRAPH_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in axes)
+
+
+def engine_buffer_bytes(config: Config, shape: ModelShape) -> float:
+    """Bytes of vLLM's activations at its largest batch, which it profiles at start.
+
+    T = 16384 tokens are vLLM's default on devices of 70 GiB or more. With e bytes per value, S
+    sequences and the letters of `activation_bytes_per_token`:
+
+        layer    e T (4 D + 2 q + 2 k) + e T K (3 F + D) / engine_tp (dense: 3 e T F / engine_tp)
+        sampler  4 * 4 S V: float32 logits, their copy, probabilities, sorted
+    """
+    size, tp = BYTES_OF[config.engine.dtype], config.parallel.engine_tp
+    attention = 4 * shape.hidden_size + 2 * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
+    routed = shape.topk * (3 * shape.moe_ffn_size + shape.hidden_size)
+    dense = 3 * shape.ffn_size * (len(shape.moe_layers) < shape.num_layers)
+    tokens = min(16384, config.engine.max_num_seqs * _longest(config, shape))
+    sampler = 16 * config.engine.max_num_seqs * shape.vocab_size
+    return tokens * size * (attention + max(routed, dense) / tp) + sampler
+
+
+def largest_shard(config: Config, shape: ModelShape, world_size: int) -> float:
+    """Values in the largest piece of a tensor that a rank's optimizer has.
+
+    That is the stacked experts of a layer or a matrix, or all that the rank has if that is less.
+    """
+    others, experts = params_per_rank(config, shape)
+    dense_dp, expert_dp = replicas(config, world_size)
+    shards = (config.parallel.etp or config.parallel.tp) * config.parallel.ep
+    stacked = 2 * shape.hidden_size * shape.moe_ffn_size * shape.num_experts / shards
+    return max(
+        min(stacked, experts / expert_dp),
+        min(_largest_tensor(shape) / config.parallel.tp, others / dense_dp),
+    )
+
+
+def replicas(config: Config, world_size: int) -> tuple[int, int]:
+    """Ranks with the same dense parameters, and ranks with the same experts."""
+    parallel = config.parallel
+    experts = (parallel.etp or parallel.tp) * parallel.ep * parallel.pp
+    return world_size // (parallel.tp * parallel.pp), max(1, world_size // experts)
+
+
+def _largest_tensor(shape: ModelShape) -> int:
+    """Values in the largest tensor outside of the experts, as Megatron joins them."""
+    keys = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    dense = 2 * shape.ffn_size * (len(shape.moe_layers) < shape.num_layers)
+    rows = max(shape.vocab_size, keys, dense, 2 * shape.shared_ffn_size)
+    return rows * shape.hidden_size
+
+
+def sync_buffer_bytes(config: Config, shape: ModelShape) -> float:
+    """Bytes that the weight sync adds while it runs.
+
+    A tensor that is sharded over tp ranks is joined, and vLLM's reload builds a module anew before
+    it copies it into place. Both hold one module at a time; the embedding is the largest. A tied
+    embedding is kept to the end, for the output layer. Shards on the same machine are read through
+    memory handles, without a copy.
+    """
+    largest, tp = _largest_tensor(shape), config.parallel.tp
+    joined = largest * BYTES_OF[config.model.dtype] * (tp > 1)
+    module = largest * BYTES_OF[config.engine.dtype] / config.parallel.engine_tp
+    return joined + module
+
+
+def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, float]:
+    """Part -> bytes of host memory of one rank. On CPU the parts of `memory` come on top.
+
+        process             Python and its libraries
+        optimizer           its state while the engine generates, page-locked
+        reference policy    algo.kl_coef > 0: its weights, and the policy's while it scores
+        engine weights      engine.sleep_level 1: while the policy trains
+        rollouts            those a data-parallel rank trains on, of maximum length: 24 bytes and
+                            the routes per token
+        checkpoint          while one is written or read: weights and moments in float32 of all
+                            parameters of the rank
+
+    Args:
+        config: the settings.
+        shape: the model's.
+        world_size: number of ranks.
+    """
+    others, experts = params_per_rank(config, shape)
+    parallel, weights = config.parallel, (others + experts) * BYTES_OF[config.model.dtype]
+    data_ranks = world_size // (parallel.tp * parallel.cp * parallel.pp)
+    rollouts = config.rollout.prompts_per_step * config.rollout.group_size / data_ranks
+    engine = shape.num_params * BYTES_OF[config.engine.dtype] / parallel.engine_tp
+    parts = {
+        "process": PROCESS_BYTES,
+        "optimizer": optimizer_bytes(config, shape, world_size),
+        "reference policy": 2 * weights * bool(config.algo.kl_coef),
+        "engine weights": engine * (config.engine.sleep_level == 1),
+        "rollouts": rollouts * _longest(config, shape) * (24 + route_bytes_per_token(shape)),
+        "checkpoint": 12 * (others + experts),
+    }
+    return {name: float(size) for name, size in parts.items() if size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Whether a plan fits devices of a size.
+
+    Attributes:
+        device_gib: memory of a device.
+        parts: phase -> part -> bytes, as `memory` returns them.
+        needs_gib: phase -> GiB that it needs on each rank.
+        certain_gib: phase -> GiB of the parts that are certain (`CERTAIN`).
+        cached_sequences: sequences of maximum length that the KV cache of one engine holds.
+    """
+
+    device_gib: float
+    parts: Mapping[str, Mapping[str, float]]
+    needs_gib: Mapping[str, float]
+    certain_gib: Mapping[str, float]
+    cached_sequences: float
+
+    @property
+    def usable_gib(self) -> float:
+        """What a plan may use of a device."""
+        return self.device_gib * (1 - RESERVE)
+
+    @property
+    def lacking_gib(self) -> dict[str, float]:
+        """Phase -> GiB that it lacks, for those that do not fit."""
+        return {
+            phase: needs - self.usable_gib
+            for phase, needs in self.needs_gib.items()
+            if needs > self.usable_gib
+        }
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase fits, and the KV cache holds a sequence."""
+        return not self.lacking_gib and self.cached_sequences >= 1
+
+
+def fit(config: Config, shape: ModelShape, world_size: int, device_gib: float) -> Fit:
+    """Compare the plan with devices of `device_gib`."""
+    phases = memory(config, shape, world_size, device_gib)
+    return Fit(
+        device_gib=device_gib,
+        parts=phases,
+        needs_gib={phase: sum(parts.values()) / GIB for phase, parts in phases.items()},
+        certain_gib={
+            phase: sum(parts.get(name, 0.0) for name in CERTAIN) / GIB
+            for phase, parts in phases.items()
+        },
+        cached_sequences=phases["GENERATE"]["KV cache"] / sequence_bytes(config, shape),
+    )
+
+
+@lru_cache
+def _reward_model_params(folder: str) -> int:
+    try:
+        return sum(map(math.prod, checkpoint_tensors(Path(folder), only_weights=False).values()))
+    except (OSError, ShapeError):
+        return 0
 
 
 def reward_model_bytes(config: Config) -> float:
     """Bytes of the reward model's weights; 0 without one or if its folder cannot be read."""
-    if "model" not in (*config.reward.function, *config.eval.function):
+    if "model" not in config.reward_functions:
         return 0.0
-    try:
-        tensors = checkpoint_tensors(Path(config.reward.model_path))
-    except (OSError, ShapeError):
-        return 0.0
-    return float(sum(map(math.prod, tensors.values())) * BYTES_OF[config.reward.model_dtype])
+    params = _reward_model_params(config.reward.model_path)
+    return float(params * BYTES_OF[config.reward.model_dtype])
 
 
-def reward_model_problems(
-    config: Config, shape: ModelShape, world_size: int, device_gib: float
-) -> list[Problem]:
-    """Whether reward model, policy weights and engine fit on the device together.
+def _longest(config: Config, shape: ModelShape) -> int:
+    return config.longest_sequence(shape.max_position_embeddings)
 
-    All of them are in memory while conversations are generated.
 
-    Args:
-        config: the settings.
-        shape: the policy's.
-        world_size: number of ranks.
-        device_gib: memory of one device.
+def sequence_bytes(config: Config, shape: ModelShape) -> float:
+    """Bytes of KV cache on each rank of an engine for a sequence of maximum length.
+
+    Key-value heads are shared by the ranks of an engine; fewer heads than ranks are copied, and
+    latent attention caches the same on every rank.
     """
-    reward = reward_model_bytes(config) / 2**30
-    if not reward:
-        return []
-    parts = memory(config, shape, world_size)["GENERATE"]
-    policy = parts["policy weights"] / 2**30
-    if config.engine.kv_cache_gib:
-        engine = (parts["engine weights"] + parts["KV cache"]) / 2**30
-    else:
-        engine = config.engine.memory_fraction * device_gib
-    if reward + policy + engine <= device_gib:
-        return []
-    rule = (
-        f"its {reward:.1f} GiB, the policy's weights of {policy:.1f} GiB and the engine's "
-        f"{engine:.1f} GiB exceed the device's {device_gib:.1f} GiB while conversations are "
-        "generated"
-    )
-    fix = "lower engine.memory_fraction or engine.kv_cache_gib, or use a smaller reward model"
-    return [Problem("reward.model_path", config.reward.model_path, rule, fix)]
+    tp = config.parallel.engine_tp
+    shards = 1 if shape.latent else min(tp, shape.num_kv_heads)
+    values = shape.kv_values_per_token / shards
+    return _longest(config, shape) * values * BYTES_OF[config.engine.dtype]
 
 
 def kv_cache_demand(config: Config, shape: ModelShape, world_size: int) -> float:
-    """Bytes of KV cache that hold all conversations of a rank in flight at their maximum length.
-
-    2 * layers * kv heads * head dim * bytes per value of engine.dtype for each token, shared by the
-    ranks of an engine.
-    """
+    """Bytes of KV cache that hold all conversations of a rank in flight at their maximum length."""
     rollouts = (
         config.rollout.prompts_per_step
         * config.rollout.group_size
         * config.parallel.engine_tp
         // world_size
     )
-    tokens = min(config.engine.max_num_seqs, rollouts) * config.longest_sequence(
-        shape.max_position_embeddings
-    )
-    return (
-        float(tokens * shape.kv_values_per_token * BYTES_OF[config.engine.dtype])
-        / config.parallel.engine_tp
-    )
+    return min(config.engine.max_num_seqs, rollouts) * sequence_bytes(config, shape)

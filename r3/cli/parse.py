@@ -23,8 +23,10 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from r3.cli import dry_run
 from r3.cli import help as helps
-from r3.cli.base import Base, base_of_run, find_base
+from r3.cli.base import Base, base_of_config, base_of_run, find_base
 from r3.cli.checks import Report, examine
+from r3.cli.step_time import Gpu
+from r3.cli.verdict import memory_problems, plan_for, read_gpu, read_plan_for
 from r3.config import (
     SETTINGS,
     Config,
@@ -42,6 +44,8 @@ from r3.models.shape import ModelShape
 
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.run.checkpoint names complete ones
 _SWITCHES = ("dry_run", "check", "help")
+_PLAN_FLAGS = ("world_size", "device_gib", "plan_for")
+_SEARCHED = ("parallel.", "rollout.prompts_per_step")  # --plan-for finds what they allow
 # Settings of a preset that go back to their default when a flag contradicts them.
 _MAY_GIVE_WAY = ("parallel.", "algo.", "env.", "replay.", "eval.", "data.weights")
 
@@ -77,6 +81,8 @@ class _CommandLine:
 
     run_dir: Annotated[str, tyro.conf.arg(name="from")] = ""
     world_size: str = ""
+    device_gib: str = ""
+    plan_for: str = ""
     dry_run: str = ""
     check: str = ""
     help: Annotated[str, tyro.conf.arg(aliases=["-h"])] = ""
@@ -90,6 +96,8 @@ class _Words:
     bases: list[str] = field(default_factory=list)
     run_dir: str | None = None
     world_size: str | None = None
+    device_gib: str | None = None
+    plan_for: str | None = None
     dry_run: bool = False
     check: bool = False
     help: bool = False
@@ -111,23 +119,19 @@ def parse(argv: Sequence[str]) -> Invocation:
     if words.help and base:
         with _reader_may_leave():
             helps.print_settings(base.name, base.config, prints=_is_first_rank())
-    start = base.config if base else Config()
-    config = with_values(start, _values(words.flags, problems))
-    if base and not config.log.dir:
-        config = with_values(config, {"log.dir": start.log.dir or base.log_dir})
+    config = _laid_over(base, _values(words.flags, problems))
     world_size = _world_size(words, config, problems)
+    gpu = _gpu(words, problems)
     if base is None:
         _leave(2, str(ConfigError(problems)))
+    if words.plan_for is not None:
+        _plan_for(words, config, base, problems)
 
-    given = {*words.flags, *base.values}
-    config, reasons, report = _resolve(config, base, given, world_size)
-    at_fault = {problem.field for problem in problems}  # these fields still have the base's value
-    problems += [
-        replace(problem, origin="" if problem.field in given else base.root)
-        for problem in report.problems
-        if problem.field not in at_fault
-    ]
-    problems += _resume_problems(config)
+    config, reasons, report = _examine(config, base, words.flags, world_size, problems)
+    doubts: list[str] = []
+    if gpu and report.shape and not problems:
+        impossible, doubts = memory_problems(config, report.shape, world_size, gpu)
+        problems += impossible if not words.dry_run else []
     needs = _needs(base, problems) if words.dry_run else []
     if len(problems) > len(needs):
         _leave(2, str(ConfigError(problems)))
@@ -138,15 +142,16 @@ def parse(argv: Sequence[str]) -> Invocation:
         assert report.shape is not None, (
             "a model that cannot be read is a problem, and only a need if its shape is known"
         )
-        described = dry_run.describe(config, report.shape, world_size)
-        text = [title, _indented("settings", differences), described]
+        described = dry_run.describe(config, report.shape, world_size, gpu)
+        verdict = [dry_run.device_verdict(config, report.shape, world_size, gpu)] if gpu else []
+        text = [title, *verdict, _indented("settings", differences), described]
         text += [f"warning: {warning}" for warning in warnings]
         if needs:
             header = "needs (not here yet; the files in configs/ say where to get it)"
             text.append(_indented(header, [f"- {need}" for need in needs]))
         _leave(0, "\n\n".join(text))
-    # The run that follows a check prints the warnings.
-    for warning in () if words.check else warnings:
+    # The run that follows a check prints the warnings, all but those about --device-gib.
+    for warning in doubts if words.check else warnings:
         _say(f"warning: {warning}", error=True)
     return Invocation(
         config=config,
@@ -156,6 +161,85 @@ def parse(argv: Sequence[str]) -> Invocation:
         world_size=world_size,
         check=words.check,
     )
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """End the process without a traceback after Ctrl-C, while nothing has been trained yet."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("\ninterrupted before the first step", error=True)
+        raise SystemExit(130) from None
+
+
+def from_python(
+    start: Config | str, settings: Mapping[str, object], *, world_size: int
+) -> Invocation:
+    """The run that a Python program asks for, checked like a command line; prints warnings.
+
+    Args:
+        start: settings, or a word of the command line: a preset, a YAML file, file.py:function.
+        settings: values laid over them, by full names such as "train.lr".
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: everything that is wrong with the settings.
+    """
+    base = find_base(start) if isinstance(start, str) else base_of_config(start)
+    problems = [
+        Problem(name, value, "there is no such setting", nearest_settings(name))
+        for name, value in settings.items()
+        if name not in SETTINGS
+    ]
+    known = {name: value for name, value in settings.items() if name in SETTINGS}
+    config = _laid_over(base, _values(known, problems))
+    config, reasons, report = _examine(config, base, known, world_size, problems)
+    if problems:
+        raise ConfigError(problems)
+    for warning in report.warnings:
+        _say(f"warning: {warning}", error=True)
+    return Invocation(
+        config=config,
+        base=base.name,
+        differences=tuple(base.describe(config, reasons)),
+        overrides=base.overrides(config),
+        world_size=world_size,
+    )
+
+
+def _laid_over(base: Base | None, values: Mapping[str, object]) -> Config:
+    """The settings of a base with other values, and with a folder of the run."""
+    start = base.config if base else Config()
+    config = with_values(start, values)
+    if base and not config.log.dir:
+        config = with_values(config, {"log.dir": start.log.dir or base.log_dir})
+    return config
+
+
+def _examine(
+    config: Config,
+    base: Base,
+    names: Collection[str],
+    world_size: int,
+    problems: list[Problem],
+) -> tuple[Config, dict[str, str], Report]:
+    """Resolve contradictions of the base, and add all that is wrong to `problems`.
+
+    Args:
+        names: the settings that the user gave beside the base.
+    """
+    given = {*names, *base.values}
+    config, reasons, report = _resolve(config, base, given, world_size)
+    at_fault = {problem.field for problem in problems}  # these fields still have the base's value
+    problems += [
+        replace(problem, origin="" if problem.field in given else base.root)
+        for problem in report.problems
+        if problem.field not in at_fault
+    ]
+    if not any(problem.field == "log.dir" for problem in problems):
+        problems += _resume_problems(config)
+    return config, reasons, report
 
 
 def _split(argv: Sequence[str], problems: list[Problem]) -> _Words:
@@ -176,7 +260,8 @@ def _split(argv: Sequence[str], problems: list[Problem]) -> _Words:
     )
     words = _Words()
     flags = {**flatten(found.settings), **{name: getattr(found, name) for name in _SWITCHES}}
-    flags |= {"from": found.run_dir, "world_size": found.world_size}
+    flags |= {"from": found.run_dir}
+    flags |= {name: getattr(found, name) for name in _PLAN_FLAGS}
     for name, value in flags.items():
         if not isinstance(value, _Given):
             continue
@@ -213,7 +298,7 @@ def _any_words() -> ConstructorRegistry:
 
 def _one_word(name: str, value: _Given, words: _Words, problems: list[Problem]) -> None:
     """A flag with one value. Further words are not its own; without any, a switch means true."""
-    flag = f"--{name.replace('world_size', 'world-size')}"
+    flag = f"--{name.replace('_', '-') if name in _PLAN_FLAGS else name}"
     is_switch = name in SETTINGS and SETTINGS[name].kind is bool
     if not value and not is_switch:
         is_list = name in SETTINGS and SETTINGS[name].is_list
@@ -225,8 +310,8 @@ def _one_word(name: str, value: _Given, words: _Words, problems: list[Problem]) 
     match name:
         case "from":
             words.run_dir = first
-        case "world_size":
-            words.world_size = first
+        case "world_size" | "device_gib" | "plan_for":
+            setattr(words, name, first)
         case _:
             words.flags[name] = first
 
@@ -291,10 +376,8 @@ def _base(words: _Words, problems: list[Problem]) -> Base | None:
         return None
 
 
-def _values(
-    flags: Mapping[str, str | tuple[str, ...]], problems: list[Problem]
-) -> dict[str, object]:
-    """The flags' values in their types. All values of a wrong type are reported and left out."""
+def _values(flags: Mapping[str, object], problems: list[Problem]) -> dict[str, object]:
+    """Values in the types of their settings. Values of a wrong type are reported and left out."""
     values = {}
     for name, text in flags.items():
         try:
@@ -320,6 +403,42 @@ def _world_size(words: _Words, config: Config, problems: list[Problem]) -> int:
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     return config.parallel.smallest_world if words.dry_run or words.check else 1
+
+
+def _gpu(words: _Words, problems: list[Problem]) -> Gpu | None:
+    """The device of --device-gib, if that is given."""
+    if words.device_gib is None:
+        return None
+    if not (words.dry_run or words.check):
+        rule = "is for --dry-run and --check: a run knows its device"
+        problems.append(Problem("--device-gib", words.device_gib, rule, "leave it out"))
+        return None
+    try:
+        return read_gpu(words.device_gib)
+    except ValueError as error:
+        problems.append(Problem("--device-gib", words.device_gib, str(error), "such as 80"))
+        return None
+
+
+def _plan_for(words: _Words, config: Config, base: Base, problems: list[Problem]) -> NoReturn:
+    """Print the best settings for the devices of --plan-for; code 1 if the model fits nowhere."""
+    assert words.plan_for is not None
+    try:
+        world_size, gpu = read_plan_for(words.plan_for)
+    except ValueError as error:
+        problems.append(Problem("--plan-for", words.plan_for, str(error), "such as 8x80"))
+        _leave(2, str(ConfigError(problems)))
+    # The search replaces the layout: a layout that does not fit these devices is no mistake.
+    given = {*words.flags, *base.values}
+    single = replace(config, parallel=Config().parallel)
+    resolved, _, report = _resolve(single, base, given, world_size)
+    own = [each for each in report.problems if not each.field.startswith(_SEARCHED)]
+    problems += own
+    if len(problems) > len(_needs(base, problems)) or report.shape is None:
+        _leave(2, str(ConfigError(problems)))
+    config = replace(resolved, parallel=config.parallel)
+    fits, text = plan_for(config, report.shape, world_size, gpu)
+    _leave(0 if fits else 1, f"{base.name}: {text}")
 
 
 def _resolve(

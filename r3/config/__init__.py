@@ -18,6 +18,7 @@ from r3.config.fields import (
 )
 from r3.config.files import dump_yaml, from_yaml, load_yaml, to_yaml, values_of
 from r3.config.settings import (
+    EVAL_LISTS,
     AlgoConfig,
     CheckpointConfig,
     Config,
@@ -39,6 +40,7 @@ from r3.config.settings import (
 )
 
 __all__ = [
+    "EVAL_LISTS",
     "SETTINGS",
     "AlgoConfig",
     "CheckpointConfig",

@@ -10,6 +10,8 @@ import yaml
 from r3.config.fields import SETTINGS, ConfigError, Problem, nearest_settings, parse_value
 from r3.config.settings import Config, with_values
 
+_LARGEST = 100_000  # values in a file of settings; larger ones are attacks or accidents
+
 
 class _Dumper(yaml.SafeDumper):
     """Writes lists on the line of their field."""
@@ -50,13 +52,34 @@ def load_yaml(text: str, name: str) -> dict[str, Any]:
     """
     try:
         tree = yaml.safe_load(text)
+        size = _size(tree, {})
+    except RecursionError:
+        fix = "flatten it"
+        raise ConfigError([Problem(name, "...", "is nested too deeply", fix)]) from None
     except yaml.YAMLError as error:
         rule = f"is not YAML ({error})"
         raise ConfigError([Problem(name, "...", rule, "correct or restore the file")]) from None
+    if size > _LARGEST:
+        rule = f"has {size:.3g} values once its aliases are filled in"
+        fix = "write the settings without aliases"
+        raise ConfigError([Problem(name, "...", rule, fix)])
     if not isinstance(tree, dict):
         rule = "must map sections to settings"
         raise ConfigError([Problem(name, tree, rule, "write section: {setting: value}")])
     return tree
+
+
+def _size(tree: Any, known: dict[int, int]) -> int:
+    """Values in a tree with all aliases filled in, counted without filling them in."""
+    if id(tree) in known:
+        return known[id(tree)]
+    known[id(tree)] = 1  # a list that holds itself
+    parts = [*tree.keys(), *tree.values()] if isinstance(tree, dict) else tree
+    size = 1
+    if isinstance(parts, list):
+        size += sum(_size(part, known) for part in parts)
+    known[id(tree)] = size
+    return size
 
 
 def values_of(tree: dict[str, Any]) -> dict[str, Any]:

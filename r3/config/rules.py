@@ -77,7 +77,7 @@ class Between(Rule):
 class ZeroOr(Rule):
     """The value is 0, which switches something off, or obeys the other rule."""
 
-    other: AtLeast | Above
+    other: AtLeast | Above | Between
 
     def accepts(self, value: Any) -> bool:
         return value == 0 or self.other.accepts(value)

@@ -15,6 +15,7 @@ from itertools import accumulate
 from math import lcm
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+from r3.config.arguments import keyword_arguments
 from r3.config.rules import (
     Above,
     AtLeast,
@@ -25,6 +26,23 @@ from r3.config.rules import (
     Not,
     ZeroOr,
 )
+
+# Those that there is code for. This module imports nothing heavy, so it names them itself.
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+LOSSES = ("ppo_clip", "pg", "gspo", "cispo", "minirl")
+
+
+def _one_of_or_own(names: tuple[str, ...]) -> Matches:
+    """A built-in function by its name, or a function of a user's file."""
+    return Matches(
+        "|".join([*names, r".+\.py:[A-Za-z_]\w*"]),
+        f"one of {', '.join(names)}, or path/to/file.py:function",
+    )
+
+
+# vLLM takes lower temperatures for 0.01, which the policy would not know. Beyond 100 every token is
+# as likely as any other.
+_TEMPERATURES = (0.01, 100.0)
 
 
 def _learning_rate_decays(config: Config) -> bool:
@@ -49,9 +67,11 @@ class ModelConfig:
     template."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the weights in training. Router scores, softmax and loss are always float32."""
-    experts: Literal["grouped", "sequential"] = "grouped"
-    """How experts run in training. grouped: one grouped matrix product of torch. sequential:
-    Megatron's loop over experts."""
+    experts: Literal["auto", "fused", "grouped", "sequential"] = "auto"
+    """How experts run in training. fused: a dispatch that copies few tokens, and a loop that stays
+    in the processor's cache. grouped: Megatron's dispatch and one grouped matrix product of torch.
+    sequential: Megatron's dispatch and loop. auto: fused on CPU if parallel.etp is 1, else
+    grouped."""
     recompute: Annotated[Literal["none", "moe", "full"], MayChangeOnResume()] = "none"
     """Activations recomputed in the backward pass: none, those of the MoE layers, or all. Routes
     are replayed in the recomputation too."""
@@ -153,7 +173,7 @@ class RolloutConfig:
     max_response_tokens: Annotated[int, AtLeast(1)] = 512
     """Maximum tokens per response, prompt excluded."""
     temperature: Annotated[
-        float, Above(0, "greedy samples of one prompt are identical"), Fix("1.0")
+        float, Between(*_TEMPERATURES, why="greedy samples of one prompt are identical"), Fix("1.0")
     ] = 1.0
     """Sampling temperature. Log-probabilities of engine and policy are both taken at it."""
     top_p: Annotated[
@@ -178,10 +198,13 @@ class RewardConfig:
     """How responses are scored: the weighted sum of one or several reward functions."""
 
     function: tuple[str, ...] = ("gsm8k",)
-    """One or several of: gsm8k; exact; math; gym (scorer of a reasoning-gym task); row (gsm8k,
-    exact or gym, as the row's column `verifier` says); http (a chat server); model (a reward
-    model); env (the environment's reward); `path/to/file.py:function`. none: env alone. Without
-    env, functions score what the environment did not reward."""
+    """One or several of: gsm8k; exact; math; gym (reasoning-gym); row (the one that the row's
+    column `verifier` names, see row_functions); http (a chat server); model (a reward model); env
+    (the environment's reward); `path/to/file.py:function`. none: env alone. Without env, functions
+    score what the environment did not reward."""
+    row_functions: tuple[str, ...] = ("gsm8k", "exact", "gym")
+    """row: functions that a row may name: gsm8k, exact, gym, math, http, model and
+    `path/to/file.py:function`, which rows name `function`."""
     weights: tuple[float, ...] = ()
     """Weights of the functions in the sum, one per function. 0: report the function and leave it
     out of the sum. Empty: all 1."""
@@ -248,10 +271,10 @@ class AlgoConfig:
     pi / pi_old.
     """
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
+    advantage: Annotated[str, _one_of_or_own(ADVANTAGES)] = "grpo"
     """grpo: (R - group mean) / group std. dr_grpo: R - group mean. rloo: R - mean of the group's
     other samples. reinforce_pp: R whitened over the step. reinforce_pp_baseline: R - group mean,
-    scaled over the step."""
+    scaled over the step. Or your own, `path/to/file.py:function`."""
     dynamic_sampling: Annotated[int, AtLeast(0)] = 0
     """Maximum additional rounds of prompts per step, until rollout.prompts_per_step groups have
     rewards that differ (DAPO). Other groups are not trained on. 0: off."""
@@ -265,10 +288,19 @@ class AlgoConfig:
     overlong_filter: bool = False
     """Leave truncated responses out of the loss. They still count in the baseline of their
     group."""
-    loss: Literal["ppo_clip", "pg", "gspo", "cispo", "minirl"] = "ppo_clip"
+    loss: Annotated[str, _one_of_or_own(LOSSES)] = "ppo_clip"
     """ppo_clip: minimum of r A and clipped r A. pg: A log pi. gspo: ppo_clip with the mean ratio of
     the response. cispo: clipped r as a constant weight. minirl: clipped pi / mu as a constant
-    weight, tokens outside of the clip range masked."""
+    weight, tokens outside of the clip range masked. Or your own, `path/to/file.py:function`."""
+    args: Annotated[
+        tuple[str, ...],
+        Matches(
+            r"(?s)((loss|advantage)\.)?[A-Za-z_]\w*=.*",
+            "key=value, loss.key=value or advantage.key=value",
+        ),
+    ] = ()
+    """Keyword arguments of your loss and advantage, each loss.key=value or advantage.key=value, or
+    key=value if one of the two is your own. Values are JSON, else text."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """token: mean over all loss tokens of the batch. sequence: mean over sequences of their token
     means. constant: sum over tokens / (sequences * rollout.max_response_tokens)."""
@@ -311,6 +343,9 @@ class AlgoConfig:
     ] = 0.0
     """Upper bound of the importance weights. 0: the default of the correction (tis and mis 2,
     icepop 5, geometric_mask 1.001)."""
+    entropy_coef: Annotated[float, AtLeast(0), Fix("0 disables the bonus; 0.001 is common")] = 0.0
+    """Weight of the entropy bonus. The entropy of the policy's distribution at rollout.temperature,
+    times this, is subtracted from the loss of every token. 0: off."""
     kl_coef: Annotated[float, AtLeast(0), Fix("0 disables the KL penalty")] = 0.0
     """Weight of the KL penalty to the reference policy, which is the initial model. 0: off, and no
     reference weights are kept."""
@@ -320,6 +355,21 @@ class AlgoConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL (joschu.net/blog/kl-approx.html). Use k2 or k3 in the loss, k1 in the
     reward."""
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """Which of "loss" and "advantage" are users' functions, as path/to/file.py:function."""
+        named = {"advantage": self.advantage, "loss": self.loss}
+        return {role: spec for role, spec in named.items() if ":" in spec}
+
+    def arguments_of(self, role: str) -> dict[str, Any]:
+        """Keyword arguments of the user's loss or advantage."""
+        found = {}
+        for key, value in keyword_arguments(self.args).items():
+            owner, _, parameter = key.rpartition(".")
+            if owner in ("", role):
+                found[parameter] = value
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +402,13 @@ class TrainConfig:
     """Second-moment decay of AdamW."""
     clip_grad: Annotated[float, AtLeast(0), Fix("0 disables clipping, 1.0 is common")] = 1.0
     """Maximum global gradient norm. 0: no clipping."""
+    optimizer: Annotated[Literal["resident", "streamed"], MayChangeOnResume()] = "resident"
+    """Where AdamW's state is while the policy trains. resident: on the device. streamed: in host
+    memory; every update brings it to the device in parts and takes it back. The updates are the
+    same bit for bit."""
+    freeze: tuple[str, ...] = ()
+    """Patterns over the checkpoint's tensor names (* and ?): parameters that match keep their
+    initial values, as in *.mlp.gate.weight, the routers of many models. Memory stays the same."""
     updates_per_step: Annotated[int, AtLeast(1)] = 1
     """Optimizer updates per step. Each takes an equal share of the rollouts."""
     micro_batch_tokens: Annotated[
@@ -431,14 +488,14 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the engine's weights and arithmetic."""
     kv_cache_gib: Annotated[
-        float, AtLeast(0), Fix("0 takes what the device has free"), MayChangeOnResume()
+        float, Between(0, 100_000), Fix("0 takes what the device has free"), MayChangeOnResume()
     ] = 0.0
     """Size of the KV cache in GiB. 0: what memory_fraction leaves (GPU only)."""
     memory_fraction: Annotated[
         float, Between(0, 1, exclude=(0, 1)), Fix("0.6"), MayChangeOnResume()
     ] = 0.6
     """Fraction of device memory for weights and KV cache when kv_cache_gib is 0 (GPU only)."""
-    max_num_seqs: Annotated[int, AtLeast(1), MayChangeOnResume()] = 256
+    max_num_seqs: Annotated[int, Between(1, 65536), MayChangeOnResume()] = 256
     """Maximum conversations decoded at the same time."""
     max_model_len: Annotated[int, AtLeast(0)] = 0
     """Maximum tokens per conversation. 0: what prompts and rollout.max_response_tokens need, at
@@ -469,8 +526,11 @@ class ReplayConfig:
     reference: bool = False
     """Replay routes in the reference policy too. false: its KL to the policy is not 0 at step 0."""
     shadow_every: Annotated[int, AtLeast(0), MayChangeOnResume()] = 1
-    """Steps between measurements of the mismatch with and without replay (mismatch/k3_ratio). One
-    costs two forward passes over one micro-batch per rank. 0: never."""
+    """Steps between measurements of the mismatch with and without replay (mismatch/k3_ratio). 0:
+    never."""
+    shadow_frac: Annotated[float, Between(0, 1, exclude=(0,)), MayChangeOnResume()] = 0.04
+    """Part of a rank's tokens that such a measurement samples, from one micro-batch. It costs two
+    forward passes over them: 0.04 costs 3 % of the time of training."""
     plausibility: Annotated[
         float,
         Between(0, 1, why="it is a fraction of the gate score of the weakest live expert"),
@@ -483,11 +543,16 @@ class ReplayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """One held-out set: one value of every list of `EvalConfig`."""
+    """One held-out set: one value of every list of `EvalConfig`, and its `env_args`."""
 
     path: str
     name: str
+    prompt_key: str
+    answer_key: str
+    tools_key: str
+    system_prompt: str
     env: str
+    env_args: tuple[str, ...]
     function: str
     max_prompts: int
     samples: int
@@ -496,19 +561,35 @@ class EvalSet:
     max_tokens: int
 
     def environment(self, training: EnvConfig) -> EnvConfig:
-        """The environment of this set: that of training, with another class where `env` names one.
+        """The environment of this set: that of training, or the class that `env` names.
+
+        Arguments of the training's class are kept and may be replaced; another class gets only
+        `env_args`.
 
         Raises:
             ValueError: `env` is neither a built-in environment nor file.py:Class.
         """
         if not self.env:
-            return training
+            return replace(training, args=(*training.args, *self.env_args))
         if ":" in self.env:
-            return replace(training, name=EnvConfig().name, path=self.env, args=())
+            return replace(training, name=EnvConfig().name, path=self.env, args=self.env_args)
         names = get_args(get_type_hints(EnvConfig)["name"])
         if self.env not in names:
             raise ValueError(f"must be one of {', '.join(names)}")
         return replace(training, name=self.env, path="", args=())  # type: ignore[arg-type]  # just checked
+
+    def data(self, training: DataConfig) -> DataConfig:
+        """The columns and the system prompt of this set, in place of those of training."""
+        own: dict[str, Any] = {
+            name: "" if value == "none" else value
+            for name in ("prompt_key", "answer_key", "tools_key", "system_prompt")
+            if (value := getattr(self, name))
+        }
+        return replace(training, **own)
+
+
+EVAL_LISTS = tuple(each.name for each in fields(EvalSet) if each.name != "env_args")
+"""Settings of `EvalConfig` that have one value per set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -521,16 +602,29 @@ class EvalConfig:
     only: bool = False
     """Evaluate the newest checkpoint of log.dir, or model.path if there is none, then end."""
     path: tuple[str, ...] = ()
-    """Held-out sets, each one source as in data.path and with the same columns. Empty: no
-    evaluation."""
+    """Held-out sets, each one source as in data.path. Empty: no evaluation."""
     name: Annotated[
         tuple[str, ...],
         Matches(r"[A-Za-z0-9_.-]+", "made of letters, digits, '_', '-' and '.' only"),
         Fix("heldout; metrics and files have this name"),
     ] = ("heldout",)
     """Names of the sets in metrics and files."""
+    prompt_key: tuple[str, ...] = ()
+    """Columns with the question, as in data.prompt_key. Empty: that of training."""
+    answer_key: tuple[str, ...] = ()
+    """Columns with the reference answer. Empty: that of training. none: rows have none."""
+    tools_key: tuple[str, ...] = ()
+    """Columns with the tools. Empty: that of training. none: rows have none."""
+    system_prompt: tuple[str, ...] = ()
+    """System messages of the sets. Empty: that of training. none: none is added."""
     env: tuple[str, ...] = ()
     """Environments of the sets, as in env.name or env.path. Empty: that of training."""
+    env_args: Annotated[
+        tuple[str, ...],
+        Matches(r"(?s)([A-Za-z0-9_.-]+\.)?[A-Za-z_]\w*=.*", "key=value or SET.key=value"),
+    ] = ()
+    """Keyword arguments of the environments, each SET.key=value, or key=value for all sets. They
+    are added to env.args, or replace one of them. With eval.env they are the only ones."""
     function: tuple[str, ...] = ()
     """Reward functions of the sets, as in reward.function. Empty: those of training."""
     every: Annotated[int, AtLeast(0)] = 10
@@ -543,7 +637,10 @@ class EvalConfig:
     """Values of k for pass@k, each at most samples; estimated without bias from all samples. Empty:
     k = samples."""
     temperature: Annotated[
-        tuple[float, ...], AtLeast(0), Fix("0 for greedy decoding"), MayChangeOnResume()
+        tuple[float, ...],
+        ZeroOr(Between(*_TEMPERATURES)),
+        Fix("0 for greedy decoding"),
+        MayChangeOnResume(),
     ] = (0.0,)
     """Sampling temperature. 0: greedy decoding."""
     top_p: Annotated[
@@ -560,13 +657,21 @@ class EvalConfig:
         """The held-out sets, with every list spread over them."""
         count = len(self.path)
         columns: dict[str, Any] = {
-            entry.name: values * count
-            if len(values := getattr(self, entry.name) or ("",)) == 1
-            else values
-            for entry in fields(EvalSet)
+            name: values * count if len(values := getattr(self, name) or ("",)) == 1 else values
+            for name in EVAL_LISTS
         }
+        columns["env_args"] = [self._env_args_of(name) for name in columns["name"]]
         return tuple(
             EvalSet(**{name: values[i] for name, values in columns.items()}) for i in range(count)
+        )
+
+    def _env_args_of(self, name: str) -> tuple[str, ...]:
+        """The items of `env_args` for a set, as key=value."""
+        named = [(item.partition("=")[0].rpartition("."), item) for item in self.env_args]
+        return tuple(
+            item.removeprefix(f"{owner}{dot}")
+            for (owner, dot, _), item in named
+            if owner in ("", name)
         )
 
 
@@ -596,6 +701,14 @@ class LogConfig:
     is always dumped. 0: never."""
     tensorboard: bool = True
     """Write LOG_DIR/tensorboard."""
+    tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"
+    """Experiment tracker that gets settings, metrics and samples beside TensorBoard. Its package is
+    installed separately. A resumed run continues its run of the tracker."""
+    project: Annotated[str, Not("", "a tracker files runs under a project"), Fix("r3")] = "r3"
+    """Project of log.tracker; MLflow calls it an experiment."""
+    show_every: Annotated[int, AtLeast(0)] = 0
+    """Steps between samples shown on the console, one conversation of the first rank with its
+    reward. 0: none."""
     progress: bool = True
     """Show progress bars when the console is a terminal."""
 
@@ -612,12 +725,15 @@ class DebugConfig:
     """Seconds without progress after which a rank reports its phase and stack. 0: never."""
     kill_after_s: Annotated[float, AtLeast(0)] = 900.0
     """Seconds without progress on any rank after which the ranks end, so that the launcher can
-    restart the run. 0: never."""
+    restart the run; twice as long while it starts. 0: never."""
     collective_timeout_s: Annotated[
         float, Above(0), Fix("1800, or the longest wait you expect")
     ] = 1800.0
     """Seconds that a rank waits for other ranks in a collective before the run fails. Raise it for
     very long generations or slow checkpoint disks."""
+    profile: Annotated[int, AtLeast(0)] = 0
+    """Step of which every rank records all operations under the step's phases: traces/ in the
+    folder of the run, to be opened in https://ui.perfetto.dev. 0: none."""
     deterministic: bool = False
     """Ask torch for deterministic algorithms, so that two runs with one seed are bitwise equal. CPU
     runs always are. An operation without such an algorithm warns on CPU and raises an error on
@@ -645,6 +761,13 @@ class Config:
     )
     log: Annotated[LogConfig, MayChangeOnResume()] = field(default_factory=LogConfig)
     debug: Annotated[DebugConfig, MayChangeOnResume()] = field(default_factory=DebugConfig)
+
+    @property
+    def reward_functions(self) -> tuple[str, ...]:
+        """Functions of training, evaluation and rows, each once, as they are set."""
+        named = (*self.reward.function, *filter(None, self.eval.function))
+        rows = self.reward.row_functions if "row" in named else ()
+        return tuple(dict.fromkeys((*named, *rows)))
 
     def longest_sequence(self, context: int) -> int:
         """Maximum tokens of prompt and response together, in a model with this context."""

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from jinja2 import TemplateError
 
 from r3.data.sources import Columns, Row, RowProblem, read_rows
+from r3.data.template import EndlessTemplate, TemplateFault, apply_template
 from r3.types import Prompt
 
 _MAX_NAMED = 10
@@ -135,6 +135,10 @@ def load_prompts(
         problems += bad
         sizes.append(len(good))
         all_long, all_twice = all_long + long, all_twice + twice
+    if not problems and _are_alike(prompts):
+        rule = f"{len(prompts)} different conversations are rendered as the same text"
+        fix = "use a chat template that shows the messages"
+        problems.append(_whole(sources[0], rule, fix, field="tokenizer"))
     if problems:
         raise DataError(problems)
     return Dataset(
@@ -144,6 +148,13 @@ def load_prompts(
         sizes=tuple(sizes) if weights else (),
         weights=tuple(weights),
     )
+
+
+def _are_alike(prompts: Sequence[Prompt]) -> bool:
+    """Whether the chat template ignores the messages."""
+    if len({prompt.tokens_T for prompt in prompts}) != 1:
+        return False
+    return len({repr(prompt.messages) for prompt in prompts}) > 1
 
 
 def prompts_of_step(dataset: Dataset, *, seed: int, step: int, count: int) -> list[Prompt]:
@@ -214,17 +225,22 @@ def _prompt(
 ) -> Prompt | RowProblem:
     offered = list(row.tools or tools)
     try:
-        tokens = tokenizer.apply_chat_template(
-            list(row.messages),
+        tokens = apply_template(
+            tokenizer,
+            row.messages,
             tools=offered or None,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
             **template_kwargs,
         )["input_ids"]
-    except TemplateError as error:
+    except TemplateFault as error:
         rule = f"is refused by the model's chat template ({error})"
-        return _bad(row, columns.prompt, rule, "use roles in the order the template takes")
+        fix = "use roles in the order the template takes, or correct the template"
+        problem = _bad(row, columns.prompt, rule, fix)
+        if isinstance(error, EndlessTemplate):  # all other rows would take as long
+            raise DataError([problem]) from None
+        return problem
     return Prompt(
         id=f"{label}:{row.number}",
         messages=row.messages,

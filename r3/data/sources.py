@@ -18,16 +18,13 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from r3.config import Config, EvalSet
 
 _GYM_SIZE = 1000
-
-
-ROW_VERIFIERS = ("gsm8k", "exact", "gym")  # of r3.rewards: those that a row may name as its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +38,7 @@ class Columns:
         system_prompt: put before every chat that has no system message of its own.
         answer_holds: text that every answer must hold; the reward reads what follows it.
         verifiers: what a row's column `verifier` may name; () = rows need no such column.
+        section: of the settings that name these columns, for messages.
     """
 
     prompt: str = "question"
@@ -49,6 +47,7 @@ class Columns:
     system_prompt: str = ""
     answer_holds: str = ""
     verifiers: tuple[str, ...] = ()
+    section: str = "data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +104,7 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
     """Return the columns that a run reads from training rows, or from those of a held-out set."""
     data, env, functions = config.data, config.env, config.reward.function
     if each is not None:
+        data = each.data(data)
         env, functions = each.environment(env), (each.function,) if each.function else functions
     # Other environments may reward every conversation themselves.
     scores = "env" in functions or (env.name != "guess_number" and not env.path)
@@ -114,7 +114,10 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
         tools=data.tools_key,
         system_prompt=data.system_prompt,
         answer_holds="####" if scores and "gsm8k" in functions else "",
-        verifiers=ROW_VERIFIERS if scores and "row" in functions else (),
+        verifiers=tuple(spec.rpartition(":")[2] for spec in config.reward.row_functions)
+        if scores and "row" in functions
+        else (),
+        section="eval" if each else "data",
     )
 
 
@@ -136,7 +139,8 @@ def read_rows(source: str, columns: Columns) -> tuple[list[Row], list[RowProblem
     rows: list[Row] = []
     problems: list[RowProblem] = []
     if source.startswith("gym:"):  # its rows have fixed column names
-        columns = Columns(system_prompt=columns.system_prompt, answer_holds=columns.answer_holds)
+        fixed = Columns()
+        columns = replace(columns, prompt=fixed.prompt, answer=fixed.answer, tools="", verifiers=())
     try:
         for number, content in _open(source):
             found = _check(source, number, content, columns)
@@ -159,29 +163,41 @@ def _open(source: str) -> Iterator[tuple[int, Any]]:
         return _hub(source)
     folder, split = _folder_and_split(source)
     if folder is not None:
-        return _saved(folder, split) if _is_saved(folder) else _data_files(folder, split)
+        if _is_saved(folder):
+            return _saved(folder, split)
+        fix = "give a file, or a folder that datasets can load"
+        return _load_dataset(str(folder), None, split or "train", fix)
     if source.endswith(".parquet"):
         return _parquet(Path(source))
     return _jsonl(Path(source))
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    fix = "give the path of a JSONL file"
+    _require_file(path, fix)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO would block its reader for ever
-            raise SourceError("is a device or a FIFO, not a file", "give the path of a JSONL file")
         content = path.read_bytes()
-    except SourceError:
-        raise
-    except ValueError as error:  # a null byte in the name
-        raise SourceError(f"is no path ({error})", "give the path of a JSONL file") from error
     except OSError as error:
-        raise SourceError(_unreadable(path, error), "give the path of a JSONL file") from error
+        raise SourceError(_unreadable(path, error), fix) from error
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
             yield number, line
 
 
+def _require_file(path: Path, fix: str) -> None:
+    """Raise SourceError unless there is such a file. Reading a FIFO would never end."""
+    try:
+        mode = path.stat().st_mode
+    except ValueError as error:  # a null byte in the name
+        raise SourceError(f"is no path ({error})", fix) from error
+    except OSError as error:
+        raise SourceError(_unreadable(path, error), fix) from error
+    if not stat.S_ISREG(mode):
+        raise SourceError("is a device or a FIFO, not a file", fix)
+
+
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    _require_file(path, "give the path of a parquet file")
     try:
         import pyarrow.parquet as parquet
     except ImportError:
@@ -227,12 +243,6 @@ def _saved(folder: Path, split: str) -> Iterator[tuple[int, Any]]:
     elif split:
         raise SourceError(f"has no splits, and {split!r} was given", f"give {folder}")
     return enumerate(found, 1)
-
-
-def _data_files(folder: Path, split: str) -> Iterator[tuple[int, Any]]:
-    return _load_dataset(
-        str(folder), None, split or "train", "give a file, or a folder that datasets can load"
-    )
 
 
 def _hub(source: str) -> Iterator[tuple[int, Any]]:
@@ -294,11 +304,8 @@ def _gym(source: str) -> Iterator[tuple[int, Any]]:
     task, settings = gym_settings(source)
     try:
         entries = reasoning_gym.create_dataset(task, **settings)
-    except (
-        ValueError,
-        TypeError,
-        AssertionError,
-    ) as error:  # an unknown task, an unknown setting, a bad value
+    except (ValueError, TypeError, AssertionError) as error:
+        # An unknown task, an unknown setting, a bad value
         rule = f"is refused by reasoning-gym ({error})"
         raise SourceError(
             rule, "see the names in reasoning_gym.factory.DATASETS, and the task's config"
@@ -355,20 +362,26 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
     prompt: Any = _look_up(content, columns.prompt)
     messages: tuple[Mapping[str, Any], ...] = ()
     if prompt is _ABSENT:
-        fault(columns.prompt, missing(), "add the column, or name another with --data.prompt_key")
+        another = f"add the column, or name another with --{columns.section}.prompt_key"
+        fault(columns.prompt, missing(), another)
     elif isinstance(rule := _messages(prompt), str):
         fault(columns.prompt, rule, 'write a string, or a list of {"role": ..., "content": ...}')
     else:
         messages = rule
         if columns.system_prompt and messages[0]["role"] == "system":
-            rule = "begins with a system message while data.system_prompt is set"
-            fault(columns.prompt, rule, "keep one of the two")
+            rule = f"begins with a system message while {columns.section}.system_prompt is set"
+            fix = "keep one of the two"
+            if columns.section == "eval":
+                rule = rule.replace("eval.", "eval.system_prompt or data.")
+                fix += "; --eval.system_prompt none removes it for a set"
+            fault(columns.prompt, rule, fix)
         elif columns.system_prompt:
             messages = ({"role": "system", "content": columns.system_prompt}, *messages)
 
     answer: Any = _look_up(content, columns.answer) if columns.answer else ""
     if answer is _ABSENT:
-        fault(columns.answer, missing(), "add the column, or name another with --data.answer_key")
+        another = f"add the column, or name another with --{columns.section}.answer_key"
+        fault(columns.answer, missing(), another)
     elif not isinstance(answer, str):
         fault(
             columns.answer,
@@ -376,8 +389,8 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
             "put the answer in quotes",
         )
     elif columns.answer_holds and columns.answer_holds in answer and not _NUMBER.search(answer):
-        rule = f"has no plain number behind {columns.answer_holds!r}, which the reward gsm8k reads"
-        fault(columns.answer, rule, "mend the row, or give another --reward.function")
+        rule = f"has no plain number after {columns.answer_holds!r}, which the reward gsm8k reads"
+        fault(columns.answer, rule, "correct the row, or use another --reward.function")
     elif columns.answer_holds not in answer:
         rule = f"has no {columns.answer_holds!r}; the reward gsm8k reads the number after it"
         fault(columns.answer, rule, "correct the row, or use another --reward.function")
@@ -386,9 +399,8 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
         verifier = verifier_of(content)
         if verifier not in columns.verifiers:
             rule = f"is {verifier!r}; the reward row accepts {', '.join(columns.verifiers)}"
-            fault(
-                "verifier", rule, "name one of them in each row, or use another --reward.function"
-            )
+            fix = "name one of them in each row, or add it to --reward.row_functions"
+            fault("verifier", rule, fix)
         elif verifier == "gym" and "gym" not in content:
             fault(
                 "verifier", "is gym, but the row is not from reasoning-gym", "name gsm8k or exact"

@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,87 +44,51 @@ def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
     Raises:
         EngineConfigError: lists every difference.
     """
-    model, parallel, cache, offload = (
-        built.model_config,
-        built.parallel_config,
-        built.cache_config,
-        built.offload_config,
-    )
-    dtype = config.engine.dtype
+    cache_dtype = str(built.cache_config.cache_dtype)
     rows = "rows are read by KV slot: a block that leaves the device takes its routes along"
-    ids = "ids returned would not be the checkpoint's experts"
-    one_token = "a row of routes and a log-probability belong to one sampled token"
+    part = "a rank captures a part only"
     pushed = "the weight sync writes plain full tensors into the engine"
-    facts: tuple[tuple[str, Any, Any, str], ...] = (
-        (
-            "enable_return_routed_experts",
-            model.enable_return_routed_experts,
+    facts: dict[str, tuple[object, str]] = {
+        "model_config.enable_return_routed_experts": (
             capture,
             "engine and replay.mode must agree: routes are captured on both sides or on none",
         ),
-        (
-            "tensor_parallel_size",
-            parallel.tensor_parallel_size,
-            config.parallel.engine_tp,
-            "as configured",
-        ),
-        (
-            "pipeline_parallel_size",
-            parallel.pipeline_parallel_size,
-            1,
-            "a stage captures its own layers only",
-        ),
-        (
-            "decode_context_parallel_size",
-            parallel.decode_context_parallel_size,
-            1,
-            "a rank captures a part only",
-        ),
-        (
-            "prefill_context_parallel_size",
-            parallel.prefill_context_parallel_size,
-            1,
-            "a rank captures a part only",
-        ),
-        (
-            "data_parallel_size",
-            parallel.data_parallel_size,
-            1,
-            "r3 has an engine of its own for each such rank",
-        ),
-        ("enable_eplb", parallel.enable_eplb, False, f"experts move between slots, {ids}"),
-        (
-            "enable_dbo",
-            parallel.enable_dbo,
-            False,
-            "half batches would be captured over one another",
-        ),
-        ("kv_transfer_config", built.kv_transfer_config, None, rows),
-        ("kv_offloading_size", cache.kv_offloading_size, None, rows),
-        ("cpu_offload_gb", offload.uva.cpu_offload_gb, 0, pushed),
-        ("offload_group_size", offload.prefetch.offload_group_size, 0, pushed),
-        ("lora_config", built.lora_config, None, pushed),
-        ("quantization", model.quantization, None, pushed),
-        ("quant_config", built.quant_config, None, pushed),
-        ("speculative_config", built.speculative_config, None, one_token),
-        ("dtype", str(model.dtype), f"torch.{dtype}", "engine.dtype"),
-        (
-            "cache_dtype",
-            "auto" if str(cache.cache_dtype).endswith(dtype) else cache.cache_dtype,
-            "auto",
-            "a rounded KV cache is a mismatch that replay cannot remove",
-        ),
-        (
-            "logprobs_mode",
-            model.logprobs_mode,
+        "model_config.quantization": (None, pushed),
+        "model_config.dtype": (getattr(torch, config.engine.dtype), "engine.dtype"),
+        "model_config.logprobs_mode": (
             "processed_logprobs",
             "log-probabilities must be those of the distribution that was sampled from",
         ),
-    )
+        "parallel_config.tensor_parallel_size": (config.parallel.engine_tp, "as configured"),
+        "parallel_config.pipeline_parallel_size": (1, "a stage captures its own layers only"),
+        "parallel_config.decode_context_parallel_size": (1, part),
+        "parallel_config.prefill_context_parallel_size": (1, part),
+        "parallel_config.data_parallel_size": (1, "R3 has one engine for each such rank"),
+        "parallel_config.enable_eplb": (
+            False,
+            "experts move between slots, ids returned would not be the checkpoint's experts",
+        ),
+        "parallel_config.enable_dbo": (False, "half batches would be captured over one another"),
+        "kv_transfer_config": (None, rows),
+        "cache_config.kv_offloading_size": (None, rows),
+        "cache_config.cache_dtype": (
+            # Naming the engine's own type means the same as "auto".
+            cache_dtype if cache_dtype.endswith(config.engine.dtype) else "auto",
+            "a rounded KV cache is a mismatch that replay cannot remove",
+        ),
+        "offload_config.uva.cpu_offload_gb": (0, pushed),
+        "offload_config.prefetch.offload_group_size": (0, pushed),
+        "lora_config": (None, pushed),
+        "quant_config": (None, pushed),
+        "speculative_config": (
+            None,
+            "a row of routes and a log-probability belong to one sampled token",
+        ),
+    }
     faults = [
-        f"{name} is {found!r}, must be {wanted!r}: {why}"
-        for name, found, wanted, why in facts
-        if found != wanted
+        f"{path.rpartition('.')[2]} is {found!r}, must be {wanted!r}: {why}"
+        for path, (wanted, why) in facts.items()
+        if (found := attrgetter(path)(built)) != wanted
     ]
     if faults:
         raise EngineConfigError(

@@ -84,11 +84,7 @@ class Engine:
         self._stale_cache = True
         self.reloaded_experts: dict[int, str] = {}
         self.llm: LLM = build_llm(
-            config,
-            device,
-            max_model_len=max_model_len,
-            capture=self.capture,
-            from_disk=from_disk,
+            config, device, max_model_len=max_model_len, capture=self.capture, from_disk=from_disk
         )
         self._sleeper = Sleeper(self.llm, device)
         self.sleep()
@@ -270,6 +266,13 @@ class Engine:
         self._sleeper.sleep(self._sleep_level)
         self._awake.clear()
         self.device.release_memory()
+
+    def close(self) -> None:
+        """End the engine and vLLM's process groups, in a process that lives on."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
 
 
 def _listing(title: str, problems: Sequence[str], limit: int = 12) -> str:

@@ -10,6 +10,10 @@
         def close(self):                # optional; called once, however the conversation ends
             ...
 
+`step` may return metrics as a fourth value, `return [], 1.0, True, {"tool_calls": 3}`: numbers that
+become `env/tool_calls`, averaged over conversations. If several turns report one name, the last
+value counts.
+
 R3 creates one instance per conversation. Methods may be `async def`. Rewards of several turns are
 added; if the environment gives none, `reward.function` scores the last message. Optional class
 attributes are `tools`, JSON schemas for the chat template, and `stop`, strings that end a turn.
@@ -20,8 +24,9 @@ drawn elsewhere differs from run to run.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from numbers import Real
 from typing import Any, Protocol, cast
@@ -31,10 +36,14 @@ from r3.config.arguments import keyword_arguments
 from r3.envs.calculator import Calculator
 from r3.envs.guess_number import GuessNumber
 from r3.envs.single_turn import SingleTurn
-from r3.runtime.workers import UserFileError, file_fault, load
+from r3.metrics.users import checked_metrics
+from r3.runtime.user_code import load_for
 from r3.types import Message, Prompt
 
-Observed = tuple[Sequence[Message], float | None, bool]
+Observed = (
+    tuple[Sequence[Message], float | None, bool]
+    | tuple[Sequence[Message], float | None, bool, Mapping[str, float]]
+)
 
 
 class Environment(Protocol):
@@ -45,6 +54,8 @@ class Environment(Protocol):
 
     def step(self, message: Message) -> Observed | Awaitable[Observed]:
         """Take a message of the model; return new messages, a reward or None, and whether it ends.
+
+        Metrics may follow as a fourth value: numbers by name.
 
         Args:
             message: `{"role": "assistant", "content": ..., "finish_reason": ..., "tool_calls":
@@ -67,6 +78,7 @@ class Step:
     messages: tuple[Message, ...]
     reward: float | None
     done: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def find(settings: EnvConfig) -> type[Environment]:
@@ -84,17 +96,8 @@ def find(settings: EnvConfig) -> type[Environment]:
     def refuse(rule: str, fix: str) -> ConfigError:
         return ConfigError([Problem("env.path", settings.path, rule, fix)])
 
-    file, _, name = settings.path.rpartition(":")
-    if fault := file_fault(file):
-        raise refuse(fault, "give path/to/file.py:Class")
-    try:
-        found: Any = load(settings.path)
-    except UserFileError as error:
-        raise refuse(f"{error}", "keep only definitions at the top of the file") from None
-    except Exception as error:  # a user's file may raise anything; the message names it
-        raise refuse(
-            f"{file} raised {type(error).__name__}: {error}", "correct the file"
-        ) from error
+    name = settings.path.rpartition(":")[2]
+    found: Any = load_for("env.path", settings.path, f"class {name}")
     if not inspect.isclass(found):
         raise refuse(f"{name} is not a class", f"write `class {name}:` with reset and step")
     arguments = keyword_arguments(settings.args)
@@ -128,10 +131,13 @@ def find(settings: EnvConfig) -> type[Environment]:
 
 
 def checked_messages(value: Any, method: str) -> tuple[Message, ...]:
-    """Check the messages that a user's method returned.
+    """Check the messages that a user's method returned, and make them plain data.
+
+    Other keys than role and content become JSON values here, where a failure is the environment's.
 
     Raises:
         TypeError: they are not a list of messages with role and content.
+        ValueError: a message contains itself.
     """
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"{method} must return a list of messages, returned {value!r}")
@@ -142,23 +148,36 @@ def checked_messages(value: Any, method: str) -> tuple[Message, ...]:
             raise TypeError(
                 f"{method} returned {message!r}: a message needs 'role' and 'content', both strings"
             )
-    return tuple(dict(message) for message in value)
+    return tuple(
+        {
+            str(key): part if isinstance(part, str) else json.loads(json.dumps(part, default=str))
+            for key, part in message.items()
+        }
+        for message in value
+    )
 
 
 def checked_step(value: Any) -> Step:
     """Check what a user's `step` returned.
 
     Raises:
-        TypeError: it is not (messages, reward, done).
+        TypeError: it is not (messages, reward, done) or (messages, reward, done, metrics).
+        ValueError: the metrics are not finite numbers by name.
     """
-    if not isinstance(value, tuple) or len(value) != 3:
-        raise TypeError(f"step must return (messages, reward, done), returned {value!r}")
-    messages, reward, done = value
+    if not isinstance(value, tuple) or len(value) not in (3, 4):
+        raise TypeError(
+            "step must return (messages, reward, done) or (messages, reward, done, metrics), "
+            f"returned {value!r}"
+        )
+    messages, reward, done, *reported = value
     # numpy's numbers are Real too; tensors and strings are not.
     if reward is not None and not (isinstance(reward, Real) and isfinite(reward)):
         raise TypeError(f"step must return a finite number or None as reward, returned {reward!r}")
     step = Step(
-        checked_messages(messages, "step"), None if reward is None else float(reward), bool(done)
+        checked_messages(messages, "step"),
+        None if reward is None else float(reward),
+        bool(done),
+        checked_metrics(reported[0], "env") if reported else {},
     )
     if not step.done and not step.messages:
         raise TypeError("step returned no message for the model although done is false")

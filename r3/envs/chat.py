@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import TemplateError
-
 from r3.config import ConfigError, Problem
+from r3.data.template import TemplateFault, apply_template
 from r3.types import Message
 
 # Stands for the model's message. No template changes letters and digits.
@@ -77,7 +76,7 @@ class Chat:
                 after = [self._after(old, new) for old in (question, longer)]
                 opened = self._render(question, True) + _PLACEHOLDER
                 whole = self._render([*question, sampled, *new], True)
-            except (ChatError, TemplateError) as error:
+            except (ChatError, TemplateFault) as error:
                 raise refuse(
                     f"refuses a message of role {role} after the model's ({error})"
                 ) from error
@@ -103,7 +102,7 @@ class Chat:
         """
         try:
             return self._tokens(self._render(messages, True))
-        except TemplateError as error:
+        except TemplateFault as error:
             raise ChatError(f"the chat template refuses these messages: {error}") from error
 
     def following(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
@@ -120,7 +119,7 @@ class Chat:
         if key not in self._suffixes:
             try:
                 text = self._after([{"role": "user", "content": "a"}], messages)
-            except TemplateError as error:
+            except TemplateFault as error:
                 raise ChatError(f"the chat template refuses {messages!r}: {error}") from error
             # Games repeat few messages, so caching pays; searches never do, so it is bounded.
             if len(self._suffixes) > 4096:
@@ -139,8 +138,9 @@ class Chat:
         return after
 
     def _render(self, messages: Sequence[Message], opening: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages),
+        text: str = apply_template(
+            self._tokenizer,
+            messages,
             tools=self._tools,
             add_generation_prompt=opening,
             tokenize=False,
@@ -149,4 +149,9 @@ class Chat:
         return text
 
     def _tokens(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise ChatError(f"a message holds {half!r}, half of a character") from None
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

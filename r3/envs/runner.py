@@ -7,7 +7,7 @@ import inspect
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,12 +15,17 @@ from typing import Any
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
 from r3.envs import ENVIRONMENTS, Environment, Step, checked_messages, checked_step, find
-from r3.runtime.workers import Failure, Here, Place, Pool, Processes, Threads, load
+from r3.runtime.user_code import load
+from r3.runtime.workers import Failure, Here, Place, Pool, Processes, Threads
 from r3.types import Message, Prompt
 
 _CLOSE_POLL_S = 0.2
 
 _Spec = tuple[str, dict[str, Any]]  # what env.path or env.name names, and env.args
+
+
+class StateError(RuntimeError):
+    """An environment cannot be pickled, or its pickle not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,9 @@ class Environments:
         # The environments themselves, or their pickles if they run in workers.
         self._states: dict[int, Any] = {}
         self._created: dict[int, Prompt] = {}  # conversations whose environment is being created
+        # Conversations whose creation or reset is outstanding.
+        self._opening: set[Hashable] = set()
+        self._is_ending = False
         self._num_closing = 0
         self._close_failed = False
 
@@ -101,6 +109,7 @@ class Environments:
         if self._has_close:
             # Created in a call of its own, so that it can be closed if `reset` fails.
             self._created[key] = prompt
+            self._opening.add(key)
             self._pool.submit(key, _create_in_worker if self.settings.workers else _create, source)
         elif self.settings.workers:
             self._pool.submit(key, _open_in_worker, source, prompt)
@@ -118,21 +127,40 @@ class Environments:
             Its state for `resume`.
 
         Raises:
-            pickle.PicklingError, TypeError, AttributeError: it cannot be pickled.
+            StateError: it cannot be pickled. The conversation keeps it.
         """
         state = self._states[key]
-        pickled = state if self.settings.workers else pickle.dumps(state)
+        if not self.settings.workers:
+            try:
+                state = pickle.dumps(state)
+            except Exception as error:  # the user's objects may raise anything
+                raise StateError(f"{type(error).__name__}: {error}") from error
         del self._states[key]
-        return pickled
+        return bytes(state)
 
     def resume(self, key: int, state: bytes) -> None:
-        """Continue with an environment that was suspended."""
-        self._states[key] = state if self.settings.workers else pickle.loads(state)
+        """Continue with an environment that was suspended.
+
+        Raises:
+            StateError: it cannot be restored.
+        """
+        self._states[key] = self._restored(state)
 
     def discard(self, state: bytes) -> None:
         """Close the environment of a suspended conversation that is not resumed."""
         if self._has_close:
-            self._close(-1, state if self.settings.workers else pickle.loads(state))
+            try:
+                self._close(-1, self._restored(state))
+            except StateError as error:
+                self._warn_of_close(Failure("error", str(error)))
+
+    def _restored(self, state: bytes) -> Any:
+        if self.settings.workers:
+            return state
+        try:
+            return pickle.loads(state)
+        except Exception as error:  # the user's objects may raise anything
+            raise StateError(f"{type(error).__name__}: {error}") from error
 
     def forget(self, key: int) -> None:
         """Close the environment of a conversation that is over."""
@@ -152,12 +180,17 @@ class Environments:
                 self._closed(done.failure)
             elif done.failure is not None:
                 self._created.pop(key, None)
+                self._opening.discard(key)
                 replies.append(Reply(key, failure=done.failure))
             elif key in self._created:
-                self._states[key] = done.value
-                self._pool.submit(key, self._method(_reset), done.value, self._created.pop(key))
+                self._states[key], prompt = done.value, self._created.pop(key)
+                if self._is_ending:
+                    self._opening.discard(key)
+                else:
+                    self._pool.submit(key, self._method(_reset), done.value, prompt)
             else:
                 self._states[key], value = done.value
+                self._opening.discard(key)
                 is_step = isinstance(value, Step)
                 replies.append(Reply(key, step=value) if is_step else Reply(key, opened=value))
         return replies
@@ -172,13 +205,21 @@ class Environments:
 
         Waits until `close` has returned everywhere, for at most `env.timeout_s` per call.
         """
-        # Calls of `close` already in flight are awaited; conversations' calls are not.
-        self._pool.cancel(keep=lambda key: isinstance(key, _Closing))
-        self._created.clear()
-        for key in list(self._states):
-            self.forget(key)
-        while self._num_closing:
+        # Calls in flight that close an environment, or open one, are awaited: what a `reset` has
+        # opened must be closed too. Conversations' other calls are not.
+        self._is_ending = True
+        self._opening -= self._pool.cancel(
+            keep=lambda key: isinstance(key, _Closing),
+            keep_started=lambda key: key in self._opening,
+        )
+        self._created = {key: self._created[key] for key in self._created.keys() & self._opening}
+        while True:
+            for key in [key for key in self._states if key not in self._opening]:
+                self.forget(key)
+            if not self._num_closing and not self._opening:
+                break
             self.poll(_CLOSE_POLL_S)
+        self._is_ending = False
 
     def close(self) -> None:
         """Close environments that are still open, then end workers and threads."""
@@ -198,7 +239,11 @@ class Environments:
 
     def _closed(self, failure: Failure | None) -> None:
         self._num_closing -= 1
-        if failure is not None and not self._close_failed:
+        if failure is not None:
+            self._warn_of_close(failure)
+
+    def _warn_of_close(self, failure: Failure) -> None:
+        if not self._close_failed:
             self._close_failed = True  # one warning per run; env/errors counts all
             warnings.warn(
                 f"{self._spec[0]}: close() failed ({failure.kind}): {failure.text}", stacklevel=2

@@ -109,7 +109,7 @@ def distribute(
     )
     scored = [_with_smallest_routes(item, shape.num_experts) for item in scored]
     lengths = gather_lengths(scored, mesh.world)
-    multiple, each = length_multiples(mesh)
+    multiple, each = mesh.length_multiples
     plan = packing.plan_updates(
         [-(-length.tokens // each) * each for length in lengths],
         [length.group for length in lengths],
@@ -233,15 +233,6 @@ def send_rollouts(
     return received
 
 
-def length_multiples(mesh: Mesh) -> tuple[int, int]:
-    """Return what lengths must be a multiple of: of a micro-batch, and of each sequence in it.
-
-    Context and sequence parallelism divide them into equal parts.
-    """
-    each = 2 * mesh.cp.size if mesh.cp.size > 1 else 1
-    return each * mesh.tp.size, each
-
-
 def pack_for(
     mesh: Mesh,
     shape: ModelShape,
@@ -259,7 +250,7 @@ def pack_for(
         num_layers: layers in their routes; 0 = no routes.
         policy_version: see `packing.pack`.
     """
-    multiple, each = length_multiples(mesh)
+    multiple, each = mesh.length_multiples
     return packing.pack(
         [item.rollout if item.trains else _without_loss(item.rollout) for item in scored],
         [item.index for item in scored],

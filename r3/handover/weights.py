@@ -7,8 +7,7 @@ has travel over the network, as broadcasts. The same stream feeds the Hugging Fa
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ import torch
 from r3.engine import sampling_seed
 from r3.handover.rollouts import pack_for
 from r3.models.hf_checkpoint import write_checkpoint
-from r3.policy.rules import Kind
+from r3.models.sharding import S, Shard, ShardId, SyncPlan
 from r3.policy.weights import HeadLayout, join_shards, split
 from r3.rollout.codec import decode, encode
 from r3.rollout.scored import Scored
@@ -74,29 +73,16 @@ class SyncError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """One rank's shard of one Megatron tensor.
+class PlacedShard(Shard):
+    """A shard, and where its rank has it.
 
     Attributes:
-        name: Megatron's global name.
-        hf: the HF tensors it is made of.
-        kind: how the full tensor is sharded.
-        index, count: this is shard `index` of `count`.
         buffer: number of the rank's buffer that has it.
         offset: first element in that buffer.
-        shape: shape of the shard.
-        rows: rows of the joined HF tensors, without padding of the vocabulary.
     """
 
-    name: str
-    hf: tuple[str, ...]
-    kind: Kind
-    index: int
-    count: int
     buffer: int
     offset: int
-    shape: tuple[int, ...]
-    rows: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,42 +91,24 @@ class Published:
 
     host: str
     buffers: tuple[SharedTensor, ...]
-    shards: tuple[Shard, ...]
+    shards: tuple[PlacedShard, ...]
 
 
-def plan_reads(
-    holders: Mapping[tuple[str, int], Sequence[int]], hosts: Sequence[str], reader: int
-) -> tuple[dict[tuple[str, int], int], set[tuple[str, int]]]:
-    """Decide which rank `reader` takes each shard from, and which shards must cross the network.
+def gather(
+    plan: SyncPlan[S], read_shard: Callable[[ShardId], torch.Tensor], heads: HeadLayout
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every full tensor once under its Hugging Face name, in the order of the plan.
 
     Args:
-        holders: shard, as (tensor, index) -> ranks that have it.
-        hosts: machine of each rank.
-        reader: the rank that reads.
-
-    Returns:
-        The source of every shard: the reader itself, else a rank of its machine (readers spread
-        over the replicas), else the lowest rank that has it. And the shards that no rank of some
-        machine has: all ranks take part in sending those.
+        plan: what to read.
+        read_shard: returns the tensor of a shard of the plan.
+        heads: how q, k and v are interleaved.
     """
-    sources: dict[tuple[str, int], int] = {}
-    crossing: set[tuple[str, int]] = set()
-    machines = set(hosts)
-    for shard_id, ranks in holders.items():
-        if {hosts[rank] for rank in ranks} != machines:
-            crossing.add(shard_id)
-        near = [rank for rank in ranks if hosts[rank] == hosts[reader]]
-        if shard_id in crossing and reader not in ranks and not near:
-            sources[shard_id] = min(ranks)
-        else:
-            sources[shard_id] = reader if reader in ranks else near[reader % len(near)]
-    return sources, crossing
-
-
-def _layer_of(name: str) -> int:
-    """Return the decoder layer of a tensor by its global Megatron name; -1 = in no layer."""
-    match = re.match(r"decoder\.layers\.(\d+)\.", name)
-    return int(match[1]) if match else -1
+    for name, first in plan.tensors.items():
+        full = join_shards(first.kind, [read_shard((name, i)) for i in range(first.count)])
+        if first.rows:
+            full = full[: first.rows]  # a vocabulary padded to the ranks
+        yield from zip(first.hf, split(first.kind, full, heads), strict=True)
 
 
 class WeightStream:
@@ -149,9 +117,7 @@ class WeightStream:
     Attributes:
         shapes: name -> shape of everything that `read` yields.
         crosses_network: some shards cross the network: all ranks must read together.
-        local_reads: shards that this rank reads from its own memory.
-        peer_reads: shards that it reads from other ranks' memory on its machine.
-        network_reads: shards that it receives over the network.
+        traffic: shards and bytes that this rank reads from itself, its machine and others.
     """
 
     def __init__(
@@ -175,38 +141,17 @@ class WeightStream:
         self._opened: dict[tuple[int, int], torch.Tensor] = {}
         hosts = list(hosts) if hosts is not None else [item.host for item in self._published]
 
-        self._holders: dict[tuple[str, int], dict[int, Shard]] = {}
-        self._tensors: dict[str, Shard] = {}
-        for rank, item in enumerate(self._published):
-            for shard in item.shards:
-                self._holders.setdefault((shard.name, shard.index), {})[rank] = shard
-                self._tensors.setdefault(shard.name, shard)
-        # Layer by layer, whatever rank has an expert: the engine keeps the parts of a module until
-        # it is complete. In the order of ranks, it would keep the experts of all layers to the end.
-        self._tensors = dict(sorted(self._tensors.items(), key=lambda item: _layer_of(item[0])))
-        for name, shard in self._tensors.items():
-            lost = [index for index in range(shard.count) if (name, index) not in self._holders]
-            assert not lost, f"no rank has shards {lost} of {shard.count} of {name}"
-        self._sources, self._crossing = plan_reads(
-            {shard_id: sorted(ranks) for shard_id, ranks in self._holders.items()},
-            hosts,
-            mesh.world.rank,
-        )
-        self.crosses_network = bool(self._crossing)
+        shards = [item.shards for item in self._published]
+        self._plan: SyncPlan[PlacedShard] = SyncPlan.make(shards, hosts, mesh.world.rank)
+        self.crosses_network = bool(self._plan.crossing)
         self.shapes: dict[str, tuple[int, ...]] = {
             name: policy.shape.tensor_shapes[name]
-            for shard in self._tensors.values()
+            for shard in self._plan.tensors.values()
             for name in shard.hf
         }
-        counts = [
-            (source == mesh.world.rank, hosts[source] == hosts[mesh.world.rank])
-            for source in self._sources.values()
-        ]
-        self.local_reads = sum(own for own, _ in counts)
-        self.peer_reads = sum(near and not own for own, near in counts)
-        self.network_reads = sum(not near for _, near in counts)
+        self.traffic = self._plan.traffic
 
-    def _shards(self) -> Iterator[Shard]:
+    def _shards(self) -> Iterator[PlacedShard]:
         for slot in self._policy.slots:
             for number, buffer in enumerate(self._own_buffers):  # noqa: B007 (used after the loop)
                 offset, rest = divmod(
@@ -221,7 +166,7 @@ class WeightStream:
             else:
                 raise AssertionError(f"{slot.name} is in none of the shared buffers")
             assert slot.tensor.is_contiguous(), f"{slot.name} is not contiguous"
-            yield Shard(
+            yield PlacedShard(
                 name=slot.name,
                 hf=slot.hf,
                 kind=slot.kind,
@@ -231,6 +176,7 @@ class WeightStream:
                 offset=offset,
                 shape=tuple(slot.tensor.shape),
                 rows=slot.rows,
+                item_size=slot.tensor.element_size(),
             )
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -242,33 +188,21 @@ class WeightStream:
         assert self._addresses == [buffer.data_ptr() for buffer in self._policy.shared_buffers()], (
             f"rank {self._device.rank}: the shared buffers moved after their handles were published"
         )
-        for name, first in self._tensors.items():
-            parts = [self._read_shard(name, index) for index in range(first.count)]
-            full = join_shards(first.kind, parts)
-            if first.rows:
-                full = full[: first.rows]  # a vocabulary padded to the ranks
-            yield from zip(first.hf, split(first.kind, full, self._heads), strict=True)
+        return gather(self._plan, self._read_shard, self._heads)
 
-    def _read_shard(self, name: str, index: int) -> torch.Tensor:
-        shard_id = (name, index)
-        me, source = self._mesh.world.rank, self._sources[shard_id]
-        shard = self._holders[shard_id][source]
-        if shard_id not in self._crossing:
+    def _read_shard(self, shard_id: ShardId) -> torch.Tensor:
+        me, source = self._mesh.world.rank, self._plan.sources[shard_id]
+        shard = self._plan.holders[shard_id][source]
+        if shard_id not in self._plan.crossing:
             return self._view(source, shard)  # on CUDA, a peer's memory mapped on this device
-        sender = min(self._holders[shard_id])
-        mine = self._holders[shard_id].get(me)
-        if me == sender:
-            assert mine is not None
-            part = self._view(me, mine)
+        if me == source:
+            part = self._view(me, shard)
         else:
-            part = torch.empty(
-                shard.shape,
-                dtype=self._published[source].buffers[shard.buffer].dtype,
-                device=self._device.torch,
-            )
-        return self._mesh.world.broadcast(part, sender)
+            dtype = self._published[source].buffers[shard.buffer].dtype
+            part = torch.empty(shard.shape, dtype=dtype, device=self._device.torch)
+        return self._mesh.world.broadcast(part, source)
 
-    def _view(self, rank: int, shard: Shard) -> torch.Tensor:
+    def _view(self, rank: int, shard: PlacedShard) -> torch.Tensor:
         buffer = (
             self._own_buffers[shard.buffer]
             if rank == self._mesh.world.rank

@@ -5,19 +5,24 @@ A terminal gets a table that fits its width, from 80 to 160 columns. A log file 
 
 from __future__ import annotations
 
+import io
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 _TITLES_EVERY = 20  # rows between two repetitions of the column titles
 _MAX_WIDTH = 160
+_LOG_WIDTH = 100  # of samples in log files
 
 
 def share_text(value: float) -> str:
@@ -134,6 +139,32 @@ def step_line(row: Mapping[str, float], step: int, steps: int, eta_s: float | No
     return "  ".join([f"step {step}/{steps}", *figures, *notes(row), *eta])
 
 
+@contextmanager
+def stage(what: str) -> Iterator[None]:
+    """Say on rank 0 what is being loaded, and the seconds that it took; on a terminal they run."""
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    started = time.perf_counter()
+    console = RichConsole() if sys.stdout.isatty() else None
+    columns = (TextColumn("{task.description} ..."), TimeElapsedColumn())
+    bar = (
+        Progress(*columns, console=console, transient=True, refresh_per_second=2)
+        if console
+        else nullcontext()
+    )
+    if not console:
+        print(f"{what} ...", end="", flush=True)
+    try:
+        with bar:
+            if isinstance(bar, Progress):
+                bar.add_task(what)
+            yield
+    finally:
+        took = f"{time.perf_counter() - started:.1f} s"
+        print(f"{what} ... {took}" if console else f" {took}", flush=True)
+
+
 class Console:
     """Writes to one stream; a console that is not the leader's writes nothing.
 
@@ -165,6 +196,17 @@ class Console:
             self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._is_leader:
             print(text, file=self._stream, flush=True)
+
+    def show(self, conversation: RenderableType) -> None:
+        """Show a sample: on a terminal in colours, in a log file as plain lines."""
+        self._rows = 0  # the table begins anew below it
+        if self._rich:
+            self._rich.print(conversation)
+            return
+        plain = RichConsole(file=io.StringIO(), color_system=None, width=_LOG_WIDTH)
+        with plain.capture() as captured:
+            plain.print(conversation)
+        self.line("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
     def row(
         self, row: Mapping[str, float], step: int, steps: int, eta_s: float | None = None

@@ -6,8 +6,6 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from r3.metrics.mismatch import SHADOW
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -72,6 +70,7 @@ GLOSSARY: dict[str, Entry] = {
     **_calls("reward", "reward"),
     "reward/dropped": Entry("rollouts left out after a failed reward (reward.on_error)", _COLLECT),
     "reward/zeroed": Entry("rollouts given 0 after a failed reward (reward.on_error)", _COLLECT),
+    "reward/NAME": Entry("mean of what your reward function reports, over rollouts", _COLLECT),
     "time/judge_mean_s": Entry("mean seconds from the end of a rollout to its reward", _COLLECT),
     "eval/SET/accuracy": Entry("share of responses with reward >= 1", "r3/rollout/evaluate.py"),
     "eval/SET/unjudged": Entry("responses given 0 after a failed reward", "r3/rollout/evaluate.py"),
@@ -80,6 +79,8 @@ GLOSSARY: dict[str, Entry] = {
         "mean over questions of 1 - C(n-c, K) / C(n, K), for c correct of n responses",
         "arXiv 2107.03374, eq. 1",
     ),
+    "eval/SET/env/NAME": Entry("env/NAME of a held-out set", "r3/rollout/evaluate.py"),
+    "eval/SET/reward/NAME": Entry("reward/NAME of a held-out set", "r3/rollout/evaluate.py"),
     "rollout/response_tokens_mean": Entry("mean number of sampled tokens per rollout", _COLLECT),
     "rollout/truncated_frac": Entry("share of rollouts cut at max_response_tokens", _COLLECT),
     "rollout/tokens": Entry("tokens of all rollouts, prompts included", _COLLECT),
@@ -100,6 +101,7 @@ GLOSSARY: dict[str, Entry] = {
     **_calls("env", "env"),
     "env/dropped": Entry("conversations left out after a failure (env.on_error)", _COLLECT),
     "env/zeroed": Entry("conversations with reward 0 after a failure (env.on_error)", _COLLECT),
+    "env/NAME": Entry("mean of what your environment reports, over conversations", _COLLECT),
     "routing/overlap_differs": Entry(
         "share of (token, layer) slots with other experts when the engine returns them again",
         "r3/engine/transcript.py",
@@ -124,7 +126,7 @@ GLOSSARY: dict[str, Entry] = {
             "r3/policy/updates.py",
         )
         for arm, what in (("replay", "replayed"), ("live", "live"))
-        for name in SHADOW
+        for name in ("k3", "f2", "abs_p99", "abs_max")
     },
     "mismatch/k3_ratio": Entry(
         "mismatch/k3_live / mismatch/k3_replay on the same tokens; above 1: replay lowers it",
@@ -145,6 +147,28 @@ GLOSSARY: dict[str, Entry] = {
     ),
     "routing/margin": Entry(
         "mean over disagreeing slots of weakest live score - weakest replayed score", _REPLAY
+    ),
+    "routing/router_entropy": Entry(
+        "mean over captured slots of -sum_e g_e log g_e, g the live gates over all experts",
+        _REPLAY,
+    ),
+    "routing/router_gap": Entry(
+        "mean over captured slots of weakest live score - best score of the experts left out",
+        _REPLAY,
+    ),
+    "routing/load_max": Entry("routing/load_max_layer/LAYER of the worst layer", _METER),
+    "routing/load_max_layer/LAYER": Entry(
+        "most choices of an expert / mean over experts, of the captured rows of the updates",
+        _REPLAY,
+    ),
+    "routing/load_entropy": Entry("mean over layers of routing/load_entropy_layer/LAYER", _METER),
+    "routing/load_entropy_layer/LAYER": Entry(
+        "-sum_e f_e log f_e / log E, f_e the share of choices of expert e; 1 is an even load",
+        _REPLAY,
+    ),
+    "routing/load_dead": Entry("sum over layers of routing/load_dead_layer/LAYER", _METER),
+    "routing/load_dead_layer/LAYER": Entry(
+        "number of experts that no captured row of the updates chose", _REPLAY
     ),
     "routing/replaced_frac": Entry(
         "share of replayed experts that replay.plausibility replaced by live ones", _REPLAY
@@ -220,11 +244,12 @@ _PATTERNS = {
         re.escape(key)
         .replace("SET", "[A-Za-z0-9_.-]+")
         .replace("COMPONENT", r"\w+")
+        .replace("NAME", r"[A-Za-z]\w*")
         .replace("_K", r"_[1-9][0-9]*")
         .replace("LAYER", "[0-9]+")
     ): key
     for key in GLOSSARY
-    if "SET" in key or "COMPONENT" in key or key.endswith(("_K", "/LAYER"))
+    if "SET" in key or "COMPONENT" in key or key.endswith(("_K", "/LAYER", "/NAME"))
 }
 
 
@@ -233,7 +258,7 @@ class UnknownMetricError(ValueError):
 
 
 def explain(key: str) -> Entry:
-    """The entry of a key, its SET and K filled in or not."""
+    """The entry of a key, its SET, NAME and K filled in or not."""
     if key in GLOSSARY:
         return GLOSSARY[key]
     for pattern, name in _PATTERNS.items():

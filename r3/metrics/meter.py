@@ -4,14 +4,18 @@ go.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from statistics import fmean
+from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 import numpy as np
+from rich.console import RenderableType
 
 from r3.config import Config
 from r3.metrics.console import Console
@@ -19,6 +23,7 @@ from r3.metrics.glossary import LAYER_AGREEMENT, explain
 from r3.metrics.heatmap import STEPS, heat_strip
 from r3.metrics.reduce import LOG10_EDGES, LogHistogram, Max, Partial
 from r3.metrics.tensorboard import sample_markdown, tensorboard_layout
+from r3.metrics.trackers import Tracker
 
 # Rollouts that an older version began (rollout.step_token_budget) are left out of the mismatch
 # panels.
@@ -42,6 +47,16 @@ class RunFiles(Protocol):
     def append_metrics(self, row: Mapping[str, float]) -> None: ...
 
 
+class Trace(Protocol):
+    """What records the operations of a step; `r3.run.trace.StepTrace` is one."""
+
+    def open_step(self, step: int) -> None: ...
+
+    def phase(self, name: str) -> AbstractContextManager[Any]: ...
+
+    def close_step(self) -> None: ...
+
+
 class Meter:
     """Collects the parts of metrics on every rank; once a step they meet, and rank 0 writes and
     shows the row.
@@ -52,6 +67,8 @@ class Meter:
         config: of the run.
         on_phase: told the phase whenever it changes or proceeds: the watchdog's `beat`.
         first_step: steps that a resumed run has behind it; its rows go on from there.
+        tracker: gets rows and samples on rank 0, and is closed with the meter.
+        trace: told of steps and phases.
         stream: the console; None = stdout.
     """
 
@@ -63,6 +80,8 @@ class Meter:
         *,
         on_phase: Callable[[str], None] = lambda phase: None,
         first_step: int = 0,
+        tracker: Tracker | None = None,
+        trace: Trace | None = None,
         stream: TextIO | None = None,
     ) -> None:
         self._axis = axis
@@ -72,6 +91,8 @@ class Meter:
             is_leader=axis.rank == 0, progress=config.log.progress, stream=stream
         )
         self._run_dir = run_dir if axis.rank == 0 else None
+        self._tracker, self._trace = tracker, trace
+        self._unwritten: list[dict[str, float]] = []  # rows for which the disk had no room
         self._events: Any = None
         if self._run_dir and config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -92,6 +113,11 @@ class Meter:
         """Show what runs."""
         self._console.header(lines)
 
+    def open_step(self, step: int) -> None:
+        """Say that a step of training begins."""
+        if self._trace:
+            self._trace.open_step(step)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase. Phases may nest (the outer one's time includes the inner one's) and repeat
@@ -103,7 +129,8 @@ class Meter:
         self._open_phases.append(name)
         self._on_phase(name)
         try:
-            yield
+            with self._trace.phase(name) if self._trace else nullcontext():
+                yield
         finally:
             self._open_phases.pop()
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
@@ -156,6 +183,8 @@ class Meter:
             )
         self._on_phase("report")
         now = time.perf_counter()
+        if self._trace:
+            self._trace.close_step()
         mine: dict[str, list[Partial]] = self._parts | {
             f"time/{name}_s": [Max(seconds)] for name, seconds in self._seconds.items()
         }
@@ -165,36 +194,62 @@ class Meter:
 
         ranks = self._axis.all_gather_object(mine)
         row = _merge(ranks)
+        row |= _over_layers(row)
         if row.get("time/step_s") and "rollout/tokens" in row:
             row["perf/tokens_per_s"] = row["rollout/tokens"] / row["time/step_s"]
         row = dict(sorted(row.items()))
         if self._run_dir:
-            self._run_dir.append_metrics({"step": step, **row})
+            self._unwritten.append({"step": step, **row})
+            try:
+                self._write_rows()
+            except OSError as error:
+                self._console.line(f"row of step {step} not written: {error}; it is kept")
         if self._events:
-            by_layer = {
-                int(key.removeprefix(LAYER_AGREEMENT)): row[key]
-                for key in row
-                if key.startswith(LAYER_AGREEMENT)
-            }
-            for key, value in row.items():
-                if not key.startswith(
-                    LAYER_AGREEMENT
-                ):  # a picture instead of as many curves as layers
-                    self._events.add_scalar(key, value, global_step=step)
-            if by_layer:
-                self._agreement.append((step, by_layer))
-                self._events.add_image(
-                    LAYER_AGREEMENT.rstrip("/"),
-                    heat_strip(self._agreement),
-                    global_step=step,
-                    dataformats="HWC",
-                )
-            for key, counts in _histograms(ranks).items():
-                self._draw(key, counts, step)
-            self._events.flush()
+            with self._events_may_end():
+                self._write_events(row, step, _histograms(ranks))
+        if self._tracker:
+            self._tracker.log(row, step)
         self._console.row(row, step, self._steps, self._eta_s(row, step))
         self._beat()
         return row
+
+    def _write_rows(self) -> None:
+        while self._run_dir and self._unwritten:
+            self._run_dir.append_metrics(self._unwritten[0])
+            del self._unwritten[0]
+
+    @contextmanager
+    def _events_may_end(self) -> Iterator[None]:
+        """TensorBoard's writer cannot go on after a full disk; the run can."""
+        try:
+            yield
+        except OSError as error:
+            self._console.line(f"TensorBoard's events end here: {error}")
+            self._events = None
+
+    def _write_events(
+        self, row: Mapping[str, float], step: int, histograms: Mapping[str, np.ndarray]
+    ) -> None:
+        by_layer = {
+            int(key.removeprefix(LAYER_AGREEMENT)): row[key]
+            for key in row
+            if key.startswith(LAYER_AGREEMENT)
+        }
+        for key, value in row.items():
+            # A picture instead of as many curves as layers; the report has one of the load.
+            if "_layer/" not in key:
+                self._events.add_scalar(key, value, global_step=step)
+        if by_layer:
+            self._agreement.append((step, by_layer))
+            self._events.add_image(
+                LAYER_AGREEMENT.rstrip("/"),
+                heat_strip(self._agreement),
+                global_step=step,
+                dataformats="HWC",
+            )
+        for key, counts in histograms.items():
+            self._draw(key, counts, step)
+        self._events.flush()
 
     def _eta_s(self, row: Mapping[str, float], step: int) -> float | None:
         """Seconds until the last step ends, from the mean of the latest steps."""
@@ -204,22 +259,54 @@ class Meter:
         return (self._steps - step) * sum(self._recent_s) / len(self._recent_s)
 
     def show_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Give TensorBoard the text of a few rows of a dump: the best, the worst and a middle one
-        by reward.
+        """Give TensorBoard and the tracker the text of a few rows of a dump: the best, the worst
+        and a middle one by reward.
         """
-        if not self._events or not rows:
+        if not rows:
             return
         by_reward = sorted(rows, key=lambda row: row["reward"])
-        places = {"worst": 0, "middle": len(rows) // 2, "best": len(rows) - 1}
-        for name, place in places.items():
-            self._events.add_text(
-                f"samples/{name}", sample_markdown(by_reward[place]), global_step=step
-            )
+        chosen = {
+            "worst": by_reward[0],
+            "middle": by_reward[len(rows) // 2],
+            "best": by_reward[-1],
+        }
+        if self._tracker:
+            self._tracker.log_samples(step, chosen)
+        with self._events_may_end():
+            for name, row in chosen.items() if self._events else ():
+                self._events.add_text(f"samples/{name}", sample_markdown(row), global_step=step)
 
-    def close(self) -> None:
-        """Write out what TensorBoard still holds."""
+    def show_conversation(self, conversation: RenderableType) -> None:
+        """Show one sample on the console."""
+        self._console.show(conversation)
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(failed=kind is not None)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Write out what TensorBoard and the tracker still hold.
+
+        Raises:
+            OSError: rows of metrics cannot be written, and the run has not failed anyway.
+        """
+        try:
+            self._write_rows()
+        except OSError:
+            if not failed:
+                raise
         if self._events:
-            self._events.close()
+            with self._events_may_end():
+                self._events.close()
+        if self._tracker:
+            self._tracker.close(failed=failed)
 
     def _draw(self, key: str, counts: np.ndarray, step: int) -> None:
         if not counts.any():
@@ -249,6 +336,24 @@ def _histograms(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, n
                 part for part in parts if isinstance(part, LogHistogram)
             )
     return {key: LogHistogram.merge(parts) for key, parts in sorted(found.items()) if parts}
+
+
+# How the metrics of the experts' load per layer become one number.
+_OVER_LAYERS: dict[str, Callable[[Sequence[float]], float]] = {
+    "load_max": max,
+    "load_entropy": fmean,
+    "load_dead": math.fsum,
+}
+
+
+def _over_layers(row: Mapping[str, float]) -> dict[str, float]:
+    """The load of the experts over all layers, from that of each."""
+    found = {}
+    for name, combine in _OVER_LAYERS.items():
+        values = [row[key] for key in sorted(row) if key.startswith(f"routing/{name}_layer/")]
+        if values:
+            found[f"routing/{name}"] = float(combine(values))
+    return found
 
 
 def _merge(ranks: Sequence[Mapping[str, Sequence[Partial]]]) -> dict[str, float]:

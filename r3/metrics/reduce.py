@@ -39,6 +39,18 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
+class MeanOfValues:
+    """Mean of values that all travel: exact over any split, whatever the values are."""
+
+    values: tuple[float, ...]
+
+    @staticmethod
+    def reduce(parts: Sequence[MeanOfValues]) -> float | None:
+        values = [value for part in parts for value in part.values]
+        return math.fsum(values) / len(values) if values else None
+
+
+@dataclass(frozen=True, slots=True)
 class Sum:
     """sum of values."""
 
@@ -121,6 +133,50 @@ class EffectiveSampleSize:
     def reduce(parts: Sequence[EffectiveSampleSize]) -> float | None:
         scale = math.fsum(part.count for part in parts) * math.fsum(part.sum_w2 for part in parts)
         return math.fsum(part.sum_w for part in parts) ** 2 / scale if scale else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadMax:
+    """Largest load of an expert / mean load: 1 is an even load."""
+
+    load_E: np.ndarray
+
+    @staticmethod
+    def reduce(parts: Sequence[LoadMax]) -> float | None:
+        load_E = _total_load([part.load_E for part in parts])
+        return float(load_E.max() / load_E.mean()) if load_E.any() else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadEntropy:
+    """Entropy of the load, -sum_e f_e ln f_e / ln E, f_e the share of expert e: 1 is even."""
+
+    load_E: np.ndarray
+
+    @staticmethod
+    def reduce(parts: Sequence[LoadEntropy]) -> float | None:
+        load_E = _total_load([part.load_E for part in parts])
+        if not load_E.any() or len(load_E) < 2:
+            return None
+        shares = load_E[load_E > 0] / load_E.sum()
+        return float(-(shares * np.log(shares)).sum() / math.log(len(load_E))) + 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeadExperts:
+    """Number of experts that no token chose."""
+
+    load_E: np.ndarray
+
+    @staticmethod
+    def reduce(parts: Sequence[DeadExperts]) -> float | None:
+        load_E = _total_load([part.load_E for part in parts])
+        return float((load_E == 0).sum()) if load_E.any() else None
+
+
+def _total_load(loads: Sequence[np.ndarray]) -> np.ndarray:
+    """Sum of loads, int64 [E]; empty without parts."""
+    return np.array(loads, np.int64).sum(0) if loads else np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)

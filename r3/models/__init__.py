@@ -1,1 +1,1 @@
-"""What a checkpoint says: its config.json as a `ModelShape`, its safetensors files."""
+"""Checkpoints: config.json as a `ModelShape`, and safetensors files."""

@@ -2,7 +2,7 @@
 
 To add a family, write one function that returns fields of `ModelShape`, and one line in `FAMILIES`.
 Everything else follows from the shape: tensor names and sizes (r3/models/shape.py), Megatron's
-settings (r3/policy/build.py) and the conversion of weights (r3/policy/rules.py). A family with a
+settings (r3/policy/build.py) and the conversion of weights (r3/models/rules.py). A family with a
 part that no other one has (a new router, a new attention) needs a field of `ModelShape` too, and
 that part in r3/policy/.
 """
@@ -155,7 +155,7 @@ def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
     never changes. Multi-token-prediction layers are left out.
     """
     _check_latent_rope(hf)
-    # transformers knows no other values; vLLM takes softmax without biases unless told otherwise.
+    # transformers has no other values; the default of vLLM is softmax without biases.
     hf.must("scoring_func", "sigmoid")
     hf.must("topk_method", "noaux_tc")
     hf.only("norm_topk_prob", True)

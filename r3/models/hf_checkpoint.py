@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -70,12 +69,7 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file_of.clear()
         self._open.clear()
 
@@ -129,7 +123,7 @@ def write_checkpoint(
         weights: names and full tensors. Tensors keep their types.
         like: checkpoint whose config and tokenizer are copied.
         dtype: type for config.json, that of nearly all tensors (expert biases are float32).
-        metadata: written to `r3.json`, to say where the weights came from.
+        metadata: written to `r3.json`: where the weights come from.
         bytes_per_file: largest file, and the host memory that is needed.
     """
     partial = folder.with_name(f".{folder.name}.partial")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import log
+from itertools import pairwise
+from math import inf, log
 from typing import Any, Literal
 
 
@@ -42,9 +43,11 @@ class RopeScaling:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "architectures": (list,),
+    "bos_token_id": (int, list),
     "eos_token_id": (int, list),
     "layer_types": (list,),
     "mlp_only_layers": (list,),
+    "pad_token_id": (int,),
     "rms_norm_eps": (int, float),
     "rope_parameters": (dict,),
     "rope_scaling": (dict,),
@@ -53,6 +56,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 _ITEMS: dict[str, type] = {
     "architectures": str,
+    "bos_token_id": int,
     "eos_token_id": int,
     "layer_types": str,
     "mlp_only_layers": int,
@@ -74,6 +78,55 @@ def require_kinds(values: Mapping[str, Any]) -> None:
             allowed = " or ".join(kind.__name__ for kind in kinds)
             of = f" of {_ITEMS[name].__name__}" if name in _ITEMS and list in kinds else ""
             raise ShapeError(f"key {name} must be {allowed}{of}, got {str(value)[:80]!r}")
+
+
+_ALIASES = (
+    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("rope_parameters", "rope_scaling"),
+)
+
+
+def require_agreement(values: Mapping[str, Any]) -> None:
+    """Raise ShapeError if two names of one thing have different values: readers would differ.
+
+    Null counts as absent. Sections agree if their common keys do.
+    """
+    for names in _ALIASES:
+        given = [(name, values[name]) for name in names if values.get(name) is not None]
+        for (name, value), (other, theirs) in pairwise(given):
+            if isinstance(value, dict) and isinstance(theirs, dict):
+                _require_same(name, value, other, theirs)
+            elif value != theirs:
+                raise ShapeError(
+                    f"{name} {value!r} contradicts {other} {theirs!r}: keep one of them"
+                )
+    for name in ("rope_parameters", "rope_scaling"):
+        section = values.get(name)
+        if isinstance(section, dict):
+            _require_same(name, section, "config.json", {"rope_theta": values.get("rope_theta")})
+            _require_same(name, section, name, {"rope_type": section.get("type")})
+
+
+def _require_same(
+    name: str, section: Mapping[str, Any], other: str, theirs: Mapping[str, Any]
+) -> None:
+    for key, value in section.items():
+        if value is not None and theirs.get(key) is not None and value != theirs[key]:
+            raise ShapeError(
+                f"{key} {value!r} in {name} contradicts {theirs[key]!r} in {other}: keep one"
+            )
+
+
+def require_tokens(values: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise ShapeError if a special token is not a row of the embedding. A pad token may be -1."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = values.get(name)
+        for token in value if isinstance(value, list) else [value]:
+            least = -1 if name == "pad_token_id" else 0
+            if token is not None and not least <= token < vocab_size:
+                raise ShapeError(
+                    f"{name} {token} is no token of the model: vocab_size is {vocab_size}"
+                )
 
 
 class HfConfig:
@@ -101,11 +154,11 @@ class HfConfig:
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
-        """Return a number above 0. With a default, null and 0 count as absent."""
+        """Return a finite number above 0. With a default, null and 0 count as absent."""
         value = self.values.get(name)
-        if not value and default is not None:
+        if (value is None or value == 0) and default is not None:
             return default
-        if not isinstance(value, int | float) or value is True or value <= 0:
+        if not isinstance(value, int | float) or value is True or not 0 < value < inf:
             raise ShapeError(f"key {name} must be a positive number, got {value!r}")
         return float(value)
 

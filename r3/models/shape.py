@@ -1,4 +1,4 @@
-"""What config.json says about a model: sizes, MoE layers, and name and shape of every tensor.
+"""The shape of a model from config.json: sizes, MoE layers, name and shape of every tensor.
 
 Reads JSON only, so that settings are checked and a run is planned without torch or transformers.
 """
@@ -15,10 +15,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from r3.models.families import FAMILIES, LatentAttention, MoeNames
-from r3.models.hf_config import HfConfig, RopeScaling, ShapeError, require_kinds
+from r3.models.hf_config import (
+    HfConfig,
+    RopeScaling,
+    ShapeError,
+    require_agreement,
+    require_kinds,
+    require_tokens,
+)
 
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 """Bytes per value of the data types that weights and arithmetic may have."""
+
+
+# Data types in safetensors files that weights may have. Packed and integer types are quantised.
+_WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +106,7 @@ class ModelShape:
             ShapeError: a key is missing, invalid or not supported.
         """
         require_kinds(values)
+        require_agreement(values)
         architectures = values.get("architectures")
         architecture = (
             architectures[0] if isinstance(architectures, list) and architectures else None
@@ -127,14 +139,15 @@ class ModelShape:
             ffn_size=hf.number("intermediate_size"),
             vocab_size=hf.number("vocab_size"),
             max_position_embeddings=hf.number("max_position_embeddings"),
-            rope_theta=float(
-                rope.get("rope_theta") or values.get("rope_theta") or family.rope_theta
+            rope_theta=hf.rope.real(
+                "rope_theta", default=hf.real("rope_theta", default=family.rope_theta)
             ),
             rope_scaling=hf.rope_scaling(),
-            norm_eps=float(values.get("rms_norm_eps", family.norm_eps)),
+            norm_eps=hf.real("rms_norm_eps", default=family.norm_eps),
             tied=bool(values.get("tie_word_embeddings", False)),
         )
         shape = cls(**(common | family.fields(hf)))
+        require_tokens(values, shape.vocab_size)
         if shape.num_heads % shape.num_kv_heads:
             raise ShapeError(
                 f"num_attention_heads {shape.num_heads} is no multiple of "
@@ -280,46 +293,79 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
-def checkpoint_tensors(folder: str | Path) -> dict[str, tuple[int, ...]]:
+def checkpoint_tensors(
+    folder: str | Path, *, only_weights: bool = True
+) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors in a folder, from the headers of its safetensors files.
+
+    Args:
+        only_weights: refuse tensors that are not floating-point numbers of 16 bits or more.
 
     Raises:
         ShapeError: the folder has no safetensors file, a file is truncated (or a git-lfs pointer),
-            or a file that the index lists is missing.
+            a file that the index lists is missing, two files have the same tensor, or a tensor
+            has a data type that cannot be loaded.
     """
     folder = Path(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ShapeError("there are no *.safetensors files")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            wanted = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ShapeError(f"{index.name} has no readable weight_map") from None
-        if absent := sorted(wanted - {file.name for file in files}):
-            raise ShapeError(
-                f"{len(absent)} of {len(wanted)} shards are missing, {absent[0]} first"
-            )
+    _require_shards(folder, {file.name for file in files})
     shapes: dict[str, tuple[int, ...]] = {}
+    file_of: dict[str, str] = {}
     for file in files:
-        try:
-            with file.open("rb") as stream:
-                (size,) = struct.unpack("<Q", stream.read(8))
-                if size > file.stat().st_size:
-                    raise ValueError
-                header = json.loads(stream.read(size))
-            header.pop("__metadata__", None)
-            end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error):
-            raise ShapeError(
-                f"{file.name} is not a safetensors file "
-                "(an unfinished download, a git-lfs pointer?)"
-            ) from None
-        if file.stat().st_size != end:
-            raise ShapeError(
-                f"{file.name} has {file.stat().st_size} bytes, its header says {end}: "
-                "an unfinished download?"
-            )
+        for name, entry in _header(file).items():
+            if name in shapes:
+                raise ShapeError(f"tensor {name} is in {file_of[name]} and in {file.name}")
+            if only_weights and entry["dtype"] not in _WEIGHT_TYPES:
+                raise ShapeError(
+                    f"tensor {name} in {file.name} has data type {str(entry['dtype'])[:20]}; "
+                    f"weights must have one of {', '.join(_WEIGHT_TYPES)}"
+                )
+            shapes[name], file_of[name] = tuple(entry["shape"]), file.name
     return shapes
+
+
+def _require_shards(folder: Path, names: set[str]) -> None:
+    """Raise ShapeError if a file that the index lists is missing."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        wanted = set(json.loads(index.read_bytes())["weight_map"].values())
+        absent = sorted(wanted - names)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ShapeError(f"{index.name} has no readable weight_map") from None
+    if absent:
+        raise ShapeError(f"{len(absent)} of {len(wanted)} shards are missing, {absent[0]} first")
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The entries of a safetensors file: data type, shape and place of each tensor."""
+    if not file.is_file():
+        raise ShapeError(f"{file.name} is a folder, a device or a broken link, not a file")
+    try:
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            if size > file.stat().st_size:
+                raise ValueError
+            header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        for entry in header.values():
+            _ = tuple(entry["shape"]), entry["dtype"]
+    except OSError as error:
+        raise ShapeError(f"{file.name} cannot be read ({error.strerror})") from None
+    except (
+        *(ValueError, KeyError, TypeError, AttributeError, IndexError),
+        *(struct.error, RecursionError),
+    ):
+        raise ShapeError(
+            f"{file.name} is not a safetensors file (an unfinished download, a git-lfs pointer?)"
+        ) from None
+    if file.stat().st_size != end:
+        raise ShapeError(
+            f"{file.name} has {file.stat().st_size} bytes, its header says {end}: "
+            "an unfinished download?"
+        )
+    return dict(header)

@@ -23,18 +23,21 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Router
 
 from r3.config import Config, TrainConfig
 from r3.models.hf_config import yarn_mscale
 from r3.models.shape import ModelShape
 from r3.policy.context_parallel import ContextParallelAttention
+from r3.policy.fused_experts import FusedExperts, TokenDispatcher
 from r3.policy.logprobs import Head, ScoringGPT
 from r3.policy.memory import chained
 from r3.policy.modules import (
     AllHeadsNorm,
     CausalAttention,
+    GroupedExperts,
     KeyHeadsNorm,
     LatentNorm,
     QueryHeadsNorm,
@@ -177,10 +180,7 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
     if shape.moe_names.router_bias:
         # Megatron would shift the biases after every update to balance the load, away from those
         # that the engine routes with.
-        settings |= {
-            "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,
-        }
+        settings |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
     if shape.topk_groups < shape.expert_groups:
         settings["moe_router_num_groups"] = shape.expert_groups
         settings["moe_router_group_topk"] = shape.topk_groups
@@ -212,11 +212,24 @@ def build_chunks(
         One chunk, or `parallel.vpp` chunks in an interleaved pipeline.
     """
     install()  # the imports above may have brought Megatron modules that are not rebound yet
-    if config.parallel.vpp == 1:
-        return [_build_chunk(config, shape, megatron, mesh, device)]
-    return [
-        _build_chunk(config, shape, megatron, mesh, device, i) for i in range(config.parallel.vpp)
-    ]
+    stages = [None] if config.parallel.vpp == 1 else range(config.parallel.vpp)
+    return [_build_chunk(config, shape, megatron, mesh, device, stage) for stage in stages]
+
+
+_EXPERTS: dict[str, type[MegatronModule] | None] = {
+    "fused": FusedExperts,
+    "grouped": GroupedExperts,
+    "sequential": None,
+}
+
+
+def experts_kind(config: Config, device: Device) -> str:
+    """How experts run in training, `auto` resolved: fused on CPU, if experts are whole."""
+    parallel, kind = config.parallel, config.model.experts
+    if kind != "auto":
+        return kind
+    whole = (parallel.etp or parallel.tp) == 1
+    return "fused" if device.torch.type == "cpu" and whole else "grouped"
 
 
 def _build_chunk(
@@ -225,14 +238,15 @@ def _build_chunk(
     megatron: TransformerConfig,
     mesh: Mesh,
     device: Device,
-    vp_stage: int | None = None,
+    vp_stage: int | None,
 ) -> Any:
     piece = (vp_stage or 0) * mesh.pp.size + mesh.pp.rank
+    kind = experts_kind(config, device)
     model = ScoringGPT(
         megatron,
         decoder_spec(
             megatron,
-            grouped_experts=config.model.experts == "grouped",
+            experts=_EXPERTS[kind],
             attention=ContextParallelAttention if config.parallel.cp > 1 else CausalAttention,
             replaced=_attention_modules(shape),
             vp_stage=vp_stage,
@@ -256,12 +270,17 @@ def _build_chunk(
         temperature=config.rollout.temperature,
         chunk_tokens=config.train.logprob_chunk_tokens,
         fp32=config.model.fp32_head,
+        entropy_gradient=config.algo.entropy_coef > 0,
     )
     for module in model.modules():
         if isinstance(module, AllHeadsNorm):
             module.tp = mesh.tp
         elif isinstance(module, Router) and config.model.router_logits == "engine":
             module.gating = rounded_gating(module.gating, _DTYPES[config.engine.dtype])
+        elif isinstance(module, MoELayer) and kind == "fused":
+            module.token_dispatcher = TokenDispatcher(
+                module.num_local_experts, megatron, mesh.megatron
+            )
     _mark_shards(model)
     return model.to(device.torch)
 

@@ -20,8 +20,8 @@ class ContextParallelAttention(CausalAttention):
 
     context_parallel = True
 
-    def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config: Any, *, pg_collection: Any, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
         self.cp_group = pg_collection.cp
 
     def _plan(self, params: Packed) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -56,9 +56,7 @@ class ContextParallelAttention(CausalAttention):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: Any = None,
-        attn_mask_type: Any = None,
-        attention_bias: Any = None,
+        _attention_mask: Any = None,
         packed_seq_params: Packed | None = None,
         **_: Any,
     ) -> torch.Tensor:

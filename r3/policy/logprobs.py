@@ -33,6 +33,8 @@ class Head:
         chunk_tokens: tokens whose logits exist at a time; 0 = all.
         fp32: multiply hidden states and weight in float32; otherwise in their own type, to which
             every logit is then rounded.
+        entropy_gradient: entropies have a gradient (`algo.entropy_coef`). It needs one more tensor
+            of a chunk's logits in the backward pass.
     """
 
     axis: Axis
@@ -40,6 +42,7 @@ class Head:
     temperature: float
     chunk_tokens: int
     fp32: bool
+    entropy_gradient: bool = False
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
         """Yield the rows of each chunk."""
@@ -126,25 +129,34 @@ class _HeadLogprobs(torch.autograd.Function):
         total_N, weighted_N, target_N = head.axis.all_reduce(sums_3N).unbind(0)
         log_total_N = total_N.log()
         entropy_N = log_total_N - weighted_N / total_N
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, top_N, total_N)
+        # log p = z - top - log total, so that log p + H = z - top + excess.
+        excess_N = entropy_N - log_total_N
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, top_N, total_N, excess_N)
         ctx.head = head
-        ctx.mark_non_differentiable(entropy_N)
+        if not head.entropy_gradient:
+            ctx.mark_non_differentiable(entropy_N)
         return target_N - log_total_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        hidden_ND, weight_VD, targets_N, top_N, total_N = ctx.saved_tensors
+        hidden_ND, weight_VD, targets_N, top_N, total_N, excess_N = ctx.saved_tensors
         head: Head = ctx.head
         index_N1, mine_N = head.local_targets(targets_N, len(weight_VD))
-        grad_N = grads[0] / head.temperature
+        # d log p_target / d z_v = [v = target] - p_v and d H / d z_v = -p_v (log p_v + H).
+        grad_N, entropy_grad_N = (grad / head.temperature for grad in grads)
         weight, mixed = head.operand(weight_VD), head.is_mixed(weight_VD)
         grad_hidden_ND = torch.empty_like(hidden_ND)
         grad_weight_VD: torch.Tensor | None = None
         for rows in head.chunks(len(hidden_ND)):
             hidden = head.operand(hidden_ND[rows])
             scaled_NV = head.scaled_logits(hidden_ND[rows], weight_VD if mixed else weight)
-            probs_NV = scaled_NV.sub_(top_N[rows, None]).exp_().div_(total_N[rows, None])
-            grad_NV = probs_NV.mul_(-grad_N[rows, None])
+            scaled_NV.sub_(top_N[rows, None])
+            factor_NV = -grad_N[rows, None]
+            if head.entropy_gradient:
+                factor_NV = (scaled_NV + excess_N[rows, None]).mul_(-entropy_grad_N[rows, None])
+                factor_NV.sub_(grad_N[rows, None])
+            grad_NV = scaled_NV.exp_().div_(total_N[rows, None]).mul_(factor_NV)
+            del factor_NV
             grad_NV.scatter_add_(
                 -1, index_N1[rows], torch.where(mine_N[rows], grad_N[rows], 0.0).unsqueeze(-1)
             )
@@ -167,7 +179,7 @@ def logprobs_and_entropy(
 
     All ranks of `head.axis` must call, with their rows of the output weight, the same hidden states
     and the same global targets. A rank's gradient of the hidden states is its slice's share, to be
-    summed over the axis. Entropy has no gradient.
+    summed over the axis. Entropy has a gradient if `head.entropy_gradient` says so.
 
     Args:
         hidden_ND: hidden states.

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from r3.runtime.device import Device, Stash, free, unfree
+from r3.runtime.device import Device, Stash
+
+_STREAMED_VALUES = 1 << 26
+"""Parameters whose optimizer state is on the device at a time: 768 MiB with three tensors each."""
 
 
 class TrainingMemory:
@@ -17,51 +22,149 @@ class TrainingMemory:
     buffers are freed and come back as zeros. Optimizer tensors (float32 main parameters of a
     half-precision model, both moments) go to the device's stash. Megatron's own optimizer offload
     is not used: it replaces tensors that are views of the parameter buffer.
+
+    With a streamed optimizer, these tensors come back for a part of the optimizer step only, some
+    parameters at a time. The same kernels see the same values, so the updates are the same bit for
+    bit.
     """
 
-    def __init__(self, wrapped: list[Any], optimizer: Any, device: Device) -> None:
+    def __init__(
+        self, wrapped: list[Any], optimizer: Any, device: Device, *, streamed: bool = False
+    ) -> None:
         self._wrapped, self._optimizer = wrapped, optimizer
         self._stash = Stash(device=device)
-        self._device = device
+        self._device, self._streamed = device, streamed
+        for i, each in enumerate(chained(optimizer) if streamed else ()):
+            each.optimizer.step = partial(self._step_in_parts, i, each, each.optimizer.step)
+            # Each part copies its own, while it is on the device.
+            each._copy_main_params_to_model_params = lambda: None
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
         """Yield the flat gradient buffers of all chunks."""
         for chunk in self._wrapped:
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                yield buffer.grad_data
+            for of_chunk in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield of_chunk.grad_data
 
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of the optimizer under a stable key, except scalar step counters."""
         for i, optimizer in enumerate(chained(self._optimizer)):
-            for g, group in enumerate(
-                getattr(optimizer, "shard_fp32_from_float16_groups", None) or []
-            ):
-                for k, parameter in enumerate(group):
-                    if parameter is not None:
-                        yield f"{i}/main/{g}/{k}", parameter.data
-            for g, group in enumerate(optimizer.optimizer.param_groups):
-                for k, parameter in enumerate(group["params"]):
-                    for name, value in optimizer.optimizer.state.get(parameter, {}).items():
-                        if torch.is_tensor(value) and value.dim():
-                            yield f"{i}/state/{g}/{k}/{name}", value
+            for _, key, tensor in _tensors_of(i, optimizer):
+                yield key, tensor
 
-    def offload(self) -> int:
-        """Free gradients and offload the optimizer's tensors; returns the bytes that were freed."""
+    def offload(self) -> None:
+        """Free gradients and offload the optimizer's tensors."""
         # Otherwise main parameters keep a copy of their gradient shard.
         self._optimizer.zero_grad(set_to_none=True)
-        left = sum(free(buffer) for buffer in self.gradient_buffers())
-        left += sum(self._stash.put(key, tensor) for key, tensor in self.optimizer_tensors())
+        for buffer in self.gradient_buffers():
+            buffer.untyped_storage().resize_(0)
+        for key, tensor in self.optimizer_tensors():
+            self._stash.put(key, tensor)
         self._device.synchronize()
         self._device.release_memory()
-        return left
 
     def onload(self) -> None:
-        """Restore optimizer tensors, and gradients as zeros."""
+        """Restore optimizer tensors unless they are streamed, and gradients as zeros."""
+        for key, tensor in self.optimizer_tensors() if not self._streamed else ():
+            self._stash.get(key, tensor)
+        self._restore_gradients()
+        self._device.synchronize()
+
+    @contextmanager
+    def optimizer_on_device(self) -> Iterator[None]:
+        """Inside, all optimizer tensors have their values on the device.
+
+        A streamed optimizer gets the room of the gradients, which are zeros afterwards.
+        """
+        if not self._streamed:
+            yield
+            return
+        for buffer in self.gradient_buffers():
+            buffer.untyped_storage().resize_(0)
         for key, tensor in self.optimizer_tensors():
             self._stash.get(key, tensor)
-        for buffer in self.gradient_buffers():
-            unfree(buffer)
         self._device.synchronize()
+        try:
+            yield
+        finally:
+            for key, tensor in self.optimizer_tensors():
+                self._stash.put(key, tensor)
+            self._restore_gradients()
+            self._device.synchronize()
+
+    def _step_in_parts(self, number: int, optimizer: Any, step: Any) -> None:
+        """The step of torch's AdamW inside one of Megatron's optimizers, some parameters at a time.
+
+        Args:
+            number: of the optimizer, for the keys of its tensors.
+            optimizer: Megatron's.
+            step: AdamW's own step.
+        """
+        adam = optimizer.optimizer
+        groups, models = adam.param_groups, _model_parameters(optimizer)
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        for part in _parts(parameters):
+            own = {id(parameter) for parameter in part}
+            for parameter, key, tensor in _tensors_of(number, optimizer):
+                if id(parameter) in own:
+                    self._stash.get(key, tensor)
+            adam.param_groups = [
+                {**group, "params": [one for one in group["params"] if id(one) in own]}
+                for group in groups
+            ]
+            step()
+            adam.param_groups = groups
+            for parameter in part:
+                if id(parameter) in models:
+                    models[id(parameter)].copy_(parameter)
+            # The first step has made the moments.
+            for parameter, key, tensor in _tensors_of(number, optimizer):
+                if id(parameter) in own:
+                    self._stash.put(key, tensor)
+
+    def _restore_gradients(self) -> None:
+        for buffer in self.gradient_buffers():
+            if not buffer.untyped_storage().nbytes():
+                buffer.untyped_storage().resize_(buffer.nbytes)
+                buffer.zero_()
+
+
+def _tensors_of(number: int, optimizer: Any) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    """Yield (parameter of AdamW, key, tensor) of one of Megatron's optimizers."""
+    for g, group in enumerate(getattr(optimizer, "shard_fp32_from_float16_groups", None) or []):
+        for k, parameter in enumerate(group):
+            if parameter is not None:
+                yield parameter, f"{number}/main/{g}/{k}", parameter.data
+    for g, group in enumerate(optimizer.optimizer.param_groups):
+        for k, parameter in enumerate(group["params"]):
+            for name, value in optimizer.optimizer.state.get(parameter, {}).items():
+                if torch.is_tensor(value) and value.dim():
+                    yield parameter, f"{number}/state/{g}/{k}/{name}", value
+
+
+def _parts(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Split parameters into parts of about `_STREAMED_VALUES` values, at least one each."""
+    part: list[torch.Tensor] = []
+    for parameter in parameters:
+        if part and sum(one.numel() for one in part) + parameter.numel() > _STREAMED_VALUES:
+            yield part
+            part = []
+        part.append(parameter)
+    if part:
+        yield part
+
+
+def _model_parameters(optimizer: Any) -> dict[int, torch.Tensor]:
+    """By id of a float32 main parameter: its shard of the half-precision parameter buffer."""
+    found = {}
+    for mains, models in zip(
+        optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True
+    ):
+        for main, model in zip(mains, models, strict=True):
+            where = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+            buffer, _, bucket = optimizer.model_param_gbuf_map[model]
+            flat = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
+            found[id(main)] = flat[where.start : where.end]
+    return found
 
 
 def chained(optimizer: Any) -> list[Any]:

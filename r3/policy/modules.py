@@ -138,15 +138,10 @@ class CausalAttention(MegatronModule):
     def __init__(
         self,
         config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
+        *,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
         k_channels: int | None = None,
-        v_channels: int | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -158,20 +153,12 @@ class CausalAttention(MegatronModule):
         )
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """Nothing to save."""
-        return {}
-
     def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: Any = None,
-        attn_mask_type: Any = None,
-        attention_bias: Any = None,
+        _attention_mask: Any = None,
         packed_seq_params: Packed | None = None,
         **_: Any,
     ) -> torch.Tensor:
@@ -184,9 +171,15 @@ class CausalAttention(MegatronModule):
             )
             return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            out = self._varlen(query, key, value, packed_seq_params)
+            borders = packed_seq_params.cu_seqlens_device
+            longest = int(packed_seq_params.max_seqlen_q)
+            out = causal_varlen(
+                query, key, value, borders, borders, longest, longest, scale=self.scale
+            )
         else:
             lengths = packed_seq_params.lengths
+            # The processor's bfloat16 attention is slower than its float32 one, and rounds more.
+            dtype = torch.promote_types(query.dtype, torch.float32)
             out = torch.cat(
                 [
                     F.scaled_dot_product_attention(
@@ -195,18 +188,12 @@ class CausalAttention(MegatronModule):
                         scale=self.scale,
                         enable_gqa=grouped,
                     )[0].transpose(0, 1)
-                    for qkv in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+                    for qkv in zip(
+                        *(x.to(dtype).split(lengths) for x in (query, key, value)), strict=True
+                    )
                 ]
-            )
+            ).to(query.dtype)
         return out.reshape(out.shape[0], 1, -1)
-
-    def _varlen(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Packed
-    ) -> torch.Tensor:
-        borders, longest = params.cu_seqlens_device, int(params.max_seqlen_q)
-        return causal_varlen(
-            query, key, value, borders, borders, longest, longest, scale=self.scale
-        )
 
 
 def causal_varlen(
@@ -266,8 +253,8 @@ class GroupedExperts(MegatronModule):
         self,
         num_local_experts: int,
         config: Any,
-        submodules: Any = None,
-        pg_collection: Any = None,
+        *,
+        pg_collection: Any,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -368,7 +355,7 @@ class GroupedExperts(MegatronModule):
 def decoder_spec(
     config: Any,
     *,
-    grouped_experts: bool,
+    experts: type[MegatronModule] | None,
     attention: type[CausalAttention] = CausalAttention,
     replaced: Mapping[str, type] | None = None,
     vp_stage: int | None = None,
@@ -377,7 +364,7 @@ def decoder_spec(
 
     Args:
         config: Megatron's TransformerConfig.
-        grouped_experts: run experts as one grouped matrix product.
+        experts: class of a MoE layer's experts; None = Megatron's own.
         attention: class of the core attention.
         replaced: parts of self-attention, by field name, that are other modules in this model.
         vp_stage: number of the model chunk on this pipeline rank; None without virtual stages.
@@ -397,7 +384,7 @@ def decoder_spec(
             setattr(projections, name, module)
         # Megatron 0.16 describes the layer by a ModuleSpec, from 0.18 on by functools.partial.
         is_spec = isinstance(parts.mlp, ModuleSpec)
-        if grouped_experts and (parts.mlp.module if is_spec else parts.mlp.func) is MoELayer:
+        if experts and (parts.mlp.module if is_spec else parts.mlp.func) is MoELayer:
             holder = parts.mlp.submodules if is_spec else parts.mlp.keywords["submodules"]
-            holder.experts = ModuleSpec(module=GroupedExperts) if is_spec else GroupedExperts
+            holder.experts = ModuleSpec(module=experts) if is_spec else experts
     return block

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch, composed of the functions in `r3.algo.loss` as the settings say."""
+"""The loss of one micro-batch, composed of the functions that the settings name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import torch
 
 from r3.algo.loss import (
     CORRECTIONS,
-    LOSSES,
-    Bounds,
     LossInputs,
     Sequences,
     aggregate,
@@ -16,6 +14,7 @@ from r3.algo.loss import (
 )
 from r3.config import Config
 from r3.policy.layout import LocalTokens
+from r3.runtime.algorithm import bounds_of, loss_of
 from r3.runtime.mesh import Axis
 from r3.types import Batch
 
@@ -28,10 +27,12 @@ def policy_loss(
     logprobs_N: torch.Tensor,
     old_logprobs_N: torch.Tensor,
     reference_logprobs_N: torch.Tensor | None = None,
+    *,
+    entropy_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Compute a micro-batch's share of the batch's loss.
 
-        loss = aggregate( w_t L_t + kl_coef KL_t )
+        loss = aggregate( w_t L_t + kl_coef KL_t - entropy_coef H_t )
 
     w_t is the importance weight against the engine, if `algo.correction` asks for one. All ranks of
     cp must call: they share sequences.
@@ -44,6 +45,8 @@ def policy_loss(
         logprobs_N: log-probabilities of the targets, with gradient.
         old_logprobs_N: of the policy before the step's first update.
         reference_logprobs_N: of the reference policy; None = no KL penalty.
+        entropy_N: entropy of the policy's distribution at each token, with gradient; needed if
+            `algo.entropy_coef` is above 0.
 
     Returns:
         The loss (a scalar) and statistics [N]: "clipped", and if used "weight", "cut" and "kl".
@@ -58,8 +61,7 @@ def policy_loss(
         loss_mask_N=tokens.loss_mask_N,
         sequences=Sequences(tokens.cu_seqlens, cp.all_reduce),
     )
-    bounds = Bounds(algo.clip_low, algo.clip_high, algo.clip_dual, algo.minirl_cap)
-    loss_N, clipped_N = LOSSES[algo.loss](inputs, bounds)
+    loss_N, clipped_N = loss_of(algo)(inputs, bounds_of(algo))
     stats = {"clipped": clipped_N.float()}
     if algo.correction in CORRECTIONS:
         usual = CORRECTIONS[algo.correction]
@@ -71,6 +73,9 @@ def policy_loss(
         kl_N = kl_penalty(logprobs_N, reference_logprobs_N, estimator=algo.kl_estimator)
         loss_N = loss_N + algo.kl_coef * kl_N
         stats["kl"] = kl_N.detach()
+    if algo.entropy_coef:
+        assert entropy_N is not None, f"algo.entropy_coef {algo.entropy_coef} needs entropies"
+        loss_N = loss_N - algo.entropy_coef * entropy_N
     loss = aggregate(
         loss_N,
         tokens.loss_mask_N,

@@ -15,6 +15,7 @@ from r3.algo.packing import filler_micro_batch
 from r3.config import Config
 from r3.metrics.mismatch import mismatch
 from r3.metrics.reduce import Mean, PerLayer
+from r3.models.freeze import frozen_tensors
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.policy.build import build_chunks, learning_rate, scale_rope, transformer_config, wrap
@@ -23,7 +24,14 @@ from r3.policy.memory import TrainingMemory, chained
 from r3.policy.modules import packed_params
 from r3.policy.objective import policy_loss
 from r3.policy.weights import HeadLayout, Slot, load, slots
-from r3.routing.replay import Mode, Replay, ReplayLedger, attach_replay, routing_metrics
+from r3.routing.replay import (
+    Mode,
+    Replay,
+    ReplayLedger,
+    attach_replay,
+    load_metrics,
+    routing_metrics,
+)
 from r3.runtime.device import Device, SharedTensor, share, to_host
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh
@@ -73,8 +81,7 @@ class Policy:
         self.config, self.device, self.mesh, self.shape = config, device, mesh, shape
         self.megatron = transformer_config(config, shape)
         self.heads = HeadLayout(
-            queries_per_group=shape.num_heads // shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            queries_per_group=shape.num_heads // shape.num_kv_heads, head_dim=shape.head_dim
         )
         chunks = build_chunks(config, shape, self.megatron, mesh, device)
         scale_rope(chunks, shape)
@@ -90,7 +97,18 @@ class Policy:
             reader.require(shape)
             load(self.slots, reader.read, self.heads)
         self.optimizer.reload_model_params()  # updates the float32 main parameters
-        self.memory = TrainingMemory(self.wrapped, self.optimizer, device)
+        # Parameters that the optimizer must not change. Those of a unit share one parameter.
+        names = frozen_tensors(shape, config.train.freeze)
+        at = {
+            parameter.data_ptr(): parameter for chunk in chunks for parameter in chunk.parameters()
+        }
+        self._untrained = [
+            at[slot.tensor.data_ptr()]
+            for slot in self.slots
+            if names.issuperset(slot.hf) and slot.tensor.data_ptr() in at
+        ]
+        streamed = config.train.optimizer == "streamed"
+        self.memory = TrainingMemory(self.wrapped, self.optimizer, device, streamed=streamed)
         self.update_number = 0
         self.is_onloaded = True
         # The reference policy: this shard's initial weights, on the host.
@@ -108,9 +126,9 @@ class Policy:
     def parameter_buffers(self) -> list[torch.Tensor]:
         """Return the flat tensors of all of this rank's parameters."""
         return [
-            buffer.param_data
+            of_chunk.param_data
             for chunk in self.wrapped
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            for of_chunk in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
 
     def shared_buffers(self) -> list[torch.Tensor]:
@@ -242,8 +260,13 @@ class Policy:
             group["lr"] = lr
             group["weight_decay"] = self.config.train.weight_decay * group.get("wd_mult", 1.0)
         router_grad_norm = self._router_grad_norm()
+        # Without gradient Adam changes nothing, but weight decay does.
+        decays = self._untrained if self.config.train.weight_decay else ()
+        kept = [parameter.detach().clone() for parameter in decays]
         with cuda_type_names():
             _, grad_norm, _ = self.optimizer.step()
+        for parameter, values in zip(decays, kept, strict=True):
+            parameter.data.copy_(values)
         # Megatron checks this only with a loss scaler, which can retry.
         if not math.isfinite(grad_norm):
             raise FloatingPointError(
@@ -285,7 +308,14 @@ class Policy:
             old_N = logprobs_N.detach() if old_logprobs is None else old_logprobs[number]
             reference_N = reference_logprobs[number] if reference_logprobs is not None else None
             loss, stats = policy_loss(
-                self.config, batch, tokens, self.mesh.cp, logprobs_N, old_N, reference_N
+                self.config,
+                batch,
+                tokens,
+                self.mesh.cp,
+                logprobs_N,
+                old_N,
+                reference_N,
+                entropy_N=entropy_N,
             )
             seen.append(
                 stats
@@ -310,6 +340,8 @@ class Policy:
                 on_forward=on_micro_batch,
             )
             ledger = ledger_of()
+        for parameter in self._untrained:
+            parameter.main_grad.zero_()
         return self._metrics(seen, ledger, panel=old_logprobs is None and first)
 
     def _mode(self, mode: Mode) -> Mode:
@@ -337,14 +369,12 @@ class Policy:
             number, micro_batch = next(iterator)
             tokens = local_tokens(micro_batch, self.mesh, self.device.torch)
             is_filler = number >= len(micro_batches)
+            routes_NLK, compared_N, rows = tokens.routes_NLK, tokens.captured_N, tokens.num_captured
             # A stage of dense layers has recorded no routes.
-            if self.replay.mode == "replay" and recorded_routes and not is_filler:
+            if recorded_routes and not is_filler:
                 routes_NLK = recorded_routes[number].to(self.device.torch)
-                self.replay.load_local(routes_NLK, tokens.real_N, rows=tokens.num_real, model=model)
-            elif self.replay.mode == "replay":
-                self.replay.load(
-                    tokens.routes_NLK, tokens.captured_N, rows=tokens.num_captured, model=model
-                )
+                compared_N, rows = tokens.real_N, tokens.num_real
+            self.replay.load(routes_NLK, compared_N, rows=rows, model=model)
             scores = model(
                 tokens.tokens_N[None],
                 tokens.positions_N[None],
@@ -408,6 +438,7 @@ class Policy:
         # Every rank compared other slots: its layers (pp) and its rows (dp, cp and, under sequence
         # parallelism, tp).
         routing = routing_metrics(ledger) | consumed_rows(ledger, len(self.shape.moe_layers))
+        routing |= load_metrics(ledger)
         if not self.reports or not seen:
             return routing
         column = {name: torch.cat([s[name].reshape(-1) for s in seen]) for name in seen[0]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -9,21 +10,26 @@ from typing import Any
 
 import torch
 
-from r3.algo.advantage import ADVANTAGES
 from r3.algo.loss import kl_penalty
-from r3.algo.packing import with_advantages
+from r3.algo.packing import part_of, with_advantages
 from r3.config import AlgoConfig, Config
 from r3.metrics.mismatch import mismatch, shadow
 from r3.metrics.reduce import Mean
 from r3.policy import Policy, TokenScores
 from r3.routing.replay import Mode, routing_metrics
+from r3.runtime.algorithm import advantage_of
 from r3.types import Batch
 
 Panel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, Any]]
 
 # Metrics that compare live routes with replayed ones: reported for the step's first pass with
 # replay only, at the rollout's weights.
-_COMPARISON = ("routing/agreement", "routing/margin", "routing/replaced_frac")
+_COMPARISON = (
+    "routing/agreement",
+    "routing/margin",
+    "routing/replaced_frac",
+    "routing/router_",
+)
 
 # replay.mode -> mode of the pass that scores old log-probabilities.
 _OLD_PASS: dict[str, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
@@ -64,7 +70,10 @@ def train_on(
 
     if mode == "r3" and config.replay.shadow_every and (step - 1) % config.replay.shadow_every == 0:
         # The same tokens with replayed and with live routes: what replay changes in this run.
-        sample = flat[(step - 1) // config.replay.shadow_every % len(flat) :][:1]
+        turn = (step - 1) // config.replay.shadow_every
+        tokens = math.ceil(config.replay.shadow_frac * sum(one.num_tokens for one in flat))
+        multiple = policy.mesh.length_multiples[0]
+        sample = [part_of(flat[turn % len(flat)], tokens, multiple=multiple, turn=turn)]
         arms: dict[Mode, dict[str, Any]] = {
             arm: _panel(policy, policy.score(sample, mode=arm), shadow)
             for arm in ("replay", "live")
@@ -173,9 +182,8 @@ def take_kl_from_reward(
                 (end - start) // policy.mesh.cp.size
                 for start, end in pairwise(micro_batch.cu_seqlens)
             ]
-            sums = torch.stack(
-                [part_N.sum() for part_N in kl_N.split(lengths)]
-            ).tolist()  # one transfer
+            # one transfer
+            sums = torch.stack([part_N.sum() for part_N in kl_N.split(lengths)]).tolist()
             own += [(i, kl) for i, kl in zip(micro_batch.rollout_ids, sums, strict=True) if i >= 0]
             tokens += float(mask_N.sum())
         report({"loss/kl_ref": Mean(total=sum(kl for _, kl in own), count=tokens)})
@@ -184,7 +192,7 @@ def take_kl_from_reward(
         item for part in policy.mesh.world.all_gather_object(own) for item in part
     ):
         kl_R[index] += kl
-    advantages_R = ADVANTAGES[algo.advantage](rewards_R - algo.kl_coef * kl_R, groups_R).tolist()
+    advantages_R = advantage_of(algo)(rewards_R - algo.kl_coef * kl_R, groups_R).tolist()
     return [
         replace(
             batch,

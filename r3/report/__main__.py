@@ -34,9 +34,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     usual = Limits()
     parser = argparse.ArgumentParser(
-        prog="r3.report",
-        description=(__doc__ or "").partition("\n")[0],
-        allow_abbrev=False,
+        prog="r3.report", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
     )
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run")
     parser.add_argument(
@@ -57,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page, or say in one line what is missing."""
+    """Write the page, or print in one line what is missing."""
     words = parse(sys.argv[1:] if argv is None else argv)
     limits = Limits(steps=tuple(words.steps), samples=words.samples, tokens=words.tokens)
     try:

@@ -14,6 +14,7 @@ from typing import Any
 import r3
 from r3.config import Config, flatten
 from r3.metrics.glossary import UnknownMetricError, explain
+from r3.metrics.users import is_users
 from r3.models.shape import ModelShape
 from r3.report.tokens import Arrays, expert_load, read_arrays, token_facts, vocabulary
 from r3.run.folder import RunDir
@@ -22,9 +23,9 @@ from r3.view.runs import (
     RunFacts,
     differing_settings,
     dumped_steps,
-    flatten_settings,
     read_run,
     read_samples,
+    setting_text,
 )
 from r3.view.samples import Sample
 
@@ -88,6 +89,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "messages": messages,
         "reward": _number(sample.reward),
         "components": {name: _number(part) for name, part in sample.components.items()},
+        "metrics": {name: _number(number) for name, number in sample.metrics.items()},
         "turns": list(sample.turn_rewards),
         "advantage": _number(sample.advantage),
         "finish": sample.finish_reason,
@@ -184,13 +186,14 @@ def page_data(paths: Sequence[Path], limits: Limits) -> dict[str, Any]:
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "runs": runs,
         "differing": differing_settings([run["settings"] for run in runs]),
+        "users": [key for key in keys if is_users(key)],
         "glossary": {key: formula for key in keys if (formula := _formula(key))},
     }
 
 
 def changed_settings(settings: Mapping[str, str]) -> list[str]:
     """Settings that are not R3's defaults, in order; those R3 no longer has are among them."""
-    defaults = flatten_settings(_nested(flatten(Config())))
+    defaults = {name: setting_text(value) for name, value in flatten(Config()).items()}
     return [name for name, value in settings.items() if defaults.get(name) != value]
 
 
@@ -224,14 +227,6 @@ def _formula(key: str) -> str:
         return ""
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    tree: dict[str, dict[str, Any]] = {}
-    for name, value in flat.items():
-        section, _, field = name.partition(".")
-        tree.setdefault(section, {})[field] = list(value) if isinstance(value, tuple) else value
-    return tree
-
-
 def _steps(facts: RunFacts, kind: Kind, limits: Limits) -> list[int]:
     there = dumped_steps(facts.path, kind)
     if not limits.steps:
@@ -240,12 +235,10 @@ def _steps(facts: RunFacts, kind: Kind, limits: Limits) -> list[int]:
 
 
 def _load(arrays: Arrays, shape: ModelShape | None) -> dict[str, Any]:
-    layers = arrays.routed_experts.shape[1]
-    named = shape is not None and len(shape.moe_layers) == layers
-    experts = (
-        shape.num_experts if shape is not None and named else int(arrays.routed_experts.max()) + 1
-    )
-    numbers = list(shape.moe_layers) if shape is not None and named else list(range(layers))
+    layers, experts = arrays.routed_experts.shape[1], int(arrays.routed_experts.max()) + 1
+    numbers = list(range(layers))
+    if shape is not None and len(shape.moe_layers) == layers:
+        numbers, experts = list(shape.moe_layers), shape.num_experts
     return {"layers": numbers, "tokens": expert_load(arrays.routed_experts, experts)}
 
 

@@ -3,7 +3,11 @@
     def short(response, prompt):             # or `async def`
         return float(len(response) < 200)    # prompt.answer, prompt.messages, prompt.metadata
 
-A parameter `messages` gets the whole conversation; `reward.args` sets any other parameter.
+A parameter `messages` gets the whole conversation; `reward.args` sets any other parameter. A
+function whose first parameter is `responses` gets all samples of a prompt at once and returns a
+list with one number each.
+`return reward, {"cites": 2}` reports metrics too: numbers that become `reward/cites`, averaged over
+rollouts.
 
 `reward.function` may name several; the reward is their weighted sum. `r3/rewards/scorer.py` calls
 them beside the engine. A function that fails or returns no number never becomes a silent 0: the
@@ -15,14 +19,17 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
 from r3.config import ConfigError, Problem
-from r3.runtime.workers import CallError, UserFileError, file_fault, load
+from r3.metrics.users import checked_metrics
+from r3.runtime.user_code import function_of
+from r3.runtime.workers import CallError
 from r3.types import Prompt
 
 Reward = Callable[[str, Prompt], Any]
@@ -72,20 +79,7 @@ def gym(response: str, prompt: Prompt) -> float:
     return float(get_score_answer_fn(prompt.metadata["gym"])(answer.strip(), entry))
 
 
-VERIFIERS: dict[str, Reward] = {"gsm8k": gsm8k, "exact": exact, "gym": gym}
-
-
-def row(response: str, prompt: Prompt) -> float:
-    """Score by the function that the row names in its column `verifier`.
-
-    Several data sets can be mixed, each with its own function. Rows are checked when they are
-    read. Rows of reasoning-gym need no such column.
-    """
-    name = prompt.metadata.get("verifier", "gym" if "gym" in prompt.metadata else None)
-    return float(VERIFIERS[name](response, prompt))
-
-
-REWARDS: dict[str, Reward] = {**VERIFIERS, "row": row}
+REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "exact": exact, "gym": gym}
 
 
 def resolve(spec: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Reward:
@@ -99,44 +93,25 @@ def resolve(spec: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> R
     """
     if spec in REWARDS:
         return REWARDS[spec]
-    file, colon, name = spec.rpartition(":")
+    file, colon, _ = spec.rpartition(":")
     if not colon or not file.endswith(".py"):
         rule = "is neither a built-in reward function nor path/to/file.py:function"
         raise problem(
             spec, rule, f"one of {', '.join(sorted(REWARDS))}, or a file and its function"
         )
-    if fault := file_fault(file):
-        raise problem(spec, fault, "give the path from the folder the run starts in")
-    try:
-        function = load(spec)
-    except AttributeError as error:
-        raise problem(spec, f"{error}", f"write `def {name}(response, prompt)` there") from error
-    except UserFileError as error:
-        raise problem(spec, f"{error}", "keep only definitions at the top of the file") from None
-    except Exception as error:  # a user's file may raise anything; the message names it
-        raise problem(
-            spec, f"{file} raised {type(error).__name__}: {error}", "correct the file"
-        ) from error
-    if not callable(function):
-        raise problem(
-            spec,
-            f"{name} is not a function in {file}",
-            f"write `def {name}(response, prompt)` there",
-        )
-    try:
-        messages = {"messages": ()} if wants_messages(function) else {}
-        inspect.signature(function).bind("response", "prompt", **arguments, **messages)
-    except TypeError as error:
-        given = "".join(f", {key}={value!r}" for key, value in arguments.items())
-        rule = f"{name} cannot be called as {name}(response, prompt{given}): {error}"
-        fix = f"write `def {name}(response, prompt)`; --reward.args sets further parameters"
-        raise problem(spec, rule, fix) from None
-    return function
+    return function_of(
+        "reward.function", spec, ("response", "prompt"), arguments, optional=("messages",)
+    )
 
 
 def wants_messages(function: Reward) -> bool:
     """Whether a function has a parameter `messages`, and so gets the whole conversation."""
     return "messages" in inspect.signature(function).parameters
+
+
+def scores_groups(function: Reward) -> bool:
+    """Whether a function scores all samples of a prompt at once: its first parameter says so."""
+    return next(iter(inspect.signature(function).parameters), "") == "responses"
 
 
 def checked(value: Any) -> float:
@@ -153,6 +128,44 @@ def checked(value: Any) -> float:
     if not math.isfinite(value):
         raise CallError(f"it returned {value}, not a finite number", again=False)
     return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a reward function returned, checked; `metrics` by their full names, `reward/NAME`."""
+
+    value: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def checked_score(value: Any) -> Score:
+    """Return the result of a user's function: a number, or a number and its metrics.
+
+    Raises:
+        CallError: it is neither.
+    """
+    if not (isinstance(value, tuple) and len(value) == 2):
+        return Score(checked(value))
+    try:
+        return Score(checked(value[0]), checked_metrics(value[1], "reward"))
+    except ValueError as error:
+        raise CallError(str(error), again=False) from error
+
+
+def checked_group(values: Any, count: int) -> tuple[Score, ...]:
+    """Return the result of a user's function that scores `count` samples of a prompt at once.
+
+    Raises:
+        CallError: it is not a list of as many numbers, or of numbers with their metrics.
+    """
+    if hasattr(values, "tolist"):  # numpy's and torch's arrays
+        values = values.tolist()
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
+        raise CallError(
+            f"it returned {values!r}. Return a list of {count} numbers, one per response",
+            again=False,
+        )
+    return tuple(checked_score(value) for value in values)
 
 
 def problem(spec: str, rule: str, fix: str, name: str = "reward.function") -> ConfigError:

@@ -37,6 +37,10 @@ s is 1 when the response's final answer is right, 0 when it is wrong."""
 _PLACES = re.compile(r"\{(question|answer|response)\}")
 _LONGEST_WAIT_S = 300.0  # of Retry-After; a server that asks for more is tried again after that
 _SHOWN = 400  # characters of a server's reply in messages
+_LARGEST_BODY = 4 << 20  # bytes; a long completion has some ten thousand
+# Characters at the end of a judge's reply in which the score is looked for: enough for any JSON
+# object with a score, and few enough that no text keeps the event loop busy.
+_LOOKED_AT = 20_000
 
 
 class ChatJudge:
@@ -66,9 +70,8 @@ class ChatJudge:
             self._key = _key(name)
             self._headers = {"Authorization": f"Bearer {self._key}"}
         self._url = f"{_checked_url(settings.url).rstrip('/')}/chat/completions"
-        self._clients: dict[
-            asyncio.AbstractEventLoop, Any
-        ] = {}  # a client belongs to the loop it was made in
+        # a client belongs to the loop it was made in
+        self._clients: dict[asyncio.AbstractEventLoop, Any] = {}
 
     async def score(self, response: str, prompt: Prompt) -> float:
         """Return the server's score of a response.
@@ -94,23 +97,32 @@ class ChatJudge:
             "max_tokens": self._settings.max_tokens,
         }
         try:
-            answer = await self._clients[loop].post(self._url, json=body)
+            async with self._clients[loop].stream("POST", self._url, json=body) as answer:
+                content = await self._body(answer)
         except httpx.HTTPError as error:
             raise CallError(f"{self._url}: {type(error).__name__}: {error}") from error
+        shown = self._shown(content.decode(errors="replace"))
         if answer.status_code != 200:
             passes = answer.status_code in (408, 409, 429) or answer.status_code >= 500
             raise CallError(
-                f"{self._url} answered {answer.status_code}: {self._shown(answer.text)}",
+                f"{self._url} answered {answer.status_code}: {shown}",
                 again=passes,
-                wait_s=_seconds(answer.headers.get("retry-after", "")),
+                wait_s=retry_after(answer.headers.get("retry-after", "")),
             )
         try:
-            text = answer.json()["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise CallError(
-                f"{self._url} sent no chat completion: {self._shown(answer.text)}"
-            ) from error
+            text = json.loads(content)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise CallError(f"{self._url} sent no chat completion: {shown}") from error
         return parsed(text, self._settings.pattern)
+
+    async def _body(self, answer: Any) -> bytes:
+        """Read a server's answer, however slowly it comes; the pool of calls limits the time."""
+        content = bytearray()
+        async for part in answer.aiter_bytes():
+            content += part
+            if len(content) > _LARGEST_BODY:
+                raise CallError(f"{self._url} sent more than {_LARGEST_BODY} bytes")
+        return bytes(content)
 
     def _shown(self, text: str) -> str:
         """The start of a server's answer for a message; some servers repeat the key they got."""
@@ -174,7 +186,8 @@ def filled(template: str, response: str, prompt: Prompt) -> str:
 def parsed(text: str, pattern: str = "") -> float:
     """Return the score in a judge's reply.
 
-    It is "score" of the last JSON object that has one, or the last match of the pattern's group.
+    It is "score" of the last JSON object that has one, or the last match of the pattern's group, in
+    the last 20,000 characters.
 
     Raises:
         CallError: there is no score. The message quotes the reply.
@@ -182,6 +195,7 @@ def parsed(text: str, pattern: str = "") -> float:
     quoted = repr(text[-_SHOWN:] if isinstance(text, str) else text)
     if not isinstance(text, str):
         raise CallError(f"the judge's reply is not text: {quoted}")
+    text = text[-_LOOKED_AT:]
     if pattern:
         found = re.findall(pattern, text)
         try:
@@ -194,7 +208,7 @@ def parsed(text: str, pattern: str = "") -> float:
     while start >= 0:
         try:
             value, end = decoder.raw_decode(text, start)
-        except ValueError:
+        except (ValueError, RecursionError):
             value, end = None, start + 1
         if isinstance(value, dict) and type(value.get("score")) in (int, float):
             scores.append(value["score"])
@@ -204,6 +218,6 @@ def parsed(text: str, pattern: str = "") -> float:
     return checked(scores[-1])
 
 
-def _seconds(header: str) -> float:
+def retry_after(header: str) -> float:
     """Return Retry-After in seconds; 0 if it is a date, which the back-off replaces."""
     return min(float(header), _LONGEST_WAIT_S) if re.fullmatch(r"\d{1,9}", header) else 0.0

@@ -4,6 +4,9 @@
     for result in scorer.poll():                     # between steps of the engine
         result.reward, result.parts, result.failure
 
+A component of a group scores all samples of a prompt at once. It is called when
+`complete_group` says that the group has no more conversations to score.
+
 A component is a function and the place where its calls run: built-in functions in the caller's
 thread, users' functions and HTTP in threads, `math` and users' functions with `reward.workers` in
 processes, the reward model in batches. The engine never waits for a component.
@@ -18,12 +21,23 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from r3.config import RewardConfig
 from r3.config.arguments import keyword_arguments
-from r3.rewards import REWARDS, checked, problem, resolve, wants_messages
-from r3.runtime.workers import Failure, Here, Place, Pool, Processes, Threads, load
+from r3.data.sources import verifier_of
+from r3.rewards import (
+    REWARDS,
+    Score,
+    checked_group,
+    checked_score,
+    problem,
+    resolve,
+    scores_groups,
+    wants_messages,
+)
+from r3.runtime.user_code import load
+from r3.runtime.workers import CallError, Failure, Here, Place, Pool, Processes, Threads
 from r3.types import Message, Prompt, Rollout
 
 # Names in `reward.function` that stand for the environment's own reward. `none` says that there is
@@ -43,12 +57,15 @@ class Component:
 
     Attributes:
         name: in metrics and dumps.
-        function: called as `function(argument, prompt)`; returns a finite number.
+        function: called as `function(argument, prompt)`; returns a finite number or a `Score`.
         pool: where it runs.
         weight: its factor in the sum; with 0 it is only reported.
         quick: whether it runs in the caller's thread.
         takes: the first argument: the response, the whole rollout, or the environment's reward.
         wants_messages: whether the whole conversation is a third argument.
+        of_group: whether it is called once for all samples of a prompt. The first argument is then
+            the list of their responses, the third the list of their conversations, and it returns
+            as many numbers or `Score`s.
     """
 
     name: str
@@ -58,6 +75,39 @@ class Component:
     quick: bool = False
     takes: Literal["response", "rollout", "environment"] = "response"
     wants_messages: bool = False
+    of_group: bool = False
+
+    @property
+    def choices(self) -> tuple[Component, ...]:
+        """This component itself: it scores every row."""
+        return (self,)
+
+    def of(self, prompt: Prompt) -> Component:
+        """Return the component that scores responses to this prompt."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByRow:
+    """The function `row`: each row names the component that scores it in its column `verifier`.
+
+    Attributes:
+        by_name: the components by the names that rows use.
+        missing: fails for rows that name none of them.
+    """
+
+    name: str
+    by_name: Mapping[str, Component]
+    missing: Component
+    weight: float = 1.0
+
+    @property
+    def choices(self) -> tuple[Component, ...]:
+        return (*self.by_name.values(), self.missing)
+
+    def of(self, prompt: Prompt) -> Component:
+        # Rows are checked when they are read, unless their environment was to reward them.
+        return self.by_name.get(str(verifier_of(prompt.metadata)), self.missing)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +116,9 @@ class RewardResult:
 
     Attributes:
         reward: weighted sum of the components; 0 after a failure.
-        parts: the value of each component.
+        parts: the value of each component. The function row has its value twice: as row, and as
+            row_NAME for the function that the row named.
+        metrics: what users' functions reported, by full names.
         failure: why a component failed; empty if none did.
         seconds: time from `submit` to the last component.
     """
@@ -74,6 +126,7 @@ class RewardResult:
     key: Hashable
     reward: float
     parts: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
     seconds: float = 0.0
 
@@ -84,19 +137,33 @@ class _Case:
     prompt: Prompt
     submitted: float
     parts: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+
+    def take(self, name: str, value: float | Score) -> Failure | None:
+        """Take what a component returned; fail if another one reported the same metric."""
+        score = value if isinstance(value, Score) else Score(value)
+        if twice := sorted(self.metrics.keys() & score.metrics.keys()):
+            return Failure("error", f"two functions report {', '.join(twice)}. Rename one")
+        self.parts[name] = score.value
+        self.metrics |= score.metrics
+        return None
 
 
 class Scorer:
     """The reward of a run or of a held-out set: a weighted sum of components."""
 
     def __init__(
-        self, components: Sequence[Component], *, on_error: Literal["stop", "zero", "drop"] = "stop"
+        self,
+        components: Sequence[Component | ByRow],
+        *,
+        on_error: Literal["stop", "zero", "drop"] = "stop",
     ) -> None:
         names = [component.name for component in components]
         assert len(set(names)) == len(names) > 0, f"components {names}"
         self.components = tuple(components)
         self.on_error = on_error
+        self._choices = [(each.name, choice) for each in components for choice in each.choices]
         self._cases: dict[Hashable, _Case] = {}
 
     @classmethod
@@ -112,12 +179,21 @@ class Scorer:
     @property
     def quick(self) -> bool:
         """Whether every result is there at the first `poll`."""
-        return all(component.quick for component in self.components)
+        return all(choice.quick for _, choice in self._choices)
 
     @property
     def uses_environment(self) -> bool:
         """Whether the environment's reward is a component of the sum."""
-        return any(component.takes == "environment" for component in self.components)
+        return any(choice.takes == "environment" for _, choice in self._choices)
+
+    def path(self, prompt: Prompt) -> tuple[str, ...]:
+        """Names of the functions that score responses to this prompt."""
+        return tuple(each.of(prompt).name for each in self.components)
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether a component needs all samples of a prompt."""
+        return any(choice.of_group for _, choice in self._choices)
 
     def submit(
         self,
@@ -128,6 +204,8 @@ class Scorer:
         environment_reward: float | None = None,
     ) -> None:
         """Start scoring a conversation that has ended.
+
+        Components of groups wait for `complete_group`.
 
         Args:
             key: names the conversation until its result is returned.
@@ -140,10 +218,29 @@ class Scorer:
             "rollout": rollout,
             "environment": environment_reward,
         }
-        for component in self.components:
-            messages = (_conversation(rollout, prompt),) if component.wants_messages else ()
-            argument = arguments[component.takes]
-            component.pool.submit(key, component.function, argument, prompt, *messages)
+        for component in (each.of(prompt) for each in self.components):
+            if not component.of_group:
+                messages = (_conversation(rollout, prompt),) if component.wants_messages else ()
+                argument = arguments[component.takes]
+                component.pool.submit(key, component.function, argument, prompt, *messages)
+
+    def complete_group(self, group: int) -> None:
+        """Score the submitted conversations of a group together, in order of sample.
+
+        Conversations of the group that are not submitted get no reward from functions: their
+        environment rewarded them, or failed.
+        """
+        cases = {key: case for key, case in self._cases.items() if case.rollout.group == group}
+        keys = sorted(cases, key=lambda key: cases[key].rollout.sample_index)
+        if not keys:
+            return
+        rollouts, prompt = [cases[key].rollout for key in keys], cases[keys[0]].prompt
+        responses = [rollout.response for rollout in rollouts]
+        conversations = [_conversation(rollout, prompt) for rollout in rollouts]
+        for component in (each.of(prompt) for each in self.components):
+            if component.of_group:
+                messages = (conversations,) if component.wants_messages else ()
+                component.pool.submit(tuple(keys), component.function, responses, prompt, *messages)
 
     def poll(self, timeout_s: float = 0.0) -> list[RewardResult]:
         """Return complete results.
@@ -165,6 +262,7 @@ class Scorer:
         """Score one conversation and wait for the result."""
         assert not self._cases, f"{len(self._cases)} conversations are being scored"
         self.submit(None, rollout, prompt)
+        self.complete_group(rollout.group)
         while not (results := self.poll(1.0)):
             pass
         return results[0].reward
@@ -172,40 +270,47 @@ class Scorer:
     def take_counts(self) -> Counter[str]:
         """Return calls, errors, timeouts, crashes and retries since the last call."""
         total: Counter[str] = Counter()
-        for component in self.components:
-            total += component.pool.counts
-            component.pool.counts = Counter()
+        for _, choice in self._choices:
+            total += choice.pool.counts
+            choice.pool.counts = Counter()
         return total
 
     def close(self) -> None:
         """End workers and threads; results still outstanding are lost."""
-        for component in self.components:
-            component.pool.close()
+        for _, choice in self._choices:
+            choice.pool.close()
         self._cases.clear()
 
     def _collect(self) -> list[RewardResult]:
         results = []
-        for component in self.components:
+        for name, component in self._choices:
             for done in component.pool.poll(0.0):
-                case = self._cases[done.key]
-                if done.failure is None:
-                    case.parts[component.name] = done.value
-                else:
-                    case.failures.append(self._describe(component.name, done.failure, case))
-                if len(case.parts) + len(case.failures) == len(self.components):
-                    del self._cases[done.key]
-                    results.append(self._result(done.key, case))
+                keys: tuple[Hashable, ...] = (done.key,)
+                values = [done.value]
+                if component.of_group:
+                    keys = cast("tuple[Hashable, ...]", done.key)
+                    values = list(done.value or [None] * len(keys))  # None: the call failed
+                for key, value in zip(keys, values, strict=True):
+                    case = self._cases[key]
+                    failure = done.failure or case.take(name, value)
+                    if failure is not None:
+                        case.failures.append(self._describe(component, failure, case, len(keys)))
+                    if len(case.parts) + len(case.failures) == len(self.components):
+                        del self._cases[key]
+                        results.append(self._result(key, case))
         return results
 
-    def _describe(self, name: str, failure: Failure, case: _Case) -> str:
+    def _describe(self, component: Component, failure: Failure, case: _Case, count: int) -> str:
+        together = f" on {count} samples together" if component.of_group else ""
         text = (
-            f"reward {name} failed ({failure.kind}): {failure.text}\n"
+            f"reward {component.name} failed{together} ({failure.kind}): {failure.text}\n"
             f"  prompt {case.prompt.id}, sample {case.rollout.sample_index}, "
             f"response (first 200 characters): {case.rollout.response[:200]!r}"
         )
         if self.on_error == "stop":
             raise RewardError(
-                f"{text}\n  --reward.on_error drop or zero continues without this sample"
+                f"{text}\n  --reward.on_error drop or zero continues without "
+                f"{'these samples' if together else 'this sample'}"
             )
         return text
 
@@ -220,7 +325,11 @@ class Scorer:
         # on it.
         parts = {each.name: case.parts[each.name] for each in self.components}
         reward = sum(each.weight * parts[each.name] for each in self.components)
-        return RewardResult(key=key, reward=reward, parts=parts, seconds=seconds)
+        for each in self.components:
+            if isinstance(each, ByRow):
+                parts[f"{each.name}_{each.of(case.prompt).name}"] = parts[each.name]
+        metrics = dict(sorted(case.metrics.items()))
+        return RewardResult(key=key, reward=reward, parts=parts, metrics=metrics, seconds=seconds)
 
 
 def make_scorer(
@@ -236,10 +345,18 @@ def make_scorer(
         ConfigError: a function cannot be loaded or used.
     """
     specs = tuple(functions) or settings.function
+    rows = settings.row_functions if "row" in specs else ()
     weights = (() if functions else settings.weights) or (1.0,) * len(specs)
-    arguments = _arguments_by_name(settings, specs)
+    arguments = _arguments_by_name(settings, (*specs, *rows))
+
+    def component(spec: str, name: str, weight: float = 1.0) -> Component:
+        return _component(spec, name, weight, settings, model, arguments.get(name, {}))
+
+    by_name = {name: component(spec, name) for spec, name in zip(rows, names_of(rows), strict=True)}
     components = [
-        _component(spec, name, weight, settings, model, arguments.get(name, {}))
+        ByRow(name=name, by_name=by_name, missing=_here(name, _no_verifier), weight=weight)
+        if spec == "row"
+        else component(spec, name, weight)
         for spec, name, weight in zip(specs, names_of(specs), weights, strict=True)
     ]
     return Scorer(components, on_error=settings.on_error)
@@ -317,20 +434,22 @@ def _component(
         workers = Processes(max(1, settings.workers), preload=[f"{verify.__file__}:equal"])
         return Component(name=name, function=verify.equal, pool=pool(workers), weight=weight)
     function = resolve(spec, arguments)
+    of_group = scores_groups(function)
     if settings.workers:
         place: Place = Processes(settings.workers, preload=[spec])
-        call: Callable[..., Any] = partial(_call_in_worker, spec, dict(arguments))
+        call: Callable[..., Any] = partial(_call_in_worker, spec, dict(arguments), of_group)
     else:
         place = Threads()
         given = partial(function, **arguments)
         is_async = inspect.iscoroutinefunction(function)
-        call = partial(_call_async, given) if is_async else partial(_call, given)
+        call = partial(_call_async if is_async else _call, given, of_group)
     return Component(
         name=name,
         function=call,
         pool=pool(place),
         weight=weight,
         wants_messages=wants_messages(function),
+        of_group=of_group,
     )
 
 
@@ -338,22 +457,35 @@ def _here(name: str, function: Callable[..., Any], weight: float = 1.0) -> Compo
     # The caller's own thread has no time limit, and a function that fails once fails again.
     pool = Pool(Here(), timeout_s=float("inf"))
     return Component(
-        name=name, function=partial(_call, function), pool=pool, weight=weight, quick=True
+        name=name, function=partial(_call, function, False), pool=pool, weight=weight, quick=True
     )
+
+
+def _no_verifier(response: str, prompt: Prompt) -> float:
+    found = verifier_of(prompt.metadata)
+    rule = f"the column verifier of {prompt.id} is {found!r}, which is not in reward.row_functions"
+    raise CallError(rule, again=False)
 
 
 def _given(environment_reward: float, prompt: Prompt) -> float:
     return environment_reward
 
 
-def _call(function: Callable[..., Any], response: Any, prompt: Prompt, *messages: Any) -> float:
-    return checked(function(response, prompt, **_named(messages)))
+def _scores(value: Any, response: Any, of_group: bool) -> Score | tuple[Score, ...]:
+    """Check what a function returned for one response, or for the list of a group's responses."""
+    return checked_group(value, len(response)) if of_group else checked_score(value)
+
+
+def _call(
+    function: Callable[..., Any], of_group: bool, response: Any, prompt: Prompt, *messages: Any
+) -> Score | tuple[Score, ...]:
+    return _scores(function(response, prompt, **_named(messages)), response, of_group)
 
 
 async def _call_async(
-    function: Callable[..., Any], response: str, prompt: Prompt, *messages: Any
-) -> float:
-    return checked(await function(response, prompt, **_named(messages)))
+    function: Callable[..., Any], of_group: bool, response: Any, prompt: Prompt, *messages: Any
+) -> Score | tuple[Score, ...]:
+    return _scores(await function(response, prompt, **_named(messages)), response, of_group)
 
 
 def _named(messages: tuple[Any, ...]) -> dict[str, Any]:
@@ -361,8 +493,14 @@ def _named(messages: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _call_in_worker(
-    spec: str, arguments: Mapping[str, Any], response: str, prompt: Prompt, *messages: Any
-) -> float:
+    spec: str,
+    arguments: Mapping[str, Any],
+    of_group: bool,
+    response: Any,
+    prompt: Prompt,
+    *messages: Any,
+) -> Score | tuple[Score, ...]:
     """Call a function in a worker process, which has loaded its file already."""
     value = load(spec)(response, prompt, **arguments, **_named(messages))
-    return checked(asyncio.run(value) if inspect.iscoroutine(value) else value)
+    value = asyncio.run(value) if inspect.iscoroutine(value) else value
+    return _scores(value, response, of_group)

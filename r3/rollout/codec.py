@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,12 @@ from safetensors.numpy import load, save
 from r3.rollout.scored import Scored
 from r3.types import Rollout
 
-_FACTS = (
-    "prompt_id",
-    "group",
-    "sample_index",
-    "finish_reason",
-    "policy_version",
-    "segments",
-    "response",
-    "messages",
-    "turn_rewards",
+# Arrays with one value per token: name in files -> field. Routes have one row less.
+_PER_TOKEN = {"tokens": "tokens_T", "loss_mask": "loss_mask_T", "logprobs": "logprobs_T"}
+_FACTS = tuple(
+    each.name
+    for each in fields(Rollout)
+    if each.name not in (*_PER_TOKEN.values(), "routed_experts")
 )
 
 
@@ -45,9 +42,10 @@ def join_arrays(
     """
     routes = [rollout.routed_experts for rollout in rollouts] if routes is None else routes
     arrays = {
-        "tokens": np.concatenate([rollout.tokens_T for rollout in rollouts]),
-        "loss_mask": np.concatenate([rollout.loss_mask_T for rollout in rollouts]),
-        "logprobs": np.concatenate([rollout.logprobs_T for rollout in rollouts]),
+        **{
+            name: np.concatenate([getattr(rollout, field) for rollout in rollouts])
+            for name, field in _PER_TOKEN.items()
+        },
         "routed_experts": np.concatenate(routes),
         "cu_tokens": _offsets(len(rollout.tokens_T) for rollout in rollouts),
         "cu_rows": _offsets(len(rows) for rows in routes),
@@ -64,22 +62,13 @@ def split_rollouts(
     for index, fact in enumerate(facts):
         tokens = slice(*arrays["cu_tokens"][index : index + 2])
         rows = slice(*arrays["cu_rows"][index : index + 2])
-        # Facts that are not there were not yet written then, and have defaults in `Rollout`.
-        known = {name: fact[name] for name in _FACTS if name in fact}
-        known["segments"] = tuple(
-            (token, policy_version) for token, policy_version in fact.get("segments", ())
-        )
+        # Older files lack some facts, which have defaults in `Rollout`.
+        known: dict[str, Any] = {name: fact[name] for name in _FACTS if name in fact}
+        known["segments"] = tuple(map(tuple, fact.get("segments", ())))
         for name in ("messages", "turn_rewards"):
             known[name] = tuple(fact.get(name, ()))
-        rollouts.append(
-            Rollout(
-                **known,
-                tokens_T=arrays["tokens"][tokens],
-                loss_mask_T=arrays["loss_mask"][tokens],
-                logprobs_T=arrays["logprobs"][tokens],
-                routed_experts=arrays["routed_experts"][rows],
-            )
-        )
+        known |= {field: arrays[name][tokens] for name, field in _PER_TOKEN.items()}
+        rollouts.append(Rollout(**known, routed_experts=arrays["routed_experts"][rows]))
     return rollouts
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from r3.engine import Engine, Sampled, Sampling, Turn
 from r3.metrics.reduce import Mean, StandardDeviation, Sum
+from r3.metrics.users import means
 from r3.rewards.scorer import RewardResult, Scorer
 from r3.rollout.conversation import (
     Conversation,
@@ -21,17 +22,13 @@ from r3.rollout.conversation import (
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt, Rollout
 
-# Longest wait for a reply while the engine is idle: the ranks of one engine meet at least as often.
+# Longest wait for a reply while the engine is idle. The ranks of an engine synchronise after it.
 _IDLE_WAIT_S = 1.0
 # The same while both environments and reward functions are waited for, which are polled in turn.
 _POLL_INTERVAL_S = 0.01
 
 # Where rewards come from, by the name of the metric.
-_SOURCES = {
-    "by_environment": "environment",
-    "by_function": "function",
-    "unfinished": "unfinished",
-}
+_SOURCES = {"by_environment": "environment", "by_function": "function", "unfinished": "unfinished"}
 
 # Counters that environments and reward functions share.
 _CALL_COUNTS = ("calls", "errors", "timeouts", "crashes", "retries")
@@ -251,12 +248,19 @@ class Round:
                 )
                 self.conversations.append(conversation)
                 self._environments.open(conversation.key, prompt)
-        self._first_turns = [each.resume() for each in self.conversations[: len(resumed)]]
-        self._num_suspended = 0  # since the last `advance`
+        # Conversations of each group that may still be submitted to the scorer.
+        self._open = Counter(each.group for each in self.conversations)
+        assert not (rules.token_budget and scorer.scores_groups), (
+            f"a token budget of {rules.token_budget} suspends samples that are scored together"
+        )
         self._rollouts: dict[int, Rollout] = {}
         self._rewards: dict[int, float] = {}
         self._reward_results: dict[int, RewardResult] = {}
         self._sources: Counter[str] = Counter()  # of rewards, see `_reward`
+        restored = self.conversations[: len(resumed)]
+        self._first_turns = [each.resume() for each in restored if not each.outcome]
+        # Conversations that were suspended, or could not be restored, since the last `advance`.
+        self._num_suspended = sum(self._settle(each) for each in restored if each.outcome)
 
     def advance(self, engine_busy: bool) -> tuple[list[Turn], int]:
         """Take what environments and reward functions returned.
@@ -275,12 +279,14 @@ class Round:
             conversation = self.conversations[reply.key]
             if turn := conversation.receive_reply(reply):
                 turns.append(turn)
-            elif conversation.is_dropped or conversation.is_suspended:
-                finished += 1
             else:
-                finished += self._reward(conversation)
+                finished += self._settle(conversation)
         for result in scorer.poll(0.0 if engine_busy or turns or finished else wait_s):
             key = cast("int", result.key)
+            if result.metrics:
+                rollout = self._rollouts[key]
+                metrics = {**rollout.metrics, **result.metrics}
+                self._rollouts[key] = replace(rollout, metrics=metrics)
             self._reward_results[key], self._rewards[key] = result, result.reward
             finished += 1
         return turns, finished
@@ -290,6 +296,14 @@ class Round:
         conversation = self.conversations[sampled.key]
         conversation.receive_sample(sampled)
         self._num_suspended += conversation.is_suspended
+
+    def _settle(self, conversation: Conversation) -> bool:
+        """Whether nothing more is awaited of a conversation that has no next turn now."""
+        over = conversation.is_dropped or conversation.is_suspended or self._reward(conversation)
+        self._open[conversation.group] -= 1
+        if not self._open[conversation.group]:
+            self._scorer.complete_group(conversation.group)
+        return over
 
     def _reward(self, conversation: Conversation) -> bool:
         """Reward a conversation that is over; return False if reward functions must be awaited.
@@ -319,6 +333,13 @@ class Round:
 
     def result(self) -> CollectedRollouts:
         """Return all rollouts with their rewards, and suspend what the budget interrupted."""
+        suspended = []
+        for each in self.conversations:
+            if each.is_suspended:
+                if state := each.suspend():
+                    suspended.append(state)
+                else:
+                    self._settle(each)
         counts = self._environments.take_counts()
         metrics: dict[str, Any] = {}
         if not self._environments.one_turn:
@@ -347,7 +368,7 @@ class Round:
                 if key in self._reward_results
             },
             metrics=metrics,
-            suspended=tuple(each.suspend() for each in self.conversations if each.is_suspended),
+            suspended=tuple(suspended),
         )
 
 
@@ -400,7 +421,7 @@ def _scoring_metrics(
 
 
 def rollout_metrics(collected: CollectedRollouts) -> dict[str, Any]:
-    """Partials of reward/* and rollout/* of this rank's rollouts."""
+    """Partials of reward/*, rollout/* and users' metrics of this rank's rollouts."""
     rollouts, rewards = collected.rollouts, collected.rewards
     count = float(len(rewards))
     by_group: dict[int, list[float]] = {}
@@ -425,8 +446,8 @@ def rollout_metrics(collected: CollectedRollouts) -> dict[str, Any]:
             total=float(sum(rollout.num_response_tokens for rollout in rollouts)), count=count
         ),
         "rollout/truncated_frac": Mean(
-            total=float(sum(rollout.finish_reason == "length" for rollout in rollouts)),
-            count=count,
+            total=float(sum(rollout.finish_reason == "length" for rollout in rollouts)), count=count
         ),
         "rollout/tokens": Sum(value=float(sum(len(rollout.tokens_T) for rollout in rollouts))),
+        **means(rollout.metrics for rollout in rollouts),
     }

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from r3.config import EnvConfig
 from r3.engine import CaptureSpec, Sampled, Sampling, Transcript, Turn, sampling_seed
 from r3.envs.chat import Chat, ChatError
-from r3.envs.runner import Environments, Reply
+from r3.envs.runner import Environments, Reply, StateError
 from r3.envs.tool_calls import parse_tool_calls
 from r3.types import Message, Prompt, Rollout
+
+# More characters per token that is left are taken not to fit, without counting their tokens: that
+# would take the engine's time. Tokens of text have three or four characters.
+_CHARACTERS_PER_TOKEN = 32
 
 # Keys of a message that dumps keep.
 _READABLE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
@@ -101,6 +104,7 @@ class Progress:
         last_turn: index of the first token of the model's last message.
         mid_turn: whether that message is incomplete.
         pending_observation: tokens of the environment's messages that come next.
+        metrics: what the environment reported so far, by full names.
     """
 
     seed_origin: tuple[int, int]
@@ -110,6 +114,7 @@ class Progress:
     last_turn: int = 0
     mid_turn: bool = False
     pending_observation: tuple[int, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +139,10 @@ def readable_message(message: Message) -> Message:
     """
     kept = {name: message[name] for name in _READABLE_KEYS if message.get(name) is not None}
     return dict(json.loads(json.dumps(kept, default=str)))
+
+
+def _num_characters(messages: Sequence[Message]) -> int:
+    return sum(len(str(part)) for message in messages for part in message.values())
 
 
 class Conversation:
@@ -175,7 +184,11 @@ class Conversation:
     def resumed(
         cls, suspended: SuspendedConversation, rules: ConversationRules, *, key: int
     ) -> Conversation:
-        """Restore a suspended conversation; `resume` requests its next turn."""
+        """Restore a suspended conversation; `resume` requests its next turn, unless it has failed.
+
+        Raises:
+            EnvironmentFailed: its environment cannot be restored and `env.on_error` is "stop".
+        """
         rollout = suspended.rollout
         conversation = cls(
             rules,
@@ -188,7 +201,10 @@ class Conversation:
         conversation._messages = list(rollout.messages)
         conversation._turn_rewards = list(rollout.turn_rewards)
         conversation.transcript = Transcript.resumed(rules.capture, rollout, who=conversation.who)
-        conversation._environments.resume(key, suspended.environment)
+        try:
+            conversation._environments.resume(key, suspended.environment)
+        except StateError as error:
+            conversation._fail(f"it cannot be restored: {error}")
         return conversation
 
     def resume(self) -> Turn:
@@ -198,20 +214,21 @@ class Conversation:
         self.progress.pending_observation = ()
         return self._next_turn()
 
-    def suspend(self) -> SuspendedConversation:
-        """Return what a later step needs to resume the conversation.
+    def suspend(self) -> SuspendedConversation | None:
+        """Return what a later step needs to resume the conversation; None if it has failed.
 
         Raises:
-            EnvironmentFailed: the environment cannot be pickled.
+            EnvironmentFailed: the environment cannot be pickled and `env.on_error` is "stop".
         """
         try:
             environment = self._environments.suspend(self.key)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise EnvironmentFailed(
-                f"{self.who}: rollout.step_token_budget interrupted it, and its environment "
-                f"cannot be pickled ({error})\n  Use an environment that can be pickled, or set "
-                "--rollout.step_token_budget 0"
-            ) from error
+        except StateError as error:
+            self.is_suspended = False
+            self._fail(
+                f"rollout.step_token_budget interrupted the conversation, and the environment "
+                f"cannot be pickled: {error}; --rollout.step_token_budget 0 needs no pickle"
+            )
+            return None
         self.outcome = "suspended"
         return SuspendedConversation(
             prompt=self.prompt,
@@ -239,6 +256,7 @@ class Conversation:
                 return self._open(reply.opened)
             assert reply.step is not None and self.transcript is not None
             self._turn_rewards.append(reply.step.reward)
+            self.progress.metrics = {**self.progress.metrics, **reply.step.metrics}
             if reply.step.done:
                 if self._rules.needs_reward and self.environment_reward is None:
                     return self._fail("it ended without a reward, and reward.function needs one")
@@ -313,7 +331,10 @@ class Conversation:
         if self._environments.one_turn:  # prompt and response are the whole conversation
             return rollout
         return replace(
-            rollout, messages=tuple(self._messages), turn_rewards=tuple(self._turn_rewards)
+            rollout,
+            messages=tuple(self._messages),
+            turn_rewards=tuple(self._turn_rewards),
+            metrics={} if self.outcome == "error" else self.progress.metrics,
         )
 
     @property
@@ -323,13 +344,17 @@ class Conversation:
         return sum(rewards) if rewards else None
 
     def _open(self, messages: tuple[Message, ...]) -> Turn | None:
+        limit = self._rules.max_model_len
+        if (size := _num_characters(messages)) > _CHARACTERS_PER_TOKEN * limit:
+            return self._fail(
+                f"its first messages have {size} characters, a conversation at most {limit} tokens"
+            )
         # The prompt's own tokens show the tools of its row, or else those of the environment.
         tokens: Sequence[int] = self.prompt.tokens_T
         if self._rules.setup.chat and messages != self.prompt.messages:
             tokens = self._rules.setup.chat.first(messages)
         self._messages = [readable_message(message) for message in messages]
         self.transcript = Transcript(self._rules.capture, tokens, who=self.who)
-        limit = self._rules.max_model_len
         self.progress.max_tokens_total = min(len(tokens) + self._rules.max_response_tokens, limit)
         if self._room() < 1:
             return self._fail(
@@ -340,6 +365,8 @@ class Conversation:
     def _observe(self, messages: tuple[Message, ...]) -> Turn | None:
         chat = self._rules.setup.chat
         assert chat is not None and self.transcript is not None
+        if _num_characters(messages) > _CHARACTERS_PER_TOKEN * self._room():
+            return self._end("length")
         tokens = chat.following(messages, ended=self.transcript.tokens[-1] == chat.end)
         # An observation that leaves no room for a response is left out: it has no routes, and
         # nothing would be trained on it.

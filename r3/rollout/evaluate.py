@@ -10,6 +10,7 @@ from typing import Any
 from r3.config import Config, EvalSet
 from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean
+from r3.metrics.users import means
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector
 from r3.rollout.conversation import ConversationSetup
@@ -129,6 +130,8 @@ def evaluate(
     )
     if "reward/zeroed" in collected.metrics:  # a reward function that may fail
         metrics[f"eval/{settings.name}/unjudged"] = collected.metrics["reward/zeroed"]
+    for key, part in means(rollout.metrics for rollout in collected.rollouts).items():
+        metrics[f"eval/{settings.name}/{key}"] = part
     rows = [
         {
             "place": rollout.group,
@@ -138,6 +141,7 @@ def evaluate(
             **readable(rollout, prompts[rollout.group]),
             "reward": reward,
             "rewards": dict(collected.parts.get((rollout.group, rollout.sample_index), {})),
+            "metrics": dict(rollout.metrics),
             "finish_reason": rollout.finish_reason,
             "response_tokens": rollout.num_response_tokens,
         }

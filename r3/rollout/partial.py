@@ -26,7 +26,8 @@ from r3.rollout.conversation import Progress, SuspendedConversation
 from r3.rollout.scored import Scored
 from r3.types import Prompt
 
-_FILE = "partial_rollouts_{engine:05d}.bin"
+FILE_PREFIX = "partial_rollouts_"
+"""Begins the names of checkpoint files that may hold pickled environments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ def to_files(partial: PartialRollouts, engine: int, *, is_leader: bool) -> dict[
     }
     encoded = json.dumps(header).encode()
     content = len(encoded).to_bytes(8, "little") + encoded + encode(items)
-    return {_FILE.format(engine=engine): content}
+    return {f"{FILE_PREFIX}{engine:05d}.bin": content}
 
 
 def from_checkpoint(
@@ -143,7 +144,7 @@ def from_checkpoint(
         prompts: the data set, to look up prompts by id.
         engine: number of this rank's engine among `engines`.
     """
-    files = sorted(folder.glob(_FILE.replace("{engine:05d}", "*")))
+    files = sorted(folder.glob(f"{FILE_PREFIX}*.bin"))
     if not files:
         return PartialRollouts()
     by_id = {prompt.id: prompt for prompt in prompts}

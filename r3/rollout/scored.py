@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from r3.algo.advantage import ADVANTAGES, overlong_penalty
+from r3.algo.advantage import overlong_penalty
 from r3.config import Config
 from r3.metrics.reduce import Mean
 from r3.rollout.collect import CollectedRollouts
+from r3.runtime.algorithm import advantage_of
 from r3.runtime.mesh import Axis
 from r3.types import Rollout
 
@@ -66,6 +67,28 @@ class Rewards:
         return {"reward/shaped_mean": Mean(float(self.rewards_R.sum()), float(len(self.rewards_R)))}
 
 
+class DroppedError(RuntimeError):
+    """Too few groups are left to train on: environments or reward functions failed."""
+
+
+def require_groups(rewards: Rewards, *, step: int, sampled: int, needed: int) -> None:
+    """Check that enough groups are left for the updates of a step.
+
+    Args:
+        sampled: groups of the step before conversations that failed were dropped.
+        needed: updates of the step; a group is not split over several.
+
+    Raises:
+        DroppedError: fewer groups are left.
+    """
+    if (left := len(rewards.groups_R.unique())) < needed:
+        raise DroppedError(
+            f"step {step}: {left} of {sampled} groups are left, and train.updates_per_step = "
+            f"{needed} needs as many.\n  The others were dropped because their environment or "
+            "reward failed. Set env.on_error and reward.on_error to stop to see the first failure."
+        )
+
+
 def gather_rewards(collected: CollectedRollouts, world: Axis, config: Config) -> Rewards:
     """Gather the rewards of all ranks, in an order that does not depend on the layout.
 
@@ -95,7 +118,7 @@ def gather_rewards(collected: CollectedRollouts, world: Axis, config: Config) ->
 
 def score_all(collected: CollectedRollouts, rewards: Rewards, config: Config) -> list[Scored]:
     """Return this rank's rollouts with advantages and indices; `rewards` are those of all ranks."""
-    advantages_R = ADVANTAGES[config.algo.advantage](rewards.rewards_R, rewards.groups_R).tolist()
+    advantages_R = advantage_of(config.algo)(rewards.rewards_R, rewards.groups_R).tolist()
     index_of = {name: index for index, name in enumerate(rewards.names_R)}
     scored = []
     for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True):

@@ -17,14 +17,8 @@ from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean, Sum
 from r3.rollout.collect import CollectedRollouts, Collector, rollout_metrics
 from r3.rollout.conversation import SuspendedConversation
-from r3.rollout.partial import (
-    PartialRollouts,
-    assign_engines,
-    from_checkpoint,
-    resumable,
-    to_files,
-)
-from r3.rollout.scored import Rewards, gather_rewards
+from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
+from r3.rollout.scored import Rewards, gather_rewards, require_groups
 from r3.rollout.task import Task
 from r3.runtime.mesh import Mesh
 
@@ -92,6 +86,7 @@ class RolloutSource:
         Raises:
             NoSignalError: fewer groups have signal than `train.updates_per_step`.
             BudgetError: fewer groups finish within the budget than `train.updates_per_step`.
+            DroppedError: fewer groups are left than `train.updates_per_step`.
             EnvironmentFailed, RewardError: see `Collector.collect`.
         """
         if self._config.algo.dynamic_sampling:
@@ -100,6 +95,12 @@ class RolloutSource:
             return self._within_budget(step, on_rollout)
         collected = self._round(step, 0, self._config.rollout.prompts_per_step, on_rollout)
         rewards = gather_rewards(collected, self._mesh.world, self._config)
+        require_groups(
+            rewards,
+            step=step,
+            sampled=self._config.rollout.prompts_per_step,
+            needed=self._config.train.updates_per_step,
+        )
         metrics = (collected.metrics, rollout_metrics(collected), rewards.metrics)
         return StepRollouts(rollouts=collected, rewards=rewards, metrics=metrics)
 
@@ -144,9 +145,7 @@ class RolloutSource:
         )
 
     def _drop(
-        self,
-        suspended: Sequence[SuspendedConversation],
-        kept: Sequence[SuspendedConversation] = (),
+        self, suspended: Sequence[SuspendedConversation], kept: Sequence[SuspendedConversation] = ()
     ) -> int:
         """Close the environments of conversations that no step resumes; return their number."""
         environments = self._task.conversation_setup.environments
@@ -185,11 +184,7 @@ class RolloutSource:
         everything = CollectedRollouts.joined(rounds)
         rollouts = everything.of_groups(frozenset(chosen))
         rewards = gather_rewards(rollouts, mesh.world, config)
-        counts = {
-            "rounds": len(rounds),
-            "groups_sampled": sampled,
-            "groups_trained": len(chosen),
-        }
+        counts = {"rounds": len(rounds), "groups_sampled": sampled, "groups_trained": len(chosen)}
         dropped = [
             {_DROPPED: Sum(float(self._drop(each.suspended)))}
             for each in rounds
@@ -226,10 +221,7 @@ class RolloutSource:
             loads[engine] += len(groups)
         count = rollout.prompts_per_step - len(waiting)
         prompts = prompts_from(
-            self._task.prompts,
-            seed=config.train.seed,
-            start=partial.prompts_taken,
-            count=count,
+            self._task.prompts, seed=config.train.seed, start=partial.prompts_taken, count=count
         )
         engines = assign_engines(loads, count)
         indices = [i for i, engine in enumerate(engines) if engine == mesh.engine_dp.rank]
@@ -251,9 +243,7 @@ class RolloutSource:
             dropped += self._drop(collected.suspended, suspended)
             finished = CollectedRollouts.joined(rounds)
             remaining = PartialRollouts(
-                suspended=suspended,
-                finished=finished,
-                prompts_taken=partial.prompts_taken + count,
+                suspended=suspended, finished=finished, prompts_taken=partial.prompts_taken + count
             )
             states = mesh.world.all_gather_object(
                 ({each.group for each in finished.rollouts}, remaining.groups)

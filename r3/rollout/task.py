@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from r3.cli.checks import allocator_problems, cpu_engine_problems
-from r3.cli.memory_plan import reward_model_problems
+from r3.cli.checks import allocator_problems, cpu_engine_problems, cuda_expert_problems
+from r3.cli.verdict import memory_problems, read_gpu
 from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
@@ -17,6 +17,7 @@ from r3.rewards.model import RewardModel
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.evaluate import HeldOut
+from r3.runtime.algorithm import advantage_of, loss_of
 from r3.runtime.device import device_gib, has_gpu
 
 
@@ -53,6 +54,20 @@ class Task:
                 each.conversation_setup.environments.close()
 
 
+def _tokenizer_fault(tokenizer: Any, shape: ModelShape) -> str:
+    """Why a tokenizer cannot belong to the model; "" if it can."""
+    # Ids may have gaps, so their number is not enough.
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if largest >= shape.vocab_size:
+        return (
+            f"its tokenizer has a token {largest} ({token!r}) and its model {shape.vocab_size} "
+            "tokens (vocab_size)"
+        )
+    if tokenizer.eos_token_id is None:
+        return "its tokenizer names no eos_token, so that no response would end"
+    return ""
+
+
 def read_task(config: Config) -> Task:
     """Read and check model, tokenizer, data, environments and rewards. Touches no device.
 
@@ -63,16 +78,19 @@ def read_task(config: Config) -> Task:
     from transformers import AutoTokenizer
 
     shape = ModelShape.read(config.model.path)
+    if not config.eval.only:
+        loss_of(config.algo), advantage_of(config.algo)  # users' files fail here, not in a step
     if not has_gpu() and (problems := cpu_engine_problems(config, shape)):
         raise ConfigError(problems)
-    if has_gpu() and (problems := allocator_problems(os.environ)):
-        raise ConfigError(problems)
-    if (size := device_gib()) and (
-        problems := reward_model_problems(
-            config, shape, int(os.environ.get("WORLD_SIZE", "1")), size
-        )
+    if has_gpu() and (
+        problems := allocator_problems(os.environ) + cuda_expert_problems(config, shape)
     ):
         raise ConfigError(problems)
+    if size := device_gib():
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        problems, _ = memory_problems(config, shape, ranks, read_gpu(str(size)))
+        if problems:
+            raise ConfigError(problems)
     # R3 checks lengths itself and names the row, so the warning of transformers is off.
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)
@@ -80,15 +98,13 @@ def read_task(config: Config) -> Task:
         rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
         fix = "copy tokenizer.json and tokenizer_config.json from the original model again"
         raise ConfigError([Problem("model.path", config.model.path, rule, fix)]) from None
-    if (size := len(tokenizer)) > shape.vocab_size:
-        rule = f"its tokenizer has {size} tokens and its model {shape.vocab_size} (vocab_size)"
+    if rule := _tokenizer_fault(tokenizer, shape):
         fix = "copy tokenizer and config.json of one model"
         raise ConfigError([Problem("model.path", config.model.path, rule, fix)])
     template_kwargs = keyword_arguments(config.data.template_kwargs)
     path = config.model.path
     conversation_setup = ConversationSetup.of(config.env, tokenizer, path, template_kwargs)
-    functions = {*config.reward.function, *config.eval.function}
-    reward_model = RewardModel(config.reward) if "model" in functions else None
+    reward_model = RewardModel(config.reward) if "model" in config.reward_functions else None
     scorer = make_scorer(config.reward, model=reward_model)
     data, context = config.data, shape.max_position_embeddings
 
@@ -120,10 +136,11 @@ def read_task(config: Config) -> Task:
     heldout = []
     for each in config.eval.sets:
         response = each.max_tokens or config.rollout.max_response_tokens
+        environment = each.environment(config.env)
         conversation = (
-            ConversationSetup.of(each.environment(config.env), tokenizer, path, template_kwargs)
-            if each.env
-            else conversation_setup
+            conversation_setup
+            if environment == config.env
+            else ConversationSetup.of(environment, tokenizer, path, template_kwargs)
         )
         found = load_prompts(
             each.path,

@@ -45,8 +45,8 @@ def check_routes(
         moe_layers: numbers of the MoE layers, from 0.
         who: name of the rollout in errors.
         on_missing: "live" turns an incomplete capture (no routes, or too few rows) into rows of -1,
-            which route live and are counted. All rows, because nothing says which ones are missing,
-            and a guess might shift the others.
+            which route live and are counted. All rows, because it is not known which ones are
+            missing, and a guess might shift the others.
 
     Raises:
         RouteError: a check fails. Illegal routes raise an error with either `on_missing`: they are

@@ -151,7 +151,7 @@ def reconcile(row: Mapping[str, float]) -> None:
         if used != known:
             raise LedgerError(
                 f"routers of the policy counted {used:g} rows {name}, generation {known:g} rows "
-                f"{what}: {'rows were lost' if used < known else 'rows came from nowhere'} "
+                f"{what}: {'rows were lost' if used < known else 'rows were added'} "
                 "between engine and router"
             )
 

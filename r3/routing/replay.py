@@ -30,10 +30,14 @@ from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.utils import get_attr_wrapped_model
 
-from r3.metrics.reduce import Mean, Partial
+from r3.metrics.reduce import DeadExperts, LoadEntropy, LoadMax, Mean, Partial
 from r3.runtime.mesh import Axis
 
 Mode = Literal["live", "replay", "record"]
+
+
+# If every expert is chosen there is no next one, and the gap would be infinite.
+_MAX_GAP = 1e6
 
 
 def _is_recomputation() -> bool:
@@ -65,6 +69,8 @@ class RouterTap(RouterReplay):
         self.used: torch.Tensor | None = None
         # One entry per forward, see `ReplayLedger`.
         self.counts: list[torch.Tensor] = []
+        self.shapes: list[torch.Tensor] = []
+        self.loads: list[torch.Tensor] = []
         self.consumed: list[torch.Tensor] = []
         self.rows = 0
 
@@ -123,6 +129,10 @@ class RouterTap(RouterReplay):
                 else asked_NK
             )
             self.counts.append(_counts(scores.detach(), live_NK, asked_NK, routes_NK, captured_N))
+            self.shapes.append(self._shape_of(scores.detach(), live_NK, captured_N))
+            chosen = captured_N.long()[:, None].expand_as(routes_NK).flatten()
+            load_E = chosen.new_zeros(scores.shape[1])
+            self.loads.append(load_E.scatter_add_(0, routes_NK.flatten(), chosen))
             replayed_N = loaded_NK[:, 0] >= 0
             self.consumed.append(
                 torch.stack([replayed_N & captured_N, ~replayed_N, replayed_N & ~captured_N]).sum(1)
@@ -154,6 +164,22 @@ class RouterTap(RouterReplay):
             limit = weakest * self.plausibility
         return refilled(asked_NK, scores.gather(1, asked_NK) >= limit, live_NK)
 
+    def _shape_of(
+        self, scores: torch.Tensor, live_NK: torch.Tensor, captured_N: torch.Tensor
+    ) -> torch.Tensor:
+        """Return sums over captured rows, float64 [2]; see `ReplayLedger.shapes`."""
+        config = self._router.config
+        others = scores.scatter(1, live_NK, -math.inf).amax(-1)
+        gap_N = (scores.gather(1, live_NK).amin(-1) - others).clamp(max=_MAX_GAP)
+        if self._router.expert_bias is not None:
+            scores = scores - self._router.expert_bias
+        if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+            gates = scores.float().softmax(-1)
+        else:
+            gates = scores.float() / scores.float().sum(-1, keepdim=True)
+        entropy_N = torch.special.entr(gates).sum(-1)
+        return (torch.stack([entropy_N, gap_N.float()]).double() * captured_N).sum(-1)
+
     def leftovers(self) -> str:
         """Describe what was loaded and not used; empty if everything was used."""
         parts = []
@@ -170,6 +196,7 @@ class RouterTap(RouterReplay):
         self.forwards, self.backward_of = 0, None
         self._recomputations.clear()
         self.recorded, self.counts, self.consumed, self.rows = [], [], [], 0
+        self.shapes, self.loads = [], []
 
 
 def refilled(routes_NK: torch.Tensor, kept_NK: torch.Tensor, live_NK: torch.Tensor) -> torch.Tensor:
@@ -209,6 +236,9 @@ class ReplayLedger:
             rows: rows whose live top-k equals the replayed set; the sum of margins (weakest live
             score minus weakest replayed score, in the units the router chooses by); slots that the
             plausibility filter gave to another expert.
+        shapes: float64 [L, 2] on the device, as `counts`: sums of the entropy of the live router's
+            distribution, and of the gap between the weakest live expert and the best other one.
+        loads: choices per expert over captured rows, int64 [L, E] on the device.
         consumed: (token, layer) slots that were replayed, routed live and filled, int64 [3] on the
             device. Recomputations are not counted again. None if nothing was replayed.
         topk: slots per row.
@@ -219,6 +249,8 @@ class ReplayLedger:
     layers: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
     counts: torch.Tensor | None = None
+    shapes: torch.Tensor | None = None
+    loads: torch.Tensor | None = None
     consumed: torch.Tensor | None = None
     topk: int = 0
     filtered: bool = False
@@ -227,19 +259,37 @@ class ReplayLedger:
 
 def routing_metrics(ledger: ReplayLedger) -> dict[str, Partial]:
     """Return agreement of live and replayed routes, in all and per layer, in one transfer."""
-    if ledger.counts is None:
+    if ledger.counts is None or ledger.shapes is None:
         return {}
-    counts = ledger.counts.tolist()
+    table = torch.cat([ledger.counts, ledger.shapes], 1).tolist()
+    counts = [row[:3] for row in table]
     agreed, margin, replaced = (sum(column) for column in zip(*counts, strict=True))
     rows = sum(ledger.rows)
     metrics: dict[str, Partial] = {
         "routing/agreement": Mean(agreed, rows),
         "routing/margin": Mean(margin, rows - agreed),
+        "routing/router_entropy": Mean(sum(row[3] for row in table), rows),
+        "routing/router_gap": Mean(sum(row[4] for row in table), rows),
     }
     if ledger.filtered:
         metrics["routing/replaced_frac"] = Mean(replaced, rows * ledger.topk)
     for layer, compared, (same, *_) in zip(ledger.layers, ledger.rows, counts, strict=True):
         metrics[f"routing/agreement_layer/{layer}"] = Mean(same, compared)
+    return metrics
+
+
+def load_metrics(ledger: ReplayLedger) -> dict[str, Partial]:
+    """Return the load of the experts per layer, in one transfer."""
+    if ledger.loads is None:
+        return {}
+    metrics: dict[str, Partial] = {}
+    for layer, load_E in zip(ledger.layers, ledger.loads.cpu().numpy(), strict=True):
+        # Each pair shares one array, which pickle sends once.
+        metrics |= {
+            f"routing/load_max_layer/{layer}": LoadMax(load_E),
+            f"routing/load_entropy_layer/{layer}": LoadEntropy(load_E),
+            f"routing/load_dead_layer/{layer}": DeadExperts(load_E),
+        }
     return metrics
 
 
@@ -302,8 +352,9 @@ class Replay:
         Args:
             routed_experts_NLK: routes of this rank's `layers` or of all `moe_layers`, in that
                 order; rows of -1 route live.
-            captured_N: true where the row was captured (neither filler nor missing).
-            rows: number of captured rows.
+            captured_N: true at rows to compare with the live choice: captured ones, or with routes
+                that this rank recorded all but filler.
+            rows: number of those rows.
             model: the chunk that runs forward next, wrapped or not; None = all chunks of this rank.
         """
         if self.mode != "replay":
@@ -316,14 +367,6 @@ class Replay:
         )
         for layer in self._layers(model):
             self.taps[layer].load(routed_experts_NLK[:, given.index(layer)], captured_N, rows=rows)
-
-    def load_local(
-        self, routes_NLK: torch.Tensor, compared_N: torch.Tensor, *, rows: int, model: Any = None
-    ) -> None:
-        """Load routes that this rank recorded, of its own layers only; otherwise as `load`."""
-        mine = self._layers(None)
-        for layer in self._layers(model):
-            self.taps[layer].load(routes_NLK[:, mine.index(layer)], compared_N, rows=rows)
 
     def _layers(self, model: Any) -> list[int]:
         """MoE layers of a chunk (None: of this rank), in order."""
@@ -344,6 +387,8 @@ class Replay:
             layers=tuple(tap.layer for tap in taps),
             rows=tuple(tap.rows for tap in taps),
             counts=torch.stack([torch.stack(tap.counts).sum(0) for tap in taps]),
+            shapes=torch.stack([torch.stack(tap.shapes).sum(0) for tap in taps]),
+            loads=torch.stack([torch.stack(tap.loads).sum(0) for tap in taps]),
             consumed=torch.stack([rows for tap in taps for rows in tap.consumed]).sum(0),
             topk=taps[0].topk,
             filtered=taps[0].plausibility > 0,

@@ -12,15 +12,17 @@ from r3.engine import Engine
 from r3.handover.memory import Residency, State
 from r3.handover.weights import WeightStream, prove_sync, prove_weights, sync_weights
 from r3.metrics.meter import Meter
+from r3.metrics.trackers import Tracker
 from r3.policy import Policy
 from r3.rollout.task import Task
 from r3.run.folder import RunDir
 from r3.run.identity import Identity, read_identity
 from r3.run.resume import Start
 from r3.run.stop import StopRequest
+from r3.run.trace import StepTrace
 from r3.run.watchdog import Watchdog
-from r3.runtime.device import Device, init_device, seed_everything
-from r3.runtime.mesh import Mesh, build_mesh
+from r3.runtime.device import Device, end_process_groups, init_device, seed_everything
+from r3.runtime.mesh import Mesh, build_mesh, forget_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,12 @@ def init_rank(config: Config, *, timeout_s: float | None = None) -> tuple[Device
     return device, build_mesh(device, config.parallel)
 
 
+def release_process() -> None:
+    """Undo `init_rank`, so that the process may make another run. All ranks must call."""
+    forget_mesh()
+    end_process_groups()
+
+
 def build_run(
     config: Config,
     task: Task,
@@ -106,6 +114,7 @@ def build_run(
     writes: bool = False,
     hosts: Sequence[str] | None = None,
     stage: Callable[[str], AbstractContextManager[None]] | None = None,
+    tracker: Tracker | None = None,
 ) -> Run:
     """Build engine and policy on this rank, in memory state TRAIN. All ranks must call.
 
@@ -114,9 +123,10 @@ def build_run(
         writes: whether metrics and heartbeats are written to the folder of the run.
         hosts: overrides the machine of each rank (see `WeightStream`).
         stage: entered with a text around each part that takes seconds to build.
+        tracker: gets metrics and samples.
     """
     start = start or Start()
-    stage = stage or _silently
+    stage = stage or (lambda _: nullcontext())
     folder = RunDir(Path(config.log.dir))
     # The engine comes first: vLLM sizes itself by the memory it finds free.
     with stage("building the engine"):
@@ -141,6 +151,8 @@ def build_run(
         config,
         on_phase=watchdog.beat,
         first_step=start.found.step if start.found and trains else 0,
+        tracker=tracker,
+        trace=StepTrace(folder, step=config.debug.profile, rank=device.rank) if writes else None,
     )
     return Run(
         config=config,
@@ -156,7 +168,3 @@ def build_run(
         folder=folder,
         start=start,
     )
-
-
-def _silently(what: str) -> AbstractContextManager[None]:
-    return nullcontext()

@@ -1,38 +1,66 @@
-"""What `--check` reports: the data that was read, and one call of the environment and rewards."""
+"""What `--check` reports: the data, calls of environments and rewards, users' algorithms."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from r3.rollout.conversation import EnvironmentFailed
+from r3.config import AlgoConfig, ConfigError, Problem
+from r3.rewards.scorer import Scorer
+from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.rollout.task import Task
+from r3.runtime.algorithm import run_contract
 from r3.types import Prompt, Rollout
 
 
-def check_task(task: Task) -> Iterator[str]:
-    """Lines about a task. Calls the environment and the reward functions once, on the first row.
+def check_task(task: Task, algo: AlgoConfig) -> Iterator[str]:
+    """Lines about a task.
 
-    The reward functions get the reference answer as the response, so a reward function that does
-    not fit the data shows at once.
+    Calls environment and reward functions once for the training rows and once per held-out set, on
+    the first row; a function that rows name, on the first row that names it. Reward functions get
+    the reference answer as the response, so one that does not fit the data shows at once. A loss
+    and an advantage of the user's files are given to the contract of the built-in ones.
 
     Raises:
         RewardError: a reward function failed and `reward.on_error` is stop.
         EnvironmentFailed: the environment failed.
+        AlgorithmError: the user's loss or advantage raised an error.
+        ConfigError: it breaks the contract.
     """
     sets = [task.prompts.prompts, *(heldout.prompts for heldout in task.heldout)]
     prompts = [prompt for prompts in sets for prompt in prompts]
     longest = max(len(prompt.tokens_T) for prompt in prompts)
     held_out = "".join(f", {len(each.prompts)} held out in {each.name}" for each in task.heldout)
     yield f"ok: {len(task.prompts)} prompts{held_out}; longest prompt {longest} tokens"
-    yield from _check_environment(task, prompts[0])
-    yield from _check_reward(task, prompts[0])
+    if task.prompts.prompts:
+        yield from _check_environment(task.conversation_setup, task.prompts.prompts[0])
+        yield from _check_reward(task, task.scorer, task.prompts.prompts)
+    for heldout in task.heldout:
+        who = f"{heldout.name}: "
+        yield from _check_environment(heldout.conversation_setup, heldout.prompts[0], who)
+        yield from _check_reward(task, heldout.scorer, heldout.prompts, who)
+    yield from _check_algorithm(algo)
 
 
-def _check_environment(task: Task, prompt: Prompt) -> Iterator[str]:
-    environments = task.conversation_setup.environments
+def _check_algorithm(algo: AlgoConfig) -> Iterator[str]:
+    for role, spec in algo.own_functions.items():
+        findings = run_contract(algo, role)
+        if broken := [each for each in findings if each.fault and each.required]:
+            fix = "correct the function; python -m r3.cli.check_loss shows every check"
+            raise ConfigError(
+                [
+                    Problem(f"algo.{role}", spec, f"breaks {each.claim!r}: {each.fault}", fix)
+                    for each in broken
+                ]
+            )
+        yield f"    algo.{role} {spec}: passes the contract of the built-in ones"
+        yield from (f"    note: {each.fault}" for each in findings if each.fault)
+
+
+def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") -> Iterator[str]:
+    environments = setup.environments
     if environments.one_turn:
         return
     started = time.perf_counter()
@@ -43,26 +71,44 @@ def _check_environment(task: Task, prompt: Prompt) -> Iterator[str]:
     environments.forget(0)
     if failure := replies[0].failure:
         raise EnvironmentFailed(
-            f"{prompt.id}: reset of the environment failed ({failure.kind}: {failure.text})"
+            f"{who}{prompt.id}: reset of the environment failed ({failure.kind}: {failure.text})"
         )
     count = len(replies[0].opened or ())
-    yield f"    environment: reset on {prompt.id} returned {count} message(s) in {seconds:.1f} s"
+    yield (
+        f"    {who}environment: reset on {prompt.id} returned {count} message(s) in {seconds:.1f} s"
+    )
 
 
-def _check_reward(task: Task, prompt: Prompt) -> Iterator[str]:
+def _check_reward(
+    task: Task, scorer: Scorer, prompts: Sequence[Prompt], who: str = ""
+) -> Iterator[str]:
     if task.reward_model is not None:
-        yield "    reward: not called, because a reward model is loaded on a device only"
+        yield f"    {who}reward: not called, because a reward model is loaded on a device only"
         return
+    if scorer.uses_environment:
+        yield f"    {who}reward: not called, because it includes the environment's reward"
+        return
+    first: dict[tuple[str, ...], Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(scorer.path(prompt), prompt)
+    for prompt in first.values():
+        yield _score_reference(task, scorer, prompt, who)
+
+
+def _score_reference(task: Task, scorer: Scorer, prompt: Prompt, who: str) -> str:
     if not prompt.answer:
-        yield f"    reward: not called, because {prompt.id} has no reference answer"
-        return
-    task.scorer.submit(0, reference_rollout(task, prompt), prompt)
-    while not (results := task.scorer.poll(1.0)):
+        return f"    {who}reward: not called, because {prompt.id} has no reference answer"
+    rollout = reference_rollout(task, prompt)
+    scorer.submit(0, rollout, prompt)
+    scorer.complete_group(rollout.group)
+    while not (results := scorer.poll(1.0)):
         pass
     result = results[0]
-    parts = ", ".join(f"{name} {value:g}" for name, value in result.parts.items())
+    values = {**result.parts, **result.metrics}
+    parts = ", ".join(f"{name} {value:g}" for name, value in values.items())
     text = f"failed: {result.failure.splitlines()[0]}" if result.failure else parts
-    yield f"    reward of the reference answer of {prompt.id}: {text} ({result.seconds:.1f} s)"
+    name = f"{who}reward of the reference answer of {prompt.id}"
+    return f"    {name}: {text} ({result.seconds:.1f} s)"
 
 
 def reference_rollout(task: Task, prompt: Prompt) -> Rollout:

@@ -10,6 +10,8 @@ Upstream faults that this module works around (Megatron-Core 0.16.1 with torch's
     per parameter: wrong from the second update on, without an error. Here tensors are loaded one
     optimizer at a time, and every parameter gets its own counter.
   - The fully reshardable load asks for a `step` that the save does not write (KeyError).
+  - Gathering the optimizer's state takes several times its size of memory
+    (r3/run/optimizer_state.py).
   - Megatron's file writer forks processes, which takes seconds and is unsafe beside an engine.
     torch's own writer uses threads.
 """
@@ -24,6 +26,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +40,7 @@ from r3.policy.memory import chained
 from r3.run.folder import sync_to_disk
 from r3.run.identity import Identity
 from r3.run.manifest import FileFacts, measure_durably, write_manifest
+from r3.run.optimizer_state import gathered_state
 from r3.run.plain import require_plain_metadata
 from r3.run.resume import Found, step_folders
 from r3.run.sound import require_sound
@@ -47,9 +51,7 @@ _T = TypeVar("_T")
 
 
 class SaveError(OSError):
-    """A checkpoint that could not be written, for a reason outside of the run; it can be
-    retried.
-    """
+    """A checkpoint could not be written for a reason outside of the run; it can be retried."""
 
 
 def save(
@@ -84,7 +86,8 @@ def save(
     folder = checkpoints / f"step_{step:06d}"
     partial = checkpoints / f".{folder.name}.partial"
     identity = identity or Identity(run_id="", key="")
-    state = _sharded_state(policy, mesh, loading=False)
+    with policy.memory.optimizer_on_device():
+        state = _sharded_state(policy, mesh, loading=False)
     sharded, common = _local_shards(state)
     started = time.time()
     needed = sum(mesh.world.all_gather_object(_num_bytes(sharded)))
@@ -152,7 +155,7 @@ def save(
 
 
 def _together(mesh: Mesh, work: Callable[[], _T]) -> list[_T]:
-    """Do `work` on every rank; returns what each gave, or raises SaveError on all if one failed."""
+    """Do `work` on every rank; return all results, or raise SaveError on all ranks."""
     value: _T | None = None
     failure = ""
     try:
@@ -190,11 +193,24 @@ def load(
         mesh: the layout of the ranks; it may differ from that of the save.
         weights_only: load the weights alone, for a policy that will not be trained.
     """
-    from megatron.core import dist_checkpointing
-
     require_plain_metadata(found.folder / ".metadata")
     assert policy.is_onloaded, f"rank {device.rank}: loading needs the optimizer state in memory"
     facts = json.loads((found.folder / "r3.json").read_text())
+    with policy.memory.optimizer_on_device():
+        _load_tensors(found, facts, policy, mesh, weights_only=weights_only)
+    if weights_only:
+        return
+    policy.update_number = facts["update_number"]
+    randoms = found.folder / _random_file(device.rank)
+    if randoms.exists():
+        _set_random_state(json.loads(randoms.read_text()))
+
+
+def _load_tensors(
+    found: Found, facts: Mapping[str, Any], policy: Policy, mesh: Mesh, *, weights_only: bool
+) -> None:
+    from megatron.core import dist_checkpointing
+
     if not weights_only:
         _fill_adam_state(policy)
     wanted = _sharded_state(policy, mesh, loading=True, optimizer=not weights_only)
@@ -211,10 +227,6 @@ def load(
                 values["step"] = torch.tensor(
                     float(facts["optimizer_step"]), device=parameter.device
                 )
-    policy.update_number = facts["update_number"]
-    randoms = found.folder / _random_file(device.rank)
-    if randoms.exists():
-        _set_random_state(json.loads(randoms.read_text()))
 
 
 def _named_chunks(policy: Policy) -> list[tuple[str, Any]]:
@@ -241,6 +253,8 @@ def _sharded_state(
         state[name] = {key: value for key, value in sharded.items() if "_extra_state" not in key}
     if not optimizer:
         return state
+    for each in chained(policy.optimizer):
+        each.get_parameter_state_dp_zero = partial(gathered_state, each)
     of_model = state if len(policy.chunks) > 1 else state["model"]
     state["optimizer"] = {
         str(i): each.sharded_param_state_fully_reshardable(of_model, loading, metadata)
@@ -250,7 +264,7 @@ def _sharded_state(
 
 
 def _local_shards(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This rank's part of the sharded state, and the part that is no tensor."""
+    """Return this rank's part of the sharded state, and the part that is not tensors."""
     from megatron.core.dist_checkpointing.serialization import save_preprocess
     from megatron.core.dist_checkpointing.strategies.torch import (
         _replace_state_dict_keys_with_sharded_keys,
@@ -262,9 +276,7 @@ def _local_shards(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def _num_bytes(sharded: dict[str, Any]) -> int:
-    """Bytes that this rank will write; a replica of another rank's shard is written by that
-    rank.
-    """
+    """Bytes that this rank will write, without replicas of other ranks' shards."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 
@@ -276,8 +288,7 @@ def _num_bytes(sharded: dict[str, Any]) -> int:
 
 
 def _write_shards(folder: Path, sharded: dict[str, Any], mesh: Mesh) -> None:
-    """Write Megatron's shards with torch's threaded writer, as `dist_checkpointing.load` reads
-    them.
+    """Write Megatron's shards with torch's threaded writer, for `dist_checkpointing.load`.
 
     Raises:
         SaveError: on all ranks: a disk is full or cannot be written.
@@ -359,11 +370,11 @@ def _step_free_load() -> Iterator[None]:
 
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
-    def with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> Any:
-        current = self._get_main_param_and_optimizer_states(parameter)
+    def with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        current = self._get_main_param_and_optimizer_states(model_param)
         if "step" in current and "step" not in tensors:
             tensors = {**tensors, "step": current["step"]}
-        return original(self, parameter, tensors)
+        return original(self, model_param, tensors)
 
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step
     try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from r3.handover.rollouts import send_rollouts
@@ -27,8 +29,10 @@ def dump_rollouts(
 
     `prompts` are those of the data set: rank 0 looks up questions and answers by their ids.
 
+    If the disk is full, rank 0 prints a message and the run continues.
+
     Returns:
-        The rows of the jsonl file on rank 0, nothing on others.
+        The rows of the jsonl file on rank 0, nothing on others or if there is no file.
     """
     counts = world.all_gather_object([item.index for item in scored])
     everything = send_rollouts(scored, {index: [0] for part in counts for index in part}, world)
@@ -37,7 +41,11 @@ def dump_rollouts(
     items = [everything[index] for index in sorted(everything)]
     wanted = {item.rollout.prompt_id for item in items}
     by_id = {prompt.id: prompt for prompt in prompts if prompt.id in wanted}
-    return read_jsonl(write_rollouts(run_dir, step, items, by_id))
+    try:
+        return read_jsonl(write_rollouts(run_dir, step, items, by_id))
+    except (OSError, SafetensorError) as error:
+        print(f"rollouts of step {step} not dumped: {error}", file=sys.stderr, flush=True)
+        return []
 
 
 def write_rollouts(
@@ -56,18 +64,7 @@ def write_rollouts(
     """
     if not scored:
         raise ValueError(f"step {step}: a dump needs at least one rollout")
-    rows = [
-        rollout_facts(item.rollout)
-        | readable(item.rollout, prompts.get(item.rollout.prompt_id))
-        | {
-            "reward": float(item.reward),
-            "rewards": dict(item.parts),
-            "advantage": float(item.advantage),
-            "tokens": len(item.rollout.tokens_T),
-            "response_tokens": item.rollout.num_response_tokens,
-        }
-        for item in scored
-    ]
+    rows = [row_of(item, prompts.get(item.rollout.prompt_id)) for item in scored]
     path = run_dir.rollouts(step)
     # Both are complete before either appears; the inner one, the arrays, appears first.
     with (
@@ -77,6 +74,21 @@ def write_rollouts(
         save_file(join_arrays([item.rollout for item in scored]), tensors)
         text.write_bytes(b"".join(map(jsonl_line, rows)))
     return path
+
+
+def row_of(item: Scored, prompt: Prompt | None) -> dict[str, Any]:
+    """A rollout in words and figures, as a dump holds it; arrays are left out."""
+    return (
+        rollout_facts(item.rollout)
+        | readable(item.rollout, prompt)
+        | {
+            "reward": float(item.reward),
+            "rewards": dict(item.parts),
+            "advantage": float(item.advantage),
+            "tokens": len(item.rollout.tokens_T),
+            "response_tokens": item.rollout.num_response_tokens,
+        }
+    )
 
 
 def read_rollouts(path: Path) -> tuple[list[Rollout], list[float], list[float]]:

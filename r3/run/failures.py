@@ -1,6 +1,4 @@
-"""What a person sees when a run ends with an error: one block from one rank, tracebacks in
-files.
-"""
+"""What a user sees when a run ends with an error: one block from one rank, tracebacks in files."""
 
 from __future__ import annotations
 
@@ -8,25 +6,30 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
 from r3.data.prompts import DataError
 from r3.engine import EngineConfigError
 from r3.handover.weights import SyncError
+from r3.metrics.trackers import TrackerError
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
+from r3.rollout.scored import DroppedError
 from r3.rollout.step import BudgetError, NoSignalError
 from r3.routing.ledger import LedgerError
 from r3.run.checkpoint import SaveError
+from r3.run.folder import RunDir
+from r3.runtime.algorithm import AlgorithmError
 from r3.runtime.workers import WorkerError
 from r3.types import RouteError
 
-# Errors whose message says all that a user needs: no traceback is shown for them.
+# Errors whose message is enough for a user: no traceback is shown for them.
 _EXPLAINED = (
+    AlgorithmError,
     BudgetError,
     DataError,
+    DroppedError,
     EngineConfigError,
     EnvironmentFailed,
     FloatingPointError,
@@ -36,6 +39,7 @@ _EXPLAINED = (
     RouteError,
     SaveError,
     SyncError,
+    TrackerError,
     WorkerError,
 )
 _SHOWN_FRAMES = 3
@@ -55,48 +59,53 @@ class FailureReport:
     """
 
     def __init__(self, folder: Path, *, rank: int) -> None:
-        self._folder = folder / "errors"
+        # The first rank that fails creates this file and prints its block.
+        self._first = RunDir(folder).first_failure
+        self._folder = self._first.parent
         self._rank = rank
         if rank == 0:
             self._first.unlink(missing_ok=True)
 
-    @property
-    def _first(self) -> Path:
-        """Marks that some rank has printed its block already."""
-        return self._folder / "first_failure"
-
-    def _claim(self) -> bool:
-        """Whether this rank is the first one that fails."""
+    def _claim(self, text: str) -> bool:
+        """Write the block of the first rank that fails; False if another rank did."""
         try:
-            self._first.open("x").close()
+            descriptor = os.open(self._first, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             return False
+        with open(descriptor, "w", errors="backslashreplace") as file:
+            file.write(f"{text.strip()}\n")
         return True
 
     def __enter__(self) -> FailureReport:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None or isinstance(error, SystemExit):
             return
         sys.stdout.flush()
         path = self._folder / f"rank_{self._rank:05d}.txt"
+        text = failure_text(error, rank=self._rank, path=path)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(traceback.format_exception(error)), errors="backslashreplace")
             path.chmod(0o600)  # it may quote users' data
-            if not self._claim():
+            if not self._claim(text):
                 os._exit(1)
         except OSError as unwritable:
             traceback.print_exception(error)
             print(f"the traceback could not be written: {unwritable}", file=sys.stderr)
-        print(failure_text(error, rank=self._rank, path=path), file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
         os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def resume_command(folder: Path) -> str:
+    """The command that continues the run of a folder, as this process was started."""
+    # launch/ and r3.api set R3_RESUME. Without it, torchrun or Python started a program.
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    launcher = f"torchrun --nproc_per_node {ranks}" if ranks else "python"
+    program = "-m r3" if Path(sys.argv[0]).name == "__main__.py" else sys.argv[0]
+    by_hand = f"{launcher} {program} --from RUN_DIR"
+    return os.environ.get("R3_RESUME", by_hand).replace("RUN_DIR", str(folder))
 
 
 def failure_text(error: BaseException, *, rank: int, path: Path) -> str:
@@ -105,10 +114,9 @@ def failure_text(error: BaseException, *, rank: int, path: Path) -> str:
     Args:
         path: file with the full traceback, in `errors/` of the run's folder.
     """
-    run_dir = path.parent.parent
-    resume = f"train.py --from {run_dir}"
+    resume = resume_command(path.parent.parent)
     if isinstance(error, KeyboardInterrupt):
-        return f"\ninterrupted. Continue from the newest checkpoint with {resume}"
+        return f"\ninterrupted; continue with: {resume}"
     if isinstance(error, _EXPLAINED):
         lines = [f"{type(error).__name__} on rank {rank}: {error}"]
     elif isinstance(error, torch.OutOfMemoryError):

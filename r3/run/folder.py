@@ -1,13 +1,13 @@
-"""The folder of a run: where everything lies, written so that a reader never meets a half-written
-file.
+"""The folder of a run: names of its files, and writing without half-written files.
 
-Whole files appear under a temporary name and are renamed into place. `metrics.jsonl` is the one
-file that grows: a line is synced before the step counts as reported, and a line that a kill tore is
-recognised, left out, and said.
+Whole files are written under a temporary name and renamed. `metrics.jsonl` is the one file that
+grows: a line is synced before the step counts as reported. An incomplete last line, which a kill
+may leave, is left out with a note.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import warnings
@@ -20,9 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunDir:
-    """Names every file of a run and writes those that hold rows. Folders are made when the first
-    file goes in.
-    """
+    """Names of the files of a run. Folders are created with their first file."""
 
     path: Path
 
@@ -52,7 +50,7 @@ class RunDir:
         return self.path / "checkpoints"
 
     def rollouts(self, step: int) -> Path:
-        """The step's dump; its arrays lie beside it with the ending .safetensors."""
+        """The step's dump; its arrays have the same name with the ending .safetensors."""
         return self.path / "rollouts" / f"step_{step:06d}.jsonl"
 
     def scores(self, step: int) -> Path:
@@ -60,7 +58,7 @@ class RunDir:
         return self.path / "rollouts" / f"step_{step:06d}.scores.safetensors"
 
     def eval(self, step: int) -> Path:
-        """The step's evaluation answers."""
+        """The step's evaluation samples."""
         return self.path / "eval" / f"step_{step:06d}.jsonl"
 
     def checkpoint(self, step: int) -> Path:
@@ -71,26 +69,44 @@ class RunDir:
         """The Hugging Face export taken after `step` steps."""
         return self.path / "hf" / f"step_{step:06d}"
 
+    def trace(self, step: int, rank: int) -> Path:
+        """Operations of one rank in one step (debug.profile)."""
+        return self.path / "traces" / f"step_{step:06d}_rank_{rank:05d}.json.gz"
+
     def heartbeat(self, rank: int) -> Path:
-        """Where a rank says what it is doing."""
+        """The file in which a rank writes its phase."""
         return self.path / "heartbeats" / f"rank_{rank:05d}.json"
 
+    @property
+    def first_failure(self) -> Path:
+        """The block that the first failing rank of the last attempt printed."""
+        return self.path / "errors" / "first_failure"
+
     def append_metrics(self, row: Mapping[str, float]) -> None:
-        """Add one line to metrics.jsonl; when this returns, the line survives a power cut."""
-        self.metrics.parent.mkdir(parents=True, exist_ok=True)
-        with self.metrics.open("ab") as file:
-            file.write(jsonl_line(row))
-            file.flush()
-            os.fsync(file.fileno())
+        """Add one line to metrics.jsonl; when this returns, the line survives a power cut.
+
+        Raises:
+            OSError: the line cannot be written; nothing of it is in the file.
+        """
+        line = jsonl_line(row)
+        with self.metrics.open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.metrics))
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)
+                raise
 
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; the file written there takes its place only when the
-    block succeeds.
+    """Yield a temporary name; if the block succeeds, the file there replaces `path`.
 
-    `durable` also waits until the disk has it, so that not even a power cut leaves an empty file.
-    `private`: its owner alone may read it.
+    Args:
+        durable: wait until the disk has it, so that not even a power cut leaves an empty file.
+        private: only its owner may read it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -108,23 +124,34 @@ def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Ite
 
 
 def write_text(path: Path, text: str, *, durable: bool = True, private: bool = False) -> None:
-    """Write a whole text file, or leave what was there. `private`: its owner alone may read it."""
+    """Write a whole text file or change nothing; see `replacing`."""
     with replacing(path, durable=durable, private=private) as temporary:
         temporary.touch(mode=0o600 if private else 0o666)
         temporary.write_bytes(text.encode())
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True, private: bool = False) -> None:
-    """Write a whole JSON file, or leave what was there."""
+    """Write a whole JSON file or change nothing; see `replacing`."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     write_text(path, text, durable=durable, private=private)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a jsonl file. A last line torn by a kill is left out with a warning; any other
-    bad line raises.
+    """Return the objects of a jsonl file; warn if its last line is incomplete and was left out.
+
+    Raises:
+        ValueError: another line is not a JSON object.
     """
+    rows, notes = read_jsonl_and_notes(path)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return rows
+
+
+def read_jsonl_and_notes(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """As `read_jsonl`, but return the warnings as texts."""
     rows: list[dict[str, Any]] = []
+    notes: list[str] = []
     lines = path.read_bytes().split(b"\n")
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     for number, line in numbered:
@@ -132,15 +159,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError(f"a {type(row).__name__}, not an object")
-        except (
-            ValueError
-        ) as error:  # also UnicodeDecodeError: a line may be torn inside a character
+        except (ValueError, RecursionError) as error:
+            # Also UnicodeDecodeError: a line may end inside a character.
             if number != numbered[-1][0]:
                 raise ValueError(f"{path}:{number}: not a JSON object ({error})") from error
-            warnings.warn(f"{path}:{number}: the last line is torn and was left out", stacklevel=2)
+            notes.append(f"{path}:{number}: the last line is torn and was left out")
             break
         rows.append(row)
-    return rows
+    return rows, notes
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -149,33 +175,28 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def truncate_metrics(run_dir: RunDir, step: int) -> list[str]:
-    """Drop the rows of `step` and later, and a torn last line; returns what a person should know
-    about it.
-    """
+    """Drop the rows of `step` and later, and an incomplete last line; return notes for the user."""
     if not run_dir.metrics.exists():
         return (
             [f"{run_dir.metrics.name} is missing: rows before step {step} are lost"]
             if step > 1
             else []
         )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        rows = read_metrics(run_dir.metrics)
-    said = [str(warning.message) for warning in caught]
+    rows, notes = read_jsonl_and_notes(run_dir.metrics)
     kept = [row for row in rows if row["step"] < step]
     if dropped := len(rows) - len(kept):
-        said.append(
+        notes.append(
             f"{run_dir.metrics.name}: {dropped} rows from step {step} on were dropped, to be made "
             "again"
         )
     last = kept[-1]["step"] if kept else -1
     if last + 1 < step:
-        said.append(
+        notes.append(
             f"{run_dir.metrics.name}: rows of steps {last + 1:.0f} to {step - 1} are missing"
         )
     with replacing(run_dir.metrics) as temporary:
         temporary.write_bytes(b"".join(map(jsonl_line, kept)))
-    return said
+    return notes
 
 
 def jsonl_line(row: Mapping[str, Any]) -> bytes:

@@ -1,5 +1,4 @@
-"""Who a run is: `run.json` in its folder, with an id, the key that signs its checkpoints, and
-starts.
+"""`run.json` in the folder of a run: its id, the key that signs its checkpoints, its starts.
 
 The file is readable by its owner alone. Whoever can read the key can make a checkpoint whose
 pickled environments this run executes; whoever can only write to `checkpoints/` cannot.
@@ -29,22 +28,38 @@ class Identity:
         key: hex; signs manifests of checkpoints.
         last_start: newest checkpoint's step when the run started last; -1 = never.
         fruitless: automatic restarts in a row that found no newer checkpoint than the start before.
+        failed_step: the step in which the attempt before an automatic restart ended; 0 = none.
+        failures: attempts in a row that ended in that step.
     """
 
     run_id: str
     key: str
     last_start: int = -1
     fruitless: int = 0
+    failed_step: int = 0
+    failures: int = 0
 
     @property
     def key_bytes(self) -> bytes:
         """The key that signs."""
         return bytes.fromhex(self.key)
 
-    def started(self, step: int, *, automatic: bool) -> Identity:
-        """The same run after a start from the checkpoint of `step`, 0 if there is none."""
-        no_progress = automatic and step <= self.last_start
-        return replace(self, last_start=step, fruitless=self.fruitless + 1 if no_progress else 0)
+    def started(self, step: int, *, reached: int, automatic: bool) -> Identity:
+        """The same run after a start from the checkpoint of `step`, 0 if there is none.
+
+        Args:
+            reached: the last step that the attempt before has reported.
+            automatic: whether a launcher started the run again; a person's start counts anew.
+        """
+        if not automatic:
+            return replace(self, last_start=step, fruitless=0, failed_step=0, failures=0)
+        return replace(
+            self,
+            last_start=step,
+            fruitless=self.fruitless + 1 if step <= self.last_start else 0,
+            failed_step=reached + 1,
+            failures=self.failures + 1 if reached + 1 == self.failed_step else 1,
+        )
 
 
 def new_identity(run_id: str = "") -> Identity:
@@ -65,7 +80,7 @@ def read_identity(folder: Path) -> Identity | None:
         return identity
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         problem = Problem(
             field="log.dir",
             value=str(folder),

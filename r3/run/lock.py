@@ -1,4 +1,4 @@
-"""One run per folder: a second start meets the lock of the first, also on network file systems.
+"""One run per folder: a lock against a second start, also on network file systems.
 
 The lock is the file `run.lock`, locked with flock by rank 0. The kernel releases it when that
 process ends, however it ends. Some network file systems have no flock, or keep it within one
@@ -25,8 +25,8 @@ from r3.config import ConfigError, Problem
 _NAME = "run.lock"
 _SIZE = 512  # bytes of the file, always: a beat overwrites it in place and needs no disk space
 _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_BEAT_S = 5.0
-_STALE_S = 60.0  # twelve beats; clients of NFS may cache a file for 60 s, but not across an open
+_BEAT_S = 3.0
+_STALE_S = 60.0  # twenty beats; clients of NFS may cache a file for 60 s, but not across an open
 _RETRY_S = 1.0  # `require_free` of another process may hold the lock for an instant
 
 
@@ -44,8 +44,9 @@ class Holder:
 class RunLock:
     """A run folder that belongs to this process until `release`, or until the process ends."""
 
-    def __init__(self, descriptor: int, holder: Holder) -> None:
+    def __init__(self, descriptor: int, holder: Holder, path: Path) -> None:
         self._descriptor = descriptor
+        self._path = path
         self._holder = holder
         self._stop = threading.Event()
         self._write()
@@ -54,7 +55,7 @@ class RunLock:
         atexit.register(self.release)
 
     def release(self) -> None:
-        """Give the folder free. Releasing twice does nothing."""
+        """Release the folder. Releasing twice does nothing."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -65,7 +66,23 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(_BEAT_S):
+            if self.is_lost:
+                # Every file that is written now makes half a folder, which no start can use.
+                text = f"{self._path.parent} was deleted or moved while the run wrote to it"
+                print(f"\n{text}. The run ends.", file=sys.stderr, flush=True)
+                os._exit(1)
             self._write()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the folder no longer has the file that this process holds."""
+        try:
+            mine, there = os.fstat(self._descriptor), os.stat(self._path)
+        except FileNotFoundError:
+            return True
+        except OSError:  # a network file system that does not answer now
+            return False
+        return (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino)
 
     def _write(self, *, ended: bool = False) -> None:
         self._holder = Holder(
@@ -82,7 +99,7 @@ def hold(folder: Path, *, stale_s: float = _STALE_S) -> RunLock:
     """Take a run folder for this process; the folder is made if it is missing.
 
     Args:
-        stale_s: how long to wait for a sign of life of a holder on another machine, in seconds.
+        stale_s: seconds to wait for a heartbeat of a holder on another machine.
 
     Raises:
         ConfigError: another run holds the folder, or the folder cannot be written. No byte of the
@@ -93,7 +110,7 @@ def hold(folder: Path, *, stale_s: float = _STALE_S) -> RunLock:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise _unusable(folder, error) from None
+        raise unusable(folder, error) from None
     try:
         local = _flock(descriptor, path)
         holder = _read(descriptor)
@@ -101,20 +118,26 @@ def hold(folder: Path, *, stale_s: float = _STALE_S) -> RunLock:
         if holder is not None and not holder.ended and not (local and holder.host == host):
             _require_silence(path, holder, stale_s)
         mine = Holder(host=host, pid=os.getpid(), started=time.strftime("%Y-%m-%d %H:%M:%S"))
-        return RunLock(descriptor, mine)
+        return RunLock(descriptor, mine, path)
     except ConfigError:
         os.close(descriptor)
         raise
 
 
 def require_free(folder: Path) -> None:
-    """Raise ConfigError if a run on this machine holds the folder. Changes nothing."""
+    """Raise ConfigError if a run on this machine holds the folder, or nobody can write to it.
+
+    Changes nothing.
+    """
+    above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not os.access(above, os.W_OK):
+        raise unusable(folder, OSError(errno.EROFS, f"{above} is read-only"))
     try:
         descriptor = os.open(folder / _NAME, os.O_RDONLY)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise _unusable(folder, error) from None
+        raise unusable(folder, error) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -140,14 +163,14 @@ def _flock(descriptor: int, path: Path) -> bool:
         except OSError as error:
             if error.errno in _NO_FLOCK:
                 return False
-            raise _unusable(path.parent, error) from None
+            raise unusable(path.parent, error) from None
 
 
 def _require_silence(path: Path, holder: Holder, stale_s: float) -> None:
     """Wait until the holder's heartbeat is stale by this machine's clock; raise if it beats."""
     print(
-        f"{path}: process {holder.pid} on {holder.host} did not give the folder free; waiting "
-        f"{stale_s:.0f} s for a sign of life",
+        f"{path}: process {holder.pid} on {holder.host} did not release the folder; waiting "
+        f"{stale_s:.0f} s for a heartbeat",
         file=sys.stderr,
         flush=True,
     )
@@ -185,7 +208,8 @@ def _in_use(folder: Path, holder: Holder | None) -> ConfigError:
     )
 
 
-def _unusable(folder: Path, error: OSError) -> ConfigError:
+def unusable(folder: Path, error: OSError) -> ConfigError:
+    """The error of a run folder that cannot be written."""
     return _problem(
         folder,
         f"the folder cannot be written: {error.strerror or error}",

@@ -1,5 +1,4 @@
-"""What a checkpoint's folder must hold: size and SHA-256 of each file, in a file that hashes
-itself.
+"""The files of a checkpoint with size and SHA-256, in a file that hashes itself.
 
 `manifest.json` is written last, when everything it names is on the disk. It also names the run and
 the step, and is signed with the key of the run, because suspended conversations hold pickles.
@@ -37,7 +36,7 @@ class FileFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The files of a checkpoint by name, and whose they are."""
+    """The files of a checkpoint by name, and the run that wrote them."""
 
     run_id: str
     step: int
@@ -105,20 +104,20 @@ def read_manifest(folder: Path) -> Manifest:
             files={name: FileFacts(**facts) for name, facts in content["files"].items()},
             signature=content["signature"],
         )
-        said = content["sha256"]
+        sha256 = content["sha256"]
     except FileNotFoundError:
         raise DamageError(f"{path.name} is missing") from None
     except OSError as error:
         raise DamageError(f"{path.name} cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise DamageError(f"{path.name} is not as it was written") from None
-    if hashlib.sha256(_canonical(manifest).encode()).hexdigest() != said:
+    if hashlib.sha256(_canonical(manifest).encode()).hexdigest() != sha256:
         raise DamageError(f"{path.name} is not as it was written: its own hash differs")
     return manifest
 
 
 def faults(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
-    """What is wrong with these files of a checkpoint, a line each; [] if all are as written."""
+    """Return one line per file that is not as it was written."""
     found = []
     for name in names:
         expected = manifest.files[name]

@@ -1,4 +1,4 @@
-"""Read the pickle in torch's checkpoint metadata without running code that somebody put there.
+"""Read the pickle in torch's checkpoint metadata without running code that may be in it.
 
 torch's reader unpickles `.metadata` without limits, so a prepared checkpoint could run any program.
 Here the file is unpickled first with the few classes that torch's writer uses. A pickle that passes

@@ -1,21 +1,22 @@
-"""Decide, before anything heavy is imported, whether a run starts or resumes, and say so."""
+"""Decide, before anything heavy is imported, whether a run starts or resumes."""
 
 from __future__ import annotations
 
 import re
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from r3.cli.base import OVERRIDES
 from r3.config import Config, ConfigError, from_yaml, resume_problems, to_yaml
-from r3.run.folder import RunDir, read_metrics, truncate_metrics, write_text
+from r3.run.folder import RunDir, read_jsonl_and_notes, truncate_metrics, write_text
 from r3.run.identity import is_automatic, new_identity, read_identity, write_identity
-from r3.run.lock import RunLock, hold
+from r3.run.lock import RunLock, hold, unusable
 from r3.run.manifest import DamageError, read_manifest
 
 _STEP = re.compile(r"step_(\d{6,})")
-_FRUITLESS_RESTARTS = 1  # the same failure twice is no accident
+_FRUITLESS_RESTARTS = 1
+_FAILURES_OF_A_STEP = 1  # the same failure twice is no accident
 _ASIDE = ("metrics.jsonl", "tensorboard", "rollouts", "eval", "config.yaml", OVERRIDES, "hf")
 
 
@@ -33,10 +34,10 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How a run begins: from a checkpoint or not, and what the console says about it."""
+    """How a run begins: the checkpoint, if any, and notes for the console."""
 
     found: Found | None = None
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     lock: RunLock | None = None  # of the process that writes, until the run ends
 
 
@@ -50,21 +51,25 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def find_latest(checkpoints: Path) -> Found | None:
-    """The newest checkpoint by its name, or None. Its contents are verified later, by all ranks."""
+    """The checkpoint of the highest step, or None. All ranks verify its contents later."""
     folders = step_folders(checkpoints)
     return Found(step=folders[-1][0], folder=folders[-1][1]) if folders else None
 
 
-def said_of(found: Found) -> str:
-    """The line that tells where a run resumes."""
+def resume_note(found: Found) -> str:
+    """The line about where a run resumes."""
     return f"resuming from {found.folder} after step {found.step}"
 
 
-def register_start(run_dir: RunDir) -> None:
+def register_start(run_dir: RunDir, *, reached: int = 0) -> None:
     """Note this start in `run.json`, which the first start makes.
 
+    Args:
+        reached: the last step that the attempt before has reported.
+
     Raises:
-        ResumeError: launchers have restarted the run again and again without a new checkpoint.
+        ResumeError: launchers have restarted the run after the same step failed twice, or again
+            and again without a new checkpoint.
     """
     found = find_latest(run_dir.checkpoints)
     identity = read_identity(run_dir.path)
@@ -75,8 +80,14 @@ def register_start(run_dir: RunDir) -> None:
                 run_id = read_manifest(found.folder).run_id
         identity = new_identity(run_id)
     step = found.step if found is not None else 0
-    identity = identity.started(step, automatic=is_automatic())
+    identity = identity.started(step, reached=reached, automatic=is_automatic())
     write_identity(run_dir.path, identity)
+    if identity.failures > _FAILURES_OF_A_STEP:
+        raise ResumeError(
+            f"{run_dir.path}: step {identity.failed_step} failed {_times(identity.failures)} in a "
+            "row. The run stops here. Fix: correct the cause of its last error, then start the run "
+            f"by hand. The error:\n{_last_error(run_dir)}"
+        )
     if identity.fruitless > _FRUITLESS_RESTARTS:
         raise ResumeError(
             f"{run_dir.path}: {identity.fruitless} automatic restarts in a row ended before a "
@@ -84,6 +95,31 @@ def register_start(run_dir: RunDir) -> None:
             "or in the log of the last attempt, or set a smaller checkpoint.every; then start it "
             "by hand"
         )
+
+
+def _rows(run_dir: RunDir) -> list[dict[str, float]]:
+    """The rows of the run so far, without an incomplete last line."""
+    fix = "Fix: correct that line or remove it; it holds metrics and nothing else"
+    try:
+        rows, _ = read_jsonl_and_notes(run_dir.metrics)  # `truncate_metrics` returns the notes
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise ResumeError(f"{error}. {fix}") from None
+    if odd := [row for row in rows if type(row.get("step")) is not int]:
+        raise ResumeError(f"{run_dir.metrics}: a row has no step: {str(odd[0])[:80]}. {fix}")
+    return rows
+
+
+def _times(count: int) -> str:
+    return "twice" if count == 2 else f"{count} times"
+
+
+def _last_error(run_dir: RunDir) -> str:
+    try:
+        return run_dir.first_failure.read_text(errors="replace").strip()
+    except OSError:
+        return "none was written: a process was killed, or hung"
 
 
 def open_run(run_dir: RunDir, config: Config, *, writes: bool, overrides: str = "") -> Start:
@@ -100,38 +136,53 @@ def open_run(run_dir: RunDir, config: Config, *, writes: bool, overrides: str = 
         overrides: differences from the base, for overrides.yaml; "" writes no such file.
 
     Raises:
-        ConfigError: a setting changed that may not, or another run writes to the folder.
-        ResumeError: launchers restart the run again and again without progress.
+        ConfigError: a setting changed that may not, another run writes to the folder, or nobody
+            can.
+        ResumeError: launchers restart the run again and again without progress, or
+            metrics.jsonl is damaged before its last line.
     """
     lock = hold(run_dir.path) if writes else None
+    with ExitStack() as on_failure:
+        if lock is not None:
+            on_failure.callback(lock.release)
+        try:
+            start = _open(run_dir, config, writes=writes, overrides=overrides)
+        except OSError as error:  # a full disk
+            raise unusable(run_dir.path, error) from None
+        on_failure.pop_all()
+    return replace(start, lock=lock)
+
+
+def _open(run_dir: RunDir, config: Config, *, writes: bool, overrides: str) -> Start:
+    rows = _rows(run_dir)
     if writes:
-        register_start(run_dir)
+        register_start(run_dir, reached=int(rows[-1]["step"]) if rows else 0)
     found = find_latest(run_dir.checkpoints)
     if found is not None:
         if run_dir.config.exists() and (
             problems := resume_problems(from_yaml(run_dir.config.read_text()), config)
         ):
             raise ConfigError(problems)
-        said = [said_of(found)]
+        notes = [resume_note(found)]
         if writes:
-            said += truncate_metrics(run_dir, found.step + 1)
+            notes += truncate_metrics(run_dir, found.step + 1)
             _write_settings(run_dir, config, overrides)
-        return Start(found=found, said=tuple(said), lock=lock)
-    said = []
+        return Start(found=found, notes=tuple(notes))
+    notes = []
     if writes:
         left = [run_dir.path / name for name in _ASIDE if (run_dir.path / name).exists()]
-        if run_dir.metrics.exists() and read_metrics(run_dir.metrics):
+        if rows:
             number = 1 + len(list(run_dir.path.glob("aborted_*")))
             aside = run_dir.path / f"aborted_{number:03d}"
             aside.mkdir()
             for path in left:
                 path.rename(aside / path.name)
-            said.append(
+            notes.append(
                 f"{run_dir.path} has an unfinished run without a checkpoint: moved to {aside}, "
                 "starting a new run"
             )
         _write_settings(run_dir, config, overrides)
-    return Start(found=None, said=tuple(said), lock=lock)
+    return Start(found=None, notes=tuple(notes))
 
 
 def _write_settings(run_dir: RunDir, config: Config, overrides: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 
+from safetensors import SafetensorError
+
 from r3.handover.weights import export
 from r3.run import checkpoint
 from r3.run.build import Run
@@ -22,7 +24,7 @@ class Saver:
     def after_step(self, step: int, files: Callable[[], Mapping[str, bytes]]) -> None:
         """Save the state after `step` steps if that is due. All ranks must call, in state TRAIN.
 
-        If a disk is full or cannot be written, rank 0 says so, and the next step tries again.
+        If a disk is full or cannot be written, rank 0 prints it, and the next step tries again.
 
         Args:
             files: gives further files of this rank, by names that no other rank uses.
@@ -67,18 +69,26 @@ class Saver:
 
 
 def export_weights(run: Run) -> None:
-    """Write the final weights as a Hugging Face checkpoint, once. All ranks must call."""
+    """Write the final weights as a Hugging Face checkpoint, once. All ranks must call.
+
+    Raises:
+        SaveError: on the rank that writes: the disk is full or cannot be written.
+    """
     folder = run.folder.hf(run.config.train.steps)
     if not run.config.checkpoint.export or folder.exists():
         return
     require_sound(run.policy, run.mesh.world, "at the export")
-    with run.meter.between_steps(f"export to {folder}"):
-        export(
-            folder,
-            run.weights,
-            run.policy,
-            run.device,
-            run.mesh,
-            like=run.config.model.path,
-            step=run.config.train.steps,
-        )
+    try:
+        with run.meter.between_steps(f"export to {folder}"):
+            export(
+                folder,
+                run.weights,
+                run.policy,
+                run.device,
+                run.mesh,
+                like=run.config.model.path,
+                step=run.config.train.steps,
+            )
+    except (OSError, SafetensorError) as error:
+        # The checkpoint of the last step is written: a new start exports, and trains nothing.
+        raise checkpoint.SaveError(f"{folder}: not exported: {error}") from error

@@ -29,7 +29,8 @@ def require_sound(policy: Policy, world: Axis, when: str) -> None:
     Raises:
         UnsoundError: on all ranks, if a tensor of one rank is not finite or too large.
     """
-    mine = [f"rank {world.rank}: {fault}" for fault in unsound(_tensors(policy))]
+    with policy.memory.optimizer_on_device():
+        mine = [f"rank {world.rank}: {fault}" for fault in unsound(_tensors(policy))]
     if everything := [fault for faults in world.all_gather_object(mine) for fault in faults]:
         more = f" and {len(everything) - _SHOWN} more" if len(everything) > _SHOWN else ""
         raise UnsoundError(

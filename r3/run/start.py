@@ -7,27 +7,35 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from statistics import fmean
 
 from r3.cli.parse import Invocation
 from r3.config import Config, ConfigError, flatten
 from r3.data.prompts import DataError
+from r3.metrics.console import stage
+from r3.metrics.trackers import Tracker
+from r3.models.freeze import frozen_tensors
 from r3.models.hf_checkpoint import CheckpointError
+from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
 from r3.run import checkpoint
 from r3.run.build import Run, build_run, init_rank
 from r3.run.check import check_task
-from r3.run.failures import FailureReport
+from r3.run.failures import FailureReport, resume_command
 from r3.run.folder import RunDir, read_metrics
+from r3.run.identity import read_identity
 from r3.run.lock import require_free
 from r3.run.resume import ResumeError, Start, open_run
 from r3.run.stop import REQUEUE, StoppedEarly
 from r3.run.verify import newest_whole
+from r3.run.watchdog import Watchdog
+from r3.runtime.algorithm import AlgorithmError
 from r3.runtime.device import Device, leave, settle
 from r3.runtime.mesh import Axis, Mesh
 from r3.runtime.process import die_with_launcher
@@ -38,9 +46,20 @@ class RankError(RuntimeError):
 
 
 _MISTAKES = (
-    *(CheckpointError, ConfigError, DataError),
+    *(AlgorithmError, CheckpointError, ConfigError, DataError),
     *(EnvironmentFailed, ResumeError, RewardError),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that can be built: its data is read and its folder is ready."""
+
+    invocation: Invocation
+    task: Task
+    folder: RunDir
+    start: Start
+    began: float  # time.perf_counter()
 
 
 @contextmanager
@@ -49,117 +68,184 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except _MISTAKES as error:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if _is_leader():
             print(error, file=sys.stderr, flush=True)
         sys.exit(2)
 
 
 @contextmanager
-def begin(invocation: Invocation) -> Iterator[Run]:
-    """Read the task, build the run, resume it; after the block, close it and end the process.
+def ending(prepared: Prepared) -> Iterator[None]:
+    """End this process after the block, as a program does. All ranks must call.
 
-    All ranks must call. The process ends before the block with exit code 2 if the data is wrong or
-    the folder cannot be resumed, and with 0 after `--check` or if the run is finished already.
+    The exit code is 0; 2 if the folder cannot be resumed; 75 if a signal stopped the run; and 1,
+    or 130 after Ctrl-C, with one block on the console if an error leaves the block.
     """
-    started = time.perf_counter()
-    die_with_launcher()
-    config = invocation.config
-    task, folder, start = prepare(config, check=invocation.check, overrides=invocation.overrides)
-    code, ending = 0, ""
-    with FailureReport(folder.path, rank=int(os.environ.get("RANK", "0"))):
+    folder, code = prepared.folder.path, 0
+    with FailureReport(folder, rank=_rank()):
         try:
-            with stage("joining the ranks"):
-                device, mesh = init_rank(config)
-                require_one_start(config, task, start, mesh.world)
-            if start.found:
-                with stage("verifying the checkpoint"), refusing():
-                    writes = not config.eval.only
-                    start = newest_whole(start, folder, config, mesh.world, writes=writes)
-            run = build_run(
-                config, task, device=device, mesh=mesh, start=start, writes=True, stage=stage
-            )
-            if start.found:
-                with stage(f"loading {start.found.folder}"):
-                    checkpoint.load(
-                        start.found, run.policy, device, mesh, weights_only=config.eval.only
-                    )
-            settle()
-            base, *differences = invocation.differences
-            settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
-            run.meter.header([*settings, *header(config, task, mesh, device, start)])
-            with run.watchdog, run.stop:
-                yield run
+            yield
+        except ResumeError as error:
+            if _is_leader():
+                print(error, file=sys.stderr, flush=True)
+            sys.exit(2)
         except StoppedEarly as stopped:
-            code, ending = REQUEUE, f"{stopped}; continue with: train.py --from {folder.path}"
-        finally:
-            task.close()
-        run.meter.close()
-        if device.rank == 0:
-            step = run.steps_done if config.eval.only else config.train.steps
-            seconds = time.perf_counter() - started
-            print(ending or closing(config, folder, seconds, step), flush=True)
-    if start.lock is not None:
-        start.lock.release()
+            code = REQUEUE
+            if _is_leader():
+                print(f"{stopped}; continue with: {resume_command(folder)}", flush=True)
     leave(code)
 
 
 @contextmanager
-def stage(what: str) -> Iterator[None]:
-    """Say on rank 0 what is being loaded, and the seconds that it took."""
-    is_leader = int(os.environ.get("RANK", "0")) == 0
-    started = time.perf_counter()
-    if is_leader:
-        print(f"{what} ...", end="", flush=True)
+def begin(prepared: Prepared) -> Iterator[Run]:
+    """Build the run and resume it; close it after the block. All ranks must call.
+
+    Raises:
+        RankError: the ranks differ in settings, data or checkpoint.
+        ResumeError: no checkpoint can be resumed.
+    """
+    config, task, lock = prepared.invocation.config, prepared.task, prepared.start.lock
     try:
-        yield
+        with _watch(config) as watch:
+            run = _build(prepared, watch)
+        base, *differences = prepared.invocation.differences
+        settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
+        run.meter.header([*settings, *header(config, task, run.mesh, run.device, run.start)])
+        with run.meter, run.watchdog, run.stop:
+            yield run
     finally:
-        if is_leader:
-            print(f" {time.perf_counter() - started:.1f} s", flush=True)
+        task.close()
+        if lock is not None:
+            lock.release()
+    if run.device.rank == 0:
+        step = run.steps_done if config.eval.only else config.train.steps
+        seconds = time.perf_counter() - prepared.began
+        print(closing(config, prepared.folder, seconds, step), flush=True)
 
 
-def prepare(
-    config: Config, *, check: bool = False, overrides: str = ""
-) -> tuple[Task, RunDir, Start]:
-    """Read the task, then make the run's folder ready to start or to resume. Uses no device."""
-    is_leader = int(os.environ.get("RANK", "0")) == 0
+def _watch(config: Config) -> Watchdog:
+    """Ends this rank if it waits for ever for another one while the run starts.
+
+    Loading shows no progress in between, so a stage of the start may take twice as long as one of
+    a step.
+    """
+    return Watchdog(
+        int(os.environ.get("RANK", "0")),
+        int(os.environ.get("WORLD_SIZE", "1")),
+        stall_s=config.debug.stall_s,
+        kill_after_s=2 * config.debug.kill_after_s,
+    )
+
+
+def _build(prepared: Prepared, watch: Watchdog) -> Run:
+    """Join the ranks, build the run and load its checkpoint. All ranks must call."""
+    config, task, start = prepared.invocation.config, prepared.task, prepared.start
+    folder = prepared.folder
+
+    @contextmanager
+    def watched(what: str) -> Iterator[None]:
+        watch.beat(what)
+        with stage(what):
+            yield
+
+    with watched("joining the ranks"):
+        device, mesh = init_rank(config)
+        require_one_start(config, task, start, mesh.world)
+    if start.found:
+        with watched("verifying the checkpoint"):
+            writes = not config.eval.only
+            start = newest_whole(start, folder, config, mesh.world, writes=writes)
+    run = build_run(
+        config,
+        task,
+        device=device,
+        mesh=mesh,
+        start=start,
+        writes=True,
+        stage=watched,
+        tracker=start_tracker(config, folder),
+    )
+    if start.found:
+        with watched(f"loading {start.found.folder}"):
+            checkpoint.load(start.found, run.policy, device, mesh, weights_only=config.eval.only)
+    settle()
+    return run
+
+
+def start_tracker(config: Config, folder: RunDir) -> Tracker | None:
+    """The tracker of the run on rank 0; None if there is none, and for an evaluation alone."""
+    identity = read_identity(folder.path) if _is_leader() else None
+    if config.log.tracker == "none" or config.eval.only or identity is None:
+        return None
+    with stage(f"starting {config.log.tracker}"):
+        return Tracker(config, identity.run_id)
+
+
+def prepare(invocation: Invocation) -> Prepared | None:
+    """Read the task, then make the run's folder ready to start or to resume. Uses no device.
+
+    Returns:
+        None if there is nothing to run: `--check` is done, or the run is finished already.
+
+    Raises:
+        ConfigError, CheckpointError, DataError, ResumeError: settings, model folder, data or the
+            folder of the run are wrong.
+        EnvironmentFailed, RewardError: `--check` called a function of the user, which failed.
+    """
+    began = time.perf_counter()
+    die_with_launcher()
+    config, check = invocation.config, invocation.check
     run_dir = RunDir(Path(config.log.dir))
-    with refusing():
+    with ExitStack() as undo:
         with stage("reading model facts, data and rewards"):
             task = read_task(config)
+        undo.callback(task.close)
         if check:
             require_free(run_dir.path)
-        writes = is_leader and not config.eval.only and not check
-        start = open_run(run_dir, config, writes=writes, overrides=overrides)
+        writes = _is_leader() and not config.eval.only and not check
+        start = open_run(run_dir, config, writes=writes, overrides=invocation.overrides)
+        if start.lock is not None:
+            undo.callback(start.lock.release)
         if check:
-            for line in check_task(task):
+            for line in check_task(task, config.algo):
                 print(line, flush=True)
-    if check:
-        task.close()
-        sys.exit(0)
-    if config.eval.only:
-        what = (
-            f"checkpoint {start.found.folder}, after step {start.found.step}"
-            if start.found
-            else f"{config.model.path}: {run_dir.path} has no checkpoint"
-        )
-        return task, run_dir, replace(start, said=(f"evaluating {what}; no training",))
-    exported = not config.checkpoint.export or run_dir.hf(config.train.steps).exists()
-    if start.found is not None and start.found.step >= config.train.steps and exported:
-        if is_leader:
-            print(
-                f"{run_dir.path} is finished: {result(run_dir, start.found.step)}. "
-                "Give a larger --train.steps to go on, or another --log.dir to start afresh.",
-                flush=True,
+            return None
+        if config.eval.only:
+            what = (
+                f"checkpoint {start.found.folder}, after step {start.found.step}"
+                if start.found
+                else f"{config.model.path}: {run_dir.path} has no checkpoint"
             )
-        sys.exit(0)
-    return task, run_dir, start
+            start = replace(start, notes=(f"evaluating {what}; no training",))
+        elif start.found is not None and _is_finished(config, run_dir, start.found.step):
+            if _is_leader():
+                print(
+                    f"{run_dir.path} is finished: {result(run_dir, start.found.step)}. "
+                    "Set a larger --train.steps to continue, or another --log.dir for a new run.",
+                    flush=True,
+                )
+            return None
+        undo.pop_all()  # `begin` closes them
+    return Prepared(invocation=invocation, task=task, folder=run_dir, start=start, began=began)
+
+
+def _is_finished(config: Config, run_dir: RunDir, step: int) -> bool:
+    exported = not config.checkpoint.export or run_dir.hf(config.train.steps).exists()
+    return step >= config.train.steps and exported
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _is_leader() -> bool:
+    return _rank() == 0
 
 
 def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> None:
     """Require that all ranks have the same settings, data and checkpoint. All ranks must call.
 
     Machines that do not see the same files would start at different steps and wait for each other
-    for ever, or mix up groups of different prompts.
+    without end, or mix groups of different prompts.
 
     Raises:
         RankError: on every rank; names what differs between two ranks.
@@ -174,6 +260,7 @@ def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> 
             f"{p.id} {len(p.tokens_T)} {p.answer}" for prompts in sets for p in prompts
         ),
         "sizes of the model": task.shape,
+        "your Python files": _digest(map(_source, _users_files(config))),
     }
     everybody = world.all_gather_object(mine)
     for what, value in everybody[0].items():
@@ -184,6 +271,17 @@ def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> 
                     "machines see the same folders "
                     "(log.dir, data, model)?"
                 )
+
+
+def _users_files(config: Config) -> list[str]:
+    """Files that hold functions and classes of this run, as the settings name them."""
+    specs = [config.env.path, *config.reward.function, *config.algo.own_functions.values()]
+    specs += [*config.eval.env, *config.eval.function]
+    return [file for file, colon, _ in (spec.rpartition(":") for spec in specs) if colon]
+
+
+def _source(file: str) -> str:
+    return Path(file).read_text(encoding="utf-8", errors="replace")
 
 
 def _digest(lines: Iterable[str]) -> str:
@@ -248,6 +346,20 @@ def reward_text(config: Config) -> str:
     )
 
 
+def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[str]:
+    """The lines of the header about the routers and about `train.freeze`."""
+    names = frozen_tensors(shape, patterns)
+    ending = f".{shape.moe_names.router}.weight"
+    router = {name for name in shape.tensor_shapes if name.endswith(ending)}
+    trained = "trained" if not router & names else "frozen" if router <= names else "partly frozen"
+    count = sum(prod(shape.tensor_shapes[name]) for name in names)
+    frozen = f"{count:,} parameters in {len(names)} tensors (train.freeze {' '.join(patterns)})"
+    return [
+        f"routers    {trained}; no load-balancing loss, expert biases frozen",
+        *([f"frozen     {frozen}"] if names else []),
+    ]
+
+
 def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start) -> list[str]:
     """The lines that describe a run before its first step."""
     shape, parallel = task.shape, config.parallel
@@ -280,9 +392,9 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
     return [
         f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",
         *mtp,
-        f"layout     {device.world_size} ranks on {device.torch.type}: dp {mesh.dp.size} ep "
+        f"layout     {device.world_size} rank(s) on {device.torch.type}: dp {mesh.dp.size} ep "
         f"{parallel.ep} tp {parallel.tp} "
-        f"{pipeline} cp {parallel.cp}; {mesh.engine_dp.size} engines of {parallel.engine_tp}",
+        f"{pipeline} cp {parallel.cp}; {mesh.engine_dp.size} engine(s) of {parallel.engine_tp}",
         f"precision  policy {config.model.dtype}, engine {config.engine.dtype}"
         f"{', head float32' if config.model.fp32_head else ''}"
         f"{', deterministic kernels' if config.debug.deterministic else ''}",
@@ -293,7 +405,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         f"{config.train.updates_per_step} update(s), {config.train.steps} steps",
         f"replay     {replay}; missing routes: {config.replay.on_missing}; reference "
         f"{'replays' if config.replay.reference else 'routes live'}; evaluation routes live",
-        "routers    trained; no load-balancing loss, expert biases frozen",
+        *frozen_lines(shape, config.train.freeze),
         f"folder     {config.log.dir}",
-        *start.said,
+        *start.notes,
     ]

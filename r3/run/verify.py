@@ -1,4 +1,4 @@
-"""Verify a checkpoint before it is loaded, and fall back to the newest one that is whole."""
+"""Verify a checkpoint before it is loaded, and fall back to the newest intact one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from r3.config import Config
+from r3.rollout.partial import FILE_PREFIX
 from r3.run.folder import RunDir, truncate_metrics
 from r3.run.identity import read_identity
 from r3.run.manifest import DamageError, Manifest, faults, read_manifest
 from r3.run.plain import require_plain_metadata
-from r3.run.resume import Found, ResumeError, Start, said_of, step_folders
+from r3.run.resume import Found, ResumeError, Start, resume_note, step_folders
 from r3.runtime.mesh import Axis
 
-_SUSPENDED = "carried_"  # files of conversations that may hold pickled environments
 _SHOWN = 3
 
 
@@ -34,32 +34,32 @@ def newest_whole(
     """
     if start.found is None:
         return start
-    said: list[str] = []
+    notes: list[str] = []
     for step, folder in reversed(step_folders(run_dir.checkpoints)):
         damage = damage_of(folder, step, world, run_dir=None if config.eval.only else run_dir)
         if not damage:
             found = Found(folder=folder, step=step)
-            if not said:
+            if not notes:
                 return start
             if writes and world.rank == 0:
-                said += truncate_metrics(run_dir, step + 1)
-            where = said_of(found)
+                notes += truncate_metrics(run_dir, step + 1)
+            where = resume_note(found)
             if config.eval.only:
                 where = f"evaluating checkpoint {folder}, after step {step}; no training"
-            return replace(start, found=found, said=(*said, where))
+            return replace(start, found=found, notes=(*notes, where))
         text = _summary(folder, damage)
         if config.checkpoint.on_damage == "stop":
             raise ResumeError(
                 f"{text}. checkpoint.on_damage is stop. Fix: restore the folder, remove it, or set "
                 "checkpoint.on_damage to fall_back"
             )
-        said.append(f"{text}; falling back to an older checkpoint")
+        notes.append(f"{text}; falling back to an older checkpoint")
         if writes and world.rank == 0:
             aside = folder.with_name(f"damaged_{folder.name}")
             if not aside.exists():
                 folder.rename(aside)
     raise ResumeError(
-        "\n".join([*said, "no checkpoint of the run is whole. Fix: give another --log.dir"])
+        "\n".join([*notes, "no checkpoint of the run is whole. Fix: give another --log.dir"])
     )
 
 
@@ -70,7 +70,7 @@ def require_whole(folder: Path, step: int, world: Axis) -> None:
 
 
 def damage_of(folder: Path, step: int, world: Axis, *, run_dir: RunDir | None = None) -> list[str]:
-    """What is wrong with a checkpoint, a line each; all ranks must call and get the same.
+    """Return one line per fault of a checkpoint, the same on all ranks. All ranks must call.
 
     Args:
         run_dir: the run that must have written it; None if any run may.
@@ -86,11 +86,11 @@ def damage_of(folder: Path, step: int, world: Axis, *, run_dir: RunDir | None = 
     except DamageError as error:
         mine.append(str(error))
     everything = [fault for part in world.all_gather_object(mine) for fault in part]
-    return list(dict.fromkeys(everything))  # each rank says that the manifest is missing
+    return list(dict.fromkeys(everything))  # every rank misses the same manifest
 
 
 def _strangers(manifest: Manifest, step: int, run_dir: RunDir | None) -> list[str]:
-    """Why this is no checkpoint of that step of that run."""
+    """Why this is not a checkpoint of that step of that run."""
     found = []
     if manifest.step != step:
         found.append(f"it is of step {manifest.step}, not {step}")
@@ -99,7 +99,7 @@ def _strangers(manifest: Manifest, step: int, run_dir: RunDir | None) -> list[st
         return found
     if manifest.run_id != identity.run_id:
         found.append(f"it is of run {manifest.run_id}, not {identity.run_id}")
-    elif any(name.startswith(_SUSPENDED) for name in manifest.files):
+    elif any(name.startswith(FILE_PREFIX) for name in manifest.files):
         if not manifest.is_signed_with(identity.key_bytes):
             found.append(
                 "it holds suspended conversations, whose environments are pickles, and is not "

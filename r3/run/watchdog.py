@@ -1,10 +1,8 @@
-"""Heartbeats and stall reports: a rank that makes no progress says so, with its phase, its stacks,
-and who lags.
+"""Heartbeats and stall reports: a rank without progress prints its phase, its stacks and who lags.
 
-A hang in a collective looks the same on every rank that waits in it. What tells them apart is how
-far each rank came: every rank keeps a small file with its phase beside the others', and a report
-reads them all. If no rank makes progress for long enough, the processes end, so that a launcher can
-start the run again.
+A hang in a collective looks the same on every rank that waits in it. Ranks differ in how far they
+came: each rank keeps a small file with its phase, and a report reads the files of all ranks. If no
+rank makes progress for long enough, the processes end, so that a launcher can start the run again.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from r3.run.folder import RunDir, write_json
@@ -31,9 +28,8 @@ _MAX_NAMED = 16
 @dataclass(frozen=True)
 class _Beat:
     phase: str
-    phases: (
-        int  # phases entered so far: ranks go through the same ones, so the smallest number lags
-    )
+    # phases entered so far: ranks go through the same ones, so the smallest number lags
+    phases: int
     at: float  # monotonic clock
 
 
@@ -48,7 +44,7 @@ class Watchdog:
             for one that makes progress is not ended.
         stall_s: seconds without a beat that make a stall; reported again after twice, four times
             ... that; 0 = never.
-        run_dir: where heartbeats lie; None keeps none and cannot name laggards.
+        run_dir: folder of the heartbeats; None writes none and cannot name ranks that lag.
         stream: where reports go; None = stderr.
     """
 
@@ -74,27 +70,20 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._stall_s > 0 or self._kill_after_s > 0:
-            self._last = _Beat(
-                phase=self._last.phase, phases=self._last.phases, at=time.monotonic()
-            )
+            self._last = replace(self._last, at=time.monotonic())
             self._stop.clear()
             self._thread = threading.Thread(target=self._watch, name="r3-watchdog", daemon=True)
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
             self._thread = None
 
     def beat(self, phase: str) -> None:
-        """This rank makes progress in `phase`. Cheap enough for an inner loop."""
+        """Note progress in `phase`. Cheap enough for an inner loop."""
         last = self._last
         # One assignment of a complete object: the watching thread needs no lock.
         self._last = _Beat(
@@ -138,7 +127,7 @@ class Watchdog:
         return min(silences, default=float("inf"))
 
     def _write_heartbeat(self, last: _Beat, silent_s: float) -> None:
-        if self._run_dir is None:
+        if self._run_dir is None or not self._run_dir.path.is_dir():
             return
         state = {
             "rank": self._rank,
@@ -166,7 +155,7 @@ class Watchdog:
         )
 
     def _standing(self) -> list[str]:
-        """Where the ranks are, a line each, those that lag first."""
+        """One line per rank with its phase, ranks that lag first."""
         if self._run_dir is None or self._size == 1:
             return []
         states = {rank: self._read_heartbeat(rank) for rank in range(self._size)}
@@ -187,8 +176,8 @@ class Watchdog:
                 f"{state['silent_s'] + age_s:.1f} s"
             )
             line += f", LAGS by {behind} phase{'s' * (behind > 1)}" if behind else ""
-            # Its watchdog writes even while the program waits, so an old file says more than a
-            # silent rank.
+            # The watchdog of a rank writes even while its program waits: an old file means more
+            # than a silent rank.
             if age_s > max(4 * _MAX_TICK_S, self._stall_s):
                 line += (
                     f", heartbeat {age_s:.0f} s old: process dead, stopped, or locked inside "

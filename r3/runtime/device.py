@@ -188,6 +188,19 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True, warn_only=not torch.cuda.is_available())
 
 
+def end_process_groups(*, barrier: bool = False) -> None:
+    """Destroy the process groups, if there are any, and let objects be collected again.
+
+    Args:
+        barrier: wait for all ranks first; all of them must call then.
+    """
+    if dist.is_initialized():
+        if barrier:
+            dist.barrier()
+        dist.destroy_process_group()
+    gc.unfreeze()
+
+
 def leave(code: int) -> None:
     """End the process after a run: barrier, destroy the process group, flush, exit. All ranks must
     call.
@@ -195,9 +208,7 @@ def leave(code: int) -> None:
     An ordinary exit would run the teardown of vLLM and nanobind, which prints warnings about leaks
     and may wait for other ranks.
     """
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    end_process_groups(barrier=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -232,7 +243,7 @@ class SharedTensor:
 def share(tensor: torch.Tensor) -> SharedTensor:
     """Export a flat tensor that owns its storage. Views into it stay valid.
 
-    On CUDA this returns an IPC handle; the memory must lie outside expandable segments and vLLM's
+    On CUDA this returns an IPC handle; the memory must be outside of expandable segments and vLLM's
     sleep pool. On CPU the storage moves once, in place, into unnamed shared memory. The handle
     names it by process and file descriptor, so a killed run leaves nothing behind.
     """
@@ -319,14 +330,12 @@ class Stash:
     pinned: dict[str, torch.Tensor] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
 
-    def put(self, key: str, tensor: torch.Tensor) -> int:
-        """Copy `tensor` out and free its storage; returns the bytes freed, 0 if it is out
-        already.
-        """
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        """Copy `tensor` out and free its storage; does nothing if it is out already."""
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if size == 0:
-            return 0
+            return
         assert tensor.storage_offset() == 0 and tensor.nbytes == size, (
             f"{key} does not own its storage"
         )
@@ -345,10 +354,9 @@ class Stash:
             file.flush()
         self.sizes[key] = size
         storage.resize_(0)
-        return size
 
     def get(self, key: str, tensor: torch.Tensor) -> None:
-        """Restore the contents that `put` took, bit for bit; nothing to do if it is there."""
+        """Restore the contents that `put` took, bit for bit; does nothing if they are there."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
             return
@@ -359,19 +367,3 @@ class Stash:
             self.files[key].seek(0)
             data = np.frombuffer(self.files[key].read(self.sizes[key]), dtype=np.uint8)
             tensor.detach().view(torch.uint8).view(-1).copy_(torch.from_numpy(data.copy()))
-
-
-def free(tensor: torch.Tensor) -> int:
-    """Free the storage of a tensor and lose its contents; returns the bytes freed."""
-    storage = tensor.untyped_storage()
-    size = storage.nbytes()
-    storage.resize_(0)
-    return size
-
-
-def unfree(tensor: torch.Tensor) -> None:
-    """Allocate the storage of a freed tensor again, filled with zeros."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == 0:
-        storage.resize_(tensor.numel() * tensor.element_size())
-        tensor.zero_()

@@ -1,11 +1,10 @@
-"""Stand-ins that let Megatron-Core run on gloo and CPU, and repairs it needs without
-TransformerEngine on any device.
+"""Stand-ins for Megatron-Core on CPU with gloo, and fixes it needs without TransformerEngine.
 
 How: Megatron's modules reach CUDA through their module-global name `torch`. `install()` rebinds
 that one name, only inside `megatron.core.*`, to a proxy whose `.cuda` is the host and whose tensor
 factories map device "cuda" to "cpu". The rest of the process (vLLM, transformers, torch itself)
-still sees the real torch. Where a GPU is present only the repairs run. Each stand-in names the
-upstream place it serves (Megatron-Core 0.16.1).
+still sees the real torch. Where a GPU is present only the fixes run. Each stand-in names the
+upstream place that needs it (Megatron-Core 0.16.1).
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ _CPU = torch.device("cpu")
 
 
 class _Stream:
-    """A stream of a device that has none: everything is already done. Serves
-    moe/token_dispatcher.py, shared_experts.py.
-    """
+    """A stream whose work is always done, for moe/token_dispatcher.py and shared_experts.py."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
     def wait_stream(self, *_args: Any) -> None: ...
@@ -59,9 +56,8 @@ class _Event:
         return 0.0
 
 
-_ONE_STREAM = (
-    _Stream()
-)  # one object, so that "is this the current stream" comparisons keep their meaning
+# one object, so that "is this the current stream" comparisons keep their meaning
+_ONE_STREAM = _Stream()
 
 
 class _Cuda(types.ModuleType):
@@ -105,9 +101,7 @@ class _Cuda(types.ModuleType):
 
 
 class _Distributed(types.ModuleType):
-    """`torch.distributed` plus the uneven list collectives NCCL accepts and gloo does not
-    (tensor_parallel/mappings.py).
-    """
+    """`torch.distributed` with uneven list collectives, for tensor_parallel/mappings.py."""
 
     def __init__(self) -> None:
         super().__init__("torch.distributed")
@@ -148,23 +142,10 @@ class _Distributed(types.ModuleType):
         return None
 
 
-_FACTORIES = [
-    "tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "arange",
-    "randn",
-    "rand",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "as_tensor",
-    "randint",
-    "linspace",
-    "eye",
-]
+_FACTORIES = (
+    *("tensor", "zeros", "ones", "empty", "full", "arange", "randn", "rand", "randint"),
+    *("empty_like", "zeros_like", "ones_like", "as_tensor", "linspace", "eye"),
+)
 
 
 def _names_cuda(device: Any) -> bool:
@@ -239,13 +220,10 @@ _MODULES = [
 
 
 def install() -> None:
-    """Put the stand-ins in. Idempotent; call before Megatron is used, and again after importing
-    more of it.
-    """
+    """Install the stand-ins, before Megatron is used and after more of it is imported."""
     global _proxy
-    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(
-        logging.ERROR
-    )  # "CPU RNG state changed"
+    # "CPU RNG state changed"
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     # Before any decorated module loads: no torch.compile of tiny fused operations. On CUDA every
     # router's forward pass is decorated (moe/router.py), and would compile, guard and recompile
     # without gain.
@@ -274,8 +252,8 @@ def _get_rng_state(
     return torch.get_rng_state()
 
 
-def _set_rng_state(state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
-    torch.set_rng_state(state)
+def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
 
 
 def _serve_without_cuda() -> None:
@@ -300,9 +278,8 @@ def _repair_without_transformer_engine() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]  # NameError in the router's gating product
     random = importlib.import_module("megatron.core.tensor_parallel.random")
-    if not hasattr(
-        random, "FP8GlobalStateManager"
-    ):  # CheckpointWithoutOutput() defaults to the fp8 branch
+    # CheckpointWithoutOutput() defaults to the fp8 branch
+    if not hasattr(random, "FP8GlobalStateManager"):
         random.FP8GlobalStateManager = types.SimpleNamespace(  # type: ignore[attr-defined]
             is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None
         )
@@ -315,9 +292,7 @@ def _repair_without_transformer_engine() -> None:
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Optimizer construction and clipping compare `param.type()` with 'torch.cuda.FloatTensor':
-    answer that inside.
-    """
+    """Inside, `param.type()` returns CUDA names, which building and clipping of optimizers need."""
     if _proxy is None:
         yield
         return

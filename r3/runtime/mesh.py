@@ -109,6 +109,15 @@ class Mesh:
     engine_dp: Axis
     megatron: ProcessGroupCollection
 
+    @property
+    def length_multiples(self) -> tuple[int, int]:
+        """What lengths must be a multiple of: of a micro-batch, and of each sequence in it.
+
+        Context and sequence parallelism divide them into equal parts.
+        """
+        each = 2 * self.cp.size if self.cp.size > 1 else 1
+        return each * self.tp.size, each
+
 
 def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
     """Create all process groups, once, before any model is built. All ranks must call.
@@ -163,3 +172,11 @@ def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
         ),
         megatron=groups,
     )
+
+
+def forget_mesh() -> None:
+    """Destroy Megatron's process groups, so that `build_mesh` may be called again."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()

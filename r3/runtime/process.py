@@ -1,4 +1,4 @@
-"""What a process asks of Linux: to die with the process that started it."""
+"""Let a process die with the process that started it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_with_launcher() -> None:
-    """Let a rank die with the torchrun that started it; a process without a launcher is left alone.
+    """Let a rank die with the torchrun that started it. Does nothing without a launcher.
 
-    Without this, ranks whose launcher was killed train on, and write beside the run that follows.
+    Without this, ranks whose launcher was killed continue and write beside the next run.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())

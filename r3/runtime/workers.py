@@ -15,39 +15,33 @@ torch nor vllm, and they die with their rank.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import importlib.util
 import inspect
 import os
 import queue
-import re
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FrameType
+from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from r3.runtime.process import die_with_parent
+from r3.runtime.user_code import START_LIMIT_S, load
 
-_START_LIMIT_S = (
-    120.0  # for a worker's interpreter and the user's imports; a loaded machine needs seconds
-)
 _LONGEST_BACKOFF_S = 60.0
 
 
 class CallError(Exception):
-    """An error that says whether a retry may help, and how long to wait before it."""
+    """An error with advice: whether a retry may help, and how long to wait before it."""
 
     def __init__(self, text: str, *, again: bool = True, wait_s: float = 0.0) -> None:
         super().__init__(text)
@@ -111,10 +105,10 @@ class _Call:
 
 
 class Pool:
-    """Calls in a place, each with a time limit, and tried again when it fails.
+    """Calls in a place, each with a time limit and retries.
 
-    The n-th repetition waits `backoff_s` * 2^(n-1) seconds, a minute at most, or as long as the
-    failure asks.
+    The n-th retry waits `backoff_s` * 2^(n-1) seconds, at most a minute, or as long as the failure
+    asks.
 
     Attributes:
         counts: calls, errors, timeouts, crashes and retries since it was last cleared.
@@ -147,13 +141,31 @@ class Pool:
         """Submit a call that is never retried."""
         self._submit(_Call(key, function, arguments, 0))
 
-    def cancel(self, keep: Callable[[Hashable], bool]) -> None:
-        """Abandon all calls but those whose key `keep` accepts; `poll` returns none of them."""
-        for token in [token for token, call in self._running.items() if not keep(call.key)]:
-            del self._running[token]
-            self.place.abandon(token)
+    def cancel(
+        self,
+        keep: Callable[[Hashable], bool],
+        *,
+        keep_started: Callable[[Hashable], bool] = lambda _: False,
+    ) -> set[Hashable]:
+        """Abandon calls; `poll` returns none of them.
+
+        Args:
+            keep: by key, calls that go on.
+            keep_started: by key, calls that go on if they have started.
+
+        Returns:
+            The keys of the abandoned calls.
+        """
+        abandoned = set()
+        for token, call in list(self._running.items()):
+            if not (keep(call.key) or keep_started(call.key)):
+                del self._running[token]
+                self.place.abandon(token)
+                abandoned.add(call.key)
+        unstarted = [*self._waiting, *self._later]
         self._waiting = deque(call for call in self._waiting if keep(call.key))
         self._later = [call for call in self._later if keep(call.key)]
+        return abandoned | {call.key for call in unstarted if not keep(call.key)}
 
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
         """Calls that have ended; waits at most `timeout_s` for the first one."""
@@ -167,7 +179,7 @@ class Pool:
             ]
             soonest = min([until, *events])
             for token, value, failure in self.place.collect(max(0.0, soonest - now)):
-                if token in self._running:  # else it was abandoned, and ended all the same
+                if token in self._running:  # else it was abandoned
                     done += self._ended(self._running.pop(token), value, failure)
             now = time.monotonic()
             for token in [token for token, call in self._running.items() if call.deadline <= now]:
@@ -244,10 +256,10 @@ class Here:
 class Threads:
     """A thread for each call that waits for something else; coroutines share one event loop.
 
-    A thread cannot be killed: one that hangs is left behind, and what it returns later is not used.
+    A thread cannot be killed: one that hangs is abandoned, and its later result is ignored.
 
     Args:
-        limit: calls at once, those left behind aside; None = any number.
+        limit: calls at once, without abandoned ones; None = any number.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -281,7 +293,7 @@ class Threads:
             self._ended.put((token, await function(*arguments), None))
         except asyncio.CancelledError:
             raise  # abandoned
-        except BaseException as error:  # users' code may raise anything; it goes on with its call
+        except BaseException as error:  # users' code may raise anything
             self._ended.put((token, None, _failure(error)))
 
     def abandon(self, token: int) -> None:
@@ -312,7 +324,7 @@ class Threads:
 async def _stop_loop() -> None:
     """Cancel the tasks of this event loop and stop it when they have ended.
 
-    asyncio prints a complaint about tasks that are still pending when their loop stops.
+    asyncio prints a warning about tasks that are still pending when their loop stops.
     """
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
@@ -336,8 +348,8 @@ class Processes:
 
     Args:
         count: workers, started at the first call.
-        preload: `path/to/file.py:name` of what calls will need, loaded before a worker takes any:
-            its time is nobody's.
+        preload: `path/to/file.py:name` of what calls need, loaded before a worker takes calls, so
+            that loading does not count as time of a call.
     """
 
     def __init__(self, count: int, *, preload: Sequence[str] = ()) -> None:
@@ -353,9 +365,8 @@ class Processes:
     def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         worker = next(worker for worker in self._workers if worker.ready and worker.token is None)
         worker.token = token
-        with suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # it died idle: `collect` finds it, and says so
+        # A worker that died while idle is reported by `collect`.
+        with suppress(BrokenPipeError, ConnectionResetError):
             worker.connection.send((function, arguments))
 
     def abandon(self, token: int) -> None:
@@ -373,7 +384,7 @@ class Processes:
                 self._died(worker, ended)
                 continue
             if worker.ready:
-                assert worker.token is not None, "a worker answered nobody"
+                assert worker.token is not None, "a worker returned a result that no call waits for"
                 ended.append((worker.token, value, failure))
                 worker.token = None
             elif failure is not None:
@@ -386,7 +397,7 @@ class Processes:
             worker for worker in self._workers if not worker.ready and worker.start_deadline < now
         ]:
             raise WorkerError(
-                f"{len(late)} worker processes did not start in {_START_LIMIT_S:.0f} s"
+                f"{len(late)} worker processes did not start in {START_LIMIT_S:.0f} s"
             )
         return ended
 
@@ -411,78 +422,6 @@ class Processes:
         self._workers[self._workers.index(worker)] = _spawn(self._preload)
 
 
-def file_fault(path: str) -> str:
-    """Why a path is no file to be loaded; "" if it is one. A FIFO would block its reader for
-    ever.
-    """
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return f"there is no file {path}"
-    except (OSError, ValueError) as error:  # ValueError: a null byte
-        return f"{path} cannot be read ({getattr(error, 'strerror', None) or error})"
-    return "" if stat.S_ISREG(mode) else f"{path} is a folder or a device, not a file"
-
-
-class UserFileError(Exception):
-    """A user's file that ends the process, or never ends, while it is imported."""
-
-
-def load(spec: str, *, limit_s: float = _START_LIMIT_S) -> Any:
-    """Load the object `path/to/file.py:name`. A file runs once per process; it may raise anything.
-
-    Raises:
-        UserFileError: the file calls `sys.exit`, or runs for more than `limit_s` seconds.
-    """
-    file, _, name = spec.rpartition(":")
-    path = Path(file).resolve()
-    # A name that no other file has, and without dots, so that objects of its classes can be
-    # pickled.
-    stem = re.sub(r"\W", "_", path.stem)
-    module_name = f"r3_user_{stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
-    if module_name not in sys.modules:
-        loaded = False
-        module_spec = importlib.util.spec_from_file_location(module_name, path)
-        assert module_spec is not None and module_spec.loader is not None, f"{path} ends in .py"
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules[module_name] = (
-            module  # dataclasses and pickle look it up while it is still loading
-        )
-        try:
-            with _time_limit(path, limit_s):
-                module_spec.loader.exec_module(module)
-            loaded = True
-        except SystemExit as error:
-            code = error.code if error.code is not None else ""
-            raise UserFileError(f"{path} calls sys.exit({code}) while it is imported") from None
-        finally:
-            if not loaded:
-                del sys.modules[module_name]
-    return getattr(sys.modules[module_name], name)
-
-
-@contextmanager
-def _time_limit(path: Path, limit_s: float) -> Iterator[None]:
-    """Raise UserFileError in the block after `limit_s` seconds; only the main thread can do so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def expired(number: int, frame: FrameType | None) -> None:
-        raise UserFileError(f"{path} was not imported after {limit_s:g} s")
-
-    previous = signal.signal(signal.SIGALRM, expired)
-    began = time.monotonic()
-    pending_s, _ = signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        yield
-    finally:
-        # An alarm that was set before, such as that of a test's time limit, goes on.
-        left_s = max(pending_s - (time.monotonic() - began), 0.001) if pending_s else 0.0
-        signal.signal(signal.SIGALRM, previous)
-        signal.setitimer(signal.ITIMER_REAL, left_s)
-
-
 def _outcome(
     function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[Any, Failure | None]:
@@ -491,16 +430,36 @@ def _outcome(
         return (asyncio.run(value) if inspect.iscoroutine(value) else value), None
     except KeyboardInterrupt:  # of the person at the terminal
         raise
-    except (
-        BaseException
-    ) as error:  # users' code may raise anything, SystemExit too; it goes on with its call
+    except BaseException as error:
+        # Users' code may raise anything, SystemExit too: it becomes the result of its call.
         return None, _failure(error)
 
 
+# Errors of Python and math-verify about a time limit that a function sets in a thread.
+_SIGNALS = ("signal only works in main thread", "signal.alarm()")
+_NO_SIGNALS = (
+    "The function sets a time limit of its own by a signal, which threads cannot. Run it in "
+    "processes (--reward.workers 2, or --env.workers 2 for an environment), or switch its limit "
+    "off (math-verify: parsing_timeout=None, timeout_seconds=None)."
+)
+
+
 def _failure(error: BaseException) -> Failure:
-    if isinstance(error, CallError):  # its text says all; where it was raised is of no interest
+    if isinstance(error, CallError):  # its text is enough without a traceback
         return Failure("error", str(error), error.again, error.wait_s)
-    return Failure("error", "".join(traceback.format_exception(error, limit=-6)).rstrip())
+    frames = _from_users_code(error.__traceback__) or error.__traceback__
+    text = "".join(traceback.format_exception(type(error), error, frames, limit=-6)).rstrip()
+    if isinstance(error, ValueError) and any(sign in str(error) for sign in _SIGNALS):
+        text += f"\n{_NO_SIGNALS}"
+    return Failure("error", text)
+
+
+def _from_users_code(frames: TracebackType | None) -> TracebackType | None:
+    """The frames from the first one outside of R3 on: a person looks for a line of their own."""
+    package = str(Path(__file__).resolve().parents[1])
+    while frames and os.path.abspath(frames.tb_frame.f_code.co_filename).startswith(package):
+        frames = frames.tb_next
+    return frames
 
 
 def _spawn(preload: Sequence[str]) -> _Worker:
@@ -523,7 +482,7 @@ def _spawn(preload: Sequence[str]) -> _Worker:
         )
     connection = Connection(ours.detach())
     connection.send((os.getpid(), tuple(preload)))
-    return _Worker(process, connection, start_deadline=time.monotonic() + _START_LIMIT_S)
+    return _Worker(process, connection, start_deadline=time.monotonic() + START_LIMIT_S)
 
 
 def _end(worker: _Worker) -> None:
@@ -547,9 +506,8 @@ def serve(descriptor: int) -> None:
             function, arguments = connection.recv()
         except EOFError:
             return
-        except (
-            BaseException
-        ) as error:  # what was sent cannot be built here; it goes on with its call
+        except BaseException as error:
+            # The function or its arguments cannot be unpickled here: that is the call's result.
             connection.send((None, _failure(error)))
             continue
         value, failure = _outcome(function, arguments)

@@ -5,7 +5,6 @@ Every mistake of a user is one line in a `ViewError`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +12,14 @@ from typing import Any, Literal
 
 import yaml
 
-from r3.run.folder import RunDir, read_jsonl
+from r3.run.folder import RunDir, read_jsonl, read_jsonl_and_notes
 from r3.view.samples import Sample, sample_of
 
 Kind = Literal["train", "eval"]
 
 
 class ViewError(ValueError):
-    """What was asked for is not there; one line says what is missing and what there is."""
+    """Something is missing; one line names it and what exists instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class RunFacts:
         base: preset or file that the run started from; empty if it is not known.
         overrides: names of the settings that differ from it.
         rows: one object per step, in order.
-        notes: what a reader should know about the files, such as a torn last line.
+        notes: what a reader should know about the files, such as an incomplete last line.
     """
 
     name: str
@@ -67,12 +66,9 @@ def read_run(path: Path) -> RunFacts:
         tree = yaml.safe_load(run_dir.overrides.read_text(encoding="utf-8"))
         overrides = flatten_settings(tree or {})
     rows: list[dict[str, Any]] = []
-    notes = []
+    notes: list[str] = []
     if run_dir.metrics.exists():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            rows = read_jsonl(run_dir.metrics)
-        notes += [str(warning.message) for warning in caught]
+        rows, notes = read_jsonl_and_notes(run_dir.metrics)
     if not rows:
         notes.append("metrics.jsonl has no rows yet")
     return RunFacts(
@@ -91,9 +87,9 @@ def flatten_settings(tree: Mapping[str, Any]) -> dict[str, str]:
     flat: dict[str, str] = {}
     for section, fields in tree.items():
         if isinstance(fields, Mapping):
-            flat |= {f"{section}.{name}": _text(value) for name, value in fields.items()}
+            flat |= {f"{section}.{name}": setting_text(value) for name, value in fields.items()}
         else:
-            flat[section] = _text(fields)
+            flat[section] = setting_text(fields)
     return flat
 
 
@@ -135,9 +131,10 @@ def read_samples(path: Path, kind: Kind, step: int) -> dict[str, list[Sample]]:
     return sets
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(_text(item) for item in value)
+def setting_text(value: Any) -> str:
+    """Return the value of a setting as a person would type it."""
+    if isinstance(value, list | tuple):
+        return " ".join(setting_text(item) for item in value)
     if isinstance(value, bool):
         return str(value).lower()
     return "" if value is None else str(value)

@@ -20,6 +20,7 @@ class Sample:
         reference: the reference answer; empty when the dump does not have it.
         messages: the whole conversation. Older dumps have the last message of the model only.
         components: what each component of the reward gave, by name.
+        metrics: what the environment and the reward functions reported, by full names.
         turn_rewards: reward of each turn that the environment rewarded, None where it gave none.
         advantage: None for evaluation.
         is_complete: whether `messages` is the whole conversation.
@@ -34,6 +35,7 @@ class Sample:
     messages: tuple[Message, ...]
     reward: float
     components: Mapping[str, float]
+    metrics: Mapping[str, float]
     turn_rewards: tuple[float | None, ...]
     advantage: float | None
     finish_reason: str
@@ -54,6 +56,7 @@ def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
         messages=tuple(messages),
         reward=row["reward"],
         components=row.get("rewards", {}),
+        metrics=row.get("metrics", {}),
         turn_rewards=_given(row.get("turn_rewards", ())),
         advantage=row.get("advantage"),
         finish_reason=row["finish_reason"],

@@ -35,6 +35,7 @@ def facts(sample: Sample) -> str:
         parts.append(
             "per turn " + " ".join("-" if r is None else f"{r:.4g}" for r in sample.turn_rewards)
         )
+    parts += [f"{name} {number:.4g}" for name, number in sample.metrics.items()]
     if sample.advantage is not None:
         parts.append(f"advantage {sample.advantage:+.3f}")
     parts += [f"finish {sample.finish_reason}", f"{sample.response_tokens} sampled tokens"]

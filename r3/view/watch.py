@@ -60,15 +60,15 @@ def read_heartbeats(path: Path, now: float) -> list[Heartbeat]:
     beats = []
     for file in sorted(RunDir(path).heartbeat(0).parent.glob("rank_*.json")):
         try:
-            said = json.loads(file.read_bytes())
+            state = json.loads(file.read_bytes())
         except (OSError, ValueError):
             continue
         beats.append(
             Heartbeat(
-                rank=said["rank"],
-                phase=said["phase"],
-                silent_s=said["silent_s"],
-                age_s=now - said["written_at"],
+                rank=state["rank"],
+                phase=state["phase"],
+                silent_s=state["silent_s"],
+                age_s=now - state["written_at"],
             )
         )
     return beats

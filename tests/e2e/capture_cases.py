@@ -1,12 +1,10 @@
-"""Experiment E10: the routes that the engine hands over are those its routers chose, whatever
-happened to the request.
-"""
+"""Experiment E10: the engine returns the routes that its routers chose, however it schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +14,48 @@ from r3.engine import Engine, sampling_seed
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.types import Prompt, Rollout
-from tests.e2e.cases import World, signature
+from tests.engines import World, engine_from_disk, signature
+from tests.errors import message_of
 from tests.tiny import tiny_config
 
 SMALL_CACHE_GIB = 0.0008  # 13 blocks of 32 tokens, where 64 conversations want to run
 
 
-def captured(device: Device) -> dict[str, Any]:
-    """Every way a request can go, each compared with the same request computed alone and cold."""
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """Requests in every way, each against the same request alone and not cached.
+
+    Attributes:
+        rows, rows_expected: captured rows of routes, and tokens - 1 summed over the requests.
+        rows_differ: rows that are not what a hook on the routers saw.
+        late_rows_differ: the same for one rollout whose rows are late by a token.
+        cold_cached_tokens, warm_cached_tokens: prompt tokens found in the prefix cache, without
+            and with an earlier request.
+        warm_equal, together_equal: cached and batched requests return the same bytes.
+        responses, prompt_routes: different responses, and different routes of the prompt, of four
+            samples of one prompt.
+        abort: message after aborted requests.
+        preempted_differ: indices of requests that return other bytes with a small cache.
+    """
+
+    rows: int
+    rows_expected: int
+    rows_differ: int
+    late_rows_differ: int
+    cold_cached_tokens: int
+    warm_cached_tokens: int
+    warm_equal: bool
+    together_equal: bool
+    responses: int
+    prompt_routes: int
+    abort: str
+    after_abort_equal: bool
+    preemptions: int
+    preempted_differ: list[int]
+
+
+def captured(device: Device) -> Captured:
+    """Send requests in every way, and compare each with the same request alone and not cached."""
     world = World(device, tiny_config())
     world.sync(0)
     engine = world.engine
@@ -41,8 +73,6 @@ def captured(device: Device) -> dict[str, Any]:
             engine, prompts, seeds=seeds, policy_version=0, max_tokens=24, **options
         )
 
-    found: dict[str, Any] = {"requests": len(requests)}
-
     with watched_routers(engine) as chosen, watched_cache(engine) as cached:
         alone, differ, rows = [], 0, 0
         for request in requests:
@@ -52,72 +82,55 @@ def captured(device: Device) -> dict[str, Any]:
             differ += rows_that_differ(rollout, chosen)
             rows += len(rollout.routed_experts)
             alone.append(rollout)
-        found["rows"], found["rows_unlike_the_routers"] = rows, differ
-        found["rows_expected"] = sum(len(rollout.tokens_T) - 1 for rollout in alone)
-        found["cold_cached_tokens"] = sum(cached)
+        cold_cached_tokens = sum(cached)
         late = replace(alone[-1], routed_experts=np.roll(alone[-1].routed_experts, 1, axis=0))
-        found["late_rows_unlike_the_routers"] = rows_that_differ(late, chosen)
+        late_rows_differ = rows_that_differ(late, chosen)
 
         cached.clear()
         (again,) = sample(requests[-1:])
-        found["warm_equal"] = signature([again]) == signature(alone[-1:])
-        found["warm_cached_tokens"] = sum(cached)
+        warm_equal = signature([again]) == signature(alone[-1:])
+        warm_cached_tokens = sum(cached)
 
     together = sample(requests)
-    found["together_equal"] = signature(together) == signature(alone)
     prompt = len(requests[0][0].tokens_T)
-    found["members_answers"] = len({rollout.tokens_T.tobytes() for rollout in together[:4]})
-    found["members_prompt_routes"] = len(
-        {rollout.routed_experts[:prompt].tobytes() for rollout in together[:4]}
-    )
 
-    # An aborted request is never taken for an answer, and leaves nothing behind.
+    # An aborted request is never taken for a response, and leaves nothing behind.
     core: Any = engine.llm.llm_engine
 
     def abort(index: int, _rollout: Rollout) -> None:
         core.abort_request([str(other) for other in range(len(requests)) if other != index][-3:])
 
-    try:
-        sample(requests, on_rollout=abort)
-        found["abort"] = "nothing was raised"
-    except AssertionError as error:
-        found["abort"] = str(error)
-    found["after_abort_equal"] = signature(sample(requests)) == signature(alone)
+    abort_message = message_of(lambda: sample(requests, on_rollout=abort), AssertionError)
+    after_abort_equal = signature(sample(requests)) == signature(alone)
 
     config = replace(
         world.config, engine=replace(world.config.engine, kv_cache_gib=SMALL_CACHE_GIB)
     )
-    small = Engine(
-        config,
-        device,
-        world.task.shape,
-        world.task.tokenizer,
-        max_model_len=world.task.max_model_len,
-        from_disk=True,
-    )
-    small.wake("weights")
-    small.wake("kv_cache")
-    small.policy_version, small._stale_cache = (
-        0,
-        False,
-    )  # loaded from the files that the policy started from
+    small = engine_from_disk(config, device, world.task)
     with watched_preemptions(small) as preempted:
         squeezed = sample(requests, small)
-    found["preemptions"] = len(preempted)
-    found["preempted_equal"] = signature(squeezed) == signature(alone)
-    found["preempted_differ"] = [
-        index
-        for index, (a, b) in enumerate(zip(signature(squeezed), signature(alone), strict=True))
-        if a != b
-    ]
-    return found
+    pairs = zip(signature(squeezed), signature(alone), strict=True)
+    return Captured(
+        rows=rows,
+        rows_expected=sum(len(rollout.tokens_T) - 1 for rollout in alone),
+        rows_differ=differ,
+        late_rows_differ=late_rows_differ,
+        cold_cached_tokens=cold_cached_tokens,
+        warm_cached_tokens=warm_cached_tokens,
+        warm_equal=warm_equal,
+        together_equal=signature(together) == signature(alone),
+        responses=len({rollout.tokens_T.tobytes() for rollout in together[:4]}),
+        prompt_routes=len({rollout.routed_experts[:prompt].tobytes() for rollout in together[:4]}),
+        abort=abort_message,
+        after_abort_equal=after_abort_equal,
+        preemptions=len(preempted),
+        preempted_differ=[index for index, (a, b) in enumerate(pairs) if a != b],
+    )
 
 
 @contextmanager
 def watched_routers(engine: Engine) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """Inside, the top k of every router's own logits, by layer, in the order of the forwards: apart
-    from vLLM's capture.
-    """
+    """Yield layer -> top k of the router's own logits per forward, without vLLM's capture."""
     chosen: dict[int, list[torch.Tensor]] = {}
     topk = engine.shape.topk
 
@@ -143,9 +156,7 @@ def watched_routers(engine: Engine) -> Iterator[dict[int, list[torch.Tensor]]]:
 
 
 def rows_that_differ(rollout: Rollout, chosen: dict[int, list[torch.Tensor]]) -> int:
-    """Rows of a request computed alone whose experts are not those of the routers; all rows when
-    their number is not.
-    """
+    """Count rows of a request computed alone that are not the routers'; all if numbers differ."""
     seen = (
         torch.stack([torch.cat(chosen[layer]) for layer in sorted(chosen)], 1)
         .sort(-1)
@@ -159,7 +170,7 @@ def rows_that_differ(rollout: Rollout, chosen: dict[int, list[torch.Tensor]]) ->
 
 @contextmanager
 def watched_cache(engine: Engine) -> Iterator[list[int]]:
-    """Inside, how many prompt tokens each finished request found in the prefix cache."""
+    """Yield the prompt tokens that each finished request found in the prefix cache."""
     core: Any = engine.llm.llm_engine
     step, cached = core.step, []
 
@@ -177,7 +188,7 @@ def watched_cache(engine: Engine) -> Iterator[list[int]]:
 
 @contextmanager
 def watched_preemptions(engine: Engine) -> Iterator[list[str]]:
-    """Inside, the requests that lost their cache to another."""
+    """Yield the requests that lost their cache to another."""
     scheduler: Any = engine.llm.llm_engine.engine_core.engine_core.scheduler
     preempt, seen = scheduler._preempt_request, []
 

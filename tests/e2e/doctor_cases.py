@@ -1,11 +1,8 @@
-"""Faults put into the real route path, one after the other, and what the doctor's known-answer test
-says to each.
-"""
+"""Faults in the real path of routes, and the result of the doctor's known-answer test for each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,18 +17,9 @@ from r3.routing.replay import Replay, RouterTap
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import RouteError
+from tests.errors import message_of
 from tests.tiny import tiny_config
-
-
-@contextmanager
-def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, `owner.name` is `wrap(owner.name)`."""
-    kept = getattr(owner, name)
-    setattr(owner, name, wrap(kept))
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
+from tests.wrong_routes import patched, rows_lost, samples_swapped
 
 
 def _rows_shifted(load: Any) -> Any:
@@ -48,35 +36,8 @@ def _layers_swapped(load: Any) -> Any:
     return faulty
 
 
-def _rows_lost(load: Any) -> Any:
-    """Every tenth row becomes -1 on the way: it would route live, and nobody would know."""
-
-    def faulty(self: Replay, routes_NLK: Any, *rest: Any, **facts: Any) -> None:
-        routes_NLK = routes_NLK.clone()
-        routes_NLK[::10] = -1
-        load(self, routes_NLK, *rest, **facts)
-
-    return faulty
-
-
 def _samples_swapped(decode: Any) -> Any:
-    """The routes of two rollouts of one message change places, as far as lengths allow."""
-
-    def faulty(message: bytes) -> Any:
-        items = decode(message)
-        if len(items) < 2:
-            return items
-        one, two = items[0].rollout, items[1].rollout
-        rows = min(len(one.routed_experts), len(two.routed_experts))
-        ours, theirs = one.routed_experts.copy(), two.routed_experts.copy()
-        ours[:rows], theirs[:rows] = two.routed_experts[:rows], one.routed_experts[:rows]
-        return [
-            replace(items[0], rollout=replace(one, routed_experts=ours)),
-            replace(items[1], rollout=replace(two, routed_experts=theirs)),
-            *items[2:],
-        ]
-
-    return faulty
+    return lambda message: samples_swapped(decode(message))
 
 
 def _packed_backwards(pack: Any) -> Any:
@@ -97,7 +58,7 @@ def _only_on_rank_1(wrap: Callable[[Any], Any], rank: int) -> Callable[[Any], An
 
 
 def _live(get_replay_topk: Any) -> Any:
-    """The router asks, takes its answer, and routes live: what a fused router does."""
+    """The router asks for routes, ignores them and routes live, as a fused router does."""
 
     def faulty(
         self: RouterTap, scores: Any, topk: int, groups: Any, group_topk: Any, compute: Any
@@ -109,23 +70,24 @@ def _live(get_replay_topk: Any) -> Any:
 
 
 def faults(device: Device, *, ep: int) -> dict[str, str]:
-    """What `read_back_coded_routes` says to the sound path and to every fault."""
+    """Return the result of `read_back_coded_routes` without and with each fault."""
     config = tiny_config(parallel={"ep": ep}, model={"recompute": "full"})
     mesh = build_mesh(device, config.parallel)
     policy = Policy(config, device, mesh, ModelShape.read(config.model.path))
     found: dict[str, str] = {}
 
     def ask(name: str) -> None:
-        try:
+        def check() -> None:
             found[name] = read_back_coded_routes(policy, mesh, config)
-        except (CheckFailed, RouteError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
+
+        message = message_of(check, CheckFailed, RouteError)
+        found.setdefault(name, message)
 
     ask("sound")
     for name, owner, attribute, wrap in (
         ("rows shifted", Replay, "load", _rows_shifted),
         ("layers swapped", Replay, "load", _layers_swapped),
-        ("rows lost", Replay, "load", _rows_lost),
+        ("rows lost", Replay, "load", rows_lost),
         ("on one rank", Replay, "load", _only_on_rank_1(_rows_shifted, device.rank)),
         ("samples swapped", exchange, "decode", _samples_swapped),
         ("packed backwards", packing, "pack", _packed_backwards),
@@ -138,9 +100,7 @@ def faults(device: Device, *, ep: int) -> dict[str, str]:
 
 
 def codes() -> dict[str, float]:
-    """How recognisable coded routes are: shares of slots that answer for another token, layer or
-    rollout by chance.
-    """
+    """Shares of slots whose code equals that of another token, layer or rollout by chance."""
     shape = ModelShape.read(tiny_config().model.path)
     rollouts, positions = (
         x.reshape(-1) for x in np.meshgrid(np.arange(20), np.arange(50), indexing="ij")

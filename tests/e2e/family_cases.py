@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,42 @@ from r3.engine.weights import push
 from r3.handover.memory import State
 from r3.handover.weights import SyncError, export, prove_sync, prove_weights
 from r3.runtime.device import Device
-from tests.e2e.cases import World, signature
+from tests.engines import World, engine_from_disk, signature
+from tests.errors import message_of
 from tests.tiny import tiny_config
 
 
-def pushed_family(device: Device, *, model: str, out: str) -> dict[str, Any]:
-    """Push moved weights, prove them token by token, and compare with an engine freshly loaded from
-    their export.
+@dataclass(frozen=True, kw_only=True)
+class PushedFamily:
+    """An engine after a push, and one that loaded the same weights from files.
+
+    Attributes:
+        compared: tensors that the proof compared; gate and up of an expert count as one.
+        tensors: tensors that were pushed.
+        gates: experts over all layers.
+        tensors_equal: both engines have the same parameters and buffers, bit for bit.
+        reloaded: layers whose experts went through vLLM's reload, with the reason.
+        reload_equal: experts that go through the reload sample the same.
+        faults: message of the proof by planted fault.
+        moved: the push changed what is sampled.
+        equal: both engines sample the same.
+        proofs: largest log-probability differences of the proofs.
     """
+
+    compared: int
+    tensors: int
+    gates: int
+    tensors_equal: bool
+    reloaded: dict[str, str]
+    reload_equal: bool
+    faults: dict[str, str]
+    moved: bool
+    equal: bool
+    proofs: list[float]
+
+
+def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
+    """Push changed weights, prove them, and compare with an engine that loads their export."""
     world = World(device, tiny_config(model))
     world.sync(0)
     prompts = world.task.prompts.prompts[:4]
@@ -33,42 +61,29 @@ def pushed_family(device: Device, *, model: str, out: str) -> dict[str, Any]:
     world.sync(1)
     compared = prove_weights(world.stream, world.engine, world.mesh)
     proofs.append(prove_sync(world.engine, world.policy, prompts, world.config, world.mesh))
-    answers = world.collect(1).rollouts
-    pushed = signature(answers)
+    rollouts = world.collect(1).rollouts
+    pushed = signature(rollouts)
     folder = Path(out) / "export"
     export(folder, world.stream, world.policy, device, world.mesh, like=model, step=1)
     config = replace(world.config, model=replace(world.config.model, path=str(folder)))
-    fresh = Engine(
-        config,
-        device,
-        world.task.shape,
-        world.task.tokenizer,
-        max_model_len=world.task.max_model_len,
-        from_disk=True,
-    )
-    fresh.wake("weights")
-    fresh.wake("kv_cache")
-    fresh.policy_version, fresh._stale_cache = (
-        1,
-        False,
-    )  # it was loaded from the files, not pushed to
+    fresh = engine_from_disk(config, device, world.task, policy_version=1)
     equal = pushed == signature(world.collect(1, engine=fresh).rollouts)
     tensors = held_tensors(world.engine) == held_tensors(fresh)
     by_reload = push(world.engine.llm, world.stream.read(), world.task.shape, copy_experts=False)
     world.engine.reset_cache()
     again = signature(world.collect(1).rollouts)
-    return {
-        "compared": [compared, len(world.stream.shapes)],
-        "gates": world.policy.shape.num_experts * len(world.policy.shape.moe_layers),
-        "tensors_equal": tensors,
-        "reloaded": world.engine.reloaded_experts,
-        "reload_equal": again == pushed and not by_reload.unloaded,
-        "faults": planted_faults(world),
-        "moved": before != pushed,
-        "equal": equal,
-        "proofs": proofs,
-        "routes": list(answers[0].routed_experts.shape),
-    }
+    return PushedFamily(
+        compared=compared,
+        tensors=len(world.stream.shapes),
+        gates=world.policy.shape.num_experts * len(world.policy.shape.moe_layers),
+        tensors_equal=tensors,
+        reloaded=world.engine.reloaded_experts,
+        reload_equal=again == pushed and not by_reload.unloaded,
+        faults=planted_faults(world),
+        moved=before != pushed,
+        equal=equal,
+        proofs=proofs,
+    )
 
 
 def held_tensors(engine: Engine) -> dict[str, str]:
@@ -89,16 +104,14 @@ def held_tensors(engine: Engine) -> dict[str, str]:
 
 
 def planted_faults(world: World) -> dict[str, str]:
-    """Return what the comparison of weights says of engines with a planted fault."""
-    said: dict[str, str] = {}
+    """Return the message of the proof of weights by planted fault."""
+    messages: dict[str, str] = {}
 
     def provoke(name: str, plant: Callable[[Any], None]) -> None:
         world.engine.llm.collective_rpc(lambda worker: plant(worker.model_runner.get_model()))
-        try:
-            prove_weights(world.stream, world.engine, world.mesh)
-            said[name] = "nothing was raised"
-        except SyncError as error:
-            said[name] = str(error)
+        messages[name] = message_of(
+            lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError
+        )
         world.engine.load_weights(world.stream.shapes, world.stream.read(), policy_version=1)
 
     def one_number(model: Any) -> None:
@@ -120,4 +133,4 @@ def planted_faults(world: World) -> dict[str, str]:
     if world.policy.shape.tied:
         provoke("embedding", lambda model: model.model.embed_tokens.weight.data[5].zero_())
     prove_weights(world.stream, world.engine, world.mesh)
-    return said
+    return messages

@@ -1,14 +1,9 @@
-"""What the parts of the memory plan really take, counted tensor by tensor and allocation by
-allocation.
-"""
+"""Measured memory of each part of the memory plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from r3.algo import packing
 from r3.cli import memory_plan as plan
@@ -20,30 +15,12 @@ from r3.rollout.task import read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch
+from tests.memory import peak_bytes
 from tests.tiny import random_rollouts
 
 
-def peak_bytes(work: Callable[[], Any]) -> int:
-    """Most bytes that `work` had allocated at one time, beyond what was there before: torch's own
-    record of allocations.
-    """
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        work()
-    assert profile.profiler is not None
-    events: Sequence[Any] = profile.profiler.kineto_results.events()
-    live = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
 def engine_weight_bytes(model: Any) -> int:
-    """Bytes of a vLLM model's parameters. What oneDNN has packed out of torch's sight is counted by
-    the layer's sizes.
-    """
+    """Bytes of a vLLM model's parameters; what oneDNN packed is counted by the layer's sizes."""
     packed = sum(
         4 * module.input_size_per_partition * module.output_size_per_partition
         for module in model.modules()
@@ -54,8 +31,16 @@ def engine_weight_bytes(model: Any) -> int:
     return packed + sum(parameter.nbytes for parameter in model.parameters())
 
 
-def plan_and_measurement(device: Device) -> dict[str, dict[str, tuple[float, float]]]:
-    """Per setting and part of the plan: bytes planned, bytes measured."""
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Bytes of one part of the memory plan."""
+
+    planned: float
+    measured: float
+
+
+def plan_and_measurement(device: Device) -> dict[str, dict[str, Part]]:
+    """Measure the parts of the memory plan, by setting."""
     config = replace(tiny_smoke(), parallel=replace(tiny_smoke().parallel, ep=1))
     mesh = build_mesh(device, config.parallel)
     task = read_task(config)
@@ -68,10 +53,12 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, tuple[float, flo
     engine.wake("kv_cache")
     found = {
         "engine": {
-            "engine weights": (generate["engine weights"], engine_weight_bytes(model)),
-            "KV cache": (
-                generate["KV cache"],
-                sum(storage.nbytes() for storage in engine._sleeper._kv_storages()),
+            "engine weights": Part(
+                planned=generate["engine weights"], measured=engine_weight_bytes(model)
+            ),
+            "KV cache": Part(
+                planned=generate["KV cache"],
+                measured=sum(storage.nbytes() for storage in engine._sleeper._kv_storages()),
             ),
         }
     }
@@ -94,27 +81,28 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, tuple[float, flo
     )
     for dtype in ("float32", "bfloat16"):
         for recompute in ("none", "moe", "full"):
-            setting = replace(config, model=replace(config.model, dtype=dtype, recompute=recompute))
+            # The plan is that of grouped experts, as on a GPU; fused ones keep less.
+            model = replace(config.model, dtype=dtype, recompute=recompute, experts="grouped")
+            setting = replace(config, model=model)
             policy = Policy(setting, device, mesh, shape)
             policy.update(batch, total_updates=2)  # the optimizer makes its state in its first step
             peak = peak_bytes(lambda policy=policy: policy.forward_backward(batch))  # type: ignore[misc]
             train = plan.memory(setting, shape, 1)["TRAIN"]
             found[f"{dtype}, recompute {recompute}"] = {
-                "policy weights": (
-                    train["policy weights"],
-                    sum(t.nbytes for t in policy.parameter_buffers()),
+                "policy weights": Part(
+                    planned=train["policy weights"],
+                    measured=sum(t.nbytes for t in policy.parameter_buffers()),
                 ),
-                "gradients": (
-                    train["gradients"],
-                    sum(t.nbytes for t in policy.memory.gradient_buffers()),
+                "gradients": Part(
+                    planned=train["gradients"],
+                    measured=sum(t.nbytes for t in policy.memory.gradient_buffers()),
                 ),
-                "optimizer": (
-                    train["optimizer"],
-                    sum(tensor.nbytes for _, tensor in policy.memory.optimizer_tensors()),
+                "optimizer": Part(
+                    planned=train["optimizer"],
+                    measured=sum(t.nbytes for _, t in policy.memory.optimizer_tensors()),
                 ),
-                "activations and output layer": (
-                    train["activations"] + train["output layer"],
-                    peak,
+                "activations and output layer": Part(
+                    planned=train["activations"] + train["output layer"], measured=peak
                 ),
             }
             del policy

@@ -1,22 +1,19 @@
-"""Experiment E5: the same tokens of one engine scored by the policy with replayed and with live
-routes, batch by batch.
-"""
+"""Experiment E5: the same tokens scored with replayed and with live routes, batch by batch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3.handover.rollouts import PackingSpec, distribute
+from r3.handover.memory import State
 from r3.metrics.mismatch import mismatch
 from r3.policy import TokenScores
-from r3.rollout.scored import gather_rewards, score_all
 from r3.runtime.device import Device
 from r3.types import MicroBatch
-from tests.e2e.cases import World
+from tests.engines import World
 from tests.families import family_checkpoint
 from tests.tiny import tiny_config
 
@@ -26,8 +23,7 @@ TOPK, EXPERT_FFN = 4, 64
 def near_tie_checkpoint(
     folder: Path, *, dense: bool = False, head: float = 4.0, experts: float = 4.0
 ) -> Path:
-    """A random MoE of 16 experts, top 4, whose routers often stand near a tie, or its dense twin of
-    the same active size.
+    """Write a random MoE of 16 experts, top 4, with routers near ties, or its dense twin.
 
     A random model has near ties but flat logits, which hide every mismatch: `head` scales its
     logits and `experts` what the experts add to the residual stream, so that live routing in
@@ -56,6 +52,24 @@ def near_tie_checkpoint(
     return folder
 
 
+@dataclass(frozen=True, kw_only=True)
+class Paired:
+    """One batch, scored with live and with replayed routes; None for a dense model.
+
+    Attributes:
+        live, replay: mismatch of engine and policy.
+        tokens: loss tokens.
+        slots_differ: share of (token, layer) slots in which live routes differ from captured ones.
+        tokens_differ: share of tokens with such a slot.
+    """
+
+    live: dict[str, float]
+    replay: dict[str, float] | None = None
+    tokens: int | None = None
+    slots_differ: float | None = None
+    tokens_differ: float | None = None
+
+
 def figures_of(scores: TokenScores) -> dict[str, float]:
     """The mismatch panel of one pass."""
     columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
@@ -73,16 +87,12 @@ def paired(
     prompts: int = 4,
     group: int = 4,
     max_tokens: int = 24,
-) -> dict[str, Any]:
-    """Per batch: figures with routes replayed and live, and how many slots and tokens the two
-    routers decide differently.
-
-    The learning rate is nought, as it were: no update is made. Rows of a dense model have figures
-    of live routing only.
-    """
+    router_logits: str = "float32",
+) -> list[Paired]:
+    """Score sampled batches with replayed and with live routes; no update is made."""
     config = tiny_config(
         model,
-        model={"dtype": policy_dtype},
+        model={"dtype": policy_dtype, "router_logits": router_logits},
         engine={"dtype": engine_dtype},
         rollout={
             "prompts_per_step": prompts,
@@ -93,38 +103,32 @@ def paired(
     world = World(device, config)
     world.sync(0)
     rounds = [world.collect(0, step=step) for step in range(batches)]
-    world.residency.move(world.residency.state.TRAIN)
+    world.residency.move(State.TRAIN)
     rows = []
-    for answers in rounds:
-        scored = score_all(answers, gather_rewards(answers, world.mesh.world, config), config)
-        (batch,), _ = distribute(
-            scored,
-            world.mesh,
-            world.task.shape,
-            PackingSpec(micro_batch_tokens=4096, captured=world.engine.capture),
-        )
+    for collected in rounds:
+        batch = world.batch_of(collected, 4096)
         flat = batch.micro_batches
         if not world.engine.capture:
-            rows.append({"live": figures_of(world.policy.score(flat, mode="live"))})
+            rows.append(Paired(live=figures_of(world.policy.score(flat, mode="live"))))
             continue
-        live = world.policy.score(flat, mode="record")  # routes live, and keeps what it chose
+        live = world.policy.score(flat, mode="record")  # routes live, and keeps the routes
+        slots, tokens = _disagreement(flat, live.ledger.recorded)
         rows.append(
-            {
-                "replay": figures_of(world.policy.score(flat, mode="replay")),
-                "live": figures_of(live),
-                "tokens": batch.num_loss_tokens,
-            }
-            | _disagreement(flat, live.ledger.recorded)
+            Paired(
+                live=figures_of(live),
+                replay=figures_of(world.policy.score(flat, mode="replay")),
+                tokens=batch.num_loss_tokens,
+                slots_differ=slots,
+                tokens_differ=tokens,
+            )
         )
-    return {"rows": rows}
+    return rows
 
 
 def _disagreement(
     micro_batches: tuple[MicroBatch, ...], chosen: tuple[torch.Tensor, ...]
-) -> dict[str, float]:
-    """Shares of (token, layer) slots, and of tokens in any layer, where a live pass chose other
-    experts than the engine.
-    """
+) -> tuple[float, float]:
+    """Shares of (token, layer) slots, and of tokens in any layer, routed to other experts."""
     differs = [
         (live_NLK.sort(-1).values != micro_batch.routed_experts_NLK.long().sort(-1).values).any(-1)[
             micro_batch.captured_N
@@ -132,7 +136,4 @@ def _disagreement(
         for micro_batch, live_NLK in zip(micro_batches, chosen, strict=True)
     ]
     slots = torch.cat(differs)
-    return {
-        "slots_differ": float(slots.float().mean()),
-        "tokens_differ": float(slots.any(-1).float().mean()),
-    }
+    return float(slots.float().mean()), float(slots.any(-1).float().mean())

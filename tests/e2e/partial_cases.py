@@ -1,12 +1,10 @@
-"""Steps under a token budget with the real engine and other weights in each, compared with
-transformers' under those weights.
-"""
+"""Steps with a token budget and other weights in each, compared with transformers."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,14 +24,15 @@ from r3.rollout.step import BudgetError, RolloutSource, StepRollouts
 from r3.routing.ledger import captured_rows
 from r3.runtime.device import Device
 from r3.types import Rollout
-from tests.e2e.env_cases import CHATTY, Talker, Yardstick
+from tests.errors import message_of
+from tests.talkers import CHATTY, Talker, Yardstick, values
 from tests.tiny import tiny_config
 
 STEPS = 4
 
 
 def versions_of(folder: Path, device: Device) -> list[Path]:
-    """Checkpoints of the versions before the steps: the shipped model, each time moved a little."""
+    """Checkpoints of the policy versions: the shipped model with more and more noise."""
     folders = []
     for policy_version in range(STEPS):
         path = folder / f"version_{device.rank}_{device.world_size}_{policy_version}"
@@ -58,6 +57,7 @@ class Stepper(Talker):
         self.policy_versions = policy_versions
 
     def take(self, policy_version: int) -> None:
+        """Load the weights of a policy version into the engine."""
         tensors = {
             name: tensor
             for file in self.policy_versions[policy_version].glob("*.safetensors")
@@ -68,7 +68,7 @@ class Stepper(Talker):
         self.engine.reset_cache()
 
     def steps(self, config: Config, *, saved: Path | None = None, **env: Any) -> list[StepRollouts]:
-        """The steps; with `saved` what one leaves to the next goes through a checkpoint's files."""
+        """Sample all steps; with `saved`, partial rollouts go through checkpoint files."""
         settings = replace(self.config.env, **env)
         task = replace(
             self.task,
@@ -93,43 +93,130 @@ class Stepper(Talker):
         return rounds
 
 
-def fingerprint(rollout: Rollout) -> list[Any]:
-    """Everything of a rollout, bit for bit."""
-    return [
-        rollout.tokens_T.tolist(),
-        rollout.loss_mask_T.tolist(),
-        rollout.logprobs_T.tobytes().hex(),
-        rollout.routed_experts.astype(np.int16).tobytes().hex(),
-        rollout.finish_reason,
-        rollout.segments,
-        rollout.response,
-    ]
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """Everything of a rollout, bit for bit, and its reward."""
+
+    name: list[Any]  # prompt id, group, sample index
+    reward: float
+    tokens: list[int]
+    loss_mask: list[float]
+    logprobs: str
+    routes: str
+    finish_reason: str
+    segments: list[list[int]]
+    response: str
 
 
-def everything(rounds: Sequence[StepRollouts]) -> list[Any]:
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """Segments against forward passes of transformers.
+
+    Attributes:
+        worst: largest difference in the log-probability of a sampled token.
+        slots: (token, layer) slots.
+        wrong: slots with other experts.
+        worst_next, wrong_next: the same for the next policy version, which must differ.
+    """
+
+    worst: float
+    slots: int
+    wrong: int
+    worst_next: float
+    wrong_next: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Steps of one kind of conversation; the last three only with one rank.
+
+    Attributes:
+        rollouts: by step.
+        metrics: rollout/* by step.
+        versions: every segment against its own policy version.
+        complete: every rollout has tokens - 1 captured rows.
+        saved: steps that go through checkpoint files give the same.
+    """
+
+    rollouts: list[list[Copy]]
+    metrics: list[dict[str, float]]
+    versions: Versions | None = None
+    complete: bool | None = None
+    saved: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The last step as the trainer takes it.
+
+    Attributes:
+        old, marked: rollouts that an older version began, and those without a current token.
+        expected, captured: rows of routes.
+        too_old: message where only the newest version is allowed.
+    """
+
+    old: list[int]
+    marked: list[int]
+    count: int
+    expected: float
+    captured: float
+    too_old: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Steps by kind; the rest only with one rank.
+
+    Attributes:
+        groups: groups in a checkpoint, as one engine and as the first and second of two read them.
+        drop: without staleness, which drops what the budget interrupts.
+        off, plenty: without a budget, and with one that no conversation reaches.
+        nothing: message of a step in which nothing finishes.
+    """
+
+    kinds: dict[str, Kind]
+    groups: list[list[int]] = field(default_factory=list)
+    drop: Kind | None = None
+    off: list[list[Copy]] = field(default_factory=list)
+    plenty: list[list[Copy]] = field(default_factory=list)
+    nothing: str = ""
+    trained: Trained | None = None
+
+
+def copied(rounds: Sequence[StepRollouts]) -> list[list[Copy]]:
+    """Return all rollouts by step."""
     return [
         [
-            [each.prompt_id, each.group, each.sample_index, reward, fingerprint(each)]
+            Copy(
+                name=[each.prompt_id, each.group, each.sample_index],
+                reward=reward,
+                tokens=each.tokens_T.tolist(),
+                loss_mask=each.loss_mask_T.tolist(),
+                logprobs=each.logprobs_T.tobytes().hex(),
+                routes=each.routed_experts.astype(np.int16).tobytes().hex(),
+                finish_reason=each.finish_reason,
+                segments=[list(segment) for segment in each.segments],
+                response=each.response,
+            )
             for each, reward in zip(made.rollouts.rollouts, made.rollouts.rewards, strict=True)
         ]
         for made in rounds
     ]
 
 
-def metrics(made: StepRollouts) -> dict[str, float]:
-    parts = {
-        name: part for each in made.metrics for name, part in each.items() if "rollout/" in name
-    }
-    values = {name: type(part).reduce([part]) for name, part in parts.items()}
-    return {name: float(value) for name, value in values.items() if value is not None}
+def kind_of(rounds: Sequence[StepRollouts]) -> Kind:
+    """Return rollouts and metrics by step."""
+    metrics = [
+        values({k: part for each in made.metrics for k, part in each.items() if "rollout/" in k})
+        for made in rounds
+    ]
+    return Kind(rollouts=copied(rounds), metrics=metrics)
 
 
 @torch.no_grad()
-def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> dict[str, float]:
-    """Each segment against a forward pass of the version it says it is of; and against the next
-    one's, which must be others.
-    """
-    found = {"worst": 0.0, "slots": 0, "wrong": 0, "elsewhere": 0.0, "wrong_elsewhere": 0}
+def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> Versions:
+    """Compare each segment with forward passes of its own policy version and of the next one."""
+    found = Versions(worst=0.0, slots=0, wrong=0, worst_next=0.0, wrong_next=0)
     for rollout in rollouts:
         tokens = torch.from_numpy(rollout.tokens_T)[None]
         ends = [*(token for token, _ in rollout.segments[1:]), len(rollout.tokens_T)]
@@ -145,10 +232,8 @@ def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> dic
                     .numpy()
                 )
                 apart = abs(logprobs - rollout.logprobs_T[1:]) * rollout.loss_mask_T[1:]
-                first, last = (
-                    max(0, start - 1),
-                    end - 1,
-                )  # rows and targets of tokens start .. end - 1
+                # Rows and targets of tokens start .. end - 1.
+                first, last = max(0, start - 1), end - 1
                 worst = float(apart[first:last].max())
                 wrong, slots = 0, 0
                 for layer, scores in enumerate(output.router_logits):
@@ -158,17 +243,23 @@ def compare(rollouts: Sequence[Rollout], yardsticks: Sequence[Yardstick]) -> dic
                     wrong += int((chosen != given).any(-1)[first:last].sum())
                     slots += last - first
                 if shift:
-                    found["elsewhere"] = max(found["elsewhere"], worst)
-                    found["wrong_elsewhere"] += wrong
+                    found = replace(
+                        found,
+                        worst_next=max(found.worst_next, worst),
+                        wrong_next=found.wrong_next + wrong,
+                    )
                 else:
-                    found["worst"] = max(found["worst"], worst)
-                    found["slots"] += slots
-                    found["wrong"] += wrong
+                    found = replace(
+                        found,
+                        worst=max(found.worst, worst),
+                        slots=found.slots + slots,
+                        wrong=found.wrong + wrong,
+                    )
     return found
 
 
-def budgets(device: Device, *, folder: str) -> dict[str, Any]:
-    """Steps of short budgets, in every kind of conversation that differs under one."""
+def budgets(device: Device, *, folder: str) -> Budgets:
+    """Sample steps with short budgets, in every kind of conversation."""
     where = Path(folder) / f"{device.world_size}_{device.rank}"
     where.mkdir()
     file = where / "chatty.py"
@@ -190,7 +281,7 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
         "chatty": {"path": f"{file}:Chatty", "max_turn_tokens": 20},
         "stops": {"path": f"{file}:Stops", "max_turn_tokens": 20},
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Kind] = {}
     yardsticks = (
         [Yardstick(str(path)) for path in policy_versions] if device.world_size == 1 else []
     )
@@ -198,21 +289,25 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
         short = replace(config, rollout=replace(config.rollout, step_token_budget=6))
         budget = short if kind == "stops" else config  # its messages are short
         rounds = stepper.steps(budget, **env)
-        found[kind] = {"all": everything(rounds), "metrics": [metrics(made) for made in rounds]}
+        results[kind] = kind_of(rounds)
         if not yardsticks:
             continue
         rollouts = [each for made in rounds for each in made.rollouts.rollouts]
-        found[kind] |= compare(rollouts, yardsticks)
-        found[kind]["whole"] = all(
+        complete = all(
             len(each.routed_experts) == len(each.tokens_T) - 1 and each.routed_experts.min() >= 0
             for each in rollouts
         )
         again = stepper.steps(budget, saved=where / kind, **env)
-        found[kind]["saved"] = everything(again) == found[kind]["all"]
+        results[kind] = replace(
+            results[kind],
+            versions=compare(rollouts, yardsticks),
+            complete=complete,
+            saved=copied(again) == results[kind].rollouts,
+        )
     if not yardsticks:
-        return found
+        return Budgets(kinds=results)
 
-    # Two engines' files for one, and one's for two: every group is there once.
+    # The file of one engine, read by one and by two: every group is there once.
     left = from_checkpoint(
         where / "single" / "step_2",
         stepper.task.prompts.prompts,
@@ -230,26 +325,36 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
         )
         for i in range(2)
     ]
-    found["groups"] = [left.groups, *(part.groups for part in parts)]
+    groups = [left.groups, *(part.groups for part in parts)]
 
     dropping = replace(
         config, rollout=replace(config.rollout, max_staleness=0, step_token_budget=24)
     )
-    rounds = stepper.steps(dropping)
-    found["drop"] = {"all": everything(rounds), "metrics": [metrics(made) for made in rounds]}
-    # A budget that nobody reaches changes nothing at all.
-    for name, budget in (("off", 0), ("plenty", 60)):
-        unbounded = replace(
-            config, rollout=replace(config.rollout, max_staleness=0, step_token_budget=budget)
+    drop = kind_of(stepper.steps(dropping))
+    # A budget that no conversation reaches changes nothing.
+    off, plenty = (
+        copied(
+            stepper.steps(
+                replace(dropping, rollout=replace(dropping.rollout, step_token_budget=budget))
+            )
         )
-        found[name] = everything(stepper.steps(unbounded))
-    try:
-        stepper.steps(replace(dropping, rollout=replace(dropping.rollout, step_token_budget=2)))
-        found["nothing"] = "nothing was raised"
-    except BudgetError as error:
-        found["nothing"] = str(error)
+        for budget in (0, 60)
+    )
+    tiny = replace(dropping, rollout=replace(dropping.rollout, step_token_budget=2))
+    nothing = message_of(lambda: stepper.steps(tiny), BudgetError)
+    return Budgets(
+        kinds=results,
+        groups=groups,
+        drop=drop,
+        off=off,
+        plenty=plenty,
+        nothing=nothing,
+        trained=trained(stepper, config),
+    )
 
-    # What the trainer takes: the last step of "single" has rollouts of several versions.
+
+def trained(stepper: Stepper, config: Config) -> Trained:
+    """Distribute the last of all steps, whose rollouts are of several policy versions."""
     rounds = stepper.steps(config)
     scored = [score_all(made.rollouts, made.rewards, config) for made in rounds][-1]
     current = STEPS - 1
@@ -268,13 +373,15 @@ def budgets(device: Device, *, folder: str) -> dict[str, Any]:
         )
         if index >= 0 and not bool(micro_batch.current_N[start:end].any())
     }
-    found["marked"] = [sorted(old), sorted(marked), len(scored)]
     rows = captured_rows([item.rollout for item in scored])
-    found["captured"] = [rows["routing/rows_expected"].value, rows["routing/rows_captured"].value]
-    try:
-        spec = PackingSpec(micro_batch_tokens=512, policy_versions=(current,))
-        distribute(scored, stepper.mesh, stepper.task.shape, spec)
-        found["too old"] = "nothing was raised"
-    except RuntimeError as error:
-        found["too old"] = f"{type(error).__name__}: {error}"
-    return found
+    newest = PackingSpec(micro_batch_tokens=512, policy_versions=(current,))
+    return Trained(
+        old=sorted(old),
+        marked=sorted(marked),
+        count=len(scored),
+        expected=rows["routing/rows_expected"].value,
+        captured=rows["routing/rows_captured"].value,
+        too_old=message_of(
+            lambda: distribute(scored, stepper.mesh, stepper.task.shape, newest), RuntimeError
+        ),
+    )

@@ -1,27 +1,44 @@
-"""What each rank does in test_precision.py: engine and policy in bfloat16, with and without a
-float32 head.
-"""
+"""Engine and policy in bfloat16, with and without a float32 output layer."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from r3.engine.build import require_head_type
-from r3.handover.rollouts import PackingSpec, distribute
+from r3.handover.memory import State
 from r3.metrics.mismatch import mismatch
-from r3.rollout.scored import gather_rewards, score_all
 from r3.runtime.device import Device
-from tests.e2e.cases import World
+from tests.engines import World
+from tests.errors import message_of
 from tests.tiny import tiny_config
 
 
-def head(device: Device, *, fp32: bool, model: str = "") -> dict[str, Any]:
-    """After a push of moved weights: in which type both sides make logits, and how far their
-    log-probabilities are apart.
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Output layers of engine and policy.
+
+    Attributes:
+        refusal: message about an engine whose head has the other type.
+        types: types of the engine's logits.
+        rounded: whether all of them are bfloat16 numbers.
+        tokens: sampled tokens.
+        policy_error: largest difference of the policy's log-probabilities from float64 products.
+        figures: mismatch of engine and policy.
     """
+
+    refusal: str
+    types: list[str]
+    rounded: bool
+    tokens: float
+    policy_error: float
+    figures: dict[str, float]
+
+
+def head(device: Device, *, fp32: bool, model: str = "") -> Precision:
+    """Push changed weights; compare the output layers of engine and policy."""
     config = tiny_config(
         model,
         model={"dtype": "bfloat16", "fp32_head": fp32},
@@ -42,15 +59,9 @@ def head(device: Device, *, fp32: bool, model: str = "") -> dict[str, Any]:
         worker.model_runner.get_model().logits_processor.register_forward_hook(watch)
 
     world.engine.llm.collective_rpc(look)
-    answers = world.collect(0)
-    world.residency.move(world.residency.state.TRAIN)
-    scored = score_all(answers, gather_rewards(answers, world.mesh.world, config), config)
-    (batch,), _ = distribute(
-        scored,
-        world.mesh,
-        world.task.shape,
-        PackingSpec(micro_batch_tokens=1024),
-    )
+    collected = world.collect(0)
+    world.residency.move(State.TRAIN)
+    batch = world.batch_of(collected, 1024)
     policy = world.policy
     hidden: list[torch.Tensor] = []
     policy.chunks[0].decoder.final_layernorm.register_forward_hook(
@@ -69,16 +80,11 @@ def head(device: Device, *, fp32: bool, model: str = "") -> dict[str, Any]:
     columns = [torch.cat(c) for c in (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)]
     parts = mismatch(*columns)
     other = replace(config, model=replace(config.model, fp32_head=not fp32))
-    try:
-        require_head_type(world.engine.llm, other)
-        said = "nothing was raised"
-    except AssertionError as error:
-        said = str(error)
-    return {
-        "said": said,
-        "types": sorted(types),
-        "rounded": all(rounded),
-        "tokens": float(columns[2].sum()),
-        "policy_error": float((columns[0] - exact_N).abs().max()),
-        "figures": {name: type(part).reduce([part]) for name, part in parts.items()},
-    }
+    return Precision(
+        refusal=message_of(lambda: require_head_type(world.engine.llm, other), AssertionError),
+        types=sorted(types),
+        rounded=all(rounded),
+        tokens=float(columns[2].sum()),
+        policy_error=float((columns[0] - exact_N).abs().max()),
+        figures={name: type(part).reduce([part]) for name, part in parts.items()},
+    )

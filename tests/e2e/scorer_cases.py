@@ -1,10 +1,11 @@
-"""Rounds of real conversations under scorers of every kind, and when each result came."""
+"""Rounds of real conversations with scorers of every kind, and when each result arrived."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from r3.config import RewardConfig
@@ -14,8 +15,30 @@ from r3.rollout.collect import CollectedRollouts
 from r3.runtime.device import Device
 from r3.runtime.workers import Pool, Threads
 from r3.types import Prompt, Rollout
-from tests.e2e.env_cases import Talker
+from tests.talkers import Talker, values
 from tests.tiny import tiny_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One round, by "GROUP/SAMPLE".
+
+    Attributes:
+        parts: rewards of each component.
+        overlap: conversations that had their reward while others were still sampled.
+        judged: conversations that had a reward.
+        single: rewards of the reward model one by one.
+    """
+
+    tokens: dict[str, list[int]]
+    responses: dict[str, str]
+    rewards: dict[str, float]
+    parts: dict[str, dict[str, float]]
+    metrics: dict[str, float]
+    overlap: int
+    judged: int
+    seconds: float
+    single: dict[str, float] = field(default_factory=dict)
 
 
 class Watched(Scorer):
@@ -28,12 +51,7 @@ class Watched(Scorer):
         self.judged: dict[Any, float] = {}
 
     def submit(
-        self,
-        key: Any,
-        rollout: Rollout,
-        prompt: Prompt,
-        *,
-        environment_reward: float | None = None,
+        self, key: Any, rollout: Rollout, prompt: Prompt, *, environment_reward: float | None = None
     ) -> None:
         self.ended[key] = time.monotonic()
         super().submit(key, rollout, prompt, environment_reward=environment_reward)
@@ -44,7 +62,7 @@ class Watched(Scorer):
         return reward_results
 
     def overlap(self) -> int:
-        """Conversations that had their reward while others were still being written."""
+        """Count the conversations that had their reward while others were still sampled."""
         return sum(when < max(self.ended.values()) for when in self.judged.values())
 
 
@@ -61,9 +79,7 @@ def round_of(
     max_tokens: int = 200,
     keep_failed: bool = False,
 ) -> tuple[CollectedRollouts, Watched, float]:
-    """One round of two answers to each of some prompts; what came, who came when, and the seconds
-    it took.
-    """
+    """Sample one round of four responses per prompt; also return when each ended, and seconds."""
     watched = Watched(scorer)
     began = time.monotonic()
     collected = talker.collector(
@@ -79,38 +95,31 @@ def round_of(
     return collected, watched, seconds
 
 
-def told(collected: CollectedRollouts, watched: Watched, seconds: float) -> dict[str, Any]:
-    """A round as JSON."""
+def told(collected: CollectedRollouts, watched: Watched, seconds: float) -> Judged:
+    """Return what the tests compare of a round."""
     names = [f"{rollout.group}/{rollout.sample_index}" for rollout in collected.rollouts]
-    return {
-        "tokens": dict(
-            zip(names, (rollout.tokens_T.tolist() for rollout in collected.rollouts), strict=True)
-        ),
-        "responses": dict(
-            zip(names, (rollout.response for rollout in collected.rollouts), strict=True)
-        ),
-        "rewards": dict(zip(names, collected.rewards, strict=True)),
-        "parts": {
+    rollouts = collected.rollouts
+    return Judged(
+        tokens=dict(zip(names, (each.tokens_T.tolist() for each in rollouts), strict=True)),
+        responses=dict(zip(names, (each.response for each in rollouts), strict=True)),
+        rewards=dict(zip(names, collected.rewards, strict=True)),
+        parts={
             f"{group}/{sample_index}": dict(parts)
             for (group, sample_index), parts in collected.parts.items()
         },
-        "facts": {
-            name: float(type(part).reduce([part])) for name, part in collected.metrics.items()
-        },
-        "overlap": watched.overlap(),
-        "judged": len(watched.judged),
-        "seconds": seconds,
-    }
+        metrics=values(collected.metrics),
+        overlap=watched.overlap(),
+        judged=len(watched.judged),
+        seconds=seconds,
+    )
 
 
 def kinds(
     device: Device, *, file: str, reward_model: str, url: str, prompt_file: str
-) -> dict[str, Any]:
-    """The same round under a quick judge, a slow one, a reward model, a server, and one that fails
-    for some.
-    """
+) -> dict[str, Judged]:
+    """Sample the same round with scorers of every kind."""
     engine = talker(device)
-    found: dict[str, Any] = {}
+    found: dict[str, Judged] = {}
 
     def run(
         name: str, settings: RewardConfig, *, keep_failed: bool = False, model: Any = None
@@ -131,10 +140,11 @@ def kinds(
     model.wake(device)
     run("model", settings, model=model)
     prompts = engine.task.prompts.prompts
-    found["model"]["single"] = {
+    single = {
         name: model.score(response, prompts[int(name.partition("/")[0])])
-        for name, response in found["model"]["responses"].items()
+        for name, response in found["model"].responses.items()
     }
+    found["model"] = replace(found["model"], single=single)
     server = RewardConfig(
         function=("http",),
         url=url,

@@ -4,49 +4,47 @@ was scheduled.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.e2e import capture_cases as cases
+from tests.e2e.capture_cases import Captured
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def found() -> Captured:
     (result,) = run_world(cases.captured, 1)
     return result
 
 
-def test_rows_are_what_a_hook_on_the_routers_saw(found: dict[str, Any]) -> None:
-    assert found["cold_cached_tokens"] == 0
-    assert found["rows"] == found["rows_expected"] > 2000
-    assert found["rows_unlike_the_routers"] == 0
-    assert found["late_rows_unlike_the_routers"] > 10, (
+def test_rows_are_what_a_hook_on_the_routers_saw(found: Captured) -> None:
+    assert found.cold_cached_tokens == 0
+    assert found.rows == found.rows_expected > 2000
+    assert found.rows_differ == 0
+    assert found.late_rows_differ > 10, (
         "routes late by a token must show, or equality shows nothing"
     )
 
 
-def test_cached_prefixes_and_neighbours_change_no_byte(found: dict[str, Any]) -> None:
-    assert found["warm_cached_tokens"] >= 32  # one block at least
-    assert found["warm_equal"]
-    assert found["together_equal"]
+def test_cached_prefixes_and_neighbours_change_no_byte(found: Captured) -> None:
+    assert found.warm_cached_tokens >= 32  # one block at least
+    assert found.warm_equal
+    assert found.together_equal
 
 
-def test_members_share_the_routes_of_their_prompt_and_nothing_else(found: dict[str, Any]) -> None:
-    assert found["members_answers"] > 1
-    assert found["members_prompt_routes"] == 1
+def test_members_share_the_routes_of_their_prompt_and_nothing_else(found: Captured) -> None:
+    assert found.responses > 1
+    assert found.prompt_routes == 1
 
 
-def test_preempted_requests_return_the_same_bytes(found: dict[str, Any]) -> None:
-    assert (
-        found["preemptions"] >= 1
-    )  # three on the machines seen: most answers end inside their block
-    assert found["preempted_differ"] == []
+def test_preempted_requests_return_the_same_bytes(found: Captured) -> None:
+    # Three on the machines seen: most answers end inside their block
+    assert found.preemptions >= 1
+    assert found.preempted_differ == []
 
 
-def test_aborted_request_is_an_error_and_leaves_nothing_behind(found: dict[str, Any]) -> None:
-    assert "the engine lost turns" in found["abort"]
-    assert found["after_abort_equal"]
+def test_aborted_request_is_an_error_and_leaves_nothing_behind(found: Captured) -> None:
+    assert "the engine lost turns" in found.abort
+    assert found.after_abort_equal

@@ -49,9 +49,8 @@ def test_broken_path_fails_with_exit_code_1(tmp_path: Path) -> None:
     assert "FAIL  route path" in done.stdout
     assert "slots were routed elsewhere" in done.stdout
     assert "pass  collectives" in done.stdout
-    assert (
-        "FAILED: route path, sync" in done.stdout
-    )  # float32: the proof of the sync replays, and sees it as well
+    # float32: the proof of the sync replays, and sees it as well
+    assert "FAILED: route path, sync" in done.stdout
     assert "skipped: needs sync" in done.stdout
 
 
@@ -60,10 +59,8 @@ def test_known_answer_test_notices_every_fault_and_only_faults() -> None:
         for name in ("sound", "sound again"):
             assert "1688 coded (token, layer) slots read back right, each once" in found.pop(name)
         assert len(found) == 7
-        for name in (
-            "samples swapped",
-            "packed backwards",
-        ):  # caught by the checksums, before any router
+        # Caught by the checksums, before any router
+        for name in ("samples swapped", "packed backwards"):
             said = found.pop(name)
             assert said.startswith("RouteError: rollout "), said
             assert "packed tokens and routes are not those that were sent" in said

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import cases
+from tests.e2e import guard_cases, push_cases, step_cases
+from tests.errors import NOTHING
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -28,20 +29,22 @@ def test_push_makes_the_engine_bit_identical_to_a_freshly_loaded_one(
     ranks: int, ep: int, hosts: list[str] | None, reads: str, tmp_path: Path
 ) -> None:
     for result in run_world(
-        cases.push_equals_fresh_engine, ranks, ep=ep, out=str(tmp_path), hosts=hosts
+        push_cases.push_equals_fresh_engine, ranks, ep=ep, out=str(tmp_path), hosts=hosts
     ):
-        assert result["moved"], (
+        assert result.moved, (
             "the moved weights must sample something else, or the test shows nothing"
         )
-        assert result["equal"]
-        assert result["cached_equal"]
-        own, peer, network = result["reads"]
-        assert own > 0
-        assert (peer > 0, network > 0) == (reads == "peer", reads == "network")
+        assert result.equal
+        assert result.cached_equal
+        assert result.local_reads > 0
+        assert (result.peer_reads > 0, result.network_reads > 0) == (
+            reads == "peer",
+            reads == "network",
+        )
 
 
 def test_engine_refuses_every_wrong_order_and_every_incomplete_push() -> None:
-    (said,) = run_world(cases.engine_guards, 1)
+    (found,) = run_world(guard_cases.engine_guards, 1)
     expected = {
         "push asleep": "call wake('weights') first",
         "generate asleep": "kv_cache and weights sleep",
@@ -60,36 +63,32 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push() -> None:
         "stale": "does not have the policy's weights",
     }
     for name, text in expected.items():
-        assert text in said[name], f"{name}: {said[name]}"
-    assert int(said["works"]) >= 1
-    unfit = {
-        name.removeprefix("unfit "): text
-        for name, text in said.items()
-        if name.startswith("unfit ")
-    }
-    assert len(unfit) == 20
-    assert "enable_return_routed_experts is True, must be False" in unfit.pop("other side")
-    for name, text in unfit.items():
-        assert text.startswith(f"the engine cannot be used\n  - {name} is "), f"{name}: {text}"
-        assert len(text.splitlines()) == 2, "one fault, one line"
-    assert said["fit"] == "nothing was raised"
+        assert text in found.messages[name], f"{name}: {found.messages[name]}"
+    assert found.works
+    assert len(found.unfit) == 19
+    assert "enable_return_routed_experts is True, must be False" in found.other_side
+    for name, text in found.unfit.items():
+        title, *faults = text.splitlines()
+        assert title == "EngineConfigError: the engine cannot be used"
+        assert len(faults) == 1 and faults[0].startswith(f"  - {name} is "), f"{name}: {text}"
+    assert found.fit == NOTHING
 
 
 @pytest.mark.parametrize("ep", [1, 2], ids=["dp2", "ep2"])
 def test_captured_routes_are_the_routes_that_were_used(ep: int) -> None:
-    for result in run_world(cases.step_routes, 2, ep=ep):
-        assert result["slots"] > 1000
-        assert result["wrong"] == 0
-        assert result["abs_max"] <= 1e-4  # two float32 stacks: rounding leaves some 1e-6
-        assert result["proof"] <= 1e-4
+    for result in run_world(step_cases.step_routes, 2, ep=ep):
+        assert result.slots > 1000
+        assert result.wrong == 0
+        assert result.abs_max <= 1e-4  # two float32 stacks: rounding leaves some 1e-6
+        assert result.proof <= 1e-4
 
 
 def test_what_is_sampled_does_not_depend_on_ranks_or_batching() -> None:
-    (one,) = run_world(cases.sampled, 1, ep=1)
-    (narrow,) = run_world(cases.sampled, 1, ep=1, max_num_seqs=3, async_scheduling=False)
-    left, right = run_world(cases.sampled, 2, ep=2)
+    (one,) = run_world(step_cases.sampled, 1, ep=1)
+    (narrow,) = run_world(step_cases.sampled, 1, ep=1, max_num_seqs=3, async_scheduling=False)
+    left, right = run_world(step_cases.sampled, 2, ep=2)
     assert len(one) == 32
-    assert len(set(one.values())) > 16, "members must not share their noise"
+    assert len(set(one.values())) > 16, "samples must not share their noise"
     assert left.keys().isdisjoint(right)
     assert left | right == one
     assert narrow == one
@@ -97,12 +96,12 @@ def test_what_is_sampled_does_not_depend_on_ranks_or_batching() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_leaves_and_comes_back_bit_for_bit(dtype: str) -> None:
-    (result,) = run_world(cases.memory_moves, 1, dtype=dtype)
+    (result,) = run_world(step_cases.memory_moves, 1, dtype=dtype)
     # the cache of 0.5 GiB leaves the resident set while the policy trains; 0.1 is left for what
     # grows meanwhile
-    assert result["generate_gib"] - result["asleep_gib"] >= 0.4
-    assert result["gradient_bytes_in_generate"] == 0
-    assert result["optimizer_bytes_in_generate"] == 0
-    assert result["optimizer_tensors"] > 50
-    assert result["restored"]
-    assert result["random_state_kept"]
+    assert result.generate_gib - result.asleep_gib >= 0.4
+    assert result.gradient_bytes_in_generate == 0
+    assert result.optimizer_bytes_in_generate == 0
+    assert result.optimizer_tensors > 50
+    assert result.restored
+    assert result.random_state_kept

@@ -1,17 +1,15 @@
-"""Conversations of several turns: what was sampled is what is trained, with the routes that
-produced it, whatever happens.
-"""
+"""Conversations of several turns: the sampled tokens and their routes are what is trained on."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from r3.envs.calculator import evaluate
-from tests.e2e import env_cases
+from tests.e2e import refill_cases, talk_cases, trouble_cases
+from tests.e2e.talk_cases import Talk, Talks
 from tests.runs import rows_of, run
 from tests.world import run_world
 
@@ -19,23 +17,22 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def talks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (found,) = run_world(
-        env_cases.talks, 1, folder=str(tmp_path_factory.mktemp("envs")), timeout_s=300.0
-    )
-    result: dict[str, Any] = found
-    return result
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Talks:
+    folder = str(tmp_path_factory.mktemp("envs"))
+    (found,) = run_world(talk_cases.talks, 1, folder=folder, timeout_s=300.0)
+    return found
 
 
-def agrees_with_transformers(conversation_setup: dict[str, Any]) -> None:
-    assert conversation_setup["slots"] > 500
+def agrees_with_transformers(talk: Talk) -> None:
+    agreement = talk.agreement
+    assert agreement is not None and agreement.slots > 500
     # Float32 on both sides: a near tie of two experts flips once in ten thousand slots at most, a
     # shift flips most.
-    assert conversation_setup["wrong"] <= conversation_setup["slots"] / 5000
-    assert conversation_setup["worst"] <= 1e-4  # rounding of two float32 stacks leaves some 1e-6
-    for rollout in conversation_setup["rollouts"]:
-        assert rollout["rows"] == len(rollout["tokens"]) - 1
-        assert rollout["observed_logprobs"] == 0.0
+    assert agreement.wrong <= agreement.slots / 5000
+    assert agreement.worst <= 1e-4  # rounding of two float32 stacks leaves some 1e-6
+    for rollout in talk.rollouts:
+        assert rollout.rows == len(rollout.tokens) - 1
+        assert rollout.observed_logprobs == 0.0
 
 
 KINDS = (
@@ -51,17 +48,16 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "calculator"])
-def test_conversations_equal_transformers(talks: dict[str, Any], kind: str) -> None:
-    agrees_with_transformers(talks[kind])
-    assert len(talks[kind]["rollouts"]) == 16
-    if "routing/overlap_differs" in talks[kind]["facts"]:
-        assert talks[kind]["facts"]["routing/overlap_differs"] == 0.0
+def test_conversations_equal_transformers(talks: Talks, kind: str) -> None:
+    agrees_with_transformers(talks.kinds[kind])
+    assert len(talks.kinds[kind].rollouts) == 16
+    assert talks.kinds[kind].metrics.get("routing/overlap_differs", 0.0) == 0.0
 
 
 def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(
-    talks: dict[str, Any],
+    talks: Talks,
 ) -> None:
-    said = talks["guards"]
+    said = talks.guards
     assert said["right"] == "True True"
     assert (
         "again, and 16 of them name other experts" in said["shifted"]
@@ -70,27 +66,25 @@ def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(
     assert "rows of routes, got shape" in said["too few"]
 
 
-def test_conversations_have_the_turns_they_should(talks: dict[str, Any]) -> None:
-    assert {r["turns"] for r in talks["plain"]["rollouts"]} == {1}
-    assert talks["plain"]["facts"] == {}
+def test_conversations_have_the_turns_they_should(talks: Talks) -> None:
+    assert {len(r.turns) for r in talks.kinds["plain"].rollouts} == {1}
+    assert talks.kinds["plain"].metrics == {}
     for kind in ("chatty", "tool in workers"):
-        assert {r["turns"] for r in talks[kind]["rollouts"]} <= {1, 2, 3, 4}
-        assert talks[kind]["facts"]["env/turns_mean"] > 1.5
-    assert any(
-        "<tool_response>and then" in r["after"][0] for r in talks["tool in workers"]["rollouts"]
-    )
-    few = [(r["turns"], r["finish_reason"]) for r in talks["few turns"]["rollouts"]]
+        assert {len(r.turns) for r in talks.kinds[kind].rollouts} <= {1, 2, 3, 4}
+        assert talks.kinds[kind].metrics["env/turns_mean"] > 1.5
+    assert any("<tool_response>and then" in r.text for r in talks.kinds["tool in workers"].rollouts)
+    few = [(len(r.turns), r.finish_reason) for r in talks.kinds["few turns"].rollouts]
     assert set(few) <= {(2, "turns"), (2, "length"), (1, "length")} and few.count((2, "turns")) > 8
-    assert talks["game"]["facts"]["env/turns_mean"] > 2
+    assert talks.kinds["game"].metrics["env/turns_mean"] > 2
 
 
-def test_the_calculator_replies_to_the_sums_that_the_model_begins(talks: dict[str, Any]) -> None:
+def test_the_calculator_replies_to_the_sums_that_the_model_begins(talks: Talks) -> None:
     replies = [
         (text, reply)
-        for rollout in talks["calls"]["rollouts"]
+        for rollout in talks.kinds["calls"].rollouts
         for text, reply in re.findall(
             r"(\d+[+-]\d+)=<\|im_end\|>\n<\|im_start\|>user\n<tool_response>(-?\d+)<",
-            rollout["after"][0],
+            rollout.text,
         )
     ]
     assert replies, "at temperature 1 some of 16 conversations write their steps"
@@ -98,16 +92,15 @@ def test_the_calculator_replies_to_the_sums_that_the_model_begins(talks: dict[st
 
 
 def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(
-    talks: dict[str, Any],
+    talks: Talks,
 ) -> None:
-    cut = [r for r in talks["cut turns"]["rollouts"] if r["turns"] > 1]
+    cut = [r for r in talks.kinds["cut turns"].rollouts if len(r.turns) > 1]
     assert cut
     for rollout in cut:
-        for said in rollout["said"][:-1]:
-            assert f"{said}<|im_end|>\n<|im_start|>user\nand then" in rollout["after"][
-                0
-            ] or said.endswith("<|im_end|>")
-    stopped = [said for r in talks["stop strings"]["rollouts"] for said in r["said"]]
+        for said in rollout.turns[:-1]:
+            closed = f"{said}<|im_end|>\n<|im_start|>user\nand then"
+            assert closed in rollout.text or said.endswith("<|im_end|>")
+    stopped = [said for r in talks.kinds["stop strings"].rollouts for said in r.turns]
     assert any(said.endswith(("=", "+", "####")) for said in stopped)
     for said in stopped:
         text = said.removesuffix("<|im_end|>")
@@ -116,103 +109,97 @@ def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(
         )
 
 
-def test_conversations_never_outgrow_their_room(talks: dict[str, Any]) -> None:
-    for rollout in talks["little room"]["rollouts"]:
-        assert rollout["said"]
-    assert "length" in {r["finish_reason"] for r in talks["little room"]["rollouts"]}
+def test_conversations_never_outgrow_their_room(talks: Talks) -> None:
+    for rollout in talks.kinds["little room"].rollouts:
+        assert rollout.turns
+    assert "length" in {r.finish_reason for r in talks.kinds["little room"].rollouts}
 
 
-def test_rewards_of_turns_add_up_and_functions_score_the_others(
-    talks: dict[str, Any],
-) -> None:
-    plain = talks["plain"]
-    assert plain["rewards"] == [float(len(r["response"])) for r in plain["rollouts"]]
+def test_rewards_of_turns_add_up_and_functions_score_the_others(talks: Talks) -> None:
+    plain = talks.kinds["plain"]
+    assert plain.rewards == [float(len(r.response)) for r in plain.rollouts]
     for rollout, reward in zip(
-        talks["few turns"]["rollouts"], talks["few turns"]["rewards"], strict=True
+        talks.kinds["few turns"].rollouts, talks.kinds["few turns"].rewards, strict=True
     ):
-        assert reward == 0.25 * rollout["turns"]
-    assert all(0 <= reward <= 1 for reward in talks["game"]["rewards"])
+        assert reward == 0.25 * len(rollout.turns)
+    assert all(0 <= reward <= 1 for reward in talks.kinds["game"].rewards)
 
 
-def sampled(conversation_setup: dict[str, Any]) -> dict[str, list[int]]:
-    return {rollout["who"]: rollout["tokens"] for rollout in conversation_setup["rollouts"]}
+def sampled(talk: Talk) -> dict[str, list[int]]:
+    return {rollout.name: rollout.tokens for rollout in talk.rollouts}
 
 
 def test_samples_do_not_depend_on_ranks_or_on_the_speed_of_tools(
-    talks: dict[str, Any], tmp_path: Path
+    talks: Talks, tmp_path: Path
 ) -> None:
-    left, right = run_world(env_cases.talks, 2, folder=str(tmp_path), timeout_s=400.0)
+    left, right = run_world(talk_cases.talks, 2, folder=str(tmp_path), timeout_s=400.0)
     for kind in (*KINDS, "calculator"):
-        mine, theirs = sampled(left[kind]), sampled(right[kind])
+        mine, theirs = sampled(left.kinds[kind]), sampled(right.kinds[kind])
         assert mine.keys().isdisjoint(theirs)
-        assert mine | theirs == sampled(talks[kind]), kind
+        assert mine | theirs == sampled(talks.kinds[kind]), kind
 
 
 def test_an_engine_of_two_ranks_holds_the_same_kind_of_conversation(tmp_path: Path) -> None:
     first, second = run_world(
-        env_cases.talks, 2, folder=str(tmp_path), engine_tp=2, timeout_s=400.0
+        talk_cases.talks, 2, folder=str(tmp_path), engine_tp=2, timeout_s=400.0
     )
     for kind in KINDS:
-        assert second[kind]["rollouts"] == []
-        assert len(first[kind]["rollouts"]) == 16
-        agrees_with_transformers(first[kind])
+        assert second.kinds[kind].rollouts == []
+        assert len(first.kinds[kind].rollouts) == 16
+        agrees_with_transformers(first.kinds[kind])
 
 
 def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(tmp_path: Path) -> None:
-    (found,) = run_world(env_cases.trouble, 1, folder=str(tmp_path), limit_s=12.0)
-    crash, hang, slow = found["crash"], found["hang"], found["slow"]
-    calm = found["calm"]
-    assert len(calm["tokens"]) == 64 and set(calm["rewards"].values()) == {1.0}
+    (found,) = run_world(trouble_cases.trouble, 1, folder=str(tmp_path), limit_s=12.0)
+    crash, hang, rounds = found.crash, found.hang, found.rounds
+    calm, dropped = rounds["calm"], rounds["drop"]
+    assert len(calm.tokens) == 64 and set(calm.rewards.values()) == {1.0}
 
-    dropped = found["drop"]
-    assert calm["tokens"].keys() - dropped["tokens"].keys() == {crash, hang}
-    assert all(dropped["tokens"][who] == calm["tokens"][who] for who in dropped["tokens"])
-    assert set(dropped["rewards"].values()) == {1.0}
-    facts = dropped["facts"]
+    assert calm.tokens.keys() - dropped.tokens.keys() == {crash, hang}
+    assert all(dropped.tokens[who] == calm.tokens[who] for who in dropped.tokens)
+    assert set(dropped.rewards.values()) == {1.0}
+    facts = dropped.metrics
     assert (facts["env/crashes"], facts["env/timeouts"], facts["env/retries"]) == (2, 2, 2)
     assert (facts["env/dropped"], facts["env/zeroed"], facts["env/errors"]) == (2, 0, 0)
 
     for name, failed in (("zero", {crash, hang}), ("kept", {crash})):
-        run = found[name]
-        assert len(run["tokens"]) == 64
-        assert {who for who, reward in run["rewards"].items() if reward == 0.0} == failed
-        assert {who for who, outcome in run["outcomes"].items() if outcome == "error"} == failed
-        assert (run["facts"]["env/dropped"], run["facts"]["env/zeroed"]) == (0, len(failed))
-        others = calm["tokens"].keys() - failed
-        assert all(run["tokens"][who] == calm["tokens"][who] for who in others)
-    # The slow tool waits until 30 conversations are over: an engine that waited for it would never
-    # have come to that.
-    assert found["zero"]["order"].index(slow) >= 30 and len(found["zero"]["order"]) == 62
+        made = rounds[name]
+        assert len(made.tokens) == 64
+        assert {who for who, reward in made.rewards.items() if reward == 0.0} == failed
+        assert {who for who, why in made.finish_reasons.items() if why == "error"} == failed
+        assert (made.metrics["env/dropped"], made.metrics["env/zeroed"]) == (0, len(failed))
+        others = calm.tokens.keys() - failed
+        assert all(made.tokens[who] == calm.tokens[who] for who in others)
+    # The slow tool waits until 30 conversations are over: an engine that waited for it would hang.
+    order = rounds["zero"].order
+    assert order.index(found.slow) >= 30 and len(order) == 62
 
-    for opened, closed in (
-        *(found[name]["ends"] for name in ("calm", "drop", "zero", "kept")),
-        found["stop ends"],
-    ):
+    for opened, closed in (*(each.ends for each in rounds.values()), found.stop_ends):
         assert opened and opened == closed, "every environment is closed exactly once"
-    assert len(calm["ends"][0]) == 64
-    assert "env.on_error" in found["stop"] and "rollout word_problems_train.jsonl:" in found["stop"]
+    assert len(calm.ends[0]) == 64
+    assert "env.on_error" in found.stop and "rollout word_problems_train.jsonl:" in found.stop
 
 
 def test_dynamic_sampling_is_the_same_on_any_layout() -> None:
-    (one,) = run_world(env_cases.refills, 1)
-    left, right = run_world(env_cases.refills, 2)
-    for step, made in one["run"].items():
-        groups = {name.split(" ")[1] for name in made["sampled"]}
-        assert len(groups) == 6 and len(made["sampled"]) == 12
-        assert all(int(name.split(" ")[0].rpartition(":")[2]) % 3 == 0 for name in made["sampled"])
-        assert 0.0 not in made["advantages"], "no group without signal is trained on"
-        assert sorted(made["indices"]) == list(range(12))
-        assert made["rollout/groups_trained"] == 6 < made["rollout/groups_sampled"]
-        assert 1 < made["rollout/rounds"] <= 7
-        both = [left["run"][step], right["run"][step]]
-        assert both[0]["sampled"] | both[1]["sampled"] == made["sampled"]
-        assert sorted(both[0]["indices"] + both[1]["indices"]) == list(range(12))
-        assert both[0]["rollout/rounds"] == made["rollout/rounds"]
-    assert one["resumed"]["3"] == one["run"]["3"], "a step needs nothing of the steps before it"
-    assert one["capped"]["1"]["rollout/rounds"] == 2
-    assert one["capped"]["1"]["rollout/groups_trained"] < 6
-    assert 0.0 in one["off"]["1"]["advantages"] and "rollout/rounds" not in one["off"]["1"]
-    assert "all solved or all out of reach" in one["nothing"]
+    (one,) = run_world(refill_cases.refills, 1)
+    left, right = run_world(refill_cases.refills, 2)
+    for step, made in one.run.items():
+        groups = {name.split(" ")[1] for name in made.sampled}
+        assert len(groups) == 6 and len(made.sampled) == 12
+        assert all(int(name.split(" ")[0].rpartition(":")[2]) % 3 == 0 for name in made.sampled)
+        assert 0.0 not in made.advantages, "no group without signal is trained on"
+        assert sorted(made.indices) == list(range(12))
+        assert made.groups_trained == 6 and made.groups_sampled and made.groups_sampled > 6
+        assert made.rounds and 1 < made.rounds <= 7
+        first, second = left.run[step], right.run[step]
+        assert first.sampled | second.sampled == made.sampled
+        assert sorted(first.indices + second.indices) == list(range(12))
+        assert first.rounds == made.rounds
+    assert one.resumed["3"] == one.run["3"], "a step needs nothing of the steps before it"
+    capped, off = one.capped["1"], one.off["1"]
+    assert capped.rounds == 2 and capped.groups_trained is not None and capped.groups_trained < 6
+    assert 0.0 in off.advantages and off.rounds is None
+    assert "all solved or all out of reach" in one.nothing
 
 
 def test_games_and_tools_train_end_to_end(tmp_path: Path) -> None:

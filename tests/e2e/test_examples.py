@@ -31,6 +31,17 @@ def own_reward(runs: Path, output: str) -> None:
     assert 0 < row["reward/brief/mean"] < 1
 
 
+def own_loss(runs: Path, output: str) -> None:
+    assert "no check of 9 failed" in output and "no check of 6 failed" in output
+    rows = rows_of(runs / "own-loss")
+    assert rows[-1]["step"] == 2
+    dump = (runs / "own-loss" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    advantages = {json.loads(line)["advantage"] for line in dump}
+    # Eight samples with rewards 0 or 1: whole numbers of sevenths, which GRPO's are not.
+    assert all(abs(7 * each - round(7 * each)) < 1e-5 for each in advantages)
+    assert len(advantages) > 2
+
+
 def own_data(runs: Path, output: str) -> None:
     assert "eval/mine/accuracy" in last_row(runs / "own-data")
     dump = (runs / "own-data" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
@@ -77,7 +88,10 @@ def sweep(runs: Path, output: str) -> None:
 
 CLAIMS: dict[str, Callable[[Path, str], None]] = {
     claim.__name__: claim
-    for claim in (own_reward, own_data, own_environment, llm_judge, evaluate, compare_runs, sweep)
+    for claim in (
+        *(own_reward, own_loss, own_data, own_environment),
+        *(llm_judge, evaluate, compare_runs, sweep),
+    )
 }
 
 

@@ -37,7 +37,8 @@ def test_a_wrong_reward_prints_one_block(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     lines = done.stderr.strip().splitlines()
-    assert lines[-1] == f"  continue with: train.py --from {tmp_path / 'run'}"
+    command = f"NPROC=2 launch/local.sh --from {tmp_path / 'run'}"
+    assert lines[-1] == f"  continue with: {command}"
     assert done.stderr.count("ZeroDivisionError") == 1
     assert f'File "{tmp_path}/mine.py", line 3, in mine' in done.stderr
     assert len(lines) <= 16, "the block must fit on a screen"
@@ -52,11 +53,13 @@ def check(*flags: str) -> subprocess.CompletedProcess[str]:
 def test_check_calls_the_reward_on_the_reference_answer() -> None:
     done = check()
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.strip().splitlines()[-2:]
+    first, second, heldout = done.stdout.strip().splitlines()[-3:]
     assert re.fullmatch(
         r"ok: \d+ prompts, \d+ held out in heldout; longest prompt \d+ tokens", first
     )
-    assert re.search(r"reward of the reference answer of \S+: gsm8k 1 \(0\.0 s\)", second)
+    rewarded = r"reward of the reference answer of \S+: gsm8k 1 \(\d+\.\d s\)"
+    assert re.fullmatch(f" *{rewarded}", second)
+    assert re.fullmatch(f" *heldout: {rewarded}", heldout)
 
 
 def test_check_finds_a_reward_that_fails(tmp_path: Path) -> None:

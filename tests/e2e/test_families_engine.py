@@ -31,19 +31,17 @@ def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
     family, tied = name.removesuffix("-tied"), name.endswith("-tied")
     folder = family_checkpoint(tmp_path / name, family, tied=tied, **engine_sizes(family))
     (result,) = run_world(family_cases.pushed_family, 1, model=str(folder), out=str(tmp_path))
-    assert result["moved"], (
-        "the moved weights must sample something else, or the test shows nothing"
-    )
-    assert result["equal"]
-    assert result["tensors_equal"], "an engine that began with random weights and a loaded one"
-    assert result["reload_equal"], "experts copied, and experts through vLLM's reload"
-    assert result["reloaded"] == {}
-    gates = result["compared"][1] - result["compared"][0]
-    assert gates == result["gates"], "every tensor was compared, gate and up together"
-    faults = result["faults"]
+    assert result.moved, "the moved weights must sample something else, or the test shows nothing"
+    assert result.equal
+    assert result.tensors_equal, "an engine that began with random weights and a loaded one"
+    assert result.reload_equal, "experts copied, and experts through vLLM's reload"
+    assert result.reloaded == {}
+    gates = result.tensors - result.compared
+    assert gates == result.gates, "every tensor was compared, gate and up together"
+    faults = result.faults
     assert "1 tensors of the engine are not the policy's" in faults.pop("one number")
     for name, said in faults.items():
         assert "of the engine are not the policy's" in said, name
     # Two float32 stacks, routes replayed: rounding leaves 1e-6; Moonlight's 1e-5 comes of vLLM's
     # epsilon for latents.
-    assert max(result["proofs"]) <= 5e-5
+    assert max(result.proofs) <= 5e-5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -81,7 +82,8 @@ def test_signal_to_a_rank_stops_after_the_step_and_the_run_resumes(tmp_path: Pat
     assert process.returncode != 0
     (line,) = [line for line in output.splitlines() if line.startswith("stopped by SIGTERM after")]
     step = int(line.split("after step ")[1].split(";")[0])
-    assert line.endswith(f"continue with: train.py --from {tmp_path}")
+    command = f"torchrun --nproc_per_node 2 train.py --from {tmp_path}"
+    assert line.endswith(f"continue with: {command}")
     assert "exitcode  : 75" in output  # of the rank, in torchrun's table
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step + 1))
     assert (tmp_path / "checkpoints" / f"step_{step:06d}").is_dir()
@@ -101,7 +103,7 @@ def test_signal_to_a_rank_stops_after_the_step_and_the_run_resumes(tmp_path: Pat
 
 
 def test_stopped_rank_ends_the_run_and_the_launcher_resumes_it(tmp_path: Path) -> None:
-    """A rank that hangs for ever: the watchdogs end the run, torchrun starts it again."""
+    """A rank that hangs without end: the watchdogs end the run, torchrun starts it again."""
     flags = ("--eval.path", "", "--checkpoint.export", "false", "--checkpoint.every", "1")
     limits = ("--debug.stall_s", "3", "--debug.kill_after_s", "6", "--train.steps", "6")
     process = start(tmp_path, *flags, *limits, launcher=("--max_restarts", "2"))
@@ -113,6 +115,52 @@ def test_stopped_rank_ends_the_run_and_the_launcher_resumes_it(tmp_path: Path) -
     assert "no rank made progress for 6 s (debug.kill_after_s); rank 0 ends" in output
     assert "resuming from" in output
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 7))
+
+
+def test_rank_that_waits_for_one_that_never_joins_ends(tmp_path: Path) -> None:
+    """One of two ranks starts: as if the other one had been stopped while it was imported."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    limits = ("--debug.stall_s", "1", "--debug.kill_after_s", "2")
+    done = subprocess.run(
+        [sys.executable, "train.py", "tiny-smoke", "--log.dir", str(tmp_path), *limits],
+        cwd=ROOT,
+        env=os.environ
+        | ranks
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 75, done.stderr[-3000:]
+    assert "no rank made progress for 4 s (debug.kill_after_s); rank 0 ends" in done.stderr
+
+
+def test_step_that_fails_twice_ends_the_restarts(tmp_path: Path) -> None:
+    """A reward function that always fails in step 2, and a launcher that would try four times."""
+    folder, reward = tmp_path / "run", tmp_path / "fails.py"
+    reward.write_text(
+        "from pathlib import Path\n"
+        "def fails(response, prompt):\n"
+        f"    if Path({str(folder / 'metrics.jsonl')!r}).exists():\n"
+        "        raise RuntimeError('no step 2')\n"
+        "    return float(len(response) % 7)\n"
+    )
+    flags = ("--reward.function", f"{reward}:fails", "--reward.retries", "0", "--eval.path", "")
+    process = start(
+        folder,
+        *(*flags, "--checkpoint.every", "1", "--parallel.ep", "1", "--train.steps", "3"),
+        ranks=1,
+        launcher=("--max_restarts", "3"),
+    )
+    output = finish(process)
+    assert process.returncode != 0
+    attempts, said, rest = output.partition("step 2 failed twice in a row. The run stops here")
+    assert said and attempts.count("RewardError on rank 0") == 2
+    assert "no step 2" in rest.partition("Traceback")[2], "the error is shown once more"
+    assert [row["step"] for row in rows_of(folder)] == [1]
 
 
 def test_full_disk_stops_the_save_and_not_the_run(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ def test_memory_plan_is_within_a_fifth_of_what_is_measured() -> None:
     (found,) = run_world(cases.plan_and_measurement, 1)
     assert len(found) == 7
     ratios = {
-        f"{setting}: {part}": planned / measured
+        f"{setting}: {name}": part.planned / part.measured
         for setting, parts in found.items()
-        for part, (planned, measured) in parts.items()
+        for name, part in parts.items()
     }
     assert {name: ratio for name, ratio in ratios.items() if not 0.8 <= ratio <= 1.2} == {}, ratios

@@ -49,9 +49,7 @@ def run(folder: Path, *flags: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_missing_routes_are_counted_by_cause(
-    tmp_path: Path,
-) -> None:
+def test_missing_routes_are_counted_by_cause(tmp_path: Path) -> None:
     code, said = run(tmp_path, "--replay.on_missing", "live", "--replay.min_coverage", "0.9")
     assert code != 0
     stopped = (
@@ -64,9 +62,8 @@ def test_missing_routes_are_counted_by_cause(
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     missing = row["routing/rows_missing_rollout"]
-    assert (
-        missing > 4 * 10
-    )  # two whole rollouts on each of two engines: prompts alone have more than ten tokens
+    # Two whole rollouts on each of two engines: prompts alone have more than ten tokens.
+    assert missing > 4 * 10
     assert row["routing/rows_missing"] == 0
     assert row["routing/rows_captured"] == row["routing/rows_expected"] - missing
     assert (

@@ -1,17 +1,15 @@
-"""Partial rollouts: an interrupted conversation goes on under newer weights, and every part of it
-stays what it was.
-"""
+"""Partial rollouts: interrupted conversations continue with newer weights; their parts are kept."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from r3.run.dumps import read_rollouts
 from tests.e2e import partial_cases
+from tests.e2e.partial_cases import Budgets, Copy, Kind
 from tests.runs import rows_of, run, timeless
 from tests.world import run_world
 
@@ -21,47 +19,43 @@ KINDS = ("single", "chatty", "stops")
 
 
 @pytest.fixture(scope="module")
-def budgets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (found,) = run_world(
-        partial_cases.budgets, 1, folder=str(tmp_path_factory.mktemp("budgets")), timeout_s=400.0
-    )
-    result: dict[str, Any] = found
-    return result
+def budgets(tmp_path_factory: pytest.TempPathFactory) -> Budgets:
+    folder = str(tmp_path_factory.mktemp("budgets"))
+    (found,) = run_world(partial_cases.budgets, 1, folder=folder, timeout_s=400.0)
+    return found
 
 
-def rollouts_of(found: dict[str, Any]) -> list[list[Any]]:
-    """(prompt, group, member, reward, (tokens, mask, logprobs, routes, finish reason, segments,
-    response)) of all steps.
-    """
-    return [each for step in found["all"] for each in step]
+def rollouts_of(kind: Kind) -> list[Copy]:
+    return [each for step in kind.rollouts for each in step]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_segment_is_what_its_own_version_says(budgets: dict[str, Any], kind: str) -> None:
-    found = budgets[kind]
-    spans = [len(each[4][5]) for each in rollouts_of(found)]
+def test_each_segment_is_what_its_own_version_says(budgets: Budgets, kind: str) -> None:
+    found, versions = budgets.kinds[kind], budgets.kinds[kind].versions
+    spans = [len(each.segments) for each in rollouts_of(found)]
     assert max(spans) >= 2, "some conversations take several steps"
-    assert found["whole"], "rows = tokens - 1, none missing"
+    assert found.complete and versions is not None
     # Float32 on both sides: rounding leaves some 1e-6, and a near tie of two experts flips once in
     # ten thousand slots at most.
-    assert found["slots"] > 500 and found["wrong"] <= max(1, found["slots"] / 5000)
-    assert found["worst"] <= 1e-4
-    # The versions do differ: taken for the next one's, the same figures are far off.
-    assert found["elsewhere"] > 1e-2 and found["wrong_elsewhere"] > 10
+    assert versions.slots > 500 and versions.wrong <= max(1, versions.slots / 5000)
+    assert versions.worst <= 1e-4
+    # The versions do differ: against the next one the same figures are far off.
+    assert versions.worst_next > 1e-2 and versions.wrong_next > 10
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_are_whole_and_as_many_are_in_flight_in_every_step(
-    budgets: dict[str, Any], kind: str
+    budgets: Budgets, kind: str
 ) -> None:
     carried = 0
     for step, (rollouts, row) in enumerate(
-        zip(budgets[kind]["all"], budgets[kind]["metrics"], strict=True), start=1
+        zip(budgets.kinds[kind].rollouts, budgets.kinds[kind].metrics, strict=True), start=1
     ):
         members: dict[int, list[int]] = {}
-        for _, group, sample_index, _, (_, _, _, _, _, segments, _) in rollouts:
+        for each in rollouts:
+            _, group, sample_index = each.name
             members.setdefault(group, []).append(sample_index)
-            assert step - 1 >= segments[-1][1] >= segments[0][1] >= step - 1 - 2, (
+            assert step - 1 >= each.segments[-1][1] >= each.segments[0][1] >= step - 1 - 2, (
                 "max_staleness is 2"
             )
         assert all(0 <= group < 4 for group in members)
@@ -70,79 +64,70 @@ def test_groups_are_whole_and_as_many_are_in_flight_in_every_step(
         )
         carried = max(carried, row["rollout/carried"])
     assert carried > 0
-    assert any(row["rollout/stale_tokens_frac"] > 0 for row in budgets[kind]["metrics"])
-    assert budgets[kind]["metrics"][0]["rollout/stale_tokens_frac"] == 0
+    assert any(row["rollout/stale_tokens_frac"] > 0 for row in budgets.kinds[kind].metrics)
+    assert budgets.kinds[kind].metrics[0]["rollout/stale_tokens_frac"] == 0
 
 
-def test_the_budget_never_cuts_a_stop_string(
-    budgets: dict[str, Any],
-) -> None:
-    for each in rollouts_of(budgets["single"]):
-        tokens, mask, *_, segments, _ = each[4]
-        ends = [token for token, _ in segments[1:]]
+def test_the_budget_never_cuts_a_stop_string(budgets: Budgets) -> None:
+    for each in rollouts_of(budgets.kinds["single"]):
+        ends = [token for token, _ in each.segments[1:]]
         # 14 tokens of each step but the last, exactly
-        begins = [mask.index(1.0), *ends]
+        begins = [each.loss_mask.index(1.0), *ends]
         assert all((after - before) % 14 == 0 for before, after in zip(begins, ends, strict=False))
-        assert len(tokens) - begins[-1] <= 60
-    for each in rollouts_of(budgets["stops"]):
-        mask, segments = each[4][1], each[4][5]
-        for token, _ in segments[1:]:  # a new version begins with what the environment said
-            assert mask[token - 1] == 1 and mask[token] == 0
+        assert len(each.tokens) - begins[-1] <= 60
+    for each in rollouts_of(budgets.kinds["stops"]):
+        for token, _ in each.segments[1:]:  # a new version begins with an observation
+            assert each.loss_mask[token - 1] == 1 and each.loss_mask[token] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_checkpoint_holds_goes_on_bit_for_bit(budgets: dict[str, Any], kind: str) -> None:
-    assert budgets[kind]["saved"]
+def test_what_a_checkpoint_holds_goes_on_bit_for_bit(budgets: Budgets, kind: str) -> None:
+    assert budgets.kinds[kind].saved
 
 
 def test_every_group_is_dealt_once_when_the_number_of_engines_changes(
-    budgets: dict[str, Any],
+    budgets: Budgets,
 ) -> None:
-    whole, left, right = budgets["groups"]
+    whole, left, right = budgets.groups
     assert whole and sorted(left + right) == whole
 
 
 def test_interrupted_conversations_are_dropped_where_none_may_grow_old(
-    budgets: dict[str, Any],
+    budgets: Budgets,
 ) -> None:
-    rows = budgets["drop"]["metrics"]
+    assert budgets.drop is not None
+    rows = budgets.drop.metrics
     assert sum(row["rollout/dropped_by_budget"] for row in rows) > 0
     assert all(row["rollout/carried"] == row["rollout/stale_tokens_frac"] == 0 for row in rows)
-    unbounded = {
-        (step, tuple(each[:3])): each for step, all_ in enumerate(budgets["off"]) for each in all_
-    }
-    for step, rollouts in enumerate(budgets["drop"]["all"]):
+    unbounded = {(step, *each.name): each for step, all_ in enumerate(budgets.off) for each in all_}
+    for step, rollouts in enumerate(budgets.drop.rollouts):
         for each in rollouts:
-            assert len(each[4][5]) == 1 and sum(each[4][1]) <= 24
+            assert len(each.segments) == 1 and sum(each.loss_mask) <= 24
             # The others are those that a run without a budget has.
-            assert each[4][0] == unbounded[step, tuple(each[:3])][4][0]
-    assert "rollout.step_token_budget = 2" in budgets["nothing"]
+            assert each.tokens == unbounded[step, *each.name].tokens
+    assert "rollout.step_token_budget = 2" in budgets.nothing
 
 
-def test_a_budget_that_nobody_reaches_changes_nothing(budgets: dict[str, Any]) -> None:
-    assert budgets["off"] == budgets["plenty"]
+def test_a_budget_that_nobody_reaches_changes_nothing(budgets: Budgets) -> None:
+    assert budgets.off == budgets.plenty
 
 
-def test_the_trainer_marks_stale_rollouts_and_refuses_old_ones(
-    budgets: dict[str, Any],
-) -> None:
-    old, marked, count = budgets["marked"]
-    assert len(old) > 0 and old == marked and len(old) <= count
-    expected, captured = budgets["captured"]
-    assert expected == captured > 0
-    assert budgets["too old"].startswith("RouteError") and "of policy version" in budgets["too old"]
+def test_the_trainer_marks_stale_rollouts_and_refuses_old_ones(budgets: Budgets) -> None:
+    trained = budgets.trained
+    assert trained is not None
+    assert trained.old and trained.old == trained.marked and len(trained.old) <= trained.count
+    assert trained.expected == trained.captured > 0
+    assert trained.too_old.startswith("RouteError") and "of policy version" in trained.too_old
 
 
-def test_samples_do_not_depend_on_the_number_of_engines(
-    budgets: dict[str, Any], tmp_path: Path
-) -> None:
+def test_samples_do_not_depend_on_the_number_of_engines(budgets: Budgets, tmp_path: Path) -> None:
     left, right = run_world(partial_cases.budgets, 2, folder=str(tmp_path), timeout_s=400.0)
     for kind in KINDS:
         for one, mine, theirs in zip(
-            budgets[kind]["all"], left[kind]["all"], right[kind]["all"], strict=True
+            *(each.kinds[kind].rollouts for each in (budgets, left, right)), strict=True
         ):
-            said = {tuple(each[:3]): (each[4][0], each[4][5]) for each in mine + theirs}
-            assert said == {tuple(each[:3]): (each[4][0], each[4][5]) for each in one}, kind
+            both = {tuple(each.name): (each.tokens, each.segments) for each in mine + theirs}
+            assert both == {tuple(each.name): (each.tokens, each.segments) for each in one}, kind
             assert len(mine) + len(theirs) == len(one)
 
 

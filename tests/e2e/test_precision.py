@@ -26,19 +26,19 @@ def test_float32_head_is_computed_on_both_sides_and_lowers_the_mismatch(tmp_path
 
     (rounded,) = run_world(cases.head, 1, fp32=False, model=str(model))
     (exact,) = run_world(cases.head, 1, fp32=True, model=str(model))
-    assert (rounded["types"], rounded["rounded"]) == (["torch.bfloat16"], True)
-    assert (exact["types"], exact["rounded"]) == (["torch.float32"], False), (
+    assert (rounded.types, rounded.rounded) == (["torch.bfloat16"], True)
+    assert (exact.types, exact.rounded) == (["torch.float32"], False), (
         "logits that bfloat16 cannot hold"
     )
     # The policy's log-probabilities against float64 products of its own hidden states and weight.
-    assert exact["policy_error"] <= 1e-4 < 1e-2 < rounded["policy_error"]
+    assert exact.policy_error <= 1e-4 < 1e-2 < rounded.policy_error
     # The same questions and seeds, some 500 tokens: 2.1e-3 against 3.0e-3 and 4.0e-5 against 6.7e-5
     # when this was written.
-    assert min(exact["tokens"], rounded["tokens"]) > 300
+    assert min(exact.tokens, rounded.tokens) > 300
     for name in ("abs_mean", "k3"):
-        assert exact["figures"][name] <= rounded["figures"][name], name
-    assert "torch.float32; the engine has {torch.bfloat16}" in rounded["said"]
-    assert "torch.bfloat16; the engine has {torch.float32}" in exact["said"]
+        assert exact.figures[name] <= rounded.figures[name], name
+    assert "torch.float32; the engine has {torch.bfloat16}" in rounded.refusal
+    assert "torch.bfloat16; the engine has {torch.float32}" in exact.refusal
 
 
 def test_two_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def test_every_part_is_drawn_without_errors(browser: Browser) -> None:
         ".filter((each) => !each.querySelector('svg.main-svg')).length"
     )
     assert drawn == 0, "plots without a drawing"
-    for box, expected in (("#agreement", 1), ("#load", 2), ("#time", 2), ("#memory", 2)):
+    boxes = {"#agreement": 1, "#load-strip": 1, "#load": 2, "#time": 2, "#memory": 2}
+    for box, expected in boxes.items():
         assert (
             browser.count(f"{box} .heatmaplayer, {box} .barlayer, {box} .scatterlayer") >= expected
         ), box
@@ -84,6 +85,7 @@ def test_every_part_is_drawn_without_errors(browser: Browser) -> None:
         "return [...document.querySelectorAll('.chart h4')].map((each) => each.textContent)"
     )
     assert {"Reward", "Held-out accuracy", "Entropy", "k3 with and without replay"} <= set(titles)
+    assert "env/tool_calls" in titles, "what the user's environment reports"
     assert "The same in every step" in browser.text("#routing"), (
         "coverage or agreement does not change here"
     )
@@ -133,18 +135,10 @@ def test_samples_of_a_group_are_compared_word_by_word(browser: Browser) -> None:
     # "1+0=1 #### 1" against "1+3=4 #### 4", the sample whose reward is farthest away.
     assert browser.run(
         "return [...document.querySelectorAll('.pair del')].map((e) => e.textContent)"
-    ) == [
-        "0",
-        "1",
-        "1",
-    ]
+    ) == ["0", "1", "1"]
     assert browser.run(
         "return [...document.querySelectorAll('.pair ins')].map((e) => e.textContent)"
-    ) == [
-        "3",
-        "4",
-        "4",
-    ]
+    ) == ["3", "4", "4"]
     browser.choose("#other", "sample 1, reward 0")
     assert browser.count(".pair ins") == 3
 

@@ -12,13 +12,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from r3 import assets
 from r3.runtime.device import free_port
 from tests.e2e import scorer_cases
+from tests.e2e.scorer_cases import Judged
 from tests.runs import rows_of, run
 from tests.tiny import CLASSIFIER_TOLERANCE, classifier
 from tests.world import ROOT, run_world
@@ -94,12 +94,11 @@ def vllm_server() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def rounds(vllm_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def rounds(vllm_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
     folder = tmp_path_factory.mktemp("judges")
     (folder / "mine.py").write_text(FUNCTIONS)
-    (folder / "prompt.txt").write_text(
-        "{question} {response}"
-    )  # as much as the shipped model can take
+    # As much as the shipped model can take
+    (folder / "prompt.txt").write_text("{question} {response}")
     (folder / "classifier").mkdir()
     (found,) = run_world(
         scorer_cases.kinds,
@@ -110,63 +109,61 @@ def rounds(vllm_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         prompt_file=str(folder / "prompt.txt"),
         timeout_s=400.0,
     )
-    return dict(found)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_samples_do_not_depend_on_the_scorer(rounds: dict[str, Any]) -> None:
-    quick = rounds["quick"]["tokens"]
+def test_samples_do_not_depend_on_the_scorer(rounds: dict[str, Judged]) -> None:
+    quick = rounds["quick"].tokens
     assert len(quick) == 32
     for name in ("slow", "model", "kept"):
-        assert rounds[name]["tokens"] == quick
+        assert rounds[name].tokens == quick
     for name in ("drop", "http"):
-        assert rounds[name]["tokens"].items() <= quick.items()
+        assert rounds[name].tokens.items() <= quick.items()
 
 
-def test_responses_are_scored_while_others_are_sampled(rounds: dict[str, Any]) -> None:
+def test_responses_are_scored_while_others_are_sampled(rounds: dict[str, Judged]) -> None:
     for name in ("slow", "model"):
-        assert rounds[name]["judged"] == 32
-        overlap, seconds = rounds[name]["overlap"], rounds[name]["seconds"]
+        assert rounds[name].judged == 32
+        overlap, seconds = rounds[name].overlap, rounds[name].seconds
         assert overlap >= 8, f"{name}: {overlap} of 32, in a round of {seconds:.1f} s"
 
 
-def test_rewards_are_weighted_sums_with_their_parts(rounds: dict[str, Any]) -> None:
+def test_rewards_are_weighted_sums_with_their_parts(rounds: dict[str, Judged]) -> None:
     slow = rounds["slow"]
-    for name, response in slow["responses"].items():
-        assert slow["parts"][name]["slow"] == len(response)
-        assert slow["rewards"][name] == 0.5 * len(response) + slow["parts"][name]["exact"]
+    for name, response in slow.responses.items():
+        assert slow.parts[name]["slow"] == len(response)
+        assert slow.rewards[name] == 0.5 * len(response) + slow.parts[name]["exact"]
 
 
-def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, Any]) -> None:
+def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, Judged]) -> None:
     model = rounds["model"]
-    worst = max(abs(model["rewards"][name] - model["single"][name]) for name in model["rewards"])
+    worst = max(abs(model.rewards[name] - model.single[name]) for name in model.rewards)
     assert worst <= CLASSIFIER_TOLERANCE  # as in tests/unit/test_reward_model.py
 
 
-def test_a_vllm_server_is_an_llm_judge(rounds: dict[str, Any]) -> None:
-    """The shipped model is asked as a grader; what it says is a number after #### or counted as a
-    failure.
-    """
+def test_a_vllm_server_is_an_llm_judge(rounds: dict[str, Judged]) -> None:
+    """The shipped model is the judge: its reply has a number after ####, or is a failure."""
     http = rounds["http"]
-    facts = http["facts"]
+    facts = http.metrics
     assert facts["reward/calls"] == 32 and facts["reward/timeouts"] == 0
-    assert facts["reward/errors"] == facts["reward/dropped"] == 32 - len(http["rewards"])
-    assert http["rewards"], "not one answer was judged"
+    assert facts["reward/errors"] == facts["reward/dropped"] == 32 - len(http.rewards)
+    assert http.rewards, "no response was scored"
     assert all(
         reward == parts["http"]
-        for reward, parts in zip(http["rewards"].values(), http["parts"].values(), strict=True)
+        for reward, parts in zip(http.rewards.values(), http.parts.values(), strict=True)
     )
 
 
-def test_failures_are_left_out_of_training_and_0_in_evaluation(rounds: dict[str, Any]) -> None:
+def test_failures_are_left_out_of_training_and_0_in_evaluation(rounds: dict[str, Judged]) -> None:
     drop, kept = rounds["drop"], rounds["kept"]
-    bad = {name for name, response in kept["responses"].items() if len(response) % 3 == 0}
+    bad = {name for name, response in kept.responses.items() if len(response) % 3 == 0}
     assert 0 < len(bad) < 32
-    assert drop["rewards"].keys() == kept["rewards"].keys() - bad
-    assert {name for name, reward in kept["rewards"].items() if reward == 0.0} == bad
+    assert drop.rewards.keys() == kept.rewards.keys() - bad
+    assert {name for name, reward in kept.rewards.items() if reward == 0.0} == bad
     count = len(bad)
-    for facts, dropped in ((drop["facts"], count), (kept["facts"], 0)):
+    for facts, dropped in ((drop.metrics, count), (kept.metrics, 0)):
         assert (facts["reward/dropped"], facts["reward/zeroed"]) == (dropped, count - dropped)
         assert (facts["reward/errors"], facts["reward/retries"]) == (2 * count, count)
 
@@ -189,9 +186,8 @@ def test_a_run_is_trained_on_several_rewards_each_recorded(tmp_path: Path) -> No
         weight * row[f"reward/{name}/mean"]
         for name, weight in zip(names, (1.0, -0.01, 0.1), strict=True)
     )
-    assert row["reward/mean"] == pytest.approx(
-        total, abs=1e-9
-    )  # float64 means of the same numbers, summed in other orders
+    # float64 means of the same numbers, summed in other orders
+    assert row["reward/mean"] == pytest.approx(total, abs=1e-9)
     assert row["reward/calls"] > 0 and row["reward/errors"] == row["reward/dropped"] == 0
     assert row["time/judge_mean_s"] >= 0.02  # it sleeps so long
     dump = (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
@@ -201,5 +197,5 @@ def test_a_run_is_trained_on_several_rewards_each_recorded(tmp_path: Path) -> No
         assert (
             rollout["reward"] == 1.0 * parts["gsm8k"] + -0.01 * parts["slow"] + 0.1 * parts["model"]
         )
-    answers = (tmp_path / "run" / "eval" / "step_000001.jsonl").read_text().splitlines()
-    assert all(json.loads(line)["rewards"].keys() == {"gsm8k"} for line in answers)
+    samples = (tmp_path / "run" / "eval" / "step_000001.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["rewards"].keys() == {"gsm8k"} for line in samples)

@@ -57,12 +57,12 @@ def test_conversations_call_the_calculator_and_hear_the_right_answer(
     folder: Path, tokenizer: Any
 ) -> None:
     first = rollouts_of(folder, 1)
-    heard = [
+    calls = [
         CALL_AND_REPLY.findall(tokenizer.decode(rollout.tokens_T.tolist())) for rollout in first
     ]
     # The model was taught to call in two of five conversations, three or four times.
-    assert len(first) == 128 and sum(map(bool, heard)) > 25 and sum(map(len, heard)) > 75
-    for expression, reply in (pair for pairs in heard for pair in pairs):
+    assert len(first) == 128 and sum(map(bool, calls)) > 25 and sum(map(len, calls)) > 75
+    for expression, reply in (pair for pairs in calls for pair in pairs):
         try:
             assert evaluate(expression) == reply
         except (ValueError, SyntaxError, ZeroDivisionError):
@@ -152,9 +152,8 @@ def test_every_row_of_every_turn_is_accounted_for_and_replayed(folder: Path) -> 
 
 def test_engine_and_policy_agree_on_several_turns(folder: Path) -> None:
     for row in rows_of(folder)[1:]:
-        assert (
-            row["mismatch/k3"] <= 1e-9
-        )  # float32 on both sides leaves some 1e-13, a shift by one token 1e-2 and more
+        # float32 on both sides leaves some 1e-13, a shift by one token 1e-2 and more.
+        assert row["mismatch/k3"] <= 1e-9
         assert row["mismatch/abs_max"] <= 1e-4
         assert row["routing/agreement"] > 0.999
         assert np.isfinite(row["optim/grad_norm"])

@@ -20,13 +20,14 @@ from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch
-from tests.ranks.cases import LENGTHS, batches_of, build
+from tests.pages import ROOT
+from tests.policies import LENGTHS, batches_of, build
 from tests.tiny import random_rollouts, tiny_config
 
 
 def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
-    """Loss, gradient and counts of every loss and correction over one micro-batch whose sequences
-    are cut `cp` ways.
+    """Loss, gradient and counts of every loss and correction, a user's loss among them, over one
+    micro-batch whose sequences are cut `cp` ways.
     """
     config = tiny_config(parallel={"cp": cp}, rollout={"max_response_tokens": 50})
     mesh, shape = build_mesh(device, config.parallel), ModelShape.read(config.model.path)
@@ -54,7 +55,9 @@ def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
     def measure(name: str, old_N: torch.Tensor, **settings: Any) -> None:
         logprobs_N = now_N.clone().requires_grad_()
         changed = replace(config, algo=replace(config.algo, **settings))
-        loss, stats = policy_loss(changed, batch, tokens, mesh.cp, logprobs_N, old_N)
+        loss, stats = policy_loss(
+            changed, batch, tokens, mesh.cp, logprobs_N, old_N, entropy_N=-now_N
+        )
         (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
         on_N = tokens.loss_mask_N
         figures = {
@@ -86,6 +89,9 @@ def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
             correction_low=bounds[0],
             correction_high=bounds[1],
         )
+    own = f"{ROOT}/examples/own_loss/algorithm.py:tapered"
+    measure("own", old_N, loss=own, args=("limit=0.9",))
+    measure("entropy bonus", old_N, entropy_coef=0.1)
     measure("bypass", old_N, correction="bypass")
     measure("old is the engine's", tokens.rollout_logprobs_N)
     return found

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of damaged, unwritable and unsound checkpoints."""
+"""Checkpoints that are damaged, cannot be written, or should not be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pickle
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,73 @@ import torch.distributed as dist
 
 from r3.config import Config, with_values
 from r3.policy import Policy
+from r3.policy.memory import chained
+from r3.rollout.partial import PartialRollouts, to_files
 from r3.run import checkpoint
 from r3.run.folder import RunDir
 from r3.run.identity import new_identity, write_identity
 from r3.run.manifest import measure, read_manifest, write_manifest
+from r3.run.optimizer_state import KEYS, gathered_state
 from r3.run.resume import Found, ResumeError, Start, find_latest, step_folders
 from r3.run.sound import UnsoundError
 from r3.run.verify import newest_whole
 from r3.runtime.device import Device
+from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh
-from tests.ranks.cases import batches_of, build
+from tests.errors import message_of
+from tests.policies import batches_of, build
 from tests.tiny import tiny_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Name of the folder that a run resumes from, "" if it does not; what the console shows."""
+
+    folder: str
+    notes: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damaged:
+    """Results by damage, and the updates in the checkpoint that a run falls back to."""
+
+    resumed: dict[str, Resumed]
+    updates: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Injected:
+    """Messages about a program in the metadata, and whether it ran."""
+
+    load: str
+    resume: str
+    executed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unwritable:
+    """Folder or message by attempt to save, and the files that a failed save leaves."""
+
+    saved: dict[str, str]
+    remaining: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """Message about a broken tensor, and the files after the attempt to save."""
+
+    message: str
+    remaining: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """Results of the functions of these names."""
+
+    code_in_metadata: Injected
+    suspended_conversations: dict[str, Resumed]
+    unwritable: Unwritable
+    unsound: dict[str, Broken]
 
 
 class Executed:
@@ -94,10 +151,8 @@ DAMAGE: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-def damaged(device: Device, *, out: str) -> dict[str, Any]:
-    """Save two steps, damage the newest in every way of DAMAGE; what each rank would resume
-    from.
-    """
+def damaged(device: Device, *, out: str) -> Damaged:
+    """Save two steps, and damage the newest in every way of DAMAGE."""
     mesh, policy = build(device, tiny_config(parallel={"ep": 2}))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
     whole = RunDir(Path(out) / "whole")
@@ -109,26 +164,27 @@ def damaged(device: Device, *, out: str) -> dict[str, Any]:
         checkpoint.save(
             whole.checkpoints, policy, device, mesh, step=step, keep=0, identity=identity
         )
-    said: dict[str, Any] = {"whole": resume(device, mesh, whole, tiny_config(parallel={"ep": 2}))}
+    resumed = {"whole": resume(device, mesh, whole, tiny_config(parallel={"ep": 2}))}
+    updates = 0
     for name, damage in DAMAGE.items():
         run_dir = copy_of(whole, Path(out) / name.replace(" ", "_"), device)
         if device.rank == 0:
             damage(run_dir.checkpoint(2), run_dir.checkpoint(1))
         dist.barrier()
-        said[name] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
+        resumed[name] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
         if name == "bit of a moment":
-            said["loaded"] = loads(device, mesh, policy, run_dir)
+            updates = loads(device, mesh, policy, run_dir)
     stop = with_values(tiny_config(parallel={"ep": 2}), {"checkpoint.on_damage": "stop"})
     run_dir = copy_of(whole, Path(out) / "stop", device)
     if device.rank == 0:
         flip_bit(run_dir.checkpoint(2) / "common.pt", 9)
     dist.barrier()
-    said["stop"] = resume(device, mesh, run_dir, stop)
+    resumed["stop"] = resume(device, mesh, run_dir, stop)
     if device.rank == 0:
         flip_bit(run_dir.checkpoint(1) / "common.pt", 9)
     dist.barrier()
-    said["both damaged"] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
-    return said
+    resumed["both damaged"] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
+    return Damaged(resumed=resumed, updates=updates)
 
 
 def copy_of(whole: RunDir, folder: Path, device: Device) -> RunDir:
@@ -139,18 +195,18 @@ def copy_of(whole: RunDir, folder: Path, device: Device) -> RunDir:
     return RunDir(folder)
 
 
-def resume(device: Device, mesh: Mesh, run_dir: RunDir, config: Config) -> list[str]:
-    """The name of the folder that a run would resume from, then what the user reads."""
-    start = Start(found=find_latest(run_dir.checkpoints), said=("as found",))
+def resume(device: Device, mesh: Mesh, run_dir: RunDir, config: Config) -> Resumed:
+    """Find the checkpoint that a run would resume from."""
+    start = Start(found=find_latest(run_dir.checkpoints), notes=("as found",))
     try:
         start = newest_whole(start, run_dir, config, mesh.world, writes=True)
     except ResumeError as error:
-        return ["", str(error)]
+        return Resumed(folder="", notes=[str(error)])
     finally:
         dist.barrier()
     left = [folder.name for _, folder in step_folders(run_dir.checkpoints)]
     assert start.found is not None and start.found.folder.name == left[-1], left
-    return [start.found.folder.name, *start.said]
+    return Resumed(folder=start.found.folder.name, notes=list(start.notes))
 
 
 def loads(device: Device, mesh: Mesh, policy: Policy, run_dir: RunDir) -> int:
@@ -161,11 +217,16 @@ def loads(device: Device, mesh: Mesh, policy: Policy, run_dir: RunDir) -> int:
     return policy.update_number
 
 
-def refused(device: Device, *, out: str) -> dict[str, Any]:
+def refused(device: Device, *, out: str) -> Refused:
     """Checkpoints that must not be read or written, all of one policy after one update."""
     mesh, policy = trained(device)
-    cases = (code_in_metadata, suspended_conversations, unwritable, unsound)
-    return {case.__name__: case(device, mesh, policy, Path(out) / case.__name__) for case in cases}
+    parts = device, mesh, policy
+    return Refused(
+        code_in_metadata=code_in_metadata(*parts, Path(out) / "code"),
+        suspended_conversations=suspended_conversations(*parts, Path(out) / "suspended"),
+        unwritable=unwritable(*parts, Path(out) / "unwritable"),
+        unsound=unsound(*parts, Path(out) / "unsound"),
+    )
 
 
 def trained(device: Device) -> tuple[Mesh, Policy]:
@@ -176,10 +237,8 @@ def trained(device: Device) -> tuple[Mesh, Policy]:
     return mesh, policy
 
 
-def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, Any]:
-    """Put a program into `.metadata` of a checkpoint whose manifest is made to fit; then load
-    it.
-    """
+def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> Injected:
+    """Put a program into `.metadata` of a checkpoint, with a manifest that fits; then load it."""
     folder = checkpoint.save(out / "checkpoints", policy, device, mesh, step=1, keep=0)
     if device.rank == 0:
         (folder / ".metadata").write_bytes(pickle.dumps(Executed(f"{out}/executed")))
@@ -187,24 +246,20 @@ def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> d
         files[".metadata"] = measure(folder / ".metadata")
         write_manifest(folder, run_id="", step=1, files=files)
     dist.barrier()
-    said = {}
-    try:
-        checkpoint.load(Found(folder=folder, step=1), policy, device, mesh)
-    except ValueError as error:
-        said["load"] = str(error)
+    found = Found(folder=folder, step=1)
+    load = message_of(lambda: checkpoint.load(found, policy, device, mesh), ValueError)
     dist.barrier()
-    said["resume"] = resume(device, mesh, RunDir(out), tiny_config(parallel={"ep": 2}))[1]
-    said["executed"] = (out / "executed").exists()
-    return said
+    (note,) = resume(device, mesh, RunDir(out), tiny_config(parallel={"ep": 2})).notes
+    return Injected(load=load, resume=note, executed=(out / "executed").exists())
 
 
 def suspended_conversations(
     device: Device, mesh: Mesh, policy: Policy, out: Path
-) -> dict[str, Any]:
-    """A checkpoint with pickled environments is used only if it is signed with the run's key."""
-    run_dir, said = RunDir(out), {}
+) -> dict[str, Resumed]:
+    """Resume from a checkpoint with pickled environments, as its own run and as another one."""
+    run_dir, resumed = RunDir(out), {}
     writer = new_identity("0123456789abcdef")
-    files = {f"carried_{device.rank:05d}.bin": b"pickles"}
+    files = to_files(PartialRollouts(prompts_taken=1), device.rank, is_leader=True)
     checkpoint.save(
         run_dir.checkpoints, policy, device, mesh, step=1, keep=0, files=files, identity=writer
     )
@@ -212,44 +267,44 @@ def suspended_conversations(
         if device.rank == 0:
             write_identity(run_dir.path, reader)
         dist.barrier()
-        said[name] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
-    return said
+        resumed[name] = resume(device, mesh, run_dir, tiny_config(parallel={"ep": 2}))
+    return resumed
 
 
-def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, Any]:
-    """A save on a disk that takes no large file, into a path that is a file; then a good one."""
-    folder, said = out / "checkpoints", {}
+def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> Unwritable:
+    """Save to a disk that takes no large file and into a path that is a file; then as usual."""
+    folder, saved = out / "checkpoints", {}
 
     def attempt(name: str, into: Path) -> None:
         try:
-            said[name] = checkpoint.save(into, policy, device, mesh, step=1, keep=0).name
+            saved[name] = checkpoint.save(into, policy, device, mesh, step=1, keep=0).name
         except checkpoint.SaveError as error:
-            said[name] = str(error)
+            saved[name] = str(error)
 
     # A limit of the kernel: the first rank's write fails in the middle, as on a full disk.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if device.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     attempt("shard", folder)
-    dist.barrier()  # rank 0 tidies up
-    said["left"] = sorted(path.name for path in folder.iterdir())
+    dist.barrier()  # rank 0 removes what it wrote
+    remaining = sorted(path.name for path in folder.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if device.rank == 0:
         (out / "file").write_text("")
     dist.barrier()
     attempt("not a folder", out / "file")
     attempt("good", folder)
-    return said
+    return Unwritable(saved=saved, remaining=remaining)
 
 
-def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, Any]:
+def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, Broken]:
     """Save with a broken weight and broken moments on the second rank only."""
     checkpoint.save(out, policy, device, mesh, step=1, keep=0)
     weight = next(policy.chunks[0].parameters()).data
     tensors = dict(policy.memory.optimizer_tensors())
     first = next(tensor for name, tensor in tensors.items() if name.endswith("/exp_avg"))
     second = next(tensor for name, tensor in tensors.items() if name.endswith("/exp_avg_sq"))
-    said = {}
+    broken = {}
     for name, tensor, value in (
         ("nan weight", weight, float("nan")),
         ("large weight", weight, 1e30),
@@ -262,11 +317,44 @@ def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, 
             tensor.view(-1)[0] = value
         try:
             checkpoint.save(out, policy, device, mesh, step=2, keep=0)
-            said[name] = "saved"
+            message = "saved"
         except UnsoundError as error:
-            said[name] = str(error)
+            message = str(error)
         tensor.copy_(kept)
-        said[f"{name}, left"] = str(sorted(path.name for path in out.iterdir()))
+        remaining = sorted(path.name for path in out.iterdir())
+        broken[name] = Broken(message=message, remaining=remaining)
         dist.barrier()
     assert torch.isfinite(weight).all()
-    return said
+    return broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """Tensors that were compared, and those that are equal."""
+
+    compared: int
+    equal: int
+
+
+def gathered(device: Device, *, parallel: dict[str, int], piece: int) -> Gathered:
+    """The optimizer's state as R3 gathers it and as Megatron does, after an update."""
+    mesh, policy = build(device, tiny_config(parallel=parallel, model={"dtype": "bfloat16"}))
+    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
+    policy.update(batch, total_updates=4)
+    compared = equal = 0
+    for optimizer in chained(policy.optimizer):
+        with cuda_type_names():
+            theirs = type(optimizer).get_parameter_state_dp_zero(
+                optimizer, use_gloo_comm=False, return_on_all_ranks=True
+            )
+        ours = gathered_state(optimizer, piece=piece)
+        assert ours.keys() == theirs.keys()
+        if optimizer.data_parallel_group.rank():
+            continue  # its values are never written
+        for number in range(len(optimizer.buffers)):
+            for dtype, tensors in theirs[number].items():
+                assert ours[number][dtype].keys() == tensors.keys()
+                pairs = [(ours[number][dtype][key], tensors[key]) for key in KEYS]
+                compared += len(pairs)
+                equal += sum(torch.equal(own, other) for own, other in pairs)
+    return Gathered(compared=compared, equal=equal)

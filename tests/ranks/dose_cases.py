@@ -1,32 +1,57 @@
-"""E6: routes made wrong on purpose, with real rollouts of a real engine."""
+"""Experiment E6: deliberately wrong routes, with real rollouts of a real engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from r3.handover.rollouts import PackingSpec, distribute
+from r3.handover.memory import State
 from r3.metrics.mismatch import mismatch
 from r3.policy import Policy
+from r3.routing.replay import Mode
 from r3.runtime.device import Device
 from r3.types import MicroBatch, Rollout
-from tests.ranks.pass_cases import read_back
+from tests.engines import World
+from tests.policies import read_back
 from tests.tiny import tiny_config
 
 DOSES = (0.0, 0.001, 0.01, 0.1, 1.0)
 
 
-def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> dict[str, Any]:
-    """E6: k3 and agreement as a growing share of slots is corrupted, and for every way routes can
-    be misaligned.
-    """
-    from r3.rollout.scored import gather_rewards, score_all
-    from tests.e2e.cases import World
+@dataclass(frozen=True, kw_only=True)
+class Dose:
+    """One pass.
 
+    Attributes:
+        figures: mismatch of engine and policy.
+        rows: captured rows per layer.
+        agreed: rows per layer whose live route is the replayed one.
+        wrong: rows, over all layers, whose token went to other experts than its route says.
+        hits: corrupted rows per layer.
+    """
+
+    figures: dict[str, float]
+    rows: int = 0
+    agreed: list[float] = field(default_factory=list)
+    wrong: int = 0
+    hits: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoseResponse:
+    """Passes with live routes, by share of corrupted slots, by corrupted layer, by misalignment."""
+
+    live: Dose
+    doses: dict[str, Dose]
+    one_layer: list[Dose]
+    misaligned: dict[str, Dose]
+
+
+def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> DoseResponse:
+    """Measure k3 and agreement by share of corrupted slots, and for misaligned routes."""
     config = tiny_config(
         model,
         engine={"dtype": engine_dtype},
@@ -35,37 +60,34 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> dict
     world = World(device, config)
     world.sync(0)
     before = world.collect(0, step=1).rollouts
-    answers = world.collect(0, step=0)
-    world.residency.move(world.residency.state.TRAIN)
-    rollouts = answers.rollouts
+    collected = world.collect(0, step=0)
+    world.residency.move(State.TRAIN)
+    rollouts = collected.rollouts
     policy, shape = world.policy, world.task.shape
 
     def packed(changed: Sequence[Rollout]) -> tuple[MicroBatch, ...]:
-        altered = replace(answers, rollouts=list(changed))
-        scored = score_all(altered, gather_rewards(altered, world.mesh.world, config), config)
-        (batch,), _ = distribute(scored, world.mesh, shape, PackingSpec(micro_batch_tokens=1024))
-        return batch.micro_batches
+        return world.batch_of(replace(collected, rollouts=list(changed)), 1024).micro_batches
 
-    def measure(micro_batches: Sequence[MicroBatch], mode: Any = "replay") -> dict[str, Any]:
+    def measure(micro_batches: Sequence[MicroBatch], mode: Mode = "replay") -> Dose:
         with read_back(policy) as maps:
             scores = policy.score(micro_batches, mode=mode)
         parts = mismatch(
             *(torch.cat(c) for c in (scores.logprobs, scores.rollout_logprobs, scores.loss_mask))
         )
-        figures: dict[str, Any] = {name: type(part).reduce([part]) for name, part in parts.items()}
-        if mode == "replay":
-            figures["rows"] = scores.ledger.rows[0]
-            figures["agreed"] = scores.ledger.counts[:, 0].tolist()
-            figures["wrong"] = sum(
-                int(
-                    (maps[layer][i] != _as_map(micro_batch, position, shape.num_experts))[
-                        micro_batch.captured_N
-                    ].sum()
-                )
-                for position, layer in enumerate(shape.moe_layers)
-                for i, micro_batch in enumerate(micro_batches)
+        dose = Dose(figures={name: type(part).reduce([part]) for name, part in parts.items()})
+        if scores.ledger.counts is None:
+            return dose
+        wrong = sum(
+            int(
+                (maps[layer][i] != _as_map(micro_batch, position, shape.num_experts))[
+                    micro_batch.captured_N
+                ].sum()
             )
-        return figures
+            for position, layer in enumerate(shape.moe_layers)
+            for i, micro_batch in enumerate(micro_batches)
+        )
+        agreed = scores.ledger.counts[:, 0].tolist()
+        return replace(dose, rows=scores.ledger.rows[0], agreed=agreed, wrong=wrong)
 
     def changed_by(change: Callable[[Rollout, int], np.ndarray]) -> tuple[MicroBatch, ...]:
         return packed(
@@ -82,7 +104,7 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> dict
     runners_up = _runners_up(policy, correct)
     layers = range(len(shape.moe_layers))
 
-    def corrupted(share: float, only: int | None = None) -> dict[str, Any]:
+    def corrupted(share: float, only: int | None = None) -> Dose:
         micro_batches, hits = [], []
         for micro_batch, next_best in zip(correct, runners_up, strict=True):
             hit = _hit(micro_batch, share)
@@ -90,13 +112,13 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> dict
                 hit &= torch.arange(len(layers)) == only
             micro_batches.append(_corrupted(micro_batch, next_best, hit))
             hits.append(hit)
-        return measure(micro_batches) | {"hits": torch.cat(hits).sum(0).tolist()}
+        return replace(measure(micro_batches), hits=torch.cat(hits).sum(0).tolist())
 
-    return {
-        "live": measure(correct, "live"),
-        "doses": {str(share): corrupted(share) for share in DOSES},
-        "one_layer": [corrupted(0.1, only=layer) for layer in layers],
-        "misaligned": {
+    return DoseResponse(
+        live=measure(correct, "live"),
+        doses={str(share): corrupted(share) for share in DOSES},
+        one_layer=[corrupted(0.1, only=layer) for layer in layers],
+        misaligned={
             name: measure(changed_by(change))
             for name, change in {
                 "shifted back": lambda rollout, i: np.roll(rollout.routed_experts, -1, axis=0),
@@ -111,7 +133,7 @@ def dose_response(device: Device, *, engine_dtype: str, model: str = "") -> dict
                 "of the batch before": lambda rollout, i: of(before[i], rollout),
             }.items()
         },
-    }
+    )
 
 
 def _as_map(micro_batch: MicroBatch, position: int, experts: int) -> torch.Tensor:
@@ -120,9 +142,7 @@ def _as_map(micro_batch: MicroBatch, position: int, experts: int) -> torch.Tenso
 
 
 def _hit(micro_batch: MicroBatch, share: float) -> torch.Tensor:
-    """Which captured (token, layer) slots a dose corrupts, `[captured, L]`; larger doses contain
-    smaller ones.
-    """
+    """Choose the captured slots [captured, L] that a dose corrupts; doses contain smaller ones."""
     layers = micro_batch.routed_experts_NLK.shape[1]
     rng = np.random.default_rng(micro_batch.rollout_ids[0])
     noise = torch.from_numpy(rng.random((micro_batch.num_tokens, layers)))
@@ -132,9 +152,7 @@ def _hit(micro_batch: MicroBatch, share: float) -> torch.Tensor:
 def _corrupted(
     micro_batch: MicroBatch, next_best_NLK: torch.Tensor, hit: torch.Tensor
 ) -> MicroBatch:
-    """The least likely expert of a hit slot becomes the likeliest of those left out: the mildest
-    possible flip.
-    """
+    """Swap the least likely expert of each hit slot for the likeliest that is not chosen."""
     routes_NLK = micro_batch.routed_experts_NLK.clone()
     captured_N = micro_batch.captured_N
     mine = routes_NLK[captured_N]
@@ -145,9 +163,7 @@ def _corrupted(
 
 
 def _runners_up(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-    """Per micro-batch `[N, L, K]`: each slot's routes with its rank-K expert swapped for rank K +
-    1, by the live logits.
-    """
+    """Return routes [N, L, K] with the rank-K expert swapped for rank K + 1, by live logits."""
     seen: dict[int, list[torch.Tensor]] = {layer: [] for layer in policy.replay.taps}
     routers = {
         layer.layer_number - 1: layer.mlp.router for layer in policy.chunks[0].decoder.layers

@@ -1,12 +1,11 @@
-"""The contract of a model family, run on every rank: computes, differentiates, loads and exports as
-transformers does.
-"""
+"""The contract of a model family: compute, differentiate, load and export like transformers."""
 
 from __future__ import annotations
 
 import shutil
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from safetensors.torch import load_file
 
 from r3.handover.weights import WeightStream, export
 from r3.models.hf_checkpoint import CheckpointError
-from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.modules import packed_params
 from r3.run import checkpoint
@@ -25,16 +23,64 @@ from r3.run.resume import Found
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh
-from tests.ranks.cases import batches_of
+from tests.errors import message_of
+from tests.policies import batches_of, policy_of, require_planned
 from tests.tiny import tiny_config
 
 LENGTHS = (33, 7, 64)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """One checkpoint on one rank, against transformers.
+
+    Attributes:
+        error: traceback, if it failed.
+        logits: largest difference of logits; on several stages of log-probabilities.
+        gradients: largest relative difference of a gradient, see `differences`.
+        grad_norm: relative difference of the gradient norm.
+        round_trip: tensors that the export does not give back bit for bit.
+        layer_by_layer: the weight stream yields whole layers in order.
+        shared: the buffers are in shared memory.
+        router_gradients: largest gradient of every router.
+    """
+
+    error: str = ""
+    logits: float = 0.0
+    gradients: float = 0.0
+    grad_norm: float = 0.0
+    round_trip: list[str] = field(default_factory=list)
+    layer_by_layer: bool = False
+    shared: bool = False
+    router_gradients: dict[str, float] = field(default_factory=dict)
+    num_moe_layers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertBiases:
+    """Whether expert biases stay those on disk.
+
+    Attributes:
+        count: tensors of biases.
+        loaded, trained, resumed: they equal those on disk, in float32.
+        uncounted: routers count no tokens for them.
+        zeroed: overwriting them shows, or the comparison means nothing.
+        half: the export has them in float32 and all else in bfloat16.
+    """
+
+    count: int
+    loaded: bool
+    trained: bool
+    uncounted: bool
+    zeroed: bool
+    resumed: bool
+    half: bool
+
+
 def contracts(
     device: Device, *, folders: Mapping[str, str], out: str, parallel: dict[str, int]
-) -> dict[str, dict[str, Any]]:
-    """Every checkpoint's figures, or what went wrong with it."""
+) -> dict[str, Contract]:
+    """Try every checkpoint; with one rank a failure of one does not stop the others."""
     mesh = build_mesh(device, tiny_config(parallel=parallel).parallel)
     found = {}
     for name, folder in folders.items():
@@ -43,19 +89,22 @@ def contracts(
             found[name] = one(device, mesh, folder, Path(out) / name, parallel)
         except Exception:
             if mesh.world.size > 1:
-                # the other ranks wait in a collective; alone, the other families still have a say
+                # The other ranks wait in a collective.
                 raise
-            found[name] = {"error": traceback.format_exc()[-2000:]}
+            found[name] = Contract(error=traceback.format_exc()[-2000:])
     return found
 
 
 def contract(
     device: Device, mesh: Mesh, folder: str, out: Path, parallel: dict[str, int]
-) -> dict[str, Any]:
-    """One checkpoint, all of its contract."""
+) -> Contract:
+    """Try one checkpoint."""
     config = tiny_config(folder, parallel=parallel)
-    policy = Policy(config, device, mesh, ModelShape.read(folder))
+    policy = policy_of(device, mesh, config)
+    require_planned(policy)
     stream = WeightStream(policy, device, mesh)
+    assert len(list(stream.read())) == len(stream.shapes), "a tensor is read twice, or not at all"
+    mesh.world.barrier()
     export(out, stream, policy, device, mesh, like=folder, step=0)
     order = [
         int(name.split(".")[2]) for name, _ in stream.read() if name.startswith("model.layers.")
@@ -65,28 +114,30 @@ def contract(
     router_gradients = gradients_of_routers(policy, mesh)
     reference = transformers_model(folder)
     compared = differences(policy, mesh, stream, reference, out.with_name(f"{out.name}.gradients"))
-    return {
+    return Contract(
         **compared,
-        "layer_by_layer": order == sorted(order),
-        "shared": all(shared) if mesh.world.size > 1 else any(shared),
-        "round_trip": compare_files(Path(folder), out) if device.rank == 0 else [],
-        "router_gradients": router_gradients,
-        "num_moe_layers": len(policy.shape.moe_layers),
-    }
+        layer_by_layer=order == sorted(order),
+        shared=all(shared) if mesh.world.size > 1 else any(shared),
+        round_trip=compare_files(Path(folder), out) if device.rank == 0 else [],
+        router_gradients=router_gradients,
+        num_moe_layers=len(policy.shape.moe_layers),
+    )
 
 
 def pipeline_contract(
     device: Device, mesh: Mesh, folder: str, out: Path, parallel: dict[str, int]
-) -> dict[str, Any]:
-    """The contract where layers lie on several stages: log-probabilities and gradients through
-    Megatron's schedule.
+) -> Contract:
+    """Try one checkpoint on several stages, through Megatron's schedule.
 
-    No rank sees logits of all layers by itself, so the policy's own passes are compared, with live
-    routes.
+    No rank computes logits of all layers by itself, so the policy's own passes are compared, with
+    live routes.
     """
     config = tiny_config(folder, parallel=parallel, replay={"mode": "off"})
-    policy = Policy(config, device, mesh, ModelShape.read(folder))
+    policy = policy_of(device, mesh, config)
+    require_planned(policy)
     stream = WeightStream(policy, device, mesh)
+    assert len(list(stream.read())) == len(stream.shapes), "a tensor is read twice, or not at all"
+    mesh.world.barrier()
     export(out, stream, policy, device, mesh, like=folder, step=0)
     (batch,) = batches_of(mesh, policy.shape)
     reference = transformers_model(folder)
@@ -114,15 +165,12 @@ def pipeline_contract(
         else 0.0
     )
     policy.forward_backward(batch)
-    return {
-        "logits": largest,
-        **gradient_differences(
-            policy, mesh, stream, reference, out.with_name(f"{out.name}.gradients")
-        ),
-        "round_trip": compare_files(Path(folder), out) if device.rank == 0 else [],
-        "router_gradients": {},
-        "num_moe_layers": 0,
-    }
+    scratch = out.with_name(f"{out.name}.gradients")
+    return Contract(
+        logits=largest,
+        **gradient_differences(policy, mesh, stream, reference, scratch),
+        round_trip=compare_files(Path(folder), out) if device.rank == 0 else [],
+    )
 
 
 def transformers_model(folder: str) -> Any:
@@ -134,16 +182,15 @@ def transformers_model(folder: str) -> Any:
     )
 
 
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint folder."""
+    files = folder.glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
 def compare_files(one: Path, other: Path) -> list[str]:
     """Names of tensors that are not bit for bit the same in the files of two folders."""
-    tensors = [
-        {
-            name: tensor
-            for file in folder.glob("*.safetensors")
-            for name, tensor in load_file(file).items()
-        }
-        for folder in (one, other)
-    ]
+    tensors = [tensors_of(folder) for folder in (one, other)]
     names = sorted(tensors[0].keys() | tensors[1].keys())
 
     def same(name: str) -> bool:
@@ -165,9 +212,7 @@ def gradients_of_routers(policy: Policy, mesh: Mesh) -> dict[str, float]:
 
 
 def put_gradients_for_weights(policy: Policy, scale: float) -> None:
-    """Overwrite the shared buffers with the reduced gradients (of which each data-parallel rank has
-    its part), scaled.
-    """
+    """Overwrite the shared buffers with the reduced gradients, scaled."""
     for chunk in policy.wrapped:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             group = buffer.data_parallel_group
@@ -184,11 +229,10 @@ def put_gradients_for_weights(policy: Policy, scale: float) -> None:
 def differences(
     policy: Policy, mesh: Mesh, stream: WeightStream, reference: Any, scratch: Path
 ) -> dict[str, float]:
-    """Largest |difference| of logits, and of the gradients of a random function of them: each
-    tensor's and their norm.
+    """Compare logits, and the gradients of a random function of them and their norm.
 
     A tensor's difference is relative to its own largest gradient, or to 1e-3 of the largest of all
-    where that is more: some gradients are zero but for rounding (a bias on all keys changes no
+    if that is more: some gradients are zero except for rounding (a bias on all keys changes no
     softmax). All ranks have the same sequences.
 
     Overwrites the weights of both models: gradients go through the weight stream and through
@@ -234,9 +278,7 @@ def gradient_differences(
     *,
     scale: float = 1.0,
 ) -> dict[str, float]:
-    """Of the gradients that both models hold, the policy's times `scale`; see `differences`.
-    Overwrites both's weights.
-    """
+    """Compare the gradients of both models, the policy's times `scale`; see `differences`."""
     with cuda_type_names():
         policy.optimizer.prepare_grads()
         norm = policy.optimizer.get_grad_norm() * scale
@@ -250,11 +292,7 @@ def gradient_differences(
     if mesh.world.rank == 0:
         reference.save_pretrained(scratch)
     mesh.world.barrier()
-    expected = {
-        name: tensor
-        for file in scratch.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    expected = tensors_of(scratch)
     found = {name: tensor.clone() for name, tensor in stream.read()}
     assert found.keys() == expected.keys()
     mesh.world.barrier()
@@ -273,24 +311,18 @@ def gradient_differences(
 
 
 def refusals(device: Device, *, folder: str, out: str) -> dict[str, str]:
-    """What a policy says to checkpoints whose tensors are not the model's; it must not come to
-    reading one.
-    """
+    """Messages about checkpoints whose tensors are not the model's."""
     from safetensors.torch import save_file
 
     mesh = build_mesh(device, tiny_config().parallel)
-    source = {
-        name: tensor
-        for file in Path(folder).glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    source = tensors_of(Path(folder))
     first = "model.layers.0.mlp.experts.3.up_proj.weight"
     spoiled = {
         "missing": {name: tensor for name, tensor in source.items() if name != first},
         "extra": source | {"model.layers.0.mlp.experts.8.up_proj.weight": source[first].clone()},
         "misshaped": source | {first: source[first][:-1].clone()},
     }
-    said = {}
+    messages = {}
     for kind, tensors in spoiled.items():
         target = Path(out) / kind
         target.mkdir()
@@ -298,26 +330,22 @@ def refusals(device: Device, *, folder: str, out: str) -> dict[str, str]:
             if "index" not in file.name:
                 shutil.copyfile(file, target / file.name)
         save_file(tensors, str(target / "model.safetensors"), metadata={"format": "pt"})
-        try:
-            Policy(tiny_config(target), device, mesh, ModelShape.read(target))
-            said[kind] = "nothing was raised"
-        except CheckpointError as error:
-            said[kind] = str(error)
-    return said
+        messages[kind] = message_of(
+            lambda target=target: policy_of(device, mesh, tiny_config(target)),
+            CheckpointError,
+        )
+    return messages
 
 
-def expert_biases(device: Device, *, folder: str, out: str) -> dict[str, Any]:
-    """A bfloat16 policy's expert biases after updates, after a checkpoint is read back, and as
-    exported.
-    """
+def expert_biases(device: Device, *, folder: str, out: str) -> ExpertBiases:
+    """A bfloat16 policy's expert biases after updates, after a resume, and as exported."""
     mesh = build_mesh(device, tiny_config(parallel={"ep": 2}).parallel)
     config = tiny_config(folder, parallel={"ep": 2}, model={"dtype": "bfloat16"})
-    policy = Policy(config, device, mesh, ModelShape.read(folder))
+    policy = policy_of(device, mesh, config)
     stream = WeightStream(policy, device, mesh)
     on_disk = {
         name: tensor
-        for file in Path(folder).glob("*.safetensors")
-        for name, tensor in load_file(file).items()
+        for name, tensor in tensors_of(Path(folder)).items()
         if name.endswith("e_score_correction_bias")
     }
 
@@ -328,11 +356,11 @@ def expert_biases(device: Device, *, folder: str, out: str) -> dict[str, Any]:
             for name, tensor in on_disk.items()
         )
 
-    found = {"count": len(on_disk), "loaded": same()}
+    loaded = same()
     (batch,) = batches_of(mesh, policy.shape)
     for _ in range(2):
         policy.update(batch, total_updates=4)
-    found["trained"] = same()
+    trained = same()
     policy.forward_backward(batch)
     counts = [
         tensor
@@ -340,24 +368,25 @@ def expert_biases(device: Device, *, folder: str, out: str) -> dict[str, Any]:
         for name, tensor in chunk.named_buffers()
         if name.endswith("local_tokens_per_expert")
     ]
-    found["uncounted"] = len(counts) == len(on_disk) and not any(tensor.any() for tensor in counts)
+    uncounted = len(counts) == len(on_disk) and not any(tensor.any() for tensor in counts)
     saved = checkpoint.save(Path(out) / "checkpoints", policy, device, mesh, step=2, keep=0)
     for frozen in policy.shared_buffers()[len(policy.parameter_buffers()) :]:
         frozen.zero_()
-    found["zeroed"] = not same()
+    zeroed = not same()
     mesh.world.barrier()
     checkpoint.load(Found(folder=saved, step=2), policy, device, mesh)
-    found["resumed"] = same()
+    resumed = same()
     export(Path(out) / "export", stream, policy, device, mesh, like=folder, step=2)
     exported = {
-        name: str(tensor.dtype)
-        for file in (Path(out) / "export").glob("*.safetensors")
-        for name, tensor in load_file(file).items()
+        name: str(tensor.dtype) for name, tensor in tensors_of(Path(out) / "export").items()
     }
-    found["half"] = sorted(
-        name for name, dtype in exported.items() if dtype != "torch.bfloat16"
-    ) == sorted(on_disk)
-    return found
-
-
-__all__ = ["contracts", "expert_biases", "refusals"]
+    others = sorted(name for name, dtype in exported.items() if dtype != "torch.bfloat16")
+    return ExpertBiases(
+        count=len(on_disk),
+        loaded=loaded,
+        trained=trained,
+        uncounted=uncounted,
+        zeroed=zeroed,
+        resumed=resumed,
+        half=others == sorted(on_disk),
+    )

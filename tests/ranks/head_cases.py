@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from r3.algo.packing import with_advantages
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.logprobs import Head, logprobs_and_entropy
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis, build_mesh
-from tests.ranks.cases import LENGTHS, batches_of, full_gradients
+from tests.policies import LENGTHS, batches_of, build, full_gradients
 from tests.tiny import tiny_config
 
 TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 23, 16, 37, 0.7
@@ -39,41 +40,57 @@ def oracle(device: Device) -> dict[str, dict[str, float]]:
     )
     targets_N = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
     share_N = torch.randn(TOKENS, generator=generator, dtype=torch.float64)
+    bonus_N = torch.randn(TOKENS, generator=generator, dtype=torch.float64)
 
     true = [hidden_ND.clone().requires_grad_(), weight_VD.clone().requires_grad_()]
     all_NV = (true[0] @ true[1].t() / TEMPERATURE).log_softmax(-1)
     logprobs_N = all_NV.gather(-1, targets_N[:, None])[:, 0]
-    (logprobs_N * share_N).sum().backward()
-    expected = {
-        "logprobs": logprobs_N.detach(),
-        "entropy": -(all_NV.exp() * all_NV).sum(-1).detach(),
-        "hidden": true[0].grad,
-        "weight": true[1].grad,
+    entropy_N = -(all_NV.exp() * all_NV).sum(-1)
+    policy_loss, bonus = (logprobs_N * share_N).sum(), (entropy_N * bonus_N).sum()
+    gradients = {
+        "": torch.autograd.grad(policy_loss, true, retain_graph=True),
+        " of both": torch.autograd.grad(policy_loss + bonus, true),
     }
+    expected = {"logprobs": logprobs_N.detach(), "entropy": entropy_N.detach()}
+    for name, (hidden_grad, weight_grad) in gradients.items():
+        expected |= {f"hidden{name}": hidden_grad, f"weight{name}": weight_grad}
 
     def errors(dtype: torch.dtype, chunk: int, fp32: bool) -> dict[str, float]:
+        return found(dtype, chunk, fp32, False) | found(dtype, chunk, fp32, True)
+
+    def found(dtype: torch.dtype, chunk: int, fp32: bool, with_bonus: bool) -> dict[str, float]:
         head = Head(
-            axis=axis, vocab_size=VOCABULARY, temperature=TEMPERATURE, chunk_tokens=chunk, fp32=fp32
+            axis=axis,
+            vocab_size=VOCABULARY,
+            temperature=TEMPERATURE,
+            chunk_tokens=chunk,
+            fp32=fp32,
+            entropy_gradient=with_bonus,
         )
         padded_VD = torch.cat([weight_VD, torch.full((rows * axis.size - VOCABULARY, WIDTH), 50.0)])
         hidden = hidden_ND.to(dtype, copy=True).requires_grad_()
         weight = padded_VD.chunk(axis.size)[axis.rank].to(dtype, copy=True).requires_grad_()
         logprobs_N, entropy_N = logprobs_and_entropy(hidden, weight, targets_N, head)
-        (logprobs_N * share_N.to(logprobs_N.dtype)).sum().backward()
-        assert hidden.grad is not None and weight.grad is not None and not entropy_N.requires_grad
+        assert entropy_N.requires_grad == with_bonus
+        total = (logprobs_N * share_N.to(logprobs_N.dtype)).sum()
+        if with_bonus:
+            total = total + (entropy_N * bonus_N.to(logprobs_N.dtype)).sum()
+        total.backward()
+        assert hidden.grad is not None and weight.grad is not None
         slices = [torch.empty_like(weight.grad) for _ in range(axis.size)]
         dist.all_gather(slices, weight.grad)
         whole_VD = torch.cat(slices)
         assert not whole_VD[VOCABULARY:].any(), "padding learns nothing"
-        found = {
+        of = " of both" if with_bonus else ""
+        values = {
             "logprobs": logprobs_N.detach(),
-            "entropy": entropy_N,
-            "hidden": axis.all_reduce(hidden.grad.double()),
-            "weight": whole_VD[:VOCABULARY],
+            "entropy": entropy_N.detach(),
+            f"hidden{of}": axis.all_reduce(hidden.grad.double()),
+            f"weight{of}": whole_VD[:VOCABULARY],
         }
         return {
-            name: float((found[name].double() - value).abs().max() / value.abs().max())
-            for name, value in expected.items()
+            name: float((value.double() - expected[name]).abs().max() / expected[name].abs().max())
+            for name, value in values.items()
         }
 
     return {
@@ -150,6 +167,48 @@ def peak(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, A
             for one, other in zip(gradients_one, gradients_other, strict=True)
         )
         / largest,
+    }
+
+
+def bonus(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, float]:
+    """How much the mean entropy changes along the gradient of a loss that is the bonus alone, and
+    how much that gradient promises.
+    """
+    coef = 0.5
+    config = tiny_config(model, parallel=parallel, algo={"entropy_coef": coef})
+    mesh, policy = build(device, config)
+    (batch,) = batches_of(mesh, policy.shape)
+    # Without advantages only the bonus is left.
+    zeros = [0.0] * len(LENGTHS)
+    micro_batches = tuple(with_advantages(each, zeros) for each in batch.micro_batches)
+    batch = replace(batch, micro_batches=micro_batches)
+    metrics = policy.forward_backward(batch)
+    gradients = {name: gradient for name, (_, _, gradient) in full_gradients(policy).items()}
+    # A replicated weight has the same gradient on all ranks and counts once.
+    squares = sum(
+        float(gradients[slot.name].double().square().sum())
+        for slot in policy.slots
+        if slot.kind != "replicated" or mesh.tp.rank == 0
+    )
+    norm = float(mesh.tp.all_reduce(torch.tensor(squares)).sqrt())
+
+    def entropy_at(step: float) -> float:
+        """Mean entropy after a step along the gradient; the weights are put back."""
+        for sign in (1.0, -1.0):
+            for slot in policy.slots:
+                slot.tensor.add_(gradients[slot.name], alpha=sign * step / norm)
+            if sign > 0:
+                scores = policy.score(batch.micro_batches, mode="replay")
+        masks = torch.cat(scores.loss_mask).double()
+        return float((torch.cat(scores.entropy).double() * masks).sum() / masks.sum())
+
+    step, entropy = 0.01, entropy_at(0.0)
+    return {
+        # One rank of tp reports it.
+        "loss": metrics["loss/total"].total if policy.reports else -coef * entropy,
+        "entropy": entropy,
+        "measured": (entropy_at(step) - entropy_at(-step)) / (2 * step),
+        "promised": -norm / coef,
     }
 
 

@@ -1,12 +1,9 @@
-"""The account of routes over real ranks: what travels, what routers use, and what is said when
-something is lost.
-"""
+"""The route ledger over real ranks: what is sent, what routers use, and the errors of faults."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +15,39 @@ from r3.routing.ledger import LedgerError, reconcile
 from r3.routing.replay import Replay
 from r3.runtime.device import Device
 from r3.types import Rollout, RouteError
-from tests.ranks.cases import LENGTHS, build
+from tests.errors import message_of
+from tests.policies import LENGTHS, build
 from tests.tiny import random_rollouts, tiny_config
+from tests.wrong_routes import patched, rows_lost, samples_swapped, with_routes
 
 VERSION = 7
 
 
-def account(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, Any]:
-    """One step's route account in this layout, sound and with every fault."""
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """The ledger of steps on one rank.
+
+    Attributes:
+        sound, gaps: routing/* of a step without missing rows, and of one with.
+        messages: by fault.
+        layers: MoE layers of this rank's routers.
+        data_rank: rank on the data-parallel axis.
+        packed_layers: layers in the routes of its micro-batches.
+        itemsize: bytes per expert id.
+    """
+
+    sound: dict[str, float]
+    gaps: dict[str, float]
+    messages: dict[str, str]
+    layers: list[int]
+    data_rank: int
+    packed_layers: list[int]
+    itemsize: int
+    packed_tokens: int
+
+
+def account(device: Device, *, model: str, parallel: dict[str, int]) -> Account:
+    """Make steps in this layout, without and with each fault."""
     config = tiny_config(model, parallel=parallel)
     mesh, policy = build(device, config)
     rollouts = [
@@ -63,19 +85,15 @@ def account(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str
             row[name] = type(together[0]).reduce(together)
         return row
 
-    def complaint(action: Callable[[], Any]) -> str:
-        try:
-            action()
-        except (RouteError, LedgerError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing was raised"
+    def complaint(action: Callable[[], object]) -> str:
+        return message_of(action, RouteError, LedgerError)
 
     batches, _ = dealt(rollouts)
     micro_batches = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
     sound, gaps = step_row(rollouts), step_row(partial, on_missing="live", min_coverage=0.5)
     reconcile(sound)
     reconcile(gaps)
-    said = {
+    messages = {
         "missing": complaint(lambda: dealt(partial)),
         "coverage": complaint(lambda: dealt(partial, on_missing="live", min_coverage=0.99)),
         "other version": complaint(
@@ -89,23 +107,25 @@ def account(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str
         ),
         "beyond the experts": complaint(lambda: dealt([*rollouts[:-1], _beyond(rollouts[-1])])),
     }
-    for name, change in {"swapped": _swapped, "shifted": _shifted, "layers": _layers}.items():
-        with _patched(
-            exchange, "decode", lambda decode, change=change: lambda m: change(decode(m))
-        ):
-            said[name] = complaint(lambda: dealt(rollouts))
-    with _patched(Replay, "load", _losing):
-        said["lost"] = complaint(lambda: reconcile(step_row(rollouts)))
-    return {
-        "sound": sound,
-        "gaps": gaps,
-        "said": said,
-        "layers": list(policy.replay.layers),
-        "data_rank": mesh.dp.rank,
-        "packed_layers": sorted({m.routed_experts_NLK.shape[1] for m in micro_batches}),
-        "itemsize": {m.routed_experts_NLK.element_size() for m in micro_batches}.pop(),
-        "packed_tokens": sum(micro_batch.num_tokens for micro_batch in micro_batches),
-    }
+    for name, change in {
+        "swapped": samples_swapped,
+        "shifted": _shifted,
+        "layers": _layers,
+    }.items():
+        with patched(exchange, "decode", lambda decode, change=change: lambda m: change(decode(m))):
+            messages[name] = complaint(lambda: dealt(rollouts))
+    with patched(Replay, "load", rows_lost):
+        messages["lost"] = complaint(lambda: reconcile(step_row(rollouts)))
+    return Account(
+        sound=sound,
+        gaps=gaps,
+        messages=messages,
+        layers=list(policy.replay.layers),
+        data_rank=mesh.dp.rank,
+        packed_layers=sorted({m.routed_experts_NLK.shape[1] for m in micro_batches}),
+        itemsize={m.routed_experts_NLK.element_size() for m in micro_batches}.pop(),
+        packed_tokens=sum(micro_batch.num_tokens for micro_batch in micro_batches),
+    )
 
 
 def _without(rollout: Rollout, rows: Sequence[int]) -> Rollout:
@@ -115,55 +135,15 @@ def _without(rollout: Rollout, rows: Sequence[int]) -> Rollout:
 
 
 def _beyond(rollout: Rollout) -> Rollout:
-    """An id that an int8 would make a legal one of: 256 + 3."""
+    """An id that would become a legal one in int8: 256 + 3."""
     routes = rollout.routed_experts.copy()
     routes[0, 0, 0] = 259
     return replace(rollout, routed_experts=routes)
 
 
-def _with_routes(item: Scored, routes: np.ndarray) -> Scored:
-    return replace(item, rollout=replace(item.rollout, routed_experts=np.ascontiguousarray(routes)))
-
-
-def _swapped(items: list[Scored]) -> list[Scored]:
-    """The routes of two rollouts of a message change places, as far as lengths allow."""
-    if len(items) < 2:
-        return items
-    one, two = (item.rollout.routed_experts for item in items[:2])
-    rows = min(len(one), len(two))
-    return [
-        _with_routes(items[0], np.concatenate([two[:rows], one[rows:]])),
-        _with_routes(items[1], np.concatenate([one[:rows], two[rows:]])),
-        *items[2:],
-    ]
-
-
 def _shifted(items: list[Scored]) -> list[Scored]:
-    return [_with_routes(item, np.roll(item.rollout.routed_experts, 1, axis=0)) for item in items]
+    return [with_routes(item, np.roll(item.rollout.routed_experts, 1, axis=0)) for item in items]
 
 
 def _layers(items: list[Scored]) -> list[Scored]:
-    return [_with_routes(item, item.rollout.routed_experts[:, ::-1]) for item in items]
-
-
-def _losing(load: Any) -> Any:
-    """Every tenth row is lost between micro-batch and router: it would route live, and nobody would
-    know.
-    """
-
-    def faulty(self: Replay, routes_NLK: Any, *args: Any, **kwargs: Any) -> None:
-        routes_NLK = routes_NLK.clone()
-        routes_NLK[::10] = -1
-        load(self, routes_NLK, *args, **kwargs)
-
-    return faulty
-
-
-@contextmanager
-def _patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    kept = getattr(owner, name)
-    setattr(owner, name, wrap(kept))
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
+    return [with_routes(item, item.rollout.routed_experts[:, ::-1]) for item in items]

@@ -2,36 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from r3.config import Config
 from r3.metrics.mismatch import mismatch
 from r3.metrics.reduce import Mean
-from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.updates import train_on
 from r3.routing.replay import routing_metrics
 from r3.runtime.device import Device
-from r3.runtime.mesh import Mesh, build_mesh
+from r3.runtime.mesh import build_mesh
 from r3.types import Batch
-from tests.ranks.cases import batches_of, build
+from tests.errors import message_of
+from tests.policies import batches_of, build, policy_of, read_back
 from tests.tiny import tiny_config
 
 
-def policy_of(device: Device, mesh: Mesh, config: Config) -> Policy:
+@dataclass(frozen=True, kw_only=True)
+class OldPass:
+    """The first update, compared with the pass before it that scored old log-probabilities.
 
-    return Policy(config, device, mesh, ModelShape.read(config.model.path))
-
-
-def consistency(device: Device, *, model: str, ep: int) -> dict[str, Any]:
-    """E7: ratios of the first update to the old pass, with replay in both, in one only, and with
-    recorded routes (R2).
+    Attributes:
+        tokens: loss tokens.
+        off_by: largest |ratio - 1|.
+        clipped: clipped tokens.
+        agreed, slots: slots of agreeing routes, and all.
     """
+
+    tokens: int
+    off_by: float
+    clipped: float
+    agreed: float
+    slots: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consistency:
+    """Old passes by mode, and four updates with routes that were recorded before the first.
+
+    Attributes:
+        agreement: share of slots whose live route is the recorded one, by update.
+        kept_routes: whether a forward after each update still uses the recorded routes.
+    """
+
+    old_passes: dict[str, OldPass]
+    agreement: list[float]
+    kept_routes: list[bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeReport:
+    """What one step reports in a replay mode.
+
+    Attributes:
+        scored: (mode, micro-batches) of every scoring pass.
+        sizes: micro-batches of every update.
+        row: metrics of the step.
+        agreement_slots: slots behind `routing/agreement`.
+        agreement, all_slots: the same, measured before the step.
+        k3_ratio: live k3 / replayed k3 of the second micro-batch, measured before the step.
+    """
+
+    scored: list[list[Any]]
+    sizes: list[int]
+    row: dict[str, float]
+    agreement_slots: float
+    agreement: float | None
+    all_slots: int
+    k3_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accident:
+    """What is left of a schedule that raised an error in the middle.
+
+    Attributes:
+        message: of the error.
+        state: of the last router's tap and of the replay.
+        same: whether a pass after it gives the same log-probabilities, bit for bit.
+        grad_norm: of an update after it.
+    """
+
+    message: str
+    state: list[Any]
+    same: bool
+    grad_norm: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modes:
+    """Reports by replay mode, and an accident."""
+
+    reports: dict[str, ModeReport]
+    accident: Accident
+
+
+def consistency(device: Device, *, model: str, ep: int) -> Consistency:
+    """E7: the first update against the old pass: replay in both, in one, with recorded routes."""
     from r3.policy import policy as module
 
     mesh, policy = build(device, tiny_config(model, parallel={"ep": ep}))
@@ -40,13 +110,20 @@ def consistency(device: Device, *, model: str, ep: int) -> dict[str, Any]:
     real = module.policy_loss
 
     def watched(
-        config: Any, batch: Any, tokens: Any, cp: Any, logprobs_N: Any, old_N: Any, *rest: Any
+        config: Any,
+        batch: Any,
+        tokens: Any,
+        cp: Any,
+        logprobs_N: Any,
+        old_N: Any,
+        *rest: Any,
+        **more: Any,
     ) -> Any:
         ratios.append((logprobs_N.detach() - old_N).exp()[tokens.loss_mask_N > 0])
-        return real(config, batch, tokens, cp, logprobs_N, old_N, *rest)
+        return real(config, batch, tokens, cp, logprobs_N, old_N, *rest, **more)
 
     module.policy_loss = watched
-    found: dict[str, Any] = {}
+    old_passes = {}
     for old_mode in ("replay", "live", "record"):
         scores = policy.score(batch.micro_batches, mode=old_mode)
         recorded = scores.ledger.recorded if old_mode == "record" else None
@@ -55,27 +132,27 @@ def consistency(device: Device, *, model: str, ep: int) -> dict[str, Any]:
             batch, old_logprobs=scores.logprobs, recorded_routes=recorded
         )
         ratio = torch.cat(ratios)
-        found[old_mode] = {
-            "tokens": len(ratio),
-            "off_by": float((ratio - 1).abs().max()),
-            "clipped": metrics["loss/clip_frac"].total,
-            "agreed": metrics["routing/agreement"].total,
-            "slots": metrics["routing/agreement"].count,
-        }
-    # Several updates on routes recorded before the first: the router moves away from them, the
-    # forward stays on them.
+        old_passes[old_mode] = OldPass(
+            tokens=len(ratio),
+            off_by=float((ratio - 1).abs().max()),
+            clipped=metrics["loss/clip_frac"].total,
+            agreed=metrics["routing/agreement"].total,
+            slots=metrics["routing/agreement"].count,
+        )
+    # Several updates with routes recorded before the first: the router moves away from them, and
+    # the forward pass keeps them.
     recorded = policy.score(batch.micro_batches, mode="record").ledger.recorded
-    agreement, stayed = [], []
+    agreement, kept_routes = [], []
     for _ in range(4):
         metrics = policy.update(batch, total_updates=100, recorded_routes=recorded).metrics
         agreement.append(metrics["routing/agreement"].total / metrics["routing/agreement"].count)
-        stayed.append(_stays_on(policy, batch, recorded))
+        kept_routes.append(_keeps(policy, batch, recorded))
     module.policy_loss = real
-    return {"old_pass": found, "agreement": agreement, "stayed": stayed}
+    return Consistency(old_passes=old_passes, agreement=agreement, kept_routes=kept_routes)
 
 
-def _stays_on(policy: Policy, batch: Batch, recorded: Sequence[torch.Tensor]) -> bool:
-    """Whether a forward with these routes sends every token where they say."""
+def _keeps(policy: Policy, batch: Batch, recorded: Sequence[torch.Tensor]) -> bool:
+    """Whether a forward with these routes sends every token to their experts."""
     with read_back(policy) as maps:
         policy.score(batch.micro_batches, mode="replay", recorded_routes=recorded)
     layers = [layer for layer in policy.replay.moe_layers if layer in policy.replay.taps]
@@ -89,48 +166,14 @@ def _stays_on(policy: Policy, batch: Batch, recorded: Sequence[torch.Tensor]) ->
     )
 
 
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-@contextmanager
-def read_back(policy: Policy, *, backward: bool = False) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """Inside, the routing maps `[N, E]` that leave every router, per layer in order; `backward`: of
-    recomputations only.
-    """
-    maps: dict[int, list[torch.Tensor]] = {layer: [] for layer in policy.replay.taps}
-    routers = {
-        layer.layer_number - 1: layer.mlp.router
-        for chunk in policy.chunks
-        for layer in chunk.decoder.layers
-        if hasattr(layer.mlp, "router")
-    }
-
-    def keep(layer: int) -> Callable[[Any, Any, Any], None]:
-        def hook(_module: Any, _args: Any, out: Any) -> None:
-            if in_backward() == backward:
-                maps[layer].append(out[1].cpu())
-
-        return hook
-
-    hooks = [router.register_forward_hook(keep(layer)) for layer, router in routers.items()]
-    try:
-        yield maps
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def modes(device: Device, *, model: str) -> dict[str, Any]:
-    """Keys and values that steps report in every replay mode, with the reference replayed or not;
-    then an accident.
-    """
+def modes(device: Device, *, model: str) -> Modes:
+    """Make one step per replay mode, with the reference replayed or not; then an accident."""
     config = tiny_config(
         model, model={"recompute": "full"}, algo={"kl_coef": 0.1}, train={"lr": 0.02}
     )
     mesh = build_mesh(device, config.parallel)
     nothing_R = torch.zeros(0)
-    found: dict[str, Any] = {}
+    reports: dict[str, ModeReport] = {}
     for name, replay, updates in (
         ("off", {"mode": "off"}, 2),
         ("r2", {"mode": "r2"}, 2),
@@ -139,7 +182,7 @@ def modes(device: Device, *, model: str) -> dict[str, Any]:
     ):
         setting = replace(
             config,
-            replay=replace(config.replay, **replay),
+            replay=replace(config.replay, shadow_frac=1.0, **replay),
             train=replace(config.train, updates_per_step=updates),
         )
         policy = policy_of(device, mesh, setting)
@@ -171,27 +214,20 @@ def modes(device: Device, *, model: str) -> dict[str, Any]:
             policy, batches, nothing_R.double(), nothing_R.long(), setting, step=2, report=report
         )
         policy.score = real  # type: ignore[method-assign]
-        found[name] = {
-            "scored": scored,
-            "sizes": [len(batch.micro_batches) for batch in batches],
-            "row": {key: type(some[0]).reduce(some) for key, some in parts.items()},
-            "slots": {
-                key: sum(part.count for part in some)
-                for key, some in parts.items()
-                if key == "routing/agreement"
-            },
-            "agreement": Mean.reduce([routing_metrics(before)["routing/agreement"]]),
-            "all_slots": sum(before.rows),
-            "k3_ratio": k3[0].total / k3[1].total,
-        }
-    found["accident"] = _accident(policy, batches[0])
-    return found
+        reports[name] = ModeReport(
+            scored=[list(each) for each in scored],
+            sizes=[len(batch.micro_batches) for batch in batches],
+            row={key: type(some[0]).reduce(some) for key, some in parts.items()},
+            agreement_slots=sum(part.count for part in parts.get("routing/agreement", [])),
+            agreement=Mean.reduce([routing_metrics(before)["routing/agreement"]]),
+            all_slots=sum(before.rows),
+            k3_ratio=k3[0].total / k3[1].total,
+        )
+    return Modes(reports=reports, accident=_accident(policy, batches[0]))
 
 
-def _accident(policy: Policy, batch: Batch) -> dict[str, Any]:
-    """A forward of an update raises in its second micro-batch, checkpointed: what the passes after
-    it see of that.
-    """
+def _accident(policy: Policy, batch: Batch) -> Accident:
+    """Raise an error in the forward of an update's second micro-batch; then make further passes."""
     before = policy.score(batch.micro_batches, mode="live").logprobs
     last = max(policy.replay.taps)
     calls = []
@@ -207,18 +243,14 @@ def _accident(policy: Policy, batch: Batch) -> dict[str, Any]:
         if layer.layer_number - 1 == last
     )
     hook = router.register_forward_hook(fail)
-    try:
-        policy.forward_backward(batch)
-        said = "nothing was raised"
-    except OSError as error:
-        said = str(error)
+    message = message_of(lambda: policy.forward_backward(batch), OSError)
     hook.remove()
     tap = policy.replay.taps[last]
-    state = (tap.mode, tap.training, tap.forwards, tap.leftovers(), tap.counts, policy.replay.mode)
+    state = [tap.mode, tap.training, tap.forwards, tap.leftovers(), tap.counts, policy.replay.mode]
     after = policy.score(batch.micro_batches, mode="live").logprobs
-    return {
-        "said": said,
-        "state": state,
-        "same": all(torch.equal(one, other) for one, other in zip(before, after, strict=True)),
-        "update": policy.update(batch, total_updates=10).grad_norm,
-    }
+    return Accident(
+        message=message,
+        state=state,
+        same=all(torch.equal(one, other) for one, other in zip(before, after, strict=True)),
+        grad_norm=policy.update(batch, total_updates=10).grad_norm,
+    )

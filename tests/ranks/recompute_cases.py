@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,15 +13,12 @@ from r3.routing.replay import RouterTap
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch
-from tests.ranks.cases import batches_of
-from tests.ranks.pass_cases import in_backward, policy_of, read_back
+from tests.policies import batches_of, in_backward, policy_of, read_back
 from tests.tiny import tiny_config
 
 
 class LastFirst(RouterTap):
-    """The fault of a stack where a queue belongs: a recomputation takes the routes of the forward
-    that came last.
-    """
+    """A tap with a fault: a recomputation takes the routes of the last forward, not its own."""
 
     kept: list[torch.Tensor]
 
@@ -34,9 +31,24 @@ class LastFirst(RouterTap):
         return scores.gather(1, routes_NK), routes_NK
 
 
-def recomputation(device: Device, *, model: str) -> dict[str, Any]:
-    """E8: gradients with every kind of recomputation: micro-batches one by one, in flight together,
-    out of order, and with a faulty tap.
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """Gradients with every kind of recomputation, against those without and one by one.
+
+    Attributes:
+        recomputed: router forwards inside backward passes, by kind of recomputation.
+        difference: "KIND, ORDER" -> largest difference, relative to the largest gradient.
+        messages: "KIND, ORDER" -> error, if there was one.
+    """
+
+    micro_batches: int
+    recomputed: dict[str, int]
+    difference: dict[str, float]
+    messages: dict[str, str]
+
+
+def recomputation(device: Device, *, model: str) -> Recomputation:
+    """E8: micro-batches one by one, in flight together, out of order, and with a faulty tap.
 
     In flight together means: forward all, then backward in the same order, as the first stage of a
     pipeline does.
@@ -44,7 +56,7 @@ def recomputation(device: Device, *, model: str) -> dict[str, Any]:
     config = tiny_config(model)
     mesh = build_mesh(device, config.parallel)
     gradients: dict[str, list[torch.Tensor]] = {}
-    said: dict[str, str] = {}
+    messages: dict[str, str] = {}
     recomputed: dict[str, int] = {}
     batch: Batch | None = None
     for recompute in ("none", "moe", "full"):
@@ -53,7 +65,7 @@ def recomputation(device: Device, *, model: str) -> dict[str, Any]:
         )
         if batch is None:
             (batch,) = batches_of(mesh, policy.shape, (40, 40, 40, 40), micro_batch_tokens=40)
-        policy.score(batch.micro_batches, mode="replay")  # a pass between must leave nothing behind
+        policy.score(batch.micro_batches, mode="replay")  # a scoring pass leaves nothing behind
         with read_back(policy, backward=True) as maps:
             policy.forward_backward(batch)
         recomputed[recompute] = sum(map(len, maps.values()))
@@ -72,22 +84,22 @@ def recomputation(device: Device, *, model: str) -> dict[str, Any]:
             try:
                 _in_flight(policy, batch, order=order)
             except (AssertionError, RuntimeError) as error:
-                said[f"{recompute}, {name}"] = str(error)
+                messages[f"{recompute}, {name}"] = str(error)
             gradients[f"{recompute}, {name}"] = _gradient_buffers(policy)
     expected = gradients["none, one by one"]
     largest = max(float(gradient.abs().max()) for gradient in expected)
-    return {
-        "micro_batches": len(batch.micro_batches) if batch else 0,
-        "recomputed": recomputed,
-        "difference": {
+    return Recomputation(
+        micro_batches=len(batch.micro_batches) if batch else 0,
+        recomputed=recomputed,
+        difference={
             name: max(
                 float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)
             )
             / largest
             for name, found in gradients.items()
         },
-        "said": said,
-    }
+        messages=messages,
+    )
 
 
 def _gradient_buffers(policy: Policy) -> list[torch.Tensor]:
@@ -95,9 +107,7 @@ def _gradient_buffers(policy: Policy) -> list[torch.Tensor]:
 
 
 def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0, 1, 2, 3)) -> None:
-    """Forward all four micro-batches, then backward in this order, or (None) all in one backward
-    pass.
-    """
+    """Forward all four micro-batches, then backward in this order; None: in one backward pass."""
     from r3.policy.layout import local_tokens
     from r3.policy.modules import packed_params
     from r3.policy.objective import policy_loss

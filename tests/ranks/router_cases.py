@@ -265,9 +265,8 @@ def plausibility_filter(device: Device, mesh: Mesh) -> Filter:
     ):
         model = model_of(device, mesh, options, plausibility=0.5)
         tap = model.replay.taps[1]
-        if (
-            "bias" in name
-        ):  # the live choice is by 0.01 * score, upside down where the bias says so; gates are not
+        # The live choice is by 0.01 * score, upside down where the bias says so; gates are not.
+        if "bias" in name:
             model.routers[1].expert_bias.zero_()[7] = 5.0
             seen = seen + model.routers[1].expert_bias
         tap.clear()

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.families import random_checkpoint
 from tests.ranks import algorithm_cases
-from tests.tiny import random_checkpoint
 from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
@@ -36,6 +36,8 @@ def test_losses_do_not_depend_on_context_parallelism() -> None:
             f"{name}: some of the 152 loss tokens fall on each side of the bounds"
         )
     assert 0 < whole["gspo"]["clipped"] < 152
+    assert 0 < whole["own"]["clipped"] < 152, "sums over whole responses"
+    assert whole["entropy bonus"]["loss"] < whole["ppo_clip"]["loss"]
     assert whole["bypass"] == whole["old is the engine's"] != whole["ppo_clip"]
 
 

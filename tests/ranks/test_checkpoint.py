@@ -1,35 +1,35 @@
-"""Checkpoints that are damaged, cannot be written, or should not be: found, said, survived."""
+"""Checkpoints that are damaged, cannot be written, or should not be: a run goes on or says why."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from tests.ranks import checkpoint_cases as cases
+from tests.ranks.checkpoint_cases import Damaged, Refused, Resumed
 from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two ranks say about each kind of damage; both must say the same."""
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
+    """Results of two ranks, which must resume from the same folders."""
     one, two = run_world(cases.damaged, 2, out=str(tmp_path_factory.mktemp("damaged")))
-    assert one.keys() == two.keys()
+    assert one.resumed.keys() == two.resumed.keys()
     for name in cases.DAMAGE:
-        assert one[name][0] == two[name][0], name
-    return dict(one)
+        assert one.resumed[name].folder == two.resumed[name].folder, name
+    return one
 
 
-def test_whole_checkpoint_is_used_as_found(damaged: dict[str, Any]) -> None:
-    assert damaged["whole"] == ["step_000002", "as found"]
+def test_whole_checkpoint_is_used_as_found(damaged: Damaged) -> None:
+    assert damaged.resumed["whole"] == Resumed(folder="step_000002", notes=["as found"])
 
 
 @pytest.mark.parametrize("name", cases.DAMAGE)
-def test_damage_is_found_and_the_older_checkpoint_used(damaged: dict[str, Any], name: str) -> None:
-    folder, said, resuming = damaged[name][0], damaged[name][1], damaged[name][-1]
-    assert folder == "step_000001"
+def test_damage_is_found_and_the_older_checkpoint_used(damaged: Damaged, name: str) -> None:
+    found = damaged.resumed[name]
+    said, resuming = found.notes[0], found.notes[-1]
+    assert found.folder == "step_000001"
     assert "step_000002 is damaged: " in said and "falling back" in said
     assert "resuming from" in resuming and resuming.endswith("step_000001 after step 1")
     culprit = {
@@ -46,53 +46,70 @@ def test_damage_is_found_and_the_older_checkpoint_used(damaged: dict[str, Any], 
     assert culprit.get(name, "") in said
 
 
-def test_older_checkpoint_loads(damaged: dict[str, Any]) -> None:
-    assert damaged["loaded"] == 1
+def test_older_checkpoint_loads(damaged: Damaged) -> None:
+    assert damaged.updates == 1
 
 
-def test_damage_stops_the_run_if_asked(damaged: dict[str, Any]) -> None:
-    folder, said = damaged["stop"]
-    assert folder == ""
+def test_damage_stops_the_run_if_asked(damaged: Damaged) -> None:
+    found = damaged.resumed["stop"]
+    (said,) = found.notes
+    assert found.folder == ""
     assert "common.pt has other content" in said and "checkpoint.on_damage is stop" in said
 
 
-def test_run_stops_if_no_checkpoint_is_whole(damaged: dict[str, Any]) -> None:
-    folder, said = damaged["both damaged"]
-    assert folder == "" and "no checkpoint of the run is whole" in said
+def test_run_stops_if_no_checkpoint_is_whole(damaged: Damaged) -> None:
+    found = damaged.resumed["both damaged"]
+    assert found.folder == "" and "no checkpoint of the run is whole" in found.notes[0]
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two ranks say about checkpoints that must not be read or written."""
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Refused:
+    """Results of two ranks, which must be the same."""
     one, two = run_world(cases.refused, 2, out=str(tmp_path_factory.mktemp("refused")))
     assert one == two
-    return dict(one)
+    return one
 
 
-def test_program_in_metadata_is_not_executed(refused: dict[str, Any]) -> None:
-    said = refused["code_in_metadata"]
-    assert not said.pop("executed")
-    for text in said.values():
+def test_program_in_metadata_is_not_executed(refused: Refused) -> None:
+    found = refused.code_in_metadata
+    assert not found.executed
+    for text in (found.load, found.resume):
         assert "asks for " in text and ".open, which no checkpoint of R3 needs" in text
 
 
-def test_pickled_environments_need_the_signature_of_the_run(refused: dict[str, Any]) -> None:
-    said = refused["suspended_conversations"]
-    assert said["own"] == ["step_000001", "as found"]
-    assert said["other"][0] == "" and "not signed with the key in run.json" in said["other"][1]
+def test_pickled_environments_need_the_signature_of_the_run(refused: Refused) -> None:
+    resumed = refused.suspended_conversations
+    assert resumed["own"] == Resumed(folder="step_000001", notes=["as found"])
+    assert resumed["other"].folder == ""
+    assert "not signed with the key in run.json" in resumed["other"].notes[0]
 
 
-def test_disk_that_cannot_be_written_is_said_and_the_save_repeated(refused: dict[str, Any]) -> None:
-    said = refused["unwritable"]
+def test_disk_that_cannot_be_written_is_said_and_the_save_repeated(refused: Refused) -> None:
+    said = refused.unwritable.saved
     assert "rank 0: " in said["shard"] and "/checkpoints" in said["shard"]
-    assert said["left"] == []  # nothing half-written
+    assert refused.unwritable.remaining == []  # nothing half-written
     assert "Not a directory" in said["not a folder"]
     assert said["good"] == "step_000001"
 
 
-def test_broken_weights_and_moments_are_never_saved(refused: dict[str, Any]) -> None:
-    said = refused["unsound"]
+def test_broken_weights_and_moments_are_never_saved(refused: Refused) -> None:
+    broken = refused.unsound
     for name in ("nan weight", "large weight", "infinite moment", "negative variance"):
-        assert "rank 1: " in said[name] and "Nothing was saved" in said[name], said[name]
-        assert said[f"{name}, left"] == "['latest', 'step_000001']"
-    assert said["nothing"] == "saved"
+        message = broken[name].message
+        assert "rank 1: " in message and "Nothing was saved" in message, message
+        assert broken[name].remaining == ["latest", "step_000001"]
+    assert broken["nothing"].message == "saved"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "piece"),
+    [({}, 1 << 24), ({}, 1000), ({"ep": 2}, 777), ({"tp": 2}, 5000)],
+    ids=["dp2", "dp2-pieces", "ep2-pieces", "tp2-pieces"],
+)
+def test_state_gathered_in_pieces_is_what_megatron_gathers(
+    parallel: dict[str, int], piece: int
+) -> None:
+    ranks = run_world(cases.gathered, 2, parallel=parallel, piece=piece)
+    assert sum(rank.compared for rank in ranks) >= 3
+    for rank in ranks:
+        assert rank.equal == rank.compared

@@ -1,22 +1,24 @@
-"""The contract every model family passes: it computes, differentiates, loads and exports what
-transformers does.
+"""The contract of every model family: it computes, differentiates, loads and exports correctly.
 
-All families of a layout share one world of ranks: starting it costs more than they do.
+All families of a layout share one process group, because starting it takes longer than they do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from r3.models import families
 from tests.families import FAMILIES, MOE_FAMILIES, family_checkpoint
 from tests.ranks import family_cases
+from tests.ranks.family_cases import Contract, ExpertBiases
 from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
+
+Figures = Callable[[str, str], list[Contract]]
 
 # name of a run -> ranks, layout, checkpoints
 RUNS: dict[str, tuple[int, dict[str, int], list[str]]] = {
@@ -28,10 +30,10 @@ RUNS: dict[str, tuple[int, dict[str, int], list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What every rank found, by run and checkpoint; a run is made when it is first asked for."""
+def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
+    """Results of every rank by run and checkpoint; a run starts when it is first needed."""
     base = tmp_path_factory.mktemp("families")
-    found: dict[str, list[dict[str, dict[str, Any]]]] = {}
+    found: dict[str, list[dict[str, Contract]]] = {}
 
     def folder(name: str) -> str:
         path = base / name
@@ -39,7 +41,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Any:
             family_checkpoint(path, name.removesuffix("-tied"), tied=name.endswith("-tied"))
         return str(path)
 
-    def of(run: str, name: str) -> list[dict[str, Any]]:
+    def of(run: str, name: str) -> list[Contract]:
         if run not in found:
             ranks, parallel, names = RUNS[run]
             out = base / f"exports-{run}"
@@ -64,31 +66,28 @@ def test_every_known_family_is_tried_here() -> None:
 @pytest.mark.parametrize(
     ("run", "name"), [(run, name) for run, (_, _, names) in RUNS.items() for name in names]
 )
-def test_contract(run: str, name: str, figures: Any) -> None:
+def test_contract(run: str, name: str, figures: Figures) -> None:
     for rank in figures(run, name):
-        assert "error" not in rank, rank["error"]
+        assert not rank.error, rank.error
         # Two float32 stacks that sum in other orders: rounding leaves 1e-6 on logits of size 3 and
         # on gradients relative to each tensor's largest. Another epsilon in the norms of two
         # latents leaves 7e-5, a missing reduction 1e-1.
-        assert rank["logits"] <= 1e-5
-        assert rank["gradients"] <= 1e-5
-        assert rank["grad_norm"] <= 1e-6
-        assert rank["round_trip"] == [], "tensors that are not bit for bit those on disk"
+        assert rank.logits <= 1e-5
+        assert rank.gradients <= 1e-5
+        assert rank.grad_norm <= 1e-6
+        assert rank.round_trip == [], "tensors that are not bit for bit those on disk"
         routed = name.removesuffix("-tied") in MOE_FAMILIES
-        if (
-            run != "pp2"
-        ):  # whose batch has live routes: a router may choose experts that train nothing
-            assert rank["layer_by_layer"], "the engine would hold tensors of many layers at a time"
-            assert rank["shared"] == (run != "single"), (
+        # Whose batch has live routes: a router may choose experts that train nothing.
+        if run != "pp2":
+            assert rank.layer_by_layer, "the engine would hold tensors of many layers at a time"
+            assert rank.shared == (run != "single"), (
                 "buffers are exported where there are ranks to read them"
             )
-            assert len(rank["router_gradients"]) == (rank["num_moe_layers"] if routed else 0)
-        assert all(largest > 1e-5 for largest in rank["router_gradients"].values())
+            assert len(rank.router_gradients) == (rank.num_moe_layers if routed else 0)
+        assert all(largest > 1e-5 for largest in rank.router_gradients.values())
 
 
-def test_a_checkpoint_of_other_tensors_is_refused_by_name(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_of_other_tensors_is_refused_by_name(tmp_path: Path) -> None:
     folder = family_checkpoint(tmp_path / "qwen2_moe", "qwen2_moe")
     (said,) = run_world(family_cases.refusals, 1, folder=str(folder), out=str(tmp_path))
     tensor = "model.layers.0.mlp.experts.3.up_proj.weight"
@@ -98,12 +97,15 @@ def test_a_checkpoint_of_other_tensors_is_refused_by_name(
     assert all("none was loaded" in message for message in said.values())
 
 
-def test_expert_biases_stay_float32_and_frozen(
-    tmp_path: Path,
-) -> None:
+def test_expert_biases_stay_float32_and_frozen(tmp_path: Path) -> None:
     folder = family_checkpoint(tmp_path / "moonlight", "moonlight")
     for found in run_world(family_cases.expert_biases, 2, folder=str(folder), out=str(tmp_path)):
-        assert found.pop("count") == 2  # the first of three layers is dense
-        assert found == dict.fromkeys(
-            ("loaded", "trained", "uncounted", "zeroed", "resumed", "half"), True
+        assert found == ExpertBiases(
+            count=2,  # the first of three layers is dense
+            loaded=True,
+            trained=True,
+            uncounted=True,
+            zeroed=True,
+            resumed=True,
+            half=True,
         )

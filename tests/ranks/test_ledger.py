@@ -1,16 +1,13 @@
-"""Rows of routes: only a stage's layers travel, every captured one is replayed once, and a lost or
-foreign one is noticed.
-"""
+"""Only a stage's layers are sent, each captured row is replayed once, and losses show."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from tests.families import random_checkpoint
+from tests.policies import LENGTHS
 from tests.ranks import ledger_cases as cases
-from tests.ranks.cases import LENGTHS
-from tests.tiny import random_checkpoint
+from tests.ranks.ledger_cases import Account
 from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
@@ -28,47 +25,43 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 @pytest.fixture(scope="module", params=LAYOUTS)
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """What every rank found. Of the model's four layers the second is dense: two stages have one
-    and two MoE layers.
-    """
+) -> list[Account]:
+    """The account of every rank. The second of four layers is dense: stages have one and two."""
     model = random_checkpoint(
         tmp_path_factory.mktemp("model"), mlp_only_layers=[1], num_hidden_layers=4
     )
     size, parallel = LAYOUTS[request.param]
-    found = run_world(cases.account, size, model=str(model), parallel=parallel)
+    accounts = run_world(cases.account, size, model=str(model), parallel=parallel)
     if request.param == "pp2":
-        assert [rank["layers"] for rank in found] == [[0], [2, 3]]
-    return found
+        assert [rank.layers for rank in accounts] == [[0], [2, 3]]
+    return accounts
 
 
 def test_only_the_layers_of_a_stage_travel_at_one_byte_an_expert(
-    ranks: list[dict[str, Any]],
+    ranks: list[Account],
 ) -> None:
     for rank in ranks:
-        assert rank["packed_layers"] == [len(rank["layers"])]
-        assert rank["itemsize"] == 1
+        assert rank.packed_layers == [len(rank.layers)]
+        assert rank.itemsize == 1
     # (T-1) * L_stage * K * b, once to every rank of the data-parallel rank that trains on the
     # rollout
-    copies = len(ranks) // (1 + max(rank["data_rank"] for rank in ranks))
-    layers = sum(len(rank["layers"]) for rank in ranks) / (len(ranks) / copies)
-    assert ranks[0]["sound"]["routing/bytes"] == ROWS * layers * TOPK * 1
+    copies = len(ranks) // (1 + max(rank.data_rank for rank in ranks))
+    layers = sum(len(rank.layers) for rank in ranks) / (len(ranks) / copies)
+    assert ranks[0].sound["routing/bytes"] == ROWS * layers * TOPK * 1
 
 
-def test_every_captured_row_is_replayed_exactly_once(
-    ranks: list[dict[str, Any]],
-) -> None:
-    data_ranks = {rank["data_rank"]: rank["packed_tokens"] for rank in ranks}
+def test_every_captured_row_is_replayed_exactly_once(ranks: list[Account]) -> None:
+    data_ranks = {rank.data_rank: rank.packed_tokens for rank in ranks}
     filler = sum(data_ranks.values()) - sum(LENGTHS)
     for rank in ranks:
-        row = {name.removeprefix("routing/"): value for name, value in rank["sound"].items()}
+        row = {name.removeprefix("routing/"): value for name, value in rank.sound.items()}
         assert (row["coverage"], row["rows_expected"], row["rows_captured"]) == (1.0, ROWS, ROWS)
         assert row["rows_replayed"] == ROWS
         assert row["rows_live"] == row["rows_last_token"] == len(LENGTHS)
         assert row["rows_missing"] == row["rows_missing_rollout"] == 0
         assert row["rows_filler"] == filler
 
-        row = {name.removeprefix("routing/"): value for name, value in rank["gaps"].items()}
+        row = {name.removeprefix("routing/"): value for name, value in rank.gaps.items()}
         lost = LENGTHS[4] - 1
         assert (row["rows_missing"], row["rows_missing_rollout"]) == (2, lost)
         assert row["rows_captured"] == row["rows_replayed"] == ROWS - 2 - lost
@@ -78,10 +71,10 @@ def test_every_captured_row_is_replayed_exactly_once(
 
 
 def test_what_is_missing_foreign_or_damaged_stops_every_rank_by_name(
-    ranks: list[dict[str, Any]],
+    ranks: list[Account],
 ) -> None:
     for rank in ranks:
-        said = rank["said"]
+        said = rank.messages
         assert said["allowed version"] == "nothing was raised"
         layers = "in MoE layers 0, 2, 3"
         for name in ("missing", "coverage"):
@@ -106,8 +99,8 @@ def test_what_is_missing_foreign_or_damaged_stops_every_rank_by_name(
         assert "this step trains on (7,)" in said["other version"]
         assert "experts 0 .. 259, the model has 0 .. 15" in said["beyond the experts"]
         for name in ("swapped", "shifted", "layers"):
-            if name == "layers" and len(rank["layers"]) == 1:
-                # one layer has nothing to be swapped with; the other stage complains, and so do all
+            if name == "layers" and len(rank.layers) == 1:
+                # One layer cannot be swapped: the other stage has an error, which all ranks raise.
                 continue
             assert "its packed tokens and routes are not those that were sent" in said[name], (
                 f"{name}: {said[name]}"

@@ -1,22 +1,21 @@
-"""Replay proved on Megatron's own routers: identity, oracle, reach of gradients, consistency of
-passes, wrong routes caught.
+"""Replay in Megatron's own routers: identity, oracle, reach of gradients, passes, wrong routes.
 
-The experiments are those of `r3-algorithms.md` section 7; E4 and E9 are in test_policy.py and
-tests/e2e.
+The numbers of the experiments are those of tests/README.md.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
+from tests.families import random_checkpoint
 from tests.ranks import dose_cases, pass_cases, recompute_cases, router_cases
+from tests.ranks.pass_cases import Modes
+from tests.ranks.recompute_cases import Recomputation
 from tests.ranks.router_cases import Reach, Routers
 from tests.ranks.router_model import ROUTERS
-from tests.tiny import random_checkpoint
 from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
@@ -55,9 +54,8 @@ def test_rows_without_a_route_choose_as_live_routing_does(router: str, routers: 
     found = routers.identity[router]
     assert 10 < found.missing < 30
     assert found.live_rows == []  # with recorded routes around them: bitwise the whole model
-    assert (
-        found.live_rows_moved == 0
-    )  # with foreign routes around them: bitwise what those states say
+    # With foreign routes around them: bitwise what those states say
+    assert found.live_rows_moved == 0
     assert found.foreign_rows_moved > 50
 
 
@@ -84,18 +82,15 @@ def test_outputs_and_gradients_equal_a_dense_float64_oracle(
         "softmax, groups",
         "softmax, top 1",
     ):
-        assert found.outside_mask == 0.0  # a softmax over all experts hears from all of them
+        assert found.outside_mask == 0.0  # a softmax over all experts depends on all
     if router.startswith("softmax"):
         assert found.row_sum <= limit  # a softmax does not see what all its logits share
     if found.finite_difference is not None:
-        assert (
-            found.finite_difference <= 1e-7
-        )  # of steps of 1e-6: rounding 1e-16 / 1e-6, curvature 1e-12
+        # Of steps of 1e-6: rounding 1e-16 / 1e-6, curvature 1e-12
+        assert found.finite_difference <= 1e-7
 
 
-def test_softmax_over_one_expert_is_refused(
-    routers: Routers,
-) -> None:
+def test_softmax_over_one_expert_is_refused(routers: Routers) -> None:
     found = routers.top_1
     assert "pre-softmax when topk is 1" in found.refusal
     assert found.router_gradient == 0.0
@@ -123,9 +118,7 @@ def _reach_faults(found: Reach) -> list[str]:
     return faults
 
 
-def test_gradients_reach_router_and_drifted_experts_and_nobody_else(
-    routers: Routers,
-) -> None:
+def test_gradients_reach_router_and_drifted_experts_and_nobody_else(routers: Routers) -> None:
     for name, found in routers.reach.items():
         assert found.drifted > 100 and found.unused_experts == 8
         if name.endswith("RouterTap"):
@@ -169,9 +162,8 @@ def test_the_filter_off_changes_no_bit_and_at_1_is_the_live_choice(routers: Rout
     assert found.nearly_0_differs == []
     assert found.ratio_1_is_live
     assert found.replaced["0.0"] is None and found.replaced["1e-30"] == 0.0
-    assert (
-        0.5 < found.replaced["1.0"] < 1.0
-    )  # random top 4 of 16 shares one in four with the live one
+    # Random top 4 of 16 shares one in four with the live one
+    assert 0.5 < found.replaced["1.0"] < 1.0
 
 
 def test_replay_refuses_routers_that_would_break_it_silently(routers: Routers) -> None:
@@ -207,49 +199,53 @@ def test_replay_refuses_routers_that_would_break_it_silently(routers: Routers) -
 
 
 @pytest.fixture(scope="module")
-def modes(other_model: str) -> dict[str, Any]:
+def modes(other_model: str) -> Modes:
     (result,) = run_world(pass_cases.modes, 1, model=other_model)
     return result
 
 
-def test_every_mode_reports_agreement_at_the_rollouts_weights_only(modes: dict[str, Any]) -> None:
+def test_every_mode_reports_agreement_at_the_rollouts_weights_only(modes: Modes) -> None:
     assert not [
-        key for key in modes["off"]["row"] if key.startswith("routing/") or key.endswith("_live")
+        key
+        for key in modes.reports["off"].row
+        if key.startswith("routing/") or key.endswith("_live")
     ]
-    recorded = modes["r2"]["row"]
+    recorded = modes.reports["r2"].row
     assert recorded["routing/agreement"] == recorded["routing/agreement_update_1"] == 1.0
     assert recorded["routing/agreement_update_2"] < 1.0, (
         "the second update routes with changed weights"
     )
     assert "mismatch/k3_live" not in recorded
     for name in ("r3", "r3, one update"):
-        found = modes[name]
-        assert found["slots"]["routing/agreement"] == found["all_slots"] > 200  # each slot once
-        assert found["row"]["routing/agreement"] == found["agreement"]
-        assert found["row"]["routing/margin"] > 0
-        assert {key for key in found["row"] if "_layer/" in key} == {
-            f"routing/agreement_layer/{i}" for i in (0, 2)
+        found = modes.reports[name]
+        assert found.agreement_slots == found.all_slots > 200  # each slot once
+        assert found.row["routing/agreement"] == found.agreement
+        assert found.row["routing/margin"] > 0
+        assert {key for key in found.row if "_layer/" in key} == {
+            f"routing/{name}_layer/{i}"
+            for name in ("agreement", "load_max", "load_entropy", "load_dead")
+            for i in (0, 2)
         }
-    assert {"routing/agreement_update_1", "routing/agreement_update_2"} <= modes["r3"]["row"].keys()
-    assert "routing/agreement_update_1" not in modes["r3, one update"]["row"]
+    assert {"routing/agreement_update_1", "routing/agreement_update_2"} <= modes.reports[
+        "r3"
+    ].row.keys()
+    assert "routing/agreement_update_1" not in modes.reports["r3, one update"].row
 
 
-def test_the_first_batch_is_scored_before_only_to_record_its_routes(
-    modes: dict[str, Any],
-) -> None:
+def test_the_first_batch_is_scored_before_only_to_record_its_routes(modes: Modes) -> None:
     for name, kind in (("off", "live"), ("r3", "replay")):
-        first, second = modes[name]["sizes"]
-        *_, old, reference = modes[name]["scored"]  # the reference pass comes last, of all batches
+        first, second = modes.reports[name].sizes
+        # The reference pass comes last, of all batches
+        *_, old, reference = modes.reports[name].scored
         assert old == [kind, second] and reference == ["live", first + second] and first > 0
-    assert ["record", sum(modes["r2"]["sizes"])] in modes["r2"]["scored"]
+    assert ["record", sum(modes.reports["r2"].sizes)] in modes.reports["r2"].scored
 
 
-def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: dict[str, Any]) -> None:
+def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: Modes) -> None:
     for name in ("r3", "r3, one update"):
-        row = modes[name]["row"]
-        assert (
-            row["mismatch/k3_ratio"] == modes[name]["k3_ratio"]
-        )  # step 2 samples the second micro-batch
+        row = modes.reports[name].row
+        # Step 2 samples the second micro-batch
+        assert row["mismatch/k3_ratio"] == modes.reports[name].k3_ratio
         assert row["mismatch/k3_ratio"] == pytest.approx(
             row["mismatch/k3_live"] / row["mismatch/k3_replay"]
         )
@@ -257,20 +253,20 @@ def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: dict[str, 
             assert {f"mismatch/{figure}_live", f"mismatch/{figure}_replay"} <= row.keys()
 
 
-def test_the_reference_replays_only_when_asked(modes: dict[str, Any]) -> None:
+def test_the_reference_replays_only_when_asked(modes: Modes) -> None:
     """Before the first update the reference is the policy: any KL between them is of other
     routes.
     """
-    assert modes["r3, one update"]["row"]["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9)
-    assert modes["r3"]["row"]["loss/kl_ref"] > 1e-2
+    assert modes.reports["r3, one update"].row["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9)
+    assert modes.reports["r3"].row["loss/kl_ref"] > 1e-2
 
 
-def test_a_schedule_that_fails_half_way_leaves_nothing_behind(modes: dict[str, Any]) -> None:
-    accident = modes["accident"]
-    assert accident["said"] == "in the middle of a schedule"
-    assert accident["state"] == ["live", False, 0, "", [], "live"]
-    assert accident["same"], "bitwise"
-    assert accident["update"] > 0
+def test_a_schedule_that_fails_half_way_leaves_nothing_behind(modes: Modes) -> None:
+    accident = modes.accident
+    assert accident.message == "OSError: in the middle of a schedule"
+    assert accident.state == ["live", False, 0, "", [], "live"]
+    assert accident.same, "bitwise"
+    assert accident.grad_norm > 0
 
 
 # ------------------------------------------------------------------------------------------------
@@ -281,21 +277,21 @@ def test_a_schedule_that_fails_half_way_leaves_nothing_behind(modes: dict[str, A
 def test_old_pass_and_first_update_are_one_policy(ranks: int, ep: int, other_model: str) -> None:
     for result in run_world(pass_cases.consistency, ranks, model=other_model, ep=ep):
         for old_pass in ("replay", "record"):
-            found = result["old_pass"][old_pass]
-            assert found["tokens"] > 50
-            assert found["off_by"] <= 1e-6
-            assert found["clipped"] == 0
-        assert result["old_pass"]["live"]["off_by"] > 1e-2, (
+            found = result.old_passes[old_pass]
+            assert found.tokens > 50
+            assert found.off_by <= 1e-6
+            assert found.clipped == 0
+        assert result.old_passes["live"].off_by > 1e-2, (
             "a live old pass before replayed updates is another policy"
         )
 
-        recorded = result["old_pass"]["record"]  # R2
-        assert recorded["agreed"] == recorded["slots"] > 200
-        assert result["agreement"][0] == 1.0
-        assert result["agreement"][-1] < 0.9, (
+        recorded = result.old_passes["record"]  # R2
+        assert recorded.agreed == recorded.slots > 200
+        assert result.agreement[0] == 1.0
+        assert result.agreement[-1] < 0.9, (
             "the router must have moved, or the next line shows nothing"
         )
-        assert result["stayed"] == [True] * 4
+        assert result.kept_routes == [True] * 4
 
 
 # ------------------------------------------------------------------------------------------------
@@ -303,51 +299,49 @@ def test_old_pass_and_first_update_are_one_policy(ranks: int, ep: int, other_mod
 
 
 @pytest.fixture(scope="module")
-def recomputation(other_model: str) -> dict[str, Any]:
+def recomputation(other_model: str) -> Recomputation:
     (result,) = run_world(recompute_cases.recomputation, 1, model=other_model)
     return result
 
 
-def test_recomputation_changes_no_bit_of_any_gradient(recomputation: dict[str, Any]) -> None:
-    micro_batches = recomputation["micro_batches"]
+def test_recomputation_changes_no_bit_of_any_gradient(recomputation: Recomputation) -> None:
+    micro_batches = recomputation.micro_batches
     assert micro_batches == 4
-    assert recomputation["recomputed"] == {
+    assert recomputation.recomputed == {
         "none": 0,
         "moe": 2 * micro_batches,
         "full": 2 * micro_batches,
     }
     for recompute in ("none", "moe", "full"):
         for order in ("one by one", "in flight"):
-            assert recomputation["difference"][f"{recompute}, {order}"] == 0.0, (
-                f"{recompute}, {order}"
-            )
+            assert recomputation.difference[f"{recompute}, {order}"] == 0.0, f"{recompute}, {order}"
 
 
 @pytest.mark.parametrize("recompute", ["moe", "full"])
 def test_recomputation_from_the_wrong_end_shows(
-    recompute: str, recomputation: dict[str, Any]
+    recompute: str, recomputation: Recomputation
 ) -> None:
     name = f"{recompute}, stack"
-    assert name in recomputation["said"] or recomputation["difference"][name] > 1e-3
+    assert name in recomputation.messages or recomputation.difference[name] > 1e-3
 
 
 @pytest.mark.parametrize("order", ["last first", "shuffled", "in one pass"])
 @pytest.mark.parametrize("recompute", ["moe", "full"])
 def test_recomputation_takes_its_own_routes_in_any_order(
-    recompute: str, order: str, recomputation: dict[str, Any]
+    recompute: str, order: str, recomputation: Recomputation
 ) -> None:
-    assert f"{recompute}, {order}" not in recomputation["said"]
+    assert f"{recompute}, {order}" not in recomputation.messages
     # gradients of four micro-batches summed in the other order differ by rounding
-    assert recomputation["difference"][f"{recompute}, {order}"] <= 1e-6
+    assert recomputation.difference[f"{recompute}, {order}"] <= 1e-6
 
 
 @pytest.mark.parametrize("recompute", ["moe", "full"])
 def test_a_second_recomputation_with_the_same_routes_is_refused(
-    recompute: str, recomputation: dict[str, Any]
+    recompute: str, recomputation: Recomputation
 ) -> None:
     assert (
         "a recomputation for forward 3, whose routes are taken"
-        in recomputation["said"][f"{recompute}, twice"]
+        in recomputation.messages[f"{recompute}, twice"]
     )
 
 
@@ -361,25 +355,23 @@ def test_flips_show_in_agreement_one_for_one_and_raise_k3_with_the_dose() -> Non
     flips'.
     """
     (result,) = run_world(dose_cases.dose_response, 1, engine_dtype="float32")
-    doses = [result["doses"][str(share)] for share in dose_cases.DOSES]
+    doses = [result.doses[str(share)] for share in dose_cases.DOSES]
     # slots that two float32 stacks may decide differently; on the machines seen there was none
     near_ties = 2
     for dose in doses:
-        assert dose["rows"] > 1000
-        assert dose["wrong"] == 0  # what is installed is used, however wrong
+        assert dose.rows > 1000
+        assert dose.wrong == 0  # what is installed is used, however wrong
         # Nothing routes before the first MoE layer: there flips alone part the live choice from the
         # replayed one.
-        assert dose["agreed"][0] == pytest.approx(dose["rows"] - dose["hits"][0], abs=near_ties)
-    for layer, found in enumerate(result["one_layer"]):
-        assert found["hits"][layer] > 100 and sum(found["hits"]) == found["hits"][layer]
-        expected = [found["rows"]] * layer + [found["rows"] - found["hits"][layer]]
-        assert found["agreed"][: layer + 1] == pytest.approx(expected, abs=near_ties)
+        assert dose.agreed[0] == pytest.approx(dose.rows - dose.hits[0], abs=near_ties)
+    for layer, found in enumerate(result.one_layer):
+        assert found.hits[layer] > 100 and sum(found.hits) == found.hits[layer]
+        expected = [found.rows] * layer + [found.rows - found.hits[layer]]
+        assert found.agreed[: layer + 1] == pytest.approx(expected, abs=near_ties)
     # E4: without replay too, two float32 stacks give one probability and make one choice.
-    assert result["live"]["abs_max"] <= 1e-4
-    assert doses[0]["agreed"] == pytest.approx(
-        [doses[0]["rows"]] * len(doses[0]["agreed"]), abs=near_ties
-    )
-    k3 = [dose["k3"] for dose in doses]
+    assert result.live.figures["abs_max"] <= 1e-4
+    assert doses[0].agreed == pytest.approx([doses[0].rows] * len(doses[0].agreed), abs=near_ties)
+    k3 = [dose.figures["k3"] for dose in doses]
     assert k3 == sorted(set(k3)), f"k3 of the doses {dose_cases.DOSES}: {k3}"
     assert k3[0] < 1e-10 < 1e-7 < k3[1]
 
@@ -390,16 +382,18 @@ def test_misaligned_routes_raise_k3_tenfold_over_correct_ones() -> None:
     the yardstick.
     """
     (result,) = run_world(dose_cases.dose_response, 1, engine_dtype="bfloat16")
-    correct = result["doses"]["0.0"]
-    assert 1e-5 < correct["k3"] < 1e-3
-    assert min(correct["agreed"]) > 0.98 * correct["rows"]
-    assert set(result["misaligned"]) >= {
+    correct = result.doses["0.0"]
+    assert 1e-5 < correct.figures["k3"] < 1e-3
+    assert min(correct.agreed) > 0.98 * correct.rows
+    assert set(result.misaligned) >= {
         "shifted back",
         "shifted on",
         "layers swapped",
         "samples permuted",
         "of the batch before",
     }
-    for name, found in result["misaligned"].items():
-        assert found["wrong"] == 0, name
-        assert found["k3"] >= 10 * correct["k3"], f"{name}: {found['k3']} over {correct['k3']}"
+    for name, found in result.misaligned.items():
+        assert found.wrong == 0, name
+        assert found.figures["k3"] >= 10 * correct.figures["k3"], (
+            f"{name}: {found.figures} over {correct.figures}"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,11 @@ pytestmark = pytest.mark.ranks
 def begin(device: Device) -> dict[str, str]:
     """What every rank says when nothing differs, and when something does on the second rank."""
     config, world = tiny_config(), Axis.of("world", dist.group.WORLD)
-    task, start, second = read_task(config), Start(found=None, said=()), device.rank == 1
+    task, start, second = read_task(config), Start(found=None, notes=()), device.rank == 1
+    # The same name on both ranks, with another content on the second one.
+    os.chdir(tempfile.mkdtemp())
+    Path("mine.py").write_text(f"def f(inputs, bounds): return {device.rank}")
+    of_rank = with_values(config, {"algo.loss": "mine.py:f"})
     some = replace(task, prompts=replace(task.prompts, prompts=task.prompts.prompts[:-1]))
     cases: dict[str, tuple[Any, Any, Any]] = {
         "same": (with_values(config, {"log.dir": f"of rank {device.rank}"}), task, start),
@@ -34,6 +40,7 @@ def begin(device: Device) -> dict[str, str]:
             replace(start, found=Found(folder=Path(), step=7)) if second else start,
         ),
         "data": (config, some if second else task, start),
+        "files": (of_rank, task, start),
         "settings": (with_values(config, {"train.lr": 0.5}) if second else config, task, start),
     }
     said = {}
@@ -52,4 +59,5 @@ def test_ranks_that_read_other_files_all_say_so() -> None:
     assert one["same"] == ""
     assert "ranks 0 and 1 differ in step to begin after: 0 and 7" in one["step"]
     assert "differ in prompts" in one["data"]
+    assert "differ in your Python files" in one["files"]
     assert "differ in settings" in one["settings"]

@@ -344,6 +344,13 @@ def test_a_resumed_run_may_not_change_what_is_learnt(
     assert "rollout.group_size = 4: the run was started with 8" in message
 
 
+def test_ctrl_c_before_the_run_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, cli.interruptible():
+        raise KeyboardInterrupt
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "\ninterrupted before the first step\n"
+
+
 def test_the_same_folder_resumes_under_a_preset_too(capsys: pytest.CaptureFixture[str]) -> None:
     started_run(Path("runs/tiny"))
     assert cli.parse(["tiny", "--parallel.ep", "1"]).config.log.dir == "runs/tiny"
@@ -408,7 +415,7 @@ def test_a_run_whose_config_is_damaged_is_refused(
             ["tiny", "--data.path", "nowhere.jsonl"],
             "data.path = 'nowhere.jsonl': there is no such file",
         ),
-        (["tiny", "--data.prompt_key", "task"], "4091 more faults, 4096 in all"),
+        (["tiny", "--data.prompt_key", "task"], "answer; so it is in all 4096 rows. Fix: add the"),
         (
             ["tiny", "--rollout.max_response_tokens", "600"],
             "does not fit the model's context of 512 tokens",
@@ -562,6 +569,7 @@ def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None
         ("tiny-smoke", 2),
         ("tiny-tools", 2),
         ("qwen3-moe-30b-a3b", 8),
+        ("qwen3-moe-30b-80gb", 8),
         ("qwen3-0.6b", 1),
     ],
 )
@@ -613,6 +621,40 @@ def test_a_dry_run_reads_the_data_that_is_there(capsys: pytest.CaptureFixture[st
         path.write_text(source.read_text())
     text = printed(capsys, "qwen3-0.6b", "--dry-run")
     assert "model.path = 'Qwen/Qwen3-0.6B'" in text and "data.path = " not in text
+
+
+def test_a_device_gives_the_verdict_and_a_search_gives_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    big = "qwen3-moe-30b-a3b"
+    text = printed(capsys, big, "--dry-run", "--world-size", "16", "--device-gib", "80")
+    verdict = text.split("\nverdict\n")[1]
+    assert text.index("verdict") < text.index("settings")
+    assert verdict.startswith("  does not fit 76.0 GiB")
+    text = printed(capsys, big, "--plan-for", "16x80")
+    assert text.startswith(f"{big}: ") and "such devices would fit" not in text
+    flags = text.split("\n1. ")[1].splitlines()[0].split()
+    again = printed(capsys, big, *flags, "--dry-run", "--world-size", "16", "--device-gib", "80")
+    assert "\nverdict\n  fits: " in again
+    with pytest.raises(SystemExit) as end:
+        cli.parse([big, "--plan-for", "1x80"])
+    assert end.value.code == 1 and "none of 1 layouts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--plan-for", "8"], "--plan-for = '8': must be the number of devices and their memory"),
+        (["--plan-for", "2x1", "--train.lr", "-1"], "train.lr = -1.0"),
+        (["--dry-run", "--device-gib", "tpu"], "--device-gib = 'tpu': must be GiB of memory"),
+        (["--device-gib", "80"], "--device-gib = '80': is for --dry-run and --check"),
+        (["--check", "--device-gib", "0.01"], "device memory = '0.0 GiB': "),
+    ],
+)
+def test_mistakes_about_devices_are_refused(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    assert said in refusal(capsys, "tiny", *argv)
 
 
 # ---- as a program

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from math import fsum
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,16 @@ from transformers import AutoTokenizer
 from r3 import assets
 from r3.config import EnvConfig, RewardConfig
 from r3.engine import CaptureSpec, Sampled, Sampling
+from r3.metrics.meter import _merge
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
-from r3.rollout.collect import CollectedRollouts, Round
-from r3.rollout.conversation import ConversationRules, ConversationSetup, EnvironmentFailed
+from r3.rollout.collect import CollectedRollouts, Round, rollout_metrics
+from r3.rollout.conversation import (
+    ConversationRules,
+    ConversationSetup,
+    EnvironmentFailed,
+    SuspendedConversation,
+)
 from r3.types import Prompt
 from tests.tiny import tiny_config
 
@@ -49,8 +57,40 @@ class Half(Silent):
         self.reward = None if int(prompt.answer) % 2 else 1.0
         return super().reset(prompt)
 
+class Counts(Late):
+    '''Reports a number per turn, and one that depends on the prompt.'''
+    def reset(self, prompt):
+        self.share = int(prompt.answer) / 10
+        return super().reset(prompt)
+    def step(self, message):
+        messages, reward, done = super().step(message)
+        return messages, reward, done, {"share": self.share, "turn": self.turns * self.scale}
+    scale = 1
+
+class Loose(Counts):
+    scale = float("nan")
+
 def length(response, prompt):
     return float(len(response))
+
+def shares(response, prompt):
+    return 1.0, {"tenth": int(prompt.answer) / 10}
+
+def group_size(responses, prompt):
+    return [float(len(responses))] * len(responses)
+
+class Fails(Late):
+    '''Raises in the second of three conversations, and gives no reward in the others.'''
+    opened = 0
+    reward = None
+    def reset(self, prompt):
+        Fails.opened += 1
+        self.number = Fails.opened
+        return super().reset(prompt)
+    def step(self, message):
+        if self.number == 2:
+            raise RuntimeError("no reply")
+        return super().step(message)
 
 def refuse(response, prompt):
     raise AssertionError("a reward function was called")
@@ -75,7 +115,16 @@ class Script:
         return make_scorer(RewardConfig(function=tuple(names), weights=tuple(weights), retries=0))
 
     def play(
-        self, environment: str, scorer: Scorer, *, prompts: int = 1, says: str = "hello", **env: Any
+        self,
+        environment: str,
+        scorer: Scorer,
+        *,
+        prompts: int | Sequence[int] = 1,
+        samples: int = 1,
+        says: str = "hello",
+        token_budget: int = 0,
+        resumed: Sequence[SuspendedConversation] = (),
+        **env: Any,
     ) -> CollectedRollouts:
         settings = EnvConfig(path=f"{self.file}:{environment}", **env)
         setup = ConversationSetup.of(settings, self.tokenizer, "tiny")
@@ -92,12 +141,16 @@ class Script:
             run_seed=0,
             max_response_tokens=400,
             max_model_len=500,
+            token_budget=token_budget,
             needs_reward=scorer.uses_environment,
         )
-        asked = {number: prompt(number) for number in range(prompts)}
-        round_ = Round(rules, scorer, asked, seed_step=1, samples_per_prompt=1)
+        numbers = range(prompts) if isinstance(prompts, int) else prompts
+        asked = {number: prompt(number) for number in numbers}
+        round_ = Round(
+            rules, scorer, asked, seed_step=1, samples_per_prompt=samples, resumed=resumed
+        )
         tokens = [*self.tokenizer(says, add_special_tokens=False)["input_ids"], setup.chat.end]
-        remaining = prompts
+        remaining = len(asked) * samples + len(resumed)
         while remaining:
             turns, finished = round_.advance(engine_busy=False)
             remaining -= finished
@@ -173,6 +226,33 @@ def test_reward_function_none_leaves_rewards_to_the_environment(script: Script) 
     assert shares(collected) == [1, 0, 0]
 
 
+def test_users_metrics_do_not_depend_on_the_ranks(script: Script) -> None:
+    def play(*ranks: Sequence[int]) -> tuple[dict[str, float], list[Any]]:
+        rounds = [
+            script.play("Counts", script.scorer("env", "shares"), prompts=numbers)
+            for numbers in ranks
+        ]
+        merged = _merge(
+            [{key: [part] for key, part in rollout_metrics(each).items()} for each in rounds]
+        )
+        reported = [rollout.metrics for each in rounds for rollout in each.rollouts]
+        return {key: merged[key] for key in ("env/share", "env/turn", "reward/tenth")}, reported
+
+    whole, reported = play(range(7))
+    assert reported[3] == {"env/share": 0.3, "env/turn": 3.0, "reward/tenth": 0.3}, "the last turn"
+    # Equal, not close: 0.1 + 0.2 + 0.3 depends on the order.
+    tenths = fsum(number / 10 for number in range(7)) / 7
+    assert whole == {"env/share": tenths, "env/turn": 3.0, "reward/tenth": tenths}
+    assert play([0, 2, 4, 6], [1, 3, 5])[0] == play([6], [5, 0], [1, 2, 3, 4])[0] == whole
+
+
+def test_bad_metrics_of_an_environment_are_failures(script: Script) -> None:
+    with pytest.raises(EnvironmentFailed, match="metric 'turn' is nan, not a finite number"):
+        script.play("Loose", script.scorer("none"))
+    collected = script.play("Loose", script.scorer("none"), on_error="zero")
+    assert collected.rewards == [0.0] and collected.rollouts[0].metrics == {}
+
+
 def test_an_environment_gets_parsed_tool_calls(script: Script) -> None:
     says = '<tool_call>{"name": "a"}</tool_call>'
     collected = script.play("Calls", script.scorer("none"), says=says)
@@ -188,3 +268,114 @@ def test_an_environment_that_owes_a_reward_has_failed(script: Script, function: 
     collected = script.play("Silent", script.scorer(function), on_error="zero")
     assert collected.rewards == [0.0]
     assert shares(collected) == [None, None, None], "failed conversations are counted elsewhere"
+
+
+ODD = """
+class Odd:
+    '''Returns what no chat template or tokenizer can use.'''
+    part = None
+    def __init__(self, where="step"):
+        self.where = where
+    def messages(self, where):
+        return [{"role": "user", "content": "x"} | (self.part if where == self.where else {})]
+    def reset(self, prompt):
+        return self.messages("reset")
+    def step(self, message):
+        return self.messages("step"), 1.0, False
+
+class Half(Odd):
+    part = {"content": "a \\ud800 b"}
+
+class Endless(Odd):
+    part = {"tool_calls": []}
+    part["tool_calls"].append(part)
+
+class Keys(Odd):
+    part = {"more": {(1, 2): 3}}
+
+class Sealed(Odd):
+    class Unwilling:
+        def __str__(self):
+            raise RuntimeError("no text")
+    part = {"more": Unwilling()}
+"""
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+@pytest.mark.parametrize("name", ["Half", "Endless", "Keys", "Sealed"])
+def test_drop_covers_messages_that_cannot_be_used(script: Script, name: str, where: str) -> None:
+    script.file.write_text(ODD)
+    odd: dict[str, Any] = {"args": (f"where={where}",)}
+    with pytest.raises(EnvironmentFailed, match="on_error drop"):
+        script.play(name, script.scorer("none"), **odd)
+    collected = script.play(name, script.scorer("none"), prompts=2, on_error="drop", **odd)
+    assert collected.rollouts == [] and collected.metrics["env/dropped"].value == 2
+
+
+@pytest.mark.parametrize(("where", "outcome"), [("reset", "error"), ("step", "length")])
+def test_a_huge_observation_is_not_tokenised(script: Script, where: str, outcome: str) -> None:
+    script.file.write_text(ODD + "\nclass Huge(Odd):\n    part = {'content': 'a' * 50_000_000}\n")
+    huge: dict[str, Any] = {"args": (f"where={where}",), "on_error": "zero"}
+    began = time.monotonic()
+    collected = script.play("Huge", script.scorer("none"), **huge)
+    assert time.monotonic() - began < 10  # tokenising it takes more than a minute
+    ends = [rollout.finish_reason for rollout in collected.rollouts]
+    assert ends == ([] if where == "reset" else [outcome])
+    assert collected.metrics["env/dropped"].value == (where == "reset")
+
+
+STATES = """
+class Locked:
+    '''Cannot be pickled.'''
+    def reset(self, prompt):
+        return prompt.messages
+    def step(self, message):
+        return [{"role": "user", "content": "go on"}], None, False
+    def __reduce__(self):
+        raise RuntimeError("not now")
+
+class Lost(Locked):
+    '''Can be pickled and not be restored.'''
+    def __reduce__(self):
+        return fail, ()
+
+def fail():
+    raise OSError("the container is gone")
+"""
+
+
+@pytest.mark.parametrize("name", ["Locked", "Lost"])
+@pytest.mark.parametrize("on_error", ["stop", "zero", "drop"])
+def test_on_error_covers_suspended_environments(script: Script, name: str, on_error: str) -> None:
+    script.file.write_text(STATES)
+
+    def two_rounds() -> tuple[CollectedRollouts, CollectedRollouts]:
+        settings: dict[str, Any] = {"on_error": on_error, "token_budget": 2}
+        first = script.play(name, script.scorer("none"), **settings)
+        resumed = first.suspended
+        return first, script.play(
+            name, script.scorer("none"), prompts=0, resumed=resumed, **settings
+        )
+
+    if on_error == "stop":
+        with pytest.raises(EnvironmentFailed, match=r"pickled: Runtime|restored: OSError"):
+            two_rounds()
+        return
+    first, second = two_rounds()
+    assert len(first.suspended) == (name == "Lost") and not second.suspended
+    rewards = [*first.rewards, *second.rewards]
+    assert rewards == ([0.0] if on_error == "zero" else [])
+
+
+def test_samples_of_a_prompt_are_scored_together(script: Script) -> None:
+    """Also if the environment rewarded some groups itself: those are not scored by functions."""
+    collected = script.play("Half", script.scorer("group_size", "length"), prompts=2, samples=3)
+    assert collected.rewards == [1.0] * 3 + [3.0 + 5.0] * 3
+    assert collected.parts[1, 0] == {"group_size": 3.0, "length": 5.0}
+
+
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_a_group_goes_on_without_a_failed_conversation(script: Script, on_error: str) -> None:
+    scorer = script.scorer("group_size")
+    collected = script.play("Fails", scorer, samples=3, on_error=on_error)
+    assert sorted(collected.rewards) == [0.0] * (on_error == "zero") + [2.0, 2.0]

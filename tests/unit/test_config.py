@@ -1,47 +1,33 @@
-"""Settings: fields and YAML, what may change on resume, and every rule about configs and data."""
+"""Every rule about combinations of settings, and every warning; test_config_*.py have the rest."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import checks
-from r3.cli import memory_plan as plan
 from r3.config import (
     SETTINGS,
-    Config,
     ConfigError,
-    ParallelConfig,
-    describe_fields,
-    flatten,
-    from_yaml,
-    parse_value,
-    resume_problems,
-    to_yaml,
+    DataConfig,
     with_values,
 )
-from r3.config.rules import Above, AtLeast, Between, Matches, Not, Rule, ZeroOr
+from r3.config.arguments import keyword_arguments
+from r3.config.settings import ADVANTAGES as ADVANTAGE_NAMES
+from r3.config.settings import LOSSES as LOSS_NAMES
 from r3.configs import KNOWN_SHAPES, PRESETS
-from r3.data.sources import Columns, read_rows
-from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
+from r3.models.shape import ModelShape
 from tests.families import engine_sizes, family_checkpoint
+from tests.settings import TINY, changed, found
 from tests.tiny import tiny_config
 
-# In float32, so that what bfloat16 adds is one setting away.
-TINY = with_values(
-    PRESETS["tiny"](),
-    {"model.dtype": "float32", "model.fp32_head": False, "engine.dtype": "float32"},
-)
+pytestmark = pytest.mark.unit
+
 DENSE = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-0.6B"])
-HF_TINY = json.loads((TINY_MOE / "config.json").read_text())
 
 
 TWO_SETS = [str(WORD_PROBLEMS_EVAL)] * 2
@@ -50,226 +36,6 @@ HTTP = {
     "reward.url": "http://localhost:8000/v1",
     "reward.model": "grader",
 }
-
-
-def changed(values: dict[str, Any], config: Config = TINY) -> Config:
-    """A config with some fields given as the command line or YAML gives them."""
-    return with_values(config, {name: parse_value(name, value) for name, value in values.items()})
-
-
-def found(values: dict[str, Any], world_size: int = 2) -> dict[str, str]:
-    """Field -> message of what is wrong with `tiny` once some fields are changed."""
-    problems = checks.problems(changed(values), world_size)
-    return {problem.field: str(problem) for problem in problems}
-
-
-# ---- the tree and its YAML
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_yaml_gives_the_same_config_back(preset: str) -> None:
-    config = PRESETS[preset]()
-    assert from_yaml(to_yaml(config)) == config
-
-
-def test_yaml_writes_every_field_and_absent_ones_keep_their_defaults() -> None:
-    text = to_yaml(Config())
-    assert all(f"  {name.partition('.')[2]}: " in text for name in SETTINGS)
-    assert from_yaml("train: {steps: 3}") == with_values(Config(), {"train.steps": 3})
-
-
-def test_yaml_is_read_as_a_person_means_it() -> None:
-    # YAML 1.1 takes 1e-4 for text and a bare off for False.
-    config = from_yaml(
-        "train: {lr: 1e-4}\nreplay: {mode: off}\nengine: {sleep_level: 1}\nlog: {progress: no}"
-    )
-    assert (config.train.lr, config.replay.mode) == (1e-4, "off")
-    assert (config.engine.sleep_level, config.log.progress) == (1, False)
-
-
-@pytest.mark.parametrize(
-    ("kind", "value", "expected"),
-    [
-        (tuple[str, ...], ["a.jsonl", "b c.parquet"], ("a.jsonl", "b c.parquet")),
-        (tuple[str, ...], "one.jsonl", ("one.jsonl",)),
-        (tuple[str, ...], "", ()),
-        (tuple[str, ...], [], ()),
-        (tuple[float, ...], ["0.5", 1, "1e-4"], (0.5, 1.0, 1e-4)),
-        (tuple[int, ...], ("1", 2), (1, 2)),
-        (tuple[bool, ...], ["true", False], (True, False)),
-    ],
-)
-def test_a_list_field_takes_lists_one_value_and_nothing(
-    kind: Any, value: object, expected: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SETTINGS, "train.lr", replace(SETTINGS["train.lr"], kind=kind))
-    parsed = parse_value("train.lr", value)
-    assert parsed == expected and [type(x) for x in parsed] == [type(x) for x in expected]  # type: ignore[attr-defined]
-    config = with_values(Config(), {"train.lr": parsed})
-    assert from_yaml(to_yaml(config)) == config
-
-
-@pytest.mark.parametrize("value", [["1", "x"], [1, [2]], {"a": 1}, [True], [None]])
-def test_a_list_of_the_wrong_things_is_refused(
-    value: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    floats = replace(SETTINGS["train.lr"], kind=tuple[float, ...])
-    monkeypatch.setitem(SETTINGS, "train.lr", floats)
-    with pytest.raises(ValueError, match="must be a number"):
-        parse_value("train.lr", value)
-
-
-def test_everything_wrong_in_a_yaml_is_said_at_once() -> None:
-    text = "\n".join(
-        [
-            "train: {stepz: 3, lr: fast, seed: 1.5}",
-            "replay: {mode: r4, reference: 2}",
-            "trian: {}",
-            "data: {path: 7}",
-            "log: verbose",
-        ]
-    )
-    with pytest.raises(ConfigError) as error:
-        from_yaml(text)
-    fields = [problem.field for problem in error.value.problems]
-    assert fields == [
-        "train.stepz",
-        "train.lr",
-        "train.seed",
-        "replay.mode",
-        "replay.reference",
-        "trian",
-        "data.path",
-        "log",
-    ]
-    assert "did you mean train.steps" in str(error.value)
-    assert "config: 8 problems" in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["a: [", "just words", "- 1", ""])
-def test_a_yaml_that_is_no_config_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"config\.yaml"):
-        from_yaml(text)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("train.lr", "1e-4", 1e-4),
-        ("train.steps", "7", 7),
-        ("log.progress", "false", False),
-        ("engine.sleep_level", "2", 2),
-        ("replay.mode", "r2", "r2"),
-        ("data.path", "", ()),
-        ("data.system_prompt", "", ""),
-    ],
-)
-def test_text_becomes_a_value_of_the_field_type(name: str, text: str, value: object) -> None:
-    parsed = parse_value(name, text)
-    assert parsed == value and type(parsed) is type(value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("train.steps", "1.5"),
-        ("train.steps", True),
-        ("train.lr", None),
-        ("replay.mode", "r4"),
-        ("log.progress", "maybe"),
-    ],
-)
-def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        parse_value(name, value)
-
-
-def test_lengths_leave_room_for_the_response() -> None:
-    config = with_values(
-        Config(), {"rollout.max_response_tokens": 100, "train.micro_batch_tokens": 1000}
-    )
-    assert config.longest_prompt(512) == 412
-    assert config.longest_prompt(4096) == 900  # a sequence must fit into a micro-batch too
-    short = with_values(config, {"data.max_prompt_tokens": 50})
-    assert (short.longest_prompt(512), short.longest_sequence(512)) == (50, 150)
-    assert with_values(config, {"engine.max_model_len": 300}).longest_prompt(512) == 200
-
-
-def test_smallest_world() -> None:
-    assert ParallelConfig().smallest_world == 1
-    assert ParallelConfig(ep=8).smallest_world == 8
-    assert ParallelConfig(tp=2, etp=1, ep=4, pp=2).smallest_world == 8
-
-
-# ---- resume
-
-
-def test_resuming_may_not_change_what_is_learnt() -> None:
-    changes = {
-        "model.path": "elsewhere",
-        "data.path": "other.jsonl",
-        "rollout.prompts_per_step": 32,
-        "rollout.group_size": 4,
-        "algo.clip_high": 0.3,
-        "train.seed": 1,
-        "train.lr": 1e-5,
-        "replay.mode": "off",
-    }
-    problems = resume_problems(TINY, with_values(TINY, changes))
-    assert {problem.field: problem.value for problem in problems} == changes
-    assert "was started with 0.0002" in str(next(p for p in problems if p.field == "train.lr"))
-
-
-def test_resuming_may_change_length_layout_logging_and_memory() -> None:
-    changes = {
-        "train.steps": 99,
-        "train.micro_batch_tokens": 2048,
-        "parallel.ep": 1,
-        "engine.kv_cache_gib": 0.5,
-        "eval.every": 2,
-        "checkpoint.every": 3,
-        "log.dir": "elsewhere",
-        "debug.prove_sync_every": 1,
-        "model.recompute": "full",
-    }
-    assert resume_problems(TINY, with_values(TINY, changes)) == []
-
-
-def test_the_number_of_steps_is_frozen_under_a_decaying_schedule() -> None:
-    old = with_values(TINY, {"train.lr_schedule": "cosine"})
-    problems = resume_problems(old, with_values(old, {"train.steps": 99}))
-    assert [problem.field for problem in problems] == ["train.steps"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "frozen"),
-    [
-        ({"data.on_too_long": "drop"}, ["train.micro_batch_tokens"]),
-        ({"env.name": "calculator"}, ["train.micro_batch_tokens"]),
-        ({"data.on_too_long": "drop", "data.max_prompt_tokens": 100}, []),
-    ],
-    ids=[
-        "decides which prompts are dropped",
-        "decides how long a conversation may be",
-        "another setting does",
-    ],
-)
-def test_micro_batch_size_is_frozen_where_it_limits_prompts(
-    settings: dict[str, object], frozen: list[str]
-) -> None:
-    old = with_values(TINY, {"data.max_prompt_tokens": 0, **settings})
-    problems = resume_problems(old, with_values(old, {"train.micro_batch_tokens": 2048}))
-    assert [problem.field for problem in problems] == frozen
-
-
-def test_every_field_says_whether_it_may_change_on_resume() -> None:
-    free = {name.partition(".")[0] for name, setting in SETTINGS.items() if setting.resume}
-    fixed = {name.partition(".")[0] for name, setting in SETTINGS.items() if not setting.resume}
-    assert free - fixed == {"parallel", "eval", "checkpoint", "log", "debug"}
-    assert fixed - free == {"data", "rollout", "algo"}
-
-
-# ---- rules
 
 
 @pytest.mark.parametrize(
@@ -285,63 +51,13 @@ def test_choices_of_the_algorithm_are_those_there_is_code_for() -> None:
     from r3.algo.advantage import ADVANTAGES
     from r3.algo.loss import CORRECTIONS, LOSSES
 
-    assert set(get_args(SETTINGS["algo.advantage"].kind)) == ADVANTAGES.keys()
-    assert set(get_args(SETTINGS["algo.loss"].kind)) == LOSSES.keys()
+    assert tuple(ADVANTAGES) == ADVANTAGE_NAMES and tuple(LOSSES) == LOSS_NAMES
     assert set(get_args(SETTINGS["algo.correction"].kind)) == {"none", "bypass", *CORRECTIONS}
 
 
 def test_reinforce_pp_needs_no_groups() -> None:
     config = with_values(TINY, {"rollout.group_size": 1, "algo.advantage": "reinforce_pp"})
     assert checks.problems(config, 2) == []
-
-
-def test_every_number_has_a_rule() -> None:
-    numbers = [name for name, each in SETTINGS.items() if each.kind in (int, float)]
-    assert len(numbers) > 60
-    # Every finite number is a reward.
-    assert [name for name in numbers if not SETTINGS[name].rule] == ["env.unfinished_reward"]
-
-
-@pytest.mark.parametrize(
-    ("rule", "good", "bad", "words"),
-    [
-        (AtLeast(1), [1, 2.5], [0, -1], "must be at least 1"),
-        (Above(0), [1e-9], [0, -1], "must be above 0"),
-        (Between(0, 1), [0, 0.5, 1], [-0.1, 1.1], "must be between 0 and 1"),
-        (Between(0, 1, exclude=(0, 1)), [0.5], [0, 1], "between 0 and 1 (0 and 1 excluded)"),
-        (ZeroOr(Above(1)), [0, 2], [1, -1], "must be 0 or above 1"),
-        (Not(0, "why"), [-1], [0], "must not be 0: why"),
-        (Not(""), ["x"], [""], "must not be empty"),
-        (Matches("[a-z]+", "lower case"), ["ab"], ["aB", ""], "must be lower case"),
-    ],
-    ids=str,
-)
-def test_a_rule_accepts_what_its_words_say(
-    rule: Rule, good: list[Any], bad: list[Any], words: str
-) -> None:
-    assert all(map(rule.accepts, good)) and not any(map(rule.accepts, bad))
-    assert words in str(rule)
-
-
-def test_the_rule_at_a_field_is_the_one_that_is_checked_and_described() -> None:
-    """Resume behaviour, rule, fix and help are read from the annotation, and from nowhere else."""
-    setting = SETTINGS["train.steps"]
-    assert setting.problem(1) is None
-    assert str(setting.problem(0)) == "train.steps = 0: must be at least 1. Fix: the default is 100"
-    (described,) = [each for each in describe_fields() if each.name == "train.steps"]
-    assert (described.type, described.default) == ("integer", "100")
-    assert (described.rule, described.resume) == (
-        "must be at least 1",
-        "yes, unless train.lr_schedule decays",
-    )
-    assert described.help.startswith("Number of steps.")
-
-
-def test_every_help_text_is_a_sentence_or_several() -> None:
-    """A subject, a full stop, no line that had to be cut."""
-    for each in describe_fields():
-        assert each.help.endswith("."), each.name
-        assert not each.help[0].isspace() and len(each.help) < 330, each.name
 
 
 @pytest.mark.parametrize(
@@ -361,7 +77,7 @@ def test_every_help_text_is_a_sentence_or_several() -> None:
             "multiple of train.updates_per_step = 3",
         ),
         ({"rollout.prompts_per_step": 8192}, "data.path", "has 4096 rows"),
-        ({"rollout.temperature": 0.0}, "rollout.temperature", "above 0"),
+        ({"rollout.temperature": 0.0}, "rollout.temperature", "between 0.01 and 100"),
         ({"rollout.top_p": 0.0}, "rollout.top_p", "between 0 and 1 (0 excluded)"),
         ({"rollout.top_p": 1.1}, "rollout.top_p", "between 0 and 1 (0 excluded)"),
         ({"rollout.top_k": -1}, "rollout.top_k", "at least 0"),
@@ -444,7 +160,7 @@ def test_every_help_text_is_a_sentence_or_several() -> None:
             "multiple of 2",
         ),
         ({"reward.function": "gsm9k"}, "reward.function", "neither a built-in reward nor"),
-        ({"reward.function": "missing.py:score"}, "reward.function", "cannot be read"),
+        ({"reward.function": "missing.py:score"}, "reward.function", "there is no file missing.py"),
         ({"reward.function": []}, "reward.function", "is empty"),
         ({"reward.function": ["exact", "exact"]}, "reward.function", "names a function twice"),
         ({"reward.weights": [1.0, 2.0]}, "reward.weights", "has 2 values for the 1 functions"),
@@ -477,7 +193,7 @@ def test_every_help_text_is_a_sentence_or_several() -> None:
         (HTTP | {"reward.url": ""}, "reward.url", "must be the address of a server"),
         (HTTP | {"reward.url": "localhost:8000"}, "reward.url", "must be the address of a server"),
         (HTTP | {"reward.model": ""}, "reward.model", "is empty"),
-        (HTTP | {"reward.prompt_file": "missing.txt"}, "reward.prompt_file", "cannot be read"),
+        (HTTP | {"reward.prompt_file": "missing.txt"}, "reward.prompt_file", "no file missing.txt"),
         (HTTP | {"reward.prompt_file": __file__ + "/.."}, "reward.prompt_file", "cannot be read"),
         (HTTP | {"reward.pattern": "("}, "reward.pattern", "is not a regular expression"),
         (HTTP | {"reward.pattern": "score"}, "reward.pattern", "must have one group"),
@@ -532,8 +248,12 @@ def test_every_help_text_is_a_sentence_or_several() -> None:
             "eval.env",
             "there is no such environment. Fix: use one of single_turn",
         ),
-        ({"eval.env": "missing.py:Env"}, "eval.env", "cannot be read"),
+        ({"eval.env": "missing.py:Env"}, "eval.env", "there is no file missing.py"),
         ({"eval.env": ["single_turn", "calculator"]}, "eval.env", "has 2 values for the 1 paths"),
+        ({"eval.system_prompt": ["a", "b"]}, "eval.system_prompt", "has 2 values for the 1 paths"),
+        ({"eval.env_args": "limit"}, "eval.env_args", "must be key=value or SET.key=value"),
+        ({"eval.env_args": "hard.limit=3"}, "eval.env_args", "names hard, which is no held-out"),
+        ({"eval.env_args": "limit=3"}, "eval.env_args", "of heldout is a built-in one, which"),
         ({"eval.function": "gym"}, "eval.function", "scores only tasks of reasoning-gym"),
         ({"reward.function": "gym", "eval.path": ""}, "reward.function", "and {train} is none"),
         ({"eval.path": "", "eval.only": True}, "eval.only", "nothing to evaluate"),
@@ -679,76 +399,6 @@ def test_many_problems_come_together() -> None:
     }
 
 
-# ---- data sets
-
-GOOD = '{"question": "1+1?", "answer": "#### 2"}'
-
-
-@pytest.mark.parametrize(
-    ("line", "where", "rule"),
-    [
-        ('{"question": "1+1?", "answer"', ":2'", "is not JSON"),
-        ('["1+1?", "2"]', ":2'", "is a list, not an object"),
-        ('{"answer": "#### 2"}', ":2:question'", "is missing; the row has answer"),
-        ('{"question": "1+1?"}', ":2:answer'", "is missing"),
-        ('{"question": 3, "answer": "#### 2"}', ":2:question'", "is a int, neither"),
-        ('{"question": "  ", "answer": "#### 2"}', ":2:question'", "is empty"),
-        ('{"question": "1+1?", "answer": 2}', ":2:answer'", "is a int, not a string"),
-        ('{"question": [], "answer": "#### 2"}', ":2:question'", "is an empty list"),
-        (
-            '{"question": [{"role": "user"}], "answer": "#### 2"}',
-            ":2:question'",
-            "message 0 has no 'content'",
-        ),
-        ('{"question": "1+1?", "answer": "two"}', ":2:answer'", "has no '####'"),
-        ('{"question": "\udcff", "answer": "#### 2"}', ":2'", "is not UTF-8 at byte 14"),
-    ],
-)
-def test_a_bad_row_is_named_by_file_line_and_field(
-    tmp_path: Path, line: str, where: str, rule: str
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "\n".join([GOOD, line, *[GOOD] * 20]), encoding="utf-8", errors="surrogateescape"
-    )
-    (message,) = found({"data.path": str(path)}).values()
-    assert f"{path}{where}" in message and rule in message and ". Fix: " in message
-
-
-def test_of_many_bad_rows_five_are_shown_and_all_counted(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join([GOOD, *["oops"] * 12, *[GOOD] * 20]))
-    problems = checks.problems(changed({"data.path": str(path)}), 2)
-    assert [problem.value for problem in problems] == [
-        *(f"{path}:{line}" for line in range(2, 7)),
-        str(path),
-    ]
-    assert problems[-1].rule == "7 more faults, 12 in all"
-
-
-def test_rows_may_be_chats_and_blank_lines_still_count(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    chat = {"ask": [{"role": "user", "content": "1+1?"}], "gold": "2", "source": "x"}
-    path.write_bytes(b"\xef\xbb\xbf" + f"{json.dumps(chat)}\n\n{json.dumps(chat)}\n".encode())
-    rows, bad = read_rows(str(path), Columns(prompt="ask", answer="gold"))
-    assert not bad
-    assert [(row.number, row.answer, row.columns["source"]) for row in rows] == [
-        (1, "2", "x"),
-        (3, "2", "x"),
-    ]
-
-
-def test_answers_without_a_number_are_fine_for_other_rewards(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(['{"question": "say hi", "answer": "hi"}'] * 16))
-    assert found({"data.path": str(path), "reward.function": "exact", "eval.path": ""}) == {}
-
-
-def test_remote_sources_are_read_when_the_run_starts() -> None:
-    assert found({"data.path": ["hub:owner/name", "gym:chain_sum"], "eval.path": ""}) == {}
-    assert found({"data.path": "gym:chain_sum", "reward.function": "gym", "eval.path": ""}) == {}
-
-
 def test_lists_that_do_not_fit_hide_no_missing_file() -> None:
     problems = found({"eval.path": ["missing.jsonl", "absent.jsonl"]})
     assert problems.keys() == {"eval.name", "eval.path"}
@@ -776,239 +426,43 @@ def test_lists_of_evaluation_are_spread_over_the_sets() -> None:
     assert environments[2] == replace(training, name="single_turn", path="e.py:E")
 
 
-# ---- rewards
+def test_arguments_of_environments_belong_to_their_sets() -> None:
+    sets = changed(
+        {
+            "eval.path": ["x", "y", "z"],
+            "eval.name": ["easy", "hard.2", "game"],
+            "eval.env": ["", "", "e.py:E"],
+            "eval.env_args": ["limit=3", "hard.2.limit=9", "game.text=a.b=c"],
+        }
+    ).eval.sets
+    training = replace(TINY.env, path="t.py:T", args=("limit=1", "mode=2"))
+    found = [keyword_arguments(each.environment(training).args) for each in sets]
+    assert found[0] == {"limit": 3, "mode": 2}
+    assert found[1] == {"limit": 9, "mode": 2}
+    assert found[2] == {"limit": 3, "text": "a.b=c"}, "another class: not those of training"
+    plain = replace(sets[0], env_args=())
+    assert plain.environment(training) == training
 
 
-def classifier(folder: Path, **changes: Any) -> Path:
-    """As much of a reward model as is looked at before a run."""
-    from safetensors.numpy import save_file
-
-    facts = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
-    (folder / "config.json").write_text(json.dumps(facts | changes))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((TINY_MOE / name).read_bytes())
-    save_file({"score.weight": np.zeros((1, 1000), np.float32)}, folder / "model.safetensors")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("changes", "lacking", "rule"),
-    [
-        (
-            {"architectures": ["LlamaForCausalLM"]},
-            "",
-            "checkpoint of LlamaForCausalLM, not of a sequence",
-        ),
-        ({"id2label": {"0": "bad", "1": "good"}}, "", "has 2 labels, and a reward is one number"),
-        ({"id2label": None}, "", "has 2 labels"),  # transformers' default
-        ({}, "config.json", "its config.json cannot be read"),
-        ({}, "model.safetensors", "there are no *.safetensors files"),
-        ({}, "chat_template.jinja", "no tokenizer.json with a chat template"),
-    ],
-)
-def test_a_reward_model_must_give_one_number(
-    tmp_path: Path, changes: dict[str, Any], lacking: str, rule: str
-) -> None:
-    path = classifier(tmp_path, **changes)
-    if lacking:
-        (path / lacking).unlink()
-    settings = {"reward.function": "model", "reward.model_path": str(path)}
-    assert rule in found(settings)["reward.model_path"]
-
-
-def test_a_reward_model_lies_on_the_ranks_that_judge(tmp_path: Path) -> None:
-    settings = {"reward.function": "model", "reward.model_path": str(classifier(tmp_path))}
-    assert found(settings | {"reward.model_ranks": [1, 0]}) == {}
-    assert "ranks (0, 1)" in found(settings | {"reward.model_ranks": [0]})["reward.model_ranks"]
-    shared = settings | {"parallel.ep": 1, "parallel.engine_tp": 2, "reward.model_ranks": [0]}
-    assert found(shared) == {}
-
-
-def test_a_reward_model_is_planned_where_conversations_are_generated(tmp_path: Path) -> None:
-    settings = {
-        "reward.function": ["gsm8k", "model"],
-        "reward.model_path": str(classifier(tmp_path)),
-    }
-    assert found(settings) == {}
-    config = with_values(
-        tiny_config(), {name: parse_value(name, value) for name, value in settings.items()}
+def test_columns_of_a_set_default_to_those_of_training() -> None:
+    first, second = changed(
+        {
+            "eval.path": ["x", "y"],
+            "eval.name": ["a", "b"],
+            "eval.prompt_key": ["problem", ""],
+            "eval.answer_key": ["none", "solution"],
+            "eval.system_prompt": ["none", "Be brief."],
+        }
+    ).eval.sets
+    training = DataConfig(answer_key="final", system_prompt="Think.", tools_key="tools")
+    a, b = first.data(training), second.data(training)
+    assert (a.prompt_key, a.answer_key, a.tools_key, a.system_prompt) == (
+        "problem",
+        "",
+        "tools",
+        "",
     )
-    phases = plan.memory(config, ModelShape.read(config.model.path), 2)
-    assert phases["GENERATE"]["reward model"] == 2 * 1000  # bfloat16
-    assert not any("reward model" in phases[phase] for phase in ("SYNC", "TRAIN"))
-
-
-def test_a_reward_model_must_fit_beside_engine_and_policy(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
-
-    path = classifier(tmp_path)
-    save_file(
-        {"score.weight": np.zeros((2**20,), np.float32)}, path / "model.safetensors"
-    )  # 2 MiB in bfloat16
-    settings = {"reward.function": "model", "reward.model_path": str(path)}
-    config = with_values(
-        tiny_config(engine={"kv_cache_gib": 0.0, "memory_fraction": 0.5}),
-        {name: parse_value(name, value) for name, value in settings.items()},
-    )
-    shape = ModelShape.read(config.model.path)
-    policy = plan.memory(config, shape, 1)["GENERATE"]["policy weights"] / 2**30
-    enough = 2 * (policy + 2 / 2**10)  # half of it is the engine's
-    assert plan.reward_model_problems(config, shape, 1, 1.01 * enough) == []
-    (problem,) = plan.reward_model_problems(config, shape, 1, 0.99 * enough)
-    assert problem.field == "reward.model_path" and "exceed the device's" in problem.rule
-    assert plan.reward_model_problems(tiny_config(), shape, 1, 0.0) == []
-
-
-def test_a_config_of_before_with_one_function_still_loads() -> None:
-    assert from_yaml("reward: {function: exact}").reward.function == ("exact",)
-
-
-@pytest.mark.parametrize(
-    ("source", "rule"),
-    [
-        (
-            "def other(response, prompt): return 1.0",
-            "defines no function 'score'. Fix: it defines other",
-        ),
-        ("class score: ...", "defines no function 'score'"),
-        ("def score(:", "is not valid Python"),
-    ],
-)
-def test_a_reward_file_must_define_the_function(tmp_path: Path, source: str, rule: str) -> None:
-    path = tmp_path / "reward.py"
-    path.write_text(source)
-    assert rule in found({"reward.function": f"{path}:score"})["reward.function"]
-
-
-def test_a_reward_file_is_not_run_to_be_checked(tmp_path: Path) -> None:
-    path = tmp_path / "reward.py"
-    path.write_text("raise SystemExit('imported')\ndef score(response, prompt): return 1.0")
-    assert found({"reward.function": f"{path}:score"}) == {}
-
-
-def test_builtin_rewards_are_those_that_exist() -> None:
-    from r3.rewards import REWARDS
-    from r3.rewards.scorer import ENVIRONMENT
-
-    assert set(checks.BUILTIN_REWARDS) == {*REWARDS, *ENVIRONMENT, "math", "http", "model"}
-
-
-# ---- checkpoints
-
-
-def without(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).unlink()
-
-
-def with_hf(**changes: Any) -> Callable[[Path], object]:
-    return lambda folder: (folder / "config.json").write_text(json.dumps(HF_TINY | changes))
-
-
-def write(name: str, content: bytes) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "rule"),
-    [
-        (without("config.json"), "no config.json"),
-        (write("config.json", b"{"), "config.json is not JSON"),
-        (write("config.json", b"[]"), "not a JSON object"),
-        (
-            with_hf(architectures=["GPT2LMHeadModel"]),
-            "known are Qwen3MoeForCausalLM, Qwen3ForCausalLM",
-        ),
-        (with_hf(architectures=None), "architecture None is not known"),
-        (with_hf(hidden_size="wide"), "hidden_size must be a positive integer, got 'wide'"),
-        (
-            with_hf(rope_parameters={"rope_type": "dynamic", "factor": 4.0}),
-            "rope_type 'dynamic' is not supported",
-        ),
-        (with_hf(quantization_config={"bits": 4}), "quantization_config is not supported"),
-        (with_hf(num_hidden_layers=5), "missing model.layers."),
-        (
-            with_hf(vocab_size=500),
-            "model.embed_tokens.weight has shape (512, 128), config.json implies (500, 128)",
-        ),
-        (without("tokenizer.json"), "no tokenizer.json"),
-        (without("chat_template.jinja"), "no chat template"),
-        (without("model.safetensors"), "no *.safetensors files"),
-        (
-            write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
-            "git-lfs pointer",
-        ),
-        (
-            write("model.safetensors", (TINY_MOE / "model.safetensors").read_bytes()[:-1]),
-            "unfinished download",
-        ),
-        (
-            write(
-                "model.safetensors.index.json",
-                b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
-            ),
-            "1 of 1 shards are missing, model-00001-of-00002.safetensors first",
-        ),
-    ],
-)
-def test_a_broken_checkpoint_is_refused(
-    tmp_path: Path, spoil: Callable[[Path], object], rule: str
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(TINY_MOE, folder)
-    spoil(folder)
-    problems = checks.problems(with_values(TINY, {"model.path": str(folder)}), 2)
-    assert [problem.field for problem in problems] == ["model.path"]
-    assert rule in str(problems[0])
-
-
-def test_a_chat_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(TINY_MOE, folder)
-    template = (folder / "chat_template.jinja").read_text()
-    (folder / "chat_template.jinja").unlink()
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {
-        "chat_template": template
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert found({"model.path": str(folder)}) == {}
-
-
-def test_the_shape_names_the_tensors_of_the_shipped_checkpoint() -> None:
-    shape = ModelShape.read(TINY_MOE)
-    assert checkpoint_tensors(TINY_MOE) == shape.tensor_shapes
-    assert shape.moe_layers == (0, 1, 2, 3)
-    assert (shape.num_experts, shape.topk, shape.rope_theta) == (8, 2, 10000.0)
-
-
-def test_published_sizes() -> None:
-    moe = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"])
-    assert moe.num_params == 30_532_122_624
-    assert moe.num_expert_params == 48 * 128 * 3 * 2048 * 768
-    assert DENSE.num_params == 596_049_920
-    assert DENSE.moe_layers == () and DENSE.num_expert_params == 0
-
-
-def test_spellings_of_config_json() -> None:
-    older = {
-        key: value
-        for key, value in HF_TINY.items()
-        if key not in ("num_local_experts", "rope_parameters")
-    }
-    assert ModelShape.from_hf(
-        older | {"num_experts": 8, "rope_theta": 10000.0}
-    ) == ModelShape.from_hf(HF_TINY)
-    mixed = ModelShape.from_hf(
-        HF_TINY | {"num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2}
-    )
-    assert mixed.moe_layers == (1, 5)
-    assert "model.layers.3.mlp.gate_proj.weight" in mixed.tensor_shapes
-    with pytest.raises(ShapeError, match="num_experts_per_tok"):
-        ModelShape.from_hf(
-            {key: value for key, value in HF_TINY.items() if key != "num_experts_per_tok"}
-        )
-
-
-# ---- warnings
+    assert (b.prompt_key, b.answer_key, b.system_prompt) == ("question", "solution", "Be brief.")
 
 
 @pytest.mark.parametrize(
@@ -1105,7 +559,3 @@ def test_replay_of_a_dense_model_is_a_warning() -> None:
 
 def test_r2_with_one_update_is_nothing_to_warn_of() -> None:
     assert checks.warnings(with_values(TINY, {"replay.mode": "r2"}), 2) == []
-
-
-def test_flatten_names_every_field() -> None:
-    assert flatten(Config()).keys() == SETTINGS.keys()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from r3.cli.checks import allocator_problems
+from r3.cli.checks import allocator_problems, cuda_expert_problems
+from r3.models.shape import ModelShape
 from r3.runtime.device import ipc_arguments, seed_everything, to_host
+from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -54,3 +57,19 @@ def test_expandable_segments_are_refused_under_both_names(name: str) -> None:
     (problem,) = allocator_problems({name: "max_split_size_mb:64, Expandable_Segments : True"})
     assert problem.field == name and "memory handles" in problem.rule and name in problem.fix
     assert allocator_problems({name: "expandable_segments:False"}) == allocator_problems({}) == []
+
+
+def test_experts_that_the_grouped_product_refuses_on_cuda_are_refused() -> None:
+    config = tiny_config(model={"dtype": "bfloat16"})
+    shape = ModelShape.read(config.model.path)  # experts of width 64
+    assert cuda_expert_problems(config, shape) == []
+    narrow = replace(shape, moe_ffn_size=36)
+    (problem,) = cuda_expert_problems(config, narrow)
+    assert (problem.field, "36" in problem.rule) == ("model.experts", True)
+    sharded = tiny_config(model={"dtype": "bfloat16"}, parallel={"tp": 2})
+    assert cuda_expert_problems(sharded, replace(shape, moe_ffn_size=72))  # 36 per rank
+    # float32 has twice as many bytes per number, and other ways have no such rule.
+    assert cuda_expert_problems(tiny_config(), narrow) == []
+    loop = tiny_config(model={"dtype": "bfloat16", "experts": "sequential"})
+    assert cuda_expert_problems(loop, narrow) == []
+    assert cuda_expert_problems(config, replace(narrow, moe_layers=())) == []

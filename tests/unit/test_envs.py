@@ -4,43 +4,26 @@ are put behind the model's.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
-from r3 import assets
 from r3.cli.checks import problems
 from r3.config import ConfigError, EnvConfig
 from r3.envs import ENVIRONMENTS, Environment, checked_step, find
 from r3.envs.calculator import Calculator, evaluate
-from r3.envs.chat import Chat, ChatError
 from r3.envs.guess_number import GUESSES, LARGEST, GuessNumber
-from r3.envs.runner import Environments, Reply
+from r3.envs.runner import Environments
 from r3.envs.tool_calls import parse_tool_calls
 from r3.rollout.conversation import readable_message
-from r3.types import Prompt
+from tests.environments import collect, prompt, said
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
-
-
-def prompt(name: str = "rows.jsonl:1") -> Prompt:
-    messages = ({"role": "user", "content": "1+1?"},)
-    return Prompt(id=name, messages=messages, tokens_T=(1, 2), answer="#### 2")
-
-
-def said(text: str, finish_reason: str = "stop") -> dict[str, str]:
-    return {"role": "assistant", "content": text, "finish_reason": finish_reason}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(assets.TINY_MOE)
 
 
 GOOD = """
@@ -99,7 +82,7 @@ def test_a_users_file_is_refused_by_name(
 @pytest.mark.parametrize(
     ("fields", "field", "text"),
     [
-        ({"path": "nowhere.py:Mine"}, "env.path", "cannot be read"),
+        ({"path": "nowhere.py:Mine"}, "env.path", "there is no file nowhere.py"),
         ({"path": "mine"}, "env.path", "file.py:Class"),
         ({"path": "mine.py:Mine", "name": "calculator"}, "env.name", "one environment"),
         ({"max_turns": 0}, "env.max_turns", "at least 1"),
@@ -131,12 +114,37 @@ def test_settings_of_the_environment_are_checked(
         (("more", None, False), "must return a list of messages"),
         (([{"role": "user"}], None, False), "a message needs"),
         (([], None, False), "no message for the model"),
+        (([], 1.0, True, {}, {}), "(messages, reward, done, metrics)"),
     ],
 )
 def test_what_step_returns_is_checked(value: Any, text: str) -> None:
     with pytest.raises(TypeError) as error:
         checked_step(value)
     assert text in str(error.value)
+
+
+def test_step_may_return_metrics() -> None:
+    assert checked_step(([], 1.0, True)).metrics == {}
+    step = checked_step(([], 1.0, True, {"tools": np.int64(3), "found": True}))
+    assert step.metrics == {"env/tools": 3.0, "env/found": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "text"),
+    [
+        (3, "must be a dict of numbers by name, returned 3"),
+        ({f"n{i}": i for i in range(33)}, "33 metrics, and 32 are the maximum"),
+        ({"a b": 1}, "metric 'a b': a name has letters"),
+        ({2: 1}, "metric 2: a name has letters"),
+        ({"n" * 65: 1}, "at most 64 characters"),
+        ({"tools": "3"}, "metric 'tools' is '3', not a finite number"),
+        ({"tools": float("nan")}, "metric 'tools' is nan, not a finite number"),
+        ({"turns_mean": 1}, "env/turns_mean is a metric of R3. Use another name"),
+    ],
+)
+def test_metrics_of_an_environment_are_checked(metrics: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        checked_step(([], 1.0, True, metrics))
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
@@ -206,89 +214,6 @@ def test_guess_number_lost_is_worth_nothing() -> None:
     assert replies[-1][1] == 0.0
 
 
-# --- the template ---
-
-
-def test_what_follows_is_what_the_template_renders(tokenizer: Any) -> None:
-    chat = Chat(tokenizer, "tiny", Calculator.tools)
-    question = {"role": "user", "content": "Tom has 3 books."}
-    reply = {"role": "tool", "content": "85"}
-    call = "<tool_call>47+38</tool_call>"
-    whole = tokenizer.apply_chat_template(
-        [question, {"role": "assistant", "content": call}, reply],
-        tools=list(Calculator.tools),
-        add_generation_prompt=True,
-        return_dict=True,
-    )["input_ids"]
-    sampled = tokenizer(call, add_special_tokens=False)["input_ids"]
-    first = chat.first([question])
-    assert first + sampled + [chat.end] + chat.following([reply], ended=True) == whole
-    assert first + sampled + chat.following([reply], ended=False) == whole
-    assert chat.end == tokenizer.eos_token_id
-
-
-TEMPLATES: dict[str, tuple[Callable[[str], str], str]] = {
-    "counts turns": (
-        lambda t: t.replace(
-            "message.role ~ '\\n' ~ (", "message.role ~ ' ' ~ loop.index ~ '\\n' ~ ("
-        ),
-        "differently after a longer conversation",
-    ),
-    "forgets the model's message": (
-        lambda t: t.replace(
-            "(message.content or '')", "(message.content if message.role != 'assistant' else '')"
-        ),
-        "unchanged and exactly once",
-    ),
-    "rewrites the model's message": (
-        lambda t: t.replace(
-            "(message.content or '')",
-            "('> ' if message.role == 'assistant' else '') ~ message.content",
-        ),
-        "moves or changes the model's message",
-    ),
-    "ends a turn in words": (
-        lambda t: t.replace(
-            "{{- '<|im_end|>\\n' }}\n    {%- endif %}", "{{- ' over\\n' }}\n    {%- endif %}"
-        ),
-        "one special token",
-    ),
-    "refuses a second user": (
-        lambda t: (
-            t + "{%- if messages|length > 1 %}{{ raise_exception('only one message') }}{%- endif %}"
-        ),
-        "only one message",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_that_cannot_be_appended_to_are_refused(name: str) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-    change, text = TEMPLATES[name]
-    changed = change(tokenizer.chat_template)
-    assert changed != tokenizer.chat_template
-    tokenizer.chat_template = changed
-    with pytest.raises(ConfigError, match=r"some/model.*its chat template") as error:
-        Chat(tokenizer, "some/model")
-    assert text in str(error.value)
-
-
-def test_messages_that_the_template_refuses_fail_one_conversation(
-    tokenizer: Any,
-) -> None:
-    picky: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-    picky.chat_template = (
-        "{%- if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{%- endif %}"
-        + tokenizer.chat_template
-    )
-    chat = Chat(picky, "tiny")
-    with pytest.raises(ChatError, match="no tools"):
-        chat.following([{"role": "tool", "content": "85"}], ended=True)
-
-
-# --- many at once ---
-
 SEVERAL = """
 import asyncio, time
 
@@ -312,15 +237,6 @@ class Async(Plain):
         Async.inside -= 1
         return super().step(message)
 """
-
-
-def collect(environments: Environments, count: int) -> dict[int, Reply]:
-    replies: dict[int, Reply] = {}
-    until = time.monotonic() + 60
-    while len(replies) < count:
-        assert time.monotonic() < until
-        replies |= {reply.key: reply for reply in environments.poll(0.5)}
-    return replies
 
 
 @pytest.mark.parametrize(
@@ -404,169 +320,6 @@ def test_an_argument_that_an_environment_does_not_take_is_refused(tmp_path: Path
 )
 def test_tool_calls_are_parsed(text: str, calls: list[dict[str, Any]]) -> None:
     assert parse_tool_calls(text) == calls
-
-
-# --- the end of an environment ---
-
-CLOSING = """
-import asyncio, os, time, uuid
-
-LOG = {log!r}
-
-def log(word, name):
-    with open(LOG, "a") as file:
-        file.write(f"{{word}} {{name}}\\n")
-
-class Plain:
-    def __init__(self):
-        self.name = uuid.uuid4().hex
-    def act(self, word):
-        if word == "raise":
-            raise ValueError("on purpose")
-        if word == "hang":
-            time.sleep(60)
-        if word == "crash":
-            os._exit(9)
-    def reset(self, prompt):
-        log("opened", self.name)
-        self.act(prompt.answer)
-        return prompt.messages
-    def step(self, message):
-        self.act(message["content"])
-        return [{{"role": "user", "content": "go on"}}], None, False
-    def close(self):
-        log("closed", self.name)
-        self.act("raise" if os.environ.get("R3_TEST_CLOSE_FAILS") else "")
-
-class Async(Plain):
-    async def reset(self, prompt):
-        log("opened", self.name)
-        if prompt.answer == "hang":
-            await asyncio.sleep(60)
-        self.act(prompt.answer)
-        return prompt.messages
-    async def step(self, message):
-        if message["content"] == "hang":
-            await asyncio.sleep(60)
-        return super().step(message)
-    async def close(self):
-        await asyncio.sleep(0.01)
-        super().close()
-"""
-
-PLACES = [("Plain", 0), ("Plain", 1), ("Async", 0), ("Async", 1)]
-CRASHES = [("Plain", 1), ("Async", 1)]  # in a thread a crash would end the test itself
-
-
-class Closing:
-    """Conversations with environments that write down when they are opened and closed."""
-
-    def __init__(self, folder: Path, name: str, workers: int) -> None:
-        self.log = folder / "log"
-        self.log.touch()
-        file = folder / "closing.py"
-        file.write_text(CLOSING.format(log=str(self.log)))
-        settings = EnvConfig(path=f"{file}:{name}", workers=workers, timeout_s=1.5, retries=1)
-        self.environments = Environments(settings)
-
-    def open(self, answer: str = "") -> Reply:
-        self.environments.open(0, replace(prompt(), answer=answer))
-        return collect(self.environments, 1)[0]
-
-    def send(self, word: str) -> Reply:
-        self.environments.send(0, said(word))
-        return collect(self.environments, 1)[0]
-
-    def names(self, word: str) -> list[str]:
-        lines = [line.split() for line in self.log.read_text().splitlines()]
-        return [name for kind, name in lines if kind == word]
-
-    def all_closed_once(self) -> None:
-        self.environments.close()
-        closed = self.names("closed")
-        assert closed and len(set(closed)) == len(closed), f"closed twice: {closed}"
-        assert set(closed) == set(self.names("opened"))
-
-
-@pytest.mark.parametrize(("name", "workers"), PLACES)
-def test_a_conversation_that_is_over_closes_its_environment_once(
-    name: str, workers: int, tmp_path: Path
-) -> None:
-    closing = Closing(tmp_path, name, workers)
-    assert closing.open().opened and closing.send("hello").step
-    assert not closing.names("closed")
-    closing.environments.forget(0)
-    closing.environments.forget(0)
-    closing.all_closed_once()
-
-
-@pytest.mark.parametrize(
-    ("name", "workers", "word"),
-    [
-        *((name, workers, "raise") for name, workers in PLACES),
-        *((name, workers, "crash") for name, workers in CRASHES),
-        ("Plain", 0, "hang"),
-        ("Plain", 1, "hang"),
-        ("Async", 0, "hang"),
-    ],
-)
-@pytest.mark.parametrize("method", ["reset", "step"])
-def test_an_environment_that_fails_is_closed_once(
-    name: str, workers: int, word: str, method: str, tmp_path: Path
-) -> None:
-    closing = Closing(tmp_path, name, workers)
-    if method == "reset":
-        failure = closing.open(word).failure
-    else:
-        assert closing.open().opened
-        failure = closing.send(word).failure
-    kinds = {"raise": "error", "crash": "crash", "hang": "timeout"}
-    assert failure is not None and failure.kind == kinds[word]
-    closing.environments.forget(0)
-    closing.all_closed_once()
-
-
-@pytest.mark.parametrize(("name", "workers"), PLACES)
-def test_the_end_of_a_run_closes_what_is_open_even_inside_a_call(
-    name: str, workers: int, tmp_path: Path
-) -> None:
-    closing = Closing(tmp_path, name, workers)
-    assert closing.open().opened
-    closing.environments.send(0, said("hang"))
-    began = time.monotonic()
-    closing.all_closed_once()
-    assert time.monotonic() - began < 30, "the call in flight was waited for"
-
-
-@pytest.mark.parametrize(("name", "workers"), PLACES)
-def test_a_suspended_environment_is_closed_when_it_is_dropped_or_over(
-    name: str, workers: int, tmp_path: Path
-) -> None:
-    closing = Closing(tmp_path, name, workers)
-    states = []
-    for _ in range(2):
-        assert closing.open().opened
-        states.append(closing.environments.suspend(0))
-    closing.environments.close_all()
-    assert not closing.names("closed"), "suspended is not over"
-    closing.environments.discard(states[0])
-    closing.environments.resume(0, states[1])
-    assert closing.send("hello").step
-    closing.environments.forget(0)
-    closing.all_closed_once()
-
-
-def test_a_close_that_fails_is_a_warning_and_not_retried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("R3_TEST_CLOSE_FAILS", "1")
-    closing = Closing(tmp_path, "Plain", 0)
-    assert closing.open().opened
-    closing.environments.forget(0)
-    with pytest.warns(UserWarning, match=r"(?s)Plain: close\(\) failed \(error\).*on purpose"):
-        closing.environments.close_all()
-    assert closing.environments.take_counts()["errors"] == 1
-    closing.all_closed_once()
 
 
 def test_default_environment_is_one_turn() -> None:

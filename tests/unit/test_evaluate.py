@@ -19,13 +19,11 @@ def value(partial: object) -> float:
 def test_pass_at_k_is_the_share_of_choices_of_k_that_hold_a_right_one(samples: int) -> None:
     for correct in range(samples + 1):
         for k in range(1, samples + 1):
-            choices = list(
-                combinations(range(samples), k)
-            )  # answers 0 .. correct - 1 are the right ones
+            # Samples 0 .. correct - 1 are the right ones.
+            choices = list(combinations(range(samples), k))
             share = sum(min(choice) < correct for choice in choices) / len(choices)
-            assert pass_at_k(samples, correct, k) == pytest.approx(
-                share, abs=1e-12
-            )  # float64 rounding
+            # float64 rounding
+            assert pass_at_k(samples, correct, k) == pytest.approx(share, abs=1e-12)
 
 
 def test_one_sample_gives_accuracy_alone() -> None:
@@ -34,7 +32,7 @@ def test_one_sample_gives_accuracy_alone() -> None:
 
 
 def test_several_samples_give_avg_and_pass() -> None:
-    rewards = [1.0, 0.5, 0.0, 0.0] + [1.0, 1.0, 1.0, 0.0]  # two questions, four answers each
+    rewards = [1.0, 0.5, 0.0, 0.0] + [1.0, 1.0, 1.0, 0.0]  # two questions, four samples each
     metrics = {
         key: value(part) for key, part in accuracy_metrics("a", rewards, 4, (1, 2, 4)).items()
     }

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from r3.rewards.scorer import RewardError
-from r3.run.failures import FailureReport, failure_text
+from r3.run.failures import FailureReport, failure_text, resume_command
 
 pytestmark = pytest.mark.unit
 
@@ -72,7 +72,7 @@ def test_an_explained_error_has_no_frames(tmp_path: Path) -> None:
     path = tmp_path / "errors" / "rank_00000.txt"
     text = failure_text(raised(RewardError("reward f failed")), rank=0, path=path)
     assert "RewardError on rank 0: reward f failed" in text
-    assert str(path) in text and f"train.py --from {tmp_path}" in text
+    assert str(path) in text and f"--from {tmp_path}" in text
     assert "test_failures.py" not in text
 
 
@@ -90,9 +90,35 @@ def test_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
 def test_interruption_says_how_to_continue(tmp_path: Path) -> None:
     path = tmp_path / "errors" / "rank_00000.txt"
     text = failure_text(raised(KeyboardInterrupt()), rank=0, path=path)
-    assert text == (
-        f"\ninterrupted. Continue from the newest checkpoint with train.py --from {tmp_path}"
-    )
+    assert text == f"\ninterrupted; continue with: {resume_command(tmp_path)}"
+
+
+@pytest.mark.parametrize(
+    ("variables", "program", "command"),
+    [
+        ({}, "train.py", "python train.py --from runs/a"),
+        ({}, "/site/r3/__main__.py", "python -m r3 --from runs/a"),
+        (
+            {"LOCAL_WORLD_SIZE": "4"},
+            "train.py",
+            "torchrun --nproc_per_node 4 train.py --from runs/a",
+        ),
+        (
+            {"LOCAL_WORLD_SIZE": "4", "R3_RESUME": "NPROC=4 launch/local.sh --from RUN_DIR"},
+            "train.py",
+            "NPROC=4 launch/local.sh --from runs/a",
+        ),
+    ],
+)
+def test_the_resume_command_is_how_the_run_was_started(
+    variables: dict[str, str], program: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "R3_RESUME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [program])
+    assert resume_command(Path("runs/a")) == command
 
 
 def test_only_the_first_rank_speaks(tmp_path: Path) -> None:

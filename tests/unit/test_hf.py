@@ -1,6 +1,4 @@
-"""Checkpoints go in cut by cut and out file by file: a rank's host never holds what it does not
-keep.
-"""
+"""Checkpoints are read slice by slice and written file by file, never held as a whole."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from r3 import assets
 from r3.models.hf_checkpoint import CheckpointReader, write_checkpoint
-from r3.policy.rules import Kind
+from r3.models.rules import Kind
 from r3.policy.weights import HeadLayout, Slot, join_shards, load, split
 
 pytestmark = pytest.mark.unit
@@ -44,13 +42,7 @@ def _memory(key: str) -> int:
 
 def _slot(kind: Kind, names: list[str], tensor: torch.Tensor, index: int, count: int) -> Slot:
     return Slot(
-        name="it",
-        hf=tuple(names),
-        kind=kind,
-        index=index,
-        count=count,
-        tensor=tensor,
-        rows=0,
+        name="it", hf=tuple(names), kind=kind, index=index, count=count, tensor=tensor, rows=0
     )
 
 
@@ -62,7 +54,7 @@ def test_every_cut_is_read_by_itself_and_together_they_are_the_tensors(
     save_file(tensors, str(tmp_path / "model.safetensors"))
     rows = sum(tensor.shape[0] for tensor in tensors.values())
     for count in (1, 2, 4):
-        cuts = []
+        slices = []
         for index in range(count if kind != "replicated" else 1):
             size = (rows, 8 // count) if kind == "row" else (rows // count, 6)
             held = torch.full(size if kind != "replicated" else (5, 6), torch.nan)
@@ -76,8 +68,8 @@ def test_every_cut_is_read_by_itself_and_together_they_are_the_tensors(
                     "a rank reads what it holds and not a byte more"
                 )
                 assert reader.largest_read <= held.nbytes
-            cuts.append(held)
-        whole = split(kind, join_shards(kind, cuts), HEADS)
+            slices.append(held)
+        whole = split(kind, join_shards(kind, slices), HEADS)
         assert all(
             torch.equal(one, other) for one, other in zip(whole, tensors.values(), strict=True)
         )
@@ -107,15 +99,15 @@ def test_interleaving_puts_each_group_of_queries_before_its_key_and_value(tmp_pa
 def test_rows_of_a_padded_vocabulary_are_zero(tmp_path: Path) -> None:
     vocabulary = torch.randn(5, 6)
     save_file({"embed": vocabulary}, str(tmp_path / "model.safetensors"))
-    cuts = [torch.full((2, 6), torch.nan) for _ in range(4)]
+    slices = [torch.full((2, 6), torch.nan) for _ in range(4)]
     with CheckpointReader(tmp_path) as reader:
         load(
-            [_slot("column", ["embed"], cut, i, 4) for i, cut in enumerate(cuts)],
+            [_slot("column", ["embed"], part, i, 4) for i, part in enumerate(slices)],
             reader.read,
             HEADS,
         )
         assert reader.bytes_read == vocabulary.nbytes
-    assert torch.equal(torch.cat(cuts), torch.cat([vocabulary, torch.zeros(3, 6)]))
+    assert torch.equal(torch.cat(slices), torch.cat([vocabulary, torch.zeros(3, 6)]))
 
 
 @pytest.mark.parametrize("dim", [0, -1])
@@ -124,10 +116,9 @@ def test_reading_a_cut_takes_no_more_memory_than_the_cut(dim: int, tmp_path: Pat
     with CheckpointReader(tmp_path) as reader:
         before = _memory("RssAnon")
         piece = reader.read("large", dim, 1, 4)
-        assert piece.numel() == 4096 * 1024 and torch.isfinite(
-            piece.max()
-        )  # every number of it is looked at
-        # 64 MiB the whole, 16 a cut; 8 for what python and the allocator keep
+        # Every number of it is looked at
+        assert piece.numel() == 4096 * 1024 and torch.isfinite(piece.max())
+        # 64 MiB the whole, 16 a part; 8 for what python and the allocator keep
         assert _memory("RssAnon") - before <= 24 * MIB
 
 

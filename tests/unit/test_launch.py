@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,16 @@ def test_job_that_slurm_does_not_requeue_ends_with_75(tmp_path: Path) -> None:
     code, said = submit(tmp_path, usr1_after="ranks", REFUSED="1")
     assert code == 75 and "submit it again with the same --log.dir" in said
     assert "stopped\n" in said
+
+
+def test_first_gpu_run_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["benchmarks/gpu.sh", str(tmp_path / "out")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (3, "")
+    assert done.stdout == "no GPU: torch finds no CUDA device (nothing was run)\n"
+    assert not (tmp_path / "out").exists()

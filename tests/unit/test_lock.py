@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
         started.append(process)
@@ -85,6 +87,23 @@ def test_released_folder_can_be_held_again(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.lock").read_text())["ended"]
 
 
+@pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
+def test_a_folder_that_is_gone_ends_its_holder(
+    how: str, start: Callable[[str], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start(_HOLDER.replace("sys.argv[1]", "sys.argv[1], 'run'"))
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    if how == "deleted":
+        shutil.rmtree(tmp_path / "run")
+    else:
+        (tmp_path / "run").rename(tmp_path / "other")
+    if how == "replaced":
+        shutil.copytree(tmp_path / "other", tmp_path / "run")
+    assert process.wait(timeout=10) == 1
+    _, error = process.communicate()
+    assert f"{tmp_path / 'run'} was deleted or moved while the run wrote to it" in error
+
+
 def of_other_machine(folder: Path, *, beat: int, ended: bool = False) -> None:
     """What the lock file looks like if a run on another machine, whose flock is not seen here,
     wrote it.
@@ -111,12 +130,31 @@ def test_silent_other_machine_loses_the_folder(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5  # it said that it ended: nothing to wait for
 
 
-@pytest.mark.parametrize("below", ["file/run", "x" * 300, "loop/run"])
+@pytest.mark.parametrize("below", ["file/run", "x" * 300, "loop/run", "/proc/run"])
 def test_folder_that_cannot_be_made_is_one_clear_error(below: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(ConfigError, match=r"log\.dir"):
         hold(tmp_path / below)
+
+
+def test_a_read_only_disk_is_found_by_check(tmp_path: Path) -> None:
+    """A disk that no user may write to, root included."""
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom r3.run.lock import require_free\n"
+        "require_free(Path(sys.argv[1]) / 'new' / 'run')\n"
+    )
+    mount = ("unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o ro tmpfs "$0" && exec "$@"')
+    if subprocess.run([*mount, str(tmp_path), "true"], capture_output=True).returncode:
+        pytest.skip("this system does not let a user mount a file system")
+    done = subprocess.run(
+        [*mount, str(tmp_path), sys.executable, "-c", program, str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert f"the folder cannot be written: {tmp_path} is read-only" in done.stderr
 
 
 def test_rank_dies_with_its_launcher(start: Callable[[str], subprocess.Popen[str]]) -> None:

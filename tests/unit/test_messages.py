@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.config import ConfigError, EnvConfig, RewardConfig
+from r3.cli.checks import problems
+from r3.config import Config, ConfigError, EnvConfig, RewardConfig, from_yaml
+from r3.data.prompts import DataError
 from r3.data.sources import Columns, read_rows
+from r3.data.template import EndlessTemplate, apply_template
 from r3.envs import find
 from r3.models.hf_config import ShapeError
 from r3.models.shape import ModelShape
 from r3.rewards import resolve
 from r3.rewards.http import ChatJudge
 from r3.rollout.task import read_task
-from r3.runtime.workers import UserFileError, load
+from r3.runtime.user_code import UserFileError, load
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -86,8 +94,8 @@ def test_data_from_a_fifo_or_a_long_name_is_refused(tmp_path: Path) -> None:
         (r'{"question": "a", "answer": "#### 1", "more": [{"x": "\udfff"}]}', "half of a"),
         ('{"question": ' + "[" * 100_000 + "}", "nested too deeply"),
         ('{"question": "a", "answer": "#### 1", "n": ' + "7" * 5000 + "}", "long numbers"),
-        ('{"question": "a", "answer": "#### none"}', "no plain number behind '####'"),
-        ('{"question": "a", "answer": "#### 1/2"}', "no plain number behind '####'"),
+        ('{"question": "a", "answer": "#### none"}', "no plain number after '####'"),
+        ('{"question": "a", "answer": "#### 1/2"}', "no plain number after '####'"),
         ('{"question": "a", "answer": "none"}', "has no '####'"),
     ],
 )
@@ -189,3 +197,253 @@ def test_secret_in_an_address_is_refused_and_never_printed(url: str) -> None:
 def test_address_that_cannot_be_called_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"is no address"):
         ChatJudge(http(url=url))
+
+
+def small_task(model: Path, **sections: dict[str, Any]) -> Config:
+    """Four rows, so that reading them takes no time."""
+    rows = model.with_name("rows.jsonl")
+    lines = [json.dumps({"question": text, "answer": "#### 1"}) for text in "abcd"]
+    rows.write_text("\n".join(lines))
+    small: dict[str, Any] = {"data": {"path": (str(rows),)}, "eval": {"path": ()}}
+    return tiny_config(model, **small | sections)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ('{{ 1 + "a" }}', "TypeError"),
+        ("{{ range(10 ** 9) }}", "OverflowError"),
+        ('{% include "x" %}', "no loader"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ messages[7].role }}", "has no element 7"),
+        ("{% for", "unexpected"),
+    ],
+)
+def test_a_template_that_fails_is_one_message(template: str, text: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(assets.TINY_MOE, model)
+    (model / "chat_template.jinja").write_text(template)
+    with pytest.raises(DataError, match=f"refused by the model's chat template.*{text}"):
+        read_task(small_task(model))
+    with pytest.raises(ConfigError, match=r"model\.path .*chat template"):
+        read_task(small_task(model, env={"name": "guess_number"}))
+
+
+def test_a_template_that_is_not_utf8_is_one_message(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(assets.TINY_MOE, model)
+    (model / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
+    with pytest.raises(ConfigError, match=r"model\.path .*tokenizer cannot be loaded"):
+        read_task(small_task(model))
+
+
+def test_a_template_that_never_ends_is_cut(tmp_path: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    tokenizer.chat_template = (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    began = time.monotonic()
+    with pytest.raises(EndlessTemplate, match=r"not rendered after 0\.5 s"):
+        apply_template(tokenizer, [{"role": "user", "content": "a"}], limit_s=0.5)
+    assert time.monotonic() - began < 10
+
+
+def test_a_template_that_shows_no_message_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(assets.TINY_MOE, model)
+    (model / "chat_template.jinja").write_text("hello")
+    with pytest.raises(DataError, match="rendered as the same text"):
+        read_task(small_task(model))
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"num_local_experts": 4}, "num_experts 8 contradicts num_local_experts 4"),
+        ({"num_experts": None, "num_local_experts": 4, "n_routed_experts": 8}, "contradicts"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e4},
+            "rope_theta 1000000.0 in rope_parameters contradicts 10000.0 in config.json",
+        ),
+        (
+            {"rope_parameters": {"factor": 2.0}, "rope_scaling": {"factor": 4.0}},
+            "factor 2.0 in rope_parameters contradicts 4.0 in rope_scaling",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "type": "linear"}}, "rope_type 'yarn'"),
+        ({"eos_token_id": 512}, "eos_token_id 512 is no token of the model: vocab_size is 512"),
+        ({"eos_token_id": [2, -1]}, "eos_token_id -1 is no token"),
+        ({"bos_token_id": 100_000}, "bos_token_id 100000 is no token"),
+        ({"pad_token_id": -2}, "pad_token_id -2 is no token"),
+    ],
+)
+def test_a_contradiction_in_config_json_is_named(keys: dict[str, Any], text: str) -> None:
+    values = json.loads((Path(assets.TINY_MOE) / "config.json").read_text())
+    values.pop("rope_theta", None)
+    agreeing = {"num_local_experts": 8, "pad_token_id": -1, "bos_token_id": None}
+    ModelShape.from_hf(values | agreeing)
+    with pytest.raises(ShapeError, match=text):
+        ModelShape.from_hf(values | keys)
+
+
+ODD_VALUES = (None, "x", "", -1, 0, 1.5, float("nan"), 1e400, True, [], [None], {}, {"a": {}})
+
+
+def test_no_value_in_config_json_ends_in_a_traceback() -> None:
+    values = json.loads((Path(assets.TINY_MOE) / "config.json").read_text())
+    rope: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    extra = ("rope_theta", "mlp_only_layers", "decoder_sparse_step", "layer_types", "dtype")
+    refused = 0
+    for key in dict.fromkeys([*values, *extra]):
+        for odd in ODD_VALUES:
+            try:
+                ModelShape.from_hf(values | {key: odd})
+            except ShapeError:
+                refused += 1
+    for key in ("rope_type", "factor", "rope_theta", "original_max_position_embeddings"):
+        for odd in ODD_VALUES:
+            try:
+                ModelShape.from_hf(values | {"rope_parameters": rope | {key: odd}})
+            except ShapeError:
+                refused += 1
+    assert refused > 200
+
+
+def faults_of(model: Path) -> str:
+    return "\n".join(map(str, problems(small_task(model), 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float8_e4m3fn, torch.bool])
+def test_weights_of_a_type_that_cannot_be_loaded_are_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(assets.TINY_MOE, model)
+    assert faults_of(model) == ""
+    (file,) = model.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].to(dtype)}, file)
+    assert "tensor model.norm.weight in " in (found := faults_of(model))
+    assert "has data type" in found and "weights must have one of F64, F32, F16, BF16" in found
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].half()}, file)
+    assert faults_of(model) == ""
+
+
+@pytest.mark.parametrize("kind", ["twice", "folder", "broken link", "fifo", "nested"])
+def test_a_file_of_weights_that_is_none_is_named(kind: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(assets.TINY_MOE, model)
+    more = model / "more.safetensors"
+    if kind == "twice":
+        save_file({"model.norm.weight": torch.zeros(3)}, more)
+    elif kind == "folder":
+        more.mkdir()
+    elif kind == "broken link":
+        more.symlink_to(model / "nowhere")
+    elif kind == "fifo":
+        os.mkfifo(more)
+    else:
+        header = b'{"a": ' + b"[" * 100_000
+        more.write_bytes(struct.pack("<Q", len(header)) + header)
+    expected = {"twice": "tensor model.norm.weight is in m", "nested": "not a safetensors file"}
+    assert expected.get(kind, "more.safetensors is a ") in faults_of(model)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "added_tokens.json"])
+def test_a_model_file_that_is_a_fifo_is_refused(name: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(assets.TINY_MOE, model)
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    assert f"{name} is a device or a FIFO" in faults_of(model)
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(assets.TINY_MOE, model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings.pop("eos_token")
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="names no eos_token"):
+        read_task(small_task(model))
+
+
+def test_settings_that_name_a_fifo_or_a_long_path_are_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo.py"
+    os.mkfifo(fifo)
+    os.mkfifo(tmp_path / "rows.parquet")
+    long = "x" * 5000
+    settings: dict[str, dict[str, Any]] = {
+        "data": {"path": (str(tmp_path / "rows.parquet"), long, f"{long}:train")},
+        "eval": {"path": (f"{long}.parquet",)},
+        "env": {"path": f"{fifo}:Mine"},
+        "reward": {"function": (f"{fifo}:f", "http"), "prompt_file": str(fifo), "url": "http://x"},
+        "model": {"path": long},
+    }
+    found = {problem.field for problem in problems(tiny_config(**settings), 1)}
+    wanted = {"data.path", "eval.path", "env.path", "reward.function", "reward.prompt_file"}
+    assert wanted | {"model.path"} <= found
+
+
+@pytest.mark.parametrize(
+    "kind", ["long", "loop", "below", "null", "not UTF-8", "metrics", "checkpoints", "config"]
+)
+def test_a_run_folder_that_cannot_be_one_is_a_problem(kind: str, tmp_path: Path) -> None:
+    good, run = tmp_path / "new" / "run", tmp_path / "run"
+    assert not problems(tiny_config(log={"dir": str(good)}), 1)
+    run.mkdir()
+    assert not problems(tiny_config(log={"dir": str(run)}), 1)
+    path = str(run)
+    match kind:
+        case "long":
+            path += "/" + "x" * 300
+        case "loop":
+            (run / "loop").symlink_to(run / "loop")
+            path += "/loop"
+        case "below":
+            (run / "file").touch()
+            path += "/file/run"
+        case "null":
+            path += "\0"
+        case "not UTF-8":
+            path += os.fsdecode(b"\xff")
+        case "metrics":
+            (run / "metrics.jsonl").mkdir()
+        case "checkpoints":
+            (run / "checkpoints").touch()
+        case "config":
+            os.mkfifo(run / "config.yaml")
+    (found,) = problems(tiny_config(log={"dir": path}), 1)
+    assert found.field == "log.dir"
+    str(found).encode()  # can be printed
+
+
+DEEP = "a: " + "[" * 5000
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30)
+)
+
+
+@pytest.mark.parametrize("text", [DEEP, LAUGHS, f"data: {{path: {'[' * 2000}{']' * 2000}}}"])
+def test_a_settings_file_that_explodes_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_yaml(text)
+    assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("section", "fields"),
+    [
+        ("rollout", {"temperature": 1e30}),
+        ("rollout", {"temperature": 1e-3}),
+        ("eval", {"temperature": (1e-8,)}),
+        ("engine", {"max_num_seqs": 10**9}),
+        ("engine", {"kv_cache_gib": 1e6}),
+    ],
+)
+def test_a_value_that_the_engine_cannot_use_is_refused(
+    section: str, fields: dict[str, Any]
+) -> None:
+    (name,) = fields
+    found = [problem.field for problem in problems(tiny_config(**{section: fields}), 1)]
+    assert found == [f"{section}.{name}"]

@@ -8,7 +8,12 @@ import io
 import json
 import math
 import re
+import resource
+import shutil
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +22,26 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from r3.metrics.console import COLUMNS, Console, columns_for, duration_text, step_line
+from r3.metrics.console import COLUMNS, Console, columns_for, duration_text, stage, step_line
 from r3.metrics.glossary import GLOSSARY, Entry, UnknownMetricError, explain, is_wall_clock
 from r3.metrics.heatmap import Grid
 from r3.metrics.meter import Meter
-from r3.metrics.reduce import EffectiveSampleSize, LogHistogram, Max, Mean, Quantile, Sum
+from r3.metrics.reduce import (
+    DeadExperts,
+    EffectiveSampleSize,
+    LoadEntropy,
+    LoadMax,
+    LogHistogram,
+    Max,
+    Mean,
+    Quantile,
+    Sum,
+)
 from r3.metrics.tensorboard import tensorboard_layout
 from r3.run.folder import RunDir, read_metrics, truncate_metrics
 from r3.runtime.mesh import Axis
+from r3.view.samples import sample_of
+from r3.view.terminal import conversation
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -126,6 +143,10 @@ def test_every_source_exists() -> None:
         ("eval/heldout/accuracy", "eval/SET/accuracy"),
         ("eval/gsm8k-1.1/pass_at_8", "eval/SET/pass_at_K"),
         ("mismatch/k3", "mismatch/k3"),
+        ("env/tool_calls", "env/NAME"),
+        ("reward/cites", "reward/NAME"),
+        ("reward/brief/mean", "reward/COMPONENT/mean"),
+        ("eval/gsm8k-1.1/env/tool_calls", "eval/SET/env/NAME"),
     ],
 )
 def test_explain(key: str, name: str) -> None:
@@ -135,7 +156,16 @@ def test_explain(key: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["eval//accuracy", "eval/a/b/accuracy", "eval/a/pass_at_0", "eval/a/pass_at_K8", "loss", ""],
+    [
+        "eval//accuracy",
+        "env/2",
+        "env/a/b",
+        "eval/a/b/accuracy",
+        "eval/a/pass_at_0",
+        "eval/a/pass_at_K8",
+        "loss",
+        "",
+    ],
 )
 def test_an_unknown_key_is_an_error(key: str) -> None:
     with pytest.raises(UnknownMetricError):
@@ -240,9 +270,8 @@ def test_phases_are_timed_and_told() -> None:
         *("report", "between phases"),
     ]
     assert row["time/prove_sync_s"] >= 0.02
-    assert (
-        row["time/train_s"] >= 0.04 + row["time/prove_sync_s"] - 0.02
-    )  # both times, the inner phase included
+    # Both times, the inner phase included
+    assert row["time/train_s"] >= 0.04 + row["time/prove_sync_s"] - 0.02
     assert row["time/step_s"] >= row["time/train_s"]
     assert row["perf/tokens_per_s"] == 100.0 / row["time/step_s"]
     assert m.close_step(2) == {}
@@ -288,6 +317,21 @@ def test_agreement_per_layer_is_a_row_of_numbers_and_a_picture(tmp_path: Path) -
         (2, *Grid(columns=2, rows=2).size),
     ]
     assert not [tag for tag in events(tmp_path).Tags()["scalars"] if tag.startswith("routing/")]
+
+
+def test_expert_load_has_one_number_over_all_layers(tmp_path: Path) -> None:
+    """The worst layer, the mean and the sum; layers have no curve of their own."""
+    shown = meter(tmp_path, log={"tensorboard": True})
+    for layer, load in ((1, [4, 4, 0, 0]), (2, [2, 2, 2, 2])):
+        load_E = np.array(load)
+        shown.add({f"routing/load_max_layer/{layer}": LoadMax(load_E)})
+        shown.add({f"routing/load_entropy_layer/{layer}": LoadEntropy(load_E)})
+        shown.add({f"routing/load_dead_layer/{layer}": DeadExperts(load_E)})
+    row = shown.close_step(1)
+    shown.close()
+    load = {key: row[f"routing/{key}"] for key in ("load_max", "load_entropy", "load_dead")}
+    assert load == {"load_max": 2.0, "load_entropy": 0.75, "load_dead": 2.0}
+    assert set(events(tmp_path).Tags()["scalars"]) == {f"routing/{key}" for key in load}
 
 
 def test_best_middle_and_worst_samples_are_shown_as_they_are(tmp_path: Path) -> None:
@@ -460,6 +504,61 @@ def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
 
 
+SAMPLE = sample_of(
+    0,
+    {
+        "prompt_id": "rows.jsonl:7",
+        "group": 0,
+        "sample_index": 3,
+        "messages": [
+            {"role": "user", "content": "1+1? " + "word " * 30},
+            {"role": "assistant", "content": "[bold] 1+1=2\n#### 2"},
+        ],
+        "reference": "#### 2",
+        "reward": 1.0,
+        "advantage": 0.5,
+        "finish_reason": "stop",
+        "response_tokens": 9,
+    },
+)
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_a_sample_is_shown_in_colours_or_as_plain_lines(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    meter(stream=stream).show_conversation(conversation(SAMPLE))
+    text = stream.getvalue()
+    assert "reward 1  advantage +0.500  finish stop  9 sampled tokens" in text
+    assert "  [bold] 1+1=2" in text and "  #### 2" in text
+    if stream.isatty():
+        assert "\x1b[" in text
+    else:
+        assert "\x1b[" not in text
+        lines = text.splitlines()
+        assert max(map(len, lines)) == 100
+        assert not [line for line in lines if line != line.rstrip()]
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_a_stage_says_what_is_loaded_and_how_long_it_took(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.delenv("RANK", raising=False)
+    with stage("building the engine"):
+        time.sleep(0.15)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert text.endswith("building the engine ... 0.2 s\n")
+    assert ("0:00:00" in text) == stream.isatty()  # the seconds run where one looks on
+    monkeypatch.setenv("RANK", "1")
+    with stage("building the engine"):
+        pass
+    assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()) == text
+
+
 def test_a_log_file_gets_plain_lines() -> None:
     stream = io.StringIO()
     m = meter(stream=stream, log={"progress": True, "tensorboard": False})
@@ -502,3 +601,49 @@ def test_progress_beats() -> None:
     with m.phase("generate"), m.progress(2, "generate") as tick:
         tick()
     assert told == ["generate", "generate", "between phases"]
+
+
+# --- a full disk ------------------------------------------------------------------------------
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes: the kernel writes a part, then refuses."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_rows_wait_for_room_and_leave_no_part(tmp_path: Path) -> None:
+    console = io.StringIO()
+    run = meter(tmp_path, stream=console)
+    run.close_step(1)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with room_for(len(before) + 5):
+        run.close_step(2)
+        run.close_step(3)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            run.close()
+    run.close_step(4)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert re.findall(r"row of step (\d) not written", console.getvalue()) == ["2", "3"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_may_end_before_the_run(tmp_path: Path) -> None:
+    console = io.StringIO()
+    run = meter(tmp_path, stream=console, log={"tensorboard": True})
+    run.close_step(1)
+    shutil.rmtree(tmp_path / "tensorboard")
+    for step in (2, 3, 4):
+        run.add({"reward/mean": Mean(total=1.0, count=1.0)})
+        run.close_step(step)
+    run.close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert console.getvalue().count("TensorBoard's events end here: ") == 1

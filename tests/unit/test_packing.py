@@ -17,10 +17,11 @@ from r3.algo.packing import (
     filler_routes,
     pack,
     packing_efficiency,
+    part_of,
     plan_updates,
     sorted_experts,
 )
-from r3.types import Rollout
+from r3.types import MicroBatch, Rollout
 from tests.tiny import MOE
 from tests.tiny import coded_rollout as rollout
 
@@ -30,7 +31,7 @@ DENSE: dict[str, int] = {"num_experts": 0, "num_layers": 0, "topk": 0}
 
 
 def log_normal_lengths(seed: int, count: int = 256) -> list[int]:
-    """Ragged as answers are: median 665, a tail cut at 4,096."""
+    """Ragged like rollouts: median 665, a tail cut at 4,096."""
     lengths = np.random.default_rng(seed).lognormal(6.5, 0.8, count)
     return [int(length) for length in np.clip(lengths, 16, 4096)]
 
@@ -52,21 +53,20 @@ def test_experts_of_a_row_are_sorted_as_numpy_sorts() -> None:
 
 def test_alignment_is_the_one_drawn_in_types() -> None:
     """x0 x1 are the prompt, x2 x3 x4 were sampled with p2 p3 p4, e0 .. e3 processed x0 .. x3."""
-    answer = rollout([10, 11, 12, 13, 14], 3)
-    packed = pack([answer], [6], [1.5], **MOE)
+    sample = rollout([10, 11, 12, 13, 14], 3)
+    packed = pack([sample], [6], [1.5], **MOE)
 
     assert packed.tokens_N.tolist() == [10, 11, 12, 13, 14]
     assert packed.targets_N.tolist() == [11, 12, 13, 14, 0]
     assert packed.positions_N.tolist() == [0, 1, 2, 3, 4]
     assert packed.loss_mask_N.tolist() == [0, 1, 1, 1, 0]
     expected_N = torch.tensor([0.0, -0.2, -0.3, -0.4, 0.0])  # p_t stands at t - 1
-    torch.testing.assert_close(
-        packed.rollout_logprobs_N, expected_N, rtol=1e-7, atol=0.0
-    )  # both round to float32
+    # Both round to float32
+    torch.testing.assert_close(packed.rollout_logprobs_N, expected_N, rtol=1e-7, atol=0.0)
     assert packed.advantages_N.tolist() == [0, 1.5, 1.5, 1.5, 0]
     third = np.float32(1) / np.float32(3)
     assert packed.sequence_weights_N.tolist() == [0, third, third, third, 0]
-    assert packed.routed_experts_NLK[:4].tolist() == answer.routed_experts.tolist()
+    assert packed.routed_experts_NLK[:4].tolist() == sample.routed_experts.tolist()
     assert (packed.routed_experts_NLK[4] == -1).all()
     assert packed.cu_seqlens == (0, 5)
     assert packed.rollout_ids == (6,)
@@ -85,8 +85,8 @@ def test_alignment_is_the_one_drawn_in_types() -> None:
 
 
 def test_sequences_stand_end_to_end_and_a_filler_pads() -> None:
-    answers = [rollout([1, 2, 3, 4], 2, seed=1), rollout([5, 6, 7], 1, seed=2)]
-    packed = pack(answers, [9, 3], [1.0, -2.0], **MOE, multiple=4)
+    rollouts = [rollout([1, 2, 3, 4], 2, seed=1), rollout([5, 6, 7], 1, seed=2)]
+    packed = pack(rollouts, [9, 3], [1.0, -2.0], **MOE, multiple=4)
     assert packed.num_tokens == 8
     assert packed.cu_seqlens == (0, 4, 7, 8)
     assert packed.rollout_ids == (9, 3, -1)
@@ -98,7 +98,7 @@ def test_sequences_stand_end_to_end_and_a_filler_pads() -> None:
     assert packed.sequence_weights_N.tolist() == [0, 0.5, 0.5, 0, 0, 1, 0, 0]
     missing_N = (packed.routed_experts_NLK == -1).all(dim=2).all(dim=1)
     assert missing_N.tolist() == [False, False, False, True, False, False, True, False]
-    # Captured: processed by the engine. The filler's routes are legal, but nobody captured them.
+    # Captured: processed by the engine. The filler's routes are legal, but they were not captured.
     assert packed.captured_N.tolist() == [True, True, True, False, True, True, False, False]
     assert count_loss_tokens([packed, packed]) == 6
 
@@ -112,48 +112,47 @@ def test_a_multiple_that_divides_needs_no_filler() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_pack_equals_a_loop_over_tokens(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    answers = []
+    rollouts = []
     for number, length in enumerate(rng.integers(2, 30, 6)):
         tokens = rng.integers(0, 100, length).tolist()
-        answers.append(rollout(tokens, int(rng.integers(1, length)), seed=number))
+        rollouts.append(rollout(tokens, int(rng.integers(1, length)), seed=number))
     advantages = rng.normal(size=6).tolist()
-    packed = pack(answers, range(6), advantages, **MOE, multiple=16)
+    packed = pack(rollouts, range(6), advantages, **MOE, multiple=16)
     n = 0
-    for answer, advantage in zip(answers, advantages, strict=True):
-        length = len(answer.tokens_T)
+    for sample, advantage in zip(rollouts, advantages, strict=True):
+        length = len(sample.tokens_T)
         for t in range(length):
-            assert packed.tokens_N[n] == answer.tokens_T[t]
+            assert packed.tokens_N[n] == sample.tokens_T[t]
             assert packed.positions_N[n] == t
             if t + 1 < length:
-                sampled = answer.loss_mask_T[t + 1]
-                assert packed.targets_N[n] == answer.tokens_T[t + 1]
+                sampled = sample.loss_mask_T[t + 1]
+                assert packed.targets_N[n] == sample.tokens_T[t + 1]
                 assert packed.loss_mask_N[n] == sampled
-                assert packed.rollout_logprobs_N[n] == answer.logprobs_T[t + 1]
+                assert packed.rollout_logprobs_N[n] == sample.logprobs_T[t + 1]
                 assert packed.advantages_N[n] == np.float32(advantage) * sampled
-                assert packed.routed_experts_NLK[n].tolist() == answer.routed_experts[t].tolist()
+                assert packed.routed_experts_NLK[n].tolist() == sample.routed_experts[t].tolist()
             n += 1
     assert packed.num_tokens == -(-n // 16) * 16
-    assert float(packed.sequence_weights_N.sum()) == pytest.approx(
-        6, rel=1e-6
-    )  # each sequence weighs 1
+    # Each sequence weighs 1
+    assert float(packed.sequence_weights_N.sum()) == pytest.approx(6, rel=1e-6)
 
 
 def test_multi_turn_masks_keep_their_holes() -> None:
-    """A tool's answer between two sampled parts: no loss on it, and the mask moves with its
+    """A tool's reply between two sampled parts: no loss on it, and the mask moves with its
     tokens.
     """
-    answer = replace(
+    sample = replace(
         rollout([1, 2, 3, 4, 5, 6], 5), loss_mask_T=np.array([0, 1, 0, 0, 1, 1], np.float32)
     )
-    packed = pack([answer], [0], [1.0], **MOE)
+    packed = pack([sample], [0], [1.0], **MOE)
     assert packed.loss_mask_N.tolist() == [1, 0, 0, 1, 1, 0]
 
 
 def test_missing_rows_stay_missing() -> None:
-    answer = rollout([1, 2, 3, 4, 5], 2)
-    routes = answer.routed_experts.copy()
+    sample = rollout([1, 2, 3, 4, 5], 2)
+    routes = sample.routed_experts.copy()
     routes[1] = -1
-    packed = pack([replace(answer, routed_experts=routes)], [0], [1.0], **MOE)
+    packed = pack([replace(sample, routed_experts=routes)], [0], [1.0], **MOE)
     assert packed.captured_N.tolist() == [True, False, True, True, False]
 
 
@@ -164,15 +163,15 @@ def test_dense_models_have_no_routes() -> None:
 
 
 def test_pack_does_not_alias_or_change_the_rollout() -> None:
-    answer = rollout([1, 2, 3, 4], 2)
+    sample = rollout([1, 2, 3, 4], 2)
     before = [
-        array.copy() for array in (answer.tokens_T, answer.loss_mask_T, answer.routed_experts)
+        array.copy() for array in (sample.tokens_T, sample.loss_mask_T, sample.routed_experts)
     ]
-    packed = pack([answer], [0], [1.0], **MOE)
+    packed = pack([sample], [0], [1.0], **MOE)
     for tensor in (packed.tokens_N, packed.loss_mask_N, packed.routed_experts_NLK):
         tensor.fill_(7)
     for array, old in zip(
-        (answer.tokens_T, answer.loss_mask_T, answer.routed_experts), before, strict=True
+        (sample.tokens_T, sample.loss_mask_T, sample.routed_experts), before, strict=True
     ):
         assert (array == old).all()
 
@@ -205,14 +204,14 @@ def test_filler_routes_are_distinct_and_spread() -> None:
 
 
 def with_route(token: int, layer: int, experts: list[int]) -> Rollout:
-    answer = rollout([1, 2, 3, 4, 5], 2)
-    routes = answer.routed_experts.copy()
+    sample = rollout([1, 2, 3, 4, 5], 2)
+    routes = sample.routed_experts.copy()
     routes[token, layer] = experts
-    return replace(answer, routed_experts=routes)
+    return replace(sample, routed_experts=routes)
 
 
 @pytest.mark.parametrize(
-    ("answer", "fault"),
+    ("sample", "fault"),
     [
         (with_route(2, 1, [3, 8]), r"outside 0 \.\. 7, at token 2 in MoE layer number 1: \[3, 8\]"),
         (
@@ -237,21 +236,21 @@ def with_route(token: int, layer: int, experts: list[int]) -> Rollout:
         ),
     ],
 )
-def test_pack_refuses(answer: Rollout, fault: str) -> None:
+def test_pack_refuses(sample: Rollout, fault: str) -> None:
     with pytest.raises(ValueError, match=rf"rollout 4 \(prompt0/0\): .*{fault}"):
-        pack([answer], [4], [1.0], **MOE)
+        pack([sample], [4], [1.0], **MOE)
 
 
 def test_pack_refuses_wrong_arguments() -> None:
-    answer = rollout([1, 2, 3], 1)
+    sample = rollout([1, 2, 3], 1)
     with pytest.raises(ValueError, match="2 rollouts, 1 ids and 2 advantages"):
-        pack([answer, answer], [0], [1.0, 1.0], **MOE)
+        pack([sample, sample], [0], [1.0, 1.0], **MOE)
     with pytest.raises(ValueError, match="its advantage is nan"):
-        pack([answer], [0], [float("nan")], **MOE)
+        pack([sample], [0], [float("nan")], **MOE)
     with pytest.raises(ValueError, match=r"rollout -1 .* marks filler"):
-        pack([answer], [-1], [1.0], **MOE)
+        pack([sample], [-1], [1.0], **MOE)
     with pytest.raises(ValueError, match=r"expected .* \(0, 0\)"):
-        pack([answer], [0], [1.0], **DENSE)
+        pack([sample], [0], [1.0], **DENSE)
 
 
 # --- plan -------------------------------------------------------------------------------------
@@ -295,9 +294,8 @@ def test_every_rollout_once_groups_whole_within_the_limit(
     assert len(updates) == num_updates
     assert sorted(i for update in updates for i in update.rollout_ids) == list(range(256))
     groups_of = [sorted({groups[i] for i in update.rollout_ids}) for update in updates]
-    assert [group for block in groups_of for group in block] == list(
-        range(32)
-    )  # whole, in order, contiguous
+    # whole, in order, contiguous
+    assert [group for block in groups_of for group in block] == list(range(32))
     assert max(map(len, groups_of)) - min(map(len, groups_of)) <= 1
     for update in updates:
         assert len(update.micro_batches) == num_ranks
@@ -360,10 +358,8 @@ def test_bins_are_dealt_so_that_ranks_get_the_same_total() -> None:
 
 
 def test_the_plan_is_a_function_of_its_arguments() -> None:
-    lengths, groups = (
-        [7] * 40,
-        in_groups_of(4, 40),
-    )  # ties everywhere: nothing but the index decides
+    # Ties everywhere: nothing but the index decides
+    lengths, groups = ([7] * 40, in_groups_of(4, 40))
     options: dict[str, Any] = {"num_updates": 2, "num_ranks": 3, "micro_batch_tokens": 30}
     assert plan_updates(lengths, groups, **options) == plan_updates(
         tuple(lengths), np.array(groups).tolist(), **options
@@ -417,21 +413,55 @@ def test_plan_and_pack_together_keep_every_loss_token() -> None:
     doubled.
     """
     rng = np.random.default_rng(0)
-    answers = [
+    rollouts = [
         rollout(rng.integers(0, 99, n).tolist(), int(n) // 2, seed=i)
         for i, n in enumerate(rng.integers(4, 40, 24))
     ]
-    lengths = [len(answer.tokens_T) for answer in answers]
+    lengths = [len(sample.tokens_T) for sample in rollouts]
     updates = plan_updates(
         lengths, in_groups_of(4, 24), num_updates=2, num_ranks=3, micro_batch_tokens=64, multiple=8
     )
     micro_batches = [
-        pack([answers[i] for i in ids], ids, [1.0] * len(ids), **MOE, multiple=8)
+        pack([rollouts[i] for i in ids], ids, [1.0] * len(ids), **MOE, multiple=8)
         for update in updates
         for rank in update.micro_batches
         for ids in rank
     ]
     assert max(micro_batch.num_tokens for micro_batch in micro_batches) <= 64
-    assert count_loss_tokens(micro_batches) == sum(answer.num_response_tokens for answer in answers)
+    assert count_loss_tokens(micro_batches) == sum(
+        sample.num_response_tokens for sample in rollouts
+    )
     packed = [i for micro_batch in micro_batches for i in micro_batch.rollout_ids if i >= 0]
     assert sorted(packed) == list(range(24))
+
+
+def of_lengths(*lengths: int) -> MicroBatch:
+    """Sequences of these lengths, every token another."""
+    tokens = iter(range(3, 1000))
+    rollouts = [rollout([next(tokens) for _ in range(length)], 2) for length in lengths]
+    return pack(rollouts, range(len(lengths)), [1.0] * len(lengths), **MOE)
+
+
+@pytest.mark.parametrize(("tokens", "multiple", "turn"), [(1, 1, 0), (9, 4, 1), (12, 2, 5)])
+def test_a_part_of_a_micro_batch_starts_at_a_sequence(
+    tokens: int, multiple: int, turn: int
+) -> None:
+    whole = of_lengths(8, 4, 12, 8)
+    part = part_of(whole, tokens, multiple=multiple, turn=turn)
+    assert tokens <= part.num_tokens < tokens + multiple
+    start = whole.cu_seqlens[whole.rollout_ids.index(part.rollout_ids[0])]
+    for name in ("tokens_N", "targets_N", "positions_N", "routed_experts_NLK", "loss_mask_N"):
+        expected = getattr(whole, name)[start : start + part.num_tokens]
+        assert torch.equal(getattr(part, name), expected), name
+    assert part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == part.num_tokens
+    assert len(part.rollout_ids) == len(part.cu_seqlens) - 1
+    inner = [start + border for border in part.cu_seqlens[:-1]]
+    assert inner == [
+        border for border in whole.cu_seqlens if start <= border < start + part.num_tokens
+    ]
+
+
+def test_a_part_larger_than_its_micro_batch_is_the_whole() -> None:
+    whole = of_lengths(8, 4)
+    part = part_of(whole, 100, multiple=4, turn=3)
+    assert part.cu_seqlens == whole.cu_seqlens and part.rollout_ids == whole.rollout_ids

@@ -14,17 +14,14 @@ from r3.models.shape import ModelShape
 from r3.rollout.codec import decode, encode
 from r3.rollout.collect import CollectedRollouts
 from r3.rollout.conversation import Progress, SuspendedConversation
-from r3.rollout.partial import (
-    PartialRollouts,
-    assign_engines,
-    from_checkpoint,
-    resumable,
-    to_files,
-)
+from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
 from r3.rollout.scored import Scored
 from r3.routing.ledger import admit
 from r3.run.dumps import read_rollouts, write_rollouts
 from r3.run.folder import RunDir
+from r3.run.identity import new_identity, write_identity
+from r3.run.manifest import measure_durably, write_manifest
+from r3.run.verify import damage_of
 from r3.runtime.mesh import Axis
 from r3.types import Prompt, Rollout, RouteError
 from tests.tiny import random_rollouts, tiny_config
@@ -196,9 +193,8 @@ def test_the_ledger_admits_a_range_of_versions_and_nothing_older() -> None:
     pass_to(range(2, 4))
     with pytest.raises(RouteError, match="of policy version 2, this step trains on range"):
         pass_to(range(3, 4))
-    with pytest.raises(
-        RouteError, match="of policy version 3"
-    ):  # its later part is of weights to come
+    # Its later part is of weights to come
+    with pytest.raises(RouteError, match="of policy version 3"):
         pass_to(range(3))
 
 
@@ -215,3 +211,19 @@ def test_micro_batches_mark_sequences_of_older_versions() -> None:
     assert np.array_equal(marked.loss_mask_N[:11], rollouts[0].loss_mask_T[1:]), (
         "they are trained on all the same"
     )
+
+
+def test_conversations_in_a_checkpoint_need_the_signature_of_the_run(tmp_path: Path) -> None:
+    """Their environments are pickles: what another may have written is not loaded."""
+    owner = new_identity()
+    write_identity(tmp_path, owner)
+    names = [path.name for path in saved(tmp_path).glob("*.bin")]
+
+    def damage(key: bytes) -> str:
+        facts = measure_durably(tmp_path, names)
+        write_manifest(tmp_path, run_id=owner.run_id, step=1, files=facts, key=key)
+        return "; ".join(damage_of(tmp_path, 1, ALONE, run_dir=RunDir(tmp_path)))
+
+    for key in (b"", new_identity().key_bytes):
+        assert "not signed with the key in run.json" in damage(key)
+    assert "signed" not in damage(owner.key_bytes)

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import re
+import time
+from dataclasses import replace
+
 import pytest
 
 from r3.assets import TINY_MOE
 from r3.cli import dry_run
 from r3.cli import memory_plan as plan
-from r3.config import Config, ParallelConfig, from_yaml, with_values
+from r3.cli.checks import examine
+from r3.cli.layout_search import search
+from r3.cli.step_time import (
+    Gpu,
+    active_params,
+    forward_flops,
+    generate_seconds,
+    offload_seconds,
+    passes,
+    train_seconds,
+)
+from r3.cli.verdict import memory_problems, plan_for, read_gpu, read_plan_for, verdict
+from r3.config import Config, ParallelConfig, from_yaml, parse_value, with_values
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
+from r3.policy import memory
+from r3.run.optimizer_state import PIECE
 
 # In float32, so that what bfloat16 adds is one setting away.
 TINY = with_values(
@@ -35,9 +53,8 @@ def test_route_bytes_are_those_the_engine_makes() -> None:
     import numpy as np
 
     for experts, size in ((8, 1), (128, 1), (129, 2), (256, 2)):
-        assert (
-            np.min_scalar_type(-experts).itemsize == size
-        )  # -128 is int8's last, as 127 is the last id of 128
+        # -128 is int8's last, as 127 is the last id of 128
+        assert np.min_scalar_type(-experts).itemsize == size
 
 
 def test_experts_are_sharded_and_the_rest_is_not() -> None:
@@ -52,8 +69,21 @@ def test_memory_of_tiny_by_hand() -> None:
     others = 1_119_616 - experts
     held = others + experts // 2
     phases = plan.memory(TINY, TINY_SHAPE, 2)
-    assert phases["SYNC"] == {"policy weights": held * 4, "engine weights": 1_119_616 * 4}
-    assert phases["GENERATE"] == phases["SYNC"] | {"KV cache": GIB / 16}
+    # Context and graphs, and two communicators: of all ranks, which are those of data parallelism,
+    # and of the experts.
+    frameworks = plan.CONTEXT_BYTES + plan.CUDA_GRAPH_BYTES + 3 * plan.COMMUNICATOR_BYTES
+    always = {"frameworks": frameworks, "policy weights": held * 4}
+    assert phases["SYNC"] == always | {
+        "engine weights": 1_119_616 * 4,
+        "sync buffers": 512 * 128 * 4,  # the embedding, which the engine's reload builds anew
+    }
+    # 16384 tokens: 4 D + 2 (q + k) and 2 experts of 3 F + D values; 16 bytes per logit of 128.
+    buffers = 16384 * 4 * (4 * 128 + 2 * 192 + 2 * (3 * 64 + 128)) + 16 * 128 * 512
+    assert phases["GENERATE"] == always | {
+        "engine weights": 1_119_616 * 4,
+        "engine buffers": buffers,
+        "KV cache": GIB / 16,
+    }
     train = phases["TRAIN"]
     assert (train["policy weights"], train["gradients"]) == (held * 4, held * 4)
     # Two float32 moments: the others' over both ranks, the experts' not again, for no other rank
@@ -92,6 +122,8 @@ def test_output_layer_by_hand() -> None:
     assert plan.head_bytes(whole, BIG_SHAPE) == 8 * logits * 8 + hidden
     cut = with_values(BIG, {"parallel.tp": 2, "parallel.cp": 2})
     assert plan.head_bytes(cut, BIG_SHAPE) == (logits * 6 + weight * 6 + hidden) / 2
+    bonus = with_values(BIG, {"algo.entropy_coef": 0.001})
+    assert plan.head_bytes(bonus, BIG_SHAPE) == logits * 8 + weight * 6 + hidden
     assert plan.memory(BIG, BIG_SHAPE, 8)["TRAIN"]["output layer"] == plan.head_bytes(
         BIG, BIG_SHAPE
     )
@@ -104,21 +136,83 @@ def test_bfloat16_keeps_a_float32_copy_and_the_optimizer_is_sharded() -> None:
     assert plan.memory(BIG, BIG_SHAPE, 16)["TRAIN"]["optimizer"] == (others / 16 + experts / 2) * 12
 
 
-def test_the_preset_fits_the_devices_it_names() -> None:
+def test_optimizer_step_and_checkpoint_by_hand() -> None:
     phases = plan.memory(BIG, BIG_SHAPE, 8)
-    device = 141e9
-    assert all(sum(parts.values()) < 0.8 * device for parts in phases.values())
-    kept = phases["GENERATE"]["policy weights"] + BIG.engine.memory_fraction * device
-    assert kept < 0.85 * device
+    # An eighth of all that is not an expert is less than the embedding.
+    others = BIG_SHAPE.num_params - BIG_SHAPE.num_expert_params
+    assert phases["OPTIMIZER"]["clipping"] == others / 8 * 4
+    # On one pipeline stage of 8, 128 experts of a layer, gate and up in one tensor.
+    stage = with_values(BIG, {"parallel.pp": 8, "parallel.ep": 1})
+    clipping = plan.memory(stage, BIG_SHAPE, 8)["OPTIMIZER"]["clipping"]
+    assert clipping == 128 * 2 * 768 * 2048 * 4
+    assert "activations" not in phases["OPTIMIZER"]
+    experts = BIG_SHAPE.num_expert_params / 8
+    # Pieces of 16 million values, and the rank's own part of them.
+    assert phases["SAVE"]["gathered state"] == 4 * 2 * PIECE
+    host = plan.host_memory(BIG, BIG_SHAPE, 8)
+    assert host["optimizer"] == phases["TRAIN"]["optimizer"]
+    assert host["checkpoint"] == 12 * (experts + others)
+    assert host["rollouts"] == 256 * 4608 * (24 + 384)
+    assert "engine weights" not in host and "reference policy" not in host
+
+
+def test_a_streamed_optimizer_is_on_the_device_in_parts() -> None:
+    streamed = with_values(BIG, {"train.optimizer": "streamed"})
+    resident, phases = (plan.memory(one, BIG_SHAPE, 8) for one in (BIG, streamed))
+    assert "optimizer" not in phases["TRAIN"]
     assert (
-        phases["GENERATE"]["engine weights"] < 0.7 * BIG.engine.memory_fraction * device
-    )  # the rest is KV cache
+        phases["OPTIMIZER"]["optimizer"] == max(1 << 26, phases["OPTIMIZER"]["clipping"] / 4) * 12
+    )
+    # A checkpoint has it whole, where the gradients were.
+    assert phases["SAVE"]["optimizer"] == resident["SAVE"]["optimizer"]
+    assert "gradients" not in phases["SAVE"]
+    hosts = [plan.host_memory(one, BIG_SHAPE, 8) for one in (BIG, streamed)]
+    assert hosts[0] == hosts[1]
+    assert plan.STREAMED_VALUES == memory._STREAMED_VALUES
+    # Out and in once per update, of which there are two, instead of once per step.
+    assert offload_seconds(streamed, BIG_SHAPE, 8, gpu(80)) == pytest.approx(
+        2 * offload_seconds(BIG, BIG_SHAPE, 8, gpu(80))
+    )
 
 
-def test_a_reference_model_is_another_copy_of_the_weights() -> None:
+def test_sync_buffers_and_cache_follow_the_layout() -> None:
+    embedding = 151_936 * 2048 * 2
+    assert plan.sync_buffer_bytes(BIG, BIG_SHAPE) == embedding
+    split = with_values(BIG, {"parallel.tp": 4, "parallel.engine_tp": 2})
+    assert plan.sync_buffer_bytes(split, BIG_SHAPE) == embedding * 1.5  # joined, and half of it
+    one = 2 * 48 * 4 * 128 * 2 * 4608
+    assert plan.sequence_bytes(BIG, BIG_SHAPE) == one
+    assert plan.sequence_bytes(split, BIG_SHAPE) == one / 2
+    # Each of 8 ranks has a whole one of the 4 key-value heads.
+    wide = with_values(BIG, {"parallel.engine_tp": 8})
+    assert plan.sequence_bytes(wide, BIG_SHAPE) == one / 4
+
+
+def test_the_engine_fills_its_share_of_the_device() -> None:
+    parts = plan.memory(BIG, BIG_SHAPE, 8, device_gib=141)["GENERATE"]
+    share = parts["engine weights"] + parts["engine buffers"] + parts["KV cache"]
+    assert share == pytest.approx(0.7 * 141 * GIB)
+    assert plan.memory(BIG, BIG_SHAPE, 8)["GENERATE"]["KV cache"] == 0  # device not known
+    # On 80 GiB the weights are more than the share.
+    assert plan.memory(BIG, BIG_SHAPE, 8, device_gib=80)["GENERATE"]["KV cache"] == 0
+
+
+def test_the_presets_fit_the_devices_they_name() -> None:
+    assert plan.fit(BIG, BIG_SHAPE, 8, device_gib=141).fits
+    assert plan.fit(PRESETS["qwen3-0.6b"](), DENSE_SHAPE, 1, device_gib=40).fits
+    assert not plan.fit(BIG, BIG_SHAPE, 8, device_gib=80).fits
+    small = plan.fit(PRESETS["qwen3-moe-30b-80gb"](), BIG_SHAPE, 8, device_gib=80)
+    # With 5 % kept free, and as much again for what the estimates do not know.
+    assert max(small.needs_gib.values()) < 0.9 * 80
+    assert small.cached_sequences > 256
+
+
+def test_a_reference_model_is_kept_on_the_host() -> None:
     config = with_values(TINY, {"algo.kl_coef": 0.01})
     weights = plan.memory(config, TINY_SHAPE, 2)["TRAIN"]["policy weights"]
-    assert weights == 2 * plan.memory(TINY, TINY_SHAPE, 2)["TRAIN"]["policy weights"]
+    assert weights == plan.memory(TINY, TINY_SHAPE, 2)["TRAIN"]["policy weights"]
+    # And the policy's own, while the reference policy scores.
+    assert plan.host_memory(config, TINY_SHAPE, 2)["reference policy"] == 2 * weights
 
 
 def test_kv_cache_demand_by_hand() -> None:
@@ -222,3 +316,121 @@ def test_a_dense_plan_has_neither_experts_nor_routes() -> None:
     text = dry_run.describe(PRESETS["qwen3-0.6b"](), DENSE_SHAPE, 1)
     assert "596.05 M parameters, 28 layers, dense" in text
     assert "routes " not in text
+
+
+# ---- verdict and search
+
+
+def gpu(gib: float) -> Gpu:
+    return read_gpu(str(gib))
+
+
+def test_what_the_verdict_proposes_fits() -> None:
+    assert verdict(BIG, BIG_SHAPE, 8, gpu(141)).startswith("fits: GENERATE needs most, ")
+    text = verdict(BIG, BIG_SHAPE, 16, gpu(80))
+    assert text.startswith("does not fit 76.0 GiB (80 less 5% kept free for fragmentation): ")
+    flags = re.search(r"^(--.*) make it fit", text, re.MULTILINE)
+    assert flags is not None, text
+    words = flags[1].split()
+    values = {
+        flag.removeprefix("--"): parse_value(flag.removeprefix("--"), value)
+        for flag, value in zip(words[::2], words[1::2], strict=True)
+    }
+    assert not plan.fit(BIG, BIG_SHAPE, 16, 80).fits
+    assert plan.fit(with_values(BIG, values), BIG_SHAPE, 16, 80).fits
+    described = dry_run.describe(BIG, BIG_SHAPE, 8, gpu(141))
+    assert "seconds per step (estimate)\n  generate " in described
+    assert "Assumed, not measured: " in described
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "count", "gib"),
+    [
+        (BIG, BIG_SHAPE, 8, 141),
+        (BIG, BIG_SHAPE, 16, 80),
+        (BIG, BIG_SHAPE, 64, 80),
+        (PRESETS["qwen3-0.6b"](), DENSE_SHAPE, 8, 24),
+        (TINY, TINY_SHAPE, 4, 16),
+    ],
+)
+def test_every_proposal_is_accepted_and_fits(
+    config: Config, shape: ModelShape, count: int, gib: float
+) -> None:
+    started = time.process_time()
+    found = search(config, shape, count, gpu(gib))
+    assert time.process_time() - started < 5
+    assert found.proposals
+    for proposal in found.proposals:
+        candidate = with_values(config, proposal.changes)
+        accepted = [
+            problem
+            for problem in examine(candidate, count, shape).problems
+            if problem.field not in ("model.path", "data.path", "eval.path")
+        ]
+        assert accepted == [], proposal.flags
+        again = plan.fit(candidate, shape, count, gib)
+        assert again.fits and again == proposal.fit
+    seconds = [proposal.step_s for proposal in found.proposals]
+    assert seconds[0] <= min(seconds) * 1.02  # within rounding of the fastest
+    fits, text = plan_for(config, shape, count, gpu(gib))
+    assert fits and "3. " in text and "4. " not in text
+
+
+def test_a_model_that_fits_nowhere_is_said_to() -> None:
+    found = search(BIG, BIG_SHAPE, 1, gpu(80))
+    assert found.proposals == () and found.lacking_gib["TRAIN"] > 100
+    fits, text = plan_for(BIG, BIG_SHAPE, 1, gpu(80))
+    assert not fits
+    assert text.startswith("none of 1 layouts of 1 devices of 80 GiB fits")
+    fits, text = plan_for(BIG, BIG_SHAPE, 4, gpu(80))
+    assert not fits and "8 such devices would fit: --plan-for 8x80" in text
+    assert "make it fit" not in verdict(BIG, BIG_SHAPE, 1, gpu(80))
+
+
+def test_the_check_refuses_only_what_cannot_fit() -> None:
+    problems, warnings = memory_problems(BIG, BIG_SHAPE, 8, gpu(141))
+    assert (problems, warnings) == ([], [])
+    (problem,), _ = memory_problems(BIG, BIG_SHAPE, 8, gpu(80))
+    assert problem.field == "engine.memory_fraction"  # 0.7 of 80 is less than the weights
+    split = with_values(BIG, {"parallel.engine_tp": 4})
+    (problem,), _ = memory_problems(split, BIG_SHAPE, 8, gpu(70))
+    assert "TRAIN needs 71.5 GiB on each rank without any buffers" in str(problem)
+    problems, (warning,) = memory_problems(split, BIG_SHAPE, 8, gpu(80))
+    assert problems == [] and "TRAIN needs 80.9" in warning  # with buffers, an estimate
+
+
+def test_devices_are_named_or_measured() -> None:
+    assert read_gpu("h200").gib == 141 and read_gpu("12.5").gib == 12.5
+    assert read_plan_for("8x80") == (8, read_gpu("80"))
+    assert read_plan_for("16xh100") == (16, read_gpu("h100"))
+    for wrong in ("8", "x80", "0x80", "8x", "8x-1", "8xinf", "8xtpu", "axb"):
+        with pytest.raises(ValueError, match="must be"):
+            read_plan_for(wrong)
+
+
+# ---- seconds
+
+
+def test_arithmetic_of_a_step_by_hand() -> None:
+    # Of 30.5 B parameters: attention, norms, routers, output layer, and 8 of 128 experts.
+    others = BIG_SHAPE.num_params - BIG_SHAPE.num_expert_params - 151_936 * 2048
+    active = others + BIG_SHAPE.num_expert_params / 16
+    assert active_params(BIG_SHAPE) == active
+    assert forward_flops(BIG_SHAPE, 4608) == 2 * active + 2 * 4608 * 32 * 128 * 48
+    # Two updates: half of the batches are scored before. Everything is recomputed: 4 passes.
+    assert passes(BIG, BIG_SHAPE) == (0.5, 4)
+    assert passes(with_values(BIG, {"replay.mode": "r2"}), BIG_SHAPE) == (1, 4)
+    assert passes(with_values(BIG, {"algo.correction": "bypass"}), BIG_SHAPE) == (0, 4)
+    kl = with_values(BIG, {"algo.kl_coef": 0.1, "model.recompute": "none"})
+    assert passes(kl, BIG_SHAPE) == (1.5, 3)
+
+
+def test_more_devices_and_fewer_exchanges_take_less_time() -> None:
+    one = train_seconds(BIG, BIG_SHAPE, 8, gpu(141))
+    assert train_seconds(BIG, BIG_SHAPE, 16, gpu(141)) < 0.6 * one
+    assert train_seconds(with_values(BIG, {"parallel.tp": 4}), BIG_SHAPE, 32, gpu(141)) > one / 4
+    assert train_seconds(with_values(BIG, {"model.recompute": "none"}), BIG_SHAPE, 8, gpu(1)) < one
+    # Decoding is bound by memory: twice the bandwidth, half the seconds.
+    fast = replace(gpu(141), memory_gbs=2 * gpu(141).memory_gbs)
+    slow_s, fast_s = (generate_seconds(BIG, BIG_SHAPE, 8, each) for each in (gpu(141), fast))
+    assert fast_s == pytest.approx(slow_s / 2)

@@ -13,10 +13,14 @@ from torch import Tensor
 
 from r3.metrics.mismatch import mismatch, shadow
 from r3.metrics.reduce import (
+    DeadExperts,
     EffectiveSampleSize,
+    LoadEntropy,
+    LoadMax,
     LogHistogram,
     Max,
     Mean,
+    MeanOfValues,
     Partial,
     PerLayer,
     Quantile,
@@ -38,12 +42,21 @@ def floats(*numbers: float) -> np.ndarray:
     return np.array(numbers, np.float32)
 
 
+def loads(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
 # --- reductions -------------------------------------------------------------------------------
 
 EXAMPLES: list[tuple[list[Any], float]] = [
     ([Mean(6.0, 2), Mean(0.0, 0), Mean(2.0, 2)], 2.0),
     ([Mean(9.0, 1), Mean(3.0, 3)], 3.0),  # a mean of means would say 5
+    ([MeanOfValues((1e16, 1.0)), MeanOfValues(()), MeanOfValues((-1e16,))], 1 / 3),
     ([Sum(1.0), Sum(2.5)], 3.5),
+    # Loads 4, 2, 2, 0: shares 1/2, 1/4, 1/4 have 1.5 bits of at most 2.
+    ([LoadMax(loads(3, 0, 2, 0)), LoadMax(loads(1, 2, 0, 0))], 2.0),
+    ([LoadEntropy(loads(3, 0, 2, 0)), LoadEntropy(loads(1, 2, 0, 0))], 0.75),
+    ([DeadExperts(loads(3, 0, 2, 0)), DeadExperts(loads(1, 2, 0, 0))], 1.0),
     ([PerLayer(6, 3), PerLayer(0, 3), PerLayer(3, 3)], 3.0),  # three layers saw three rows each
     ([Max(-3.0), Max(None), Max(-1.0)], -1.0),
     ([Quantile(floats(4, 1), 0.5), Quantile(floats(), 0.5), Quantile(floats(3, 2), 0.5)], 2.5),
@@ -58,13 +71,19 @@ EXAMPLES: list[tuple[list[Any], float]] = [
 @pytest.mark.parametrize(("parts", "expected"), EXAMPLES)
 def test_reduce_by_hand_in_every_order(parts: list[Any], expected: float) -> None:
     for order in itertools.permutations(parts):
-        assert (
-            type(parts[0]).reduce(order) == expected
-        )  # equal, not close: rank order must not show
+        # equal, not close: rank order must not show
+        assert type(parts[0]).reduce(order) == expected
 
 
 @pytest.mark.parametrize(
-    "nothing", [Mean(0.0, 0), Max(None), Quantile(floats(), 0.9), EffectiveSampleSize(0.0, 0.0, 0)]
+    "nothing",
+    [
+        Mean(0.0, 0),
+        MeanOfValues(()),
+        Max(None),
+        Quantile(floats(), 0.9),
+        EffectiveSampleSize(0.0, 0.0, 0),
+    ],
 )
 def test_nothing_counted_is_none_and_changes_nothing(nothing: Any) -> None:
     assert nothing.reduce([nothing, nothing]) is None

@@ -128,6 +128,8 @@ def test_page_data_is_complete_and_json(run: Path, tmp_path: Path) -> None:
     assert [sum(layer) for layer in first["loads"][0]["tokens"]] == [2 * 126] * 4
     assert set(first["vocabulary"]) == {int(t) for t in read_arrays(RunDir(run), 1).tokens}
     assert "replay.mode" in second["changed"] and "replay.mode" not in first["changed"]
+    assert data["users"] == ["env/tool_calls"]
+    assert data["glossary"]["env/tool_calls"].startswith("mean of what your environment reports")
     assert data["glossary"]["mismatch/k3"].startswith("mean(e^D - D - 1)")
     json.dumps(data, allow_nan=False)
 

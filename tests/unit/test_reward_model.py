@@ -57,6 +57,19 @@ def rollouts(count: int) -> list[Rollout]:
     ]
 
 
+def test_a_row_may_name_the_reward_model(settings: RewardConfig, model: RewardModel) -> None:
+    settings = replace(settings, function=("row",), row_functions=("exact", "model"))
+    scorer = make_scorer(settings, model=model)
+    (rollout,) = rollouts(1)
+    scores = {
+        name: scorer(rollout, replace(PROMPT, metadata={"verifier": name}))
+        for name in ("exact", "model")
+    }
+    scorer.close()
+    # A batch of one on both sides: the same arithmetic.
+    assert scores == {"exact": 0.0, "model": model.score(rollout.response, PROMPT)}
+
+
 def test_dynamic_batches_score_as_one_by_one(settings: RewardConfig, model: RewardModel) -> None:
     scorer = make_scorer(settings, model=model)
     answers = rollouts(50)

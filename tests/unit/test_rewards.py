@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 from r3.config import ConfigError
-from r3.data.sources import ROW_VERIFIERS
-from r3.rewards import REWARDS, VERIFIERS, checked, exact, gsm8k, resolve, row
+from r3.rewards import REWARDS, checked, exact, gsm8k, resolve
 from r3.runtime.workers import CallError
 from r3.types import Prompt
 
@@ -70,20 +68,11 @@ def test_numbers_pass() -> None:
         assert type(checked(value)) is float
 
 
-@pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"gym", "row"}))  # those ask more of a row
+@pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"gym"}))  # it asks more of a row
 def test_every_built_in_resolves_and_gives_a_number(name: str) -> None:
     assert resolve(name) is REWARDS[name]
     assert resolve(name)("#### 7", prompt("#### 7")) == 1.0
     assert resolve(name)("#### 8", prompt("#### 7")) == 0.0
-
-
-def test_every_row_is_scored_by_the_verifier_it_names() -> None:
-    assert tuple(VERIFIERS) == ROW_VERIFIERS
-    said = "so it is\n#### 7.0"
-    for verifier, reward in (("gsm8k", 1.0), ("exact", 0.0)):
-        assert row(said, replace(prompt("#### 7"), metadata={"verifier": verifier})) == reward
-    with pytest.raises(KeyError):
-        row(said, prompt("#### 7"))  # such a row never comes so far: r3/data/sources.py refuses it
 
 
 @pytest.mark.parametrize(

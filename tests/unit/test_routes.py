@@ -148,7 +148,7 @@ def test_on_missing_live_accepts_absent_but_no_illegal_routes(fault: str) -> Non
     if fault in ("none", "a row too few"):
         checked = check(routes, on_missing="live")
         assert checked.shape == (TOKENS - 1, len(MOE_LAYERS), TOPK) and checked.dtype == np.int8
-        assert (checked == -1).all()  # nobody knows which row is absent, so none is trusted
+        assert (checked == -1).all()  # which row is absent is not known
     else:
         with pytest.raises(RouteError, match=message):
             check(routes, on_missing="live")

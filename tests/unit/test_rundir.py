@@ -135,7 +135,12 @@ def test_a_row_has_question_reference_and_the_whole_conversation(tmp_path: Path)
     said = (*PROMPT.messages, call, {"role": "tool", "content": "7"})
     written = [
         rollout(0, 7, response="7"),
-        replace(rollout(1, 7, response="7"), messages=said, turn_rewards=(None, 0.1)),
+        replace(
+            rollout(1, 7, response="7"),
+            messages=said,
+            turn_rewards=(None, 0.1),
+            metrics={"env/share": 0.1},
+        ),
         replace(rollout(2, 7, response="7"), prompt_id="rows.jsonl:9"),
     ]
     item = scored(written, [1.0] * 3, [0.5] * 3)
@@ -150,13 +155,14 @@ def test_a_row_has_question_reference_and_the_whole_conversation(tmp_path: Path)
     assert "question" not in unknown and "reference" not in unknown
     (_, again, _), _, _ = read_rollouts(path)
     assert (again.messages, again.turn_rewards) == (said, (None, 0.1))
+    assert several["metrics"] == again.metrics == {"env/share": 0.1}
 
 
 def test_dumps_of_older_versions_are_read(tmp_path: Path) -> None:
     path = write_rollouts(RunDir(tmp_path), 1, scored([rollout(1, 7, response="7")]))
     (row,) = read_jsonl(path)
     row["member"], row["version"] = row.pop("sample_index"), row.pop("policy_version")
-    for name in ("messages", "turn_rewards", "segments"):
+    for name in ("messages", "turn_rewards", "segments", "metrics"):
         del row[name]
     path.write_bytes(json.dumps(row).encode())
     (old,), _, _ = read_rollouts(path)
@@ -185,9 +191,8 @@ def test_eval_sets_of_one_step_share_a_file(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     write_eval(run_dir, 0, "easy", [{"reward": 0.0}])
     write_eval(run_dir, 0, "hard", [{"reward": 0.5}])
-    path = write_eval(
-        run_dir, 0, "easy", [{"reward": 1.0}, {"reward": 0.0}]
-    )  # done again after a resume
+    # Done again after a resume
+    path = write_eval(run_dir, 0, "easy", [{"reward": 1.0}, {"reward": 0.0}])
     assert [(row["set"], row["reward"]) for row in read_jsonl(path)] == [
         ("hard", 0.5),
         ("easy", 1.0),

@@ -13,7 +13,7 @@ from r3.algo.packing import pack, with_advantages
 from r3.models.shape import ModelShape
 from r3.rollout.codec import decode, encode
 from r3.rollout.collect import CollectedRollouts
-from r3.rollout.scored import Rewards, gather_rewards, score_all
+from r3.rollout.scored import DroppedError, Rewards, gather_rewards, require_groups, score_all
 from r3.runtime.mesh import Axis
 from r3.types import Rollout
 from tests.tiny import random_rollouts, tiny_config
@@ -25,7 +25,7 @@ CONFIG = tiny_config(rollout={"group_size": 2, "max_response_tokens": 20})
 SHAPE = ModelShape.read(CONFIG.model.path)
 
 
-def answers(
+def collected(
     lengths: tuple[int, ...] = (9, 30, 24, 12), rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 0.0)
 ) -> CollectedRollouts:
     """Two groups of two; a third of each sequence is its prompt: responses of 6, 20, 16 and 8
@@ -43,17 +43,17 @@ class Two(Axis):
 
 
 def test_rewards_of_all_ranks_come_in_the_order_of_the_step() -> None:
-    both = gather_rewards(answers(), Two(name="world", group=None, rank=0, size=2), CONFIG)
+    both = gather_rewards(collected(), Two(name="world", group=None, rank=0, size=2), CONFIG)
     assert both.rewards_R.tolist() == [1, 0, 1, 0, 0, -1, 0, -1]
     assert both.groups_R.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     whitened = replace(CONFIG, algo=replace(CONFIG.algo, advantage="reinforce_pp"))
-    advantages = [item.advantage for item in score_all(answers(), both, whitened)]
+    advantages = [item.advantage for item in score_all(collected(), both, whitened)]
     # Over all eight: mean 0, unbiased variance 4 / 7. This rank's four alone would have mean 1/2.
     assert advantages == pytest.approx([(7 / 4) ** 0.5, 0.0, (7 / 4) ** 0.5, 0.0], rel=1e-5)
 
 
 def test_a_conversation_left_out_leaves_no_gap_in_the_numbers() -> None:
-    whole = answers(rewards=(1.0, 0.0, 0.0, 1.0))
+    whole = collected(rewards=(1.0, 0.0, 0.0, 1.0))
     rest = CollectedRollouts(
         rollouts=[whole.rollouts[i] for i in (0, 2, 3)], rewards=[1.0, 0.0, 1.0]
     )
@@ -73,40 +73,40 @@ def test_a_conversation_left_out_leaves_no_gap_in_the_numbers() -> None:
 def test_overlong_penalty_changes_the_advantage_only() -> None:
     algo = replace(CONFIG.algo, advantage="dr_grpo", overlong_buffer=8, overlong_penalty=0.5)
     config = replace(CONFIG, algo=algo)
-    rewards = gather_rewards(answers(), ALONE, config)
+    rewards = gather_rewards(collected(), ALONE, config)
     # 20 tokens: the whole penalty. 16 of 20 with a buffer of 8: half of it.
     assert rewards.rewards_R.tolist() == [1.0, -0.5, 0.75, 0.0]
-    scored = score_all(answers(), rewards, config)
+    scored = score_all(collected(), rewards, config)
     assert [item.advantage for item in scored] == [0.75, -0.75, 0.375, -0.375]
     assert [item.reward for item in scored] == [1.0, 0.0, 1.0, 0.0]
 
 
 def test_overlong_penalty_counts_observations_as_the_limit_does() -> None:
     config = replace(CONFIG, algo=replace(CONFIG.algo, overlong_buffer=8))
-    talks = answers()
-    mask_T = talks.rollouts[2].loss_mask_T.copy()
+    sampled = collected()
+    mask_T = sampled.rollouts[2].loss_mask_T.copy()
     mask_T[10:20] = (
         0  # 6 of its 16 tokens after the prompt are sampled, the others are observations
     )
-    talks.rollouts[2] = replace(talks.rollouts[2], loss_mask_T=mask_T)
+    sampled.rollouts[2] = replace(sampled.rollouts[2], loss_mask_T=mask_T)
     assert (
-        talks.rollouts[2].num_response_tokens == 6
-        and talks.rollouts[2].num_tokens_after_prompt == 16
+        sampled.rollouts[2].num_response_tokens == 6
+        and sampled.rollouts[2].num_tokens_after_prompt == 16
     )
-    assert gather_rewards(talks, ALONE, config).rewards_R.tolist() == [1.0, -1.0, 0.5, 0.0]
-    nothing = replace(talks.rollouts[2], loss_mask_T=np.zeros_like(mask_T))
+    assert gather_rewards(sampled, ALONE, config).rewards_R.tolist() == [1.0, -1.0, 0.5, 0.0]
+    nothing = replace(sampled.rollouts[2], loss_mask_T=np.zeros_like(mask_T))
     assert nothing.num_tokens_after_prompt == 0
 
 
 def test_filtered_responses_count_for_the_baseline_only() -> None:
     config = replace(CONFIG, algo=replace(CONFIG.algo, advantage="dr_grpo", overlong_filter=True))
-    cut = answers()
-    cut.rollouts[1] = replace(cut.rollouts[1], finish_reason="length")
-    scored = score_all(cut, gather_rewards(cut, ALONE, config), config)
+    some = collected()
+    some.rollouts[1] = replace(some.rollouts[1], finish_reason="length")
+    scored = score_all(some, gather_rewards(some, ALONE, config), config)
     assert [item.trains for item in scored] == [True, False, True, True]
     assert scored[0].advantage == 0.5  # against the mean with the truncated one
     assert [item.trains for item in decode(encode(scored))] == [True, False, True, True]
-    off = score_all(cut, gather_rewards(cut, ALONE, CONFIG), CONFIG)
+    off = score_all(some, gather_rewards(some, ALONE, CONFIG), CONFIG)
     assert all(item.trains for item in off)
 
 
@@ -134,3 +134,14 @@ def test_rewards_say_what_advantages_were_made_of() -> None:
     )
     part = rewards.metrics["reward/shaped_mean"]
     assert type(part).reduce([part, part]) == np.float64(0.5)  # every rank has the same
+
+
+@pytest.mark.parametrize("rewards", [(), (1.0, 0.0)])
+def test_a_step_of_dropped_rollouts_ends_with_the_reason(rewards: tuple[float, ...]) -> None:
+    collected = CollectedRollouts(
+        rollouts=random_rollouts(SHAPE, (9, 30)[: len(rewards)]), rewards=list(rewards)
+    )
+    gathered = gather_rewards(collected, ALONE, CONFIG)
+    with pytest.raises(DroppedError, match=rf"step 4: {len(rewards) // 2} of 8 groups are left"):
+        require_groups(gathered, step=4, sampled=8, needed=2)
+    require_groups(gathered, step=4, sampled=8, needed=len(rewards) // 2)

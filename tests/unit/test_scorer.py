@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +19,7 @@ import pytest
 from r3 import assets
 from r3.config import ConfigError, RewardConfig
 from r3.models.shape import ModelShape
-from r3.rewards.http import filled, parsed
+from r3.rewards.http import filled, parsed, retry_after
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer, names_of
 from r3.runtime.workers import CallError
 from r3.types import Prompt, Rollout
@@ -35,6 +36,7 @@ PROMPT = Prompt(
 
 FUNCTIONS = """
 import asyncio, os, sys, time
+import numpy as np
 from pathlib import Path
 
 def length(response, prompt):
@@ -86,8 +88,51 @@ def short(response, prompt, limit=5, word=""):
 def turns(response, prompt, messages):
     return float(len(messages)) + 0.5 * (messages[-1]["role"] == "assistant")
 
+def cites(response, prompt, value=2):
+    return 1.0, {"cites": value, "letters": len(response)}
+
+async def cites_async(response, prompt):
+    return 1.0, {"cites": 2, "letters": len(response)}
+
+def letters(response, prompt):
+    return 0.5, {"letters": 3}
+
+def mean(response, prompt):
+    return 1.0, {"mean": 1}
+
+def pair(response, prompt):
+    return 1.0, 2.0
+
 async def turns_async(response, prompt, messages):
     return turns(response, prompt, messages)
+
+def rank(responses, prompt, scale=1.0):
+    return [scale * sorted(responses).index(response) for response in responses]
+
+async def rank_async(responses, prompt):
+    await asyncio.sleep(0.01)
+    return rank(responses, prompt)
+
+def share(responses, prompt, messages):
+    turns = np.array([len(each) for each in messages], dtype=float)
+    return turns / turns.sum()
+
+def measured(responses, prompt):
+    return [(float(len(each)), {"number": i}) for i, each in enumerate(responses)]
+
+def one_short(responses, prompt):
+    return [1.0] * (len(responses) - 1)
+
+def one_text(responses, prompt):
+    return [1.0] * (len(responses) - 1) + ["1"]
+
+def one_number(responses, prompt):
+    return 1.0
+
+def hangs_together(responses, prompt):
+    if "hang" in responses:
+        time.sleep(600)
+    return [1.0] * len(responses)
 """
 
 
@@ -123,7 +168,7 @@ def reward_results(
     while scorer.outstanding and time.monotonic() < until:
         found |= {reward_result.key: reward_result for reward_result in scorer.poll(0.2)}
     assert len(found) == first_key + len(responses), (
-        f"after {limit_s} s {scorer.outstanding} are without a verdict"
+        f"after {limit_s} s {scorer.outstanding} are without a result"
     )
     return found
 
@@ -157,6 +202,121 @@ def test_a_function_with_messages_gets_the_whole_conversation(
         assert scorer(rollout("one turn"), PROMPT) == 2.5, "prompt and response"
 
 
+@pytest.mark.parametrize(("name", "workers"), [("cites", 0), ("cites", 1), ("cites_async", 0)])
+def test_a_function_may_report_metrics(file: Path, name: str, workers: int) -> None:
+    with judging("gsm8k", f"{file}:{name}", workers=workers) as scorer:
+        result = reward_results(scorer, ["abc"])[0]
+    assert result.parts == {"gsm8k": 0.0, name: 1.0}
+    assert result.metrics == {"reward/cites": 2.0, "reward/letters": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("functions", "args", "text"),
+    [
+        (["cites"], ["value=Infinity"], "metric 'cites' is inf, not a finite number"),
+        (["mean"], [], "reward/mean is a metric of R3"),
+        (["pair"], [], "metrics must be a dict of numbers by name, returned 2.0"),
+        (["cites", "letters"], [], "two functions report reward/letters. Rename one"),
+    ],
+)
+def test_bad_metrics_are_failures(
+    file: Path, functions: list[str], args: list[str], text: str
+) -> None:
+    specs, given = [f"{file}:{name}" for name in functions], tuple(args)
+    with judging(*specs, args=given) as scorer, pytest.raises(RewardError, match=text):
+        reward_results(scorer, ["abc"])
+    with judging(*specs, args=given, on_error="zero", retries=2) as scorer:
+        result = reward_results(scorer, ["abc"])[0]
+        assert text in result.failure and (result.reward, result.metrics) == (0.0, {})
+        assert scorer.take_counts()["retries"] == 0, "the same call would return the same"
+
+
+# ---- all samples of a prompt at once
+
+
+def of_groups(scorer: Scorer, groups: list[list[str]]) -> list[list[RewardResult]]:
+    """Results of groups whose samples end in an order of their own: the last sample first."""
+    keys = [(g, s) for g, responses in enumerate(groups) for s in range(len(responses))]
+    for group, sample in reversed(keys):
+        made = replace(rollout(groups[group][sample], sample), group=group)
+        scorer.submit((group, sample), made, PROMPT)
+        if sample == 0:
+            scorer.complete_group(group)
+    found: dict[Any, RewardResult] = {}
+    until = time.monotonic() + 60.0
+    while scorer.outstanding and time.monotonic() < until:
+        found |= {each.key: each for each in scorer.poll(0.2)}
+    assert sorted(found) == keys
+    return [[found[g, s] for s in range(len(responses))] for g, responses in enumerate(groups)]
+
+
+def rewards_of(groups: list[list[RewardResult]]) -> list[list[float]]:
+    return [[each.reward for each in group] for group in groups]
+
+
+@pytest.mark.parametrize(("name", "workers"), [("rank", 0), ("rank", 1), ("rank_async", 0)])
+def test_a_function_of_responses_scores_a_group(file: Path, name: str, workers: int) -> None:
+    with judging(f"{file}:{name}", workers=workers) as scorer:
+        found = of_groups(scorer, [["b", "c", "a"], ["z", "y"]])
+        counts = scorer.take_counts()
+    assert rewards_of(found) == [[1.0, 2.0, 0.0], [1.0, 0.0]]
+    assert counts == {"calls": 2}, "one call per prompt"
+
+
+def test_a_group_is_not_scored_before_it_is_complete(file: Path) -> None:
+    with judging("exact", f"{file}:rank") as scorer:
+        scorer.submit("first", rollout("b", 0), PROMPT)
+        assert scorer.poll(0.1) == []
+        scorer.submit("second", rollout("a", 1), PROMPT)
+        scorer.complete_group(0)
+        results = {each.key: each.parts for each in [*scorer.poll(60.0), *scorer.poll(1.0)]}
+    assert results["first"] == {"exact": 0.0, "rank": 1.0}
+    assert results["second"] == {"exact": 0.0, "rank": 0.0}
+
+
+def test_a_group_is_one_part_of_a_weighted_sum_with_arguments(file: Path) -> None:
+    settings: dict[str, Any] = {"weights": (1.0, 0.5), "args": ("rank.scale=4",)}
+    with judging(f"{file}:length", f"{file}:rank", **settings) as scorer:
+        ((a, b),) = of_groups(scorer, [["b" * 10, "a" * 20]])
+    assert (a.parts, b.parts) == ({"length": 1.0, "rank": 4.0}, {"length": 2.0, "rank": 0.0})
+    assert (a.reward, b.reward) == (1.0 + 0.5 * 4, 2.0)
+
+
+def test_a_group_may_return_arrays_and_metrics_and_take_messages(file: Path) -> None:
+    with judging(f"{file}:share", f"{file}:measured") as scorer:
+        ((a, b),) = of_groups(scorer, [["x", "yz"]])
+    assert (a.parts, b.parts) == (
+        {"share": 0.5, "measured": 1.0},
+        {"share": 0.5, "measured": 2.0},
+    )
+    assert (a.metrics, b.metrics) == ({"reward/number": 0}, {"reward/number": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("one_short", r"it returned \[1\.0\]\. Return a list of 2 numbers, one per response"),
+        ("one_text", r"it returned '1' \(str\), not a number"),
+        ("one_number", r"it returned 1\.0\. Return a list of 2 numbers"),
+        ("hangs_together", "timeout"),
+    ],
+)
+def test_a_failure_of_a_group_is_that_of_all_its_samples(file: Path, name: str, rule: str) -> None:
+    groups = [["hang", "x"]]
+    with (
+        judging(f"{file}:{name}", timeout_s=0.5) as scorer,
+        pytest.raises(RewardError, match=rule) as caught,
+    ):
+        of_groups(scorer, groups)
+    assert f"reward {name} failed on 2 samples together" in str(caught.value)
+    assert "rows.jsonl:7" in str(caught.value) and "without these samples" in str(caught.value)
+    with judging(f"{file}:{name}", timeout_s=0.5, on_error="zero") as scorer:
+        (found,) = of_groups(scorer, groups)
+        counts = scorer.take_counts()
+    assert all(each.reward == 0.0 and name in each.failure for each in found)
+    assert counts["errors"] + counts["timeouts"] == 1, "one call failed"
+
+
 # ---- composition
 
 
@@ -184,7 +344,7 @@ def test_built_in_functions_score_at_once() -> None:
 
 
 def test_nobody_waits_for_a_slow_function(file: Path) -> None:
-    with judging(f"{file}:together") as scorer:  # nobody answers before eight are asked
+    with judging(f"{file}:together") as scorer:  # no call returns before eight were made
         assert not scorer.quick
         for key in range(7):
             scorer.submit(key, rollout(""), PROMPT)
@@ -260,7 +420,7 @@ def test_a_call_is_tried_again(file: Path) -> None:
 def test_math_compares_by_value_in_worker_processes() -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
     half = replace(PROMPT, answer="steps\n#### \\frac{1}{2}")
-    tower = "$" + "9^{" * 7 + "9" + "}" * 7 + "$"  # a number that nobody can compute
+    tower = "$" + "9^{" * 7 + "9" + "}" * 7 + "$"  # a number that cannot be computed
     with judging("math", timeout_s=10.0, on_error="zero") as scorer:
         right, wrong = ("so it is \\boxed{0.5}", "thus $2/4$"), ("\\boxed{2}", "no idea")
         for key, response in enumerate([*right, *wrong, tower]):
@@ -289,7 +449,7 @@ Answer = tuple[int, Any, dict[str, str]]
 
 
 class Server:
-    """A real HTTP server on loopback that speaks just enough of OpenAI's protocol; `behave(n,
+    """A real HTTP server on loopback with just enough of OpenAI's protocol; `behave(n,
     body)` answers request n.
     """
 
@@ -353,6 +513,29 @@ def completion(text: Any) -> Answer:
     return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
 
 
+def test_a_row_names_the_function_that_scores_it(file: Path) -> None:
+    """One data set of several domains: a response goes to its row's function and to no other."""
+    server = Server(lambda number, body: completion('{"score": 0.25}'))
+    expected = {"gsm8k": 1.0, "exact": 0.0, "math": 1.0, "http": 0.25, "short": 0.0, "length": 0.8}
+    functions = ("gsm8k", "exact", "math", "http", f"{file}:short", f"{file}:length")
+    settings: dict[str, Any] = {"url": server.url, "model": "grader", "on_error": "zero"}
+    settings |= {"row_functions": functions, "weights": (2.0, 1.0), "args": ("short.limit=3",)}
+    with judging("row", f"{file}:later", **settings) as scorer:
+        for name in (*expected, "other"):
+            prompt = replace(PROMPT, metadata={"verifier": name})
+            assert scorer.path(prompt) == (name if name in expected else "row", "later")
+            scorer.submit(name, rollout("#### 7.0"), prompt)
+        results: dict[Any, RewardResult] = {}
+        while scorer.outstanding:
+            results |= {each.key: each for each in scorer.poll(1.0)}
+    server.close()
+    for name, value in expected.items():
+        assert results[name].parts == {"row": value, "later": 2.0, f"row_{name}": value}
+        assert results[name].reward == 2.0 * value + 2.0
+    assert "is 'other', which is not in reward.row_functions" in results["other"].failure
+    assert len(server.seen) == 1, "one row names http"
+
+
 def test_requests_to_a_server_are_concurrent_and_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADER_KEY", "secret")
 
@@ -392,6 +575,40 @@ def test_rate_limits_and_faults_of_a_server_are_waited_out() -> None:
     assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2), strict=True))
 
 
+@contextmanager
+def raw_server(misbehave: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> Iterator[str]:
+    """A server whose answer to a response with the word "slow" is written by `misbehave`."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        length = int(request.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        body = await reader.readexactly(length)
+        good = json.dumps(completion('{"score": 1}')[1]).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        try:
+            if b"slow" in body:
+                await misbehave(writer)
+            writer.write(good)
+            writer.close()
+        except ConnectionError:
+            return  # the client has left
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    start = asyncio.start_server(answer, "127.0.0.1", 0)
+    server = asyncio.run_coroutine_threadsafe(start, loop).result()
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+@contextmanager
+def asking(url: str, **settings: Any) -> Iterator[Scorer]:
+    with judging("http", url=url, model="grader", **settings) as scorer:
+        yield scorer
+
+
 def test_retry_after_is_heeded() -> None:
     def behave(number: int, body: dict[str, Any]) -> Answer:
         return (
@@ -401,6 +618,52 @@ def test_retry_after_is_heeded() -> None:
     with served(behave, retries=1) as (scorer, server):
         assert scorer(rollout("r"), PROMPT) == 1.0
     assert server.seen[1][0] - server.seen[0][0] >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("header", "pause_s"),
+    [("7", 7.0), ("9999", 300.0), ("999999999", 300.0), ("9" * 40, 0.0), ("-5", 0.0), ("", 0.0)],
+)
+def test_retry_after_is_capped(header: str, pause_s: float) -> None:
+    assert retry_after(header) == pause_s  # a date or nonsense leaves it to the back-off
+    assert retry_after("Wed, 21 Oct 2026 07:28:00 GMT") == 0.0
+
+
+def test_a_slow_body_is_cut_and_others_do_not_wait() -> None:
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        for _ in range(100):
+            writer.write(b" ")
+            await writer.drain()
+            await asyncio.sleep(0.1)
+
+    with raw_server(slow) as url, asking(url, timeout_s=1.0, on_error="zero") as scorer:
+        began = time.monotonic()
+        found = reward_results(scorer, ["slow", "quick"])
+        seconds = time.monotonic() - began
+    assert "failed (timeout): not done after 1 s" in found[0].failure
+    assert found[1].reward == 1.0
+    assert seconds < 5
+
+
+def test_a_body_without_end_is_cut() -> None:
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(b"x" * 65536)
+            await writer.drain()
+
+    with raw_server(endless) as url, asking(url, timeout_s=60.0, on_error="zero") as scorer:
+        found = reward_results(scorer, ["slow"])
+    assert "sent more than 4194304 bytes" in found[0].failure
+
+
+@pytest.mark.parametrize("part", ['{"a":1,', '{"a":', "[", '{"a":"', '{"a":[[{'])
+def test_text_that_is_hard_to_parse_takes_no_time(part: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(CallError):
+        parsed(part * 200_000)
+    # 0.1 s on an idle core; without the limit it takes minutes, while all other judges wait.
+    assert time.monotonic() - began < 5
+    assert parsed(part * 200_000 + '{"score": 0.5}') == 0.5
 
 
 @pytest.mark.parametrize(
@@ -416,6 +679,7 @@ def test_retry_after_is_heeded() -> None:
         (completion("It is right."), {}, "has no JSON object .* 'It is right.'", 1),
         (completion(None), {}, "is not text: None", 1),
         ((200, "<html>", {}), {}, "sent no chat completion: <html>", 1),
+        ((200, "[" * 100_000, {}), {}, "sent no chat completion: ", 1),
         (
             completion("Score: high"),
             {"pattern": r"Score: *([\d.]+)"},

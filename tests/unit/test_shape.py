@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from r3.models import families
+from r3.models.rules import conversion_rules
 from r3.models.shape import ModelShape, RopeScaling, ShapeError, checkpoint_tensors
-from r3.policy.rules import conversion_rules
 from tests.families import FAMILIES, MOE_FAMILIES, family_checkpoint
 
 pytestmark = pytest.mark.unit

@@ -14,7 +14,9 @@ import pytest
 from r3 import assets
 from r3.config import parse_value, with_values
 from r3.data.prompts import prompts_of_step
-from r3.rollout.task import read_task
+from r3.rollout.conversation import EnvironmentFailed
+from r3.rollout.task import Task, read_task
+from r3.run.check import check_task
 from r3.run.folder import RunDir
 from r3.run.start import closing, result
 from tests.tiny import random_rollouts, tiny_config
@@ -74,6 +76,57 @@ def test_evaluation_alone_reads_no_training_data(settings: dict[str, Any]) -> No
     )
     task = read_task(config)
     assert (len(task.prompts), len(task.heldout)) == (0, 2)
+
+
+ENVIRONMENT = """
+class Limited:
+    def __init__(self, limit=1):
+        self.limit = limit
+    def reset(self, prompt):
+        if self.limit > 8:
+            raise ValueError(f"{self.limit} is above 8")
+        return [*prompt.messages] * self.limit
+    def step(self, message):
+        return [], None, True
+"""
+
+
+def test_sets_have_columns_system_prompts_and_environments_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    row = {"problem": "3+4?", "solution": "#### 7"}
+    (tmp_path / "own.jsonl").write_text(json.dumps(row))
+    settings = {
+        "data.system_prompt": "Think.",
+        "env.path": f"{tmp_path}/mine.py:Limited",
+        "eval.path": [str(assets.WORD_PROBLEMS_EVAL), str(tmp_path / "own.jsonl")],
+        "eval.name": ["same", "own"],
+        "eval.prompt_key": ["", "problem"],
+        "eval.answer_key": ["", "solution"],
+        "eval.system_prompt": ["none", "Be brief."],
+        "eval.env_args": "own.limit=2",
+    }
+
+    def task(**more: str) -> Task:
+        given = settings | {name.replace("_", ".", 1): value for name, value in more.items()}
+        values = {name: parse_value(name, value) for name, value in given.items()}
+        return read_task(with_values(tiny_config(), values))
+
+    found = task()
+    same, own = found.heldout
+    assert found.prompts.prompts[0].messages[0]["content"] == "Think."
+    assert [message["role"] for message in same.prompts[0].messages] == ["user"]
+    assert [message["content"] for message in own.prompts[0].messages] == ["Be brief.", "3+4?"]
+    assert own.prompts[0].answer == "#### 7"
+    assert same.conversation_setup is found.conversation_setup is not own.conversation_setup
+    said = "\n".join(check_task(found, tiny_config().algo))
+    assert "    same: environment: reset on word_problems_eval.jsonl:1 returned 1 message" in said
+    assert "    own: environment: reset on own.jsonl:1 returned 4 message(s)" in said
+    assert "    own: reward of the reference answer of own.jsonl:1: gsm8k 1" in said
+    found.close()
+    failing = task(eval_env_args="own.limit=9")
+    with pytest.raises(EnvironmentFailed, match=r"own: own.jsonl:1: reset (?s:.*) 9 is above 8"):
+        list(check_task(failing, tiny_config().algo))
+    failing.close()
 
 
 # ---- the closing line

@@ -61,9 +61,8 @@ def test_reports_repeat_at_doubled_distance_and_begin_anew_after_a_beat() -> Non
         watchdog.beat("train")
         report = wait_for(stream, "in phase 'train'")
         silent_s = float(report.split(" s in phase 'train'")[0].rsplit(" ", 1)[1])
-        assert (
-            silent_s < 8 * STALL_S
-        )  # the first report after a beat does not wait as the fourth would have
+        # The first report after a beat does not wait as the fourth would have
+        assert silent_s < 8 * STALL_S
 
 
 def test_progress_is_not_a_stall() -> None:
@@ -104,9 +103,8 @@ def test_heartbeats_name_the_rank_that_lags(tmp_path: Path) -> None:
         for phase in ("sync", "generate"):
             behind.beat(phase)
         wait_for(theirs, "end of report")
-        wait_for(
-            ours, "end of report", count=2
-        )  # by the second, both heartbeats surely hold the last phases
+        # By the second, both heartbeats surely hold the last phases
+        wait_for(ours, "end of report", count=2)
         deadline = time.monotonic() + 10
         while json.loads(run_dir.heartbeat(1).read_text())["phase"] != "generate":
             assert time.monotonic() < deadline

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from r3.runtime.workers import Done, Here, Place, Pool, Processes, Threads, WorkerError, load
+from r3.runtime.user_code import load
+from r3.runtime.workers import Done, Here, Place, Pool, Processes, Threads, WorkerError
 
 pytestmark = pytest.mark.unit
 
@@ -112,6 +113,8 @@ def test_what_a_call_raises_comes_back_as_text_with_its_place(pool: Pool) -> Non
     assert "test_workers.py" in raised.text
     assert left is not None and "SystemExit: 3" in left.text
     assert pool.counts["errors"] == 2
+    # The first line shown is one of the user, without the frames of the pool.
+    assert raised.text.splitlines()[1].startswith(f'  File "{__file__}"')
 
 
 def test_a_hanging_and_a_dying_worker_cost_their_own_call_alone(processes: Pool) -> None:
@@ -220,3 +223,21 @@ def test_a_file_is_loaded_once_and_its_objects_can_be_pickled(tmp_path: Path) ->
     thing = load(f"{file}:Thing")
     assert load(f"{file}:Thing") is thing
     assert pickle.loads(pickle.dumps(thing())).n == 3
+
+
+def verify_with_own_limit(answer: str) -> bool:
+    from math_verify import parse
+
+    return bool(parse(answer))
+
+
+def test_a_time_limit_by_signals_in_a_thread_names_the_fix() -> None:
+    done = {}
+    for place in (Threads(), Processes(1)):
+        pool = Pool(place, timeout_s=60.0)
+        pool.submit("verify", verify_with_own_limit, "$1/2$")
+        done[type(place)] = drain(pool)["verify"]
+        pool.close()
+    refused = done[Threads].failure
+    assert refused is not None and "--reward.workers 2" in refused.text
+    assert done[Processes].value is True, "a process has a main thread"

@@ -8,21 +8,23 @@ that are too long are found when the data set is built. Imports nothing heavy.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from r3.cli.checks.algorithm import check_algorithm
 from r3.cli.checks.batch import check_batch, check_lengths
 from r3.cli.checks.data import check_data, overlap
-from r3.cli.checks.device import allocator_problems, cpu_engine_problems
+from r3.cli.checks.device import allocator_problems, cpu_engine_problems, cuda_expert_problems
 from r3.cli.checks.environment import check_environment
 from r3.cli.checks.evaluation import check_evaluation
 from r3.cli.checks.findings import Findings
 from r3.cli.checks.ignored import ignored_settings
 from r3.cli.checks.layout import check_layout
-from r3.cli.checks.model import check_model
+from r3.cli.checks.model import check_freeze, check_model
 from r3.cli.checks.rewards import BUILTIN_REWARDS, check_rewards
+from r3.cli.checks.run_folder import check_run_folder
 from r3.config import SETTINGS, Config, Problem
 from r3.models.shape import ModelShape
 
@@ -31,6 +33,7 @@ __all__ = [
     "Report",
     "allocator_problems",
     "cpu_engine_problems",
+    "cuda_expert_problems",
     "examine",
     "problems",
     "warnings",
@@ -81,11 +84,20 @@ def examine(
     check_algorithm(config, found)
     check_layout(config, found, shape, world_size)
     check_lengths(config, found, shape)
+    check_freeze(config, found, shape)
     check_environment(config, found)
     check_rewards(config, found, world_size)
     sets = check_evaluation(config, found, shape)
     training, heldout = check_data(config, found, sets)
-    if config.log.dir and Path(config.log.dir).exists() and not Path(config.log.dir).is_dir():
-        found.add("log.dir", "is not a folder", "name a new folder, or that of an earlier run")
+    check_run_folder(config, found)
+    if config.log.tracker != "none" and not _is_installed(config.log.tracker):
+        fix = f"{sys.executable} -m pip install {config.log.tracker}"
+        found.add("log.tracker", "this package is not installed", fix)
     notes = ignored_settings(config, shape, given) + overlap(training, heldout)
     return Report(tuple(found.problems), tuple(notes), shape)
+
+
+def _is_installed(package: str) -> bool:
+    # A folder of that name, such as the one that wandb writes, is a package without an origin.
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from r3.cli.checks.findings import Findings
+from r3.cli.checks.sources import find_function, signature_of
 from r3.config import Config
+from r3.runtime.user_code import ALGORITHM_PARAMETERS, call_problem
 
 
 def check_algorithm(config: Config, found: Findings) -> None:
     """Refuse to correct the mismatch twice, and one algorithm under the name of another."""
     algo = config.algo
+    if found.sound("algo.args", "algo.loss", "algo.advantage"):
+        _check_own_functions(config, found)
     if algo.loss == "minirl" and algo.correction != "none":
         rule = "corrects the mismatch twice: the weight of minirl is pi / mu already"
         found.add("algo.correction", rule, "set it to none; algo.minirl_cap bounds that weight")
@@ -43,6 +47,28 @@ def check_algorithm(config: Config, found: Findings) -> None:
     ):
         rule = f"exceeds rollout.max_response_tokens = {length}"
         found.add("algo.overlong_buffer", rule, "DAPO uses a fifth of it; 0 disables the penalty")
+
+
+def _check_own_functions(config: Config, found: Findings) -> None:
+    """The user's loss and advantage must be callable with what R3 passes and with algo.args."""
+    own = config.algo.own_functions
+    for item in config.algo.args:
+        owner, dot, _ = item.partition("=")[0].rpartition(".")
+        if dot and owner not in own:
+            rule = f"is for algo.{owner} {found.values[f'algo.{owner}']}, which takes none"
+            found.add("algo.args", rule, f"name a function of yours in algo.{owner}", value=item)
+        elif not dot and len(own) != 1:
+            fix = f"write loss.{item} or advantage.{item}" if own else "leave it out"
+            found.add("algo.args", f"fits {len(own)} functions of your files", fix, value=item)
+    if not found.sound("algo.args"):
+        return
+    for role, spec in own.items():
+        field, arguments = f"algo.{role}", config.algo.arguments_of(role)
+        node = find_function(spec, field, found)
+        if node and (signature := signature_of(node)):
+            parameters = ALGORITHM_PARAMETERS[field]
+            if problem := call_problem(field, spec, signature, parameters, arguments):
+                found.problems.append(problem)
 
 
 def algorithm_notes(config: Config) -> list[str]:

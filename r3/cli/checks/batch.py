@@ -6,13 +6,16 @@ import math
 
 from r3.cli.checks.findings import Findings
 from r3.config import Config
+from r3.config.settings import ADVANTAGES
 from r3.models.shape import BYTES_OF, ModelShape
 
 
 def check_batch(config: Config, found: Findings, world_size: int) -> None:
     """Prompts must divide evenly into engines and updates; most advantages need groups."""
     rollout, train = config.rollout, config.train
-    if rollout.group_size == 1 and config.algo.advantage != "reinforce_pp":
+    # What an advantage of the user's compares is not known.
+    needs_groups = config.algo.advantage in ADVANTAGES and config.algo.advantage != "reinforce_pp"
+    if rollout.group_size == 1 and needs_groups:
         found.add(
             "rollout.group_size",
             f"algo.advantage {config.algo.advantage!r} compares the samples of a prompt and needs "

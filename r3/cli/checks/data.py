@@ -6,12 +6,21 @@ Sources that must be downloaded or generated are read when the run starts.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from r3.cli.checks.findings import Findings
 from r3.config import Config, EvalSet
-from r3.data.sources import Columns, Row, columns_of, is_folder, is_near, read_rows
+from r3.data.sources import (
+    Columns,
+    Row,
+    RowProblem,
+    columns_of,
+    is_folder,
+    is_near,
+    read_rows,
+)
 
 _SOURCES = "give a JSONL or .parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gym:TASK"
 _SHOWN_ROWS = 5  # of a data file with bad rows; the others are counted
@@ -79,19 +88,45 @@ def _check_gym(
 def _check_rows(path: str, columns: Columns, found: Findings, name: str) -> list[Row]:
     if not is_near(path):
         return []
-    if not Path(path).exists() and not is_folder(path):
+    if not is_folder(path) and not _may_exist(path):
         found.add(name, "there is no such file", _SOURCES, value=path)
         return []
     rows, bad = read_rows(path, columns)
+    common = _faults_of_every_row(bad) if not rows else []
+    for problem, count in common:
+        # One wrong setting, such as the name of a column, not thousands of wrong rows.
+        found.add(
+            name,
+            f"{problem.rule}; so it is in all {count} rows",
+            problem.fix,
+            value=f"{path}:{problem.field}",
+        )
+        bad = [each for each in bad if (each.field, each.rule) != (problem.field, problem.rule)]
     for problem in bad[:_SHOWN_ROWS]:
         found.add(name, problem.rule, problem.fix, value=problem.where)
     if len(bad) > _SHOWN_ROWS:
         rest = f"{len(bad) - _SHOWN_ROWS} more faults, {len(bad)} in all"
         found.add(name, rest, "correct these rows as well", value=path)
-    if not rows and not bad:
+    if not rows and not bad and not common:
         fix = "give a file with rows; for eval.path, '' disables evaluation"
         found.add(name, "has no rows", fix, value=path)
     return rows
+
+
+def _may_exist(path: str) -> bool:
+    """False if there is no such file; of what cannot be a path, its reader says why."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return True
+
+
+def _faults_of_every_row(bad: Sequence[RowProblem]) -> list[tuple[RowProblem, int]]:
+    """Faults that all of several rows have, with the number of rows; `bad` is of rows that fail."""
+    lines = len({problem.line for problem in bad})
+    counts = Counter((problem.field, problem.rule) for problem in bad)
+    first = {(problem.field, problem.rule): problem for problem in reversed(bad)}
+    return [(first[fault], lines) for fault, count in counts.items() if count == lines > 1]
 
 
 def overlap(train: list[Row], heldout: list[Row]) -> list[str]:

@@ -42,6 +42,28 @@ def cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
     ]
 
 
+def cuda_expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    """Experts whose rows the grouped product refuses on CUDA: they must begin at 16 bytes."""
+    parallel = config.parallel
+    each = shape.moe_ffn_size // (parallel.etp or parallel.tp)
+    multiple = 8 if config.model.dtype == "bfloat16" else 4
+    if not shape.moe_layers or config.model.experts not in ("auto", "grouped"):
+        return []
+    return [
+        Problem(
+            "model.experts",
+            config.model.experts,
+            f"{name} is {size}, and the grouped product takes multiples of {multiple} on CUDA",
+            "set model.experts sequential",
+        )
+        for name, size in (
+            ("the experts' width per rank", each),
+            ("hidden_size", shape.hidden_size),
+        )
+        if size % multiple
+    ]
+
+
 def allocator_problems(environment: Mapping[str, str]) -> list[Problem]:
     """Settings of torch's CUDA allocator under which ranks cannot share weights.
 

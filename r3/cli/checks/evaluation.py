@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import get_args
 
 from r3.cli.checks.environment import check_environment_file
 from r3.cli.checks.findings import Findings
 from r3.cli.checks.rewards import check_environment_rewards, check_reward_function
-from r3.config import SETTINGS, Config, EvalSet
+from r3.config import EVAL_LISTS, SETTINGS, Config, EvalSet
 from r3.models.shape import ModelShape
 
 
@@ -28,7 +27,7 @@ def check_evaluation(
         rule = f"must name each of the {count} sets differently"
         example = " ".join(f"set{i + 1}" for i in range(count))
         found.add("eval.name", rule, f"add --eval.name {example}")
-    if not found.sound(*(f"eval.{entry.name}" for entry in fields(EvalSet))):
+    if not found.sound(*(f"eval.{name}" for name in EVAL_LISTS), "eval.env_args"):
         return ()
     if any(each.samples > 1 and each.temperature == 0 for each in settings.sets):
         rule = "several samples at eval.temperature 0 are identical"
@@ -51,6 +50,7 @@ def check_evaluation(
         return ()
     for function in filter(None, dict.fromkeys(settings.function)):
         check_reward_function(function, found, "eval.function")
+    _check_env_args(config, found)
     for each in settings.sets:
         if each.function or each.env:
             functions = (each.function,) if each.function else config.reward.function
@@ -61,9 +61,25 @@ def check_evaluation(
 
 def _check_lists(found: Findings, count: int) -> None:
     """Every list has one value per set, or one for all sets."""
-    for entry in fields(EvalSet):
-        values = found.values[f"eval.{entry.name}"]
-        may_be = {1, count} | ({0} if entry.name in ("env", "function") else set())
+    for name in EVAL_LISTS:
+        values = found.values[f"eval.{name}"]
+        may_be = {1, count} | ({0} if SETTINGS[f"eval.{name}"].default == () else set())
         if len(values) not in may_be:
             rule = f"has {len(values)} values for the {count} paths of eval.path"
-            found.add(f"eval.{entry.name}", rule, "give one per set, or one for all sets")
+            found.add(f"eval.{name}", rule, "give one per set, or one for all sets")
+
+
+def _check_env_args(config: Config, found: Findings) -> None:
+    """`eval.env_args` name sets, and those sets have environments of the user."""
+    settings = config.eval
+    names = [each.name for each in settings.sets]
+    for item in settings.env_args:
+        name, dot, _ = item.partition("=")[0].rpartition(".")
+        if dot and name not in names:
+            rule = f"names {name}, which is no held-out set"
+            found.add("eval.env_args", rule, f"use one of {', '.join(names)}", value=item)
+    for each in settings.sets:
+        if each.env_args and not each.environment(config.env).path:
+            rule = f"the environment of {each.name} is a built-in one, which takes none"
+            fix = "leave it out, or write SET.key=value for a set with a class of yours"
+            found.add("eval.env_args", rule, fix, value=each.env_args)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from r3.cli.checks.algorithm import algorithm_notes
 from r3.config import Config, flatten
+from r3.config.settings import LOSSES
 from r3.models.shape import ModelShape
 
 _QUICK_REWARDS = {"gsm8k", "exact", "gym", "row", "env", "none"}
@@ -72,6 +73,8 @@ def ignored_settings(
         names = [name for name in values if name.startswith("eval.")]
         ignored("eval.path is empty, so nothing is evaluated", *names)
     _sampling(config, notes, ignored)
+    if config.log.tracker == "none":
+        ignored("log.tracker is none", "log.project")
     return list(dict.fromkeys(notes))
 
 
@@ -108,8 +111,12 @@ def _environment_and_rewards(config: Config, notes: list[str], ignored: _Ignored
         ignored("env.name is single_turn", *_ENVIRONMENT)
     elif not any(":" in spec for spec in (env.path, *config.eval.env)) and not env.workers:
         ignored("the environment is a built-in one, which runs at once", "env.timeout_s")
-    used = {*reward.function, *filter(None, config.eval.function)}
-    for kind, names in (("http", _HTTP), ("model", _REWARD_MODEL)):
+    used = set(config.reward_functions)
+    for kind, names in (
+        ("http", _HTTP),
+        ("model", _REWARD_MODEL),
+        ("row", ("reward.row_functions",)),
+    ):
         if kind not in used:
             ignored(f"no reward function is {kind}", *names)
     if used <= _QUICK_REWARDS:
@@ -143,9 +150,9 @@ def _algorithm(config: Config, ignored: _Ignored) -> None:
         ignored("algo.kl_coef is 0", "algo.kl_estimator", "algo.kl_in", "replay.reference")
     if algo.loss == "pg":
         ignored("algo.loss is pg, which has no ratio", "algo.clip_low", "algo.clip_high")
-    if algo.loss != "ppo_clip":
+    if algo.loss in LOSSES and algo.loss != "ppo_clip":  # a user's loss gets all bounds
         ignored(f"algo.loss is {algo.loss}; only ppo_clip has this bound", "algo.clip_dual")
-    if algo.loss != "minirl":
+    if algo.loss in LOSSES and algo.loss != "minirl":
         ignored(f"algo.loss is {algo.loss}", "algo.minirl_cap")
     if algo.correction in ("none", "bypass", "token_tis", "sequence_tis"):
         ignored(f"algo.correction {algo.correction} has no lower bound", "algo.correction_low")
@@ -171,7 +178,12 @@ def _sampling(config: Config, notes: list[str], ignored: _Ignored) -> None:
     rollout, algo = config.rollout, config.algo
     if not rollout.step_token_budget:
         ignored("rollout.step_token_budget is 0", "rollout.max_staleness")
-    elif rollout.max_staleness and algo.correction == "none" and algo.loss != "minirl":
+    elif (
+        rollout.max_staleness
+        and algo.correction == "none"
+        and algo.loss in LOSSES
+        and algo.loss != "minirl"
+    ):
         notes.append(
             "rollout.max_staleness lets older policies sample, and no weight pi_old / mu corrects "
             "their tokens: use --algo.correction token_tis, another correction, or --algo.loss "

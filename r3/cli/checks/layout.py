@@ -81,6 +81,9 @@ def _check_shape(config: Config, found: Findings, shape: ModelShape) -> None:
         return
     divides("ep", parallel.ep, shape.num_experts, f"{shape.num_experts} experts")
     divides("etp", etp, shape.moe_ffn_size, f"expert width of {shape.moe_ffn_size}")
+    if config.model.experts == "fused" and etp > 1:
+        rule = "fused experts are whole on a rank, and parallel.etp divides them"
+        found.add("model.experts", rule, "use --model.experts auto, or --parallel.etp 1")
     if config.model.experts == "sequential" and parallel.ep == 1 and etp != tp:
         rule = (
             "differs from tp while ep is 1: Megatron's sequential experts would never reduce their "

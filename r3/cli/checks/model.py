@@ -7,12 +7,22 @@ import re
 from pathlib import Path
 
 from r3.cli.checks.findings import Findings
-from r3.config import Config
+from r3.config import Config, ConfigError
+from r3.models.freeze import frozen_tensors
 from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
 
 _SHOWN_TENSORS = 5  # of a checkpoint that does not fit
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _GIVE_FOLDER = "give the folder of a Hugging Face checkpoint"
+
+
+def check_freeze(config: Config, found: Findings, shape: ModelShape | None) -> None:
+    """`train.freeze` matches parameters of the model and leaves some to train."""
+    if shape and config.train.freeze:
+        try:
+            frozen_tensors(shape, config.train.freeze)
+        except ConfigError as error:
+            found.problems.extend(error.problems)
 
 
 def check_model(config: Config, found: Findings) -> ModelShape | None:
@@ -22,12 +32,18 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
     if not path:
         found.add("model.path", "is empty", _GIVE_FOLDER)
         return None
-    if not folder.is_dir():
+    if not is_folder(folder):
         fix = _GIVE_FOLDER
         if _HUB_ID.fullmatch(path) and not folder.parent.exists():
             local = f"models/{folder.name}"
             fix = f"run `hf download {path} --local-dir {local}`, then use --model.path {local}"
         found.add("model.path", "there is no such folder", fix)
+        return None
+    # A FIFO would block its reader for ever.
+    odd = [each.name for each in folder.iterdir() if not (each.is_file() or each.is_dir())]
+    if odd := [name for name in odd if (folder / name).exists()]:
+        rule = f"{sorted(odd)[0]} is a device or a FIFO, not a file"
+        found.add("model.path", rule, "download or export the checkpoint again")
         return None
     if not (folder / "tokenizer.json").is_file():
         fix = "save the model's fast tokenizer beside its weights"
@@ -61,6 +77,14 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
             "weights and config.json must belong together: download or export them again",
         )
     return shape
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder; False for what cannot be a path at all."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # too long a name, a null byte
+        return False
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from r3.cli.checks.findings import Findings
-from r3.cli.checks.model import has_chat_template
-from r3.cli.checks.sources import parse_file
+from r3.cli.checks.model import has_chat_template, is_folder
+from r3.cli.checks.sources import FunctionNode, find_function
 from r3.config import Config, EnvConfig, RewardConfig
 from r3.models.shape import ShapeError, checkpoint_tensors
+from r3.runtime.user_code import file_fault
 
 BUILTIN_REWARDS = ("gsm8k", "exact", "gym", "row", "math", "http", "model", "env", "none")
 """Those of r3.rewards, which imports too much to be asked here, and those with a class."""
@@ -41,10 +41,19 @@ def check_rewards(config: Config, found: Findings, world_size: int) -> None:
     if not config.eval.only:
         check_environment_rewards(reward.function, config.env, found, "reward.function")
     for function in dict.fromkeys(reward.function):
-        check_reward_function(function, found, "reward.function")
+        node = check_reward_function(function, found, "reward.function")
+        if node and config.rollout.step_token_budget and is_of_group(node):
+            rule = (
+                "scores all samples of a prompt at once, and rollout.step_token_budget = "
+                f"{config.rollout.step_token_budget} suspends some of them"
+            )
+            fix = "score one response, def f(response, prompt), or set the budget to 0"
+            found.add("reward.function", rule, fix, value=function)
     if found.sound("reward.args"):
         _check_arguments(config, found)
-    used = {*reward.function, *config.eval.function}
+    used = config.reward_functions
+    if "row" in used:
+        _check_row_functions(reward, found)
     if "http" in used:
         _check_server(config.reward, found)
     if "model" in used:
@@ -53,8 +62,7 @@ def check_rewards(config: Config, found: Findings, world_size: int) -> None:
 
 def _check_arguments(config: Config, found: Findings) -> None:
     """`reward.args` name functions of the user's files."""
-    specs = (*config.reward.function, *config.eval.function)
-    own = sorted({spec.rpartition(":")[2] for spec in specs if ":" in spec})
+    own = sorted({spec.rpartition(":")[2] for spec in config.reward_functions if ":" in spec})
     for item in config.reward.args:
         function, dot, _ = item.partition("=")[0].rpartition(".")
         if dot and function not in own:
@@ -63,6 +71,20 @@ def _check_arguments(config: Config, found: Findings) -> None:
         elif not dot and len(own) != 1:
             fix = f"write {own[0]}.{item}" if own else "leave it out"
             found.add("reward.args", f"fits {len(own)} functions of your files", fix, value=item)
+
+
+def _check_row_functions(reward: RewardConfig, found: Findings) -> None:
+    """Functions that rows name, each by a name of its own."""
+    names = [spec.rpartition(":")[2] for spec in reward.row_functions]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        rule = f"rows cannot tell two functions named {twice[0]} apart"
+        found.add("reward.row_functions", rule, "rename one of them")
+    for spec in reward.row_functions:
+        if spec in ("row", "env", "none"):
+            rule = "is no function that scores a response"
+            found.add("reward.row_functions", rule, "leave it out", value=spec)
+        else:
+            check_reward_function(spec, found, "reward.row_functions")
 
 
 def check_environment_rewards(
@@ -74,24 +96,23 @@ def check_environment_rewards(
         found.add(field, f"the environment {env.name} gives no reward", fix, value=functions)
 
 
-def check_reward_function(reward: str, found: Findings, name: str) -> None:
-    """A built-in function, or `file.py:function` of a file that defines it."""
+def is_of_group(node: FunctionNode) -> bool:
+    """Whether a reward function's first parameter says that it scores a whole group."""
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    return bool(arguments) and arguments[0].arg == "responses"
+
+
+def check_reward_function(reward: str, found: Findings, name: str) -> FunctionNode | None:
+    """A built-in function, or `file.py:function` of a file that defines it; its definition."""
     if reward in BUILTIN_REWARDS:
-        return
-    path, colon, function = reward.rpartition(":")
+        return None
+    path, colon, _ = reward.rpartition(":")
     if not colon or not path.endswith(".py"):
         fix = f"use one of {', '.join(BUILTIN_REWARDS)}, or path/to/file.py:function"
         rule = "is neither a built-in reward nor file.py:function"
         found.add(name, rule, fix, value=reward)
-        return
-    if (tree := parse_file(path, name, found)) is None:
-        return
-    defined = [
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    if function not in defined:
-        fix = f"it defines {', '.join(defined) or 'none'}; write the function at the top level"
-        found.add(name, f"{path} defines no function {function!r}", fix, value=reward)
+        return None
+    return find_function(reward, name, found)
 
 
 def _check_server(reward: RewardConfig, found: Findings) -> None:
@@ -101,7 +122,9 @@ def _check_server(reward: RewardConfig, found: Findings) -> None:
     if not reward.model:
         fix = "give the model's name on the server; GET URL/models lists them"
         found.add("reward.model", "is empty", fix)
-    if reward.prompt_file:
+    if reward.prompt_file and (fault := file_fault(reward.prompt_file)):
+        found.add("reward.prompt_file", fault, "give a text file")
+    elif reward.prompt_file:
         try:
             if "{response}" not in Path(reward.prompt_file).read_text(encoding="utf-8"):
                 fix = "put it where the response belongs"
@@ -137,7 +160,7 @@ def _check_reward_model(config: Config, found: Findings, world_size: int) -> Non
     ) -> None:
         found.add("reward.model_path", rule, fix)
 
-    if not config.reward.model_path or not path.is_dir():
+    if not config.reward.model_path or not is_folder(path):
         refuse("is not a folder, and the reward model needs one")
         return
     try:
@@ -154,7 +177,7 @@ def _check_reward_model(config: Config, found: Findings, world_size: int) -> Non
     elif labels != 1:
         refuse(f"has {labels} labels, and a reward is one number")
     try:
-        checkpoint_tensors(path)
+        checkpoint_tensors(path, only_weights=False)
     except ShapeError as error:
         refuse(str(error), "download or export the checkpoint again")
     if not (path / "tokenizer.json").is_file() or not has_chat_template(path):

@@ -103,6 +103,7 @@ function drawLearning() {
   lineChart(box, "Clipped tokens, KL", "share of loss tokens out of bounds; KL to the reference",
     [["loss/clip_frac", "clipped", "solid"], ["loss/kl_ref", "KL", "dot"]], SHARE);
   lineChart(box, "Turns per conversation", "messages of the model, mean", one("env/turns_mean"), SHARE);
+  for (const key of DATA.users) lineChart(box, key, DATA.glossary[key], one(key));
 }
 
 function drawMismatch() {
@@ -148,6 +149,27 @@ function drawAgreement() {
   }
 }
 
+/** Largest load of an expert by layer and step, from the metrics of every step. */
+function drawLoadStrip() {
+  const prefix = "routing/load_max_layer/";
+  const layersOf = (run) => Object.keys(run.metrics).filter((key) => key.startsWith(prefix)).map((key) => Number(key.slice(prefix.length))).sort((a, b) => a - b);
+  const runs = RUNS.filter((run) => layersOf(run).length);
+  const most = Math.max(2, ...runs.flatMap((run) => layersOf(run).flatMap((layer) => known(run.metrics[prefix + layer]))));
+  for (const run of runs) {
+    const layers = layersOf(run);
+    const steps = run.metrics.step.map((_, i) => i).filter((i) => layers.some((layer) => run.metrics[prefix + layer][i] !== null));
+    const plot = chartCard(byId("load-strip"), `Largest load, ${run.name}`, "choices of the busiest expert / mean of the layer; 1 is an even load");
+    keepDrawn(() => Plotly.react(plot, [{
+      type: "heatmap", x: steps.map((i) => run.metrics.step[i]), y: layers.map(String),
+      z: layers.map((layer) => steps.map((i) => run.metrics[prefix + layer][i])), zmin: 1, zmax: most,
+      customdata: layers.map((layer) => steps.map((i) => (run.metrics[`routing/load_dead_layer/${layer}`] || [])[i] ?? "–")),
+      colorscale: [[0, "#f4f4f2"], [0.5, "#e79a7d"], [1, "#8c1d18"]], xgap: steps.length < 60 ? 1 : 0, ygap: 1,
+      hovertemplate: "step %{x}, layer %{y}: %{z:.2f} of the mean, %{customdata} experts without tokens<extra></extra>",
+      colorbar: { thickness: 10, outlinewidth: 0, tickfont: FONT, title: { text: "max / mean", side: "right", font: FONT } },
+    }], layout({ hovermode: "closest", yaxis: { type: "category", title: { text: "layer", font: FONT }, showgrid: false } }), PLOT_SETTINGS));
+  }
+}
+
 function drawLoad() {
   const runs = RUNS.filter((run) => run.loads.length);
   const note = byId("load-note");
@@ -187,6 +209,8 @@ function drawRouting() {
   const box = byId("routing-charts");
   lineChart(box, "Agreement", "over all layers", [["routing/agreement", "", "solid"]]);
   lineChart(box, "Coverage", "captured rows / expected rows", [["routing/coverage", "", "solid"]], SHARE);
+  lineChart(box, "Router entropy", "of the gates over all experts, nats", [["routing/router_entropy", "", "solid"]], SHARE);
+  lineChart(box, "Router gap", "weakest chosen score − best score left out", [["routing/router_gap", "", "solid"]], SHARE);
   lineChart(box, "Margin where they disagree", "weakest live score − weakest replayed score", [["routing/margin", "", "solid"]], SHARE);
   const loads = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))].filter((key) => /load|balance|dead/.test(key) && !/layer\//.test(key));
   for (const key of loads.sort()) lineChart(box, key, DATA.glossary[key] || "", [[key, "", "solid"]]);
@@ -245,6 +269,7 @@ function drawCharts() {
   drawLearning();
   drawMismatch();
   drawAgreement();
+  drawLoadStrip();
   drawLoad();
   drawRouting();
   drawTime();

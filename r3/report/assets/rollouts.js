@@ -139,7 +139,7 @@ function drawDetail() {
   }
   const fact = (label, value) => make("div", "", {}, make("b", "", {}, label), value);
   const facts = [fact("reward", short(sample.reward))];
-  for (const [name, part] of Object.entries(sample.components || {})) facts.push(fact(name, short(part)));
+  for (const [name, part] of Object.entries({ ...sample.components, ...sample.metrics })) facts.push(fact(name, short(part)));
   if (sample.turns) facts.push(fact("reward per turn", sample.turns.map((each) => (each === null ? "–" : short(each))).join(", ")));
   if (sample.advantage !== undefined) facts.push(fact("advantage", sample.advantage.toFixed(3)));
   facts.push(fact("sampled tokens", String(sample.length)), fact("finish reason", sample.finish), fact("sample", `${sample.sample} of prompt ${sample.group}`));

@@ -1,0 +1,247 @@
+"""Search settings that fit a device: layout, micro-batch, recomputation, optimizer, engine.
+
+Everything proposed was tried: the checks of the command line accept it, and its plan fits. Only
+settings that change neither data nor algorithm are varied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from r3.cli.checks.batch import check_batch, check_lengths
+from r3.cli.checks.findings import Findings
+from r3.cli.checks.layout import check_layout
+from r3.cli.memory_plan import GIB, PHASES, Fit, fit, memory
+from r3.cli.step_time import (
+    RANKS_PER_MACHINE,
+    Gpu,
+    generate_seconds,
+    offload_seconds,
+    step_seconds,
+    train_seconds,
+)
+from r3.config import Config, flatten, with_values
+from r3.models.shape import ModelShape
+
+_POLICY_PHASES = ("TRAIN", "OPTIMIZER", "SAVE")
+_ENGINE_PHASES = ("SYNC", "GENERATE")
+_LONG = 8192  # tokens of a sequence above which context parallelism is tried
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Settings that fit.
+
+    Attributes:
+        changes: full name -> value, where it differs from the config the search began with.
+        fit: memory.
+        seconds: phase -> seconds of a step, estimated.
+    """
+
+    changes: Values
+    fit: Fit
+    seconds: Mapping[str, float]
+
+    @property
+    def flags(self) -> str:
+        """The changes as flags of the command line."""
+        return " ".join(f"--{name} {value}" for name, value in self.changes.items())
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, estimated."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What a search found.
+
+    Attributes:
+        proposals: at most one per layout of the ranks, the best first.
+        tried: number of layouts.
+        lacking_gib: phase -> GiB that even the best layout for that phase lacks.
+    """
+
+    proposals: tuple[Proposal, ...]
+    tried: int
+    lacking_gib: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    """What the search is for."""
+
+    config: Config
+    shape: ModelShape
+    world_size: int
+    gpu: Gpu
+    few_changes: bool
+
+    def changes(self, values: Values) -> dict[str, Any]:
+        given = flatten(self.config)
+        return {name: value for name, value in values.items() if value != given[name]}
+
+    def rank(self, values: Values, seconds: float) -> tuple[float, float]:
+        """Smaller is better. Estimates within a hundredth of each other are equal."""
+        count = len(self.changes(values))
+        return (count, seconds) if self.few_changes else (round(100 * math.log(seconds)), count)
+
+    def fit(self, values: Values) -> Fit:
+        config = with_values(self.config, values)
+        return fit(config, self.shape, self.world_size, self.gpu.gib)
+
+
+def search(
+    config: Config,
+    shape: ModelShape,
+    world_size: int,
+    gpu: Gpu,
+    *,
+    few_changes: bool = False,
+) -> Search:
+    """Find settings under which the config fits, the fastest first.
+
+    Args:
+        config: the settings to start from.
+        shape: the model's.
+        world_size: number of ranks.
+        gpu: the device of a rank.
+        few_changes: put settings with the fewest changes first, then the fastest.
+    """
+    target = _Target(
+        config=config,
+        shape=shape,
+        world_size=world_size,
+        gpu=gpu,
+        few_changes=few_changes,
+    )
+    lacking = dict.fromkeys(PHASES, float("inf"))
+    found: list[tuple[tuple[float, float], Proposal]] = []
+    tried = 0
+    for layout in layouts(config, shape, world_size):
+        tried += 1
+        # The passes do not depend on the engine, nor the engine on the passes.
+        passes = [layout | values for values in _pass_settings(config, shape, layout)]
+        own = _best(target, passes, _POLICY_PHASES, lacking, _policy_seconds)
+        engines = [layout | values for values in _engine_settings(target, layout)]
+        engine = _best(target, engines, _ENGINE_PHASES, lacking, generate_seconds)
+        if own is None or engine is None:
+            continue
+        values = {**own, **engine}
+        candidate = with_values(config, values)
+        fits = target.fit(values)
+        if not fits.fits or not is_accepted(candidate, shape, world_size):
+            continue
+        seconds = step_seconds(candidate, shape, world_size, gpu)
+        proposal = Proposal(changes=target.changes(values), fit=fits, seconds=seconds)
+        found.append((target.rank(values, proposal.step_s), proposal))
+    found.sort(key=lambda item: item[0])
+    return Search(
+        proposals=tuple(proposal for _, proposal in found),
+        tried=tried,
+        lacking_gib={phase: gib for phase, gib in lacking.items() if gib > 0},
+    )
+
+
+def _best(
+    target: _Target,
+    options: Sequence[Values],
+    phases: Sequence[str],
+    lacking: dict[str, float],
+    seconds: Callable[[Config, ModelShape, int, Gpu], float],
+) -> Values | None:
+    """The best of the options that fit in these phases; notes in `lacking` what is missing."""
+    ranked = []
+    for values in options:
+        found = target.fit(values)
+        for phase in phases:
+            missing = found.needs_gib[phase] - found.usable_gib
+            lacking[phase] = min(lacking[phase], missing)
+        holds_a_sequence = phases != _ENGINE_PHASES or found.cached_sequences >= 1
+        if holds_a_sequence and not found.lacking_gib.keys() & set(phases):
+            candidate = with_values(target.config, values)
+            needed = seconds(candidate, target.shape, target.world_size, target.gpu)
+            ranked.append((target.rank(values, needed), values))
+    return min(ranked, key=lambda item: item[0])[1] if ranked else None
+
+
+def _policy_seconds(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> float:
+    own = offload_seconds(config, shape, world_size, gpu)
+    return train_seconds(config, shape, world_size, gpu) + own
+
+
+def layouts(config: Config, shape: ModelShape, world_size: int) -> Iterator[dict[str, Any]]:
+    """The layouts of the ranks that the model allows: tp, cp, pp, ep and etp.
+
+    tp stays inside a machine. cp is tried for long sequences. etp is 1 or tp. Layouts that an
+    exact check would refuse may be among them.
+    """
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    longest = config.longest_sequence(shape.max_position_embeddings)
+    given = config.parallel
+    tps = [size for size in sizes if size <= RANKS_PER_MACHINE and shape.num_kv_heads % size == 0]
+    cps = [size for size in sizes if size in (1, given.cp) or (longest > _LONG and size <= 16)]
+    pps = [size for size in sizes if size <= shape.num_layers]
+    eps = [size for size in sizes if shape.moe_layers and shape.num_experts % size == 0] or [1]
+    for tp, cp, pp, ep in product(tps, cps, pps, eps):
+        for etp in sorted({0, 1} if tp > 1 and shape.moe_layers else {0}):
+            if world_size % (tp * cp * pp) or world_size % ((etp or tp) * ep * pp):
+                continue
+            values: dict[str, Any] = dict(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+            if pp != given.pp:
+                values |= {"vpp": 1, "pp_layers": ()}
+            yield {f"parallel.{name}": value for name, value in values.items()}
+
+
+def _pass_settings(config: Config, shape: ModelShape, layout: Values) -> Iterator[Values]:
+    """Recomputation, place of the optimizer, and micro-batches down to the smallest that works."""
+    multiple = layout["parallel.tp"] * layout["parallel.cp"] * 2
+    sizes = [config.train.micro_batch_tokens]
+    if config.data.max_prompt_tokens:  # otherwise it bounds prompts, so it stays
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        while sizes[-1] // 2 >= longest and sizes[-1] // 2 % multiple == 0:
+            sizes.append(sizes[-1] // 2)
+    kinds = ("none", "moe", "full") if shape.moe_layers else ("none", "full")
+    for recompute, size, optimizer in product(kinds, sizes, ("resident", "streamed")):
+        yield {
+            "model.recompute": recompute,
+            "train.micro_batch_tokens": size,
+            "train.optimizer": optimizer,
+        }
+
+
+def _engine_settings(target: _Target, layout: Values) -> Iterator[Values]:
+    """Sizes of an engine, each with the largest share of the device that the policy leaves."""
+    config, shape, world_size = target.config, target.shape, target.world_size
+    for size in range(1, min(world_size, RANKS_PER_MACHINE) + 1):
+        if world_size % size or shape.num_heads % size or shape.moe_ffn_size % size:
+            continue
+        values = {"parallel.engine_tp": size}
+        if config.engine.kv_cache_gib:
+            yield values
+            continue
+        candidate = with_values(config, {**layout, **values})
+        parts = memory(candidate, shape, world_size, target.gpu.gib)["GENERATE"]
+        names = ("engine weights", "engine buffers", "KV cache")
+        others = sum(size for name, size in parts.items() if name not in names) / GIB
+        largest = target.fit({**layout, **values}).usable_gib - others
+        share = int(largest / target.gpu.gib * 20) / 20
+        for fraction in {min(share, 0.9), config.engine.memory_fraction}:
+            if 0 < fraction < 1:
+                yield values | {"engine.memory_fraction": fraction}
+
+
+def is_accepted(config: Config, shape: ModelShape, world_size: int) -> bool:
+    """Whether the checks of batch, layout and lengths find nothing wrong."""
+    found = Findings(config)
+    check_batch(config, found, world_size)
+    check_layout(config, found, shape, world_size)
+    check_lengths(config, found, shape)
+    return not found.problems

@@ -1,0 +1,197 @@
+"""Whether a run fits its devices, and what makes it fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from r3.cli.layout_search import Proposal, Search, search
+from r3.cli.memory_plan import CERTAIN, GIB, RESERVE, Fit, fit
+from r3.cli.step_time import DEFAULT_GPU, EFFICIENCY, GPUS, Gpu
+from r3.config import Config, Problem
+from r3.models.shape import ModelShape
+
+_SHOWN_PROPOSALS = 3
+
+
+def verdict(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> str:
+    """Lines that say whether the plan fits, and settings that make it fit if it does not."""
+    found = fit(config, shape, world_size, gpu.gib)
+    if found.fits:
+        phase, needs = max(found.needs_gib.items(), key=lambda item: item[1])
+        return f"fits: {phase} needs most, {needs:.1f} of {_usable(found)}\n{_cache(config, found)}"
+    return "\n".join(
+        [
+            f"does not fit {_usable(found)}: {_lacking(found)}",
+            _remedy(config, shape, world_size, gpu),
+        ]
+    )
+
+
+def _usable(found: Fit) -> str:
+    return (
+        f"{found.usable_gib:.1f} GiB ({found.device_gib:g} less {RESERVE:.0%} kept free for "
+        "fragmentation)"
+    )
+
+
+def _lacking(found: Fit) -> str:
+    phases = [
+        f"{phase} needs {found.needs_gib[phase]:.1f} GiB, lacks {missing:.1f}"
+        for phase, missing in found.lacking_gib.items()
+    ]
+    if found.cached_sequences < 1:
+        phases.append("GENERATE leaves no KV cache for one sequence")
+    return "; ".join(phases)
+
+
+def _cache(config: Config, found: Fit) -> str:
+    return (
+        f"the KV cache of an engine holds {found.cached_sequences:,.0f} sequences of maximum "
+        f"length; at most {config.engine.max_num_seqs} are decoded at a time"
+    )
+
+
+def _remedy(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> str:
+    """Tried settings that fit, those with the fewest changes; otherwise, how many devices do."""
+    found = search(config, shape, world_size, gpu, few_changes=True)
+    if found.proposals:
+        best = found.proposals[0]
+        return f"{best.flags} make it fit (tried; a step takes about {best.step_s:.0f} s then)"
+    return _nowhere(config, shape, world_size, gpu, found)
+
+
+def _nowhere(config: Config, shape: ModelShape, world_size: int, gpu: Gpu, found: Search) -> str:
+    lacks = ", ".join(f"{phase} {gib:.1f} GiB" for phase, gib in found.lacking_gib.items())
+    text = (
+        f"none of {found.tried} layouts of {world_size} devices of {gpu.gib:g} GiB fits, with any "
+        "size of engine and micro-batch and any recomputation"
+    )
+    if lacks:
+        text += f"; the best layout lacks: {lacks}"
+    else:
+        text += "; each lacks memory in another phase, or the checks refuse it"
+    for count in (2 * world_size, 4 * world_size, 8 * world_size):
+        if search(config, shape, count, gpu).proposals:
+            return f"{text}\n{count} such devices would fit: --plan-for {count}x{gpu.gib:g}"
+    return text
+
+
+def plan_for(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> tuple[bool, str]:
+    """The best settings for a number of devices, as flags to paste.
+
+    Args:
+        config: the settings to start from.
+        shape: the model's.
+        world_size: number of devices.
+        gpu: the devices.
+
+    Returns:
+        Whether there are any, and the text to print.
+    """
+    found = search(config, shape, world_size, gpu)
+    if not found.proposals:
+        return False, _nowhere(config, shape, world_size, gpu, found)
+    head = (
+        f"{len(found.proposals)} of {found.tried} layouts of {world_size} devices of "
+        f"{gpu.gib:g} GiB fit. The fastest by estimate:"
+    )
+    shown = found.proposals[:_SHOWN_PROPOSALS]
+    return True, "\n\n".join([head, *map(_entry, range(1, 4), shown), assumptions(gpu)])
+
+
+def _entry(number: int, proposal: Proposal) -> str:
+    needs = ", ".join(f"{phase} {gib:.1f}" for phase, gib in proposal.fit.needs_gib.items())
+    return "\n".join(
+        [
+            f"{number}. {proposal.flags or '(the settings as they are)'}",
+            f"   step about {proposal.step_s:.0f} s: {describe_seconds(proposal.seconds)}",
+            f"   GiB of {proposal.fit.usable_gib:.1f}: {needs}",
+            f"   KV cache of an engine: {proposal.fit.cached_sequences:,.0f} sequences of maximum "
+            "length",
+        ]
+    )
+
+
+def describe_seconds(seconds: Mapping[str, float]) -> str:
+    """Phases with their seconds, in one line."""
+    return ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
+
+
+def assumptions(gpu: Gpu) -> str:
+    """What estimated seconds rest on."""
+    return (
+        f"Times are estimates for responses of maximum length on {gpu.name} ({gpu.tflops:g} "
+        f"TFLOP/s bfloat16, {gpu.memory_gbs:g} GB/s memory, {gpu.link_gbs:g} GB/s links, "
+        f"{gpu.network_gbs:g} GB/s network).\nAssumed, not measured: {EFFICIENCY}."
+    )
+
+
+def memory_problems(
+    config: Config, shape: ModelShape, world_size: int, gpu: Gpu
+) -> tuple[list[Problem], list[str]]:
+    """What cannot fit, and what probably does not.
+
+    What cannot fit exceeds the device by parts whose size is certain. The other parts are
+    estimates, so they only warn.
+
+    Args:
+        config: the settings.
+        shape: the model's.
+        world_size: number of ranks.
+        gpu: the device of a rank.
+
+    Returns:
+        Problems and warnings.
+    """
+    found = fit(config, shape, world_size, gpu.gib)
+    engine = config.engine
+    share = engine.memory_fraction * gpu.gib
+    weights = found.parts["GENERATE"]["engine weights"] / GIB
+    if not engine.kv_cache_gib and weights > share:
+        rule = f"{share:.1f} GiB of the device are less than the engine's weights, {weights:.1f}"
+        fix = _remedy(config, shape, world_size, gpu)
+        return [Problem("engine.memory_fraction", engine.memory_fraction, rule, fix)], []
+    phase, needs = max(found.certain_gib.items(), key=lambda item: item[1])
+    if needs > gpu.gib:
+        parts = ", ".join(
+            f"{name} {size / GIB:.1f}"
+            for name, size in found.parts[phase].items()
+            if name in CERTAIN and size
+        )
+        rule = f"{phase} needs {needs:.1f} GiB on each rank without any buffers ({parts})"
+        fix = _remedy(config, shape, world_size, gpu)
+        return [Problem("device memory", f"{gpu.gib:.1f} GiB", rule, fix)], []
+    if found.fits:
+        return [], []
+    return [], [f"the plan does not fit {_usable(found)}: {_lacking(found)}; see --dry-run"]
+
+
+def read_gpu(word: str) -> Gpu:
+    """A device by its name (`GPUS`) or its memory in GiB, then with the rates of `DEFAULT_GPU`.
+
+    Raises:
+        ValueError: the word is neither.
+    """
+    if word in GPUS:
+        return GPUS[word]
+    try:
+        gib = float(word)
+    except ValueError:
+        gib = math.nan
+    if not 0 < gib < math.inf:
+        raise ValueError(f"must be GiB of memory such as 80, or one of {', '.join(GPUS)}")
+    return replace(DEFAULT_GPU, gib=gib)
+
+
+def read_plan_for(word: str) -> tuple[int, Gpu]:
+    """The number and kind of devices that `8x80` or `8xh200` names.
+
+    Raises:
+        ValueError: the word is not of that form.
+    """
+    count, times, device = word.partition("x")
+    if not times or not count.isdecimal() or not int(count):
+        raise ValueError("must be the number of devices and their memory in GiB or name, as 8x80")
+    return int(count), read_gpu(device)

@@ -1,0 +1,64 @@
+"""Metrics that users' environments and reward functions report: `env/NAME` and `reward/NAME`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any, Literal
+
+from r3.metrics.glossary import GLOSSARY
+from r3.metrics.reduce import MeanOfValues
+
+MOST = 32
+"""Most metrics that one call may report: each becomes a curve."""
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_AREAS = ("env/", "reward/")
+
+
+def checked_metrics(value: Any, area: Literal["env", "reward"]) -> dict[str, float]:
+    """Check the metrics that a user's function returned.
+
+    Args:
+        area: who reports them.
+
+    Returns:
+        The metrics by their full names, `env/NAME` or `reward/NAME`.
+
+    Raises:
+        ValueError: they are not a mapping of at most `MOST` names to finite numbers, or a name is
+            one of R3's own.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"metrics must be a dict of numbers by name, returned {value!r}")
+    if len(value) > MOST:
+        raise ValueError(f"it returned {len(value)} metrics, and {MOST} are the maximum")
+    metrics = {}
+    for name, number in value.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"metric {name!r}: a name has letters, digits and '_', begins with a letter and "
+                "has at most 64 characters"
+            )
+        # Numbers of numpy are Real too; tensors and strings are not.
+        if not isinstance(number, Real) or not math.isfinite(number):
+            raise ValueError(f"metric {name!r} is {number!r}, not a finite number")
+        if (key := f"{area}/{name}") in GLOSSARY:
+            raise ValueError(f"metric {name!r}: {key} is a metric of R3. Use another name")
+        metrics[key] = float(number)
+    return metrics
+
+
+def is_users(key: str) -> bool:
+    """Whether a user's function reports this metric of training."""
+    return key.startswith(_AREAS) and key.count("/") == 1 and key not in GLOSSARY
+
+
+def means(reported: Iterable[Mapping[str, float]]) -> dict[str, MeanOfValues]:
+    """Return the partial of every metric, over the conversations that report it."""
+    values: dict[str, list[float]] = {}
+    for metrics in reported:
+        for key, value in metrics.items():
+            values.setdefault(key, []).append(value)
+    return {key: MeanOfValues(tuple(found)) for key, found in sorted(values.items())}

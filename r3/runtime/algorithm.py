@@ -1,0 +1,129 @@
+"""The loss and the advantage of a run: built-in functions, or functions of users' files.
+
+    --algo.loss my.py:f --algo.args tau=0.5
+
+calls `f(inputs, bounds, tau=0.5)` where a built-in loss would be called.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from r3.algo.advantage import ADVANTAGES
+from r3.algo.contract import (
+    Advantage,
+    Finding,
+    advantage_fault,
+    check_advantage,
+    check_loss,
+    loss_fault,
+)
+from r3.algo.loss import LOSSES, Bounds, Loss, LossInputs
+from r3.config import AlgoConfig
+from r3.runtime.user_code import ALGORITHM_PARAMETERS, function_of
+
+
+class AlgorithmError(RuntimeError):
+    """A user's loss or advantage raised an error or returned a wrong result."""
+
+
+@cache
+def loss_of(algo: AlgoConfig) -> Loss:
+    """Return the policy loss that `algo.loss` names; load the user's file.
+
+    A user's loss raises `AlgorithmError` if it fails or its result has another form than agreed.
+
+    Raises:
+        ConfigError: the function cannot be loaded, or not be called with inputs, bounds and
+            `algo.args`.
+    """
+    if algo.loss in LOSSES:
+        return LOSSES[algo.loss]
+    call = _own(algo, "loss")
+
+    def loss(inputs: LossInputs, bounds: Bounds) -> tuple[Tensor, Tensor]:
+        result = call(inputs, bounds)
+        if fault := loss_fault(result, inputs):
+            raise AlgorithmError(f"algo.loss {algo.loss}: {fault}")
+        return cast("tuple[Tensor, Tensor]", result)
+
+    return loss
+
+
+@cache
+def advantage_of(algo: AlgoConfig) -> Advantage:
+    """Return the advantage that `algo.advantage` names; load the user's file.
+
+    A user's advantage raises `AlgorithmError` if it fails or its result is not one finite number
+    per rollout.
+
+    Raises:
+        ConfigError: the function cannot be loaded, or not be called with rewards_R, groups_R and
+            `algo.args`.
+    """
+    if algo.advantage in ADVANTAGES:
+        return ADVANTAGES[algo.advantage]
+    call = _own(algo, "advantage")
+
+    def advantage(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+        result = call(rewards_R, groups_R)
+        if fault := advantage_fault(result, rewards_R):
+            raise AlgorithmError(f"algo.advantage {algo.advantage}: {fault}")
+        return cast("Tensor", result)
+
+    return advantage
+
+
+def run_contract(algo: AlgoConfig, role: str) -> list[Finding]:
+    """Run the contract on the function that the settings name.
+
+    Args:
+        role: "loss" or "advantage".
+
+    Raises:
+        ConfigError: it cannot be loaded.
+        AlgorithmError: it raised an error.
+    """
+    own = _own(algo, role) if role in algo.own_functions else None
+    if role == "advantage":
+        return check_advantage(own or ADVANTAGES[algo.advantage])
+    return check_loss(own or LOSSES[algo.loss], bounds_of(algo))
+
+
+def bounds_of(algo: AlgoConfig) -> Bounds:
+    """Return the bounds that a loss gets."""
+    return Bounds(algo.clip_low, algo.clip_high, algo.clip_dual, algo.minirl_cap)
+
+
+def _own(algo: AlgoConfig, role: str) -> Callable[..., Any]:
+    """Load a user's function; what it raises becomes an `AlgorithmError` that says where."""
+    field, spec, arguments = f"algo.{role}", algo.own_functions[role], algo.arguments_of(role)
+    file = str(Path(spec.rpartition(":")[0]).resolve())
+    function = partial(
+        function_of(field, spec, ALGORITHM_PARAMETERS[field], arguments), **arguments
+    )
+
+    def call(*inputs: Any) -> Any:
+        try:
+            return function(*inputs)
+        except torch.OutOfMemoryError:
+            raise  # it has a message of its own
+        except Exception as error:  # users' code may raise anything; the message names the line
+            frames = traceback.extract_tb(error.__traceback__)
+            own_frames = [frame for frame in frames if frame.filename == file]
+            last = (own_frames or frames)[-1]
+            raise AlgorithmError(
+                f"{field} {spec} raised {type(error).__name__}: {error}\n"
+                f"  {last.filename}:{last.lineno} in {last.name}: {last.line}\n"
+                f"  Test it without a run: python -m r3.cli.check_loss {spec}"
+                f"{' --advantage' if role == 'advantage' else ''}"
+            ) from error
+
+    return call

@@ -1,0 +1,1 @@
+../../launch/ranks.py

@@ -1,0 +1,166 @@
+"""Load functions and classes from users' files, each named `path/to/file.py:name`.
+
+A file runs once per process, within a time limit. `load_for` and `function_of` turn everything that
+can go wrong into one `ConfigError` that names setting, file and fix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from r3.config import ConfigError, Problem
+from r3.runtime.time_limit import time_limit
+
+# For the imports of a user's file, and the start of a worker's interpreter; a loaded machine needs
+# seconds.
+START_LIMIT_S = 120.0
+
+# What users' functions of the algorithm get by position, by the setting that names them.
+ALGORITHM_PARAMETERS = {
+    "algo.loss": ("inputs", "bounds"),
+    "algo.advantage": ("rewards_R", "groups_R"),
+}
+
+
+def file_fault(path: str) -> str:
+    """Why a path is no file to be loaded; "" if it is one. A FIFO would block its reader for
+    ever.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return f"there is no file {path}"
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        return f"{path} cannot be read ({getattr(error, 'strerror', None) or error})"
+    return "" if stat.S_ISREG(mode) else f"{path} is a folder or a device, not a file"
+
+
+class UserFileError(Exception):
+    """A user's file that ends the process, or never ends, while it is imported."""
+
+
+def load(spec: str, *, limit_s: float = START_LIMIT_S) -> Any:
+    """Load the object `path/to/file.py:name`. A file runs once per process; it may raise anything.
+
+    Raises:
+        UserFileError: the file calls `sys.exit`, or runs for more than `limit_s` seconds.
+    """
+    file, _, name = spec.rpartition(":")
+    path = Path(file).resolve()
+    # A name that no other file has, and without dots, so that objects of its classes can be
+    # pickled.
+    stem = re.sub(r"\W", "_", path.stem)
+    module_name = f"r3_user_{stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if module_name not in sys.modules:
+        loaded = False
+        module_spec = importlib.util.spec_from_file_location(module_name, path)
+        assert module_spec is not None and module_spec.loader is not None, f"{path} ends in .py"
+        module = importlib.util.module_from_spec(module_spec)
+        # dataclasses and pickle look it up while it is still loading
+        sys.modules[module_name] = module
+        try:
+            late = UserFileError(f"{path} was not imported after {limit_s:g} s")
+            with time_limit(limit_s, lambda: late):
+                module_spec.loader.exec_module(module)
+            loaded = True
+        except SystemExit as error:
+            code = error.code if error.code is not None else ""
+            raise UserFileError(f"{path} calls sys.exit({code}) while it is imported") from None
+        finally:
+            if not loaded:
+                del sys.modules[module_name]
+    return getattr(sys.modules[module_name], name)
+
+
+def load_for(field: str, spec: str, definition: str) -> Any:
+    """Load what a setting names as `path/to/file.py:name`.
+
+    Args:
+        field: the setting.
+        definition: what the file should have, such as "def f(response, prompt)".
+
+    Raises:
+        ConfigError: the file cannot be loaded, or has no such name.
+    """
+    file, _, name = spec.rpartition(":")
+    if fault := file_fault(file):
+        raise problem(field, spec, fault, "give the path from the folder the run starts in")
+    try:
+        return load(spec)
+    except UserFileError as error:
+        fix = "keep only definitions at the top of the file"
+        raise problem(field, spec, f"{error}", fix) from None
+    except Exception as error:  # a user's file may raise anything; the message names it
+        if isinstance(error, AttributeError) and error.name == name:
+            raise problem(field, spec, f"{error}", f"write `{definition}` there") from None
+        rule = f"{file} raised {type(error).__name__}: {error}"
+        raise problem(field, spec, rule, "correct the file") from error
+
+
+def function_of(
+    field: str,
+    spec: str,
+    parameters: Sequence[str],
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    optional: Sequence[str] = (),
+) -> Callable[..., Any]:
+    """Load a user's function and check that it can be called as R3 will call it.
+
+    Args:
+        field: the setting that names it. Its section has a setting `args`.
+        parameters: names of what R3 passes by position.
+        arguments: keyword arguments from `args`.
+        optional: names of what R3 passes by keyword if the function has such a parameter.
+
+    Raises:
+        ConfigError: it cannot be loaded, or not be called so.
+    """
+    file, _, name = spec.rpartition(":")
+    definition = f"def {name}({', '.join(parameters)})"
+    function = load_for(field, spec, definition)
+    if not callable(function):
+        rule = f"{name} is not a function in {file}"
+        raise problem(field, spec, rule, f"write `{definition}` there")
+    signature = inspect.signature(function)
+    if wrong := call_problem(field, spec, signature, parameters, arguments, optional=optional):
+        raise ConfigError([wrong])
+    return function
+
+
+def call_problem(
+    field: str,
+    spec: str,
+    signature: inspect.Signature,
+    parameters: Sequence[str],
+    arguments: Mapping[str, Any],
+    *,
+    optional: Sequence[str] = (),
+) -> Problem | None:
+    """Return why a function cannot be called as R3 will call it, or None. See `function_of`."""
+    name = spec.rpartition(":")[2]
+    wanted = {each: () for each in optional if each in signature.parameters}
+    try:
+        signature.bind(*parameters, **arguments, **wanted)
+    except TypeError as error:
+        given = ", ".join([*parameters, *(f"{key}={value!r}" for key, value in arguments.items())])
+        rule = f"{name} cannot be called as {name}({given}): {error}"
+        definition = f"def {name}({', '.join(parameters)})"
+        fix = f"write `{definition}`; --{field.partition('.')[0]}.args sets further parameters"
+        return Problem(field, spec, rule, fix)
+    return None
+
+
+def problem(field: str, spec: str, rule: str, fix: str) -> ConfigError:
+    """Return the error of one setting that names a user's file."""
+    return ConfigError([Problem(field=field, value=spec, rule=rule, fix=fix)])

@@ -1,0 +1,142 @@
+"""Mistakes that an engine must refuse, and built engines that R3 cannot use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from r3.config import Config
+from r3.engine import EngineConfigError, EngineStateError, WeightMismatch
+from r3.engine.build import refuse_unfit
+from r3.handover.memory import ResidencyError, State
+from r3.handover.weights import SyncError, prove_sync
+from r3.rollout.single_turn import sample_single_turn
+from r3.runtime.device import Device
+from r3.types import Rollout
+from tests.engines import World
+from tests.errors import message_of
+from tests.tiny import tiny_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guards:
+    """Messages of an engine.
+
+    Attributes:
+        messages: by mistake.
+        works: whether it samples after all of them.
+        unfit: by fact that was changed.
+        other_side: for an engine that captures routes although replay.mode is off.
+        fit: for the engine as it was built.
+    """
+
+    messages: dict[str, str]
+    works: bool
+    unfit: dict[str, str]
+    other_side: str
+    fit: str
+
+
+def engine_guards(device: Device) -> Guards:
+    """Make every mistake that the engine must refuse, then use it as usual."""
+    world = World(device, tiny_config())
+    engine, stream = world.engine, world.stream
+    messages: dict[str, str] = {}
+
+    def provoke(name: str, action: Callable[[], object]) -> None:
+        messages[name] = message_of(
+            action, EngineStateError, WeightMismatch, ResidencyError, SyncError
+        )
+
+    def sample(policy_version: int = 1) -> list[Rollout]:
+        return sample_single_turn(
+            engine,
+            world.task.prompts.prompts[:1],
+            seeds=[1],
+            policy_version=policy_version,
+            max_tokens=4,
+        )
+
+    def push(shapes: dict[str, Any] | None = None, skip: str = "") -> None:
+        weights = ((name, tensor) for name, tensor in stream.read() if name != skip)
+        engine.load_weights(
+            shapes if shapes is not None else stream.shapes, weights, policy_version=1
+        )
+
+    gone = "model.layers.1.mlp.experts.3.up_proj.weight"
+    provoke("push asleep", push)
+    provoke("generate asleep", sample)
+    provoke("cache first", lambda: engine.wake("kv_cache"))
+    provoke("sleep twice", engine.sleep)
+    provoke("train to generate", lambda: world.residency.move(State.GENERATE))
+    world.residency.move(State.SYNC)
+    provoke("wake twice", lambda: engine.wake("weights"))
+    provoke("not announced", lambda: push({k: v for k, v in stream.shapes.items() if k != gone}))
+    provoke("misshaped", lambda: push(stream.shapes | {gone: (3, 3)}))
+    provoke("unknown", lambda: push(stream.shapes | {"model.layers.9.x": (3, 3)}))
+    provoke("not delivered", lambda: push(skip=gone))
+    provoke("half pushed", lambda: (engine.wake("kv_cache"), sample()))
+    push()
+    provoke("cache not reset", sample)
+    engine.reset_cache()
+    provoke("other version", lambda: sample(policy_version=2))
+    world.residency.state = State.GENERATE
+    provoke("generate to sync", lambda: world.residency.move(State.SYNC))
+    prove_sync(engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh)
+    world.perturb()
+    provoke(
+        "stale",
+        lambda: prove_sync(
+            engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh
+        ),
+    )
+    built = engine.llm.llm_engine.vllm_config
+    return Guards(
+        messages=messages,
+        works=sample()[0].num_response_tokens > 0,
+        unfit=_unfit(built, world.config),
+        other_side=_refusal(built, world.config, capture=False),
+        fit=_refusal(built, world.config, capture=True),
+    )
+
+
+def _unfit(built: Any, config: Config) -> dict[str, str]:
+    """Message about the built engine's config with one fact changed, for each fact R3 relies on."""
+    messages = {}
+    for name, value in {
+        "model_config.enable_return_routed_experts": False,
+        "parallel_config.tensor_parallel_size": 2,
+        "parallel_config.pipeline_parallel_size": 2,
+        "parallel_config.decode_context_parallel_size": 2,
+        "parallel_config.prefill_context_parallel_size": 2,
+        "parallel_config.data_parallel_size": 2,
+        "parallel_config.enable_eplb": True,
+        "parallel_config.enable_dbo": True,
+        "kv_transfer_config": "connector",
+        "cache_config.kv_offloading_size": 1.0,
+        "cache_config.cache_dtype": "fp8",
+        "offload_config.uva.cpu_offload_gb": 1.0,
+        "offload_config.prefetch.offload_group_size": 2,
+        "lora_config": "adapter",
+        "model_config.quantization": "fp8",
+        "model_config.dtype": torch.float16,
+        "model_config.logprobs_mode": "raw_logprobs",
+        "quant_config": "fp8",
+        "speculative_config": "draft",
+    }.items():
+        changed = owner = copy.copy(built)
+        *path, last = name.split(".")
+        for part in path:
+            object.__setattr__(owner, part, copy.copy(getattr(owner, part)))
+            owner = getattr(owner, part)
+        object.__setattr__(owner, last, value)
+        messages[last] = _refusal(changed, config, capture=True)
+    return messages
+
+
+def _refusal(built: Any, config: Config, *, capture: bool) -> str:
+    return message_of(lambda: refuse_unfit(built, config, capture=capture), EngineConfigError)

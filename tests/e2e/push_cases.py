@@ -1,0 +1,97 @@
+"""Pushed weights against an engine that loads the same weights from files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from r3.handover.memory import State
+from r3.handover.weights import export, prove_weights
+from r3.rollout.task import read_task
+from r3.runtime.device import Device
+from r3.runtime.mesh import build_mesh
+from tests.engines import World, engine_from_disk, one_round, signature
+from tests.tiny import tiny_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushedAndFresh:
+    """Whether two engines sample the same, and how many shards this rank read from where.
+
+    Attributes:
+        moved: the push changed what is sampled.
+        equal: the pushed engine samples what a freshly loaded one does.
+        cached_equal: so it does with every prompt in the prefix cache.
+    """
+
+    moved: bool
+    equal: bool
+    cached_equal: bool
+    local_reads: int
+    peer_reads: int
+    network_reads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pushed:
+    """Signatures before and after a push and with cached prompts; number of compared tensors."""
+
+    before: list[str]
+    after: list[str]
+    cached: list[str]
+    compared: int
+
+
+def push_equals_fresh_engine(
+    device: Device, *, ep: int, out: str, hosts: list[str] | None = None
+) -> PushedAndFresh:
+    """Push changed weights, and compare with an engine that loads the exported checkpoint."""
+    world = World(device, tiny_config(parallel={"ep": ep}), hosts=hosts)
+    world.sync(0)
+    before = signature(world.collect(0).rollouts)
+    world.residency.move(State.TRAIN)
+    world.perturb()
+    world.sync(1)
+    pushed = signature(world.collect(1).rollouts)
+    again = signature(world.collect(1).rollouts)  # now with every prompt in the prefix cache
+    folder = Path(out) / "export"
+    export(
+        folder, world.stream, world.policy, device, world.mesh, like=world.config.model.path, step=1
+    )
+    config = replace(world.config, model=replace(world.config.model, path=str(folder)))
+    fresh = engine_from_disk(config, device, world.task, policy_version=1)
+    loaded = signature(world.collect(1, engine=fresh).rollouts)
+    traffic = world.stream.traffic
+    return PushedAndFresh(
+        moved=before != pushed,
+        equal=pushed == loaded,
+        cached_equal=again == loaded,
+        local_reads=traffic.local[0],
+        peer_reads=traffic.peer[0],
+        network_reads=traffic.network[0],
+    )
+
+
+def pushed(device: Device, *, out: str, dtype: str) -> Pushed:
+    """Sample before and after a push of changed weights; export these."""
+    world = World(device, tiny_config(model={"dtype": dtype}, engine={"dtype": dtype}))
+    world.sync(0)
+    before = signature(world.collect(0).rollouts)
+    world.residency.move(State.TRAIN)
+    world.perturb()
+    world.sync(1)
+    compared = prove_weights(world.stream, world.engine, world.mesh)
+    after = signature(world.collect(1).rollouts)
+    cached = signature(world.collect(1).rollouts)
+    like = world.config.model.path
+    export(Path(out), world.stream, world.policy, device, world.mesh, like=like, step=1)
+    return Pushed(before=before, after=after, cached=cached, compared=compared)
+
+
+def loaded(device: Device, *, model: str, dtype: str) -> list[str]:
+    """Return what an engine samples that loads a checkpoint itself."""
+    config = tiny_config(model, model={"dtype": dtype}, engine={"dtype": dtype})
+    task = read_task(config)
+    mesh = build_mesh(device, config.parallel)
+    engine = engine_from_disk(config, device, task, policy_version=1)
+    return signature(one_round(engine, task, mesh, config, 1, step=0).rollouts)

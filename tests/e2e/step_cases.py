@@ -1,0 +1,143 @@
+"""One step on real rollouts: routes, mismatch, memory, and what is sampled in several layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from r3.handover.memory import State
+from r3.handover.weights import prove_sync
+from r3.metrics.mismatch import mismatch
+from r3.routing.replay import Mode
+from r3.runtime.device import Device
+from tests.engines import World
+from tests.tiny import tiny_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRoutes:
+    """Routes of one training step.
+
+    Attributes:
+        proof: largest log-probability difference in the proof of the weight sync.
+        slots: captured (token, layer) slots.
+        wrong: slots whose token went to other experts than captured.
+        k3: of the same tokens with "replay" and with "live" routes.
+        abs_max: largest log-probability difference of a trained token.
+    """
+
+    proof: float
+    slots: int
+    wrong: int
+    k3: dict[str, float]
+    abs_max: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryMoves:
+    """Memory of the states, and whether the moves restore everything bit for bit."""
+
+    generate_gib: float
+    asleep_gib: float
+    gradient_bytes_in_generate: int
+    optimizer_bytes_in_generate: int
+    optimizer_tensors: int
+    restored: bool
+    random_state_kept: bool
+
+
+def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> StepRoutes:
+    """Sample, distribute, pack and train on real rollouts; read the routers back."""
+    config = tiny_config(
+        parallel={"ep": ep},
+        rollout={"prompts_per_step": 8},
+        model={"dtype": dtype},
+        engine={"dtype": dtype},
+    )
+    world = World(device, config)
+    world.sync(0)
+    proof = prove_sync(
+        world.engine, world.policy, world.task.prompts.prompts[:4], config, world.mesh
+    )
+    collected = world.collect(0)
+    world.residency.move(State.TRAIN)
+    batch = world.batch_of(collected, 700)
+    policy = world.policy
+    used: dict[int, list[torch.Tensor]] = {layer: [] for layer in policy.shape.moe_layers}
+    hooks = [
+        layer.mlp.router.register_forward_hook(
+            lambda _m, _i, out, number=layer.layer_number - 1: used[number].append(out[1].cpu())
+        )
+        for layer in policy.chunks[0].decoder.layers
+    ]
+    metrics = policy.forward_backward(batch)
+    for hook in hooks:
+        hook.remove()
+    k3 = {}
+    modes: tuple[Mode, ...] = ("replay", "live")
+    for mode in modes:
+        scores = policy.score(batch.micro_batches, mode=mode)
+        columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
+        part = mismatch(*(torch.cat(column) for column in columns))["k3"]
+        k3[mode] = type(part).reduce([part])
+    slots = wrong = 0
+    for i, micro_batch in enumerate(batch.micro_batches):
+        captured = micro_batch.captured_N
+        for position, layer in enumerate(policy.shape.moe_layers):
+            rows = micro_batch.routed_experts_NLK[:, position].long()[captured]
+            given = torch.zeros(len(rows), policy.shape.num_experts, dtype=torch.bool).scatter(
+                1, rows, True
+            )
+            slots += len(rows)
+            wrong += int((used[layer][i][captured] != given).any(-1).sum())
+    return StepRoutes(
+        proof=proof, slots=slots, wrong=wrong, k3=k3, abs_max=metrics["mismatch/abs_max"].value
+    )
+
+
+def sampled(device: Device, *, ep: int, **engine: Any) -> dict[str, str]:
+    """Return "step, prompt, sample" -> tokens of two steps."""
+    world = World(device, tiny_config(parallel={"ep": ep}, engine=engine))
+    world.sync(0)
+    tokens = {}
+    for step in (1, 2):
+        for rollout in world.collect(0, step=step).rollouts:
+            name = f"{step} {rollout.prompt_id} {rollout.sample_index}"
+            tokens[name] = str(rollout.tokens_T.tolist())
+    return tokens
+
+
+def memory_moves(device: Device, *, dtype: str) -> MemoryMoves:
+    """Measure memory in each state, and compare the optimizer state before and after."""
+    config = tiny_config(engine={"kv_cache_gib": 0.5}, model={"dtype": dtype})
+    world = World(device, config)
+    policy = world.policy
+    random_state = torch.get_rng_state()
+    world.sync(0)
+    generate_gib = device.used_gib()
+    gradient_bytes = sum(
+        buffer.untyped_storage().nbytes() for buffer in policy.memory.gradient_buffers()
+    )
+    collected = world.collect(0)
+    neutral = torch.equal(random_state, torch.get_rng_state())
+    world.residency.move(State.TRAIN)
+    asleep_gib = device.used_gib()
+    policy.update(world.batch_of(collected, 512), total_updates=4)
+    kept = {key: tensor.clone() for key, tensor in policy.memory.optimizer_tensors()}
+    world.sync(1)
+    in_generate = sum(
+        tensor.untyped_storage().nbytes() for _, tensor in policy.memory.optimizer_tensors()
+    )
+    world.residency.move(State.TRAIN)
+    back = all(torch.equal(kept[key], tensor) for key, tensor in policy.memory.optimizer_tensors())
+    return MemoryMoves(
+        generate_gib=generate_gib,
+        asleep_gib=asleep_gib,
+        gradient_bytes_in_generate=gradient_bytes,
+        optimizer_bytes_in_generate=in_generate,
+        optimizer_tensors=len(kept),
+        restored=back,
+        random_state_kept=neutral,
+    )

@@ -1,0 +1,150 @@
+"""Conversations of every kind, each compared with one forward pass of transformers in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from r3.engine import Engine, Sampled, Transcript
+from r3.runtime.device import Device
+from r3.types import Rollout, RouteError
+from tests.talkers import CHATTY, Agreement, Talker, Yardstick, values
+from tests.tiny import tiny_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFacts:
+    """One rollout.
+
+    Attributes:
+        name: "PROMPT/SAMPLE".
+        rows: rows of routes.
+        text: everything from the first sampled token on.
+        turns: the model's messages.
+        observed_logprobs: largest |log-probability| of a token that was not sampled.
+        response: the last message.
+    """
+
+    name: str
+    tokens: list[int]
+    rows: int
+    text: str
+    turns: list[str]
+    finish_reason: str
+    observed_logprobs: float
+    response: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talk:
+    """One round; `agreement` is None on ranks that do not lead an engine."""
+
+    rollouts: list[RolloutFacts]
+    rewards: list[float]
+    metrics: dict[str, float]
+    agreement: Agreement | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talks:
+    """Rounds by kind, and the results of right and wrong rows in a later turn."""
+
+    kinds: dict[str, Talk]
+    guards: dict[str, str]
+
+
+def facts(rollout: Rollout, decode: Callable[[Any], str]) -> RolloutFacts:
+    """Return what the tests compare of one rollout."""
+    mask = rollout.loss_mask_T
+    first = int(mask.argmax())
+    starts = np.flatnonzero(np.diff(mask, prepend=0) == 1).tolist()
+    ends = [*np.flatnonzero(np.diff(mask) == -1).tolist(), len(mask) - 1][: len(starts)]
+    return RolloutFacts(
+        name=f"{rollout.prompt_id}/{rollout.sample_index}",
+        tokens=rollout.tokens_T.tolist(),
+        rows=len(rollout.routed_experts),
+        text=decode(rollout.tokens_T[first:]),
+        turns=[decode(rollout.tokens_T[a : b + 1]) for a, b in zip(starts, ends, strict=True)],
+        finish_reason=rollout.finish_reason,
+        observed_logprobs=float(abs(rollout.logprobs_T[mask == 0]).max()),
+        response=rollout.response,
+    )
+
+
+def talks(device: Device, *, folder: str, engine_tp: int = 1) -> Talks:
+    """Sample every kind of conversation, and compare each with transformers."""
+    file = Path(folder) / f"chatty_{device.rank}_{device.world_size}_{engine_tp}.py"
+    file.write_text(CHATTY)
+    config = tiny_config(
+        parallel={"engine_tp": engine_tp, "tp": engine_tp},
+        engine={"max_model_len": 320, "kv_cache_gib": 0.0625},
+        rollout={"max_response_tokens": 120},
+    )
+    talker = Talker(device, config)
+    yardstick = Yardstick(config.model.path)
+    talks: dict[str, Talk] = {}
+    messages: dict[str, str] = {}
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "chatty": {"path": f"{file}:Chatty"},
+        "tool in workers": {"path": f"{file}:Tool", "workers": 1},
+        "calls": {"path": f"{file}:Calls", "max_turns": 5},
+        "stop strings": {"path": f"{file}:Stops", "stop": ("+",)},
+        "cut turns": {"path": f"{file}:Chatty", "max_turn_tokens": 3},
+        "little room": {"path": f"{file}:Chatty", "max_tokens": 40},
+        "few turns": {"path": f"{file}:Chatty", "max_turns": 2},
+        "game": {"name": "guess_number", "max_turn_tokens": 12},
+        "calculator": {"name": "calculator"},
+    }
+    for kind, settings in kinds.items():
+        collected = talker.collect(**settings)
+        rollouts = collected.rollouts
+        talks[kind] = Talk(
+            rollouts=[facts(rollout, talker.task.tokenizer.decode) for rollout in rollouts],
+            rewards=collected.rewards,
+            metrics=values(collected.metrics),
+            agreement=yardstick.compare(rollouts) if rollouts else None,
+        )
+        if kind == "chatty" and rollouts:
+            messages = guards(talker.engine, rollouts)
+    return Talks(kinds=talks, guards=messages)
+
+
+def guards(engine: Engine, rollouts: Sequence[Rollout]) -> dict[str, str]:
+    """Feed a conversation to a new transcript, with right and wrong rows in its second turn."""
+    rollout = max(rollouts, key=lambda rollout: len(rollout.tokens_T))
+    mask, rows = rollout.loss_mask_T, rollout.routed_experts
+    # Begin and end of two turns.
+    turns = np.flatnonzero(np.diff(mask, prepend=0, append=0))[:4].tolist()
+    assert len(turns) == 4, "it has only one turn"
+    results: dict[str, str] = {}
+    for name, shift, missing in (("right", 0, 0), ("shifted", 1, 0), ("too few", 0, 1)):
+        transcript = Transcript(
+            engine.capture_spec, rollout.tokens_T[: turns[0]].tolist(), who="the rollout"
+        )
+        try:
+            for start, end in (turns[:2], turns[2:]):
+                transcript.observe(rollout.tokens_T[len(transcript.tokens) : start].tolist())
+                first = transcript.first_row
+                late = shift if first else 0
+                transcript.append_sample(
+                    Sampled(
+                        key=0,
+                        tokens_T=rollout.tokens_T[start:end].tolist(),
+                        logprobs_T=rollout.logprobs_T[start:end].tolist(),
+                        routed_experts=rows[
+                            first - late : end - 1 - late - (missing if first else 0)
+                        ],
+                        first_row=first,
+                        finish_reason="stop",
+                    )
+                )
+            same = transcript.tokens == rollout.tokens_T[: turns[3]].tolist()
+            results[name] = f"{same} {np.array_equal(transcript.rows(), rows[: turns[3] - 1])}"
+        except RouteError as error:
+            results[name] = str(error)
+    return results

@@ -1,0 +1,109 @@
+"""A real vLLM engine and a real Megatron policy on every rank, and what the engine samples."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from r3.config import Config
+from r3.data.prompts import prompts_of_step
+from r3.engine import Engine, Sampling
+from r3.handover.memory import State
+from r3.handover.rollouts import PackingSpec, distribute
+from r3.handover.weights import sync_weights
+from r3.rollout.collect import CollectedRollouts, Collector
+from r3.rollout.scored import gather_rewards, score_all
+from r3.rollout.task import Task, read_task
+from r3.run.build import build_run
+from r3.runtime.device import Device
+from r3.runtime.mesh import Mesh, build_mesh
+from r3.types import Batch, Rollout
+
+
+class World:
+    """Everything a step uses, built for one rank."""
+
+    def __init__(self, device: Device, config: Config, *, hosts: list[str] | None = None) -> None:
+        self.device, self.config = device, config
+        self.task: Task = read_task(config)
+        self.mesh: Mesh = build_mesh(device, config.parallel)
+        run = build_run(config, self.task, device=device, mesh=self.mesh, hosts=hosts)
+        self.engine, self.policy = run.engine, run.policy
+        self.stream, self.residency = run.weights, run.residency
+
+    def sync(self, policy_version: int) -> None:
+        """Give the engine the policy's weights and the memory."""
+        self.residency.move(State.SYNC)
+        sync_weights(
+            self.stream, self.engine, self.device, self.mesh, policy_version=policy_version
+        )
+        self.residency.move(State.GENERATE)
+
+    def collect(
+        self, policy_version: int, *, step: int = 0, engine: Engine | None = None
+    ) -> CollectedRollouts:
+        """Sample one round of conversations."""
+        return one_round(
+            engine or self.engine, self.task, self.mesh, self.config, policy_version, step=step
+        )
+
+    def batch_of(self, collected: CollectedRollouts, micro_batch_tokens: int) -> Batch:
+        """Score and pack rollouts as a step with one update does."""
+        rewards = gather_rewards(collected, self.mesh.world, self.config)
+        spec = PackingSpec(micro_batch_tokens=micro_batch_tokens, captured=self.engine.capture)
+        scored = score_all(collected, rewards, self.config)
+        (batch,), _ = distribute(scored, self.mesh, self.task.shape, spec)
+        return batch
+
+    def perturb(self, seed: int = 0) -> None:
+        """Change the policy's weights, the same way on every replica of a tensor."""
+        for slot in self.policy.slots:
+            digest = hashlib.blake2b(f"{seed}/{slot.name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            noise = torch.randn(slot.tensor.shape, generator=generator) * 0.01
+            slot.tensor.add_(noise.to(slot.tensor.device))
+
+
+def one_round(
+    engine: Engine, task: Task, mesh: Mesh, config: Config, policy_version: int, *, step: int
+) -> CollectedRollouts:
+    """Sample one round of conversations about the prompts of a step."""
+    rollout = config.rollout
+    collector = Collector(
+        engine=engine,
+        mesh=mesh,
+        setup=task.conversation_setup,
+        scorer=task.scorer,
+        sampling=Sampling(temperature=rollout.temperature),
+        run_seed=0,
+        samples_per_prompt=rollout.group_size,
+        max_response_tokens=rollout.max_response_tokens,
+    )
+    prompts = prompts_of_step(task.prompts, seed=0, step=step, count=rollout.prompts_per_step)
+    return collector.collect(prompts, policy_version=policy_version, seed_step=step)
+
+
+def engine_from_disk(
+    config: Config, device: Device, task: Task, *, policy_version: int = 0
+) -> Engine:
+    """An awake engine that loaded `config.model.path` itself, as if that were `policy_version`.
+
+    With sleep mode, vLLM allows one engine per process on GPUs.
+    """
+    engine = Engine(
+        config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len, from_disk=True
+    )
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    engine.policy_version, engine._stale_cache = policy_version, False
+    return engine
+
+
+def signature(rollouts: list[Rollout]) -> list[str]:
+    """Return tokens, log-probabilities and routes of each rollout, as text equal bit for bit."""
+    return [
+        f"{r.tokens_T.tolist()} {r.logprobs_T.tobytes().hex()} "
+        f"{hashlib.sha256(r.routed_experts.tobytes()).hexdigest()}"
+        for r in rollouts
+    ]

@@ -1,0 +1,29 @@
+"""Drives environments by hand: a prompt, a message of the model, the replies."""
+
+from __future__ import annotations
+
+import time
+
+from r3.envs.runner import Environments, Reply
+from r3.types import Prompt
+
+
+def prompt(name: str = "rows.jsonl:1") -> Prompt:
+    """A prompt of one short question."""
+    messages = ({"role": "user", "content": "1+1?"},)
+    return Prompt(id=name, messages=messages, tokens_T=(1, 2), answer="#### 2")
+
+
+def said(text: str, finish_reason: str = "stop") -> dict[str, str]:
+    """A message of the model as an environment receives it."""
+    return {"role": "assistant", "content": text, "finish_reason": finish_reason}
+
+
+def collect(environments: Environments, count: int) -> dict[int, Reply]:
+    """Wait for `count` replies; by key."""
+    replies: dict[int, Reply] = {}
+    until = time.monotonic() + 60
+    while len(replies) < count:
+        assert time.monotonic() < until
+        replies |= {reply.key: reply for reply in environments.poll(0.5)}
+    return replies

@@ -1,0 +1,168 @@
+"""Starts of one run, as a user makes them: the launcher, its ranks, what they print."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.runs import QUIET_THREADS, rows_of, timeless
+from tests.world import ROOT
+
+STEPS = 4
+# Evaluation is left out and every step is saved: a fault then meets a save as often as a step.
+FLAGS = ("--eval.path", "", "--checkpoint.every", "1", "--train.steps", str(STEPS))
+_LIMIT_S = 300.0  # of one start, which takes 30 s on two idle cores
+
+
+class Unexpected(Exception):
+    """A run did not do what R3 promises."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run on two ranks."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    log: Path
+
+    @property
+    def text(self) -> str:
+        """What launcher and ranks have printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            if child.environ().get("RANK") == str(number):
+                return child
+        raise Unexpected(f"rank {number} does not run")
+
+    def family(self) -> list[psutil.Process]:
+        """The launcher and everything it started."""
+        launcher = psutil.Process(self.process.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds while the run is alive."""
+        until = time.monotonic() + _LIMIT_S
+        while not condition():
+            if self.process.poll() is not None:
+                raise Unexpected(f"the run ended before {what}:\n{self.text[-3000:]}")
+            if time.monotonic() > until:
+                self.kill()
+                raise Unexpected(f"no {what} after {_LIMIT_S:.0f} s:\n{self.text[-3000:]}")
+            time.sleep(0.05)
+
+    def wait_for_rows(self, count: int) -> None:
+        """Wait until the run has reported so many steps."""
+        self.wait_for(f"row {count}", lambda: rows_written(self.folder) >= count)
+
+    def end(self) -> int:
+        """Wait for the end; returns the exit code."""
+        try:
+            return self.process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise Unexpected(f"not done after {_LIMIT_S:.0f} s:\n{self.text[-3000:]}") from None
+
+    def kill(self) -> None:
+        """Kill launcher and ranks."""
+        family = self.family() if self.process.poll() is None else []
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        # First, so that nobody else takes its exit code.
+        self.process.wait()
+        psutil.wait_procs(family[1:], timeout=10)
+
+
+def launch(
+    folder: Path,
+    *flags: str,
+    preset: str = "tiny-smoke",
+    restarts: int = 0,
+    prefix: tuple[str, ...] = (),
+) -> Attempt:
+    """Start a run on two ranks, with its output in a file beside its folder.
+
+    Args:
+        restarts: how often the launcher may start failed ranks again.
+        prefix: a command that runs the launcher.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    number = len(list(folder.parent.glob(f"{folder.name}.*.log"))) + 1
+    log = folder.with_name(f"{folder.name}.{number}.log")
+    command = [
+        *prefix,
+        *(sys.executable, "launch/ranks.py", "--standalone", "--nproc_per_node", "2"),
+        *("--max_restarts", str(restarts), "train.py", preset, "--log.dir", str(folder)),
+        *FLAGS,
+        *flags,
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | QUIET_THREADS,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Attempt(process, folder, log)
+
+
+def finish(folder: Path, *flags: str, restarts: int = 0) -> Attempt:
+    """Start a run that must reach its last step."""
+    attempt = launch(folder, *flags, restarts=restarts)
+    if code := attempt.end():
+        raise Unexpected(f"exit code {code}:\n{attempt.text[-3000:]}")
+    return attempt
+
+
+def rows_written(folder: Path) -> int:
+    """Whole lines in metrics.jsonl."""
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def newest_checkpoint(folder: Path) -> int:
+    """Step of the newest checkpoint; 0 if there is none."""
+    steps = [int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*")]
+    return max(steps, default=0)
+
+
+def require_equal(folder: Path, straight: Path) -> None:
+    """Raise Unexpected unless a run came to the weights and rows of an undisturbed one.
+
+    Weights are compared bit for bit; of the rows, times and memory are left out.
+    """
+    if not (folder / "metrics.jsonl").exists():
+        raise Unexpected(f"{folder} has no metrics.jsonl but {sorted(folder.iterdir())}")
+    mine, theirs = ([timeless(row) for row in rows_of(each)] for each in (folder, straight))
+    if mine != theirs:
+        steps = [row["step"] for row in mine]
+        keys = {
+            key for a, b in zip(mine, theirs, strict=False) for key in a if a[key] != b.get(key)
+        }
+        raise Unexpected(f"rows of steps {steps} differ from the undisturbed run in {sorted(keys)}")
+    if weights(folder) != weights(straight):
+        raise Unexpected("the weights differ from those of the undisturbed run")
+
+
+def weights(folder: Path) -> dict[str, str]:
+    """SHA-256 of each exported file of weights."""
+    files = sorted((folder / "hf" / f"step_{STEPS:06d}").glob("*.safetensors"))
+    if not files:
+        raise Unexpected(f"{folder} has no exported weights")
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -1,0 +1,161 @@
+"""Runs with one random fault each at a random time, started again until they are finished.
+
+Every run must come to the weights and rows of an undisturbed run. The same seed gives the same
+faults; how far a run has come when its fault strikes depends on the machine.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.faults.attempts import (
+    Attempt,
+    Unexpected,
+    finish,
+    launch,
+    newest_checkpoint,
+    require_equal,
+    rows_written,
+)
+
+_MOST_STARTS = 5
+# A hang is ended after so many seconds; phases of an undisturbed run are far shorter.
+_WATCHDOG = ("--debug.stall_s", "15", "--debug.kill_after_s", "30")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One run of the soak."""
+
+    number: int
+    fault: str
+    at_s: float
+    rows: int  # steps that were reported when the fault struck; -1 = it came after the end
+    starts: int
+    seconds: float
+
+    def __str__(self) -> str:
+        when = f"after {self.rows} steps" if self.rows >= 0 else "never, the run was done"
+        return (
+            f"run {self.number:2d}: {self.fault} at {self.at_s:.1f} s ({when}); "
+            f"{self.starts} starts, {self.seconds:.0f} s"
+        )
+
+
+def _kill_rank(attempt: Attempt, chance: random.Random) -> None:
+    attempt.rank(chance.randrange(2)).kill()
+
+
+def _kill_launcher(attempt: Attempt, chance: random.Random) -> None:
+    attempt.process.kill()
+
+
+def _signal_rank(attempt: Attempt, chance: random.Random) -> None:
+    attempt.rank(chance.randrange(2)).send_signal(signal.SIGUSR1)
+
+
+def _signal_launcher(attempt: Attempt, chance: random.Random) -> None:
+    attempt.process.send_signal(signal.SIGTERM)
+
+
+def _stop_rank(attempt: Attempt, chance: random.Random) -> None:
+    attempt.rank(chance.randrange(2)).suspend()
+
+
+def _flip_bit(attempt: Attempt, chance: random.Random) -> None:
+    """Kill the run, then flip one bit anywhere in its newest checkpoint."""
+    attempt.kill()
+    if step := newest_checkpoint(attempt.folder):
+        folder = attempt.folder / "checkpoints" / f"step_{step:06d}"
+        files = sorted(file for file in folder.iterdir() if file.stat().st_size)
+        file = chance.choice(files)
+        content = bytearray(file.read_bytes())
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        file.write_bytes(content)
+
+
+FAULTS: dict[str, Callable[[Attempt, random.Random], None]] = {
+    "SIGKILL of a rank": _kill_rank,
+    "SIGKILL of the launcher": _kill_launcher,
+    "SIGUSR1 to a rank": _signal_rank,
+    "SIGTERM to the launcher": _signal_launcher,
+    "SIGSTOP of a rank": _stop_rank,
+    "one bit of the newest checkpoint": _flip_bit,
+}
+
+
+def soak(
+    count: int, seed: int, root: Path, *, first: int = 1, until: float, say: Callable[[str], None]
+) -> int:
+    """Make `count` runs, fewer if the time ends; returns how many ended as they must.
+
+    Args:
+        first: number of the first run, to repeat one that failed.
+        until: no run begins after this time (of time.monotonic).
+        say: takes a line about each run.
+
+    Raises:
+        Unexpected: a run hangs, cannot be resumed, or comes to other weights or rows.
+    """
+    began = time.monotonic()
+    straight = root / "straight"
+    finish(straight, *_WATCHDOG)
+    duration_s = time.monotonic() - began
+    say(f"the undisturbed run took {duration_s:.0f} s")
+    ended: list[Ended] = []
+    for number in range(first, first + count):
+        if time.monotonic() > until:
+            break
+        ended.append(_disturbed(number, seed, root, straight, duration_s))
+        say(str(ended[-1]))
+    struck = [each for each in ended if each.rows >= 0]
+    kinds = Counter(each.fault for each in struck)
+    say(
+        f"{len(ended)} of {count} runs (seed {seed}): all ended with the weights and rows of the "
+        f"undisturbed run; the fault struck in {len(struck)}: "
+        + ", ".join(f"{number} x {kind}" for kind, number in sorted(kinds.items()))
+    )
+    return len(ended)
+
+
+def _disturbed(number: int, seed: int, root: Path, straight: Path, duration_s: float) -> Ended:
+    chance = random.Random(f"{seed}/{number}")
+    fault = chance.choice(list(FAULTS))
+    at_s = chance.uniform(0.1, 1.0) * duration_s
+    restarts = chance.choice((0, 3))  # of the launcher; without, the run is started by hand
+    folder = root / f"run_{number:03d}"
+    began = time.monotonic()
+    attempt = launch(folder, *_WATCHDOG, restarts=restarts)
+    rows = -1
+    try:
+        attempt.process.wait(at_s)
+    except subprocess.TimeoutExpired:
+        rows = rows_written(folder)
+        try:
+            FAULTS[fault](attempt, chance)
+        except (psutil.NoSuchProcess, Unexpected, ProcessLookupError):
+            rows = -1  # the process was not there: before its start or after its end
+    starts = 1
+    while attempt.end():
+        starts += 1
+        if starts > _MOST_STARTS:
+            raise Unexpected(f"run {number}, {fault}: {_MOST_STARTS} starts:\n{attempt.text}")
+        attempt = launch(folder, *_WATCHDOG, restarts=restarts)
+    try:
+        require_equal(folder, straight)
+    except Unexpected as error:
+        raise Unexpected(
+            f"run {number}, {fault} at {at_s:.1f} s, {starts} starts: {error}"
+        ) from None
+    shutil.rmtree(folder)
+    return Ended(number, fault, at_s, rows, starts, time.monotonic() - began)

@@ -1,0 +1,394 @@
+"""The table of faults: each is made in a real run of `tiny-smoke`, and its promise is checked."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.faults.attempts import (
+    FLAGS,
+    Attempt,
+    Unexpected,
+    finish,
+    launch,
+    newest_checkpoint,
+    require_equal,
+    rows_written,
+)
+from tests.runs import QUIET_THREADS, rows_of
+from tests.slurm.cluster import cluster, missing
+
+_AT = 2  # rows that a run has written when its fault strikes
+
+
+class Skip(Exception):
+    """This machine cannot make the fault; the text says why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        seen: the lines that its user reads.
+        lost: work that has to be done again.
+        goes_on: what starts it again.
+    """
+
+    seen: str
+    lost: str
+    goes_on: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a fault's runs write, and an undisturbed run to compare with."""
+
+    folder: Path
+    straight: Path
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table; `make` raises Unexpected if R3 breaks its promise."""
+
+    name: str
+    what: str
+    make: Callable[[Place], Outcome]
+
+
+_BY_HAND = "the same command resumes; weights and rows equal the undisturbed run's"
+_BY_ITSELF = "the launcher starts the ranks again; weights and rows equal the undisturbed run's"
+
+
+def _line(text: str, *parts: str) -> str:
+    """The first printed line that holds all parts."""
+    for line in text.splitlines():
+        if all(part in line for part in parts):
+            return line.strip()
+    raise Unexpected(f"no line with {parts} in:\n{text[-3000:]}")
+
+
+def _steps(count: int) -> str:
+    return {0: "nothing", 1: "1 step, made again"}.get(count, f"{count} steps, made again")
+
+
+def _lost(attempt: Attempt, reached: int) -> str:
+    """What the ranks had to make again after the launcher had restarted them."""
+    return _steps(reached - int(_line(attempt.text, "resuming from").rpartition(" ")[2]))
+
+
+def _resumed(place: Place, reached: int) -> str:
+    """Start the run again by hand; returns what had to be made again."""
+    saved = newest_checkpoint(place.folder)
+    finish(place.folder)
+    require_equal(place.folder, place.straight)
+    return _steps(reached - saved)
+
+
+@contextmanager
+def _running(place: Place, *flags: str, restarts: int = 0, rows: int = _AT) -> Iterator[Attempt]:
+    attempt = launch(place.folder, *flags, restarts=restarts)
+    try:
+        attempt.wait_for_rows(rows)
+        yield attempt
+    finally:
+        attempt.kill()
+
+
+def _rank_killed(place: Place) -> Outcome:
+    with _running(place) as attempt:
+        began = time.monotonic()
+        attempt.rank(1).kill()
+        attempt.end()
+        seconds = time.monotonic() - began
+    reached = rows_written(place.folder)
+    seen = f"{_line(attempt.text, 'r3: rank 1 was ended by')} (after {seconds:.0f} s)"
+    return Outcome(seen, _resumed(place, reached), _BY_HAND)
+
+
+def _rank_killed_with_restarts(place: Place) -> Outcome:
+    with _running(place, restarts=3) as attempt:
+        reached = rows_written(place.folder)
+        attempt.rank(0).kill()
+        if attempt.end():
+            raise Unexpected(attempt.text[-3000:])
+    require_equal(place.folder, place.straight)
+    seen = _line(attempt.text, "resuming from")
+    return Outcome(f"resuming from {Path(seen).name}", _lost(attempt, reached), _BY_ITSELF)
+
+
+def _launcher_killed(place: Place) -> Outcome:
+    with _running(place) as attempt:
+        ranks = attempt.family()[1:]
+        attempt.process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        if alive:
+            raise Unexpected(f"{alive} live on without their launcher")
+    reached = rows_written(place.folder)
+    return Outcome("nothing: the ranks end at once", _resumed(place, reached), _BY_HAND)
+
+
+def _launcher_terminated(place: Place) -> Outcome:
+    return _stopped(place, lambda attempt: attempt.process.send_signal(signal.SIGTERM))
+
+
+def _rank_signalled(place: Place) -> Outcome:
+    return _stopped(place, lambda attempt: attempt.rank(1).send_signal(signal.SIGUSR1))
+
+
+def _stopped(place: Place, send: Callable[[Attempt], None]) -> Outcome:
+    with _running(place) as attempt:
+        send(attempt)
+        if (code := attempt.end()) != 75:
+            raise Unexpected(f"exit code {code}, not 75:\n{attempt.text[-3000:]}")
+    reached = rows_written(place.folder)
+    seen = _line(attempt.text, "stopped by SIG").replace(str(place.folder), "RUN_DIR")
+    return Outcome(seen, _resumed(place, reached), _BY_HAND)
+
+
+def _rank_hangs(place: Place) -> Outcome:
+    limits = ("--debug.stall_s", "5", "--debug.kill_after_s", "10")
+    with _running(place, *limits, restarts=2) as attempt:
+        reached = rows_written(place.folder)
+        attempt.rank(1).suspend()
+        if attempt.end():
+            raise Unexpected(attempt.text[-3000:])
+    require_equal(place.folder, place.straight)
+    _line(attempt.text, "rank 1", "LAGS by")
+    seen = _line(attempt.text, "no rank made progress")
+    return Outcome(seen, _lost(attempt, reached), _BY_ITSELF)
+
+
+def _bit_flipped(place: Place) -> Outcome:
+    return _damaged(place, lambda folder: _flip(folder / "__1_0.distcp"))
+
+
+def _file_missing(place: Place) -> Outcome:
+    return _damaged(place, lambda folder: (folder / "__0_0.distcp").unlink())
+
+
+def _other_step(place: Place) -> Outcome:
+    def swap(folder: Path) -> None:
+        older = folder.with_name(f"step_{newest_checkpoint(place.folder) - 1:06d}")
+        shutil.copyfile(older / "__0_0.distcp", folder / "__0_0.distcp")
+
+    return _damaged(place, swap)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _damaged(place: Place, damage: Callable[[Path], None]) -> Outcome:
+    with _running(place, rows=3) as attempt:
+        attempt.kill()
+    reached = newest_checkpoint(place.folder)
+    damage(place.folder / "checkpoints" / f"step_{reached:06d}")
+    again = finish(place.folder)
+    require_equal(place.folder, place.straight)
+    seen = _line(again.text, "is damaged:").partition(f"{place.folder}/")[2]
+    return Outcome(seen, _steps(1), _BY_HAND)
+
+
+def _second_start(place: Place) -> Outcome:
+    with _running(place) as attempt:
+        ranks = [attempt.rank(number) for number in (0, 1)]
+        for rank in ranks:
+            rank.suspend()  # the run is short: it must not end before the second start
+        second = launch(place.folder)
+        code = second.end()
+        for rank in ranks:
+            rank.resume()
+        if code != 2:
+            raise Unexpected(f"exit code {code}, not 2:\n{second.text[-3000:]}")
+        if attempt.end():
+            raise Unexpected(attempt.text[-3000:])
+    require_equal(place.folder, place.straight)
+    seen = _line(second.text, "another run writes").partition(str(place.folder))[2].lstrip("': ")
+    seen = re.sub(r"process \d+ on .*?\)", "process PID on HOST, started TIME)", seen)
+    return Outcome(seen, "nothing", "the first run goes on undisturbed")
+
+
+def _same_failure(place: Place) -> Outcome:
+    """A reward function that fails whenever step 3 is reached."""
+    reward = place.folder.with_name("fails.py")
+    metrics = place.folder / "metrics.jsonl"
+    reward.write_text(
+        "from pathlib import Path\n"
+        "def fails(response, prompt):\n"
+        f"    metrics = Path({str(metrics)!r})\n"
+        "    done = metrics.read_text().count('\\n') if metrics.exists() else 0\n"
+        "    if done >= 2:\n"
+        "        raise RuntimeError('no step 3')\n"
+        "    return float(len(response) % 7)\n"
+    )
+    flags = ("--reward.function", f"{reward}:fails", "--reward.retries", "0")
+    attempt = launch(place.folder, *flags, restarts=3)
+    if not attempt.end():
+        raise Unexpected(f"a run that cannot pass step 3 ended well:\n{attempt.text[-3000:]}")
+    failures = attempt.text.partition("failed twice")[0].count("RewardError on rank")
+    if failures != 2:
+        raise Unexpected(f"step 3 failed {failures} times, not 2:\n{attempt.text[-3000:]}")
+    seen = _line(attempt.text, "failed twice").partition(str(place.folder))[2].lstrip(": ")
+    return Outcome(seen, "nothing more", "correct the cause, then start by hand")
+
+
+def _disk_full(place: Place) -> Outcome:
+    disk = place.folder.with_name("disk")
+    disk.mkdir(parents=True)
+    mount = ("unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=45m tmpfs "$0" && exec "$@"')
+    prefix = (*mount, str(disk))
+    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
+        raise Skip("this system does not let a user mount a file system")
+    attempt = launch(disk, "--checkpoint.keep", "1", "--checkpoint.export", "false", prefix=prefix)
+    try:
+        inside = Path(f"/proc/{attempt.process.pid}/root{disk}")  # as the run sees its disk
+        attempt.wait_for("row 1", lambda: rows_written(inside) >= 1)
+        free = shutil.disk_usage(inside).free
+        # Room for rows of metrics alone, or less: the run may be saving at this moment.
+        with suppress(OSError), (inside / "ballast").open("wb") as ballast:
+            ballast.write(bytes(max(0, free - (2 << 20))))
+        attempt.wait_for("row 3", lambda: rows_written(inside) >= 3)
+        (inside / "ballast").unlink()
+        if attempt.end():
+            raise Unexpected(attempt.text[-3000:])
+    finally:
+        attempt.kill()
+    seen = _line(attempt.text, "not written: ", "the next step tries again")
+    seen = seen.replace(f"{disk}/", "RUN_DIR/")
+    return Outcome(seen, "nothing", "the run goes on; the save succeeds when there is room")
+
+
+def _metrics_torn(place: Place) -> Outcome:
+    with _running(place) as attempt:
+        attempt.kill()
+    reached = rows_written(place.folder)
+    with (place.folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "reward/me')
+    saved = newest_checkpoint(place.folder)
+    again = finish(place.folder)
+    require_equal(place.folder, place.straight)
+    seen = _line(again.text, "the last line is torn").partition(str(place.folder))[2].lstrip("/")
+    return Outcome(seen, _steps(max(0, reached - saved)), _BY_HAND)
+
+
+def _weights_explode(place: Place) -> Outcome:
+    attempt = launch(place.folder, "--train.lr", "1e30", "--train.clip_grad", "0")
+    if not attempt.end():
+        raise Unexpected(f"weights of 1e30 were accepted:\n{attempt.text[-3000:]}")
+    if newest_checkpoint(place.folder) or (place.folder / "hf").exists():
+        raise Unexpected("a broken policy was saved")
+    seen = _line(attempt.text, "Error on rank")
+    return Outcome(seen, "nothing: no broken policy is saved", "with a lower train.lr")
+
+
+def _reward_exits(place: Place) -> Outcome:
+    reward = place.folder.with_name("exits.py")
+    reward.write_text("import sys\ndef f(response, prompt): return 1.0\nsys.exit(0)\n")
+    attempt = launch(place.folder, "--reward.function", f"{reward}:f")
+    if (code := attempt.end()) != 2:
+        raise Unexpected(f"exit code {code}, not 2:\n{attempt.text[-3000:]}")
+    seen = _line(attempt.text, "calls sys.exit").partition("exits.py calls")[2]
+    return Outcome(f"exits.py calls{seen}", "nothing", "correct the file")
+
+
+def _environment_fails(place: Place) -> Outcome:
+    """A reply that no tokenizer can encode, an exception and a hang, with `on_error drop`."""
+    environment = place.folder.with_name("odd.py")
+    environment.write_text(
+        "import time\n"
+        "class Odd:\n"
+        "    def reset(self, prompt):\n"
+        "        self.kind = sum(map(ord, prompt.id)) % 4\n"
+        "        return prompt.messages\n"
+        "    def step(self, message):\n"
+        "        if self.kind == 1:\n"
+        "            raise RuntimeError('broken')\n"
+        "        if self.kind == 2:\n"
+        "            time.sleep(3600)\n"
+        "        text = '\\ud800' if self.kind == 3 else 'Go on.'\n"
+        "        done = self.kind == 0\n"
+        "        return ([] if done else [{'role': 'user', 'content': text}]), 1.0, done\n"
+    )
+    flags = ("--env.path", f"{environment}:Odd", "--env.on_error", "drop", "--env.timeout_s", "2")
+    finish(place.folder, *flags, "--reward.function", "none", "--train.steps", "2")
+    rows = [row for row in rows_of(place.folder) if row["step"]]
+    dropped, late = (sum(row[f"env/{key}"] for row in rows) for key in ("dropped", "timeouts"))
+    if not dropped or not late:
+        raise Unexpected(f"{dropped:.0f} conversations dropped, {late:.0f} of them late")
+    return Outcome(
+        f"`env/dropped` {dropped:.0f} in {len(rows)} steps, `env/timeouts` {late:.0f}",
+        "these conversations",
+        "the run goes on (`env.on_error drop`)",
+    )
+
+
+def _folder_deleted(place: Place) -> Outcome:
+    with _running(place) as attempt:
+        shutil.rmtree(place.folder, ignore_errors=True)
+        if not attempt.end():
+            raise Unexpected(f"half a folder, and a good end:\n{attempt.text[-3000:]}")
+    seen = _line(attempt.text, "was deleted").partition(str(place.folder))[2].strip()
+    return Outcome(seen, "the whole run", "as a new run")
+
+
+def _slurm_signal(place: Place) -> Outcome:
+    """Two nodes with a rank each; the signal that Slurm sends before the time limit."""
+    if reason := missing():
+        raise Skip(reason)
+    folder = place.folder.with_name("slurm")
+    folder.mkdir()
+    variables = {"PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "eth0", **QUIET_THREADS}
+    with cluster(folder, variables, limit_s=400) as slurm:
+        flags = ("tiny-smoke", "--log.dir", str(place.folder), *FLAGS)
+        job = slurm.submit(["--nodes=2", "--gpus-per-node=1"], *flags)
+        slurm.wait(job, "row 2", lambda _: rows_written(place.folder) >= _AT)
+        slurm.call("run", "scancel", "--signal=USR1", "--batch", str(job))
+        slurm.wait_for_text(job, "stopped by SIGUSR1")
+        slurm.wait(job, "end", lambda facts: facts["JobState"] in ("COMPLETED", "FAILED"))
+        facts, text = slurm.facts(job), slurm.output(job)
+        if facts["JobState"] != "COMPLETED" or facts["Restarts"] != "1":
+            raise Unexpected(f"{facts}\n{text[-3000:]}")
+    require_equal(place.folder, place.straight)
+    seen = _line(text, "requeueing job")
+    goes_on = "Slurm starts the job again; weights and rows equal those of one machine"
+    return Outcome(seen, "nothing", goes_on)
+
+
+TABLE = (
+    Fault("kill-rank", "SIGKILL of a rank", _rank_killed),
+    Fault("kill-rank-restart", "SIGKILL of a rank, `MAX_RESTARTS=3`", _rank_killed_with_restarts),
+    Fault("kill-launcher", "SIGKILL of the launcher", _launcher_killed),
+    Fault("term-launcher", "SIGTERM to the launcher", _launcher_terminated),
+    Fault("usr1-rank", "SIGUSR1 to a rank", _rank_signalled),
+    Fault("hang", "a rank hangs (SIGSTOP), `MAX_RESTARTS=2`", _rank_hangs),
+    Fault("same-failure", "one step fails again and again, `MAX_RESTARTS=3`", _same_failure),
+    Fault("bit", "one bit of a shard of the newest checkpoint flips", _bit_flipped),
+    Fault("missing", "a file of the newest checkpoint is missing", _file_missing),
+    Fault("other-step", "a shard of another step in the newest checkpoint", _other_step),
+    Fault("second-start", "a second start in the folder of a running run", _second_start),
+    Fault("full-disk", "the disk is full for some steps", _disk_full),
+    Fault("torn-metrics", "the last line of `metrics.jsonl` is torn", _metrics_torn),
+    Fault("explosion", "a learning rate of 1e30", _weights_explode),
+    Fault("exit-at-import", "a reward file calls `sys.exit(0)`", _reward_exits),
+    Fault(
+        "environment",
+        "an environment raises, hangs, and replies with half a character",
+        _environment_fails,
+    ),
+    Fault("slurm", "the signal before Slurm's time limit, two nodes", _slurm_signal),
+    Fault("deleted", "the folder of the run is deleted while it runs", _folder_deleted),
+)

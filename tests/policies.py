@@ -1,0 +1,204 @@
+"""Real policies and batches of random rollouts; what their routers and gradients hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from r3.config import Config
+from r3.handover.rollouts import PackingSpec, distribute
+from r3.metrics.reduce import Mean
+from r3.models.shape import BYTES_OF, ModelShape
+from r3.models.sharding import planned_shards
+from r3.policy import Policy
+from r3.policy.layout import local_tokens
+from r3.policy.objective import policy_loss
+from r3.rollout.scored import Scored
+from r3.runtime.device import Device
+from r3.runtime.mesh import Mesh, build_mesh
+from r3.types import Batch
+from tests.tiny import random_rollouts
+
+LENGTHS = (37, 12, 50, 9, 23, 31, 44, 18)
+
+
+def build(device: Device, config: Config) -> tuple[Mesh, Policy]:
+    """The mesh and the policy of a config."""
+    mesh = build_mesh(device, config.parallel)
+    return mesh, policy_of(device, mesh, config)
+
+
+def policy_of(device: Device, mesh: Mesh, config: Config) -> Policy:
+    """The policy of a config on a mesh that exists already."""
+    return Policy(config, device, mesh, ModelShape.read(config.model.path))
+
+
+def require_planned(policy: Policy) -> None:
+    """Assert that this rank has the shards that are planned from sizes alone."""
+    parallel, device = policy.config.parallel, policy.device
+    size = BYTES_OF[policy.config.model.dtype]
+    planned = planned_shards(policy.shape, parallel, device.world_size, device.rank, size)
+    assert {
+        (slot.name, slot.hf, slot.kind, slot.index, slot.count, tuple(slot.tensor.shape), slot.rows)
+        for slot in policy.slots
+    } == {
+        (each.name, each.hf, each.kind, each.index, each.count, each.shape, each.rows)
+        for each in planned
+    }
+    sizes = {slot.name: slot.tensor.element_size() for slot in policy.slots}
+    assert sizes == {each.name: each.item_size for each in planned}
+
+
+def batches_of(
+    mesh: Mesh,
+    shape: ModelShape,
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    micro_batch_tokens: int = 128,
+    num_updates: int = 1,
+    layers: Sequence[int] | None = None,
+) -> list[Batch]:
+    """Batches of random rollouts, distributed as in a step. All ranks must call."""
+    rollouts = random_rollouts(shape, lengths)
+    advantages = np.random.default_rng(5).standard_normal(len(rollouts)).tolist()
+    mine = [
+        Scored(index=index, rollout=rollout, advantage=advantage)
+        for index, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True))
+        if rollout.group % mesh.world.size == mesh.world.rank
+    ]
+    batches, _ = distribute(
+        mine,
+        mesh,
+        shape,
+        PackingSpec(
+            num_updates=num_updates,
+            micro_batch_tokens=micro_batch_tokens,
+            on_missing="live",
+            layers=layers,
+        ),
+    )
+    return batches
+
+
+def full_gradients(policy: Policy) -> dict[str, tuple[str, int, torch.Tensor]]:
+    """Reduced gradients of this rank's tensors by global Megatron name: (kind, shard, gradient)."""
+    found: dict[str, tuple[str, int, torch.Tensor]] = {}
+    buffers = [
+        b for chunk in policy.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    whole = []
+    for buffer in buffers:
+        group = buffer.data_parallel_group
+        gathered = torch.empty_like(buffer.grad_data)
+        # Each data-parallel rank owns one contiguous part of every bucket
+        for bucket in buffer.buckets:
+            part = bucket.grad_data.numel() // group.size()
+            mine = bucket.grad_data[group.rank() * part : (group.rank() + 1) * part].clone()
+            parts = [torch.empty_like(mine) for _ in range(group.size())]
+            dist.all_gather(parts, mine, group=group)
+            gathered[bucket.offset : bucket.offset + bucket.grad_data.numel()] = torch.cat(parts)
+        whole.append(gathered)
+    for slot in policy.slots:
+        for buffer, gradient in zip(buffers, whole, strict=True):
+            offset, rest = divmod(
+                slot.tensor.data_ptr() - buffer.param_data.data_ptr(),
+                buffer.param_data.element_size(),
+            )
+            if rest == 0 and 0 <= offset <= gradient.numel() - slot.tensor.numel():
+                value = (
+                    gradient[offset : offset + slot.tensor.numel()].view(slot.tensor.shape).clone()
+                )
+                found[slot.name] = (slot.kind, slot.index, value)
+                break
+    return found
+
+
+def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
+    """The same loss from one padded dense forward.
+
+    An independent implementation of attention, packing and log-probabilities.
+    """
+
+    for chunk in policy.wrapped:
+        chunk.zero_grad_buffer()
+    policy.optimizer.zero_grad()
+    total = 0.0
+    with policy.replay.schedule("replay", training=True):
+        for micro_batch in batch.micro_batches:
+            borders = list(zip(micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:], strict=False))
+            longest = max(end - start for start, end in borders)
+            tokens = torch.zeros(len(borders), longest, dtype=torch.int64)
+            for row, (start, end) in enumerate(borders):
+                tokens[row, : end - start] = micro_batch.tokens_N[start:end]
+            routes = padded_rows(micro_batch.routed_experts_NLK, micro_batch.cu_seqlens)
+            captured = (routes >= 0).flatten(1).all(1)
+            policy.replay.load(routes, captured, rows=int(captured.sum()))
+            positions = torch.arange(longest).expand(len(borders), longest)
+            logits_bsV = policy.wrapped[0](tokens, positions, None)
+            logits_NV = torch.cat(
+                [logits_bsV[row, : end - start] for row, (start, end) in enumerate(borders)]
+            )
+            logprobs_N = logits_NV.log_softmax(-1).gather(-1, micro_batch.targets_N[:, None])[:, 0]
+            tokens_N = local_tokens(micro_batch, policy.mesh, policy.device.torch)
+            loss, _ = policy_loss(
+                policy.config, batch, tokens_N, policy.mesh.cp, logprobs_N, logprobs_N.detach()
+            )
+            loss.backward()
+            total += float(loss)
+    for chunk in policy.wrapped:
+        chunk.finish_grad_sync()
+    return {"loss/total": Mean(total, 1.0)}
+
+
+def padded_rows(values_N: torch.Tensor, cu_seqlens: Sequence[int]) -> torch.Tensor:
+    """Values of packed tokens in the order of a router that sees the sequences padded.
+
+    Position by position, -1 at padding.
+    """
+    borders = list(pairwise(cu_seqlens))
+    longest = max(end - start for start, end in borders)
+    padded = torch.full((longest, len(borders), *values_N.shape[1:]), -1, dtype=values_N.dtype)
+    for row, (start, end) in enumerate(borders):
+        padded[: end - start, row] = values_N[start:end]
+    return padded.flatten(0, 1)
+
+
+def in_backward() -> bool:
+    """Whether this runs inside a backward pass, as recomputation does."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def read_back(policy: Policy, *, backward: bool = False) -> Iterator[dict[int, list[torch.Tensor]]]:
+    """Yield layer -> routing map [N, E] of each forward inside, in order.
+
+    Args:
+        backward: of recomputations only.
+    """
+    maps: dict[int, list[torch.Tensor]] = {layer: [] for layer in policy.replay.taps}
+    routers = {
+        layer.layer_number - 1: layer.mlp.router
+        for chunk in policy.chunks
+        for layer in chunk.decoder.layers
+        if hasattr(layer.mlp, "router")
+    }
+
+    def keep(layer: int) -> Callable[[Any, Any, Any], None]:
+        def hook(_module: Any, _args: Any, out: Any) -> None:
+            if in_backward() == backward:
+                maps[layer].append(out[1].cpu())
+
+        return hook
+
+    hooks = [router.register_forward_hook(keep(layer)) for layer, router in routers.items()]
+    try:
+        yield maps
+    finally:
+        for hook in hooks:
+            hook.remove()

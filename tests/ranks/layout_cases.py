@@ -1,0 +1,343 @@
+"""Logits, loss, gradients and updates of one policy under many layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3.models.freeze import frozen_tensors
+from r3.models.hf_checkpoint import CheckpointReader
+from r3.policy import Policy, memory
+from r3.policy.build import use_fused_adam
+from r3.policy.modules import packed_params
+from r3.policy.weights import load
+from r3.run import checkpoint
+from r3.run.resume import Found
+from r3.runtime.device import Device
+from tests.policies import batches_of, build, full_gradients, padded_backward, require_planned
+from tests.tiny import tiny_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateFigures:
+    """Loss summed over all ranks, and gradient norms, of one update."""
+
+    loss: float
+    grad_norm: float
+    router_grad_norm: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures(UpdateFigures):
+    """One update, and how the checkpoint was read.
+
+    Attributes:
+        agreement_slots: (token, layer) slots in which routes were compared on this rank.
+        by_layer: layer -> [slots that agree, slots].
+        bytes_read: bytes read from the checkpoint / bytes of this rank's tensors.
+        largest_read: bytes of the largest read / bytes of the largest tensor.
+    """
+
+    agreement_slots: float
+    by_layer: dict[str, list[float]]
+    bytes_read: float
+    largest_read: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedAdam:
+    """How far one update moved the weights, how far the two AdamW differ, and whether a resumed
+    run is the same bit for bit.
+    """
+
+    moved: float
+    difference: float
+    resumed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen:
+    """Updates with frozen parameters, beside one update of a policy that trains everything.
+
+    Attributes:
+        frozen: number of frozen tensors on this rank.
+        free_moved: the other policy changed each of them.
+        kept: their bits are the same after three updates.
+        others: trained tensors that differ from the other policy's after the first update.
+        moved: number of tensors that the three updates changed.
+        trained: number of tensors that are not frozen.
+    """
+
+    frozen: int
+    free_moved: bool
+    kept: bool
+    others: list[str]
+    moved: int
+    trained: int
+    router_grad_norm: float
+
+
+def logits(device: Device, *, model: str, ep: int = 1) -> float:
+    """Largest |difference| of the shard's logits from transformers', for packed sequences."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(model, parallel={"ep": ep})
+    mesh, policy = build(device, config)
+    # Every data-parallel rank has other sequences
+    generator = torch.Generator().manual_seed(10 + mesh.dp.rank)
+    sequences = [torch.randint(3, 400, (n,), generator=generator) for n in (33, 7, 64)]
+    borders = np.cumsum([0, *(len(s) for s in sequences)]).tolist()
+    with torch.no_grad():
+        ours = policy.chunks[0](
+            torch.cat(sequences)[None],
+            torch.cat([torch.arange(len(s)) for s in sequences])[None],
+            None,
+            packed_seq_params=packed_params(borders, device.torch),
+        )[0]
+        reference = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="eager"
+        )
+        theirs = torch.cat([reference(s[None]).logits[0] for s in sequences])
+    return float((ours - theirs).abs().max())
+
+
+def gradients(
+    device: Device,
+    *,
+    model: str,
+    out: str,
+    parallel: dict[str, Any] | None = None,
+    micro_batch_tokens: int = 128,
+    experts: str = "auto",
+    recompute: str = "none",
+    algo: dict[str, Any] | None = None,
+    padded: bool = False,
+    chunk: int = 32,
+    dtype: str = "float32",
+    replay: str = "r3",
+) -> Figures:
+    """Compute loss and gradients of one batch with replayed random routes, then update once.
+
+    The gradients are written to `rank_N.pt` in `out`, the updated weights to `updated_N.pt`.
+    """
+    config = tiny_config(
+        model,
+        parallel=parallel or {},
+        model={"experts": experts, "recompute": recompute, "dtype": dtype},
+        replay={"mode": replay},
+        algo={"correction": "token_tis"} | (algo or {}),
+        train={"logprob_chunk_tokens": chunk},
+    )
+    mesh, policy = build(device, config)
+    require_planned(policy)
+    with CheckpointReader(model) as reader:
+        load(policy.slots, reader.read, policy.heads)  # as the policy did, and counted
+        sizes = [slot.tensor.nbytes for slot in policy.slots]
+        bytes_read, largest_read = reader.bytes_read / sum(sizes), reader.largest_read / max(sizes)
+    (batch,) = batches_of(
+        mesh, policy.shape, micro_batch_tokens=micro_batch_tokens, layers=policy.replay.layers
+    )
+    metrics = padded_backward(policy, batch) if padded else policy.forward_backward(batch)
+    loss = metrics["loss/total"].total if "loss/total" in metrics else 0.0
+    losses = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
+    torch.save(full_gradients(policy), Path(out) / f"rank_{device.rank}.pt")
+    update = policy.update(batch, total_updates=10)
+    updated = {slot.name: (slot.kind, slot.index, slot.tensor) for slot in policy.slots}
+    torch.save(updated, Path(out) / f"updated_{device.rank}.pt")
+    compared = policy.replay.taps and replay == "r3"
+    return Figures(
+        loss=float(losses),
+        grad_norm=update.grad_norm,
+        router_grad_norm=update.router_grad_norm,
+        agreement_slots=update.metrics["routing/agreement"].count if compared else 0.0,
+        by_layer={
+            key.removeprefix("routing/agreement_layer/"): [part.total, part.count]
+            for key, part in update.metrics.items()
+            if key.startswith("routing/agreement_layer/")
+        },
+        bytes_read=bytes_read,
+        largest_read=largest_read,
+    )
+
+
+def second_update(
+    device: Device, *, model: str, out: str, parallel: dict[str, Any], resume: bool
+) -> UpdateFigures:
+    """The second update: after the first one and a checkpoint, or resumed from that checkpoint."""
+    mesh, policy = build(device, tiny_config(model, parallel=parallel))
+    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
+    if resume:
+        checkpoint.load(Found(folder=Path(out) / "step_000001", step=1), policy, device, mesh)
+    else:
+        policy.update(batch, total_updates=4)
+        checkpoint.save(Path(out), policy, device, mesh, step=1, keep=0)
+    update = policy.update(batch, total_updates=4)
+    loss = update.metrics["loss/total"].total if "loss/total" in update.metrics else 0.0
+    total = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
+    return UpdateFigures(
+        loss=float(total), grad_norm=update.grad_norm, router_grad_norm=update.router_grad_norm
+    )
+
+
+def fused_adam(device: Device, *, out: str) -> FusedAdam:
+    """Compare the first update of torch's default AdamW and of the fused one, then resume.
+
+    Only the first update is compared: where a gradient is almost zero, Adam turns its rounding
+    into whole steps in later updates.
+    """
+    config = tiny_config(model={"dtype": "bfloat16"})
+    mesh, plain = build(device, config)
+    (batch,) = batches_of(mesh, plain.shape, micro_batch_tokens=96)
+
+    def another() -> Policy:
+        policy = Policy(config, device, mesh, plain.shape)
+        use_fused_adam(policy.optimizer)
+        return policy
+
+    def mains(policy: Policy) -> dict[str, torch.Tensor]:
+        return {
+            key: tensor.clone()
+            for key, tensor in policy.memory.optimizer_tensors()
+            if "/main/" in key
+        }
+
+    fused = another()
+    began = mains(plain)
+    plain.update(batch, total_updates=4)
+    fused.update(batch, total_updates=4)
+    expected, found = mains(plain), mains(fused)
+    saved = checkpoint.save(Path(out), fused, device, mesh, step=1, keep=0)
+    resumed = another()
+    checkpoint.load(Found(folder=saved, step=1), resumed, device, mesh)
+    for _ in range(2):
+        fused.update(batch, total_updates=4)
+        resumed.update(batch, total_updates=4)
+    straight, again = mains(fused), mains(resumed)
+    return FusedAdam(
+        moved=max(float((expected[key] - began[key]).abs().max()) for key in began),
+        difference=max(float((expected[key] - found[key]).abs().max()) for key in began),
+        resumed=all(torch.equal(straight[key], again[key]) for key in began),
+    )
+
+
+def frozen(
+    device: Device, *, dtype: str, parallel: dict[str, int], freeze: tuple[str, ...]
+) -> Frozen:
+    """Update with and without frozen parameters."""
+    train = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0}
+    config = tiny_config(parallel=parallel, model={"dtype": dtype}, train=train)
+    mesh, free = build(device, config)
+    (batch,) = batches_of(mesh, free.shape, micro_batch_tokens=96)
+    settings = replace(config, train=replace(config.train, freeze=freeze))
+    policy = Policy(settings, device, mesh, free.shape)
+    hf_names = frozen_tensors(free.shape, freeze)
+    names = [slot.name for slot in policy.slots if hf_names.issuperset(slot.hf)]
+
+    def weights(policy: Policy) -> dict[str, torch.Tensor]:
+        return {slot.name: slot.tensor.clone() for slot in policy.slots}
+
+    def differs(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], name: str) -> bool:
+        return not torch.equal(one[name], other[name])
+
+    began = weights(policy)
+    free.update(batch, total_updates=4)
+    update = policy.update(batch, total_updates=4)
+    expected, found = weights(free), weights(policy)
+    policy.offload()
+    policy.onload()
+    for _ in range(2):
+        policy.update(batch, total_updates=4)
+    ended = weights(policy)
+    return Frozen(
+        frozen=len(names),
+        free_moved=all(differs(expected, began, name) for name in names),
+        kept=not any(differs(ended, began, name) for name in names),
+        others=[name for name in found.keys() - set(names) if differs(found, expected, name)],
+        moved=sum(differs(ended, began, name) for name in ended),
+        trained=len(ended) - len(names),
+        router_grad_norm=update.router_grad_norm,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed:
+    """Whether streamed optimizers make the updates of one on the device, bit for bit.
+
+    Attributes:
+        equal: after each of three updates.
+        on_device_between_updates: bytes of the streamed state on the device.
+        after_checkpoint, after_resume: the fourth update, saved and resumed.
+        after_change: the fifth update, after moments were changed.
+    """
+
+    equal: list[bool]
+    on_device_between_updates: int
+    after_checkpoint: bool
+    after_resume: bool
+    after_change: bool
+
+
+def streamed_optimizer(
+    device: Device, *, out: str, dtype: str, parallel: dict[str, int]
+) -> Streamed:
+    """Update with the optimizer's state on the device and streamed in many parts.
+
+    After three updates one more with a resumed optimizer, and one after a change on the host.
+    """
+    memory._STREAMED_VALUES = 20_000
+    config = tiny_config(parallel=parallel, model={"dtype": dtype})
+    mesh, resident = build(device, config)
+    (batch,) = batches_of(mesh, resident.shape, micro_batch_tokens=96)
+
+    def streaming() -> Policy:
+        settings = replace(config, train=replace(config.train, optimizer="streamed"))
+        return Policy(settings, device, mesh, resident.shape)
+
+    def same(one: Policy, other: Policy) -> bool:
+        with one.memory.optimizer_on_device(), other.memory.optimizer_on_device():
+            pairs = zip(
+                one.memory.optimizer_tensors(), other.memory.optimizer_tensors(), strict=True
+            )
+            states = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+        buffers = zip(one.parameter_buffers(), other.parameter_buffers(), strict=True)
+        return states and all(torch.equal(x, y) for x, y in buffers)
+
+    streamed = streaming()
+    equal = []
+    for number in range(3):
+        for policy in (resident, streamed):
+            if number:
+                policy.onload()
+            policy.update(batch, total_updates=8)
+        equal.append(same(resident, streamed))
+        left = sum(
+            tensor.untyped_storage().nbytes() for _, tensor in streamed.memory.optimizer_tensors()
+        )
+        resident.offload()
+        streamed.offload()
+    resident.onload()
+    streamed.onload()
+    saved = checkpoint.save(Path(out), streamed, device, mesh, step=3, keep=0)
+    resumed = streaming()
+    checkpoint.load(Found(folder=saved, step=3), resumed, device, mesh)
+    for policy in (resident, streamed, resumed):
+        policy.update(batch, total_updates=8)
+    after_checkpoint, after_resume = same(resident, streamed), same(resident, resumed)
+    with streamed.memory.optimizer_on_device():
+        moment = next(
+            tensor for key, tensor in streamed.memory.optimizer_tensors() if key.endswith("exp_avg")
+        )
+        moment.view(-1)[:8].add_(1.0)
+    for policy in (resident, streamed):
+        policy.update(batch, total_updates=8)
+    return Streamed(
+        equal=equal,
+        on_device_between_updates=left,
+        after_checkpoint=after_checkpoint,
+        after_resume=after_resume,
+        after_change=same(resident, streamed),
+    )

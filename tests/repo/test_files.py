@@ -1,0 +1,162 @@
+"""Rules about other files: paths of a machine, scripts, the lock, the tests themselves."""
+
+import ast
+import os
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+import pytest
+
+from tests.sources import ROOT, Complaints, imports, nodes
+
+pytestmark = pytest.mark.unit
+
+
+def text_files() -> Iterator[tuple[str, str]]:
+    """Every file that git tracks or would track, and can be read as text."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        path = ROOT / name
+        data = path.read_bytes() if path.is_file() else b""
+        if b"\0" not in data:
+            yield name, data.decode("utf-8")
+
+
+MACHINE_PATH = re.compile(r"(?<![\w.~$}-])/(work|root|farm)/")
+
+
+def test_no_paths_of_a_machine() -> None:
+    found = [
+        f"{name}:{number}: {line.strip()[:100]}"
+        for name, text in text_files()
+        for number, line in enumerate(text.splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_paths_of_a_machine_are_found() -> None:
+    assert MACHINE_PATH.search('"' + "/root" + "/x")
+    assert not MACHINE_PATH.search('"$root/train.py" and at/work/now')
+
+
+def test_the_step_fits_on_a_page() -> None:
+    for path in ROOT.glob("train.py"):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= 220, (
+            f"train.py has {lines} lines: the loop is one page, its parts live in r3/"
+        )
+
+
+@pytest.mark.parametrize(
+    "name", ["launch/local.sh", "launch/slurm.sbatch", "tools/setup_env.sh", ".ci/run"]
+)
+def test_scripts_parse_and_may_be_run(name: str) -> None:
+    assert os.access(ROOT / name, os.X_OK)
+    subprocess.run(["bash", "-n", ROOT / name], check=True)
+
+
+def test_lock_is_complete_and_portable() -> None:
+    """Exact versions, no build of one place, nothing that needs CUDA; it holds what pyproject.toml
+    asks for.
+    """
+    text = (ROOT / "requirements/cpu.txt").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
+    odd = [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[0-9a-z.]+", line)]
+    assert not odd, odd
+    locked = {line.partition("==")[0] for line in lines}
+    unwanted = {
+        name
+        for name in locked
+        if name.startswith(("nvidia-", "cuda-", "torchvision", "torchaudio", "triton"))
+    }
+    assert not unwanted
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f'__version__ = "{project["version"]}"' in (ROOT / "r3/__init__.py").read_text(
+        encoding="utf-8"
+    )
+    extras = project["optional-dependencies"]
+    assert set(extras["cpu"]) <= set(lines)
+    specs = [
+        *project["dependencies"],
+        *extras["data"],
+        *extras["math"],
+        *extras["report"],
+        *extras["dev"],
+    ]
+    wanted = [re.split(r"[<>=]", spec)[0].lower() for spec in specs]
+    assert set(wanted) <= locked
+
+
+# ------------------------------------------------------------------------------------------------
+# The tests themselves
+
+MAX_TEST_NAME = 70
+
+
+def complaints_about_tests(file: PurePosixPath, tree: ast.Module) -> Complaints:
+    """A test's name is short; no module imports a test module, or cases of another folder."""
+    for node in nodes(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            if len(node.name) > MAX_TEST_NAME:
+                yield node.lineno, f"{node.name} has {len(node.name)} characters"
+    for line, name in imports(file, tree):
+        other = re.match(r"tests\.(\w+)\.(test_|\w+_cases)", name)
+        foreign = other and file.parts[0] == "tests" and file.parts[1] not in (other[1], "gpu")
+        if other and (other[2] == "test_" or foreign):
+            yield line, f"imports {name}: shared parts belong in tests/*.py"
+
+
+def test_tests_have_short_names_and_import_no_test() -> None:
+    found = []
+    for path in sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py")]):
+        file = PurePosixPath(path.relative_to(ROOT).as_posix())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found += [f"{file}:{line}: {text}" for line, text in complaints_about_tests(file, tree)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"def test_{'x' * 80}(): pass",
+        "from tests.unit.test_loss import helper",
+        "from tests.e2e.talk_cases import talks",
+    ],
+)
+def test_a_long_name_and_an_imported_test_are_found(source: str) -> None:
+    assert list(complaints_about_tests(PurePosixPath("tests/unit/test_x.py"), ast.parse(source)))
+
+
+# ------------------------------------------------------------------------------------------------
+# The map of the acceptance experiments
+
+
+def missing_tests(text: str) -> list[str]:
+    """Tests and files that a document names and that are not there."""
+    sources = {
+        str(path.relative_to(ROOT / "tests")): path.read_text()
+        for path in ROOT.glob("tests/*/test_*.py")
+    }
+    defined = set(re.findall(r"^def (test_\w+)", "\n".join(sources.values()), re.MULTILINE))
+    files = set(re.findall(r"\w+/test_\w+\.py", text))
+    names = set(re.findall(r"\btest_\w+\b(?!\.py)", text))
+    return sorted(files - sources.keys()) + sorted(names - defined)
+
+
+def test_map_of_experiments_names_tests_that_exist() -> None:
+    text = (ROOT / "tests" / "README.md").read_text()
+    assert missing_tests(text) == []
+    assert [f"**E{number}**" in text for number in range(1, 13)] == [True] * 12
+
+
+def test_a_test_that_is_gone_is_missed() -> None:
+    assert missing_tests("`unit/test_gone.py::test_of_nothing`") == [
+        "unit/test_gone.py",
+        "test_of_nothing",
+    ]

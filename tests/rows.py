@@ -1,0 +1,19 @@
+"""Files of rows, and how they are loaded unless a test says otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from r3.data.sources import Columns
+
+OPTIONS: dict[str, Any] = {"columns": Columns(), "max_prompt_tokens": 100, "on_too_long": "error"}
+
+
+def write(folder: Path, *lines: str | bytes) -> Path:
+    """Write `rows.jsonl` with these lines."""
+    path = folder / "rows.jsonl"
+    path.write_bytes(
+        b"\n".join(line.encode() if isinstance(line, str) else line for line in lines) + b"\n"
+    )
+    return path

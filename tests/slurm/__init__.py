@@ -1,0 +1,1 @@
+"""A Slurm cluster inside one machine, for tests of launch/slurm.sbatch."""

@@ -1,0 +1,163 @@
+"""Conversations with a real engine, and the same tokens in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3.config import Config
+from r3.engine import Sampling
+from r3.rewards.scorer import Scorer
+from r3.rollout.collect import CollectedRollouts, Collector
+from r3.rollout.conversation import ConversationSetup
+from r3.rollout.task import Task, read_task
+from r3.runtime.device import Device
+from r3.runtime.mesh import Mesh, build_mesh
+from r3.types import Prompt, Rollout
+from tests.engines import engine_from_disk
+
+CHATTY = '''
+import random, time
+
+from r3.envs.calculator import Calculator
+
+class Chatty:
+    """Three turns; replies depend on the messages, and delays differ in every run."""
+    role = "user"
+    def reset(self, prompt):
+        self.turns, self.rows = 0, int(prompt.id.rpartition(":")[2])
+        return prompt.messages
+    def step(self, message):
+        time.sleep(random.random() * 0.03)
+        self.turns += 1
+        if self.turns == 3 + self.rows % 2:
+            return [], None, True
+        length = (len(message["content"]) * 7 + self.rows) % 7
+        return [{"role": self.role, "content": "and then " + "3 more " * length}], 0.25, False
+
+class Tool(Chatty):
+    role = "tool"
+    tools = ({"type": "function", "function": {"name": "calc"}},)
+
+class Calls(Calculator):
+    """The model knows no tools, but it writes sums: each sum that it starts is a call."""
+    stop = ("=",)
+    def step(self, message):
+        text = message["content"]
+        if text.endswith("="):
+            last = text[:-1].split()[-1:]
+            text = f"<tool_call>{''.join(last)}</tool_call>"
+        return super().step({**message, "content": text})
+
+class Stops(Chatty):
+    stop = ("=", "####")
+'''
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Engine against transformers.
+
+    Attributes:
+        worst: largest difference in the log-probability of a sampled token.
+        slots: (token, layer) slots.
+        wrong: slots with other experts.
+    """
+
+    worst: float
+    slots: int
+    wrong: int
+
+
+class Talker:
+    """An engine with the checkpoint's own weights, and what a round of conversations needs."""
+
+    def __init__(self, device: Device, config: Config) -> None:
+        self.config = config
+        self.task: Task = read_task(config)
+        self.mesh: Mesh = build_mesh(device, config.parallel)
+        self.engine = engine_from_disk(config, device, self.task)
+
+    def collector(
+        self, setup: ConversationSetup, scorer: Scorer, *, temperature: float = 1.0, **options: Any
+    ) -> Collector:
+        """A collector with this engine; `options` are further fields of `Collector`."""
+        return Collector(
+            engine=self.engine,
+            mesh=self.mesh,
+            setup=setup,
+            scorer=scorer,
+            sampling=Sampling(temperature=temperature),
+            run_seed=0,
+            **options,
+        )
+
+    def collect(
+        self,
+        *,
+        prompts: Sequence[Prompt] | None = None,
+        samples: int = 2,
+        max_tokens: int = 120,
+        keep_failed: bool = False,
+        **env: Any,
+    ) -> CollectedRollouts:
+        """Sample one round in an environment with these settings."""
+        setup = ConversationSetup.of(
+            replace(self.config.env, **env), self.task.tokenizer, self.config.model.path
+        )
+
+        def length(rollout: Rollout, prompt: Prompt) -> float:
+            return float(len(rollout.response))
+
+        collector = self.collector(
+            setup,
+            Scorer.of_function(length),
+            samples_per_prompt=samples,
+            max_response_tokens=max_tokens,
+            keep_failed=keep_failed,
+        )
+        try:
+            return collector.collect(
+                prompts or self.task.prompts.prompts[:8], policy_version=0, seed_step=0
+            )
+        finally:
+            setup.environments.close()
+
+
+class Yardstick:
+    """The model in transformers, float32."""
+
+    def __init__(self, path: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def compare(self, rollouts: Sequence[Rollout]) -> Agreement:
+        """Compare log-probabilities and experts of all sampled tokens."""
+        worst, slots, wrong = 0.0, 0, 0
+        for rollout in rollouts:
+            tokens = torch.from_numpy(rollout.tokens_T)[None]
+            output = self.model(tokens, output_router_logits=True)
+            logprobs_T = (
+                output.logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+            )
+            sampled_T = rollout.loss_mask_T[1:] > 0
+            worst = max(worst, float(abs(logprobs_T - rollout.logprobs_T[1:])[sampled_T].max()))
+            k = rollout.routed_experts.shape[-1]
+            for layer, scores in enumerate(output.router_logits):
+                chosen = scores.topk(k, dim=-1).indices.sort(-1).values[:-1].numpy()
+                given = np.sort(rollout.routed_experts[:, layer], -1)
+                slots += len(given)
+                wrong += int((chosen != given).any(-1).sum())
+        return Agreement(worst=worst, slots=slots, wrong=wrong)
+
+
+def values(metrics: dict[str, Any]) -> dict[str, float]:
+    """Values of metrics that have parts on one rank only; without those that have no value."""
+    reduced = {name: type(part).reduce([part]) for name, part in metrics.items()}
+    return {name: float(value) for name, value in reduced.items() if value is not None}

@@ -1,0 +1,211 @@
+"""R3's policy, its packing, a step of training and its weight stream on a fake CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks import gpu
+from r3.config import Config
+from r3.engine.experts import StackedExperts, expert_matrices
+from r3.handover.rollouts import pack_for
+from r3.handover.weights import WeightStream
+from r3.models.shape import ModelShape
+from r3.policy import Policy, policy
+from r3.policy.layout import LocalTokens, local_tokens
+from r3.policy.modules import GroupedExperts
+from r3.policy.updates import train_on
+from r3.rollout.scored import Scored
+from r3.runtime.device import Device
+from r3.runtime.mesh import Mesh, build_mesh
+from r3.types import Batch
+from tests.fake_cuda import fake_world
+from tests.tiny import random_rollouts, tiny_config
+
+# What a step of a large run sets: everything that has a path of its own on CUDA.
+SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {"dtype": "bfloat16", "fp32_head": True, "router_logits": "engine"},
+    "engine": {"dtype": "bfloat16"},
+    "train": {"updates_per_step": 2, "logprob_chunk_tokens": 32},
+    "algo": {"kl_coef": 0.1, "correction": "token_tis"},
+    "replay": {"mode": "r3", "shadow_every": 1},
+}
+
+
+def cuda(rank: int, size: int) -> Device:
+    """The device of a rank of a CUDA job."""
+    return Device(
+        torch=torch.device("cuda", 0),
+        is_cuda=True,
+        rank=rank,
+        local_rank=rank,
+        world_size=size,
+        host="rehearsal",
+    )
+
+
+def batches_of(mesh: Mesh, shape: ModelShape) -> list[Batch]:
+    """Two updates of two micro-batches, with ragged lengths and a route that is missing."""
+    layers = len(shape.moe_layers)
+    rollouts = random_rollouts(shape, [17, 30, 9, 40])
+    rollouts[1].routed_experts[3:5] = -1
+    parts = [
+        pack_for(mesh, shape, [Scored(index=i, rollout=one, advantage=0.5)], num_layers=layers)
+        for i, one in enumerate(rollouts)
+    ]
+    return [
+        Batch(micro_batches=tuple(parts[i : i + 2]), num_loss_tokens=50, num_sequences=2)
+        for i in (0, 2)
+    ]
+
+
+def step(config: Config, device: Device, mesh: Mesh, batches: list[Batch]) -> Policy:
+    """Build a policy, train one step, and hand its memory over and back."""
+    shape = ModelShape.read(config.model.path)
+    trained = Policy(config, device, mesh, shape)
+    reported: dict[str, Any] = {}
+    train_on(
+        trained,
+        batches,
+        torch.ones(4),
+        torch.arange(4) // 2,
+        config,
+        step=1,
+        report=reported.update,
+    )
+    trained.offload()
+    trained.onload()
+    assert "loss/total" in reported or not trained.reports, reported.keys()
+    return trained
+
+
+def check_stream(trained: Policy, device: Device, mesh: Mesh) -> int:
+    """Stream all weights and copy the experts; returns how many tensors came."""
+    shape, matrices = trained.shape, expert_matrices(trained.shape)
+    stacks = {
+        layer: StackedExperts(
+            w13=torch.empty(
+                shape.num_experts,
+                2 * shape.moe_ffn_size,
+                shape.hidden_size,
+                dtype=torch.bfloat16,
+                device=device.torch,
+            ),
+            w2=torch.empty(
+                shape.num_experts,
+                shape.hidden_size,
+                shape.moe_ffn_size,
+                dtype=torch.bfloat16,
+                device=device.torch,
+            ),
+            rank=0,
+        )
+        for layer in shape.moe_layers
+    }
+    count = 0
+    for name, tensor in WeightStream(trained, device, mesh).read():
+        assert tuple(tensor.shape) == shape.tensor_shapes[name], name
+        # Expert biases stay float32.
+        assert tensor.device == device.torch and tensor.dtype in (torch.bfloat16, torch.float32)
+        count += 1
+        if name in matrices:
+            layer, expert, part = matrices[name]
+            stacks[layer].copy(expert, part, tensor)
+    assert all(stack.is_complete for stack in stacks.values())
+    return count
+
+
+def families(folders: dict[str, str]) -> dict[str, int]:
+    """A step of every checkpoint, and its weights; returns how many tensors each has."""
+    counts = {}
+    with fake_world(topk=2):
+        device = cuda(0, 1)
+        mesh = build_mesh(device, tiny_config().parallel)
+        for name, folder in folders.items():
+            config = tiny_config(folder, **SECTIONS)
+            batches = batches_of(mesh, ModelShape.read(folder))
+            counts[name] = check_stream(step(config, device, mesh, batches), device, mesh)
+    return counts
+
+
+def settings(changes: list[dict[str, dict[str, Any]]]) -> int:
+    """A step of the shipped model with each of several changes of the settings."""
+    with fake_world(topk=2):
+        device = cuda(0, 1)
+        mesh = build_mesh(device, tiny_config().parallel)
+        for change in changes:
+            sections = {key: SECTIONS.get(key, {}) | fields for key, fields in change.items()}
+            config = tiny_config(**SECTIONS | sections)
+            step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
+    return len(changes)
+
+
+def layout(rank: int, parallel: dict[str, int]) -> bool:
+    """A step as one of two ranks that share every sequence."""
+    with fake_world(topk=2, rank=rank, size=2):
+        device = cuda(rank, 2)
+        config = tiny_config(**SECTIONS, parallel=parallel)
+        mesh = build_mesh(device, config.parallel)
+        step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
+    return True
+
+
+def first_experiments() -> list[str]:
+    """The experiments of benchmarks/gpu.py that use one device."""
+    with fake_world(topk=2):
+        for experiment in (gpu.attention, gpu.grouped, gpu.layer, gpu.stash):
+            experiment()
+    return ["attention", "grouped", "layer", "stash"]
+
+
+def _tokens_with(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., LocalTokens]:
+    def changed(*args: Any) -> LocalTokens:
+        tokens = local_tokens(*args)
+        return replace(tokens, **{name: f(getattr(tokens, name)) for name, f in changes.items()})
+
+    return changed
+
+
+def _float_experts(self: GroupedExperts, tokens: torch.Tensor, counts: Any, probs: Any) -> Any:
+    return GROUPED(self, tokens.float(), counts, probs)
+
+
+GROUPED = GroupedExperts.forward
+
+
+def mistakes(narrow: str) -> dict[str, str]:
+    """Steps with a mistake in them; returns the error of each.
+
+    Args:
+        narrow: a checkpoint whose experts are narrower than a kernel's alignment.
+    """
+    errors = {}
+    with fake_world(topk=2):
+        device = cuda(0, 1)
+        mesh = build_mesh(device, tiny_config().parallel)
+
+        def attempt(name: str, path: str = "") -> None:
+            config = tiny_config(path, **SECTIONS)
+            batches = batches_of(mesh, ModelShape.read(config.model.path))
+            try:
+                step(config, device, mesh, batches)
+                errors[name] = "none"
+            except (RuntimeError, TypeError, AssertionError) as error:
+                errors[name] = str(error)
+
+        policy.local_tokens = _tokens_with(advantages_N=lambda values: values.cpu())
+        attempt("advantages on the host")
+        policy.local_tokens = _tokens_with(routes_NLK=lambda routes: routes.cpu())
+        attempt("routes on the host")
+        policy.local_tokens = _tokens_with(loss_mask_N=lambda mask: mask[:-1])
+        attempt("a loss mask that is too short")
+        policy.local_tokens = local_tokens
+        GroupedExperts.forward = _float_experts
+        attempt("experts in two dtypes")
+        GroupedExperts.forward = GROUPED
+        attempt("experts that are not aligned", narrow)
+        attempt("no mistake")
+    return errors

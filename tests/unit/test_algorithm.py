@@ -1,0 +1,226 @@
+"""A loss and an advantage of a user's file: found, called with their arguments, and refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from r3.algo.contract import example_inputs, example_rewards
+from r3.algo.loss import Bounds, pg
+from r3.cli import checks
+from r3.config import AlgoConfig, Config, ConfigError, from_yaml, resume_problems, to_yaml
+from r3.rollout.collect import CollectedRollouts
+from r3.rollout.scored import Rewards, score_all
+from r3.rollout.task import read_task
+from r3.run.check import check_task
+from r3.run.failures import failure_text
+from r3.runtime.algorithm import AlgorithmError, advantage_of, bounds_of, loss_of
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+MINE = """
+import torch
+
+def scaled(inputs, bounds, scale=1.0, word=""):
+    assert word in ("", "a b") and isinstance(scale, (int, float))
+    return -scale * inputs.advantages_N * inputs.logprobs_N, ~inputs.on_N & inputs.on_N
+
+def reads_bounds(inputs, bounds):
+    loss = -inputs.advantages_N * inputs.logprobs_N * bounds.high
+    return loss, torch.zeros_like(inputs.on_N)
+
+def averaged(inputs, bounds):
+    loss, clipped = scaled(inputs, bounds)
+    return loss / inputs.loss_mask_N.sum().clamp(min=1), clipped
+
+def loses_rows(inputs, bounds):
+    loss, clipped = scaled(inputs, bounds)
+    return loss[:-1], clipped
+
+def breaks(inputs, bounds):
+    return torch.zeros(3) + torch.zeros(4)
+
+def raw(rewards_R, groups_R, offset=0):
+    return rewards_R + offset
+
+def half(rewards_R, groups_R):
+    return rewards_R[:1] / 0
+
+number = 1
+
+def wraps(function):
+    return lambda inputs, bounds, **rest: function(inputs, bounds, **rest)
+
+@wraps
+def decorated(inputs, bounds, scale=1.0):
+    return scaled(inputs, bounds, scale)
+"""
+BOUNDS = Bounds(0.2, 0.28)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def tiny(**algo: object) -> Config:
+    return tiny_config(algo=algo)
+
+
+def found(config: Config) -> dict[str, str]:
+    """Field -> message of what is wrong, without any code of the user being run."""
+    return {each.field: str(each) for each in checks.problems(config, 1)}
+
+
+# --- called like the built-in ones --------------------------------------------------------------
+
+
+def test_loss_gets_inputs_bounds_and_typed_arguments(file: Path) -> None:
+    inputs = example_inputs()
+    algo = AlgoConfig(loss=f"{file}:scaled", args=("scale=4.0", "loss.word=a b"))
+    loss_N, clipped_N = loss_of(algo)(inputs, BOUNDS)
+    assert torch.equal(loss_N, 4 * pg(inputs, BOUNDS)[0]) and not clipped_N.any()
+    algo = AlgoConfig(loss=f"{file}:reads_bounds", clip_high=0.5)
+    loss_N, _ = loss_of(algo)(inputs, bounds_of(algo))
+    assert torch.equal(loss_N, 0.5 * pg(inputs, BOUNDS)[0])
+
+
+def test_advantage_gets_rewards_of_the_whole_step(file: Path) -> None:
+    """Through `score_all`, which gives every rollout of this rank its advantage."""
+    rewards_R, groups_R = example_rewards()
+    rewards = Rewards(rewards_R=rewards_R, groups_R=groups_R, names_R=())
+    config = tiny(advantage=f"{file}:raw", args=("offset=10",))
+    assert torch.equal(advantage_of(config.algo)(rewards_R, groups_R), rewards_R + 10)
+    assert score_all(CollectedRollouts(rollouts=[], rewards=[]), rewards, config) == []
+
+
+def test_arguments_name_the_function_they_are_for(file: Path) -> None:
+    both = AlgoConfig(
+        loss=f"{file}:scaled", advantage=f"{file}:raw", args=("loss.scale=2", "advantage.offset=3")
+    )
+    assert both.arguments_of("loss") == {"scale": 2}
+    assert both.arguments_of("advantage") == {"offset": 3}
+    assert found(tiny(loss=both.loss, advantage=both.advantage, args=both.args)) == {}
+
+
+def test_config_with_own_functions_survives_yaml_and_resume(file: Path) -> None:
+    config = tiny(loss=f"{file}:scaled", args=("scale=2",))
+    assert from_yaml(to_yaml(config)) == config
+    other = replace(config, algo=replace(config.algo, args=("scale=3",)))
+    (problem,) = resume_problems(config, other)
+    assert problem.field == "algo.args" and "may not change on resume" in problem.rule
+
+
+def test_own_advantage_may_need_no_group_and_own_loss_any_bound(file: Path) -> None:
+    config = tiny(advantage=f"{file}:raw", loss=f"{file}:scaled", clip_dual=3.0, minirl_cap=7.0)
+    config = replace(config, rollout=replace(config.rollout, group_size=1))
+    assert found(config) == {}
+    assert not [each for each in checks.warnings(config, 1) if "algo." in each]
+
+
+# --- mistakes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algo", "field", "words"),
+    [
+        ({"loss": "ppo"}, "algo.loss", "must be one of ppo_clip, pg, gspo, cispo, minirl, or path"),
+        ({"loss": "{file}"}, "algo.loss", "or path/to/file.py:function"),
+        ({"advantage": "grppo"}, "algo.advantage", "must be one of grpo, dr_grpo"),
+        ({"loss": "absent.py:f"}, "algo.loss", "there is no file absent.py"),
+        ({"loss": "{file}:absent"}, "algo.loss", "defines no function 'absent'. Fix: it defines"),
+        ({"loss": "{file}:number"}, "algo.loss", "defines no function 'number'"),
+        (
+            {"loss": "{file}:wraps"},
+            "algo.loss",
+            "wraps cannot be called as wraps(inputs, bounds): too many positional arguments. "
+            "Fix: write `def wraps(inputs, bounds)`; --algo.args sets further parameters",
+        ),
+        (
+            {"loss": "{file}:scaled", "args": ("tau=1",)},
+            "algo.loss",
+            "cannot be called as scaled(inputs, bounds, tau=1): got an unexpected keyword",
+        ),
+        ({"loss": "{file}:scaled", "args": ("tau",)}, "algo.args", "must be key=value"),
+        ({"args": ("tau=1",)}, "algo.args", "fits 0 functions of your files. Fix: leave it out"),
+        (
+            {"loss": "{file}:scaled", "advantage": "{file}:raw", "args": ("scale=1",)},
+            "algo.args",
+            "fits 2 functions of your files. Fix: write loss.scale=1 or advantage.scale=1",
+        ),
+        (
+            {"loss": "{file}:scaled", "args": ("advantage.offset=1",)},
+            "algo.args",
+            "is for algo.advantage grpo, which takes none",
+        ),
+    ],
+)
+def test_mistakes_are_found_without_running_the_file(
+    algo: dict[str, object], field: str, words: str, file: Path
+) -> None:
+    filled = {
+        key: value.format(file=file) if isinstance(value, str) else value
+        for key, value in algo.items()
+    }
+    assert words in found(tiny(**filled))[field]
+
+
+def test_decorated_function_is_looked_at_when_it_is_loaded(file: Path) -> None:
+    config = tiny(loss=f"{file}:decorated", args=("scale=2",))
+    assert found(config) == {}
+    assert loss_of(config.algo)(example_inputs(), BOUNDS)[0].shape == (64,)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import sys; sys.exit(3)", r"mine\.py calls sys\.exit\(3\)"),
+        ("import no_such_module", "raised ModuleNotFoundError"),
+        ("f = 1", "f is not a function"),
+        ("g = 1", "has no attribute 'f'.*write `def f"),
+        ("f = lambda inputs: inputs", r"cannot be called as f\(inputs, bounds\)"),
+    ],
+)
+def test_file_that_cannot_be_used_ends_the_start(source: str, words: str, tmp_path: Path) -> None:
+    """Before any device is touched, on every rank: `read_task` loads the functions."""
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    with pytest.raises(ConfigError, match=words) as error:
+        read_task(tiny(loss=f"{path}:f"))
+    assert error.value.problems[0].field == "algo.loss"
+
+
+def test_exception_of_a_loss_names_its_line(file: Path) -> None:
+    algo = AlgoConfig(loss=f"{file}:breaks")
+    with pytest.raises(AlgorithmError) as error:
+        loss_of(algo)(example_inputs(), BOUNDS)
+    text = failure_text(error.value, rank=1, path=Path("runs/x/errors/rank_00001.txt"))
+    line = 1 + MINE.splitlines().index("    return torch.zeros(3) + torch.zeros(4)")
+    assert f"algo.loss {file}:breaks raised RuntimeError: The size of tensor a (3)" in text
+    assert f"{file}:{line} in breaks: return torch.zeros(3) + torch.zeros(4)" in text
+    assert f"python -m r3.cli.check_loss {file}:breaks" in text
+
+
+def test_results_of_another_form_stop_the_run(file: Path) -> None:
+    with pytest.raises(AlgorithmError, match=r"loss_N has shape \[63\], and there are 64 tokens"):
+        loss_of(AlgoConfig(loss=f"{file}:loses_rows"))(example_inputs(), BOUNDS)
+    with pytest.raises(AlgorithmError, match=r"algo\.advantage .*of shape \[1\] for 41 rollouts"):
+        advantage_of(AlgoConfig(advantage=f"{file}:half"))(*example_rewards())
+
+
+def test_check_runs_the_contract(file: Path) -> None:
+    config = tiny(loss=f"{file}:scaled", advantage=f"{file}:raw", args=("loss.scale=2",))
+    task = read_task(config)
+    lines = list(check_task(task, config.algo))
+    assert f"    algo.loss {file}:scaled: passes the contract of the built-in ones" in lines
+    notes = [line for line in lines if line.startswith("    note: ")]
+    assert "although none is better" in notes[0] and "train.lr" in notes[1]
+    with pytest.raises(ConfigError, match=r"algo\.loss = .*breaks 'does not depend on how seq"):
+        list(check_task(task, AlgoConfig(loss=f"{file}:averaged")))
+    task.close()

@@ -1,0 +1,137 @@
+"""What the checks of a config say about the model folder; sizes in config.json."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3.assets import TINY_MOE
+from r3.cli import checks
+from r3.config import (
+    with_values,
+)
+from r3.configs import KNOWN_SHAPES
+from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
+from tests.settings import TINY, found
+
+pytestmark = pytest.mark.unit
+
+DENSE = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-0.6B"])
+HF_TINY = json.loads((TINY_MOE / "config.json").read_text())
+
+
+def without(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+def with_hf(**changes: Any) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_text(json.dumps(HF_TINY | changes))
+
+
+def write(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "rule"),
+    [
+        (without("config.json"), "no config.json"),
+        (write("config.json", b"{"), "config.json is not JSON"),
+        (write("config.json", b"[]"), "not a JSON object"),
+        (
+            with_hf(architectures=["GPT2LMHeadModel"]),
+            "known are Qwen3MoeForCausalLM, Qwen3ForCausalLM",
+        ),
+        (with_hf(architectures=None), "architecture None is not known"),
+        (with_hf(hidden_size="wide"), "hidden_size must be a positive integer, got 'wide'"),
+        (
+            with_hf(rope_parameters={"rope_type": "dynamic", "factor": 4.0}),
+            "rope_type 'dynamic' is not supported",
+        ),
+        (with_hf(quantization_config={"bits": 4}), "quantization_config is not supported"),
+        (with_hf(num_hidden_layers=5), "missing model.layers."),
+        (
+            with_hf(vocab_size=500),
+            "model.embed_tokens.weight has shape (512, 128), config.json implies (500, 128)",
+        ),
+        (without("tokenizer.json"), "no tokenizer.json"),
+        (without("chat_template.jinja"), "no chat template"),
+        (without("model.safetensors"), "no *.safetensors files"),
+        (
+            write("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+            "git-lfs pointer",
+        ),
+        (
+            write("model.safetensors", (TINY_MOE / "model.safetensors").read_bytes()[:-1]),
+            "unfinished download",
+        ),
+        (
+            write(
+                "model.safetensors.index.json",
+                b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
+            ),
+            "1 of 1 shards are missing, model-00001-of-00002.safetensors first",
+        ),
+    ],
+)
+def test_a_broken_checkpoint_is_refused(
+    tmp_path: Path, spoil: Callable[[Path], object], rule: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_MOE, folder)
+    spoil(folder)
+    problems = checks.problems(with_values(TINY, {"model.path": str(folder)}), 2)
+    assert [problem.field for problem in problems] == ["model.path"]
+    assert rule in str(problems[0])
+
+
+def test_a_chat_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_MOE, folder)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {
+        "chat_template": template
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert found({"model.path": str(folder)}) == {}
+
+
+def test_the_shape_names_the_tensors_of_the_shipped_checkpoint() -> None:
+    shape = ModelShape.read(TINY_MOE)
+    assert checkpoint_tensors(TINY_MOE) == shape.tensor_shapes
+    assert shape.moe_layers == (0, 1, 2, 3)
+    assert (shape.num_experts, shape.topk, shape.rope_theta) == (8, 2, 10000.0)
+
+
+def test_published_sizes() -> None:
+    moe = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"])
+    assert moe.num_params == 30_532_122_624
+    assert moe.num_expert_params == 48 * 128 * 3 * 2048 * 768
+    assert DENSE.num_params == 596_049_920
+    assert DENSE.moe_layers == () and DENSE.num_expert_params == 0
+
+
+def test_spellings_of_config_json() -> None:
+    older = {
+        key: value
+        for key, value in HF_TINY.items()
+        if key not in ("num_local_experts", "rope_parameters")
+    }
+    assert ModelShape.from_hf(
+        older | {"num_experts": 8, "rope_theta": 10000.0}
+    ) == ModelShape.from_hf(HF_TINY)
+    mixed = ModelShape.from_hf(
+        HF_TINY | {"num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2}
+    )
+    assert mixed.moe_layers == (1, 5)
+    assert "model.layers.3.mlp.gate_proj.weight" in mixed.tensor_shapes
+    with pytest.raises(ShapeError, match="num_experts_per_tok"):
+        ModelShape.from_hf(
+            {key: value for key, value in HF_TINY.items() if key != "num_experts_per_tok"}
+        )

@@ -1,0 +1,175 @@
+"""What the checks of a config say about reward functions and reward models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from r3.assets import TINY_MOE
+from r3.cli import checks
+from r3.cli import memory_plan as plan
+from r3.cli.verdict import memory_problems, read_gpu
+from r3.config import (
+    Config,
+    from_yaml,
+    parse_value,
+    with_values,
+)
+from r3.models.shape import ModelShape
+from tests.settings import found
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+
+def classifier(folder: Path, **changes: Any) -> Path:
+    """As much of a reward model as is looked at before a run."""
+    from safetensors.numpy import save_file
+
+    facts = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (folder / "config.json").write_text(json.dumps(facts | changes))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((TINY_MOE / name).read_bytes())
+    save_file({"score.weight": np.zeros((1, 1000), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("functions", "rule"),
+    [
+        (["gsm8k", "env"], "'env': is no function that scores a response"),
+        (["row"], "'row': is no function that scores a response"),
+        (["gsm8k", "math2"], "'math2': is neither a built-in reward nor"),
+        (["missing.py:f"], "there is no file missing.py"),
+        (["gsm8k", "gsm8k"], "rows cannot tell two functions named gsm8k apart"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["reward.function", "eval.function"])
+def test_functions_that_rows_may_name(setting: str, functions: list[str], rule: str) -> None:
+    assert (
+        rule in found({setting: "row", "reward.row_functions": functions})["reward.row_functions"]
+    )
+
+
+def test_functions_that_rows_name_need_their_settings() -> None:
+    values = {"reward.function": "row", "reward.row_functions": ["http", "model"]}
+    assert {"reward.url", "reward.model", "reward.model_path"} <= found(values).keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacking", "rule"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "",
+            "checkpoint of LlamaForCausalLM, not of a sequence",
+        ),
+        ({"id2label": {"0": "bad", "1": "good"}}, "", "has 2 labels, and a reward is one number"),
+        ({"id2label": None}, "", "has 2 labels"),  # transformers' default
+        ({}, "config.json", "its config.json cannot be read"),
+        ({}, "model.safetensors", "there are no *.safetensors files"),
+        ({}, "chat_template.jinja", "no tokenizer.json with a chat template"),
+    ],
+)
+def test_a_reward_model_must_give_one_number(
+    tmp_path: Path, changes: dict[str, Any], lacking: str, rule: str
+) -> None:
+    path = classifier(tmp_path, **changes)
+    if lacking:
+        (path / lacking).unlink()
+    settings = {"reward.function": "model", "reward.model_path": str(path)}
+    assert rule in found(settings)["reward.model_path"]
+
+
+def test_a_reward_model_lies_on_the_ranks_that_judge(tmp_path: Path) -> None:
+    settings = {"reward.function": "model", "reward.model_path": str(classifier(tmp_path))}
+    assert found(settings | {"reward.model_ranks": [1, 0]}) == {}
+    assert "ranks (0, 1)" in found(settings | {"reward.model_ranks": [0]})["reward.model_ranks"]
+    shared = settings | {"parallel.ep": 1, "parallel.engine_tp": 2, "reward.model_ranks": [0]}
+    assert found(shared) == {}
+
+
+def test_a_reward_model_is_planned_where_conversations_are_generated(tmp_path: Path) -> None:
+    settings = {
+        "reward.function": ["gsm8k", "model"],
+        "reward.model_path": str(classifier(tmp_path)),
+    }
+    assert found(settings) == {}
+    config = with_values(
+        tiny_config(), {name: parse_value(name, value) for name, value in settings.items()}
+    )
+    phases = plan.memory(config, ModelShape.read(config.model.path), 2)
+    assert phases["GENERATE"]["reward model"] == 2 * 1000  # bfloat16
+    assert not any("reward model" in phases[phase] for phase in ("SYNC", "TRAIN"))
+
+
+def test_a_reward_model_must_fit_beside_engine_and_policy(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    path = classifier(tmp_path)
+    # 2 MiB in bfloat16
+    save_file({"score.weight": np.zeros((2**20,), np.float32)}, path / "model.safetensors")
+    settings = {"reward.function": "model", "reward.model_path": str(path)}
+    config = with_values(
+        tiny_config(), {name: parse_value(name, value) for name, value in settings.items()}
+    )
+    shape = ModelShape.read(config.model.path)
+    policy = shape.num_params * 4 / 2**30
+    enough = 2 * policy + config.engine.kv_cache_gib + 2 / 2**10  # policy, engine, cache, reward
+
+    def found(config: Config, gib: float) -> list[str]:
+        problems, _ = memory_problems(config, shape, 1, read_gpu(str(gib)))
+        return [str(problem) for problem in problems]
+
+    assert found(config, 1.01 * enough) == []
+    (problem,) = found(config, 0.99 * enough)
+    assert "GENERATE needs" in problem and "reward model" in problem
+    assert found(tiny_config(), 0.99 * enough) == []  # without one there is room
+
+
+def test_a_config_of_before_with_one_function_still_loads() -> None:
+    assert from_yaml("reward: {function: exact}").reward.function == ("exact",)
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        (
+            "def other(response, prompt): return 1.0",
+            "defines no function 'score'. Fix: it defines other",
+        ),
+        ("class score: ...", "defines no function 'score'"),
+        ("def score(:", "is not valid Python"),
+    ],
+)
+def test_a_reward_file_must_define_the_function(tmp_path: Path, source: str, rule: str) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(source)
+    assert rule in found({"reward.function": f"{path}:score"})["reward.function"]
+
+
+def test_a_group_reward_needs_whole_groups(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("def together(responses, prompt): ...\ndef single(response, prompt): ...")
+    budget = {"rollout.step_token_budget": 8}
+    assert found({"reward.function": f"{path}:together"}) == {}
+    assert "reward.function" not in found({"reward.function": f"{path}:single", **budget})
+    message = found({"reward.function": f"{path}:together", **budget})["reward.function"]
+    assert "rollout.step_token_budget = 8 suspends some of them. Fix: score one" in message
+
+
+def test_a_reward_file_is_not_run_to_be_checked(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("raise SystemExit('imported')\ndef score(response, prompt): return 1.0")
+    assert found({"reward.function": f"{path}:score"}) == {}
+
+
+def test_builtin_rewards_are_those_that_exist() -> None:
+    from r3.rewards import REWARDS
+    from r3.rewards.scorer import ENVIRONMENT
+
+    assert set(checks.BUILTIN_REWARDS) == {*REWARDS, *ENVIRONMENT, "math", "http", "model", "row"}

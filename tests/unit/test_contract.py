@@ -1,0 +1,318 @@
+"""The contract of losses and advantages: built-in ones pass, and each check notices a mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from r3.algo.advantage import ADVANTAGES
+from r3.algo.contract import (
+    ADVANTAGE_CHECKS,
+    ADVICE,
+    LOSS_CHECKS,
+    check_advantage,
+    check_loss,
+    example_inputs,
+)
+from r3.algo.loss import LOSSES, Bounds, LossInputs
+from r3.cli.check_loss import main
+
+pytestmark = pytest.mark.unit
+
+Pair = tuple[Tensor, Tensor]
+
+
+def clipped(inputs: LossInputs) -> Tensor:
+    return torch.zeros_like(inputs.on_N)
+
+
+def ratio(inputs: LossInputs) -> Tensor:
+    return (inputs.logprobs_N - inputs.old_logprobs_N.detach()).clamp(-20, 20).exp()
+
+
+def plain(inputs: LossInputs, bounds: Bounds) -> Pair:
+    """A loss with nothing wrong."""
+    return -ratio(inputs) * inputs.advantages_N, clipped(inputs)
+
+
+# Losses with one mistake each, by the claim that must fail. A mistake may break others too.
+
+
+def one_tensor(inputs: LossInputs, bounds: Bounds) -> Any:
+    return plain(inputs, bounds)[0]
+
+
+def scalar(inputs: LossInputs, bounds: Bounds) -> Pair:
+    return plain(inputs, bounds)[0].mean(), clipped(inputs)
+
+
+def float64(inputs: LossInputs, bounds: Bounds) -> Pair:
+    return plain(inputs, bounds)[0].double(), clipped(inputs)
+
+
+def clipped_as_float(inputs: LossInputs, bounds: Bounds) -> Pair:
+    return plain(inputs, bounds)[0], clipped(inputs).float()
+
+
+def number(inputs: LossInputs, bounds: Bounds) -> Any:
+    return 0.0, clipped(inputs)
+
+
+def detached(inputs: LossInputs, bounds: Bounds) -> Pair:
+    return plain(inputs, bounds)[0].detach(), clipped(inputs)
+
+
+def times_zero(inputs: LossInputs, bounds: Bounds) -> Pair:
+    return 0.0 * inputs.logprobs_N, clipped(inputs)
+
+
+def of_the_old_policy(inputs: LossInputs, bounds: Bounds) -> Pair:
+    loss_N = -(inputs.logprobs_N - inputs.old_logprobs_N).clamp(-20, 20).exp()
+    return loss_N * inputs.advantages_N, clipped(inputs)
+
+
+def in_place(inputs: LossInputs, bounds: Bounds) -> Pair:
+    inputs.advantages_N.mul_(inputs.loss_mask_N)
+    return plain(inputs, bounds)
+
+
+def without_clamp(inputs: LossInputs, bounds: Bounds) -> Pair:
+    ratio_N = (inputs.logprobs_N - inputs.old_logprobs_N.detach()).exp()
+    return -ratio_N * inputs.advantages_N, clipped(inputs)
+
+
+def mean_of_nothing(inputs: LossInputs, bounds: Bounds) -> Pair:
+    """The filler has no loss tokens: 0 / 0."""
+    log_N = (inputs.logprobs_N - inputs.old_logprobs_N).clamp(-20, 20)
+    total_N, count_N = inputs.sequences.sum_and_count_N(log_N, inputs.loss_mask_N)
+    weight_N = (total_N / count_N).exp()
+    return -weight_N * inputs.advantages_N * inputs.logprobs_N, clipped(inputs)
+
+
+def over_prompts_too(inputs: LossInputs, bounds: Bounds) -> Pair:
+    log_N = (inputs.logprobs_N - inputs.old_logprobs_N).clamp(-20, 20)
+    ones_N = torch.ones_like(inputs.loss_mask_N)
+    total_N, count_N = inputs.sequences.sum_and_count_N(log_N, ones_N)
+    weight_N = (total_N / count_N.clamp(min=1)).exp()
+    return -weight_N * inputs.advantages_N * inputs.logprobs_N, clipped(inputs)
+
+
+def baseline_of_everything(inputs: LossInputs, bounds: Bounds) -> Pair:
+    """Every token's gradient reaches all tokens, those without loss too."""
+    loss_N = -inputs.advantages_N * inputs.logprobs_N
+    return loss_N + 0.0 * loss_N + inputs.logprobs_N.mean(), clipped(inputs)
+
+
+def clipped_prompts(inputs: LossInputs, bounds: Bounds) -> Pair:
+    return plain(inputs, bounds)[0], (ratio(inputs) > 1.2)
+
+
+def own_denominator(inputs: LossInputs, bounds: Bounds) -> Pair:
+    return plain(inputs, bounds)[0] / inputs.loss_mask_N.sum().clamp(min=1), clipped(inputs)
+
+
+def own_sum(inputs: LossInputs, bounds: Bounds) -> Pair:
+    """Adds up a sequence by its borders: only this rank's part of it."""
+    log_N = ((inputs.logprobs_N - inputs.old_logprobs_N) * inputs.loss_mask_N).detach()
+    weights = []
+    borders = inputs.sequences.cu_seqlens
+    for start, end in pairwise(borders):
+        weights.append(log_N[start:end].sum().clamp(-20, 20).exp().expand(end - start))
+    return -torch.cat(weights) * inputs.advantages_N * inputs.logprobs_N, clipped(inputs)
+
+
+def sums_of_some_ranks(inputs: LossInputs, bounds: Bounds) -> Pair:
+    """Ranks that call a different number of times would wait for each other without end."""
+    if int(inputs.sequences.cu_seqlens[1]) == 8:  # the second rank's part of the first sequence
+        inputs.sequences.sum_and_count_N(inputs.logprobs_N, inputs.loss_mask_N)
+    return plain(inputs, bounds)
+
+
+def twice(inputs: LossInputs, bounds: Bounds) -> Pair:
+    return 2 * plain(inputs, bounds)[0], clipped(inputs)
+
+
+FORM = "returns one float32 loss and one bool per token"
+MASKED = "tokens without loss have no influence and no gradient"
+FINITE = "is finite for any ratio, also at tokens without loss"
+RANKS = "does not depend on how ranks share sequences"
+BROKEN_LOSSES: list[tuple[Callable[[LossInputs, Bounds], Any], str, str]] = [
+    (one_tensor, FORM, "it returned Tensor"),
+    (scalar, FORM, r"loss_N has shape \[\], and there are 64 tokens"),
+    (float64, FORM, r"loss_N is torch\.float64"),
+    (clipped_as_float, FORM, r"clipped_N is torch\.float32"),
+    (number, FORM, "loss_N is float"),
+    (detached, "has a gradient with respect to inputs.logprobs_N", "without .detach"),
+    (times_zero, "has a gradient with respect to inputs.logprobs_N", "0 at every token"),
+    (in_place, "leaves its inputs unchanged", "it changed advantages_N"),
+    (without_clamp, FINITE, "log pi = 0 and log pi_old = log mu = -900 the loss is .*inf"),
+    (mean_of_nothing, FINITE, "nan at a token without loss"),
+    (over_prompts_too, MASKED, "change the loss of others"),
+    (baseline_of_everything, MASKED, "loss of others|have a gradient"),
+    (clipped_prompts, MASKED, "clipped_N is True"),
+    (own_denominator, "does not depend on how sequences are packed", "instead of"),
+    (own_sum, RANKS, r"parallel\.cp 2"),
+    (sums_of_some_ranks, RANKS, "only one of two ranks"),
+    (of_the_old_policy, "has no gradient with respect to other policies", "old_logprobs_N"),
+    (twice, "equals the policy gradient at pi = pi_old = mu", "train.lr"),
+]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_built_in_losses_pass(name: str) -> None:
+    findings = check_loss(LOSSES[name])
+    assert [each.claim for each in findings] == list(LOSS_CHECKS)
+    assert [each for each in findings if each.fault] == []
+
+
+@pytest.mark.parametrize(("loss", "claim", "words"), BROKEN_LOSSES)
+def test_broken_loss_is_noticed(loss: Any, claim: str, words: str) -> None:
+    faults = {each.claim: each for each in check_loss(loss) if each.fault}
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(faults[claim].fault)
+    assert faults[claim].required == (claim not in ADVICE)
+
+
+def test_every_claim_about_losses_has_a_broken_loss() -> None:
+    assert {claim for _, claim, _ in BROKEN_LOSSES} == LOSS_CHECKS.keys()
+    assert [each for each in check_loss(plain) if each.fault] == [], "their common part is right"
+
+
+def test_example_has_what_a_run_has() -> None:
+    """Prompts, a filler and the last position of each sequence carry no loss."""
+    inputs = example_inputs()
+    last = [end - 1 for end in inputs.sequences.cu_seqlens[1:]]
+    assert not inputs.on_N[last].any() and not inputs.on_N[60:].any()
+    assert not inputs.on_N[:5].any() and inputs.on_N.sum() == 42
+    assert (inputs.rollout_logprobs_N[~inputs.on_N] == 0).all()
+
+
+# --- advantages ---------------------------------------------------------------------------------
+
+
+def as_list(rewards_R: Tensor, groups_R: Tensor) -> Any:
+    return rewards_R.tolist()
+
+
+def as_integers(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    return rewards_R.long()
+
+
+def one_number(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    return rewards_R.sum()
+
+
+def zero_over_zero(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    if len(rewards_R) < 10:
+        return (rewards_R - rewards_R.mean()) / (rewards_R - rewards_R.mean()).abs().max()
+    return rewards_R
+
+
+def changes_rewards(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    return rewards_R.sub_(rewards_R.mean())
+
+
+def neighbours(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    return rewards_R - rewards_R.roll(1)
+
+
+def by_number(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    return rewards_R * groups_R
+
+
+def raw_reward(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    return rewards_R
+
+
+BROKEN_ADVANTAGES: list[tuple[Callable[[Tensor, Tensor], Any], str, str]] = [
+    (as_list, "returns one floating-point number per rollout", "it returned list"),
+    (as_integers, "returns one floating-point number per rollout", r"returned torch\.int64"),
+    (one_number, "returns one floating-point number per rollout", r"shape \[\] for 41"),
+    (zero_over_zero, "is finite for equal rewards and single rollouts", "rollout 0 is nan"),
+    (changes_rewards, "leaves its inputs unchanged", "it changed rewards_R"),
+    (neighbours, "does not depend on the order of rollouts", "not by their place"),
+    (by_number, "does not depend on the labels of groups", "labels of any value"),
+    (raw_reward, "is 0 if all rewards are equal", "although none is better"),
+]
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_built_in_advantages_pass(name: str) -> None:
+    findings = check_advantage(ADVANTAGES[name])
+    assert [each.claim for each in findings] == list(ADVANTAGE_CHECKS)
+    assert [each for each in findings if each.fault] == []
+
+
+@pytest.mark.parametrize(("advantage", "claim", "words"), BROKEN_ADVANTAGES)
+def test_broken_advantage_is_noticed(advantage: Any, claim: str, words: str) -> None:
+    faults = {each.claim: each for each in check_advantage(advantage) if each.fault}
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(faults[claim].fault)
+    assert faults[claim].required == (claim not in ADVICE)
+
+
+def test_every_claim_about_advantages_has_a_broken_one() -> None:
+    assert {claim for _, claim, _ in BROKEN_ADVANTAGES} == ADVANTAGE_CHECKS.keys()
+
+
+# --- the command --------------------------------------------------------------------------------
+
+MINE = """
+def good(inputs, bounds, scale=1.0):
+    ratio = (inputs.logprobs_N - inputs.old_logprobs_N.detach()).clamp(-20, 20).exp()
+    return -scale * ratio * inputs.advantages_N, ratio.isnan()
+
+def averaged(inputs, bounds):
+    loss, clipped = good(inputs, bounds)
+    return loss / inputs.loss_mask_N.sum().clamp(min=1), clipped
+
+def breaks(inputs, bounds):
+    return inputs.nothing
+
+def centred(rewards_R, groups_R):
+    return rewards_R - rewards_R.mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["ppo_clip"], 0, "no check of 9 failed"),
+        (["grpo", "--advantage"], 0, "no check of 6 failed"),
+        (["{file}:good"], 0, "no check of 9 failed"),
+        (["{file}:good", "--args", "scale=2.0"], 0, "note  equals the policy gradient"),
+        (["{file}:centred", "--advantage"], 0, "no check of 6 failed"),
+        (["{file}:averaged"], 1, "FAILS does not depend on how sequences are packed"),
+        (["{file}:breaks"], 1, "AttributeError: 'LossInputs' object has no attribute 'nothing'"),
+        (["{file}:breaks"], 1, "in breaks: return inputs.nothing"),
+        (["{file}:good", "--args", "tau=1"], 2, "cannot be called as good(inputs, bounds, tau=1)"),
+        (["{file}:good", "--args", "tau"], 2, "algo.args = ('tau',): must be key=value"),
+        (["ppo_clip", "--args", "tau=1"], 2, "the built-in ppo_clip takes none"),
+        (["ppo_klip"], 2, "must be one of ppo_clip, pg"),
+        (["{file}:absent"], 2, "write `def absent(inputs, bounds)` there"),
+        (["absent.py:f", "--advantage"], 2, "there is no file absent.py"),
+    ],
+)
+def test_command(
+    words: list[str],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    ended = 0
+    try:
+        main([word.format(file=file) for word in words])
+    except SystemExit as end:
+        ended = int(str(end.code))
+    output = capsys.readouterr()
+    assert said in output.out + output.err
+    assert ended == code

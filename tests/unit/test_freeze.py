@@ -1,0 +1,58 @@
+"""Which tensors `train.freeze` keeps as they are, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from r3.assets import TINY_MOE
+from r3.config import Config, TrainConfig, resume_problems
+from r3.models.freeze import frozen_tensors
+from r3.models.shape import ModelShape
+from r3.run.start import frozen_lines
+from tests.settings import found
+
+pytestmark = pytest.mark.unit
+
+SHAPE = ModelShape.read(TINY_MOE)
+
+
+def test_patterns_match_names_of_the_checkpoint() -> None:
+    assert frozen_tensors(SHAPE, ()) == frozenset()
+    routers = frozen_tensors(SHAPE, ["*.mlp.gate.weight"])
+    assert routers == {f"model.layers.{layer}.mlp.gate.weight" for layer in SHAPE.moe_layers}
+    one = frozen_tensors(SHAPE, ["model.layers.1.self_attn.*", "model.norm.weight"])
+    assert "model.norm.weight" in one
+    assert {name.split(".")[2] for name in one - {"model.norm.weight"}} == {"1"}
+    experts = frozen_tensors(SHAPE, ["model.layers.0.mlp.experts.*"])
+    assert len(experts) == 3 * SHAPE.num_experts
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rule"),
+    [
+        ("*.router.weight", "matches no parameter of the model"),
+        ("*.Gate.weight", "matches no parameter of the model"),
+        ("*.q_proj.weight", "q_proj.weight and not model.layers.0.self_attn.k_proj.weight, which"),
+        ("*.experts.0.*", "experts.1.gate_proj.weight, which training holds as one tensor"),
+        ("*", "freezes every parameter"),
+    ],
+)
+def test_what_cannot_be_frozen_is_a_config_error(pattern: str, rule: str) -> None:
+    assert rule in found({"train.freeze": pattern})["train.freeze"]
+
+
+def test_the_header_counts_what_is_frozen() -> None:
+    (routers,) = frozen_lines(SHAPE, ())
+    assert routers.startswith("routers    trained;")
+    routers, frozen = frozen_lines(SHAPE, ["*.mlp.gate.weight"])
+    count = len(SHAPE.moe_layers) * SHAPE.num_experts * SHAPE.hidden_size
+    assert routers.startswith("routers    frozen;")
+    assert frozen.startswith(f"frozen     {count:,} parameters in {len(SHAPE.moe_layers)} tensors")
+    routers, _ = frozen_lines(SHAPE, ["model.layers.0.*"])
+    assert routers.startswith("routers    partly frozen;")
+
+
+def test_a_resumed_run_freezes_the_same() -> None:
+    frozen = Config(train=TrainConfig(freeze=("*.mlp.gate.weight",)))
+    (problem,) = resume_problems(Config(), frozen)
+    assert problem.field == "train.freeze" and "may not change on resume" in problem.rule

@@ -1,0 +1,73 @@
+"""The CUDA path on fake tensors: devices, dtypes, shapes and strides fit, without a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3.models.shape import ModelShape
+from tests.fake_cuda import rehearse
+from tests.families import family_checkpoint, random_checkpoint
+from tests.unit import rehearsal_cases as cases
+
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.timeout(600),  # half a minute each on an idle core
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
+
+
+def test_families_train_and_stream_their_weights(tmp_path: Path) -> None:
+    # One per kind of attention, norm, router and expert.
+    names = ("qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "qwen3")
+    folders = {name: str(family_checkpoint(tmp_path / name, name)) for name in names}
+    counts = rehearse(cases.families, folders=folders)
+    assert counts == {
+        name: len(ModelShape.read(folder).tensor_shapes) for name, folder in folders.items()
+    }
+
+
+def test_settings_with_a_path_of_their_own_on_cuda(tmp_path: Path) -> None:
+    dense = str(family_checkpoint(tmp_path / "dense", "qwen3"))
+    changes: list[dict[str, dict[str, Any]]] = [
+        {
+            "model": {"recompute": "moe"},
+            "replay": {"plausibility": 0.1},
+            "train": {"optimizer": "streamed"},
+        },
+        {"model": {"recompute": "full", "fp32_head": False}, "replay": {"mode": "r2"}},
+        # Dense: torch refuses fake grouped products in float32, which its kernels take.
+        {"model": {"path": dense, "dtype": "float32"}, "algo": {"loss": "gspo"}},
+    ]
+    assert rehearse(cases.settings, changes=changes) == len(changes)
+
+
+def test_experiments_for_the_first_gpu() -> None:
+    assert rehearse(cases.first_experiments) == ["attention", "grouped", "layer", "stash"]
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2, "etp": 1}, {"cp": 2}])
+def test_ranks_that_share_sequences(parallel: dict[str, int]) -> None:
+    assert rehearse(cases.layout, rank=1, parallel=parallel)
+
+
+def test_mistakes_are_found(tmp_path: Path) -> None:
+    # 36 numbers of bfloat16 are no multiple of 16 bytes.
+    narrow = random_checkpoint(
+        tmp_path / "narrow", moe_intermediate_size=36, num_experts=8, num_experts_per_tok=2
+    )
+    errors = rehearse(cases.mistakes, narrow=str(narrow))
+    expected = {
+        "advantages on the host": "at least two devices",
+        "routes on the host": "at least two devices",
+        "a loss mask that is too short": "mismatching argument",
+        "experts in two dtypes": "dtype",
+        "experts that are not aligned": "multiple of 16 bytes",
+        "no mistake": "none",
+    }
+    assert errors.keys() == expected.keys()
+    for name, words in expected.items():
+        assert words in errors[name].lower(), (name, errors[name])

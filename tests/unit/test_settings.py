@@ -1,0 +1,283 @@
+"""Settings: fields, rules, YAML, and what may change on resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from r3.config import (
+    SETTINGS,
+    Config,
+    ConfigError,
+    ParallelConfig,
+    describe_fields,
+    flatten,
+    from_yaml,
+    parse_value,
+    resume_problems,
+    to_yaml,
+    with_values,
+)
+from r3.config.rules import Above, AtLeast, Between, Matches, Not, Rule, ZeroOr
+from r3.configs import PRESETS
+from tests.settings import TINY
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_yaml_gives_the_same_config_back(preset: str) -> None:
+    config = PRESETS[preset]()
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_yaml_writes_every_field_and_absent_ones_keep_their_defaults() -> None:
+    text = to_yaml(Config())
+    assert all(f"  {name.partition('.')[2]}: " in text for name in SETTINGS)
+    assert from_yaml("train: {steps: 3}") == with_values(Config(), {"train.steps": 3})
+
+
+def test_yaml_is_read_as_a_person_means_it() -> None:
+    # YAML 1.1 takes 1e-4 for text and a bare off for False.
+    config = from_yaml(
+        "train: {lr: 1e-4}\nreplay: {mode: off}\nengine: {sleep_level: 1}\nlog: {progress: no}"
+    )
+    assert (config.train.lr, config.replay.mode) == (1e-4, "off")
+    assert (config.engine.sleep_level, config.log.progress) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        (tuple[str, ...], ["a.jsonl", "b c.parquet"], ("a.jsonl", "b c.parquet")),
+        (tuple[str, ...], "one.jsonl", ("one.jsonl",)),
+        (tuple[str, ...], "", ()),
+        (tuple[str, ...], [], ()),
+        (tuple[float, ...], ["0.5", 1, "1e-4"], (0.5, 1.0, 1e-4)),
+        (tuple[int, ...], ("1", 2), (1, 2)),
+        (tuple[bool, ...], ["true", False], (True, False)),
+    ],
+)
+def test_a_list_field_takes_lists_one_value_and_nothing(
+    kind: Any, value: object, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SETTINGS, "train.lr", replace(SETTINGS["train.lr"], kind=kind))
+    parsed = parse_value("train.lr", value)
+    assert parsed == expected and [type(x) for x in parsed] == [type(x) for x in expected]  # type: ignore[attr-defined]
+    config = with_values(Config(), {"train.lr": parsed})
+    assert from_yaml(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("value", [["1", "x"], [1, [2]], {"a": 1}, [True], [None]])
+def test_a_list_of_the_wrong_things_is_refused(
+    value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    floats = replace(SETTINGS["train.lr"], kind=tuple[float, ...])
+    monkeypatch.setitem(SETTINGS, "train.lr", floats)
+    with pytest.raises(ValueError, match="must be a number"):
+        parse_value("train.lr", value)
+
+
+def test_everything_wrong_in_a_yaml_is_said_at_once() -> None:
+    text = "\n".join(
+        [
+            "train: {stepz: 3, lr: fast, seed: 1.5}",
+            "replay: {mode: r4, reference: 2}",
+            "trian: {}",
+            "data: {path: 7}",
+            "log: verbose",
+        ]
+    )
+    with pytest.raises(ConfigError) as error:
+        from_yaml(text)
+    fields = [problem.field for problem in error.value.problems]
+    assert fields == [
+        "train.stepz",
+        "train.lr",
+        "train.seed",
+        "replay.mode",
+        "replay.reference",
+        "trian",
+        "data.path",
+        "log",
+    ]
+    assert "did you mean train.steps" in str(error.value)
+    assert "config: 8 problems" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["a: [", "just words", "- 1", ""])
+def test_a_yaml_that_is_no_config_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        from_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("train.lr", "1e-4", 1e-4),
+        ("train.steps", "7", 7),
+        ("log.progress", "false", False),
+        ("engine.sleep_level", "2", 2),
+        ("replay.mode", "r2", "r2"),
+        ("data.path", "", ()),
+        ("data.system_prompt", "", ""),
+    ],
+)
+def test_text_becomes_a_value_of_the_field_type(name: str, text: str, value: object) -> None:
+    parsed = parse_value(name, text)
+    assert parsed == value and type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("train.steps", "1.5"),
+        ("train.steps", True),
+        ("train.lr", None),
+        ("replay.mode", "r4"),
+        ("log.progress", "maybe"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        parse_value(name, value)
+
+
+def test_lengths_leave_room_for_the_response() -> None:
+    config = with_values(
+        Config(), {"rollout.max_response_tokens": 100, "train.micro_batch_tokens": 1000}
+    )
+    assert config.longest_prompt(512) == 412
+    assert config.longest_prompt(4096) == 900  # a sequence must fit into a micro-batch too
+    short = with_values(config, {"data.max_prompt_tokens": 50})
+    assert (short.longest_prompt(512), short.longest_sequence(512)) == (50, 150)
+    assert with_values(config, {"engine.max_model_len": 300}).longest_prompt(512) == 200
+
+
+def test_smallest_world() -> None:
+    assert ParallelConfig().smallest_world == 1
+    assert ParallelConfig(ep=8).smallest_world == 8
+    assert ParallelConfig(tp=2, etp=1, ep=4, pp=2).smallest_world == 8
+
+
+# ---- resume
+
+
+def test_resuming_may_not_change_what_is_learnt() -> None:
+    changes = {
+        "model.path": "elsewhere",
+        "data.path": "other.jsonl",
+        "rollout.prompts_per_step": 32,
+        "rollout.group_size": 4,
+        "algo.clip_high": 0.3,
+        "train.seed": 1,
+        "train.lr": 1e-5,
+        "replay.mode": "off",
+    }
+    problems = resume_problems(TINY, with_values(TINY, changes))
+    assert {problem.field: problem.value for problem in problems} == changes
+    assert "was started with 0.0002" in str(next(p for p in problems if p.field == "train.lr"))
+
+
+def test_resuming_may_change_length_layout_logging_and_memory() -> None:
+    changes = {
+        "train.steps": 99,
+        "train.micro_batch_tokens": 2048,
+        "parallel.ep": 1,
+        "engine.kv_cache_gib": 0.5,
+        "eval.every": 2,
+        "checkpoint.every": 3,
+        "log.dir": "elsewhere",
+        "debug.prove_sync_every": 1,
+        "model.recompute": "full",
+    }
+    assert resume_problems(TINY, with_values(TINY, changes)) == []
+
+
+def test_the_number_of_steps_is_frozen_under_a_decaying_schedule() -> None:
+    old = with_values(TINY, {"train.lr_schedule": "cosine"})
+    problems = resume_problems(old, with_values(old, {"train.steps": 99}))
+    assert [problem.field for problem in problems] == ["train.steps"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "frozen"),
+    [
+        ({"data.on_too_long": "drop"}, ["train.micro_batch_tokens"]),
+        ({"env.name": "calculator"}, ["train.micro_batch_tokens"]),
+        ({"data.on_too_long": "drop", "data.max_prompt_tokens": 100}, []),
+    ],
+    ids=[
+        "decides which prompts are dropped",
+        "decides how long a conversation may be",
+        "another setting does",
+    ],
+)
+def test_micro_batch_size_is_frozen_where_it_limits_prompts(
+    settings: dict[str, object], frozen: list[str]
+) -> None:
+    old = with_values(TINY, {"data.max_prompt_tokens": 0, **settings})
+    problems = resume_problems(old, with_values(old, {"train.micro_batch_tokens": 2048}))
+    assert [problem.field for problem in problems] == frozen
+
+
+def test_every_field_says_whether_it_may_change_on_resume() -> None:
+    free = {name.partition(".")[0] for name, setting in SETTINGS.items() if setting.resume}
+    fixed = {name.partition(".")[0] for name, setting in SETTINGS.items() if not setting.resume}
+    assert free - fixed == {"parallel", "eval", "checkpoint", "log", "debug"}
+    assert fixed - free == {"data", "rollout", "algo"}
+
+
+def test_every_number_has_a_rule() -> None:
+    numbers = [name for name, each in SETTINGS.items() if each.kind in (int, float)]
+    assert len(numbers) > 60
+    # Every finite number is a reward.
+    assert [name for name in numbers if not SETTINGS[name].rule] == ["env.unfinished_reward"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "good", "bad", "words"),
+    [
+        (AtLeast(1), [1, 2.5], [0, -1], "must be at least 1"),
+        (Above(0), [1e-9], [0, -1], "must be above 0"),
+        (Between(0, 1), [0, 0.5, 1], [-0.1, 1.1], "must be between 0 and 1"),
+        (Between(0, 1, exclude=(0, 1)), [0.5], [0, 1], "between 0 and 1 (0 and 1 excluded)"),
+        (ZeroOr(Above(1)), [0, 2], [1, -1], "must be 0 or above 1"),
+        (Not(0, "why"), [-1], [0], "must not be 0: why"),
+        (Not(""), ["x"], [""], "must not be empty"),
+        (Matches("[a-z]+", "lower case"), ["ab"], ["aB", ""], "must be lower case"),
+    ],
+    ids=str,
+)
+def test_a_rule_accepts_what_its_words_say(
+    rule: Rule, good: list[Any], bad: list[Any], words: str
+) -> None:
+    assert all(map(rule.accepts, good)) and not any(map(rule.accepts, bad))
+    assert words in str(rule)
+
+
+def test_the_rule_at_a_field_is_the_one_that_is_checked_and_described() -> None:
+    """Resume behaviour, rule, fix and help are read from the annotation, and from nowhere else."""
+    setting = SETTINGS["train.steps"]
+    assert setting.problem(1) is None
+    assert str(setting.problem(0)) == "train.steps = 0: must be at least 1. Fix: the default is 100"
+    (described,) = [each for each in describe_fields() if each.name == "train.steps"]
+    assert (described.type, described.default) == ("integer", "100")
+    assert (described.rule, described.resume) == (
+        "must be at least 1",
+        "yes, unless train.lr_schedule decays",
+    )
+    assert described.help.startswith("Number of steps.")
+
+
+def test_every_help_text_is_a_sentence_or_several() -> None:
+    """A subject, a full stop, no line that had to be cut."""
+    for each in describe_fields():
+        assert each.help.endswith("."), each.name
+        assert not each.help[0].isspace() and len(each.help) < 330, each.name
+
+
+def test_flatten_names_every_field() -> None:
+    assert flatten(Config()).keys() == SETTINGS.keys()

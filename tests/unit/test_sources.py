@@ -1,0 +1,308 @@
+"""Sources of rows: files, folders, packages that make them; what is read from a row."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3.config import Config, DataConfig, EvalConfig, RewardConfig
+from r3.data.prompts import DataError, load_prompts
+from r3.data.sources import Columns, columns_of, is_near, read_rows
+from tests.rows import OPTIONS, write
+
+pytestmark = pytest.mark.unit
+
+
+ROWS: list[dict[str, Any]] = [
+    {"question": f"Tom has {i} books. How many?", "answer": f"#### {i}", "level": i}
+    for i in range(3)
+]
+BAD: dict[str, Any] = {"question": " ", "answer": "#### 2", "level": 2}
+
+
+def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
+    return str(write(folder, *map(json.dumps, rows)))
+
+
+def parquet(folder: Path, rows: list[dict[str, Any]]) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+def table(rows: list[dict[str, Any]]) -> Any:
+    import datasets
+    import pyarrow
+
+    # A fingerprint of our own: datasets 5 cannot compute one on Python 3.11.7.
+    return datasets.Dataset(pyarrow.Table.from_pylist(rows), fingerprint="rows")
+
+
+def saved(folder: Path, rows: list[dict[str, Any]]) -> str:
+    table(rows).save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+def saved_splits(folder: Path, rows: list[dict[str, Any]]) -> str:
+    import datasets
+
+    datasets.DatasetDict({"test": table(rows[:1]), "train": table(rows)}).save_to_disk(
+        folder / "splits"
+    )
+    return f"{folder / 'splits'}:train"
+
+
+def data_files(folder: Path, rows: list[dict[str, Any]]) -> str:
+    (folder / "files").mkdir()
+    parquet(folder / "files", rows)
+    return str(folder / "files")
+
+
+SOURCES = [jsonl, parquet, saved, saved_splits, data_files]
+
+
+@pytest.fixture
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What datasets converts goes to the test's own folder."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("make", SOURCES, ids=lambda make: make.__name__)
+def test_every_source_gives_the_same_prompts(make: Any, tokenizer: Any, tmp_path: Path) -> None:
+    dataset = load_prompts(make(tmp_path, ROWS), tokenizer, **OPTIONS)
+    expected = load_prompts(write(tmp_path, *map(json.dumps, ROWS)), tokenizer, **OPTIONS)
+    assert len(dataset) == 3
+    for prompt, other in zip(dataset.prompts, expected.prompts, strict=True):
+        assert (prompt.tokens_T, prompt.answer) == (other.tokens_T, other.answer)
+        assert prompt.metadata == other.metadata
+        assert prompt.id.rpartition(":")[2] == other.id.rpartition(":")[2]
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("make", SOURCES, ids=lambda make: make.__name__)
+def test_every_source_names_a_bad_row(make: Any, tokenizer: Any, tmp_path: Path) -> None:
+    source = make(tmp_path, [ROWS[0], BAD, ROWS[1]])
+    with pytest.raises(DataError) as caught:
+        load_prompts(source, tokenizer, **OPTIONS)
+    (problem,) = caught.value.problems
+    assert (problem.file, problem.line, problem.field) == (source, 2, "question")
+    assert problem.rule == "is empty" and problem.fix
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("absent.parquet", "cannot be read"),
+        ("text.parquet", "is not a parquet file"),
+        ("splits", "has the splits test, train. Fix: name one: splits:test"),
+        ("splits:dev", "has no split 'dev'. Fix: one of test, train"),
+        ("saved:train", "has no splits, and 'train' was given"),
+        ("damaged", "cannot be loaded by datasets"),
+        ("hub:a/b/c", "is not a name on the hub. Fix: write hub:OWNER/NAME"),
+        ("hub:owner/name:", "is not a name on the hub"),
+        ("hub:owner/name", "cannot be loaded by datasets"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_named(
+    source: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # no request, fails at once
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    Path("text.parquet").write_text("no parquet")
+    Path("damaged").mkdir()
+    Path("damaged/rows.jsonl").write_text('{"question": ')
+    saved(Path(), ROWS)
+    saved_splits(Path(), ROWS)
+    rows, (problem,) = read_rows(source, Columns())
+    assert not rows and (problem.file, problem.line, problem.field) == (source, 0, "file")
+    assert rule in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("package", "make", "command"),
+    [
+        ("pyarrow.parquet", parquet, "pip install pyarrow"),
+        ("datasets", saved, "pip install datasets"),
+        ("datasets", lambda folder, rows: "hub:owner/name", "pip install datasets"),
+        ("reasoning_gym", lambda folder, rows: "gym:chain_sum", "pip install reasoning-gym"),
+    ],
+)
+def test_a_package_that_is_not_there_is_named_with_the_command(
+    package: str, make: Any, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make(tmp_path, ROWS)
+    monkeypatch.setitem(sys.modules, package, None)  # importing it fails
+    _, (problem,) = read_rows(source, Columns())
+    assert problem.fix == command
+
+
+def test_only_what_lies_here_is_near(tmp_path: Path) -> None:
+    near = ["rows.jsonl", saved(tmp_path, ROWS), saved_splits(tmp_path, ROWS)]
+    far = ["hub:owner/name", "gym:chain_sum", data_files(tmp_path, ROWS)]
+    assert all(map(is_near, near)) and not any(map(is_near, far))
+
+
+def test_keys_reach_into_nested_objects(tokenizer: Any, tmp_path: Path) -> None:
+    row = {"extra": {"question": "1+1?"}, "reward.truth": "2", "reward": {"truth": "3"}}
+    columns = Columns(prompt="extra.question", answer="reward.truth")
+    (prompt,) = load_prompts(
+        jsonl(tmp_path, [row]), tokenizer, columns=columns, max_prompt_tokens=99
+    ).prompts
+    assert prompt.messages[0]["content"] == "1+1?"
+    assert prompt.answer == "2"  # the column with that very name comes first
+    for key in ("extra.answer", "extra.question.text", "other.question"):
+        _, (problem,) = read_rows(jsonl(tmp_path, [row]), Columns(prompt=key, answer=""))
+        assert (
+            problem.field == key
+            and "is missing; the row has extra, reward.truth, reward" in problem.rule
+        )
+
+
+def test_rows_may_have_no_answers(tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path, [{"question": "Say hi."}])
+    (prompt,) = load_prompts(
+        path, tokenizer, columns=Columns(answer=""), max_prompt_tokens=99
+    ).prompts
+    assert prompt.answer == ""
+
+
+def test_messages_about_a_held_out_set_name_its_settings(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Think."}
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({"question": [system, {"role": "user", "content": "3+4?"}]}))
+    training = Config(data=DataConfig(system_prompt="Think."))
+    (own,) = EvalConfig(path=("own.jsonl",), prompt_key=("problem",)).sets
+    _, found = read_rows(str(path), columns_of(training, own))
+    assert [problem.fix.partition("another with ")[2] for problem in found] == [
+        "--eval.prompt_key",
+        "--eval.answer_key",
+    ]
+    (own,) = EvalConfig(path=("own.jsonl",), answer_key=("none",)).sets
+    _, (problem, *_) = read_rows(str(path), columns_of(training, own))
+    assert "eval.system_prompt or data.system_prompt is set" in problem.rule
+    assert problem.fix == "keep one of the two; --eval.system_prompt none removes it for a set"
+
+
+def test_verifier_that_a_row_names_is_checked_when_it_is_read(tmp_path: Path) -> None:
+    columns = columns_of(Config(reward=RewardConfig(function=("row",))))
+    rows = [{**ROWS[0], "verifier": "gsm8k"}, {**ROWS[1], "verifier": "exact"}]
+    found, none = read_rows(jsonl(tmp_path, rows), columns)
+    assert [row.columns["verifier"] for row in found] == ["gsm8k", "exact"] and none == []
+    bad = [
+        (ROWS[0], "verifier", "is None; the reward row accepts gsm8k, exact, gym"),
+        ({**ROWS[0], "verifier": "math"}, "verifier", "is 'math'"),
+        ({**ROWS[0], "verifier": "gym"}, "verifier", "is not from reasoning-gym"),
+        ({**ROWS[0], "verifier": "gsm8k", "answer": "7"}, "answer", "has no '####'"),
+    ]
+    for row, field, rule in bad:
+        _, (problem,) = read_rows(jsonl(tmp_path, [row]), columns)
+        assert problem.field == field and rule in problem.rule
+    assert columns_of(Config()).verifiers == ()
+    own = RewardConfig(function=("row",), row_functions=("math", "http", "mine.py:brief"))
+    columns = columns_of(Config(reward=own))
+    rows = [{**ROWS[0], "verifier": name} for name in ("math", "http", "brief")]
+    assert len(read_rows(jsonl(tmp_path, rows), columns)[0]) == 3
+    _, (problem,) = read_rows(jsonl(tmp_path, [{**ROWS[0], "verifier": "gsm8k"}]), columns)
+    assert "accepts math, http, brief" in problem.rule and "--reward.row_functions" in problem.fix
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])], ids=["list", "text"])
+def test_tools_of_a_row_are_shown_by_the_chat_template(
+    tools: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    path = jsonl(tmp_path, [{**ROWS[0], "tools": tools}, ROWS[1]])
+    columns = Columns(tools="tools", system_prompt="Be brief.")
+    with_tools, without = load_prompts(
+        path, tokenizer, columns=columns, max_prompt_tokens=999
+    ).prompts
+    expected = tokenizer.apply_chat_template(
+        list(with_tools.messages), tools=[TOOL], add_generation_prompt=True, tokenize=False
+    )
+    assert tokenizer.decode(with_tools.tokens_T) == expected and "<tools>add</tools>" in expected
+    assert "<tools>add</tools>" not in tokenizer.decode(without.tokens_T)
+    # Those of the environment are shown where a row has none.
+    options: dict[str, Any] = {"columns": columns, "max_prompt_tokens": 999, "tools": [TOOL]}
+    assert "<tools>add</tools>" in tokenizer.decode(
+        load_prompts(path, tokenizer, **options).prompts[1].tokens_T
+    )
+
+
+@pytest.mark.parametrize("tools", ["{", "3", [1]])
+def test_bad_tools_are_named(tools: Any, tmp_path: Path) -> None:
+    _, (problem,) = read_rows(
+        jsonl(tmp_path, [{**ROWS[0], "tools": tools}]), Columns(tools="tools")
+    )
+    assert problem.field == "tools" and problem.line == 1
+
+
+def test_duplicates_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:
+    other = {**ROWS[0], "answer": "#### 9"}  # the same question with another answer is no duplicate
+    path = jsonl(tmp_path, [*ROWS, {**ROWS[0], "level": 7}, other])
+    assert len(load_prompts(path, tokenizer, **OPTIONS)) == 5
+    dataset = load_prompts([path, path], tokenizer, **OPTIONS | {"drop_duplicates": False})
+    assert len({prompt.id for prompt in dataset.prompts}) == 5 and len(dataset) == 10
+    dataset = load_prompts(path, tokenizer, **OPTIONS, drop_duplicates=True)
+    assert (len(dataset), dataset.dropped_duplicates) == (4, 1)
+    assert [prompt.id for prompt in dataset.prompts] == [
+        f"rows.jsonl:{line}" for line in (1, 2, 3, 5)
+    ]
+    with pytest.raises(
+        DataError, match="no row of 5 remains: 0 exceed 100 tokens, 5 are duplicates"
+    ):
+        load_prompts([path, path], tokenizer, **OPTIONS, drop_duplicates=True)
+
+
+def test_two_files_of_one_name_have_prompts_of_different_names(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    sources = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        sources.append(jsonl(tmp_path / name, ROWS))
+    dataset = load_prompts(sources, tokenizer, **OPTIONS)
+    assert len({prompt.id for prompt in dataset.prompts}) == 6
+
+
+def test_a_procedural_task_is_made_and_scored(tokenizer: Any) -> None:
+    pytest.importorskip("reasoning_gym", reason="the extra gym is not installed")
+    from r3.rewards import gym
+
+    source = "gym:chain_sum,size=20,seed=3,min_terms=2,max_terms=3"
+    dataset = load_prompts(source, tokenizer, columns=Columns(prompt="ask"), max_prompt_tokens=400)
+    again = load_prompts(source, tokenizer, columns=Columns(), max_prompt_tokens=400)
+    assert len(dataset) == 20 and dataset == again
+    for prompt in dataset.prompts:
+        assert gym(prompt.answer, prompt) == 1.0
+        assert gym(f"It is so.\n#### {prompt.answer}", prompt) == 1.0
+        assert gym(f"<answer>0</answer> no, <answer>{prompt.answer}</answer>", prompt) == 1.0
+        assert gym(f"so \\boxed{{{prompt.answer}}}.", prompt) == 1.0
+        assert gym("#### nothing", prompt) < 1.0
+    for bad in (
+        "gym:no_such_task",
+        "gym:chain_sum,size",
+        "gym:chain_sum,colour=1",
+        "gym:chain_sum,min_terms=0",
+    ):
+        assert read_rows(bad, Columns())[1], bad

@@ -1,0 +1,216 @@
+"""Experiment trackers, with the real packages where they are installed, without a network."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3.cli.checks import problems
+from r3.config import Config
+from r3.metrics.trackers import CLIENTS, Tracker, TrackerError, public_settings
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+PASSWORD = "hunter2-hunter2"
+ROWS = {
+    name: {
+        "prompt_id": "rows.jsonl:1",
+        "sample_index": 0,
+        "reward": reward,
+        "advantage": reward - 0.5,
+        "response_tokens": 4,
+        "finish_reason": "stop",
+        "messages": [{"role": "assistant", "content": f"a {name} response"}],
+    }
+    for name, reward in (("best", 1.0), ("worst", 0.0))
+}
+
+
+def config_of(tracker: str, folder: Path) -> Config:
+    return tiny_config(
+        log={"tracker": tracker, "dir": str(folder / "my-run"), "project": "r3-test"},
+        reward={
+            "url": f"https://me:{PASSWORD}@judge.example/v1?key={PASSWORD}",
+            "args": (f"api_key={PASSWORD}", "scale=2"),
+        },
+        train={"lr": 1.25e-4},
+    )
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which every package keeps what it is given. Trackio reads it once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_TOKEN", PASSWORD)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    return tmp_path
+
+
+def made_run(config: Config, *, steps: range) -> None:
+    tracker = Tracker(config, "abcdef0123456789")
+    for step in steps:
+        tracker.log({"reward/mean": step / 8, "mismatch/k3": 1e-5}, step)
+    tracker.log_samples(steps[-1], ROWS)
+    tracker.close(failed=False)
+
+
+# --- settings ---------------------------------------------------------------------------------
+
+
+def test_passwords_and_tokens_of_settings_are_left_out(tmp_path: Path) -> None:
+    settings = public_settings(config_of("wandb", tmp_path))
+    assert PASSWORD not in json.dumps(settings)
+    assert settings["reward.url"] == "https://***@judge.example/v1?***"
+    assert settings["reward.args"] == ["api_key=***", "scale=2"]
+    assert settings["train.lr"] == 1.25e-4
+
+
+@pytest.mark.parametrize("tracker", CLIENTS)
+def test_a_missing_package_is_a_mistake_with_the_command(
+    tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec(tracker):
+        pytest.skip(f"{tracker} is installed")
+    # A folder of the tracker's files in the working folder is no package.
+    (tmp_path / tracker).mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = problems(tiny_config(log={"tracker": tracker}), 1)
+    assert found.field == "log.tracker" and found.value == tracker
+    assert f"-m pip install {tracker}" in found.fix
+
+
+def test_a_tracker_without_a_project_is_a_mistake() -> None:
+    (found,) = problems(tiny_config(log={"project": ""}), 1)
+    assert found.field == "log.project"
+
+
+# --- the packages -----------------------------------------------------------------------------
+
+
+def test_wandb_gets_everything_and_goes_on_after_a_resume(offline: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: it is no part of the CPU stack")
+    config = config_of("wandb", offline)
+    made_run(config, steps=range(1, 4))
+    made_run(config, steps=range(3, 5))  # step 3 is repeated
+    folders = sorted((offline / "my-run" / "wandb").rglob("run-abcdef0123456789.wandb"))
+    assert len(folders) == 2  # one per start, of the same run
+    contents = [records_of(path) for path in folders]
+    first, second = contents
+    assert [row["step"] for row in first if "reward/mean" in row] == [1, 2, 3]
+    assert [row["step"] for row in second if "reward/mean" in row] == [3, 4]
+    assert any(key.startswith("samples/") for row in first for key in row)
+    everything = b"".join(path.read_bytes() for path in offline.rglob("*") if path.is_file())
+    assert b"a best response" in everything and b"0.000125" in everything
+    assert PASSWORD.encode() not in everything
+    assert b"0123456789" * 4 not in everything  # the key of the account
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of an offline run of wandb: protobuf records in the log format of LevelDB."""
+    from wandb.proto import wandb_internal_pb2
+
+    content = path.read_bytes()
+    rows, place, record = [], 7, b""  # the file begins with a header of 7 bytes
+    while place + 7 <= len(content):
+        rest = 32768 - place % 32768
+        if rest < 7:  # a record's header never crosses the end of a block
+            place += rest
+            continue
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        record += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or its last part
+            parsed = wandb_internal_pb2.Record.FromString(record)
+            items = parsed.history.item
+            keys = [item.key or "/".join(item.nested_key) for item in items]
+            values = [json.loads(item.value_json) for item in items]
+            rows += [dict(zip(keys, values, strict=True))] if keys else []
+            record = b""
+    return rows
+
+
+def test_trackio_gets_everything_and_goes_on_after_a_resume(offline: Path) -> None:
+    pytest.importorskip(
+        "trackio", reason="trackio is not installed: it is no part of the CPU stack"
+    )
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    config = config_of("trackio", offline)
+    made_run(config, steps=range(1, 4))
+    made_run(config, steps=range(4, 6))
+    (run,) = trackio.Api().runs("r3-test")
+    assert run.name == "my-run-abcdef"
+    logs = SQLiteStorage.get_logs("r3-test", run.name)
+    assert [row["step"] for row in logs if "reward/mean" in row] == [1, 2, 3, 4, 5]
+    everything = b"".join(path.read_bytes() for path in offline.rglob("*") if path.is_file())
+    assert b"a best response" in everything and b"0.000125" in everything
+    assert PASSWORD.encode() not in everything
+
+
+def test_mlflow_gets_everything_and_goes_on_after_a_resume(offline: Path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed: it is no part of the CPU stack")
+    from mlflow import MlflowClient
+
+    config = config_of("mlflow", offline)
+    made_run(config, steps=range(1, 4))
+    made_run(config, steps=range(4, 6))
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("r3-test")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED" and run.info.run_name == "my-run"
+    assert run.data.params["train.lr"] == "0.000125"
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(each.step, each.value) for each in history] == [(n, n / 8) for n in range(1, 6)]
+    everything = b"".join(path.read_bytes() for path in offline.rglob("*") if path.is_file())
+    assert b"a best response" in everything
+    assert PASSWORD.encode() not in everything
+
+
+class Broken:
+    """A client of a service that is gone."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def log(self, row: object, step: int) -> None:
+        raise ConnectionError("no route to host")
+
+    def log_samples(self, samples: object, step: int) -> None:
+        raise AssertionError("a failed tracker gets nothing more")
+
+    def finish(self, *, failed: bool) -> None:
+        raise AssertionError("a failed tracker gets nothing more")
+
+
+def test_a_service_that_fails_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(CLIENTS, "wandb", Broken)  # type: ignore[arg-type]
+    tracker = Tracker(config_of("wandb", tmp_path), "id")
+    tracker.log({"reward/mean": 1.0}, 1)
+    tracker.close(failed=False)
+    tracker.log({"reward/mean": 1.0}, 2)
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1 and "log.tracker wandb failed" in said
+    assert "no route to host. All rows are in metrics.jsonl" in said
+
+
+def test_a_service_that_does_not_start_ends_the_run_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise ConnectionError("api_key not configured")
+
+    monkeypatch.setitem(CLIENTS, "wandb", refuse)  # type: ignore[arg-type]
+    with pytest.raises(TrackerError, match="wandb could not start: api_key not configured"):
+        Tracker(config_of("wandb", tmp_path), "id")

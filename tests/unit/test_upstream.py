@@ -1,0 +1,168 @@
+"""R3's calls fit torch, vLLM and Megatron-Core in every supported version, CUDA-only calls too.
+
+`make signatures` reads the signatures from the wheels into upstream.json.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3.models.shape import ModelShape
+from r3.policy.build import megatron_settings
+from tests.families import FAMILIES, family_checkpoint
+from tests.tiny import tiny_config
+from tools import upstream
+
+pytestmark = pytest.mark.unit
+
+SIGNATURES: dict[str, dict[str, dict[str, list[str] | None]]] = json.loads(
+    upstream.DATA.read_text()
+)
+
+
+def complaints(source: str, file: str) -> list[str]:
+    """What is wrong with the uses in one source file."""
+    return upstream.complaints(upstream.uses_of(source, file), SIGNATURES)
+
+
+def test_every_use_fits_every_supported_version() -> None:
+    uses = upstream.uses()
+    assert upstream.complaints(uses, SIGNATURES) == []
+    # 1189 today: a search that has gone blind finds few.
+    assert len(uses) > 1000
+    names = {use.name for use in uses if use.call}
+    assert {
+        "torch.nn.attention.varlen.varlen_attn",
+        "torch.nn.functional.grouped_mm",
+        "torch.multiprocessing.reductions.rebuild_cuda_tensor",
+        "torch._C._cudart.cudaHostRegister",
+        "vllm.LLM",
+        "vllm.v1.engine.llm_engine.LLMEngine.add_request",
+        "vllm.model_executor.model_loader.reload.initialize_layerwise_reload",
+        "megatron.core.optimizer.get_megatron_optimizer",
+    } <= names
+
+
+VARLEN = "from torch.nn.attention.varlen import varlen_attn\n"
+RELOAD = (
+    "from vllm.model_executor.model_loader.reload import initialize_layerwise_reload as start\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("a.py", VARLEN + "varlen_attn(q, k, v, b, b, 1, 1, enable_gqa=True)", "torch 2.11.0"),
+        ("a.py", VARLEN + "varlen_attn(q, k, v, b, b, 1)", "missing a required argument: 'max_k'"),
+        ("a.py", "import torch\ntorch.cuda.check_error()", "missing a required argument: 'res'"),
+        ("a.py", "import torch\ntorch.cuda.cudart().cudaHostRegister(1, 2)", "missing a required"),
+        ("a.py", "import torch\ntorch.cuda.no_such_name", "is not in upstream.json"),
+        ("a.py", RELOAD + "start(model, device)", "too many positional arguments"),
+        (
+            "a.py",
+            "from vllm import LLM\ndef f():\n a = dict(model=1)\n a |= {'no_such': 2}\n LLM(**a)",
+            "keywords ['no_such'] are unknown to vllm.EngineArgs",
+        ),
+        ("a.py", 'NAME = "VLLM_NO_SUCH_VARIABLE"', "vllm.envs.VLLM_NO_SUCH_VARIABLE"),
+        ("r3/engine/memory.py", "self._llm.sleep(depth=2)", "unexpected keyword argument 'depth'"),
+        ("r3/engine/engine.py", "self.llm.no_such_method()", "is not in upstream.json"),
+        (
+            "a.py",
+            "from megatron.core.transformer.moe.router_replay import RouterReplay\n"
+            "class Tap(RouterReplay):\n def get_replay_topk(self, scores, topk): ...",
+            "R3's takes (scores, topk)",
+        ),
+        (
+            "a.py",
+            "import importlib\n"
+            'random = importlib.import_module("megatron.core.tensor_parallel.random")\n'
+            "def ours(device): ...\nrandom._get_cuda_rng_state = ours",
+            "R3's takes (device)",
+        ),
+    ],
+)
+def test_a_use_that_does_not_fit_is_found(file: str, source: str, complaint: str) -> None:
+    found = complaints(source, file)
+    assert any(complaint in line for line in found), found
+    if "enable_gqa" in source:  # torch 2.13 has it
+        assert not any("2.13.0" in line for line in found)
+
+
+def test_a_name_that_a_version_lacks_is_found() -> None:
+    changed: Any = copy.deepcopy(SIGNATURES)
+    name = "megatron.core.optimizer.get_megatron_optimizer"
+    changed["megatron"]["0.19.2"][name] = None
+    found = upstream.complaints(upstream.uses(), changed)
+    assert found and all(f"{name} of megatron 0.19.2 does not exist" in line for line in found)
+
+
+def test_megatron_knows_every_setting_of_every_family(tmp_path: Path) -> None:
+    layouts: list[dict[str, int]] = [{}, {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "vpp": 2}]
+    names: set[str] = set()
+    for family in FAMILIES:
+        folder = family_checkpoint(tmp_path / family, family)
+        shape = ModelShape.read(folder)
+        for layout in layouts:
+            if layout.get("pp", 1) * layout.get("vpp", 1) > shape.num_layers:
+                continue
+            for recompute in ("none", "moe", "full"):
+                config = tiny_config(folder, parallel=layout, model={"recompute": recompute})
+                names |= megatron_settings(config, shape).keys()
+    assert {"recompute_modules", "moe_router_num_groups", "q_lora_rank"} <= names
+    for version, known in SIGNATURES["megatron"].items():
+        (text,) = known["megatron.core.transformer.MLATransformerConfig"] or [""]
+        fields = upstream.parsed(text).parameters.keys()
+        assert names <= fields, (version, names - fields)
+        assert "no_such_setting" not in fields
+
+
+def test_arguments_that_are_set_by_position_or_in_a_dict() -> None:
+    for known in SIGNATURES["torch"].values():
+        (rebuild,) = known["torch.multiprocessing.reductions.rebuild_cuda_tensor"] or [""]
+        names = list(upstream.parsed(rebuild).parameters)  # replaced in r3.runtime.device
+        assert (names[6], names[-1]) == ("storage_device", "event_sync_required")
+        (adam,) = known["torch.optim.AdamW"] or [""]
+        assert "fused" in upstream.parsed(adam).parameters  # r3.policy.build.use_fused_adam
+
+
+def test_versions_are_those_that_the_package_allows() -> None:
+    project = tomllib.loads((upstream.ROOT / "pyproject.toml").read_text())["project"]
+    allowed = {re.split(r"[<>=]", one)[0]: one for one in project["optional-dependencies"]["gpu"]}
+    torch, vllm = SIGNATURES["torch"], SIGNATURES["vllm"]
+    assert allowed["vllm"] == f"vllm>={min(vllm)[:-2]},<={max(vllm)}"
+    assert allowed["torch"] == f"torch>={min(torch)[:-2]},<2.{int(max(torch).split('.')[1]) + 1}"
+    assert allowed["megatron-core"].split("==")[1] in SIGNATURES["megatron"]
+
+
+def test_signatures_are_read_from_sources_without_importing_them(tmp_path: Path) -> None:
+    package = tmp_path / "vllm"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        'MODULE_ATTRS = {"Lazy": ".deep.one:Child"}\nraise RuntimeError("imported")\n'
+    )
+    (package / "deep/__init__.py").write_text("from .one import Child as Again\n")
+    (package / "deep/one.py").write_text(
+        "@dataclass\nclass Parent:\n    a: int\n"
+        "@dataclass\nclass Child(Parent):\n    b: int = 0\n"
+        "    def method(self, x, *, y: int = 3): ...\n"
+        "    @staticmethod\n    def free(x): ...\n"
+        "    def late(self):\n        self.value = 1\n"
+    )
+    sources = upstream.Sources(tmp_path)
+    assert sources.find("vllm.Lazy") == sources.find("vllm.deep.Again") == ["a=0, b=0"]
+    assert sources.find("vllm.Lazy.method") == ["x, *, y=0"]
+    assert sources.find("vllm.Lazy.free") == ["x"]
+    assert sources.find("vllm.Lazy.value") == []
+    assert sources.find("vllm.Lazy.absent") is sources.find("vllm.deep.two") is None
+
+
+@pytest.mark.skipif(not upstream.is_cached(), reason="`make signatures` has not run here")
+def test_the_data_file_is_what_the_wheels_say() -> None:
+    assert upstream.extract(upstream.uses()) == SIGNATURES
