@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +25,26 @@ from tests.policies import LENGTHS, batches_of, build
 from tests.tiny import random_rollouts, tiny_config
 
 
-def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
+@dataclass(frozen=True, kw_only=True)
+class LossFigures:
+    """One loss or correction over a micro-batch, summed over the ranks that share sequences.
+
+    Attributes:
+        gradient: weighted by something of the token, so that gradients that changed places show.
+        clipped: loss tokens whose ratio was clipped.
+        cut: loss tokens outside the correction's bounds; 0 without a correction.
+        weight: sum of the correction's weights; 0 without a correction.
+    """
+
+    loss: float
+    gradient: float
+    gradient_squares: float
+    clipped: float
+    cut: float
+    weight: float
+
+
+def losses(device: Device, *, cp: int) -> dict[str, LossFigures]:
     """Loss, gradient and counts of every loss and correction, a user's loss among them, over one
     micro-batch whose sequences are cut `cp` ways.
     """
@@ -60,21 +79,21 @@ def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
         )
         (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
         on_N = tokens.loss_mask_N
-        figures = {
-            "loss": loss.detach(),
-            # Weighted by something of the token, so that gradients that changed places would show.
-            "gradient": (gradient_N * tokens.targets_N).sum(),
-            "gradient_squares": gradient_N.square().sum(),
-            "clipped": (stats["clipped"] * on_N).sum(),
-        }
-        if "cut" in stats:
-            figures |= {
-                "cut": (stats["cut"] * on_N).sum(),
-                "weight": (stats["weight"] * on_N).sum(),
-            }
-        found[name] = {
-            key: float(mesh.cp.all_reduce(value.double())) for key, value in figures.items()
-        }
+
+        def total(value: torch.Tensor) -> float:
+            return float(mesh.cp.all_reduce(value.double()))
+
+        def counted(stat: str) -> float:
+            return total((stats[stat] * on_N).sum()) if stat in stats else 0.0
+
+        found[name] = LossFigures(
+            loss=total(loss.detach()),
+            gradient=total((gradient_N * tokens.targets_N).sum()),
+            gradient_squares=total(gradient_N.square().sum()),
+            clipped=counted("clipped"),
+            cut=counted("cut"),
+            weight=counted("weight"),
+        )
 
     tight = {"gspo": {"clip_low": 0.01, "clip_high": 0.01}}
     for loss in LOSSES:
@@ -97,10 +116,37 @@ def losses(device: Device, *, cp: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, Any]:
-    """Advantages after the KL is taken from rewards, by rollout; and with one rank the same worked
-    out answer by answer.
+@dataclass(frozen=True, kw_only=True)
+class Filtered:
+    """An update whose responses were all filtered."""
+
+    denominators: tuple[int, int]
+    grad_norm: float
+    loss: float
+    entropy_over: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlAdvantages:
+    """Advantages by rollout.
+
+    Attributes:
+        advantages: after the KL was taken from the rewards.
+        without: without any KL.
+        by_hand: as `advantages`, worked out response by response; only with one rank.
+        filtered: only with one rank.
+        kl: this rank's sum, and the number of its terms.
     """
+
+    advantages: list[float]
+    without: list[float]
+    by_hand: list[float]
+    filtered: Filtered | None
+    kl: tuple[float, float]
+
+
+def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> KlAdvantages:
+    """Take the KL from the rewards of one batch after an update."""
     config = tiny_config(
         model,
         parallel=parallel,
@@ -144,17 +190,17 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> dic
                 by_hand[index] = sum(float(kl) for kl in kl_N[start:end][on])
     total = mesh.world.all_gather_object(advantages)
     merged = {index: value for part in total for index, value in part.items()}
-    return {
-        "advantages": [merged[index] for index in range(count)],
-        "without": dr_grpo(rewards_R, groups_R).tolist(),
-        "by_hand": dr_grpo(rewards_R - 0.1 * by_hand, groups_R).tolist(),
-        "filtered": filtered(policy) if mesh.world.size == 1 else None,
-        "kl_mean": [reports["loss/kl_ref"].total, reports["loss/kl_ref"].count],
-    }
+    return KlAdvantages(
+        advantages=[merged[index] for index in range(count)],
+        without=dr_grpo(rewards_R, groups_R).tolist(),
+        by_hand=dr_grpo(rewards_R - 0.1 * by_hand, groups_R).tolist(),
+        filtered=filtered(policy) if mesh.world.size == 1 else None,
+        kl=(reports["loss/kl_ref"].total, reports["loss/kl_ref"].count),
+    )
 
 
-def filtered(policy: Policy) -> dict[str, Any]:
-    """One update whose answers were all filtered."""
+def filtered(policy: Policy) -> Filtered:
+    """Make one update whose responses were all filtered."""
     scored = [
         Scored(index=index, rollout=rollout, advantage=1.0, trains=False)
         for index, rollout in enumerate(random_rollouts(policy.shape, LENGTHS))
@@ -163,9 +209,9 @@ def filtered(policy: Policy) -> dict[str, Any]:
         scored, policy.mesh, policy.shape, PackingSpec(micro_batch_tokens=128, on_missing="live")
     )
     update = policy.update(batch, total_updates=10)
-    return {
-        "denominators": [batch.num_loss_tokens, batch.num_sequences],
-        "grad_norm": update.grad_norm,
-        "loss": update.metrics["loss/total"].total,
-        "entropy_over": update.metrics["policy/entropy"].count,
-    }
+    return Filtered(
+        denominators=(batch.num_loss_tokens, batch.num_sequences),
+        grad_norm=update.grad_norm,
+        loss=update.metrics["loss/total"].total,
+        entropy_over=update.metrics["policy/entropy"].count,
+    )

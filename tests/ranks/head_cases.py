@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,12 +22,15 @@ from tests.tiny import tiny_config
 TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 23, 16, 37, 0.7
 
 
-def oracle(device: Device) -> dict[str, dict[str, float]]:
-    """Largest differences from plain log_softmax in float64, for types and sizes of chunk; the
-    world is the tp axis.
+Errors = dict[str, float]
+"""Largest difference of each output and gradient, relative to its largest value."""
 
-    37 tokens of vocabulary do not divide by two: the last rank's slice is padded, with rows that
-    would win if they counted.
+
+def oracle(device: Device) -> dict[str, Errors]:
+    """Compare with plain log_softmax in float64, for types and sizes of chunk.
+
+    The world is the tp axis. 37 tokens of vocabulary do not divide by two: the last rank's slice is
+    padded, with rows that would win if they counted.
     """
     axis = Axis.of("tp", dist.group.WORLD)
     rows = -(-VOCABULARY // axis.size)
@@ -55,10 +58,10 @@ def oracle(device: Device) -> dict[str, dict[str, float]]:
     for name, (hidden_grad, weight_grad) in gradients.items():
         expected |= {f"hidden{name}": hidden_grad, f"weight{name}": weight_grad}
 
-    def errors(dtype: torch.dtype, chunk: int, fp32: bool) -> dict[str, float]:
+    def errors(dtype: torch.dtype, chunk: int, fp32: bool) -> Errors:
         return found(dtype, chunk, fp32, False) | found(dtype, chunk, fp32, True)
 
-    def found(dtype: torch.dtype, chunk: int, fp32: bool, with_bonus: bool) -> dict[str, float]:
+    def found(dtype: torch.dtype, chunk: int, fp32: bool, with_bonus: bool) -> Errors:
         head = Head(
             axis=axis,
             vocab_size=VOCABULARY,
@@ -124,10 +127,30 @@ class LogitRows(TorchDispatchMode):
         return made
 
 
-def peak(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, Any]:
-    """Most rows of logits alive in one tensor, scoring and training, and what chunks change in
-    scores and gradients.
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """Rows of logits in one tensor, and what chunks change.
+
+    Attributes:
+        tokens: of the largest micro-batch.
+        arrived: gradients of the output weight.
+        rows_whole: most rows of logits in one tensor without chunks: scoring, training.
+        rows_chunks: the same in chunks.
+        scores: largest difference between the two.
+        gradients: largest difference between the two, relative to the largest gradient.
     """
+
+    tokens: int
+    micro_batches: int
+    arrived: int
+    rows_whole: list[int]
+    rows_chunks: list[int]
+    scores: float
+    gradients: float
+
+
+def peak(device: Device, *, model: str, parallel: dict[str, int]) -> Peak:
+    """Score and train with and without chunks, and watch every tensor."""
     config = tiny_config(model, parallel=parallel)
     mesh = build_mesh(device, config.parallel)
     policy = Policy(config, device, mesh, ModelShape.read(model))
@@ -156,24 +179,38 @@ def peak(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, A
         seen[name] = torch.stack([torch.cat(scores.logprobs), torch.cat(scores.entropy)]), gradients
     (scores_one, gradients_one), (scores_other, gradients_other) = seen.values()
     largest = max(float(gradient.abs().max()) for gradient in gradients_one)
-    return {
-        "tokens": max(micro_batch.num_tokens for micro_batch in batch.micro_batches),
-        "micro_batches": len(batch.micro_batches),
-        "arrived": len(arrived),
-        "rows": rows,
-        "scores": float((scores_one - scores_other).abs().max()),
-        "gradients": max(
+    return Peak(
+        tokens=max(micro_batch.num_tokens for micro_batch in batch.micro_batches),
+        micro_batches=len(batch.micro_batches),
+        arrived=len(arrived),
+        rows_whole=rows["whole"],
+        rows_chunks=rows["chunks"],
+        scores=float((scores_one - scores_other).abs().max()),
+        gradients=max(
             float((one - other).abs().max())
             for one, other in zip(gradients_one, gradients_other, strict=True)
         )
         / largest,
-    }
+    )
 
 
-def bonus(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, float]:
-    """How much the mean entropy changes along the gradient of a loss that is the bonus alone, and
-    how much that gradient promises.
+@dataclass(frozen=True, kw_only=True)
+class Bonus:
+    """The entropy bonus alone.
+
+    Attributes:
+        measured: change of the mean entropy along the loss's gradient, per unit of length.
+        promised: what the gradient says it is.
     """
+
+    loss: float
+    entropy: float
+    measured: float
+    promised: float
+
+
+def bonus(device: Device, *, model: str, parallel: dict[str, int]) -> Bonus:
+    """Step along the gradient of a loss that is the entropy bonus alone, and measure entropy."""
     coef = 0.5
     config = tiny_config(model, parallel=parallel, algo={"entropy_coef": coef})
     mesh, policy = build(device, config)
@@ -203,20 +240,41 @@ def bonus(device: Device, *, model: str, parallel: dict[str, int]) -> dict[str, 
         return float((torch.cat(scores.entropy).double() * masks).sum() / masks.sum())
 
     step, entropy = 0.01, entropy_at(0.0)
-    return {
+    return Bonus(
         # One rank of tp reports it.
-        "loss": metrics["loss/total"].total if policy.reports else -coef * entropy,
-        "entropy": entropy,
-        "measured": (entropy_at(step) - entropy_at(-step)) / (2 * step),
-        "promised": -norm / coef,
-    }
+        loss=metrics["loss/total"].total if policy.reports else -coef * entropy,
+        entropy=entropy,
+        measured=(entropy_at(step) - entropy_at(-step)) / (2 * step),
+        promised=-norm / coef,
+    )
 
 
-def bfloat16(device: Device, *, model: str) -> dict[str, Any]:
-    """A bfloat16 policy against a float32 one with the same weights and routes: scores, loss,
-    gradients, and types.
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A policy against the float32 one with the same weights and routes.
+
+    Attributes:
+        logprobs: mean difference.
+        loss: relative difference.
+        cosine: between the gradients.
+        norm: ratio of the gradients' norms.
+        weights, states, router, scores, gradient: dtypes of these tensors.
     """
-    figures: dict[str, Any] = {}
+
+    logprobs: float
+    loss: float
+    cosine: float
+    norm: float
+    weights: str
+    states: list[str]
+    router: list[str]
+    scores: str
+    gradient: str
+
+
+def bfloat16(device: Device, *, model: str) -> dict[str, Precision]:
+    """Score and train in float32, in bfloat16, and in bfloat16 with a float32 head."""
+    figures: dict[str, Precision] = {}
     true: tuple[torch.Tensor, torch.Tensor, float] | None = None
     mesh = build_mesh(device, tiny_config(model).parallel)
     for name, dtype, fp32_head in (
@@ -249,15 +307,15 @@ def bfloat16(device: Device, *, model: str) -> dict[str, Any]:
         loss = metrics["loss/total"].total
         if true is None:
             true = logprobs_N, gradient, loss
-        figures[name] = {
-            "logprobs": float((logprobs_N - true[0]).abs().mean()),
-            "loss": abs(loss - true[2]) / abs(true[2]),
-            "cosine": float(torch.cosine_similarity(gradient.double(), true[1].double(), dim=0)),
-            "norm": float(gradient.norm() / true[1].norm()),
-            "weights": str(policy.parameter_buffers()[0].dtype),
-            "states": sorted(types["states"]),
-            "router": sorted(types["router"]),
-            "scores": str(logprobs_N.dtype),
-            "gradient": str(gradient.dtype),
-        }
+        figures[name] = Precision(
+            logprobs=float((logprobs_N - true[0]).abs().mean()),
+            loss=abs(loss - true[2]) / abs(true[2]),
+            cosine=float(torch.cosine_similarity(gradient.double(), true[1].double(), dim=0)),
+            norm=float(gradient.norm() / true[1].norm()),
+            weights=str(policy.parameter_buffers()[0].dtype),
+            states=sorted(types["states"]),
+            router=sorted(types["router"]),
+            scores=str(logprobs_N.dtype),
+            gradient=str(gradient.dtype),
+        )
     return figures

@@ -4,6 +4,8 @@ them.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from tests.families import random_checkpoint
@@ -23,7 +25,7 @@ def test_losses_do_not_depend_on_context_parallelism() -> None:
     for name, expected in whole.items():
         # Sums of some 150 float32 terms in another order; a rank that took its half for the whole
         # would be off by tenths.
-        assert first[name] == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+        assert asdict(first[name]) == pytest.approx(asdict(expected), rel=1e-5, abs=1e-6), name
     for name in (
         "token_tis",
         "sequence_tis",
@@ -32,12 +34,12 @@ def test_losses_do_not_depend_on_context_parallelism() -> None:
         "geometric_mask",
         "icepop",
     ):
-        assert 0 < whole[name]["cut"] < 152, (
+        assert 0 < whole[name].cut < 152, (
             f"{name}: some of the 152 loss tokens fall on each side of the bounds"
         )
-    assert 0 < whole["gspo"]["clipped"] < 152
-    assert 0 < whole["own"]["clipped"] < 152, "sums over whole responses"
-    assert whole["entropy bonus"]["loss"] < whole["ppo_clip"]["loss"]
+    assert 0 < whole["gspo"].clipped < 152
+    assert 0 < whole["own"].clipped < 152, "sums over whole responses"
+    assert whole["entropy bonus"].loss < whole["ppo_clip"].loss
     assert whole["bypass"] == whole["old is the engine's"] != whole["ppo_clip"]
 
 
@@ -48,21 +50,18 @@ def test_kl_is_taken_from_rewards_before_advantages_in_any_layout(
     (one,) = run_world(algorithm_cases.kl_in_reward, 1, model=model, parallel={})
     # dr_grpo of R - 0.1 * sum of k1, each answer's sum made in a loop: float32 terms, added in
     # another order
-    assert one["advantages"] == pytest.approx(one["by_hand"], rel=1e-5, abs=1e-5)
-    moved = [abs(a - b) for a, b in zip(one["advantages"], one["without"], strict=True)]
+    assert one.advantages == pytest.approx(one.by_hand, rel=1e-5, abs=1e-5)
+    moved = [abs(a - b) for a, b in zip(one.advantages, one.without, strict=True)]
     assert min(moved) > 1e-2, "the policy has left the reference"
-    assert one["filtered"] == {
-        "denominators": [1, 1],
-        "grad_norm": 0.0,
-        "loss": 0.0,
-        "entropy_over": 0.0,
-    }
+    assert one.filtered == algorithm_cases.Filtered(
+        denominators=(1, 1), grad_norm=0.0, loss=0.0, entropy_over=0.0
+    )
     for parallel in ({"cp": 2}, {}):
         ranks = run_world(algorithm_cases.kl_in_reward, 2, model=model, parallel=parallel)
         # two passes of another layout, after an update of another layout: 1e-5 of the
         # log-probabilities' sum of some 10
         for rank in ranks:
-            assert rank["advantages"] == pytest.approx(one["advantages"], rel=1e-3, abs=1e-3)
-        total, count = (sum(rank["kl_mean"][i] for rank in ranks) for i in (0, 1))
-        assert count == one["kl_mean"][1]
-        assert total == pytest.approx(one["kl_mean"][0], rel=1e-3)
+            assert rank.advantages == pytest.approx(one.advantages, rel=1e-3, abs=1e-3)
+        total, count = (sum(rank.kl[i] for rank in ranks) for i in (0, 1))
+        assert count == one.kl[1]
+        assert total == pytest.approx(one.kl[0], rel=1e-3)
