@@ -120,7 +120,7 @@ def losses(device: Device, *, cp: int) -> dict[str, LossFigures]:
 class Filtered:
     """An update whose responses were all filtered."""
 
-    denominators: tuple[int, int]
+    denominators: list[int]
     grad_norm: float
     loss: float
     entropy_over: float
@@ -142,7 +142,7 @@ class KlAdvantages:
     without: list[float]
     by_hand: list[float]
     filtered: Filtered | None
-    kl: tuple[float, float]
+    kl: list[float]
 
 
 def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> KlAdvantages:
@@ -195,7 +195,7 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> KlA
         without=dr_grpo(rewards_R, groups_R).tolist(),
         by_hand=dr_grpo(rewards_R - 0.1 * by_hand, groups_R).tolist(),
         filtered=filtered(policy) if mesh.world.size == 1 else None,
-        kl=(reports["loss/kl_ref"].total, reports["loss/kl_ref"].count),
+        kl=[reports["loss/kl_ref"].total, reports["loss/kl_ref"].count],
     )
 
 
@@ -210,7 +210,7 @@ def filtered(policy: Policy) -> Filtered:
     )
     update = policy.update(batch, total_updates=10)
     return Filtered(
-        denominators=(batch.num_loss_tokens, batch.num_sequences),
+        denominators=[batch.num_loss_tokens, batch.num_sequences],
         grad_norm=update.grad_norm,
         loss=update.metrics["loss/total"].total,
         entropy_over=update.metrics["policy/entropy"].count,

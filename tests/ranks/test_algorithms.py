@@ -54,7 +54,7 @@ def test_kl_is_taken_from_rewards_before_advantages_in_any_layout(
     moved = [abs(a - b) for a, b in zip(one.advantages, one.without, strict=True)]
     assert min(moved) > 1e-2, "the policy has left the reference"
     assert one.filtered == algorithm_cases.Filtered(
-        denominators=(1, 1), grad_norm=0.0, loss=0.0, entropy_over=0.0
+        denominators=[1, 1], grad_norm=0.0, loss=0.0, entropy_over=0.0
     )
     for parallel in ({"cp": 2}, {}):
         ranks = run_world(algorithm_cases.kl_in_reward, 2, model=model, parallel=parallel)
