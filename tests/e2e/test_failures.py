@@ -47,7 +47,7 @@ def test_a_wrong_reward_prints_one_block(tmp_path: Path) -> None:
 
 def check(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "train.py", "tiny-smoke", "--check", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
 def test_check_calls_the_reward_on_the_reference_answer() -> None:

@@ -23,7 +23,7 @@ needs_browser = pytest.mark.skipif(bool(why_absent()), reason=why_absent())
 
 def report(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "r3.report", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
 def save_scores(run: Path) -> None:

@@ -96,7 +96,7 @@ def test_killed_run_goes_on_exactly_where_it_was(straight: Path, tmp_path: Path)
     folder = tmp_path / "killed"
     process = start(folder, *FLAGS)
     metrics = folder / "metrics.jsonl"
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 270
     # Row 5: the checkpoint of step 4 is behind
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
         assert process.poll() is None and time.monotonic() < deadline, (
@@ -136,7 +136,7 @@ def test_resume_refuses_a_changed_setting_by_name(straight: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env=os.environ | {"WORLD_SIZE": "2"},
     )
     assert done.returncode == 2
@@ -285,7 +285,7 @@ def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 2

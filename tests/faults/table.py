@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from tests.faults.attempts import (
     require_equal,
     rows_written,
 )
+from tests.faults.disk import FullDisk, own_disk
 from tests.runs import QUIET_THREADS, rows_of
 from tests.slurm.cluster import cluster, missing
 
@@ -248,26 +248,24 @@ def _same_failure(place: Place) -> Outcome:
 
 def _disk_full(place: Place) -> Outcome:
     disk = place.folder.with_name("disk")
-    disk.mkdir(parents=True)
-    mount = ("unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=45m tmpfs "$0" && exec "$@"')
-    prefix = (*mount, str(disk))
-    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
+    if not (prefix := own_disk(disk, "45m")):
         raise Skip("this system does not let a user mount a file system")
-    attempt = launch(disk, "--checkpoint.keep", "1", "--checkpoint.export", "false", prefix=prefix)
+    # More steps than it makes: a signal ends it when everything has been seen.
+    flags = ("--checkpoint.keep", "1", "--checkpoint.export", "false", "--train.steps", "500")
+    attempt = launch(disk, *flags, prefix=prefix)
     try:
-        inside = Path(f"/proc/{attempt.process.pid}/root{disk}")  # as the run sees its disk
-        attempt.wait_for("row 1", lambda: rows_written(inside) >= 1)
-        free = shutil.disk_usage(inside).free
-        # Room for rows of metrics alone, or less: the run may be saving at this moment.
-        with suppress(OSError), (inside / "ballast").open("wb") as ballast:
-            ballast.write(bytes(max(0, free - (2 << 20))))
-        attempt.wait_for("row 3", lambda: rows_written(inside) >= 3)
-        (inside / "ballast").unlink()
-        if attempt.end():
-            raise Unexpected(attempt.text[-3000:])
+        full = FullDisk(attempt, disk)
+        attempt.wait_for("row 1", lambda: rows_written(full.inside) >= 1)
+        full.fill_until_said("no space: a checkpoint needs")
+        rows = rows_written(full.inside)
+        full.empty()
+        attempt.wait_for("a checkpoint", lambda: newest_checkpoint(full.inside) > rows)
+        attempt.process.send_signal(signal.SIGTERM)
+        if (code := attempt.end()) != 75:
+            raise Unexpected(f"exit code {code}, not 75:\n{attempt.text[-3000:]}")
     finally:
         attempt.kill()
-    seen = _line(attempt.text, "not written: ", "the next step tries again")
+    seen = _line(attempt.text, "not written: ", "no space: a checkpoint needs")
     seen = seen.replace(f"{disk}/", "RUN_DIR/")
     return Outcome(seen, "nothing", "the run goes on; the save succeeds when there is room")
 
@@ -386,7 +384,7 @@ TABLE = (
     Fault("exit-at-import", "a reward file calls `sys.exit(0)`", _reward_exits),
     Fault(
         "environment",
-        "an environment raises, hangs, and replies with half a character",
+        "an environment raises, hangs, and replies with an unpaired surrogate (invalid Unicode)",
         _environment_fails,
     ),
     Fault("slurm", "the signal before Slurm's time limit, two nodes", _slurm_signal),
