@@ -257,12 +257,19 @@ class UnknownMetricError(ValueError):
     """A key that GLOSSARY does not explain."""
 
 
-def explain(key: str) -> Entry:
-    """The entry of a key, its SET, NAME and K filled in or not."""
+def explain(key: str, *, users: bool = True) -> Entry:
+    """The entry of a key, its SET, NAME and K filled in or not.
+
+    Args:
+        users: whether the key may be one that users' functions report. Any NAME is.
+
+    Raises:
+        UnknownMetricError: there is none.
+    """
     if key in GLOSSARY:
         return GLOSSARY[key]
     for pattern, name in _PATTERNS.items():
-        if pattern.fullmatch(key):
+        if pattern.fullmatch(key) and (users or not name.endswith("/NAME")):
             return GLOSSARY[name]
     near = difflib.get_close_matches(key, GLOSSARY, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "give it a line in r3.metrics.GLOSSARY"

@@ -21,7 +21,7 @@ from r3.config import Config
 from r3.metrics.console import Console
 from r3.metrics.glossary import LAYER_AGREEMENT, explain
 from r3.metrics.heatmap import STEPS, heat_strip
-from r3.metrics.reduce import LOG10_EDGES, LogHistogram, Max, Partial
+from r3.metrics.reduce import LOG10_EDGES, LogHistogram, Max, Partial, UsersMean
 from r3.metrics.tensorboard import sample_markdown, tensorboard_layout
 from r3.metrics.trackers import Tracker
 
@@ -165,7 +165,7 @@ class Meter:
         ranks.
         """
         for key, part in parts.items():
-            explain(key)
+            explain(key, users=isinstance(part, UsersMean))
             if not callable(getattr(part, "reduce", None)):
                 raise TypeError(
                     f"{key}: {part!r} is no partial of r3.metrics.reduce, so nobody knows how to "

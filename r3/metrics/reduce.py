@@ -39,13 +39,16 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class MeanOfValues:
-    """Mean of values that all travel: exact over any split, whatever the values are."""
+class UsersMean:
+    """Mean of a metric that users' functions report, under a name that the glossary does not have.
+
+    All values travel: exact over any split, whatever the values are.
+    """
 
     values: tuple[float, ...]
 
     @staticmethod
-    def reduce(parts: Sequence[MeanOfValues]) -> float | None:
+    def reduce(parts: Sequence[UsersMean]) -> float | None:
         values = [value for part in parts for value in part.values]
         return math.fsum(values) / len(values) if values else None
 

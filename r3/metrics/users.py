@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from r3.metrics.glossary import GLOSSARY
-from r3.metrics.reduce import MeanOfValues
+from r3.metrics.reduce import UsersMean
 
 MOST = 32
 """Most metrics that one call may report: each becomes a curve."""
@@ -55,10 +55,10 @@ def is_users(key: str) -> bool:
     return key.startswith(_AREAS) and key.count("/") == 1 and key not in GLOSSARY
 
 
-def means(reported: Iterable[Mapping[str, float]]) -> dict[str, MeanOfValues]:
+def means(reported: Iterable[Mapping[str, float]]) -> dict[str, UsersMean]:
     """Return the partial of every metric, over the conversations that report it."""
     values: dict[str, list[float]] = {}
     for metrics in reported:
         for key, value in metrics.items():
             values.setdefault(key, []).append(value)
-    return {key: MeanOfValues(tuple(found)) for key, found in sorted(values.items())}
+    return {key: UsersMean(tuple(found)) for key, found in sorted(values.items())}

@@ -124,8 +124,7 @@ def _parts(
     """Per expert that has tokens: its number, its slots in [N * K], and their rows in [N]."""
     flat = experts_NK.flatten()
     slots = flat.argsort(stable=True)
-    sizes = torch.bincount(flat + 1, minlength=count + 1).tolist()
-    _, *by_expert = slots.split(sizes)  # the first part are the slots of other ranks
+    _, *by_expert = slots.split(_sizes(flat, count))  # the first part are the slots of other ranks
     found = []
     for expert, part_S in enumerate(by_expert):
         if len(part_S):
@@ -133,6 +132,11 @@ def _parts(
             rows_S = slots_S.div(experts_NK.shape[1], rounding_mode="floor")
             found.append((expert, slots_S, rows_S))
     return found
+
+
+def _sizes(experts: torch.Tensor, count: int) -> list[int]:
+    """How many slots have expert -1, 0, ..., count - 1."""
+    return torch.bincount(experts + 1, minlength=count + 1).tolist()
 
 
 def _with_zero(values: torch.Tensor) -> torch.Tensor:
@@ -143,6 +147,23 @@ def _with_zero(values: torch.Tensor) -> torch.Tensor:
 def _zeros(like: torch.Tensor) -> torch.Tensor:
     """Sums over experts are taken in float32 at least."""
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
+    """The experts [N, K] of each token from Megatron's map [N, E], in ascending order."""
+    # One expert too many in one row would shift the routes of all later tokens.
+    counts_N = routing_map.sum(1)
+    assert (counts_N == topk).all(), (
+        f"tokens have {counts_N.unique().tolist()} experts each in the routing map, not {topk}"
+    )
+    return routing_map.nonzero()[:, 1].view(-1, topk)
+
+
+def sum_by_token(sums_MD: torch.Tensor, rows_M: torch.Tensor, count: int) -> torch.Tensor:
+    """Add the sums of all ranks to the token each belongs to: [count, D]."""
+    dtype = torch.promote_types(sums_MD.dtype, torch.float32)
+    out_ND = sums_MD.new_zeros(count, sums_MD.shape[-1], dtype=dtype)
+    return out_ND.index_add(0, rows_M, sums_MD.to(out_ND.dtype)).to(sums_MD.dtype)
 
 
 class _WeightGradient:
@@ -194,9 +215,8 @@ class TokenDispatcher(MoETokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens [N, D] and the gate weights of their experts [N, K]."""
         self._shape = tokens.shape
-        chosen_NK = routing_map.nonzero()[:, 1].view(-1, self._topk)
-        self._experts_NK = chosen_NK
-        return tokens.view(-1, tokens.shape[-1]), probs.gather(1, chosen_NK)
+        self._experts_NK = chosen_experts(routing_map, self._topk)
+        return tokens.view(-1, tokens.shape[-1]), probs.gather(1, self._experts_NK)
 
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -208,8 +228,9 @@ class TokenDispatcher(MoETokenDispatcher):
         parts = [(owner_NK == rank).any(1).nonzero()[:, 0] for rank in range(self.ep_size)]
         self._sent = [len(part) for part in parts]
         self._rows_M = torch.cat(parts)
-        receiver_M = torch.arange(self.ep_size).repeat_interleave(torch.tensor(self._sent))
-        sizes = torch.tensor(self._sent)
+        sizes = torch.tensor(self._sent, device=hidden_states.device)
+        ranks = torch.arange(self.ep_size, device=hidden_states.device)
+        receiver_M = ranks.repeat_interleave(sizes, output_size=sum(self._sent))
         received = torch.empty_like(sizes)
         torch.distributed.all_to_all_single(received, sizes, group=self.ep_group)
         self._received = received.tolist()
@@ -240,9 +261,7 @@ class TokenDispatcher(MoETokenDispatcher):
         if self.ep_size == 1:
             return hidden_states
         sums_MD = self._exchange(hidden_states, back=True)
-        width = sums_MD.shape[-1]
-        out_ND = sums_MD.new_zeros(self._shape.numel() // width, width, dtype=torch.float32)
-        return out_ND.index_add(0, self._rows_M, sums_MD.float()).to(sums_MD.dtype)
+        return sum_by_token(sums_MD, self._rows_M, self._shape[:-1].numel())
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return outputs in the shape that the tokens came in."""

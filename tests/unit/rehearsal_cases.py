@@ -143,11 +143,12 @@ def settings(changes: list[dict[str, dict[str, Any]]]) -> int:
     return len(changes)
 
 
-def layout(rank: int, parallel: dict[str, int]) -> bool:
-    """A step as one of two ranks that share every sequence."""
+def layout(rank: int, parallel: dict[str, int], experts: str = "auto") -> bool:
+    """A step as one of two ranks that share every sequence, or the experts."""
     with fake_world(topk=2, rank=rank, size=2):
         device = cuda(rank, 2)
-        config = tiny_config(**SECTIONS, parallel=parallel)
+        sections = SECTIONS | {"model": SECTIONS["model"] | {"experts": experts}}
+        config = tiny_config(**sections, parallel=parallel)
         mesh = build_mesh(device, config.parallel)
         step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
     return True

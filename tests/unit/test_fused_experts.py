@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from r3.policy.fused_experts import _Experts
+from r3.policy.fused_experts import _Experts, chosen_experts, sum_by_token
 
 N, K, E, D, WIDTH = 37, 3, 6, 16, 24
 
@@ -104,3 +104,26 @@ def test_without_tokens_the_weights_still_have_a_gradient_of_zero() -> None:
     assert out_ND.shape == (0, D)
     out_ND.sum().backward()
     assert not w1.grad.any() and not w2.grad.any()
+
+
+def test_chosen_experts_are_those_of_the_map() -> None:
+    expected_NK = torch.rand(N, E, generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :K]
+    routing_map = torch.zeros(N, E, dtype=torch.bool).scatter(1, expected_NK, True)
+    assert torch.equal(chosen_experts(routing_map, K), expected_NK.sort(-1).values)
+
+
+def test_a_token_with_another_number_of_experts_is_an_error() -> None:
+    # As many experts in all: only the rows are wrong.
+    routing_map = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)
+    with pytest.raises(AssertionError, match=r"\[1, 3\] experts each in the routing map, not 2"):
+        chosen_experts(routing_map, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sums_of_ranks_are_added_in_float32_or_their_own_type(dtype: torch.dtype) -> None:
+    # 1 + 2^-40 is no float32; 1 + 3 * 2^-9 rounds differently if each term is rounded to bfloat16.
+    small = {torch.float64: 2**-40, torch.float32: 2**-20, torch.bfloat16: 2**-9}[dtype]
+    sums_MD = torch.tensor([[1.0], [small], [5.0], [small], [small]], dtype=dtype)
+    out_ND = sum_by_token(sums_MD, torch.tensor([0, 0, 2, 0, 0]), 3)
+    expected = torch.tensor([[1 + 3 * small], [0.0], [5.0]], dtype=torch.float64).to(dtype)
+    assert out_ND.dtype == dtype and torch.equal(out_ND, expected)

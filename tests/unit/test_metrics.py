@@ -36,6 +36,7 @@ from r3.metrics.reduce import (
     Mean,
     Quantile,
     Sum,
+    UsersMean,
 )
 from r3.metrics.tensorboard import tensorboard_layout
 from r3.run.folder import RunDir, read_metrics, truncate_metrics
@@ -179,6 +180,13 @@ def test_an_unknown_key_is_an_error(key: str) -> None:
 def test_an_unknown_key_names_the_nearest() -> None:
     with pytest.raises(UnknownMetricError, match=r"'rewards/mean': did you mean 'reward/mean'\?"):
         explain("rewards/mean")
+
+
+@pytest.mark.parametrize("key", ["reward/men", "env/turn_mean", "eval/heldout/reward/men"])
+def test_a_metric_that_only_users_may_name_is_an_error_from_r3(key: str) -> None:
+    with pytest.raises(UnknownMetricError, match=f"unknown metric '{key}'"):
+        meter().add({key: Sum(1.0)})
+    meter().add({key: UsersMean((1.0,))})
 
 
 def test_wall_clock_keys() -> None:

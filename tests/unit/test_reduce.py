@@ -20,11 +20,11 @@ from r3.metrics.reduce import (
     LogHistogram,
     Max,
     Mean,
-    MeanOfValues,
     Partial,
     PerLayer,
     Quantile,
     Sum,
+    UsersMean,
 )
 
 pytestmark = pytest.mark.unit
@@ -51,7 +51,7 @@ def loads(*numbers: int) -> np.ndarray:
 EXAMPLES: list[tuple[list[Any], float]] = [
     ([Mean(6.0, 2), Mean(0.0, 0), Mean(2.0, 2)], 2.0),
     ([Mean(9.0, 1), Mean(3.0, 3)], 3.0),  # a mean of means would say 5
-    ([MeanOfValues((1e16, 1.0)), MeanOfValues(()), MeanOfValues((-1e16,))], 1 / 3),
+    ([UsersMean((1e16, 1.0)), UsersMean(()), UsersMean((-1e16,))], 1 / 3),
     ([Sum(1.0), Sum(2.5)], 3.5),
     # Loads 4, 2, 2, 0: shares 1/2, 1/4, 1/4 have 1.5 bits of at most 2.
     ([LoadMax(loads(3, 0, 2, 0)), LoadMax(loads(1, 2, 0, 0))], 2.0),
@@ -79,7 +79,7 @@ def test_reduce_by_hand_in_every_order(parts: list[Any], expected: float) -> Non
     "nothing",
     [
         Mean(0.0, 0),
-        MeanOfValues(()),
+        UsersMean(()),
         Max(None),
         Quantile(floats(), 0.9),
         EffectiveSampleSize(0.0, 0.0, 0),

@@ -38,6 +38,7 @@ def test_settings_with_a_path_of_their_own_on_cuda(tmp_path: Path) -> None:
             "replay": {"plausibility": 0.1},
             "train": {"optimizer": "streamed"},
         },
+        {"model": {"experts": "fused"}},
         {"model": {"recompute": "full", "fp32_head": False}, "replay": {"mode": "r2"}},
         # Dense: torch refuses fake grouped products in float32, which its kernels take.
         {"model": {"path": dense, "dtype": "float32"}, "algo": {"loss": "gspo"}},
@@ -52,6 +53,11 @@ def test_experiments_for_the_first_gpu() -> None:
 @pytest.mark.parametrize("parallel", [{"tp": 2, "etp": 1}, {"cp": 2}])
 def test_ranks_that_share_sequences(parallel: dict[str, int]) -> None:
     assert rehearse(cases.layout, rank=1, parallel=parallel)
+
+
+@pytest.mark.parametrize("experts", ["grouped", "fused"])
+def test_ranks_that_exchange_tokens(experts: str) -> None:
+    assert rehearse(cases.layout, rank=1, parallel={"ep": 2}, experts=experts)
 
 
 def test_mistakes_are_found(tmp_path: Path) -> None:
