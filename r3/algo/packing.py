@@ -322,6 +322,9 @@ def filler_routes(num_tokens: int, num_layers: int, topk: int, num_experts: int)
 
     They are distinct within a row, since dispatchers fail on an expert chosen twice, and spread
     evenly over the experts. A dense model has none: [N, 0, 0].
+
+    Raises:
+        ValueError: `topk` or `num_experts` is out of range.
     """
     if num_layers == 0:
         return np.zeros((num_tokens, 0, 0), route_dtype(num_experts))

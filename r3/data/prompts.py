@@ -169,7 +169,11 @@ def prompts_of_step(dataset: Dataset, *, seed: int, step: int, count: int) -> li
 
 
 def prompts_from(dataset: Dataset, *, seed: int, start: int, count: int) -> list[Prompt]:
-    """Return the prompts at places start to start + count - 1 of that order."""
+    """Return the prompts at places start to start + count - 1 of that order.
+
+    Raises:
+        ValueError: the data set is empty.
+    """
     if not len(dataset):
         raise ValueError("the data set has no prompt")
     if not dataset.weights:

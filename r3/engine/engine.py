@@ -209,7 +209,11 @@ class Engine:
         return compare(self.llm, weights, self.shape)
 
     def reset_cache(self) -> None:
-        """Drop cached prefixes: their KV and routes belong to older weights."""
+        """Drop cached prefixes: their KV and routes belong to older weights.
+
+        Raises:
+            EngineStateError: requests are in flight.
+        """
         if not self.llm.llm_engine.reset_prefix_cache():
             raise EngineStateError("the prefix cache could not be reset: requests are in flight")
         self._stale_cache = False

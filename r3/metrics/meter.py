@@ -161,8 +161,11 @@ class Meter:
             yield tick
 
     def add(self, parts: Mapping[str, Partial]) -> None:
-        """Take this rank's parts of some metrics. May be called any number of times a step, on any
-        ranks.
+        """Take this rank's parts of some metrics, any number of times a step, on any ranks.
+
+        Raises:
+            TypeError: a part cannot be merged.
+            UnknownMetricError: the glossary does not have the metric.
         """
         for key, part in parts.items():
             explain(key, users=isinstance(part, UsersMean))
@@ -174,8 +177,12 @@ class Meter:
             self._parts.setdefault(key, []).append(part)
 
     def close_step(self, step: int) -> dict[str, float]:
-        """Merge everything since the last row into one, in one collective; all ranks call and get
-        the same row.
+        """Merge everything since the last row into one, in one collective.
+
+        All ranks must call, and get the same row.
+
+        Raises:
+            ValueError: the step is not later than that of the last row.
         """
         if step <= self._last_step:
             raise ValueError(

@@ -53,6 +53,9 @@ def gsm8k(response: str, prompt: Prompt) -> float:
     """Return 1 if the last `#### number` of the response equals that of the answer, else 0.
 
     Numbers are compared by value: `#### 1,234.50`, `#### $1234.5` and `####1234.5` are the same.
+
+    Raises:
+        ValueError: the reference answer has no such number.
     """
     expected = _final_number(prompt.answer)
     if expected is None:

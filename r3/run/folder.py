@@ -149,7 +149,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_jsonl_and_notes(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """As `read_jsonl`, but return the warnings as texts."""
+    """As `read_jsonl`, but return the warnings as texts.
+
+    Raises:
+        ValueError: a line before the last is no JSON object.
+    """
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     lines = path.read_bytes().split(b"\n")

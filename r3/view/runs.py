@@ -107,7 +107,11 @@ def dumped_steps(path: Path, kind: Kind) -> list[int]:
 
 
 def read_samples(path: Path, kind: Kind, step: int) -> dict[str, list[Sample]]:
-    """Samples of a dump by data set; rollouts of training have the one key "train"."""
+    """Return the samples of a dump by data set; rollouts of training have the one key "train".
+
+    Raises:
+        ViewError: there is no such folder or dump.
+    """
     run_dir = RunDir(path)
     if not path.is_dir():
         raise ViewError(f"{path}: no such folder. Give the folder of a run, such as runs/tiny")
