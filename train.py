@@ -43,12 +43,16 @@ def train(run: Run) -> None:
     from r3.rollout.step import RolloutSource
     from r3.routing.ledger import reconcile
     from r3.run.save import Saver, export_weights
+    from r3.run.supervised import supervise
     from r3.view.live import record_samples
 
     config, task, policy, meter = run.config, run.task, run.policy, run.meter
     if config.eval.only:
         evaluate(run, run.steps_done)
         meter.close_step(run.steps_done)
+        return
+    if config.train.objective == "sft":
+        supervise(run, evaluate)
         return
     source, saver = RolloutSource(run.engine, task, config, run.mesh), Saver(run)
     if run.start.found:

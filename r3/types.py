@@ -54,6 +54,8 @@ class Prompt:
         tokens_T: the conversation in the chat template, with the generation prompt.
         answer: the reference answer; empty if the row has none.
         metadata: other columns of the row, for rewards and environments.
+        spans: (first, end) of the tokens to learn in supervised training, where `tokens_T` is the
+            whole conversation; empty otherwise.
     """
 
     id: str
@@ -61,6 +63,7 @@ class Prompt:
     tokens_T: tuple[int, ...]
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

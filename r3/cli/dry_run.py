@@ -138,6 +138,14 @@ def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
     # A micro-batch has whole sequences, so the longest ones waste the most of it.
     micro_batches = math.ceil(per_update / (train.micro_batch_tokens // longest))
     updates = f"{train.updates_per_step} per step of {rollouts // train.updates_per_step} rollouts"
+    if config.train.objective == "sft":
+        return "\n".join(
+            [
+                f"rows          {rollouts} per step, each a conversation of at most "
+                f"{train.micro_batch_tokens} tokens; a micro-batch holds several",
+                f"updates       {train.updates_per_step} per step",
+            ]
+        )
     lines = [
         f"prompts       {rollout.prompts_per_step} per step, {rollout.group_size} samples each: "
         f"{rollouts} rollouts",
@@ -170,7 +178,9 @@ def _memory(config: Config, shape: ModelShape, world_size: int, gpu: Gpu | None)
     return "\n".join(
         [
             _table(rows),
-            _kv_cache(config, shape, world_size, phases["GENERATE"]["KV cache"]),
+            _kv_cache(config, shape, world_size, phases["GENERATE"]["KV cache"])
+            if config.uses_engine
+            else "no engine: nothing is sampled",
             f"host memory per rank: {_gib(sum(host.values()))} ({cells})",
         ]
     )

@@ -179,6 +179,8 @@ def memory(
                          the first rank of each engine
         frameworks       framework_bytes, in every phase
 
+    Without an engine (`Config.uses_engine`) its parts are 0.
+
     Args:
         config: the settings.
         shape: the model's.
@@ -187,11 +189,8 @@ def memory(
     """
     others, experts = params_per_rank(config, shape)
     weights = (others + experts) * BYTES_OF[config.model.dtype]
-    engine = shape.num_params * BYTES_OF[config.engine.dtype] / config.parallel.engine_tp
-    buffers, optimizer = (
-        engine_buffer_bytes(config, shape),
-        optimizer_bytes(config, shape, world_size),
-    )
+    engine, buffers = engine_bytes(config, shape), engine_buffer_bytes(config, shape)
+    optimizer = optimizer_bytes(config, shape, world_size)
     parallel = config.parallel
     tokens = config.train.micro_batch_tokens / (parallel.tp * parallel.cp)
     if parallel.vpp > 1:
@@ -206,8 +205,8 @@ def memory(
     else:
         train = always | gradients | {"optimizer": optimizer}
         states, saving = {}, train
-    cache = config.engine.kv_cache_gib * GIB
-    if device_gib and not cache:
+    cache = config.engine.kv_cache_gib * GIB * config.uses_engine
+    if device_gib and not cache and config.uses_engine:
         cache = max(0.0, config.engine.memory_fraction * device_gib * GIB - engine - buffers)
     return {
         "SYNC": always
@@ -224,6 +223,12 @@ def memory(
         "OPTIMIZER": train | states | {"clipping": shard * 4},
         "SAVE": saving | {"gathered state": float(GATHERED_BYTES)},
     }
+
+
+def engine_bytes(config: Config, shape: ModelShape) -> float:
+    """Bytes of the engine's weights on a rank; 0 without an engine."""
+    size = shape.num_params * BYTES_OF[config.engine.dtype] / config.parallel.engine_tp
+    return size * config.uses_engine
 
 
 def optimizer_bytes(config: Config, shape: ModelShape, world_size: int) -> float:
@@ -248,7 +253,8 @@ def framework_bytes(config: Config, world_size: int) -> float:
         *(world_size, parallel.tp, parallel.cp, parallel.pp, parallel.engine_tp, experts),
         *replicas(config, world_size),
     )
-    return CONTEXT_BYTES + CUDA_GRAPH_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in axes)
+    graphs = CUDA_GRAPH_BYTES * config.uses_engine
+    return CONTEXT_BYTES + graphs + COMMUNICATOR_BYTES * sum(size > 1 for size in axes)
 
 
 def engine_buffer_bytes(config: Config, shape: ModelShape) -> float:
@@ -266,7 +272,8 @@ def engine_buffer_bytes(config: Config, shape: ModelShape) -> float:
     dense = 3 * shape.ffn_size * (len(shape.moe_layers) < shape.num_layers)
     tokens = min(16384, config.engine.max_num_seqs * _longest(config, shape))
     sampler = 16 * config.engine.max_num_seqs * shape.vocab_size
-    return tokens * size * (attention + max(routed, dense) / tp) + sampler
+    total = tokens * size * (attention + max(routed, dense) / tp) + sampler
+    return total * config.uses_engine
 
 
 def largest_shard(config: Config, shape: ModelShape, world_size: int) -> float:
@@ -310,7 +317,7 @@ def sync_buffer_bytes(config: Config, shape: ModelShape) -> float:
     largest, tp = _largest_tensor(shape), config.parallel.tp
     joined = largest * BYTES_OF[config.model.dtype] * (tp > 1)
     module = largest * BYTES_OF[config.engine.dtype] / config.parallel.engine_tp
-    return joined + module
+    return (joined + module) * config.uses_engine
 
 
 def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, float]:
@@ -334,7 +341,7 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
     parallel, weights = config.parallel, (others + experts) * BYTES_OF[config.model.dtype]
     data_ranks = world_size // (parallel.tp * parallel.cp * parallel.pp)
     rollouts = config.rollout.prompts_per_step * config.rollout.group_size / data_ranks
-    engine = shape.num_params * BYTES_OF[config.engine.dtype] / parallel.engine_tp
+    engine = engine_bytes(config, shape)
     parts = {
         "process": PROCESS_BYTES,
         "optimizer": optimizer_bytes(config, shape, world_size),
@@ -395,7 +402,9 @@ def fit(config: Config, shape: ModelShape, world_size: int, device_gib: float) -
             phase: sum(parts.get(name, 0.0) for name in CERTAIN) / GIB
             for phase, parts in phases.items()
         },
-        cached_sequences=phases["GENERATE"]["KV cache"] / sequence_bytes(config, shape),
+        cached_sequences=phases["GENERATE"]["KV cache"] / sequence_bytes(config, shape)
+        if config.uses_engine
+        else math.inf,
     )
 
 
@@ -409,7 +418,7 @@ def _reward_model_params(folder: str) -> int:
 
 def reward_model_bytes(config: Config) -> float:
     """Bytes of the reward model's weights; 0 without one or if its folder cannot be read."""
-    if "model" not in config.reward_functions:
+    if "model" not in config.reward_functions or not config.uses_engine:
         return 0.0
     params = _reward_model_params(config.reward.model_path)
     return float(params * BYTES_OF[config.reward.model_dtype])

@@ -460,6 +460,14 @@ def _resolve(
 
     report = report_on(config)
     reasons: dict[str, str] = {}
+    if config.in_effect != config:
+        before_objective, config = flatten(config), config.in_effect
+        report = replace(report_on(config), warnings=report.warnings)
+        reasons |= {
+            name: f"because train.objective is {config.train.objective}"
+            for name, value in flatten(config).items()
+            if value != before_objective[name]
+        }
     suspects = [
         problem.field
         for problem in report.problems

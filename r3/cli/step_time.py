@@ -84,9 +84,12 @@ _REDUCE_S = 15e-6  # latency of one all-reduce of an engine
 
 def step_seconds(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> dict[str, float]:
     """Phase -> seconds of one step whose prompts and responses all have their maximum length."""
+    train = train_seconds(config, shape, world_size, gpu)
+    if config.train.objective == "sft":  # nothing is generated, and nothing put away
+        return {"train": train}
     return {
         "generate": generate_seconds(config, shape, world_size, gpu),
-        "train": train_seconds(config, shape, world_size, gpu),
+        "train": train,
         "sync": sync_seconds(config, shape, world_size, gpu),
         "offload": offload_seconds(config, shape, world_size, gpu),
     }

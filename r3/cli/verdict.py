@@ -47,6 +47,8 @@ def _lacking(found: Fit) -> str:
 
 
 def _cache(config: Config, found: Fit) -> str:
+    if not config.uses_engine:
+        return "no engine: nothing is sampled"
     return (
         f"the KV cache of an engine holds {found.cached_sequences:,.0f} sequences of maximum "
         f"length; at most {config.engine.max_num_seqs} are decoded at a time"

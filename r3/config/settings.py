@@ -45,6 +45,26 @@ def _one_of_or_own(names: tuple[str, ...]) -> Matches:
 _TEMPERATURES = (0.01, 100.0)
 
 
+SUPERVISED: dict[str, Any] = {
+    "rollout.group_size": 1,
+    "rollout.temperature": 1.0,
+    "rollout.top_p": 1.0,
+    "rollout.top_k": 0,
+    "rollout.step_token_budget": 0,
+    "algo.advantage": "reinforce_pp",
+    "algo.dynamic_sampling": 0,
+    "algo.overlong_buffer": 0,
+    "algo.overlong_filter": False,
+    # With an advantage of 1, the cross-entropy.
+    "algo.loss": "pg",
+    "algo.args": (),
+    "algo.correction": "none",
+    "algo.kl_coef": 0.0,
+    "replay.mode": "off",
+}
+"""Settings that train.objective sft fixes: nothing is sampled, compared or replayed."""
+
+
 def _learning_rate_decays(config: Config) -> bool:
     """Every learning rate of a decaying schedule depends on the number of steps."""
     return config.train.lr_schedule != "constant"
@@ -374,8 +394,12 @@ class AlgoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The optimizer and its schedule."""
+    """What is trained on, the optimizer and its schedule."""
 
+    objective: Literal["rl", "sft"] = "rl"
+    """rl: sampled responses and their rewards. sft: supervised fine-tuning on the assistant
+    messages of the rows; a step takes rollout.prompts_per_step rows, and no engine is built unless
+    eval.path is set."""
     steps: Annotated[
         int,
         AtLeast(1),
@@ -761,6 +785,16 @@ class Config:
     )
     log: Annotated[LogConfig, MayChangeOnResume()] = field(default_factory=LogConfig)
     debug: Annotated[DebugConfig, MayChangeOnResume()] = field(default_factory=DebugConfig)
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether anything is sampled: rollouts or evaluations."""
+        return self.train.objective == "rl" or bool(self.eval.path)
+
+    @property
+    def in_effect(self) -> Config:
+        """The config with the settings that `train.objective` fixes."""
+        return with_values(self, SUPERVISED) if self.train.objective == "sft" else self
 
     @property
     def reward_functions(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from r3.data.sources import Columns, Row, RowProblem, read_rows
+from r3.data.supervised import SpanFinder
 from r3.data.template import EndlessTemplate, TemplateFault, apply_template
 from r3.types import Prompt
 
@@ -76,13 +77,16 @@ def load_prompts(
 ) -> Dataset:
     """Read, check and tokenise all rows.
 
-    Columns other than question and answer become `Prompt.metadata`. A duplicate has the tokens and
+    With `columns.supervised` the tokens are those of the whole conversation, up to the end of its
+    last assistant message, and `Prompt.spans` has the assistant messages. Columns other than
+    question and answer become `Prompt.metadata`. A duplicate has the tokens and
     the answer of an earlier row.
 
     Args:
         sources: one or several, as in `r3.data.sources`.
         columns: what is read from a row.
-        max_prompt_tokens: maximum tokens per prompt, chat template included.
+        max_prompt_tokens: maximum tokens per prompt or supervised conversation, chat template
+            included.
         on_too_long: what to do with a longer prompt.
         weights: share of each source in what is drawn. Empty: all prompts are one pool.
         tools: tool schemas that the chat template shows for rows without tools of their own.
@@ -95,6 +99,14 @@ def load_prompts(
     if not tokenizer.chat_template:
         fix = "use a model folder with chat_template.jinja"
         raise DataError([_whole(sources[0], "has no chat template", fix, field="tokenizer")])
+    finder: SpanFinder | None = None
+    if columns.supervised:
+        try:
+            finder = SpanFinder(tokenizer, template_kwargs)
+        except TemplateFault as error:
+            rule = f"its chat template hides where an assistant message begins or ends: {error}"
+            fix = "use another chat template"
+            raise DataError([_whole(sources[0], rule, fix, field="tokenizer")]) from error
     prompts: list[Prompt] = []
     problems: list[RowProblem] = []
     sizes: list[int] = []
@@ -105,7 +117,7 @@ def load_prompts(
         good: list[Prompt] = []
         long = twice = 0
         for row in rows:
-            found = _prompt(row, label, tokenizer, columns, tools, template_kwargs)
+            found = _prompt(row, label, tokenizer, columns, tools, template_kwargs, finder)
             if isinstance(found, RowProblem):
                 bad.append(found)
             elif (tokens := len(found.tokens_T)) > max_prompt_tokens:
@@ -226,18 +238,23 @@ def _prompt(
     columns: Columns,
     tools: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any],
+    finder: SpanFinder | None,
 ) -> Prompt | RowProblem:
-    offered = list(row.tools or tools)
+    offered = list(row.tools or tools) or None
+    spans: list[tuple[int, int]] = []
     try:
-        tokens = apply_template(
-            tokenizer,
-            row.messages,
-            tools=offered or None,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            **template_kwargs,
-        )["input_ids"]
+        if finder is not None:
+            tokens, spans = finder.find(row.messages, row.answer, offered)
+        else:
+            tokens = apply_template(
+                tokenizer,
+                row.messages,
+                tools=offered,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **template_kwargs,
+            )["input_ids"]
     except TemplateFault as error:
         rule = f"is refused by the model's chat template ({error})"
         fix = "use roles in the order the template takes, or correct the template"
@@ -251,6 +268,7 @@ def _prompt(
         tokens_T=tuple(tokens),
         answer=row.answer,
         metadata=row.columns,
+        spans=tuple(spans),
     )
 
 

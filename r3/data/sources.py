@@ -38,6 +38,7 @@ class Columns:
         system_prompt: put before every chat that has no system message of its own.
         answer_holds: text that every answer must hold; the reward reads what follows it.
         verifiers: what a row's column `verifier` may name; () = rows need no such column.
+        supervised: rows are learned: each needs an answer or an assistant message.
         section: of the settings that name these columns, for messages.
     """
 
@@ -47,6 +48,7 @@ class Columns:
     system_prompt: str = ""
     answer_holds: str = ""
     verifiers: tuple[str, ...] = ()
+    supervised: bool = False
     section: str = "data"
 
 
@@ -106,8 +108,10 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
     if each is not None:
         data = each.data(data)
         env, functions = each.environment(env), (each.function,) if each.function else functions
+    supervised = each is None and config.train.objective == "sft"
     # Other environments may reward every conversation themselves.
     scores = "env" in functions or (env.name != "guess_number" and not env.path)
+    scores = scores and not supervised
     return Columns(
         prompt=data.prompt_key,
         answer=data.answer_key,
@@ -117,6 +121,7 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
         verifiers=tuple(spec.rpartition(":")[2] for spec in config.reward.row_functions)
         if scores and "row" in functions
         else (),
+        supervised=supervised,
         section="eval" if each else "data",
     )
 
@@ -394,6 +399,18 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
     elif columns.answer_holds not in answer:
         rule = f"has no {columns.answer_holds!r}; the reward gsm8k reads the number after it"
         fault(columns.answer, rule, "correct the row, or use another --reward.function")
+
+    if columns.supervised and not faults:
+        replies = [message for message in messages if message["role"] == "assistant"]
+        if columns.answer and not answer.strip():
+            fault(columns.answer, "is empty, so there is nothing to learn", "leave the row out")
+        elif columns.answer and messages[-1]["role"] == "assistant":
+            rule = f"ends with an assistant message, and the column {columns.answer} is another one"
+            fault(columns.prompt, rule, "--data.answer_key '' learns the messages alone")
+        elif not columns.answer and not replies:
+            rule = "has no assistant message, so there is nothing to learn"
+            fix = "add one, or name the column of the answer with --data.answer_key"
+            fault(columns.prompt, rule, fix)
 
     if columns.verifiers:
         verifier = verifier_of(content)

@@ -46,13 +46,14 @@ class Residency:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | None,
         policy: Policy,
         device: Device,
         *,
         reward_model: RewardModel | None = None,
     ) -> None:
-        assert engine.is_asleep and policy.is_onloaded, (
+        """A run without an engine stays in TRAIN."""
+        assert (engine is None or engine.is_asleep) and policy.is_onloaded, (
             "a run begins in TRAIN: engine asleep, policy onloaded"
         )
         self._engine, self._policy, self._device = engine, policy, device
@@ -71,6 +72,7 @@ class Residency:
                 f"rank {self._device.rank}: memory is in state {self.state.name}, "
                 f"the next state is {_NEXT[self.state].name}, not {to.name}"
             )
+        assert self._engine is not None, "memory changes hands only in a run with an engine"
         if to is State.SYNC:
             self.note(State.TRAIN.value)
             self._policy.offload()

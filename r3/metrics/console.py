@@ -75,6 +75,7 @@ COLUMNS = (
     Column((_EVAL,), "eval", "{:.3f}".format, 5, 0),
     Column(("mismatch/k3_replay", "mismatch/k3"), "k3", _tiny, 7, 1),
     Column(("mismatch/k3_live",), "k3 live", _tiny, 7, 1),
+    Column(("loss/nll",), "nll", "{:.4f}".format, 6, 1),
     Column(("rollout/response_tokens_mean",), "tokens", _short, 6, 2),
     Column(("rollout/truncated_frac",), "trunc", "{:.0%}".format, 5, 3),
     Column(("reward/group_zero_std_frac",), "flat", "{:.0%}".format, 4, 4),

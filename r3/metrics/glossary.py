@@ -81,9 +81,14 @@ GLOSSARY: dict[str, Entry] = {
     ),
     "eval/SET/env/NAME": Entry("env/NAME of a held-out set", "r3/rollout/evaluate.py"),
     "eval/SET/reward/NAME": Entry("reward/NAME of a held-out set", "r3/rollout/evaluate.py"),
-    "rollout/response_tokens_mean": Entry("mean number of sampled tokens per rollout", _COLLECT),
+    "rollout/response_tokens_mean": Entry(
+        "mean number of sampled tokens per rollout, or (sft) of learned tokens per row",
+        _COLLECT,
+    ),
     "rollout/truncated_frac": Entry("share of rollouts cut at max_response_tokens", _COLLECT),
-    "rollout/tokens": Entry("tokens of all rollouts, prompts included", _COLLECT),
+    "rollout/tokens": Entry(
+        "tokens of all rollouts, prompts included, or (sft) of all rows", _COLLECT
+    ),
     "rollout/rounds": Entry("rounds of prompts in the step (algo.dynamic_sampling)", _STEP),
     "rollout/groups_sampled": Entry("groups sampled in all rounds", _STEP),
     "rollout/groups_trained": Entry("groups with different rewards, which are trained on", _STEP),
@@ -195,6 +200,9 @@ GLOSSARY: dict[str, Entry] = {
     "routing/rows_filler": Entry("packed filler tokens, counted by the routers", _REPLAY),
     "routing/bytes": Entry("bytes of routes sent to training ranks", "r3/handover/rollouts.py"),
     "loss/total": Entry("loss with global denominators, mean over the step's updates", _LOSS),
+    "loss/nll": Entry(
+        "train.objective sft: mean of -log pi over loss tokens, before the update", _POLICY
+    ),
     "loss/clip_frac": Entry(
         "share of loss tokens whose ratio pi / pi_old is out of bounds (algo.correction bypass: "
         "pi / mu)",

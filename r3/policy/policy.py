@@ -453,6 +453,10 @@ class Policy:
             "loss/clip_frac": mean("clipped"),
             "policy/entropy": mean("entropy"),
         }
+        if self.config.train.objective == "sft":  # nothing was sampled to be clipped or compared
+            del partials["loss/clip_frac"]
+            total = -float((column["logprobs"] * mask).sum())
+            return partials | {"loss/nll": Mean(total=total, count=count)} | routing
         if "kl" in column:
             partials["loss/kl_ref"] = mean("kl")
         for name, key in (("weight", "correction/weight_mean"), ("cut", "correction/cut_frac")):

@@ -18,7 +18,7 @@ from r3.metrics.reduce import Mean
 from r3.policy import Policy, TokenScores
 from r3.routing.replay import Mode, routing_metrics
 from r3.runtime.algorithm import advantage_of
-from r3.types import Batch
+from r3.types import Batch, Update
 
 Panel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, Any]]
 
@@ -139,15 +139,21 @@ def train_on(
         compared = True
         if len(batches) > 1 and "routing/agreement" in routing:
             report({f"routing/agreement_update_{number + 1}": routing["routing/agreement"]})
-        # The same on every rank: one reports them.
-        if policy.mesh.world.rank == 0:
-            report(
-                {
-                    "optim/grad_norm": Mean(update.grad_norm, 1.0),
-                    "optim/router_grad_norm": Mean(update.router_grad_norm, 1.0),
-                    "optim/lr": Mean(update.lr, 1.0),
-                }
-            )
+        report_update(policy, update, report)
+
+
+def report_update(
+    policy: Policy, update: Update, report: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """Report what the optimizer did. It is the same on every rank: one reports it."""
+    if policy.mesh.world.rank == 0:
+        report(
+            {
+                "optim/grad_norm": Mean(update.grad_norm, 1.0),
+                "optim/router_grad_norm": Mean(update.router_grad_norm, 1.0),
+                "optim/lr": Mean(update.lr, 1.0),
+            }
+        )
 
 
 def take_kl_from_reward(

@@ -26,7 +26,8 @@ class Task:
     """What a run learns, read from disk.
 
     Attributes:
-        prompts: training prompts; empty if the run only evaluates.
+        prompts: training prompts, or conversations to learn (train.objective sft); empty if the run
+            only evaluates.
         heldout: held-out sets.
         conversation_setup: environments and chat template of the training.
         scorer: rewards of the training.
@@ -80,7 +81,7 @@ def read_task(config: Config) -> Task:
     shape = ModelShape.read(config.model.path)
     if not config.eval.only:
         loss_of(config.algo), advantage_of(config.algo)  # users' files fail here, not in a step
-    if not has_gpu() and (problems := cpu_engine_problems(config, shape)):
+    if config.uses_engine and not has_gpu() and (problems := cpu_engine_problems(config, shape)):
         raise ConfigError(problems)
     if has_gpu() and (
         problems := allocator_problems(os.environ) + cuda_expert_problems(config, shape)
@@ -119,18 +120,25 @@ def read_task(config: Config) -> Task:
         )
 
     prompts, longest = Dataset(prompts=()), 0
+    supervised = config.train.objective == "sft"
     if not config.eval.only:
+        longest_row = (
+            min(context, config.train.micro_batch_tokens)
+            if supervised
+            else config.longest_prompt(context)
+        )
         prompts = load_prompts(
             data.path,
             tokenizer,
             columns=columns_of(config),
             tools=conversation_setup.environments.tools,
-            max_prompt_tokens=data.max_prompt_tokens or config.longest_prompt(context),
+            max_prompt_tokens=data.max_prompt_tokens or longest_row,
             on_too_long=data.on_too_long,
             drop_duplicates=data.drop_duplicates,
             weights=data.weights,
             template_kwargs=template_kwargs,
         )
+    if prompts.prompts and not supervised:
         longest = max(len(prompt.tokens_T) for prompt in prompts.prompts)
         longest = room(conversation_setup, longest, config.rollout.max_response_tokens)
     heldout = []

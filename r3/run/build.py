@@ -30,6 +30,7 @@ class Run:
     """Everything that a step uses on one rank.
 
     Attributes:
+        built_engine: the engine; None if nothing is sampled (`Config.uses_engine`).
         folder: where the run writes.
         start: the checkpoint that the run continues from, if any.
         stop: whether a signal asked the run to end.
@@ -39,7 +40,7 @@ class Run:
     task: Task
     device: Device
     mesh: Mesh
-    engine: Engine
+    built_engine: Engine | None
     policy: Policy
     weights: WeightStream
     residency: Residency
@@ -48,6 +49,12 @@ class Run:
     folder: RunDir
     start: Start = field(default_factory=Start)
     stop: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of a run that samples."""
+        assert self.built_engine is not None, "a run without generation has no engine"
+        return self.built_engine
 
     @property
     def identity(self) -> Identity | None:
@@ -80,6 +87,11 @@ class Run:
                 prove_weights(self.weights, self.engine, self.mesh)
                 prompts = self.task.prompts.prompts[:4]
                 prove_sync(self.engine, self.policy, prompts, self.config, self.mesh)
+
+    def close(self) -> None:
+        """Close the engine, if there is one."""
+        if self.built_engine is not None:
+            self.built_engine.close()
 
     def release_engine(self) -> None:
         """Put the engine to sleep and give the device memory back to the policy."""
@@ -118,6 +130,8 @@ def build_run(
 ) -> Run:
     """Build engine and policy on this rank, in memory state TRAIN. All ranks must call.
 
+    Without anything to sample there is no engine.
+
     Args:
         start: the checkpoint that the run continues from; this function does not load it.
         writes: whether metrics and heartbeats are written to the folder of the run.
@@ -129,10 +143,12 @@ def build_run(
     stage = stage or (lambda _: nullcontext())
     folder = RunDir(Path(config.log.dir))
     # The engine comes first: vLLM sizes itself by the memory it finds free.
-    with stage("building the engine"):
-        engine = Engine(
-            config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len
-        )
+    engine: Engine | None = None
+    if config.uses_engine:
+        with stage("building the engine"):
+            engine = Engine(
+                config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len
+            )
     with stage("building the policy"):
         policy = Policy(config, device, mesh, task.shape)
         weights = WeightStream(policy, device, mesh, hosts=hosts)
@@ -159,7 +175,7 @@ def build_run(
         task=task,
         device=device,
         mesh=mesh,
-        engine=engine,
+        built_engine=engine,
         policy=policy,
         weights=weights,
         residency=Residency(engine, policy, device, reward_model=task.reward_model),

@@ -33,8 +33,16 @@ def check_task(task: Task, algo: AlgoConfig) -> Iterator[str]:
     prompts = [prompt for prompts in sets for prompt in prompts]
     longest = max(len(prompt.tokens_T) for prompt in prompts)
     held_out = "".join(f", {len(each.prompts)} held out in {each.name}" for each in task.heldout)
-    yield f"ok: {len(task.prompts)} prompts{held_out}; longest prompt {longest} tokens"
-    if task.prompts.prompts:
+    learned = sum(end - first for each in task.prompts.prompts for first, end in each.spans)
+    if learned:
+        tokens = sum(len(each.tokens_T) for each in task.prompts.prompts)
+        yield (
+            f"ok: {len(task.prompts)} conversations of {tokens} tokens, {learned} of them learned"
+            f"{held_out}; longest {longest} tokens"
+        )
+    else:
+        yield f"ok: {len(task.prompts)} prompts{held_out}; longest prompt {longest} tokens"
+    if task.prompts.prompts and not learned:
         yield from _check_environment(task.conversation_setup, task.prompts.prompts[0])
         yield from _check_reward(task, task.scorer, task.prompts.prompts)
     for heldout in task.heldout:

@@ -388,23 +388,37 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
     pipeline = f"pp {parallel.pp}"
     if parallel.vpp > 1 or len(set(sizes)) > 1:
         pipeline += f" ({parallel.vpp} piece(s) per stage of {'+'.join(map(str, sizes))} layers)"
+    supervised = config.train.objective == "sft"
+    what = "conversations" if supervised else "prompts"
+    if config.uses_engine:
+        engines = f"{mesh.engine_dp.size} engine(s) of {parallel.engine_tp}"
+    else:
+        engines = "no engine"
+    updates = f"{config.train.updates_per_step} update(s), {config.train.steps} steps"
     replay = config.replay.mode if shape.moe_layers else "off (a dense model has no routes)"
     return [
         f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",
         *mtp,
         f"layout     {device.world_size} rank(s) on {device.torch.type}: dp {mesh.dp.size} ep "
         f"{parallel.ep} tp {parallel.tp} "
-        f"{pipeline} cp {parallel.cp}; {mesh.engine_dp.size} engine(s) of {parallel.engine_tp}",
-        f"precision  policy {config.model.dtype}, engine {config.engine.dtype}"
+        f"{pipeline} cp {parallel.cp}; {engines}",
+        f"precision  policy {config.model.dtype}"
+        f"{f', engine {config.engine.dtype}' if config.uses_engine else ''}"
         f"{', head float32' if config.model.fp32_head else ''}"
         f"{', deterministic kernels' if config.debug.deterministic else ''}",
-        f"data       {len(task.prompts)} prompts{sources} ({left_out}), {held_out}",
-        f"task       {config.env.path or config.env.name}, reward {reward_text(config)}",
-        f"step       {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} "
-        "samples, "
-        f"{config.train.updates_per_step} update(s), {config.train.steps} steps",
-        f"replay     {replay}; missing routes: {config.replay.on_missing}; reference "
-        f"{'replays' if config.replay.reference else 'routes live'}; evaluation routes live",
+        f"data       {len(task.prompts)} {what}{sources} ({left_out}), {held_out}",
+        *(
+            [f"step       {config.rollout.prompts_per_step} conversations to learn, {updates}"]
+            if supervised
+            else [
+                f"task       {config.env.path or config.env.name}, reward {reward_text(config)}",
+                f"step       {config.rollout.prompts_per_step} prompts x "
+                f"{config.rollout.group_size} samples, {updates}",
+                f"replay     {replay}; missing routes: {config.replay.on_missing}; reference "
+                f"{'replays' if config.replay.reference else 'routes live'}; evaluation routes "
+                "live",
+            ]
+        ),
         *frozen_lines(shape, config.train.freeze),
         f"folder     {config.log.dir}",
         *start.notes,

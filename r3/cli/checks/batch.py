@@ -26,7 +26,7 @@ def check_batch(config: Config, found: Findings, world_size: int) -> None:
         max(1, world_size // config.parallel.engine_tp) if found.sound("parallel.engine_tp") else 1
     )
     ranks = f"the {world_size} ranks" if engines == world_size else f"the {engines} engines"
-    divisors = {ranks: engines}
+    divisors = {ranks: engines} if config.train.objective == "rl" else {}
     if found.sound("train.updates_per_step"):
         divisors[f"train.updates_per_step = {train.updates_per_step}"] = train.updates_per_step
     if found.sound("rollout.prompts_per_step"):
@@ -49,6 +49,8 @@ def check_lengths(config: Config, found: Findings, shape: ModelShape | None) -> 
     """
     response, prompt = config.rollout.max_response_tokens, config.data.max_prompt_tokens
     if not found.sound("rollout.max_response_tokens", "data.max_prompt_tokens"):
+        return
+    if not config.uses_engine:  # rows have no response; those that are too long are named
         return
     needed = (prompt or 1) + response
     sequence = f"{prompt or 'at least 1'} prompt + {response} response tokens"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from r3.cli.checks.algorithm import algorithm_notes
 from r3.config import Config, flatten
-from r3.config.settings import LOSSES
+from r3.config.settings import LOSSES, SUPERVISED
 from r3.models.shape import ModelShape
 
 _QUICK_REWARDS = {"gsm8k", "exact", "gym", "row", "env", "none"}
@@ -39,6 +40,12 @@ _ENVIRONMENT = (
     "env.on_error",
     "env.unfinished_reward",
 )
+# Settings without a meaning for rows that are learned, and without anything that is sampled.
+_OF_ROLLOUTS = (
+    *("algo.clip_", "algo.correction_", "algo.kl_", "algo.minirl_cap", "algo.overlong_"),
+    *("log.rollouts_every", "log.show_every", "replay.", "rollout.max_staleness"),
+)
+_OF_SAMPLING = ("debug.prove_sync_every", "engine.", "env.", "reward.", "rollout.max_response")
 # Called with a reason and the settings that have no effect for it.
 _Ignored = Callable[..., None]
 
@@ -63,6 +70,8 @@ def ignored_settings(
             if values[name] != defaults[name] and (given is None or name in given)
         )
 
+    if config.train.objective == "sft":
+        _supervised(config, values, ignored)
     _model(config, shape, notes, ignored)
     _environment_and_rewards(config, notes, ignored)
     _replay(config, ignored)
@@ -76,6 +85,15 @@ def ignored_settings(
     if config.log.tracker == "none":
         ignored("log.tracker is none", "log.project")
     return list(dict.fromkeys(notes))
+
+
+def _supervised(config: Config, values: Mapping[str, Any], ignored: _Ignored) -> None:
+    fixed = [name for name, value in SUPERVISED.items() if values[name] != value]
+    others = [name for name in values if name.startswith(_OF_ROLLOUTS) and name not in SUPERVISED]
+    ignored("train.objective is sft", *fixed, *others)
+    if not config.uses_engine:
+        because = "train.objective is sft and eval.path is empty, so nothing is sampled"
+        ignored(because, *(name for name in values if name.startswith(_OF_SAMPLING)))
 
 
 def _model(config: Config, shape: ModelShape | None, notes: list[str], ignored: _Ignored) -> None:

@@ -1,0 +1,102 @@
+"""Supervised fine-tuning: the step without generation, with rows in place of rollouts.
+
+Packing, passes, checkpoints and evaluation are those of `train.py`. Each row is a rollout whose
+loss mask marks its assistant messages, with advantage 1: the policy gradient is then the
+cross-entropy of these tokens. There are no routes to replay: every router chooses for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from r3.data.prompts import prompts_of_step
+from r3.handover.rollouts import PackingSpec, distribute
+from r3.metrics.reduce import Mean, Sum
+from r3.policy.updates import report_update
+from r3.rollout.scored import Scored
+from r3.run.build import Run
+from r3.run.save import Saver, export_weights
+from r3.types import Prompt, Rollout
+
+
+def supervise(run: Run, evaluate: Callable[[Run, int], None]) -> None:
+    """Make all steps that the checkpoint does not have, then export. All ranks must call.
+
+    Args:
+        evaluate: measures the policy after so many steps, on every held-out set.
+    """
+    config, policy, meter, saver = run.config, run.policy, run.meter, Saver(run)
+    train = config.train
+    if run.task.heldout and not run.start.found:
+        evaluate(run, 0)
+        meter.close_step(0)
+    for step in range(run.steps_done + 1, train.steps + 1):
+        meter.open_step(step)
+        with meter.phase("pack"):
+            rows = rows_of_step(run, step)
+            spec = PackingSpec.of_step(config, policy.replay.layers, step - 1)
+            batches, metrics = distribute(rows, run.mesh, run.task.shape, spec)
+        tokens = sum(len(row.rollout.tokens_T) for row in rows)
+        learned = sum(row.rollout.num_response_tokens for row in rows)
+        meter.add(metrics)
+        meter.add(
+            {
+                "rollout/tokens": Sum(float(tokens)),
+                "rollout/response_tokens_mean": Mean(float(learned), float(len(rows))),
+            }
+        )
+        count = sum(len(batch.micro_batches) for batch in batches)
+        with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
+            for batch in batches:
+                update = policy.update(
+                    batch, total_updates=train.steps * train.updates_per_step, on_micro_batch=tick
+                )
+                meter.add(update.metrics)
+                report_update(policy, update, meter.add)
+        meter.add(run.residency.metrics())
+        every = config.eval.every
+        if run.task.heldout and (step == train.steps or (every and step % every == 0)):
+            evaluate(run, step)
+        meter.close_step(step)
+        saver.after_step(step, dict)
+    export_weights(run)
+
+
+def rows_of_step(run: Run, step: int) -> list[Scored]:
+    """This rank's share of the rows that `step` learns.
+
+    The rows of a step depend on the seed and the step alone, as the prompts of a step do.
+    """
+    prompts = prompts_of_step(
+        run.task.prompts,
+        seed=run.config.train.seed,
+        step=step - 1,
+        count=run.config.rollout.prompts_per_step,
+    )
+    world = run.mesh.world
+    return [
+        Scored(index=index, rollout=as_rollout(prompts[index], index, step - 1), advantage=1.0)
+        for index in range(world.rank, len(prompts), world.size)
+    ]
+
+
+def as_rollout(row: Prompt, group: int, policy_version: int) -> Rollout:
+    """A row as a rollout whose loss mask marks its assistant messages; it has no routes."""
+    tokens_T = np.array(row.tokens_T, np.int64)
+    mask_T = np.zeros(len(tokens_T), np.float32)
+    for first, end in row.spans:
+        mask_T[first:end] = 1.0
+    return Rollout(
+        prompt_id=row.id,
+        group=group,
+        sample_index=0,
+        tokens_T=tokens_T,
+        loss_mask_T=mask_T,
+        logprobs_T=np.zeros_like(mask_T),
+        routed_experts=np.zeros((len(tokens_T) - 1, 0, 0), np.int8),
+        finish_reason="stop",
+        policy_version=policy_version,
+        response=row.answer,
+    )
