@@ -386,7 +386,7 @@ def test_a_run_whose_config_is_damaged_is_refused(
         (["tiny", "5"], "PRESET = '5': is neither a flag nor a flag's value"),
         (
             ["tiny", "--train.learning_rate", "1"],
-            "--train.learning_rate = '1': there is no such flag. Fix: train has steps, lr,",
+            "--train.learning_rate = '1': there is no such flag. Fix: train has objective, steps,",
         ),
         (["tiny", "--lr", "1"], "--lr = '1': there is no such flag. Fix: did you mean train.lr?"),
         (["tiny", "--data.pth", "x"], "Fix: did you mean data.path?"),

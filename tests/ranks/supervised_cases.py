@@ -1,0 +1,160 @@
+"""One supervised update of the same rows under many layouts, and by transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from r3.data.prompts import Dataset, load_prompts
+from r3.data.sources import columns_of
+from r3.handover.rollouts import PackingSpec, distribute
+from r3.metrics.reduce import Mean
+from r3.policy import Policy
+from r3.policy.weights import split
+from r3.rollout.scored import Scored
+from r3.run.supervised import as_rollout
+from r3.runtime.device import Device
+from r3.runtime.mesh import Mesh
+from r3.types import Batch
+from tests.policies import build, full_gradients
+from tests.tiny import tiny_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised:
+    """One update.
+
+    Attributes:
+        nll: sum of -log pi over this rank's loss tokens, and their number.
+        loss: this rank's share.
+        replayed: whether any router replayed or recorded a route.
+        mismatch: keys of metrics that compare with an engine.
+    """
+
+    nll: tuple[float, float]
+    loss: float
+    grad_norm: float
+    replayed: bool
+    mismatch: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgainstTransformers:
+    """Cross-entropy by both, and the largest relative error of a tensor's gradient by its name."""
+
+    loss: float
+    expected: float
+    tokens: int
+    errors: dict[str, float]
+
+
+def _rows(rows: str, model: str, **sections: Any) -> tuple[Any, Dataset]:
+    from transformers import AutoTokenizer
+
+    config = tiny_config(
+        model,
+        data={"path": (rows,), "prompt_key": "messages", "answer_key": ""},
+        train={"objective": "sft", "lr": 1e-3, "micro_batch_tokens": 256},
+        **sections,
+    ).in_effect
+    dataset = load_prompts(
+        rows,
+        AutoTokenizer.from_pretrained(config.model.path),
+        columns=columns_of(config),
+        max_prompt_tokens=256,
+    )
+    return config, dataset
+
+
+def _batch(policy: Policy, mesh: Mesh, dataset: Dataset) -> Batch:
+    scored = [
+        Scored(index=index, rollout=as_rollout(row, index, 0), advantage=1.0)
+        for index, row in enumerate(dataset.prompts)
+        if index % mesh.world.size == mesh.world.rank
+    ]
+    spec = PackingSpec.of_step(policy.config, policy.replay.layers, 0)
+    (batch,), _ = distribute(scored, mesh, policy.shape, spec)
+    return batch
+
+
+def update(device: Device, *, rows: str, model: str, parallel: dict[str, int]) -> Supervised:
+    """Learn all rows in one update."""
+    config, dataset = _rows(rows, model, parallel=parallel)
+    mesh, policy = build(device, config)
+    found = policy.update(_batch(policy, mesh, dataset), total_updates=1)
+    nll: Mean = found.metrics.get("loss/nll", Mean(0.0, 0.0))
+    loss: Mean = found.metrics.get("loss/total", Mean(0.0, 0.0))
+    return Supervised(
+        nll=(nll.total, nll.count),
+        loss=loss.total,
+        grad_norm=found.grad_norm,
+        replayed=any(key.startswith("routing/rows_replayed") for key in found.metrics),
+        mismatch=[key for key in found.metrics if key.startswith("mismatch/")],
+    )
+
+
+def against_transformers(device: Device, *, rows: str, model: str) -> AgainstTransformers:
+    """Loss and gradients of all rows, against the cross-entropy of transformers row by row."""
+    from transformers import AutoModelForCausalLM
+
+    config, dataset = _rows(rows, model)
+    mesh, policy = build(device, config)
+    batch = _batch(policy, mesh, dataset)
+    metrics = policy.forward_backward(batch)
+    own = {
+        name: part
+        for slot in policy.slots
+        for name, part in zip(
+            slot.hf,
+            split(slot.kind, full_gradients(policy)[slot.name][2], policy.heads),
+            strict=True,
+        )
+    }
+    reference = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    expected = tokens = 0.0
+    for row in dataset.prompts:
+        ids = torch.tensor([row.tokens_T])
+        labels = torch.full_like(ids, -100)  # what transformers leaves out
+        for first, end in row.spans:
+            labels[0, first:end] = ids[0, first:end]
+            tokens += end - first
+        loss = torch.nn.functional.cross_entropy(
+            reference(ids).logits[0, :-1], labels[0, 1:], reduction="sum"
+        )
+        loss.backward()
+        expected += float(loss)
+    theirs = _by_checkpoint_name(reference)
+    assert theirs.keys() == own.keys()
+    errors = {
+        name: float(
+            (own[name] * tokens - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-6)
+        )
+        for name in own
+    }
+    return AgainstTransformers(
+        loss=metrics["loss/total"].total,
+        expected=expected / tokens,
+        tokens=batch.num_loss_tokens,
+        errors=errors,
+    )
+
+
+def _by_checkpoint_name(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients under the names of the checkpoint, which has a tensor per expert."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(gradient):
+                prefix = f"{name.removesuffix('.gate_up_proj')}.{expert}"
+                found[f"{prefix}.gate_proj.weight"], found[f"{prefix}.up_proj.weight"] = both.chunk(
+                    2
+                )
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(gradient):
+                found[f"{name.removesuffix('.down_proj')}.{expert}.down_proj.weight"] = down
+        else:
+            found[name] = gradient
+    return found

@@ -1,0 +1,192 @@
+"""Rows of supervised training: assistant messages are found exactly, or refused by row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from r3 import assets
+from r3.cli.checks import problems, warnings
+from r3.cli.memory_plan import memory
+from r3.config import with_values
+from r3.config.settings import SUPERVISED
+from r3.data.prompts import DataError, load_prompts
+from r3.data.sources import Columns
+from r3.models.shape import ModelShape
+from r3.run.supervised import as_rollout
+from tests.rows import OPTIONS, write
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+ANSWERS: dict[str, Any] = OPTIONS | {"columns": Columns(supervised=True)}
+CHATS: dict[str, Any] = OPTIONS | {
+    "columns": Columns(prompt="messages", answer="", supervised=True)
+}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Tom has 3 books."},
+    {"role": "assistant", "content": "3+4=7\n#### 7"},
+    {"role": "user", "content": "And Mia?"},
+    {"role": "assistant", "content": "#### 2"},
+    {"role": "user", "content": "Thanks."},
+]
+
+# Reasoning is shown in the last assistant message only, as templates of reasoning models do.
+REASONING = """{%- for message in messages %}{{- '<|im_start|>' ~ message.role ~ '\n' }}
+{%- if message.role == 'assistant' and not loop.last %}
+{{- message.content.split('</think>')[-1] }}{%- else %}{{- message.content }}{%- endif %}
+{{- '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+
+def changed(template: str) -> Any:
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_every_assistant_message_is_a_span(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"messages": CHAT}))
+    (row,) = load_prompts(path, tokenizer, **CHATS).prompts
+    texts = [tokenizer.decode(row.tokens_T[first:end]) for first, end in row.spans]
+    assert texts == ["3+4=7\n#### 7<|im_end|>", "#### 2<|im_end|>"]
+    assert row.spans[-1][1] == len(row.tokens_T), "nothing after the last message is kept"
+    whole = tokenizer.apply_chat_template(CHAT[:5], return_dict=True)["input_ids"]
+    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    assert [*row.tokens_T, *newline] == whole, "the tokens are those of the whole text"
+    rollout = as_rollout(row, 0, 0)
+    learned = np.flatnonzero(rollout.loss_mask_T).tolist()
+    assert learned == [place for first, end in row.spans for place in range(first, end)]
+
+
+def test_an_answer_follows_the_prompt_of_rl(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"question": "Tom has 3 books.", "answer": "no number"}))
+    (row,) = load_prompts(path, tokenizer, **ANSWERS).prompts
+    prompt = load_prompts(path, tokenizer, **OPTIONS).prompts[0].tokens_T
+    ((first, end),) = row.spans
+    assert row.tokens_T[:first] == prompt
+    assert tokenizer.decode(row.tokens_T[first:end]) == "no number<|im_end|>"
+
+
+def test_an_answer_that_begins_with_a_line_end_keeps_the_prompt(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """In one piece, the tokenizer may join the generation prompt's line end with the answer's."""
+    path = write(tmp_path, json.dumps({"question": "Tom", "answer": "\n\n#### 7"}))
+    (row,) = load_prompts(path, tokenizer, **ANSWERS).prompts
+    prompt = load_prompts(path, tokenizer, **OPTIONS).prompts[0].tokens_T
+    assert row.tokens_T[: row.spans[0][0]] == prompt
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "expected"),
+    [
+        (ANSWERS, {"question": "a", "answer": " "}, "answer: is empty, so there is nothing"),
+        (
+            ANSWERS,
+            {"question": CHAT[:3], "answer": "b"},
+            "question: ends with an assistant message, and the column answer is another one",
+        ),
+        (CHATS, {"messages": CHAT[:2]}, "messages: has no assistant message"),
+        (CHATS, {"messages": "a"}, "messages: has no assistant message"),
+        (
+            CHATS,
+            {"messages": [CHAT[1], {"role": "assistant", "content": "b<|im_end|>c"}]},
+            "does not render message 1 unchanged",
+        ),
+    ],
+)
+def test_rows_without_anything_to_learn_are_named(
+    options: dict[str, Any], row: dict[str, Any], expected: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    good = {"question": "a", "answer": "b", "messages": CHAT}
+    path = write(tmp_path, json.dumps(good), json.dumps(row))
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: ") as caught:
+        load_prompts(path, tokenizer, **options)
+    assert expected in str(caught.value)
+
+
+def test_a_template_that_drops_reasoning_refuses_rows_that_have_it(tmp_path: Path) -> None:
+    tokenizer = changed(REASONING)
+    chat = [message for message in CHAT if message["role"] != "system"]
+    path = write(tmp_path, json.dumps({"messages": chat}))
+    (row,) = load_prompts(path, tokenizer, **CHATS).prompts
+    assert len(row.spans) == 2, "without reasoning in history nothing is dropped"
+    chat[1] = {"role": "assistant", "content": "<think>hm</think>7"}
+    path = write(tmp_path, json.dumps({"messages": chat}))
+    with pytest.raises(DataError, match="does not render message 1 unchanged"):
+        load_prompts(path, tokenizer, **CHATS)
+    path = write(tmp_path, json.dumps({"messages": chat[:2]}))
+    (row,) = load_prompts(path, tokenizer, **CHATS).prompts
+    assert "<think>hm</think>7" in tokenizer.decode(row.tokens_T)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "no special token"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
+            "differently once the conversation goes on",
+        ),
+    ],
+)
+def test_templates_that_hide_spans_are_refused(
+    template: str, expected: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, json.dumps({"question": "a", "answer": "b"}))
+    with pytest.raises(DataError, match=f"tokenizer: its chat template hides .*{expected}"):
+        load_prompts(path, changed(template), **ANSWERS)
+
+
+def test_a_tokenizer_that_marks_the_start_of_a_text_is_refused(tmp_path: Path) -> None:
+    """As Llama 2's, which puts a space in front of each text: pieces have other tokens."""
+    from tokenizers.normalizers import Prepend
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    tokenizer.backend_tokenizer.normalizer = Prepend("x")
+    path = write(tmp_path, json.dumps({"question": "a", "answer": "b"}))
+    with pytest.raises(DataError, match="other tokens than the whole"):
+        load_prompts(path, tokenizer, **ANSWERS)
+
+
+SFT = with_values(tiny_config(), {"train.objective": "sft", "eval.path": ()})
+
+
+def test_settings_of_rollouts_are_fixed_and_warned_of() -> None:
+    given = with_values(
+        SFT, {"algo.kl_coef": 0.1, "replay.mode": "r2", "algo.loss": "gspo", "log.show_every": 1}
+    )
+    assert problems(given, 1) == []
+    text = "\n".join(warnings(given, 1))
+    for name in ("algo.kl_coef", "replay.mode", "algo.loss", "log.show_every", "engine.dtype"):
+        assert f"{name} = " in text and "no effect" in text
+    effective = given.in_effect
+    assert all(
+        getattr(getattr(effective, section), field) == value
+        for name, value in SUPERVISED.items()
+        for section, field in [name.split(".")]
+    )
+    assert with_values(SFT, {"train.objective": "rl"}).in_effect.algo.loss == "ppo_clip"
+
+
+def test_batches_need_no_equal_share_per_rank() -> None:
+    assert problems(with_values(SFT, {"rollout.prompts_per_step": 3}), 2) == []
+    rl = with_values(SFT, {"rollout.prompts_per_step": 3, "train.objective": "rl"})
+    assert [each.field for each in problems(rl, 2)] == ["rollout.prompts_per_step"]
+
+
+def test_the_memory_plan_has_no_engine_without_evaluation() -> None:
+    shape = ModelShape.read(SFT.model.path)
+    engine = {"engine weights", "engine buffers", "sync buffers", "KV cache"}
+    plan = memory(SFT, shape, 1)
+    assert all(plan[phase].get(part, 0) == 0 for phase in plan for part in engine)
+    evaluated = with_values(SFT, {"eval.path": (str(assets.WORD_PROBLEMS_EVAL),)})
+    assert evaluated.uses_engine
+    assert memory(evaluated, shape, 1)["GENERATE"]["KV cache"] > 0
