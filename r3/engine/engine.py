@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from r3.engine.build import build_llm
+from r3.engine.experts import ExpertBlock
 from r3.engine.memory import Part, Sleeper
 from r3.engine.proof import Comparison, compare
 from r3.engine.sampler import Sampler
@@ -123,7 +124,7 @@ class Engine:
     def load_weights(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, torch.Tensor] | ExpertBlock],
         *,
         policy_version: int,
     ) -> None:
@@ -132,8 +133,8 @@ class Engine:
         Args:
             shapes: name -> shape of everything that `weights` will yield. They are compared with
                 the model before anything is changed.
-            weights: Hugging Face names and full tensors, streamed. A tensor must stay unchanged
-                until this returns.
+            weights: Hugging Face names and full tensors, and blocks of experts, streamed. A tensor
+                must stay unchanged until this returns.
             policy_version: version of the policy that the weights belong to.
 
         Raises:
@@ -158,18 +159,20 @@ class Engine:
         self.policy_version = -1  # until everything is in, the engine is no version of the policy
         delivered: set[str] = set()
 
-        def counted() -> Iterable[tuple[str, torch.Tensor]]:
-            for name, tensor in weights:
-                if (
-                    name not in expected
-                    or tuple(tensor.shape) != expected[name]
-                    or name in delivered
-                ):
+        def counted() -> Iterator[tuple[str, torch.Tensor] | ExpertBlock]:
+            for item in weights:
+                if isinstance(item, ExpertBlock):
+                    names, fits = item.names(self.shape), item.fits(self.shape)
+                    size = tuple(item.tensor.shape)
+                else:
+                    names, size = [item[0]], tuple(item[1].shape)
+                    fits = expected.get(item[0]) == size
+                if not fits or not expected.keys() >= set(names) or not delivered.isdisjoint(names):
                     raise WeightMismatch(
-                        f"{name} {tuple(tensor.shape)}: unexpected, misshaped or duplicate tensor"
+                        f"{names[0]} {size}: unexpected, misshaped or duplicate tensor"
                     )
-                delivered.add(name)
-                yield name, tensor
+                delivered.update(names)
+                yield item
 
         pushed = push(self.llm, counted(), self.shape)
         problems = [

@@ -3,12 +3,12 @@
 vLLM's reload takes one matrix of one expert at a time, and for each compares its name with every
 name of the layer and counts the elements it loads. A model of 48 layers and 128 experts has 18,432
 such matrices: 5 to 7 seconds per weight sync, and all of them are kept until their layer is
-complete. Here each is one copy into its place.
+complete. Here the experts that one rank of the policy has of a layer are one copy into their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +23,57 @@ _PLAIN_KERNELS = ("TRITON", "CPU")
 
 def expert_matrices(shape: ModelShape) -> dict[str, tuple[int, int, int]]:
     """Map the name of every expert weight to (decoder layer, expert, 0 gate, 1 up or 2 down)."""
-    names = shape.moe_names
     return {
-        f"model.layers.{layer}.{names.expert.format(e=expert)}.{piece}.weight": (
-            layer,
-            expert,
-            part,
-        )
+        _name(shape, layer, expert, part): (layer, expert, part)
         for layer in shape.moe_layers
         for expert in range(shape.num_experts)
-        for part, piece in enumerate(names.gate_up_down)
+        for part in range(3)
     }
+
+
+def _name(shape: ModelShape, layer: int, expert: int, part: int) -> str:
+    names = shape.moe_names
+    piece = names.gate_up_down[part]
+    return f"model.layers.{layer}.{names.expert.format(e=expert)}.{piece}.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertBlock:
+    """Full weights of neighbouring experts of one layer, as the policy has them.
+
+    Attributes:
+        layer: number in the decoder.
+        first: number of the first expert.
+        is_down: whether `tensor` is down `[n, D, F]`, or gate over up `[n, 2F, D]`.
+    """
+
+    layer: int
+    first: int
+    is_down: bool
+    tensor: torch.Tensor
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(expert, part) of every matrix, in order."""
+        parts = (2,) if self.is_down else (0, 1)
+        experts = range(self.first, self.first + len(self.tensor))
+        return [(expert, part) for expert in experts for part in parts]
+
+    def names(self, shape: ModelShape) -> list[str]:
+        """Hugging Face names of the matrices."""
+        return [_name(shape, self.layer, *place) for place in self.places]
+
+    def matrices(self, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face names and matrices, as views."""
+        parts = 1 if self.is_down else 2
+        views = (part for full in self.tensor for part in full.chunk(parts))
+        return zip(self.names(shape), views, strict=True)
+
+    def fits(self, shape: ModelShape) -> bool:
+        """Whether the tensor has the shape that `matrices` takes for granted."""
+        width, hidden = shape.moe_ffn_size, shape.hidden_size
+        each = (hidden, width) if self.is_down else (2 * width, hidden)
+        return tuple(self.tensor.shape[1:]) == each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +84,7 @@ class StackedExperts:
         w13: `[E, 2F/tp, D]`, this rank's rows of gate over its rows of up.
         w2: `[E, D, F/tp]`, this rank's columns of down.
         rank: number of this rank among the tp ranks of the engine.
-        copied: what `copy` was called with, (expert, part).
+        copied: the matrices that were copied, (expert, part).
     """
 
     w13: torch.Tensor
@@ -66,6 +106,17 @@ class StackedExperts:
             rows = full.narrow(0, self.rank * width, width)
             self.w13[expert].narrow(0, part * width, width).copy_(rows)
         self.copied.add((expert, part))
+
+    def copy_block(self, block: ExpertBlock) -> None:
+        """Copy this rank's part of a block."""
+        width, stop = self.w2.shape[-1], block.first + len(block.tensor)
+        if block.is_down:
+            target, full = self.w2, block.tensor
+        else:
+            target, full = (each.unflatten(1, (2, -1)) for each in (self.w13, block.tensor))
+        # [n, D, F] and [n, 2, F, D]: the width that tp ranks share is dimension 2 of both.
+        target[block.first : stop].copy_(full.narrow(2, self.rank * width, width))
+        self.copied.update(block.places)
 
     @property
     def is_complete(self) -> bool:

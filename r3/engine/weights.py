@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.engine.experts import StackedExperts, expert_matrices, plain_experts
+from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices, plain_experts
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -34,12 +35,12 @@ class Pushed:
 
 def push(
     llm: LLM,
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Iterable[tuple[str, torch.Tensor] | ExpertBlock],
     shape: ModelShape,
     *,
     copy_experts: bool = True,
 ) -> Pushed:
-    """Stream full tensors with Hugging Face names into the engine.
+    """Stream full tensors with Hugging Face names, and blocks of experts, into the engine.
 
     Experts are copied into the engine's stacked tensors if these have the plain layout. Everything
     else goes through vLLM's reload, layer by layer: parameters move to the meta device, each module
@@ -77,7 +78,14 @@ def push(
 
         def rest() -> Iterator[tuple[str, torch.Tensor]]:
             """Copy experts; yield what the reload has to take."""
-            for name, tensor in weights:
+            for item in weights:
+                if isinstance(item, ExpertBlock):
+                    if item.layer in stacked:
+                        stacked[item.layer].copy_block(item)
+                    else:
+                        yield from item.matrices(shape)
+                    continue
+                name, tensor = item
                 layer, expert, part = matrices.get(name, (-1, 0, 0))
                 if layer in stacked:
                     stacked[layer].copy(expert, part, tensor.detach())
@@ -88,7 +96,8 @@ def push(
 
         with (
             torch.no_grad(),
-            torch.device(worker.device),
+            # A default device is a Python call in every operation, and on CPU changes nothing.
+            nullcontext() if worker.device.type == "cpu" else torch.device(worker.device),
             set_current_vllm_config(worker.vllm_config),
         ):
             initialize_layerwise_reload(model)

@@ -7,14 +7,16 @@ has travel over the network, as broadcasts. The same stream feeds the Hugging Fa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from r3.engine import sampling_seed
+from r3.engine.experts import ExpertBlock
 from r3.handover.rollouts import pack_for
 from r3.models.hf_checkpoint import write_checkpoint
 from r3.models.sharding import S, Shard, ShardId, SyncPlan
@@ -104,11 +106,83 @@ def gather(
         read_shard: returns the tensor of a shard of the plan.
         heads: how q, k and v are interleaved.
     """
+    for first in plan.tensors.values():
+        yield from _tensors(first, read_shard, heads)
+
+
+def _tensors(
+    first: Shard, read_shard: Callable[[ShardId], torch.Tensor], heads: HeadLayout
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the full tensors that a Megatron tensor is made of."""
+    full = join_shards(first.kind, [read_shard((first.name, i)) for i in range(first.count)])
+    if first.rows:
+        full = full[: first.rows]  # a vocabulary padded to the ranks
+    yield from zip(first.hf, split(first.kind, full, heads), strict=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRun:
+    """Neighbouring experts of a layer that lie one after the other in a buffer of their rank.
+
+    Attributes:
+        first: shard of the first expert.
+        source: rank whose buffer it is.
+        crossing: whether all ranks send them over the network together.
+        layer, expert: numbers of the layer and of the first expert.
+        is_down: whether they are down, or gate and up.
+        count: number of experts.
+    """
+
+    first: PlacedShard
+    source: int
+    crossing: bool
+    layer: int
+    expert: int
+    is_down: bool
+    count: int
+
+    def is_followed_by(self, other: ExpertRun) -> bool:
+        """Whether `other` is the next expert, in the next place."""
+        size = torch.Size(self.first.shape).numel()
+        grown = replace(
+            self,
+            expert=self.expert + self.count,
+            first=replace(
+                other.first, buffer=self.first.buffer, offset=self.first.offset + self.count * size
+            ),
+            count=1,
+        )
+        return grown == other
+
+
+_EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(\d+)\.linear_fc([12])\.weight")
+
+
+def reading_steps(plan: SyncPlan[PlacedShard]) -> list[PlacedShard | ExpertRun]:
+    """Return what to read in which order: tensors, and runs of experts that are not divided."""
+    steps: list[PlacedShard | ExpertRun] = []
     for name, first in plan.tensors.items():
-        full = join_shards(first.kind, [read_shard((name, i)) for i in range(first.count)])
-        if first.rows:
-            full = full[: first.rows]  # a vocabulary padded to the ranks
-        yield from zip(first.hf, split(first.kind, full, heads), strict=True)
+        match = _EXPERT.fullmatch(name)
+        if match is None or first.count > 1:
+            steps.append(first)
+            continue
+        shard_id = (name, 0)
+        source = plan.sources[shard_id]
+        run = ExpertRun(
+            first=plan.holders[shard_id][source],
+            source=source,
+            crossing=shard_id in plan.crossing,
+            layer=int(match[1]),
+            expert=int(match[2]),
+            is_down=match[3] == "2",
+            count=1,
+        )
+        last = steps[-1] if steps else None
+        if isinstance(last, ExpertRun) and last.is_followed_by(run):
+            steps[-1] = replace(last, count=last.count + 1)
+        else:
+            steps.append(run)
+    return steps
 
 
 class WeightStream:
@@ -143,6 +217,7 @@ class WeightStream:
 
         shards = [item.shards for item in self._published]
         self._plan: SyncPlan[PlacedShard] = SyncPlan.make(shards, hosts, mesh.world.rank)
+        self._steps = reading_steps(self._plan)
         self.crosses_network = bool(self._plan.crossing)
         self.shapes: dict[str, tuple[int, ...]] = {
             name: policy.shape.tensor_shapes[name]
@@ -185,31 +260,60 @@ class WeightStream:
         If shards cross machines, all ranks must read to the end; otherwise a rank may read alone.
         Nobody may write to the policy's weights meanwhile.
         """
+        self._require_place()
+        return gather(self._plan, self._read_shard, self._heads)
+
+    def read_blocks(self) -> Iterator[tuple[str, torch.Tensor] | ExpertBlock]:
+        """Yield the same as `read`, with the experts of a rank and layer as few large blocks."""
+        self._require_place()
+        for step in self._steps:
+            if isinstance(step, ExpertRun):
+                yield ExpertBlock(
+                    layer=step.layer,
+                    first=step.expert,
+                    is_down=step.is_down,
+                    tensor=self._read(
+                        step.source,
+                        step.first,
+                        (step.count, *step.first.shape),
+                        crossing=step.crossing,
+                    ),
+                )
+            else:
+                yield from _tensors(step, self._read_shard, self._heads)
+
+    def _require_place(self) -> None:
         assert self._addresses == [buffer.data_ptr() for buffer in self._policy.shared_buffers()], (
             f"rank {self._device.rank}: the shared buffers moved after their handles were published"
         )
-        return gather(self._plan, self._read_shard, self._heads)
 
     def _read_shard(self, shard_id: ShardId) -> torch.Tensor:
-        me, source = self._mesh.world.rank, self._plan.sources[shard_id]
+        source = self._plan.sources[shard_id]
         shard = self._plan.holders[shard_id][source]
-        if shard_id not in self._plan.crossing:
-            return self._view(source, shard)  # on CUDA, a peer's memory mapped on this device
-        if me == source:
-            part = self._view(me, shard)
+        crossing = shard_id in self._plan.crossing
+        return self._read(source, shard, shard.shape, crossing=crossing)
+
+    def _read(
+        self, source: int, shard: PlacedShard, shape: tuple[int, ...], *, crossing: bool
+    ) -> torch.Tensor:
+        """Read a tensor of `shape` that begins where `shard` does."""
+        if not crossing:  # on CUDA, a peer's memory mapped on this device
+            return self._view(source, shard, shape)
+        if self._mesh.world.rank == source:
+            part = self._view(source, shard, shape)
         else:
             dtype = self._published[source].buffers[shard.buffer].dtype
-            part = torch.empty(shard.shape, dtype=dtype, device=self._device.torch)
+            part = torch.empty(shape, dtype=dtype, device=self._device.torch)
         return self._mesh.world.broadcast(part, source)
 
-    def _view(self, rank: int, shard: PlacedShard) -> torch.Tensor:
+    def _view(self, rank: int, shard: PlacedShard, shape: tuple[int, ...]) -> torch.Tensor:
         buffer = (
             self._own_buffers[shard.buffer]
             if rank == self._mesh.world.rank
             else self._open(rank, shard.buffer)
         )
-        size = torch.Size(shard.shape).numel()
-        return buffer.detach()[shard.offset : shard.offset + size].view(shard.shape)
+        size = torch.Size(shape).numel()
+        return buffer.detach()[shard.offset : shard.offset + size].view(shape)
 
     def _open(self, rank: int, number: int) -> torch.Tensor:
         key = (rank, number)
@@ -228,7 +332,7 @@ def sync_weights(
     """
     device.synchronize()
     mesh.world.barrier()
-    engine.load_weights(stream.shapes, stream.read(), policy_version=policy_version)
+    engine.load_weights(stream.shapes, stream.read_blocks(), policy_version=policy_version)
     engine.reset_cache()
     device.synchronize()
     mesh.world.barrier()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from r3.config import Config
 from r3.engine import EngineConfigError, EngineStateError, WeightMismatch
 from r3.engine.build import refuse_unfit
+from r3.engine.experts import ExpertBlock
 from r3.handover.memory import ResidencyError, State
 from r3.handover.weights import SyncError, prove_sync
 from r3.rollout.single_turn import sample_single_turn
@@ -67,6 +68,14 @@ def engine_guards(device: Device) -> Guards:
             shapes if shapes is not None else stream.shapes, weights, policy_version=1
         )
 
+    def push_blocks(change: Callable[[ExpertBlock], list[ExpertBlock]]) -> None:
+        items = (
+            part
+            for item in stream.read_blocks()
+            for part in (change(item) if isinstance(item, ExpertBlock) else [item])
+        )
+        engine.load_weights(stream.shapes, items, policy_version=1)
+
     gone = "model.layers.1.mlp.experts.3.up_proj.weight"
     provoke("push asleep", push)
     provoke("generate asleep", sample)
@@ -79,6 +88,16 @@ def engine_guards(device: Device) -> Guards:
     provoke("misshaped", lambda: push(stream.shapes | {gone: (3, 3)}))
     provoke("unknown", lambda: push(stream.shapes | {"model.layers.9.x": (3, 3)}))
     provoke("not delivered", lambda: push(skip=gone))
+    provoke("block twice", lambda: push_blocks(lambda block: [block, block]))
+    provoke(
+        "narrow block",
+        lambda: push_blocks(lambda block: [replace(block, tensor=block.tensor[:, 1:])]),
+    )
+    provoke("foreign block", lambda: push_blocks(lambda block: [replace(block, first=5)]))
+    provoke(
+        "block cut short",
+        lambda: push_blocks(lambda block: [replace(block, tensor=block.tensor[1:])]),
+    )
     provoke("half pushed", lambda: (engine.wake("kv_cache"), sample()))
     push()
     provoke("cache not reset", sample)

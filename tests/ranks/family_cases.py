@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from r3.engine.experts import ExpertBlock
 from r3.handover.weights import WeightStream, export
 from r3.models.hf_checkpoint import CheckpointError
+from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.modules import packed_params
 from r3.run import checkpoint
@@ -95,6 +97,22 @@ def contracts(
     return found
 
 
+def require_whole(stream: WeightStream, shape: ModelShape, mesh: Mesh) -> None:
+    """Require every tensor once, in blocks of experts too. All ranks must call."""
+    single = list(stream.read())
+    assert len(single) == len(stream.shapes), "a tensor is read twice, or not at all"
+    blocks = list(stream.read_blocks())
+    found: list[tuple[str, torch.Tensor]] = []
+    for item in blocks:
+        found += item.matrices(shape) if isinstance(item, ExpertBlock) else [item]
+    assert [name for name, _ in found] == [name for name, _ in single]
+    for (name, block), (_, tensor) in zip(found, single, strict=True):
+        assert torch.equal(block, tensor), name
+    if mesh.etp.size == 1:
+        count = sum(isinstance(item, ExpertBlock) for item in blocks)
+        assert count == 2 * mesh.ep.size * len(shape.moe_layers), "w1 and w2 of a rank and layer"
+
+
 def contract(
     device: Device, mesh: Mesh, folder: str, out: Path, parallel: dict[str, int]
 ) -> Contract:
@@ -103,7 +121,7 @@ def contract(
     policy = policy_of(device, mesh, config)
     require_planned(policy)
     stream = WeightStream(policy, device, mesh)
-    assert len(list(stream.read())) == len(stream.shapes), "a tensor is read twice, or not at all"
+    require_whole(stream, policy.shape, mesh)
     mesh.world.barrier()
     export(out, stream, policy, device, mesh, like=folder, step=0)
     order = [
@@ -136,7 +154,7 @@ def pipeline_contract(
     policy = policy_of(device, mesh, config)
     require_planned(policy)
     stream = WeightStream(policy, device, mesh)
-    assert len(list(stream.read())) == len(stream.shapes), "a tensor is read twice, or not at all"
+    require_whole(stream, policy.shape, mesh)
     mesh.world.barrier()
     export(out, stream, policy, device, mesh, like=folder, step=0)
     (batch,) = batches_of(mesh, policy.shape)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import gpu
 from r3.config import Config
-from r3.engine.experts import StackedExperts, expert_matrices
+from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
 from r3.handover.rollouts import pack_for
 from r3.handover.weights import WeightStream
 from r3.models.shape import ModelShape
@@ -106,7 +106,8 @@ def check_stream(trained: Policy, device: Device, mesh: Mesh) -> int:
         for layer in shape.moe_layers
     }
     count = 0
-    for name, tensor in WeightStream(trained, device, mesh).read():
+    stream = WeightStream(trained, device, mesh)
+    for name, tensor in stream.read():
         assert tuple(tensor.shape) == shape.tensor_shapes[name], name
         # Expert biases stay float32.
         assert tensor.device == device.torch and tensor.dtype in (torch.bfloat16, torch.float32)
@@ -115,6 +116,10 @@ def check_stream(trained: Policy, device: Device, mesh: Mesh) -> int:
             layer, expert, part = matrices[name]
             stacks[layer].copy(expert, part, tensor)
     assert all(stack.is_complete for stack in stacks.values())
+    for item in stream.read_blocks():
+        if isinstance(item, ExpertBlock):
+            assert item.fits(shape) and item.tensor.device == device.torch
+            stacks[item.layer].copy_block(item)
     return count
 
 

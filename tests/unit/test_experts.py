@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from r3.engine.experts import StackedExperts, expert_matrices
+from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
 from r3.models.shape import ModelShape
 from tests.tiny import tiny_config
 
@@ -46,6 +46,33 @@ def test_every_rank_gets_its_rows_of_gate_and_up_and_columns_of_down(ranks: int)
             assert torch.equal(stacked.w2[expert], down[:, mine])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_of_experts_are_copied_like_their_matrices(ranks: int) -> None:
+    full = matrices()
+    gate_up = [torch.cat([full[expert, 0], full[expert, 1]]) for expert in range(EXPERTS)]
+    down = [full[expert, 2] for expert in range(EXPERTS)]
+    width = WIDTH // ranks
+    for rank in range(ranks):
+        single, blocks = (
+            StackedExperts(
+                w13=torch.full((EXPERTS, 2 * width, HIDDEN), torch.nan, dtype=torch.bfloat16),
+                w2=torch.full((EXPERTS, HIDDEN, width), torch.nan, dtype=torch.bfloat16),
+                rank=rank,
+            )
+            for _ in range(2)
+        )
+        for (expert, part), matrix in full.items():
+            single.copy(expert, part, matrix)
+        for first, stop in ((0, 1), (1, EXPERTS)):
+            for is_down, parts in ((False, gate_up), (True, down)):
+                assert not blocks.is_complete
+                tensor = torch.stack(parts[first:stop])
+                block = ExpertBlock(layer=0, first=first, is_down=is_down, tensor=tensor)
+                blocks.copy_block(block)
+        assert blocks.is_complete
+        assert torch.equal(blocks.w13, single.w13) and torch.equal(blocks.w2, single.w2)
+
+
 def test_a_matrix_that_came_twice_does_not_stand_for_another() -> None:
     stacked = StackedExperts(w13=torch.zeros(1, 4, 3), w2=torch.zeros(1, 3, 2), rank=0)
     for part in (0, 1, 1):
@@ -58,4 +85,8 @@ def test_names_of_all_expert_matrices_are_the_checkpoints() -> None:
     names = expert_matrices(shape)
     assert names.keys() == {name for name in shape.tensor_shapes if ".experts." in name}
     layer = shape.moe_layers[1]
+    block = ExpertBlock(layer=layer, first=2, is_down=False, tensor=torch.zeros(2, 4, 1))
+    assert [names[name] for name in block.names(shape)] == [
+        (layer, expert, part) for expert in (2, 3) for part in (0, 1)
+    ]
     assert names[f"model.layers.{layer}.mlp.experts.3.up_proj.weight"] == (layer, 3, 1)
