@@ -95,8 +95,7 @@ def engine_guards(device: Device) -> Guards:
     )
     provoke("foreign block", lambda: push_blocks(lambda block: [replace(block, first=5)]))
     provoke(
-        "block cut short",
-        lambda: push_blocks(lambda block: [replace(block, tensor=block.tensor[1:])]),
+        "short block", lambda: push_blocks(lambda block: [replace(block, tensor=block.tensor[1:])])
     )
     provoke("half pushed", lambda: (engine.wake("kv_cache"), sample()))
     push()
