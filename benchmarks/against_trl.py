@@ -196,7 +196,7 @@ def make_task(name: str, folder: Path) -> Task:
     )
 
 
-def in_r3(task: Task, folder: Path, _python: Path) -> Timing:
+def in_r3(task: Task, folder: Path, _python: Path | None = None, *, ranks: int = 2) -> Timing:
     """Train with R3."""
     settings: dict[str, Any] = {
         "model.path": task.model,
@@ -217,7 +217,7 @@ def in_r3(task: Task, folder: Path, _python: Path) -> Timing:
         "log.dir": folder,
     }
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     cpu_s = call(
         [sys.executable, *launch, "train.py", "tiny-smoke", *flags], {"OMP_NUM_THREADS": "1"}
     )

@@ -1,0 +1,170 @@
+"""Time generation: R3 with and without captured routes, and vLLM alone on the same prompts.
+
+    .venv/bin/python -m benchmarks.generation        one process, four minutes on one core
+
+Two engines of one process hold the same weights; only one of them captures routes. Each round runs
+every arm once, in another order, on the same 64 prompts. A ratio is the median over the rounds of
+the two speeds of one round, in sampled tokens per second, so other load on the machine affects both
+sides alike. The script writes generation.json to benchmarks/results/.
+
+    vllm plain   `LLM.generate` as a user would call it: no seeds, no log-probabilities
+    vllm         `LLM.generate` with what R3 asks for: a seed per response, log-probabilities
+    r3 off       R3's sampler without capture
+    r3           R3's sampler with capture; responses, log-probabilities and routes are collected
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.against_trl import make_task
+from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
+from r3.config import ReplayConfig
+from r3.data.prompts import prompts_of_step
+from r3.engine import Engine, sampling_seed
+from r3.rollout.single_turn import sample_single_turn
+from r3.rollout.task import read_task
+from r3.runtime.device import Device, free_port, init_device
+from r3.types import Prompt
+from tests.engines import engine_from_disk
+from tests.tiny import tiny_config
+
+SAMPLES = 64
+BARS = {  # name -> (numerator, denominator, target for the ratio of their speeds)
+    "r3 / vllm": ("r3", "vllm", 0.95),
+    "r3 / vllm plain": ("r3", "vllm plain", 0.95),
+    "r3 / r3 off": ("r3", "r3 off", 1 / 1.03),
+}
+
+
+def main() -> None:
+    """Run both models and write the ratios."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="+", default=["tiny", "middle"])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    words = parser.parse_args()
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(free_port())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # `init_device` hands it to torch
+    device = init_device()
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="r3-generation-") as folder:
+        for name in words.models:
+            found[name] = measure(name, Path(folder), words.rounds, device)
+    result = {
+        "what": "sampled tokens per second, one engine on one core, 64 requests at once",
+        "made_by": " ".join(["python -m benchmarks.generation", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "source": source(),
+        "hardware": hardware(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "models": found,
+    }
+    words.out.mkdir(parents=True, exist_ok=True)
+    (words.out / "generation.json").write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # the engines' process groups need no orderly end
+
+
+def measure(name: str, folder: Path, rounds: int, device: Device) -> dict[str, Any]:
+    """Measure all arms with one model."""
+    task = make_task(name, folder)
+    config = tiny_config(
+        task.model,
+        engine={"kv_cache_gib": 0.5, "max_num_seqs": SAMPLES, "max_model_len": 320},
+        rollout={"max_response_tokens": task.max_tokens},
+    )
+    read = read_task(config)
+    prompts = prompts_of_step(read.prompts, seed=0, step=0, count=task.prompts)
+    each = [prompt for prompt in prompts for _ in range(SAMPLES // len(prompts))]
+    capturing, plain = (
+        engine_from_disk(replace(config, replay=ReplayConfig(mode=mode)), device, read)
+        for mode in ("r3", "off")
+    )
+    arms: dict[str, Callable[[int], int]] = {
+        "vllm plain": lambda turn: in_vllm(plain, each, task.max_tokens, turn, alone=True),
+        "vllm": lambda turn: in_vllm(plain, each, task.max_tokens, turn, alone=False),
+        "r3 off": lambda turn: in_r3(plain, each, task.max_tokens, turn),
+        "r3": lambda turn: in_r3(capturing, each, task.max_tokens, turn),
+    }
+    load = os.getloadavg()[0]
+    speeds: dict[str, list[float]] = {arm: [] for arm in arms}
+    names = list(arms)
+    for number in range(-1, rounds):
+        start = number % len(names)
+        for arm in [*names[start:], *names[:start]]:
+            for held in (capturing, plain):
+                held.reset_cache()  # every arm computes the prompts
+            began = time.perf_counter()
+            tokens = arms[arm](number)
+            if number >= 0:
+                speeds[arm].append(tokens / (time.perf_counter() - began))
+    ratios = {}
+    for ratio, (over, under, bar) in BARS.items():
+        values = sorted(a / b for a, b in zip(speeds[over], speeds[under], strict=True))
+        middle = statistics.median(values)
+        ratios[ratio] = {
+            "median": round(middle, 3),
+            "range": [round(values[0], 3), round(values[-1], 3)],
+            "bar": round(bar, 3),
+            "reached": middle >= bar,
+        }
+        print(f"{name:7} {ratio:16} {middle:.3f}  {ratios[ratio]['range']}  bar {bar:.3f}")
+    medians = {arm: round(statistics.median(values), 1) for arm, values in speeds.items()}
+    return {
+        "load_average_before": round(load, 1),
+        "tokens_per_s": medians,
+        "ratios": ratios,
+        "rounds": {arm: [round(value, 1) for value in values] for arm, values in speeds.items()},
+    }
+
+
+def in_vllm(engine: Engine, prompts: list[Prompt], limit: int, turn: int, *, alone: bool) -> int:
+    """Sample with `LLM.generate`; return the number of sampled tokens."""
+    from vllm import SamplingParams
+
+    asked: dict[str, Any] = {"temperature": 1.0, "max_tokens": limit, "detokenize": False}
+    settings = [
+        SamplingParams(**asked)
+        if alone
+        else SamplingParams(**asked, seed=seed, logprobs=0, flat_logprobs=True)
+        for seed in seeds(prompts, turn)
+    ]
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": list(prompt.tokens_T)} for prompt in prompts],
+        settings,
+        use_tqdm=False,
+    )
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def in_r3(engine: Engine, prompts: list[Prompt], limit: int, turn: int) -> int:
+    """Sample as R3 does; return the number of sampled tokens."""
+    rollouts = sample_single_turn(
+        engine, prompts, seeds=seeds(prompts, turn), policy_version=0, max_tokens=limit
+    )
+    return sum(rollout.num_response_tokens for rollout in rollouts)
+
+
+def seeds(prompts: list[Prompt], turn: int) -> list[int]:
+    """Return a seed for each response, the same in all arms of a round."""
+    return [sampling_seed(0, turn + 1, prompt.id, index) for index, prompt in enumerate(prompts)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Time how R3 scales: ranks, and what training costs as a task grows.
+
+    .venv/bin/python -m benchmarks.scaling          fifteen minutes on two idle cores
+
+Ranks: the same steps of the 52 M model of `against_trl.py` on one rank and on two, one thread each,
+in turns. Cost: forward and backward of one step in one process, while one size grows and the others
+stay. An exponent is the slope of log(seconds) over log(size): 1 is linear, 0 is flat. Sizes are
+run in turns, and each takes its fastest round. The script writes scaling.json to
+benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.against_trl import in_r3, make_task
+from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
+from benchmarks.train_step import MODEL, pack, recorded, take_turns
+from r3.config import Config, ModelConfig, TrainConfig
+from r3.models.shape import ModelShape
+from r3.policy import Policy
+from r3.runtime.device import Device, free_port, init_device
+from r3.runtime.mesh import Mesh, build_mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """One size that grows.
+
+    Attributes:
+        sizes: its values.
+        model: changes of the model for a value.
+        lengths: lengths of the sequences for a value.
+        expected: the exponent that the arithmetic gives.
+    """
+
+    sizes: tuple[int, ...]
+    model: Callable[[int], dict[str, int]] = lambda _size: {}
+    lengths: Callable[[int], list[int]] = lambda _size: [128] * 32
+    expected: str
+
+
+GROWTHS = {
+    "tokens, more responses (group size)": Growth(
+        sizes=(16, 32, 64, 128), lengths=lambda count: [128] * count, expected="1"
+    ),
+    "length of responses, tokens in all alike": Growth(
+        sizes=(64, 128, 256, 512, 1024),
+        lengths=lambda length: [length] * (8192 // length),
+        expected="0, and more as attention begins to count",
+    ),
+    "experts, 8 active of each": Growth(
+        sizes=(16, 32, 64, 128), model=lambda count: {"num_experts": count}, expected="0"
+    ),
+    "layers": Growth(
+        sizes=(1, 2, 4, 8), model=lambda count: {"num_hidden_layers": count}, expected="up to 1"
+    ),
+}
+
+
+def main() -> None:
+    """Run both parts and write the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", default=["ranks", "cost"])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    words = parser.parse_args()
+    load = os.getloadavg()[0]
+    found: dict[str, Any] = {}
+    if "ranks" in words.parts:
+        found["ranks"] = over_ranks(words.rounds)
+    if "cost" in words.parts:
+        found["cost"] = over_sizes(words.rounds)
+    result = {
+        "what": "how steps scale with ranks, and training with sizes",
+        "made_by": " ".join(["python -m benchmarks.scaling", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "source": source(),
+        "hardware": hardware() | {"load_average_before": round(load, 1)},
+        "versions": {name: version(name) for name in PACKAGES},
+        **found,
+    }
+    words.out.mkdir(parents=True, exist_ok=True)
+    (words.out / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def over_ranks(rounds: int) -> dict[str, Any]:
+    """Return seconds of a step on one and on two ranks, and their ratio."""
+    steps: dict[int, list[float]] = {1: [], 2: []}
+    train: dict[int, list[float]] = {1: [], 2: []}
+    with tempfile.TemporaryDirectory(prefix="r3-scaling-") as name:
+        folder = Path(name)
+        task = make_task("middle", folder)
+        for number in range(rounds):
+            for ranks in (1, 2) if number % 2 == 0 else (2, 1):
+                timing = in_r3(task, folder / f"{ranks}-{number}", ranks=ranks)
+                steps[ranks] += timing.step_s
+                train[ranks].append(timing.phases["time/train_s"])
+                print(f"round {number + 1} of {rounds}, {ranks} rank(s): {timing}", flush=True)
+    medians = {ranks: statistics.median(values) for ranks, values in steps.items()}
+    ratio = medians[1] / medians[2]
+    print(f"one rank takes {ratio:.2f} times the seconds of two (bar 1.7)")
+    return {
+        "step_s": {str(ranks): [round(value, 2) for value in steps[ranks]] for ranks in steps},
+        "ratio": round(ratio, 2),
+        "ratio_of_training": round(statistics.median(train[1]) / statistics.median(train[2]), 2),
+        "bar": 1.7,
+    }
+
+
+def over_sizes(rounds: int) -> dict[str, Any]:
+    """Return seconds and exponent of every size that grows."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(free_port())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # `init_device` hands it to torch
+    device = init_device()
+    mesh = build_mesh(device, Config().parallel)
+    found = {}
+    for name, growth in GROWTHS.items():
+        arms = {str(size): arm(growth, size, device, mesh) for size in growth.sizes}
+        seconds = take_turns(arms, rounds)
+        fastest = [min(seconds[str(size)]) for size in growth.sizes]
+        slope = float(np.polyfit(np.log(growth.sizes), np.log(fastest), 1)[0])
+        found[name] = {
+            "sizes": list(growth.sizes),
+            "seconds": [round(value, 3) for value in fastest],
+            "exponent": round(slope, 2),
+            "expected": growth.expected,
+        }
+        print(f"{name}: exponent {slope:.2f} (expected {growth.expected})", flush=True)
+    return found
+
+
+def arm(growth: Growth, size: int, device: Device, mesh: Mesh) -> Callable[[], Any]:
+    """Return one forward and backward pass at one size."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    with tempfile.TemporaryDirectory(prefix="r3-scaling-") as folder:
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(MODEL | growth.model(size))))
+        model.save_pretrained(folder)
+        config = Config(
+            model=ModelConfig(path=folder, dtype="float32"),
+            train=TrainConfig(micro_batch_tokens=8192),
+        )
+        shape = ModelShape.read(folder)
+        policy = Policy(config, device, mesh, shape)
+    batch = recorded(policy, pack(shape, growth.lengths(size)))
+    return lambda: policy.forward_backward(batch)
+
+
+if __name__ == "__main__":
+    main()
