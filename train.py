@@ -42,6 +42,7 @@ def train(run: Run) -> None:
     from r3.rollout.scored import score_all
     from r3.rollout.step import RolloutSource
     from r3.routing.ledger import reconcile
+    from r3.run.evaluation import evaluate, evaluate_if_due
     from r3.run.save import Saver, export_weights
     from r3.run.supervised import supervise
     from r3.view.live import record_samples
@@ -52,13 +53,12 @@ def train(run: Run) -> None:
         meter.close_step(run.steps_done)
         return
     if config.train.objective == "sft":
-        supervise(run, evaluate)
+        supervise(run)
         return
     source, saver = RolloutSource(run.engine, task, config, run.mesh), Saver(run)
     if run.start.found:
         source.restore(run.start.found.folder)
-    elif task.heldout:
-        evaluate(run, 0)
+    elif evaluate_if_due(run, 0):
         meter.close_step(0)
 
     for step in range(run.steps_done + 1, config.train.steps + 1):
@@ -66,8 +66,7 @@ def train(run: Run) -> None:
         version = step - 1  # the engine samples with the weights after this many steps
 
         # 1 sync: the engine takes the policy's weights
-        first = version == run.steps_done
-        run.sync(version, prove=first or every(version, config.debug.prove_sync_every))
+        run.sync(version)
 
         # 2 generate: finished conversations are rewarded while others are still sampled
         with meter.phase("generate"), meter.progress(source.size, f"step {step} generate") as tick:
@@ -89,49 +88,17 @@ def train(run: Run) -> None:
         # 5 train: old log-probabilities if needed, then the updates; routes are replayed in all
         count = sum(len(batch.micro_batches) for batch in batches)
         with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
-            train_on(
-                policy,
-                batches,
-                collected.rewards.rewards_R,
-                collected.rewards.groups_R,
-                config,
-                step=step,
-                report=meter.add,
-                on_micro_batch=tick,
-            )
+            of_step = (collected.rewards.rewards_R, collected.rewards.groups_R, config)
+            train_on(policy, batches, *of_step, step=step, report=meter.add, on_micro_batch=tick)
 
         # 6 report
         meter.add(run.residency.metrics())
         record_samples(run, step, scored)
-        if task.heldout and (step == config.train.steps or every(step, config.eval.every)):
-            evaluate(run, step)
+        evaluate_if_due(run, step)
         reconcile(meter.close_step(step))  # every captured route was replayed exactly once
         saver.after_step(step, source.state_files)
 
     export_weights(run)
-
-
-def evaluate(run: Run, step: int) -> None:
-    """Measure the policy after `step` steps on every held-out set. All ranks must call."""
-    from r3.rollout.evaluate import evaluate as evaluate_set
-    from r3.run.dumps import write_eval
-
-    run.sync(step)
-    for heldout in run.task.heldout:
-        count = heldout.num_samples // run.mesh.engine_dp.size
-        with run.meter.phase("evaluate"), run.meter.progress(count, heldout.name) as tick:
-            result = evaluate_set(
-                run.engine, heldout, run.config, run.mesh, policy_version=step, on_rollout=tick
-            )
-        run.meter.add(result.metrics)
-        if run.device.rank == 0:
-            write_eval(run.folder, step, heldout.name, result.rows)
-    run.release_engine()
-
-
-def every(step: int, period: int) -> bool:
-    """Whether something that happens every `period` steps happens now; 0 means never."""
-    return period > 0 and step % period == 0
 
 
 if __name__ == "__main__":

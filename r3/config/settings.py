@@ -743,7 +743,7 @@ class DebugConfig:
 
     prove_sync_every: Annotated[int, AtLeast(0)] = 0
     """Steps between checks of the weight sync, which compare every weight of the engine with the
-    policy's, then log-probabilities of both on a few tokens. The first step is always checked. 0:
+    policy's, then log-probabilities of both on a few tokens. The first sync is always checked. 0:
     no further checks."""
     stall_s: Annotated[float, AtLeast(0)] = 600.0
     """Seconds without progress after which a rank reports its phase and stack. 0: never."""

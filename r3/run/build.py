@@ -34,6 +34,7 @@ class Run:
         folder: where the run writes.
         start: the checkpoint that the run continues from, if any.
         stop: whether a signal asked the run to end.
+        proved: policy versions whose sync was proved.
     """
 
     config: Config
@@ -49,6 +50,7 @@ class Run:
     folder: RunDir
     start: Start = field(default_factory=Start)
     stop: StopRequest = field(default_factory=StopRequest)
+    proved: set[int] = field(default_factory=set)
 
     @property
     def engine(self) -> Engine:
@@ -66,15 +68,18 @@ class Run:
         """Steps that the checkpoint has behind it; 0 for a new run."""
         return self.start.found.step if self.start.found else 0
 
-    def sync(self, policy_version: int, *, prove: bool = False) -> None:
+    def sync(self, policy_version: int) -> None:
         """Give the engine the policy's weights and wake it. All ranks must call.
 
-        Every use of the engine starts here, so it never samples from stale weights.
+        Every use of the engine starts here, so it never samples from stale weights. The first sync
+        of a run is proved, and that of every `debug.prove_sync_every`-th version: every weight of
+        the engine is compared with the policy's, then log-probabilities of both on four prompts.
 
         Args:
             policy_version: steps behind the weights; the engine takes this version.
-            prove: compare every weight of the engine with the policy's, then log-probabilities of
-                both on four training prompts.
+
+        Raises:
+            SyncError: on every rank: an engine has other weights than the policy.
         """
         with self.meter.phase("sync"):
             self.residency.move(State.SYNC)
@@ -82,10 +87,15 @@ class Run:
                 self.weights, self.engine, self.device, self.mesh, policy_version=policy_version
             )
             self.residency.move(State.GENERATE)
-        if prove:
+        every = self.config.debug.prove_sync_every
+        due = not self.proved or (every > 0 and policy_version % every == 0)
+        if due and policy_version not in self.proved:
+            self.proved.add(policy_version)
             with self.meter.phase("prove_sync"):
                 prove_weights(self.weights, self.engine, self.mesh)
-                prompts = self.task.prompts.prompts[:4]
+                # Held-out prompts fit the engine in every kind of run.
+                heldout = self.task.heldout
+                prompts = (heldout[0].prompts if heldout else self.task.prompts.prompts)[:4]
                 prove_sync(self.engine, self.policy, prompts, self.config, self.mesh)
 
     def close(self) -> None:

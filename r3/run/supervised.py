@@ -7,8 +7,6 @@ cross-entropy of these tokens. There are no routes to replay: every router choos
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from r3.data.prompts import prompts_of_step
@@ -17,20 +15,16 @@ from r3.metrics.reduce import Mean, Sum
 from r3.policy.updates import report_update
 from r3.rollout.scored import Scored
 from r3.run.build import Run
+from r3.run.evaluation import evaluate_if_due
 from r3.run.save import Saver, export_weights
 from r3.types import Prompt, Rollout
 
 
-def supervise(run: Run, evaluate: Callable[[Run, int], None]) -> None:
-    """Make all steps that the checkpoint does not have, then export. All ranks must call.
-
-    Args:
-        evaluate: measures the policy after so many steps, on every held-out set.
-    """
+def supervise(run: Run) -> None:
+    """Make all steps that the checkpoint does not have, then export. All ranks must call."""
     config, policy, meter, saver = run.config, run.policy, run.meter, Saver(run)
     train = config.train
-    if run.task.heldout and not run.start.found:
-        evaluate(run, 0)
+    if not run.start.found and evaluate_if_due(run, 0):
         meter.close_step(0)
     for step in range(run.steps_done + 1, train.steps + 1):
         meter.open_step(step)
@@ -56,9 +50,7 @@ def supervise(run: Run, evaluate: Callable[[Run, int], None]) -> None:
                 meter.add(update.metrics)
                 report_update(policy, update, meter.add)
         meter.add(run.residency.metrics())
-        every = config.eval.every
-        if run.task.heldout and (step == train.steps or (every and step % every == 0)):
-            evaluate(run, step)
+        evaluate_if_due(run, step)
         meter.close_step(step)
         saver.after_step(step, dict)
     export_weights(run)

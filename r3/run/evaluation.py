@@ -1,0 +1,37 @@
+"""Evaluation of a run: every held-out set, at the steps that `eval.every` names."""
+
+from __future__ import annotations
+
+from r3.rollout.evaluate import evaluate as evaluate_set
+from r3.run.build import Run
+from r3.run.dumps import write_eval
+
+
+def evaluate_if_due(run: Run, step: int) -> bool:
+    """Evaluate before the first step, after every `eval.every` steps and after the last.
+
+    All ranks must call.
+
+    Returns:
+        Whether the policy was evaluated.
+    """
+    every, last = run.config.eval.every, run.config.train.steps
+    due = bool(run.task.heldout) and (step in (0, last) or (every > 0 and step % every == 0))
+    if due:
+        evaluate(run, step)
+    return due
+
+
+def evaluate(run: Run, step: int) -> None:
+    """Measure the policy after `step` steps on every held-out set. All ranks must call."""
+    run.sync(step)
+    for heldout in run.task.heldout:
+        count = heldout.num_samples // run.mesh.engine_dp.size
+        with run.meter.phase("evaluate"), run.meter.progress(count, heldout.name) as tick:
+            result = evaluate_set(
+                run.engine, heldout, run.config, run.mesh, policy_version=step, on_rollout=tick
+            )
+        run.meter.add(result.metrics)
+        if run.device.rank == 0:
+            write_eval(run.folder, step, heldout.name, result.rows)
+    run.release_engine()
