@@ -56,6 +56,7 @@ class Prompt:
         metadata: other columns of the row, for rewards and environments.
         spans: (first, end) of the tokens to learn in supervised training, where `tokens_T` is the
             whole conversation; empty otherwise.
+        tools: JSON schemas that its tokens show: those of its row, else of the environment.
     """
 
     id: str
@@ -64,11 +65,15 @@ class Prompt:
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     spans: tuple[tuple[int, int], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """One sampled response with its log-probabilities and routes.
+
+    A workflow's episode is one or several of them, its sequences: they share group and sample
+    index.
 
     Example: a prompt of 3 tokens and a response of 2 have T = 5, `loss_mask_T` = 0 0 0 1 1 and 4
     rows of routes.
@@ -94,6 +99,9 @@ class Rollout:
         messages: the whole conversation with an environment; empty for a prompt and one response.
         turn_rewards: reward of the environment after each turn, None where it gave none.
         metrics: what its environment and its reward functions reported, by full names.
+        sequence: index among the sequences of its episode, in the order in which they began.
+        own_reward: whether its reward is of this sequence alone (a workflow that rewards each
+            call), and not of its whole episode.
     """
 
     prompt_id: str
@@ -110,6 +118,8 @@ class Rollout:
     messages: tuple[Message, ...] = ()
     turn_rewards: tuple[float | None, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    sequence: int = 0
+    own_reward: bool = False
 
     def __post_init__(self) -> None:
         tokens = len(self.tokens_T)
@@ -119,6 +129,11 @@ class Rollout:
                 f"rollout {self.prompt_id}/{self.sample_index}: {tokens} tokens, but loss mask, "
                 f"log-probabilities and routes + 1 have {lengths}"
             )
+
+    @property
+    def unit(self) -> tuple[int, int, int]:
+        """Names what has one reward and one advantage: the episode, or this sequence of it."""
+        return self.group, self.sample_index, self.sequence if self.own_reward else 0
 
     @property
     def num_response_tokens(self) -> int:

@@ -12,7 +12,8 @@ from r3.engine import Engine, Sampling
 from r3.handover.memory import State
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.handover.weights import sync_weights
-from r3.rollout.collect import CollectedRollouts, Collector
+from r3.rollout.collect import Collector
+from r3.rollout.collected import CollectedRollouts
 from r3.rollout.scored import gather_rewards, score_all
 from r3.rollout.task import Task, read_task
 from r3.run.build import build_run

@@ -132,6 +132,28 @@ def reinforce_pp_baseline(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
     return (centred_R / (std + STD_EPSILON)).float()
 
 
+def per_unit(
+    advantage: Callable[[Tensor, Tensor], Tensor],
+    rewards_R: Tensor,
+    groups_R: Tensor,
+    units_R: Tensor,
+) -> Tensor:
+    """Apply an advantage to units of rollouts that share one reward, and return it per rollout.
+
+    A unit is an episode of several token sequences; each of them gets the episode's advantage, and
+    the episode counts once in every mean and standard deviation.
+
+    Args:
+        rewards_R: equal for all rollouts of a unit.
+        units_R: unit of each rollout, int64, numbered from 0 without gaps.
+    """
+    count = int(units_R.max()) + 1 if len(units_R) else 0
+    first_U = torch.full((count,), len(units_R)).scatter_reduce(
+        0, units_R, torch.arange(len(units_R)), "amin"
+    )
+    return advantage(rewards_R[first_U], groups_R[first_U])[units_R]
+
+
 ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,

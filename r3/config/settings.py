@@ -151,12 +151,13 @@ class EnvConfig:
     """Built-in environment. single_turn: one question, one response. calculator: the same with a
     calculator tool. guess_number: a game of several turns."""
     path: str = ""
-    """Your own environment instead of a built-in one, `path/to/file.py:Class`. The protocol is in
-    r3/envs/__init__.py."""
+    """Your own environment instead of a built-in one, `path/to/file.py:Class`: a class with reset
+    and step (r3/envs/__init__.py), or a workflow, which has run and calls the model itself
+    (docs/workflows.md)."""
     args: Annotated[tuple[str, ...], Matches(r"(?s)[A-Za-z_]\w*=.*", "key=value")] = ()
     """Keyword arguments of your class, each key=value. Values are JSON, else text."""
     max_turns: Annotated[int, AtLeast(1)] = 8
-    """Maximum model messages per conversation."""
+    """Maximum model messages per conversation; of a workflow, calls of the model per episode."""
     max_turn_tokens: Annotated[int, AtLeast(0)] = 0
     """Maximum tokens per model message. 0: what is left of rollout.max_response_tokens, which
     counts observations too."""
@@ -171,7 +172,7 @@ class EnvConfig:
         float, Above(0), Fix("60, or the time of the slowest call"), MayChangeOnResume()
     ] = 60.0
     """Maximum seconds per call of the environment. A worker process that takes longer is killed and
-    replaced."""
+    replaced. For a workflow: seconds per episode, without its calls of the model."""
     retries: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
     """Retries after an exception, a time-out or a worker crash."""
     on_error: Literal["stop", "zero", "drop"] = "stop"

@@ -19,6 +19,9 @@ added; if the environment gives none, `reward.function` scores the last message.
 attributes are `tools`, JSON schemas for the chat template, and `stop`, strings that end a turn.
 With `env.workers` the instance is pickled between calls. Take randomness from `prompt.id`: what is
 drawn elsewhere differs from run to run.
+
+A class with a method `run` instead is a workflow, which calls the model itself
+(`r3/envs/workflow.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from r3.config.arguments import keyword_arguments
 from r3.envs.calculator import Calculator
 from r3.envs.guess_number import GuessNumber
 from r3.envs.single_turn import SingleTurn
+from r3.envs.workflow import Workflow
 from r3.metrics.users import checked_metrics
 from r3.runtime.user_code import load_for
 from r3.types import Message, Prompt
@@ -81,7 +85,17 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def find(settings: EnvConfig) -> type[Environment]:
+# Methods of an environment and of a workflow, and what they are called with.
+_METHODS = {"reset": ("prompt",), "step": ("message",)}
+_WORKFLOW_METHODS = {"run": ("task", "model")}
+
+
+def is_workflow(found: type) -> bool:
+    """Whether a class calls the model itself: it has `run`, and neither `reset` nor `step`."""
+    return hasattr(found, "run") and not any(hasattr(found, method) for method in _METHODS)
+
+
+def find(settings: EnvConfig) -> type[Environment] | type[Workflow]:
     """Return the class that `env.path`, or else `env.name`, names; load the user's file.
 
     Raises:
@@ -99,7 +113,7 @@ def find(settings: EnvConfig) -> type[Environment]:
     name = settings.path.rpartition(":")[2]
     found: Any = load_for("env.path", settings.path, f"class {name}")
     if not inspect.isclass(found):
-        raise refuse(f"{name} is not a class", f"write `class {name}:` with reset and step")
+        raise refuse(f"{name} is not a class", f"write `class {name}:` with reset and step, or run")
     arguments = keyword_arguments(settings.args)
     try:
         inspect.signature(found).bind(**arguments)
@@ -109,17 +123,20 @@ def find(settings: EnvConfig) -> type[Environment]:
             f"{name}({given}) cannot be created: {error}",
             "give the parameters of __init__ defaults, or set them with --env.args key=value",
         ) from None
-    for method, argument in (("reset", "prompt"), ("step", "message")):
+    workflow = is_workflow(found)
+    for method, parameters in (_WORKFLOW_METHODS if workflow else _METHODS).items():
         function = getattr(found, method, None)
+        listed = ", ".join(parameters)
+        definition = f"{'async ' if workflow else ''}def {method}(self, {listed})"
         if not callable(function):
-            raise refuse(
-                f"{name} has no method {method}", f"write `def {method}(self, {argument})`"
-            )
+            raise refuse(f"{name} has no method {method}", f"write `{definition}`")
         try:
-            inspect.signature(function).bind("self", argument)
+            inspect.signature(function).bind("self", *parameters)
         except TypeError as error:
-            rule = f"{name}.{method} cannot be called as {method}({argument}): {error}"
-            raise refuse(rule, f"write `def {method}(self, {argument})`") from None
+            rule = f"{name}.{method} cannot be called as {method}({listed}): {error}"
+            raise refuse(rule, f"write `{definition}`") from None
+        if workflow and not inspect.iscoroutinefunction(function):
+            raise refuse(f"{name}.{method} is not async", f"write `{definition}`")
     for attribute in ("tools", "stop"):
         if isinstance(value := getattr(found, attribute, ()), str) or not isinstance(
             value, Sequence
@@ -127,7 +144,7 @@ def find(settings: EnvConfig) -> type[Environment]:
             raise refuse(
                 f"{name}.{attribute} is {value!r}, not a list or tuple", "write a list, even of one"
             )
-    return cast("type[Environment]", found)
+    return cast("type[Environment] | type[Workflow]", found)
 
 
 def checked_messages(value: Any, method: str) -> tuple[Message, ...]:

@@ -23,6 +23,78 @@ class ChatError(ValueError):
     """The chat template refuses these messages."""
 
 
+class Renderer:
+    """A model's chat template and its tokenizer.
+
+    Attributes:
+        end: text and id of the special token that ends the model's turn; None if the template has
+            none.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
+        """Find what ends a turn.
+
+        Args:
+            template_kwargs: further variables of the template.
+        """
+        self._tokenizer = tokenizer
+        self._variables = dict(template_kwargs)
+        self.special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+        self.end = self._end()
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
+        """Return a conversation as text, up to where the model's message begins.
+
+        Raises:
+            TemplateFault: the template refuses the messages.
+        """
+        text: str = apply_template(
+            self._tokenizer,
+            messages,
+            tools=list(tools) or None,
+            add_generation_prompt=True,
+            tokenize=False,
+            **self._variables,
+        )
+        return text
+
+    def tokens(self, text: str) -> list[int]:
+        """Tokenise rendered text.
+
+        Raises:
+            ChatError: it holds half a character.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise ChatError(f"a message holds {half!r}, half of a character") from None
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def after(
+        self, old: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] = ()
+    ) -> str:
+        """Return the text that follows a message of the model which comes after `old`.
+
+        Raises:
+            ChatError: the message does not appear in the text as it is.
+            TemplateFault: the template refuses the messages.
+        """
+        text = self.render([*old, {"role": "assistant", "content": _PLACEHOLDER}, *new], tools)
+        _, found, after = text.partition(_PLACEHOLDER)
+        if not found or _PLACEHOLDER in after or not after:
+            raise ChatError("the model's message does not appear unchanged and exactly once")
+        return after
+
+    def _end(self) -> tuple[str, int] | None:
+        question = [{"role": "user", "content": "a"}]
+        try:
+            token = self.tokens(self.after(question, question))[0]
+        except (ChatError, TemplateFault):
+            return None
+        return (self._tokenizer.decode([token]), token) if token in self.special else None
+
+
 class Chat:
     """A model's chat template, for conversations that grow at the end.
 
@@ -48,9 +120,8 @@ class Chat:
             ConfigError: what follows a message depends on what came before it, the model's message
                 moves once another one follows, or no single special token ends a turn.
         """
-        self._tokenizer = tokenizer
-        self._tools = list(tools) or None
-        self._variables = dict(template_kwargs)
+        self._renderer = Renderer(tokenizer, template_kwargs)
+        self._tools = list(tools)
         self._suffixes: dict[str, tuple[int, ...]] = {}
         question = [{"role": "user", "content": "a"}]
         longer = [
@@ -74,8 +145,8 @@ class Chat:
             new = [{"role": role, "content": "e"}]
             try:
                 after = [self._after(old, new) for old in (question, longer)]
-                opened = self._render(question, True) + _PLACEHOLDER
-                whole = self._render([*question, sampled, *new], True)
+                opened = self._renderer.render(question, tools) + _PLACEHOLDER
+                whole = self._renderer.render([*question, sampled, *new], tools)
             except (ChatError, TemplateFault) as error:
                 raise refuse(
                     f"refuses a message of role {role} after the model's ({error})"
@@ -86,9 +157,8 @@ class Chat:
                 )
             if not whole.startswith(opened):
                 raise refuse("moves or changes the model's message once another one follows")
-            ends.add(self._tokens(after[0])[0])
-        special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-        if len(ends) != 1 or not ends <= special:
+            ends.add(self._renderer.tokens(after[0])[0])
+        if len(ends) != 1 or not ends <= self._renderer.special:
             raise refuse(
                 f"does not end the model's turn with one special token (but {sorted(ends)})"
             )
@@ -101,7 +171,7 @@ class Chat:
             ChatError: the template refuses the messages.
         """
         try:
-            return self._tokens(self._render(messages, True))
+            return self._renderer.tokens(self._renderer.render(messages, self._tools))
         except TemplateFault as error:
             raise ChatError(f"the chat template refuses these messages: {error}") from error
 
@@ -124,34 +194,11 @@ class Chat:
             # Games repeat few messages, so caching pays; searches never do, so it is bounded.
             if len(self._suffixes) > 4096:
                 self._suffixes.clear()
-            self._suffixes[key] = tuple(self._tokens(text))
+            self._suffixes[key] = tuple(self._renderer.tokens(text))
         tokens = list(self._suffixes[key])
         if tokens[0] != self.end:
             raise ChatError(f"the chat template does not end the model's turn before {messages!r}")
         return tokens[1:] if ended else tokens
 
     def _after(self, old: Sequence[Message], new: Sequence[Message]) -> str:
-        text = self._render([*old, {"role": "assistant", "content": _PLACEHOLDER}, *new], True)
-        _, found, after = text.partition(_PLACEHOLDER)
-        if not found or _PLACEHOLDER in after or not after:
-            raise ChatError("the model's message does not appear unchanged and exactly once")
-        return after
-
-    def _render(self, messages: Sequence[Message], opening: bool) -> str:
-        text: str = apply_template(
-            self._tokenizer,
-            messages,
-            tools=self._tools,
-            add_generation_prompt=opening,
-            tokenize=False,
-            **self._variables,
-        )
-        return text
-
-    def _tokens(self, text: str) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = text[error.start]
-            raise ChatError(f"a message holds {half!r}, half of a character") from None
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._renderer.after(old, new, self._tools)

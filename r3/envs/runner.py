@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
@@ -71,7 +71,7 @@ class Environments:
             ConfigError: the class cannot be loaded or used.
         """
         self.settings = settings
-        self._class = find(settings)
+        self._class = cast("type[Environment]", find(settings))
         arguments = keyword_arguments(settings.args)
         self._factory = partial(self._class, **arguments)
         self._spec = (settings.path or settings.name, arguments)

@@ -28,6 +28,7 @@ PHASES: dict[str, str] = {
 LAYER_AGREEMENT = "routing/agreement_layer/"
 
 _R3 = "arXiv 2510.11370"
+_EPISODE = "r3/rollout/episodes.py"
 _COLLECT = "r3/rollout/collect.py"
 _STEP = "r3/rollout/step.py"
 _WORKERS = "r3/runtime/workers.py"
@@ -103,6 +104,12 @@ GLOSSARY: dict[str, Entry] = {
     ),
     "env/turns_mean": Entry("mean number of model messages per conversation", _COLLECT),
     "env/max_turns_frac": Entry("share of conversations that ended at env.max_turns", _COLLECT),
+    "env/sequences_mean": Entry(
+        "mean number of trained token sequences per episode of a workflow", _EPISODE
+    ),
+    "env/continued_frac": Entry(
+        "share of a workflow's trained calls that continued a sequence", _EPISODE
+    ),
     **_calls("env", "env"),
     "env/dropped": Entry("conversations left out after a failure (env.on_error)", _COLLECT),
     "env/zeroed": Entry("conversations with reward 0 after a failure (env.on_error)", _COLLECT),

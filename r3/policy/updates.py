@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from r3.algo.advantage import per_unit
 from r3.algo.loss import kl_penalty
 from r3.algo.packing import part_of, with_advantages
 from r3.config import AlgoConfig, Config
@@ -44,6 +45,7 @@ def train_on(
     *,
     step: int,
     report: Callable[[Mapping[str, Any]], None],
+    units_R: torch.Tensor | None = None,
     on_micro_batch: Callable[[], None] = lambda: None,
 ) -> None:
     """Make the step's updates, one per batch. All ranks must call.
@@ -63,6 +65,7 @@ def train_on(
         config: the run's settings.
         step: number of the step, from 1.
         report: receives partials of metrics.
+        units_R: what has one advantage (`advantage.per_unit`); None: every rollout.
         on_micro_batch: called after every micro-batch of an update, for progress.
     """
     mode = config.replay.mode if policy.shape.moe_layers else "off"
@@ -114,7 +117,7 @@ def train_on(
     if kl_in_reward:
         assert old is not None
         batches = take_kl_from_reward(
-            policy, batches, old, scores, rewards_R, groups_R, algo, report
+            policy, batches, old, scores, rewards_R, groups_R, algo, report, units_R
         )
         reference = None
 
@@ -165,11 +168,13 @@ def take_kl_from_reward(
     groups_R: torch.Tensor,
     algo: AlgoConfig,
     report: Callable[[Mapping[str, Any]], None],
+    units_R: torch.Tensor | None = None,
 ) -> list[Batch]:
     """Compute advantages of R_i - kl_coef * sum_t KL_t (arXiv 2402.14740, eq. 3).
 
     All ranks must call. KL_t is the estimate at the rollout's weights, over the loss tokens of the
-    response: a response without loss (`overlong_filter`) has no KL.
+    response: a response without loss (`overlong_filter`) has no KL. An episode of several sequences
+    has the KL of all of them.
 
     Returns:
         The batches with these advantages.
@@ -198,7 +203,11 @@ def take_kl_from_reward(
         item for part in policy.mesh.world.all_gather_object(own) for item in part
     ):
         kl_R[index] += kl
-    advantages_R = advantage_of(algo)(rewards_R - algo.kl_coef * kl_R, groups_R).tolist()
+    units_R = torch.arange(len(rewards_R)) if units_R is None else units_R
+    kl_R = torch.zeros_like(kl_R).index_add(0, units_R, kl_R)[units_R]
+    advantages_R = per_unit(
+        advantage_of(algo), rewards_R - algo.kl_coef * kl_R, groups_R, units_R
+    ).tolist()
     return [
         replace(
             batch,

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 from r3.engine import Engine, Sampled, Sampling, Turn
+from r3.envs.workflow import Workflows
 from r3.metrics.reduce import Mean, StandardDeviation, Sum
 from r3.metrics.users import means
-from r3.rewards.scorer import RewardResult, Scorer
+from r3.rewards.scorer import Scorer
+from r3.rollout.collected import CollectedRollouts
 from r3.rollout.conversation import (
     Conversation,
     ConversationRules,
@@ -19,76 +21,15 @@ from r3.rollout.conversation import (
     Progress,
     SuspendedConversation,
 )
+from r3.rollout.episodes import EpisodeRound
+from r3.rollout.rewarding import Rewarding, call_metrics, overlap_metrics, turn_metrics
 from r3.runtime.mesh import Mesh
-from r3.types import Prompt, Rollout
+from r3.types import Prompt
 
 # Longest wait for a reply while the engine is idle. The ranks of an engine synchronise after it.
 _IDLE_WAIT_S = 1.0
 # The same while both environments and reward functions are waited for, which are polled in turn.
 _POLL_INTERVAL_S = 0.01
-
-# Where rewards come from, by the name of the metric.
-_SOURCES = {"by_environment": "environment", "by_function": "function", "unfinished": "unfinished"}
-
-# Counters that environments and reward functions share.
-_CALL_COUNTS = ("calls", "errors", "timeouts", "crashes", "retries")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectedRollouts:
-    """Rollouts of this rank's engine with their rewards, in order of group and sample.
-
-    Empty on ranks that are not the leader of their engine. Groups are complete, except for
-    conversations whose environment or reward failed (`env.on_error`, `reward.on_error` "drop").
-
-    Attributes:
-        rewards: one per rollout.
-        parts: rewards of each component by (group, sample_index), where functions were called.
-        metrics: partials of the conversations themselves.
-        suspended: conversations that the token budget interrupted.
-    """
-
-    rollouts: list[Rollout]
-    rewards: list[float]
-    parts: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    suspended: tuple[SuspendedConversation, ...] = ()
-
-    @classmethod
-    def joined(cls, rounds: Sequence[CollectedRollouts]) -> CollectedRollouts:
-        """Join rounds that have different groups, without metrics and suspended conversations."""
-        return cls(
-            rollouts=[rollout for each in rounds for rollout in each.rollouts],
-            rewards=[reward for each in rounds for reward in each.rewards],
-            parts={name: parts for each in rounds for name, parts in each.parts.items()},
-        )
-
-    def of_groups(self, groups: frozenset[int]) -> CollectedRollouts:
-        """Return the rollouts of some groups, without metrics and suspended conversations."""
-        kept = [
-            pair
-            for pair in zip(self.rollouts, self.rewards, strict=True)
-            if pair[0].group in groups
-        ]
-        return CollectedRollouts(
-            rollouts=[rollout for rollout, _ in kept],
-            rewards=[reward for _, reward in kept],
-            parts={name: parts for name, parts in self.parts.items() if name[0] in groups},
-        )
-
-    def in_order(self) -> CollectedRollouts:
-        """Sort by group and sample, without metrics and suspended conversations."""
-        pairs = sorted(
-            zip(self.rollouts, self.rewards, strict=True),
-            key=lambda pair: (pair[0].group, pair[0].sample_index),
-        )
-        return replace(
-            self,
-            rollouts=[rollout for rollout, _ in pairs],
-            rewards=[reward for _, reward in pairs],
-            metrics={},
-            suspended=(),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,20 +100,11 @@ class Collector:
             on_failure.callback(self.setup.environments.close_all)
             # Environments and rewards exist on the leader. The other ranks of its engine add the
             # turns that it shares.
-            leader = (
-                Round(
-                    self._rules(),
-                    self.scorer,
-                    {first_group + index: prompts[index] for index in prompt_indices},
-                    seed_step=seed_step,
-                    samples_per_prompt=self.samples_per_prompt,
-                    resumed=resumed,
-                )
-                if engine.is_leader
-                else None
-            )
-            remaining: int = engine.share(len(leader.conversations) if leader else None)
-            while remaining:
+            asked = {first_group + index: prompts[index] for index in prompt_indices}
+            leader = self._round(asked, seed_step, resumed) if engine.is_leader else None
+            remaining: int = engine.share(leader.size if leader else None)
+            # A call of an episode that is over stays in flight until the engine has finished it.
+            while remaining or sampler.busy:
                 turns, finished = engine.share(leader.advance(sampler.busy) if leader else None)
                 for turn in turns:
                     sampler.add(turn)
@@ -187,6 +119,27 @@ class Collector:
             on_failure.pop_all()
             return result
 
+    def _round(
+        self,
+        prompts: Mapping[int, Prompt],
+        seed_step: int,
+        resumed: Sequence[SuspendedConversation],
+    ) -> Round | EpisodeRound:
+        rules, samples = self._rules(), self.samples_per_prompt
+        if isinstance(self.setup.environments, Workflows):
+            assert not resumed, "workflows cannot be suspended"
+            return EpisodeRound(
+                rules, self.scorer, prompts, seed_step=seed_step, samples_per_prompt=samples
+            )
+        return Round(
+            rules,
+            self.scorer,
+            prompts,
+            seed_step=seed_step,
+            samples_per_prompt=samples,
+            resumed=resumed,
+        )
+
     def _rules(self) -> ConversationRules:
         setup = self.setup
         return ConversationRules(
@@ -194,7 +147,7 @@ class Collector:
             sampling=replace(
                 self.sampling,
                 stop=setup.environments.stop,
-                stop_tokens=(setup.chat.end,) if setup.chat else (),
+                stop_tokens=setup.stop_tokens,
             ),
             capture=self.engine.capture_spec,
             run_seed=self.run_seed,
@@ -231,8 +184,8 @@ class Round:
             prompts: group -> prompt.
             seed_step: step that names the random streams of new conversations.
         """
-        self._rules, self._scorer = rules, scorer
-        self._environments = rules.setup.environments
+        self._rules = rules
+        self._environments = rules.setup.environment_calls
         self.conversations = [
             Conversation.resumed(suspended, rules, key=key) for key, suspended in enumerate(resumed)
         ]
@@ -248,19 +201,24 @@ class Round:
                 )
                 self.conversations.append(conversation)
                 self._environments.open(conversation.key, prompt)
-        # Conversations of each group that may still be submitted to the scorer.
-        self._open = Counter(each.group for each in self.conversations)
+        self._rewarding = Rewarding(
+            scorer,
+            [each.group for each in self.conversations],
+            unfinished_reward=self._environments.settings.unfinished_reward,
+            keep_failed=rules.keep_failed,
+        )
         assert not (rules.token_budget and scorer.scores_groups), (
             f"a token budget of {rules.token_budget} suspends samples that are scored together"
         )
-        self._rollouts: dict[int, Rollout] = {}
-        self._rewards: dict[int, float] = {}
-        self._reward_results: dict[int, RewardResult] = {}
-        self._sources: Counter[str] = Counter()  # of rewards, see `_reward`
         restored = self.conversations[: len(resumed)]
         self._first_turns = [each.resume() for each in restored if not each.outcome]
         # Conversations that were suspended, or could not be restored, since the last `advance`.
         self._num_suspended = sum(self._settle(each) for each in restored if each.outcome)
+
+    @property
+    def size(self) -> int:
+        """Number of its conversations."""
+        return len(self.conversations)
 
     def advance(self, engine_busy: bool) -> tuple[list[Turn], int]:
         """Take what environments and reward functions returned.
@@ -272,8 +230,8 @@ class Round:
         """
         turns, self._first_turns = self._first_turns, []
         finished, self._num_suspended = self._num_suspended, 0
-        environments, scorer = self._environments, self._scorer
-        both = scorer.outstanding and environments.outstanding
+        environments, rewarding = self._environments, self._rewarding
+        both = rewarding.outstanding and environments.outstanding
         wait_s = _POLL_INTERVAL_S if both else _IDLE_WAIT_S
         for reply in environments.poll(0.0 if engine_busy else wait_s):
             conversation = self.conversations[reply.key]
@@ -281,14 +239,7 @@ class Round:
                 turns.append(turn)
             else:
                 finished += self._settle(conversation)
-        for result in scorer.poll(0.0 if engine_busy or turns or finished else wait_s):
-            key = cast("int", result.key)
-            if result.metrics:
-                rollout = self._rollouts[key]
-                metrics = {**rollout.metrics, **result.metrics}
-                self._rollouts[key] = replace(rollout, metrics=metrics)
-            self._reward_results[key], self._rewards[key] = result, result.reward
-            finished += 1
+        finished += rewarding.poll(0.0 if engine_busy or turns or finished else wait_s)
         return turns, finished
 
     def receive_sample(self, sampled: Sampled) -> None:
@@ -300,36 +251,22 @@ class Round:
     def _settle(self, conversation: Conversation) -> bool:
         """Whether nothing more is awaited of a conversation that has no next turn now."""
         over = conversation.is_dropped or conversation.is_suspended or self._reward(conversation)
-        self._open[conversation.group] -= 1
-        if not self._open[conversation.group]:
-            self._scorer.complete_group(conversation.group)
+        self._rewarding.leave(conversation.group)
         return over
 
     def _reward(self, conversation: Conversation) -> bool:
-        """Reward a conversation that is over; return False if reward functions must be awaited.
-
-        A failed conversation gets 0. The environment's reward comes before reward functions, unless
-        it is one of their components. Functions do not score a conversation that its environment
-        did not end: its last message answers nothing.
-        """
-        key, scorer = conversation.key, self._scorer
-        rollout = self._rollouts[key] = conversation.rollout()
+        """Reward a conversation that is over; return False if reward functions must be awaited."""
+        key, rollouts = conversation.key, (conversation.rollout(),)
         if conversation.outcome == "error":
-            self._rewards[key] = 0.0
+            self._rewarding.fail(key, rollouts)
             return True
-        reward = conversation.environment_reward
-        if reward is not None:
-            self._sources["environment"] += 1
-        elif not conversation.ended_by_environment:
-            self._sources["unfinished"] += 1
-            reward = self._environments.settings.unfinished_reward
-        if reward is None or (scorer.uses_environment and len(scorer.components) > 1):
-            self._sources["function"] += 1
-        if reward is None or scorer.uses_environment:
-            scorer.submit(key, rollout, conversation.prompt, environment_reward=reward)
-            return False
-        self._rewards[key] = reward
-        return True
+        return self._rewarding.reward(
+            key,
+            rollouts,
+            conversation.prompt,
+            given=conversation.environment_reward,
+            finished=conversation.ended_by_environment,
+        )
 
     def result(self) -> CollectedRollouts:
         """Return all rollouts with their rewards, and suspend what the budget interrupted."""
@@ -344,29 +281,13 @@ class Round:
         metrics: dict[str, Any] = {}
         if not self._environments.one_turn:
             metrics |= _conversation_metrics(self.conversations, counts)
-            rewarded = len(self._rollouts) - sum(
-                each.outcome == "error" for each in self.conversations if each.key in self._rollouts
-            )
-            metrics |= {
-                f"reward/{name}_frac": Mean(
-                    total=float(self._sources[source]), count=float(rewarded)
-                )
-                for name, source in _SOURCES.items()
-            }
-        metrics |= _scoring_metrics(self._reward_results, self._scorer, self._rules.keep_failed)
-        keys = sorted(self._rollouts)
-        if self._scorer.on_error == "drop" and not self._rules.keep_failed:
-            failed = {key for key, result in self._reward_results.items() if result.failure}
-            keys = [key for key in keys if key not in failed]
-        names = {key: (self._rollouts[key].group, self._rollouts[key].sample_index) for key in keys}
+            metrics |= self._rewarding.source_metrics()
+        metrics |= self._rewarding.scoring_metrics()
+        rollouts, rewards, parts = self._rewarding.collected()
         return CollectedRollouts(
-            rollouts=[self._rollouts[key] for key in keys],
-            rewards=[self._rewards[key] for key in keys],
-            parts={
-                names[key]: self._reward_results[key].parts
-                for key in keys
-                if key in self._reward_results
-            },
+            rollouts=rollouts,
+            rewards=rewards,
+            parts=parts,
             metrics=metrics,
             suspended=tuple(suspended),
         )
@@ -382,58 +303,31 @@ def _conversation_metrics(
         if each.transcript is not None and each.progress.turns and not each.is_suspended
     ]
     failed = [each for each in conversations if each.outcome == "error"]
-    dropped = sum(each.is_dropped for each in failed)
-    differing = [each.transcript.differing for each in over if each.transcript is not None]
-    count = float(len(over))
-    metrics: dict[str, Any] = {
-        "env/turns_mean": Mean(total=float(sum(each.progress.turns for each in over)), count=count),
-        "env/max_turns_frac": Mean(
-            total=float(sum(each.outcome == "turns" for each in over)), count=count
-        ),
-        "env/dropped": Sum(value=float(dropped)),
-        "env/zeroed": Sum(value=float(len(failed) - dropped)),
-        **{f"env/{name}": Sum(value=float(counts[name])) for name in _CALL_COUNTS},
-    }
-    if slots := sum(total for _, total in differing):
-        metrics["routing/overlap_differs"] = Mean(
-            total=float(sum(bad for bad, _ in differing)), count=float(slots)
-        )
-    return metrics
-
-
-def _scoring_metrics(
-    results: Mapping[int, RewardResult], scorer: Scorer, keep_failed: bool
-) -> dict[str, Any]:
-    """Partials of what scoring took; none if every component is quick and nothing failed."""
-    counts = scorer.take_counts()
-    failed = float(sum(bool(result.failure) for result in results.values()))
-    if scorer.quick and not failed:
-        return {}
-    dropped = failed if scorer.on_error == "drop" and not keep_failed else 0.0
     return {
-        "time/judge_mean_s": Mean(
-            total=sum(result.seconds for result in results.values()), count=float(len(results))
+        **turn_metrics(
+            [each.progress.turns for each in over], sum(each.outcome == "turns" for each in over)
         ),
-        "reward/dropped": Sum(value=dropped),
-        "reward/zeroed": Sum(value=failed - dropped),
-        **{f"reward/{name}": Sum(value=float(counts[name])) for name in _CALL_COUNTS},
+        **call_metrics(counts, failed=len(failed), dropped=sum(each.is_dropped for each in failed)),
+        **overlap_metrics([each.transcript.differing for each in over if each.transcript]),
     }
 
 
 def rollout_metrics(collected: CollectedRollouts) -> dict[str, Any]:
     """Partials of reward/*, rollout/* and users' metrics of this rank's rollouts."""
-    rollouts, rewards = collected.rollouts, collected.rewards
-    count = float(len(rewards))
+    rollouts, count = collected.rollouts, float(len(collected.rollouts))
+    # Sequences of an episode that share their reward count once.
+    by_unit = dict(zip((each.unit for each in rollouts), collected.rewards, strict=True))
+    rewards = list(by_unit.values())
     by_group: dict[int, list[float]] = {}
-    for rollout, reward in zip(rollouts, rewards, strict=True):
-        by_group.setdefault(rollout.group, []).append(reward)
+    for (group, _, _), reward in by_unit.items():
+        by_group.setdefault(group, []).append(reward)
     groups = list(by_group.values())
     by_component: dict[str, list[float]] = {}
     for parts in collected.parts.values():
         for name, part in parts.items():
             by_component.setdefault(name, []).append(part)
     return {
-        "reward/mean": Mean(total=sum(rewards), count=count),
+        "reward/mean": Mean(total=sum(rewards), count=float(len(rewards))),
         "reward/std": StandardDeviation(tuple(rewards)),
         **{
             f"reward/{name}/mean": Mean(total=sum(values), count=float(len(values)))

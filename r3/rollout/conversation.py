@@ -6,18 +6,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from r3.config import EnvConfig
 from r3.engine import CaptureSpec, Sampled, Sampling, Transcript, Turn, sampling_seed
-from r3.envs.chat import Chat, ChatError
+from r3.envs import find, is_workflow
+from r3.envs.chat import Chat, ChatError, Renderer
 from r3.envs.runner import Environments, Reply, StateError
 from r3.envs.tool_calls import parse_tool_calls
+from r3.envs.workflow import Workflow, Workflows
 from r3.types import Message, Prompt, Rollout
 
 # More characters per token that is left are taken not to fit, without counting their tokens: that
 # would take the engine's time. Tokens of text have three or four characters.
-_CHARACTERS_PER_TOKEN = 32
+CHARACTERS_PER_TOKEN = 32
 
 # Keys of a message that dumps keep.
 _READABLE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
@@ -32,15 +34,17 @@ class ConversationSetup:
     """What conversations are made of.
 
     Attributes:
-        environments: one environment per conversation in flight.
+        environments: one environment per conversation in flight, or one workflow.
         tokenizer: the policy's.
         chat: renders the messages that follow a message of the model. None if every conversation
-            is one turn, which needs no such template.
+            is one turn, which needs no such template, and for workflows.
+        renderer: renders whole conversations of workflows; None for environments.
     """
 
-    environments: Environments
+    environments: Environments | Workflows
     tokenizer: Any
     chat: Chat | None
+    renderer: Renderer | None = None
 
     @classmethod
     def of(
@@ -55,11 +59,32 @@ class ConversationSetup:
         Raises:
             ConfigError: the environment or the chat template cannot be used.
         """
+        found = find(settings)
+        if is_workflow(found):
+            return cls(
+                environments=Workflows(settings, cast("type[Workflow]", found)),
+                tokenizer=tokenizer,
+                chat=None,
+                renderer=Renderer(tokenizer, template_kwargs),
+            )
         environments = Environments(settings)
         chat = None
         if not environments.one_turn:
             chat = Chat(tokenizer, model_path, environments.tools, template_kwargs)
         return cls(environments=environments, tokenizer=tokenizer, chat=chat)
+
+    @property
+    def environment_calls(self) -> Environments:
+        """The environments, where there is no workflow."""
+        assert isinstance(self.environments, Environments), "a workflow has no environments"
+        return self.environments
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Tokens that end the model's turn, besides the tokenizer's end of sequence."""
+        if self.chat is not None:
+            return (self.chat.end,)
+        return (self.renderer.end[1],) if self.renderer and self.renderer.end else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +198,7 @@ class Conversation:
         self.transcript: Transcript | None = None
         self.is_suspended = False
         self._rules = rules
-        self._environments = rules.setup.environments
+        self._environments = rules.setup.environment_calls
         self._messages: list[Message] = []
         self._turn_rewards: list[float | None] = []
         self._was_cut = False  # the model's last message ran out of tokens
@@ -345,7 +370,7 @@ class Conversation:
 
     def _open(self, messages: tuple[Message, ...]) -> Turn | None:
         limit = self._rules.max_model_len
-        if (size := _num_characters(messages)) > _CHARACTERS_PER_TOKEN * limit:
+        if (size := _num_characters(messages)) > CHARACTERS_PER_TOKEN * limit:
             return self._fail(
                 f"its first messages have {size} characters, a conversation at most {limit} tokens"
             )
@@ -365,7 +390,7 @@ class Conversation:
     def _observe(self, messages: tuple[Message, ...]) -> Turn | None:
         chat = self._rules.setup.chat
         assert chat is not None and self.transcript is not None
-        if _num_characters(messages) > _CHARACTERS_PER_TOKEN * self._room():
+        if _num_characters(messages) > CHARACTERS_PER_TOKEN * self._room():
             return self._end("length")
         tokens = chat.following(messages, ended=self.transcript.tokens[-1] == chat.end)
         # An observation that leaves no room for a response is left out: it has no routes, and

@@ -16,7 +16,7 @@ from r3.rollout.collect import Collector
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.readable import readable
 from r3.runtime.mesh import Mesh
-from r3.types import Prompt
+from r3.types import Prompt, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,16 @@ def evaluate(
     collected = collector.collect(
         prompts, policy_version=policy_version, seed_step=-1, on_rollout=on_rollout
     )
+    # The last sequence of a workflow's episode stands for it.
+    episodes: dict[tuple[int, int], list[tuple[Rollout, float]]] = {}
+    for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True):
+        episodes.setdefault((rollout.group, rollout.sample_index), []).append((rollout, reward))
+    samples = [
+        (each[-1][0], sum(reward for _, reward in each) if each[0][0].own_reward else each[-1][1])
+        for each in episodes.values()
+    ]
     metrics = accuracy_metrics(
-        settings.name, collected.rewards, settings.samples, config.eval.pass_at
+        settings.name, [reward for _, reward in samples], settings.samples, config.eval.pass_at
     )
     if "reward/zeroed" in collected.metrics:  # a reward function that may fail
         metrics[f"eval/{settings.name}/unjudged"] = collected.metrics["reward/zeroed"]
@@ -145,7 +153,7 @@ def evaluate(
             "finish_reason": rollout.finish_reason,
             "response_tokens": rollout.num_response_tokens,
         }
-        for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True)
+        for rollout, reward in samples
     ]
     gathered = mesh.world.all_gather_object(rows)
     merged = sorted(

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from r3.algo.advantage import overlong_penalty
+from r3.algo.advantage import overlong_penalty, per_unit
 from r3.config import Config
 from r3.metrics.reduce import Mean
-from r3.rollout.collect import CollectedRollouts
+from r3.rollout.collected import CollectedRollouts
 from r3.runtime.algorithm import advantage_of
 from r3.runtime.mesh import Axis
 from r3.types import Rollout
@@ -43,15 +43,19 @@ class Rewards:
     """Rewards of all rollouts of the step, of every rank, in the order of their indices.
 
     Attributes:
-        rewards_R: rewards minus the overlong penalty, float64.
+        rewards_R: rewards minus the overlong penalty, float64; equal for all sequences of an
+            episode that has one reward.
         groups_R: group of each rollout.
-        names_R: (group, sample_index) of each rollout. Dropped conversations leave no gap in the
-            indices.
+        names_R: (group, sample_index, sequence) of each rollout. Dropped conversations leave no
+            gap in the indices.
+        units_R: what has one advantage, numbered from 0: rollouts of one unit are the sequences of
+            an episode.
     """
 
     rewards_R: torch.Tensor
     groups_R: torch.Tensor
-    names_R: tuple[tuple[int, int], ...]
+    names_R: tuple[tuple[int, int, int], ...]
+    units_R: torch.Tensor
 
     @property
     def groups_with_signal(self) -> list[int]:
@@ -64,7 +68,8 @@ class Rewards:
     @property
     def metrics(self) -> dict[str, Any]:
         """Partial of reward/shaped_mean, the same on all ranks."""
-        return {"reward/shaped_mean": Mean(float(self.rewards_R.sum()), float(len(self.rewards_R)))}
+        by_unit = dict(zip(self.units_R.tolist(), self.rewards_R.tolist(), strict=True))
+        return {"reward/shaped_mean": Mean(sum(by_unit.values()), float(len(by_unit)))}
 
 
 class DroppedError(RuntimeError):
@@ -97,9 +102,10 @@ def gather_rewards(collected: CollectedRollouts, world: Axis, config: Config) ->
     length, algo = config.rollout.max_response_tokens, config.algo
     own = [
         (
-            (rollout.group, rollout.sample_index),
-            reward
-            + algo.overlong_penalty
+            (rollout.group, rollout.sample_index, rollout.sequence),
+            rollout.unit,
+            reward,
+            algo.overlong_penalty
             * overlong_penalty(
                 rollout.num_tokens_after_prompt,
                 max_response_tokens=length,
@@ -109,20 +115,30 @@ def gather_rewards(collected: CollectedRollouts, world: Axis, config: Config) ->
         for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True)
     ]
     everybody = sorted(item for part in world.all_gather_object(own) for item in part)
+    # An episode has the penalty of its longest sequence.
+    penalties: dict[tuple[int, int, int], float] = {}
+    for _, unit, _, penalty in everybody:
+        penalties[unit] = min(penalty, penalties.get(unit, penalty))
+    number_of = {unit: number for number, unit in enumerate(penalties)}
     return Rewards(
-        rewards_R=torch.tensor([reward for _, reward in everybody], dtype=torch.float64),
-        groups_R=torch.tensor([group for (group, _), _ in everybody], dtype=torch.int64),
-        names_R=tuple(name for name, _ in everybody),
+        rewards_R=torch.tensor(
+            [reward + penalties[unit] for _, unit, reward, _ in everybody], dtype=torch.float64
+        ),
+        groups_R=torch.tensor([name[0] for name, *_ in everybody], dtype=torch.int64),
+        names_R=tuple(name for name, *_ in everybody),
+        units_R=torch.tensor([number_of[unit] for _, unit, *_ in everybody], dtype=torch.int64),
     )
 
 
 def score_all(collected: CollectedRollouts, rewards: Rewards, config: Config) -> list[Scored]:
     """Return this rank's rollouts with advantages and indices; `rewards` are those of all ranks."""
-    advantages_R = advantage_of(config.algo)(rewards.rewards_R, rewards.groups_R).tolist()
+    advantages_R = per_unit(
+        advantage_of(config.algo), rewards.rewards_R, rewards.groups_R, rewards.units_R
+    ).tolist()
     index_of = {name: index for index, name in enumerate(rewards.names_R)}
     scored = []
     for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True):
-        index = index_of[rollout.group, rollout.sample_index]
+        index = index_of[rollout.group, rollout.sample_index, rollout.sequence]
         trains = not (config.algo.overlong_filter and rollout.finish_reason == "length")
         scored.append(
             Scored(

@@ -15,7 +15,8 @@ from r3.config import Config
 from r3.data.prompts import prompts_from, prompts_of_step
 from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean, Sum
-from r3.rollout.collect import CollectedRollouts, Collector, rollout_metrics
+from r3.rollout.collect import Collector, rollout_metrics
+from r3.rollout.collected import CollectedRollouts
 from r3.rollout.conversation import SuspendedConversation
 from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
 from r3.rollout.scored import Rewards, gather_rewards, require_groups
@@ -148,10 +149,9 @@ class RolloutSource:
         self, suspended: Sequence[SuspendedConversation], kept: Sequence[SuspendedConversation] = ()
     ) -> int:
         """Close the environments of conversations that no step resumes; return their number."""
-        environments = self._task.conversation_setup.environments
         dropped = [each for each in suspended if not any(each is other for other in kept)]
         for each in dropped:
-            environments.discard(each.environment)
+            self._task.conversation_setup.environment_calls.discard(each.environment)
         return len(dropped)
 
     def _until_signal(self, step: int, on_rollout: Callable[[], None]) -> StepRollouts:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from r3.config import AlgoConfig, ConfigError, Problem
+from r3.envs.workflow import Workflows
 from r3.rewards.scorer import Scorer
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.rollout.task import Task
@@ -68,6 +69,9 @@ def _check_algorithm(algo: AlgoConfig) -> Iterator[str]:
 
 
 def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") -> Iterator[str]:
+    if isinstance(setup.environments, Workflows):
+        yield f"    {who}workflow: loaded, and not run, because it calls the model"
+        return
     environments = setup.environments
     if environments.one_turn:
         return

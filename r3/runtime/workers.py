@@ -48,6 +48,10 @@ class CallError(Exception):
         self.again, self.wait_s = again, wait_s
 
 
+class CallTimeout(CallError):
+    """A call that limits its own time has taken too long."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why a call has no value: an exception, a time-out, or the end of its process.
@@ -446,7 +450,8 @@ _NO_SIGNALS = (
 
 def _failure(error: BaseException) -> Failure:
     if isinstance(error, CallError):  # its text is enough without a traceback
-        return Failure("error", str(error), error.again, error.wait_s)
+        kind: Literal["error", "timeout"] = "timeout" if isinstance(error, CallTimeout) else "error"
+        return Failure(kind, str(error), error.again, error.wait_s)
     frames = _from_users_code(error.__traceback__) or error.__traceback__
     text = "".join(traceback.format_exception(type(error), error, frames, limit=-6)).rstrip()
     if isinstance(error, ValueError) and any(sign in str(error) for sign in _SIGNALS):

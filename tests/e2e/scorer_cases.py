@@ -11,7 +11,7 @@ from typing import Any
 from r3.config import RewardConfig
 from r3.rewards.model import Batches, RewardModel
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
-from r3.rollout.collect import CollectedRollouts
+from r3.rollout.collected import CollectedRollouts
 from r3.runtime.device import Device
 from r3.runtime.workers import Pool, Threads
 from r3.types import Prompt, Rollout

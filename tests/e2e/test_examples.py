@@ -59,6 +59,20 @@ def own_environment(runs: Path, output: str) -> None:
     )
 
 
+def own_workflow(runs: Path, output: str) -> None:
+    row = last_row(runs / "own-workflow")
+    assert row["env/sequences_mean"] == 3 and 1 <= row["env/votes"] <= 3
+    assert row["env/continued_frac"] > 0, "no conversation called the tool"
+    assert row["env/errors"] == 0 and row["routing/coverage"] == 1
+    dump = (runs / "own-workflow" / "rollouts" / "step_000002.jsonl").read_text().splitlines()
+    by_episode: dict[tuple[int, int], list[dict[str, float]]] = {}
+    for line in map(json.loads, dump):
+        by_episode.setdefault((line["group"], line["sample_index"]), []).append(line)
+    for sequences in by_episode.values():
+        assert [each["sequence"] for each in sequences] == [0, 1, 2]
+        assert len({each["advantage"] for each in sequences}) == 1
+
+
 def llm_judge(runs: Path, output: str) -> None:
     row = last_row(runs / "llm-judge")
     assert 0 < row["reward/mean"] < 1
@@ -89,7 +103,7 @@ def sweep(runs: Path, output: str) -> None:
 CLAIMS: dict[str, Callable[[Path, str], None]] = {
     claim.__name__: claim
     for claim in (
-        *(own_reward, own_loss, own_data, own_environment),
+        *(own_reward, own_loss, own_data, own_environment, own_workflow),
         *(llm_judge, evaluate, compare_runs, sweep),
     )
 }

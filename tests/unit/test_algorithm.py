@@ -12,7 +12,7 @@ from r3.algo.contract import example_inputs, example_rewards
 from r3.algo.loss import Bounds, pg
 from r3.cli import checks
 from r3.config import AlgoConfig, Config, ConfigError, from_yaml, resume_problems, to_yaml
-from r3.rollout.collect import CollectedRollouts
+from r3.rollout.collected import CollectedRollouts
 from r3.rollout.scored import Rewards, score_all
 from r3.rollout.task import read_task
 from r3.run.check import check_task
@@ -94,7 +94,8 @@ def test_loss_gets_inputs_bounds_and_typed_arguments(file: Path) -> None:
 def test_advantage_gets_rewards_of_the_whole_step(file: Path) -> None:
     """Through `score_all`, which gives every rollout of this rank its advantage."""
     rewards_R, groups_R = example_rewards()
-    rewards = Rewards(rewards_R=rewards_R, groups_R=groups_R, names_R=())
+    units_R = torch.arange(len(rewards_R))
+    rewards = Rewards(rewards_R=rewards_R, groups_R=groups_R, names_R=(), units_R=units_R)
     config = tiny(advantage=f"{file}:raw", args=("offset=10",))
     assert torch.equal(advantage_of(config.algo)(rewards_R, groups_R), rewards_R + 10)
     assert score_all(CollectedRollouts(rollouts=[], rewards=[]), rewards, config) == []

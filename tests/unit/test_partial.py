@@ -12,7 +12,7 @@ from r3.algo.packing import pack
 from r3.data.prompts import Dataset, prompts_from, prompts_of_step
 from r3.models.shape import ModelShape
 from r3.rollout.codec import decode, encode
-from r3.rollout.collect import CollectedRollouts
+from r3.rollout.collected import CollectedRollouts
 from r3.rollout.conversation import Progress, SuspendedConversation
 from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
 from r3.rollout.scored import Scored

@@ -12,7 +12,7 @@ import torch
 from r3.algo.packing import pack, with_advantages
 from r3.models.shape import ModelShape
 from r3.rollout.codec import decode, encode
-from r3.rollout.collect import CollectedRollouts
+from r3.rollout.collected import CollectedRollouts
 from r3.rollout.scored import DroppedError, Rewards, gather_rewards, require_groups, score_all
 from r3.runtime.mesh import Axis
 from r3.types import Rollout
@@ -38,7 +38,10 @@ class Two(Axis):
     """Both ranks of a world of two in one process: what the other rank would send is given."""
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        other = [((group + 2, sample_index), reward - 1) for (group, sample_index), reward in item]
+        other = [
+            ((name[0] + 2, *name[1:]), (unit[0] + 2, *unit[1:]), reward - 1, penalty)
+            for name, unit, reward, penalty in item
+        ]
         return [other, item]
 
 
@@ -58,7 +61,7 @@ def test_a_conversation_left_out_leaves_no_gap_in_the_numbers() -> None:
         rollouts=[whole.rollouts[i] for i in (0, 2, 3)], rewards=[1.0, 0.0, 1.0]
     )
     rewards = gather_rewards(rest, ALONE, CONFIG)
-    assert rewards.names_R == ((0, 0), (1, 0), (1, 1))
+    assert rewards.names_R == ((0, 0, 0), (1, 0, 0), (1, 1, 0))
     scored = score_all(rest, rewards, CONFIG)
     assert [(item.index, item.rollout.group, item.rollout.sample_index) for item in scored] == [
         (0, 0, 0),
@@ -130,7 +133,8 @@ def test_rewards_say_what_advantages_were_made_of() -> None:
     rewards = Rewards(
         rewards_R=torch.tensor([0.5, -0.5, 1.5]),
         groups_R=torch.zeros(3, dtype=torch.int64),
-        names_R=((0, 0), (0, 1), (0, 2)),
+        names_R=((0, 0, 0), (0, 1, 0), (0, 2, 0)),
+        units_R=torch.arange(3),
     )
     part = rewards.metrics["reward/shaped_mean"]
     assert type(part).reduce([part, part]) == np.float64(0.5)  # every rank has the same

@@ -8,6 +8,8 @@ from r3.cli.checks.findings import Findings
 from r3.cli.checks.sources import parse_file
 from r3.config import Config, EnvConfig
 
+_ENVIRONMENT = {"reset": ("prompt",), "step": ("message",)}
+
 
 def check_environment(config: Config, found: Findings) -> None:
     """One environment, with turns that fit into a response."""
@@ -20,36 +22,54 @@ def check_environment(config: Config, found: Findings) -> None:
     if env.path and env.name != EnvConfig().name:
         rule = "is set together with env.path: a conversation has one environment"
         found.add("env.name", rule, "give one of the two")
-    if env.path:
-        check_environment_file(env.path, "env.path", found)
+    if env.path and check_environment_file(env.path, "env.path", found):
+        if config.rollout.step_token_budget:
+            rule = f"suspends conversations, and {env.path} is a workflow: a coroutine cannot be"
+            found.add("rollout.step_token_budget", rule, "set it to 0, or write an environment")
+        if env.workers:
+            rule = f"runs environments in processes, and {env.path} is a workflow"
+            fix = "set it to 0; await asyncio.to_thread(function) for what computes"
+            found.add("env.workers", rule, fix)
 
 
-def check_environment_file(spec: str, field: str, found: Findings) -> None:
-    """`file.py:Class` must define a class with `reset(self, prompt)` and `step(self, message)`."""
+def check_environment_file(spec: str, field: str, found: Findings) -> bool:
+    """`file.py:Class` must define an environment, `reset(self, prompt)` and `step(self, message)`,
+    or a workflow, `async def run(self, task, model)`.
+
+    Returns:
+        Whether it is a workflow.
+    """
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():
         found.add(field, "is not file.py:Class", "write path/to/my_env.py:MyEnv", spec)
-        return
+        return False
     if (tree := parse_file(path, field, found)) is None:
-        return
+        return False
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:
         fix = f"it defines {', '.join(classes) or 'none'}; write the class at the top level"
         found.add(field, f"{path} defines no class {name!r}", fix, spec)
-        return
+        return False
     methods = {
         node.name: node
         for node in classes[name].body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
-    for method, argument in (("reset", "prompt"), ("step", "message")):
-        fix = f"write `def {method}(self, {argument})` in it"
+    is_workflow = "run" in methods and not methods.keys() & {"reset", "step"}
+    wanted = {"run": ("task", "model")} if is_workflow else _ENVIRONMENT
+    for method, parameters in wanted.items():
+        keyword = "async def" if is_workflow else "def"
+        fix = f"write `{keyword} {method}(self, {', '.join(parameters)})` in it"
         if method in methods:
             arguments = methods[method].args
             positional = [*arguments.posonlyargs, *arguments.args]
             needed = len(positional) - len(arguments.defaults)
-            if needed > 2 or (len(positional) < 2 and arguments.vararg is None):
-                rule = f"{name}.{method} does not take self and one argument, the {argument}"
-                found.add(field, rule, fix, spec)
+            count = 1 + len(parameters)
+            if needed > count or (len(positional) < count and arguments.vararg is None):
+                takes = " and ".join(parameters)
+                found.add(field, f"{name}.{method} does not take self, {takes}", fix, spec)
+            elif is_workflow and not isinstance(methods[method], ast.AsyncFunctionDef):
+                found.add(field, f"{name}.{method} is not async", fix, spec)
         elif not classes[name].bases:
             found.add(field, f"class {name} has no method {method}", fix, spec)
+    return is_workflow

@@ -1,0 +1,387 @@
+"""Workflows: agents that call the model themselves. Yours is one class: `--env.path my.py:Agent`.
+
+    class Agent:
+        async def run(self, task, model):      # task is the Prompt of a row
+            plan = await model.chat([{"role": "user", "content": f"Plan: {task.answer}"}])
+            drafts = [model.chat([*task.messages, plan]) for _ in range(2)]
+            first, second = await asyncio.gather(*drafts)
+            return 1.0                         # reward of the episode; see `checked_result`
+
+R3 creates one instance per episode and runs all episodes of a round on one event loop in a thread
+beside the engine, so `run` must not block: `await asyncio.to_thread(function)` calls what does. A
+class may have `tools` and `stop`, as an environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite
+from numbers import Real
+from typing import Any, Literal, Protocol
+
+from r3.config import EnvConfig
+from r3.config.arguments import keyword_arguments
+from r3.metrics.users import checked_metrics
+from r3.runtime.workers import CallError, CallTimeout, Failure, Pool, Threads
+from r3.types import Message, Prompt
+
+_WAIT_S = 0.01  # for calls of the model, between looks at episodes that have ended
+_BEAT_S = 1.0  # between signs of life that the event loop is asked for
+_CANCEL_AGAIN_S = 1.0  # until an episode that ignores its cancellation is cancelled again
+
+
+class ModelLimit(Exception):
+    """The model cannot be called: no turns or no tokens are left.
+
+    An episode that does not catch it ends unfinished, with `env.unfinished_reward`.
+
+    Attributes:
+        limit: "turns" (`env.max_turns`), or "length" (`rollout.max_response_tokens`, or the
+            context).
+    """
+
+    def __init__(self, limit: Literal["turns", "length"], text: str) -> None:
+        super().__init__(text)
+        self.limit = limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What the model sampled in one call.
+
+    Attributes:
+        text: decoded, without the token that ends the model's turn.
+        tokens: ids, that token included.
+        logprobs: log-probability of each token under the distribution it was drawn from.
+        finish_reason: "stop" or "length".
+        prompt_tokens: tokens before them.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    prompt_tokens: int
+
+
+class ModelMessage(dict[str, Any]):
+    """A message of the model, as plain data for chat templates.
+
+    It has `role`, `content`, `finish_reason` and, as `{"name": ..., "arguments": {...}}`, the
+    `tool_calls` that the content holds.
+
+    Attributes:
+        completion: its tokens and their log-probabilities.
+    """
+
+    def __init__(self, message: Mapping[str, Any], completion: Completion) -> None:
+        super().__init__(message)
+        self.completion = completion
+
+
+class Model(Protocol):
+    """The policy, as an episode calls it. Calls may be in flight together."""
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        train: bool = True,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+    ) -> ModelMessage:
+        """Sample the next message of a conversation.
+
+        Args:
+            messages: the whole conversation, rendered by the model's chat template.
+            tools: JSON schemas for the template; None: those of the row, or of the class.
+            train: whether the sampled tokens are trained on.
+            max_tokens: maximum tokens of the message, within the limits of the run.
+            stop: strings that end the message, besides those of the class and of `env.stop`.
+            temperature: of a call with `train=False`; None is the run's. So are `top_p`, `top_k`.
+
+        Raises:
+            ModelLimit: no turns or no tokens are left.
+            ValueError: an argument cannot be used, or the chat template refuses the messages.
+        """
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        train: bool = True,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+    ) -> Completion:
+        """Continue a text or tokens, without a chat template; otherwise as `chat`."""
+
+    def fork(self) -> Model:
+        """Return a handle with random streams of its own, for a branch that runs beside others."""
+
+
+class Workflow(Protocol):
+    """The method that every workflow has."""
+
+    async def run(self, task: Prompt, model: Model) -> Any:
+        """Live one episode; return its result (`checked_result`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What `Workflow.run` returned, checked.
+
+    Attributes:
+        reward: of the whole episode; None leaves it to reward functions.
+        call_rewards: of each trained call, in the order of the calls; empty for one reward.
+        metrics: by full names, `env/NAME`.
+    """
+
+    reward: float | None = None
+    call_rewards: tuple[float, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def checked_result(value: Any, num_calls: int) -> Result:
+    """Check what a user's `run` returned.
+
+    Args:
+        value: a number, None, or a list with one number per trained call; or a pair of that and
+            metrics, numbers by name.
+        num_calls: trained calls that the episode completed.
+
+    Raises:
+        CallError: it is something else.
+    """
+    metrics: Mapping[str, float] = {}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value, reported = value
+        try:
+            metrics = checked_metrics(reported, "env")
+        except ValueError as error:
+            raise CallError(str(error), again=False) from error
+    is_list = isinstance(value, list)
+    rewards = value if is_list else [] if value is None else [value]
+    # numpy's numbers are Real too; tensors and strings are not.
+    if not all(isinstance(each, Real) and isfinite(each) for each in rewards):
+        raise CallError(
+            "run must return a finite number, None, or a list with a number per trained call, and "
+            f"may return metrics beside it, (1.0, {{'name': 2}}); it returned {value!r}",
+            again=False,
+        )
+    if is_list and len(value) != num_calls:
+        raise CallError(
+            f"run returned {len(value)} rewards, and the episode has {num_calls} calls with "
+            "train=True that it has awaited. Return one reward per such call",
+            again=False,
+        )
+    if is_list:
+        return Result(call_rewards=tuple(map(float, value)), metrics=metrics)
+    return Result(reward=None if value is None else float(value), metrics=metrics)
+
+
+class OwnTime:
+    """Cancels an episode that takes too long, calls of the model not counted.
+
+    It lives on the event loop. While a call of the model is in flight the time stands still: how
+    long the engine takes is not the workflow's doing.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        """Start with the present task as the episode."""
+        self.expired = False
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._left_s, self._calls = limit_s, 0
+        self._start()
+
+    def pause(self) -> None:
+        """A call of the model begins."""
+        if not self._calls:
+            self.stop()
+            self._left_s -= self._loop.time() - self._began
+        self._calls += 1
+
+    def resume(self) -> None:
+        """A call of the model has ended."""
+        self._calls -= 1
+        if not self._calls:
+            self._start()
+
+    def stop(self) -> None:
+        """The episode is over, or waits for the model."""
+        self._timer.cancel()
+
+    def _start(self) -> None:
+        self._began = self._loop.time()
+        self._timer = self._loop.call_later(max(0.0, self._left_s), self._expire)
+
+    def _expire(self) -> None:
+        assert self._task is not None
+        self.expired = True
+        self._task.cancel()
+        # Code that catches every exception may ignore it.
+        self._timer = self._loop.call_later(_CANCEL_AGAIN_S, self._expire)
+
+
+class Episode(Protocol):
+    """One attempt at an episode, as R3 drives it."""
+
+    @property
+    def model(self) -> Model:
+        """What the workflow calls."""
+
+    @property
+    def num_calls(self) -> int:
+        """Trained calls that the episode has awaited."""
+
+    def begin(self, own_time: OwnTime) -> None:
+        """The attempt starts, on the event loop."""
+
+    def end(self) -> None:
+        """The attempt is over: calls in flight are ignored and further ones refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An episode that is over: its result, the limit that ended it, or a failure after retries."""
+
+    key: int
+    result: Result | None = None
+    limit: ModelLimit | None = None
+    failure: Failure | None = None
+
+
+class Workflows:
+    """The episodes of workflows in flight, by key, on one event loop beside the engine.
+
+    Attributes:
+        settings: `env.*`. `env.timeout_s` is the limit of an episode's own time (`OwnTime`).
+        tools: JSON schemas for the chat template.
+        stop: strings that end a message, from the class and `env.stop`.
+        one_turn: False, as an environment of several turns has it.
+        wake: put anything into it to end a wait of `poll`.
+    """
+
+    one_turn = False
+
+    def __init__(self, settings: EnvConfig, found: type[Workflow]) -> None:
+        """Take a class; the event loop starts with the first episode."""
+        self.settings = settings
+        self.tools: Sequence[Any] = tuple(getattr(found, "tools", ()))
+        self.stop = tuple(dict.fromkeys([*getattr(found, "stop", ()), *settings.stop]))
+        self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._factory = partial(found, **keyword_arguments(settings.args))
+        # Episodes limit their own time.
+        self._pool = Pool(Threads(), timeout_s=float("inf"), retries=settings.retries)
+        self._thread = 0  # that of the event loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._beat_asked: float | None = None
+        self._beat_due = 0.0
+
+    @property
+    def outstanding(self) -> int:
+        """Episodes that have not ended."""
+        return self._pool.outstanding
+
+    def open(self, key: int, task: Prompt, episode: Callable[[], Episode]) -> None:
+        """Begin an episode; `episode` is called for each attempt, on the event loop."""
+        self._pool.submit(key, self._run, task, episode)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Ended]:
+        """Return the episodes that have ended; waits at most `timeout_s` for one or for `wake`."""
+        until = time.monotonic() + timeout_s
+        while not (done := self._pool.poll(0.0)) and self._pool.outstanding:
+            remaining_s = until - time.monotonic()
+            if remaining_s <= 0 or not self.wake.empty():
+                break
+            with suppress(queue.Empty):
+                self.wake.get(timeout=min(_WAIT_S, remaining_s))
+                break
+        while not self.wake.empty():
+            self.wake.get()
+        ended = []
+        for each in done:
+            result, limit = each.value or (None, None)
+            key: Any = each.key
+            ended.append(Ended(key=key, result=result, limit=limit, failure=each.failure))
+        return ended
+
+    def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on the event loop."""
+        assert self._loop is not None, "no episode has started"
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def blocked(self) -> str:
+        """Where code has kept the event loop busy for longer than `env.timeout_s`; else ""."""
+        now = time.monotonic()
+        if self._loop is None or now < self._beat_due:
+            return ""
+        self._beat_due = now + _BEAT_S
+        if self._beat_asked is None:
+            self._beat_asked = now
+            self._loop.call_soon_threadsafe(self._beat)
+        elif now - self._beat_asked > self.settings.timeout_s:
+            frame = sys._current_frames().get(self._thread)
+            return "".join(traceback.format_stack(frame, limit=4)) if frame else "unknown code"
+        return ""
+
+    def take_counts(self) -> Counter[str]:
+        """Return calls, errors, timeouts, crashes and retries since the last call."""
+        counts, self._pool.counts = self._pool.counts, Counter()
+        return counts
+
+    def close_all(self) -> None:
+        """Cancel all episodes."""
+        self._pool.cancel(keep=lambda _: False)
+
+    def close(self) -> None:
+        """Cancel all episodes and end the event loop."""
+        self.close_all()
+        self._pool.close()
+        self._loop = None
+
+    def _beat(self) -> None:
+        self._beat_asked = None
+
+    async def _run(
+        self, task: Prompt, make_episode: Callable[[], Episode]
+    ) -> tuple[Result | None, ModelLimit | None]:
+        """Live one attempt; return its result, or the limit that ended it."""
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        episode, own_time = make_episode(), OwnTime(self.settings.timeout_s)
+        episode.begin(own_time)
+        try:
+            value = await self._factory().run(task, episode.model)
+            if own_time.expired:  # it caught its cancellation
+                raise asyncio.CancelledError
+            return checked_result(value, episode.num_calls), None
+        except ModelLimit as limit:
+            return None, limit
+        except asyncio.CancelledError:
+            if own_time.expired:
+                text = f"not done after {self.settings.timeout_s:g} s, calls of the model excluded"
+                raise CallTimeout(text) from None
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise  # the round was abandoned
+            raise CallError("the workflow cancelled itself") from None
+        finally:
+            own_time.stop()
+            episode.end()
+            self.wake.put(None)

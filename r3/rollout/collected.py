@@ -1,0 +1,67 @@
+"""What one round or several have collected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from r3.rollout.conversation import SuspendedConversation
+from r3.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectedRollouts:
+    """Rollouts of this rank's engine with their rewards, in order of group and sample.
+
+    Empty on ranks that are not the leader of their engine. Groups are complete, except for
+    conversations whose environment or reward failed (`env.on_error`, `reward.on_error` "drop").
+
+    Attributes:
+        rewards: one per rollout.
+        parts: rewards of each component by (group, sample_index), where functions were called.
+        metrics: partials of the conversations themselves.
+        suspended: conversations that the token budget interrupted.
+    """
+
+    rollouts: list[Rollout]
+    rewards: list[float]
+    parts: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    suspended: tuple[SuspendedConversation, ...] = ()
+
+    @classmethod
+    def joined(cls, rounds: Sequence[CollectedRollouts]) -> CollectedRollouts:
+        """Join rounds that have different groups, without metrics and suspended conversations."""
+        return cls(
+            rollouts=[rollout for each in rounds for rollout in each.rollouts],
+            rewards=[reward for each in rounds for reward in each.rewards],
+            parts={name: parts for each in rounds for name, parts in each.parts.items()},
+        )
+
+    def of_groups(self, groups: frozenset[int]) -> CollectedRollouts:
+        """Return the rollouts of some groups, without metrics and suspended conversations."""
+        kept = [
+            pair
+            for pair in zip(self.rollouts, self.rewards, strict=True)
+            if pair[0].group in groups
+        ]
+        return CollectedRollouts(
+            rollouts=[rollout for rollout, _ in kept],
+            rewards=[reward for _, reward in kept],
+            parts={name: parts for name, parts in self.parts.items() if name[0] in groups},
+        )
+
+    def in_order(self) -> CollectedRollouts:
+        """Sort by group, sample and sequence, without metrics and suspended conversations."""
+        pairs = sorted(
+            zip(self.rollouts, self.rewards, strict=True),
+            key=lambda pair: (pair[0].group, pair[0].sample_index, pair[0].sequence),
+        )
+        return replace(
+            self,
+            rollouts=[rollout for rollout, _ in pairs],
+            rewards=[reward for _, reward in pairs],
+            metrics={},
+            suspended=(),
+        )

@@ -1,0 +1,138 @@
+"""Episodes of workflows with a real engine, each sequence compared with transformers in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from r3.config import ConfigError
+from r3.envs.chat import Chat
+from r3.runtime.device import Device
+from r3.types import Rollout
+from tests.engines import signature
+from tests.talkers import CHATTY, Agreement, Talker, Yardstick, values
+from tests.tiny import tiny_config
+
+WORKFLOWS = '''
+import asyncio, random
+
+def user(text):
+    return {"role": "user", "content": text}
+
+class Chatty:
+    """The conversation of the environment of that name."""
+    async def run(self, task, model):
+        rows, messages, rewards = int(task.id.rpartition(":")[2]), list(task.messages), 0.0
+        for turn in range(3 + rows % 2):
+            message = await model.chat(messages)
+            await asyncio.sleep(random.random() * 0.03)
+            length = (len(message["content"]) * 7 + rows) % 7
+            messages += [message, user("and then " + "3 more " * length)]
+        return 1.0
+
+class Branching:
+    """A conversation that splits, forks that run beside each other, a judge, tokens."""
+    async def run(self, task, model):
+        start = [*task.messages, await model.chat(task.messages, max_tokens=12)]
+        both = await asyncio.gather(*(
+            model.chat([*start, user(text)], max_tokens=8) for text in ("check", "and then 3 more")
+        ))
+        async def branch(model, number):
+            messages = [user(f"Tom has {number} pens.")]
+            for turn in range(2):
+                await asyncio.sleep(random.random() * 0.03)
+                messages += [await model.chat(messages, max_tokens=9), user("and then 2 more")]
+        await asyncio.gather(*(branch(model.fork(), number) for number in (3, 5)))
+        judge = await model.chat([user(both[0]["content"])], train=False, temperature=0.0,
+                                 max_tokens=4)
+        first = await model.complete(task.tokens_T, max_tokens=5)
+        await model.complete([*task.tokens_T, *first.tokens, 7, 8], max_tokens=5)
+        return float(len(judge["content"]))
+
+class Turns:
+    """Three turns of one conversation."""
+    async def run(self, task, model):
+        messages = list(task.messages)
+        for turn in range(3):
+            messages += [await model.chat(messages, max_tokens=12), user("and then 2 more")]
+        return [0.0, 0.5, 1.0]
+'''
+
+# As Qwen3 and DeepSeek-R1 do: the model's message begins with its reasoning, which later prompts
+# leave out.
+REASONING = """
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' and '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip() %}
+    {%- endif %}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ content ~ '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episodes:
+    """One round of a workflow.
+
+    Attributes:
+        names: "PROMPT/SAMPLE/SEQUENCE" of each rollout.
+        signatures: tokens, log-probabilities and routes of each rollout.
+        turns: the model's messages in each rollout.
+        texts: each rollout, decoded.
+        agreement: None on ranks that do not lead an engine.
+    """
+
+    names: list[str]
+    signatures: list[str]
+    turns: list[int]
+    texts: list[str]
+    rewards: list[float]
+    metrics: dict[str, float]
+    agreement: Agreement | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Rounds by kind, and why an environment cannot have the reasoning template."""
+
+    kinds: dict[str, Episodes]
+    refused: str
+
+
+def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
+    """Sample every kind of episode, and compare each sequence with transformers."""
+    file = Path(folder) / f"mine_{device.rank}.py"
+    file.write_text(CHATTY + WORKFLOWS.replace("class Chatty", "class Talks"))
+    config = tiny_config(
+        parallel={"engine_tp": engine_tp, "tp": engine_tp},
+        engine={"max_model_len": 320, "kv_cache_gib": 0.0625},
+        rollout={"max_response_tokens": 120},
+    )
+    talker = Talker(device, config)
+    tokenizer = talker.task.tokenizer
+    yardstick = Yardstick(config.model.path)
+
+    def of(name: str, **env: object) -> Episodes:
+        collected = talker.collect(path=f"{file}:{name}", max_turns=20, **env)
+        rollouts: list[Rollout] = collected.rollouts
+        return Episodes(
+            names=[f"{each.prompt_id}/{each.sample_index}/{each.sequence}" for each in rollouts],
+            signatures=signature(rollouts),
+            turns=[int((each.loss_mask_T[1:] > each.loss_mask_T[:-1]).sum()) for each in rollouts],
+            texts=[tokenizer.decode(each.tokens_T) for each in rollouts],
+            rewards=collected.rewards,
+            metrics=values(collected.metrics),
+            agreement=yardstick.compare(rollouts) if rollouts else None,
+        )
+
+    found = {"environment": of("Chatty"), "talks": of("Talks"), "branching": of("Branching")}
+    tokenizer.chat_template = REASONING
+    found["reasoning"] = of("Turns")
+    refused = ""
+    try:
+        Chat(tokenizer, "reasoning")
+    except ConfigError as error:
+        refused = str(error)
+    return Facts(kinds=found, refused=refused)

@@ -1,0 +1,481 @@
+"""Workflows without an engine: the test writes what the model says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from r3 import assets
+from r3.config import ConfigError, EnvConfig, RewardConfig
+from r3.engine import CaptureSpec, Sampled, Sampling, Turn
+from r3.models.shape import ModelShape
+from r3.rewards.scorer import Scorer, make_scorer
+from r3.rollout.collected import CollectedRollouts
+from r3.rollout.conversation import ConversationRules, ConversationSetup, EnvironmentFailed
+from r3.rollout.episodes import EpisodeRound
+from r3.runtime.user_code import load
+from r3.types import Prompt, Rollout
+from tests.talkers import values
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+WORKFLOWS = '''
+import asyncio, random, time
+
+def user(text):
+    return {"role": "user", "content": text}
+
+class Talks:
+    """Three turns in one conversation."""
+    async def run(self, task, model):
+        messages = list(task.messages)
+        for turn in range(3):
+            messages += [await model.chat(messages), user(f"go on {turn}")]
+        return 1.0, {"turns": 3}
+
+class Forgets(Talks):
+    """Every prompt replaces the one before."""
+    async def run(self, task, model):
+        for turn in range(3):
+            await model.chat([user(f"turn {turn}")])
+        return 0.5
+
+class Branches(Talks):
+    """One plan, two answers to it at once, a judge that is not trained on."""
+    async def run(self, task, model):
+        plan = [*task.messages, await model.chat(task.messages)]
+        one, two = await asyncio.gather(
+            model.chat([*plan, user("a")]), model.chat([*plan, user("b")])
+        )
+        judge = await model.chat([user(one["content"] + two["content"])], train=False,
+                                 temperature=0.0, max_tokens=3)
+        return float(len(judge.completion.tokens) == 3)
+
+class Forks:
+    """Two branches that are fast and slow by chance."""
+    async def run(self, task, model):
+        async def branch(name, model):
+            messages = [user(name)]
+            for turn in range(3):
+                await asyncio.sleep(random.random() * 0.02)
+                messages += [await model.chat(messages), user("more")]
+        await asyncio.gather(*(branch(name, model.fork()) for name in "ab"))
+        await model.chat([user("end")])
+        return 0.0
+
+class PerCall(Forgets):
+    def __init__(self, count=3):
+        self.count = count
+    async def run(self, task, model):
+        await super().run(task, model)
+        return [0.1 * turn for turn in range(self.count)]
+
+class PerTurn(Talks):
+    async def run(self, task, model):
+        await super().run(task, model)
+        return [1, 2, 4]
+
+class Silent(Talks):
+    async def run(self, task, model):
+        await super().run(task, model)
+
+class Endless:
+    async def run(self, task, model):
+        messages = list(task.messages)
+        while True:
+            messages += [await model.chat(messages), user("go on")]
+
+class Longer(Endless):
+    """Answers with what it has when nothing is left."""
+    async def run(self, task, model):
+        try:
+            await super().run(task, model)
+        except Exception as limit:
+            return 0.25, {"limit": float(limit.limit == "length")}
+
+class Mixed:
+    """By the number of the row: most are well, others crash, hang or are slow."""
+    async def run(self, task, model):
+        await model.chat(task.messages)
+        number = int(task.answer)
+        if number == 7:
+            raise RuntimeError("the agent crashed")
+        if number == 13:
+            await asyncio.sleep(3600)
+        if number == 21:
+            while True:  # ignores its cancellation once
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    if hasattr(self, "cancelled"):
+                        raise
+                    self.cancelled = True
+        if number == 30:
+            await asyncio.sleep(0.4)
+        if number == 31:
+            try:
+                await asyncio.wait_for(model.chat([user("late")]), 0.0001)
+            except asyncio.TimeoutError:
+                pass
+        await model.chat([*task.messages, user("again")])
+        return float(number)
+
+class Once:
+    """Fails at its first attempt."""
+    attempts = []
+    async def run(self, task, model):
+        await model.chat(task.messages)
+        Once.attempts.append(task.id)
+        if len(Once.attempts) == 1:
+            raise RuntimeError("once")
+        return 1.0
+
+class Blocks:
+    async def run(self, task, model):
+        await model.chat(task.messages)
+        time.sleep(8)
+
+class Judges:
+    """No call is trained on."""
+    async def run(self, task, model):
+        await model.chat(task.messages, train=False)
+        return 1.0
+
+class Hot:
+    async def run(self, task, model):
+        await model.chat(task.messages, temperature=0.5)
+
+class Leaks:
+    """Calls the model after it has returned."""
+    async def run(self, task, model):
+        await model.chat(task.messages)
+        if task.answer == "0":
+            self.task = asyncio.create_task(self.late(model))
+        else:
+            await asyncio.sleep(0.3)
+        return 1.0
+    async def late(self, model):
+        await asyncio.sleep(0.1)
+        try:
+            await model.chat([user("late")])
+        except RuntimeError as error:
+            Leaks.error = str(error)
+
+class Completes:
+    async def run(self, task, model):
+        first = await model.complete(task.tokens_T)
+        more = await model.complete([*task.tokens_T, *first.tokens, 5, 6])
+        text = await model.complete("Tom has")
+        return float(more.prompt_tokens - len(task.tokens_T) - len(first.tokens))
+
+class Tools:
+    tools = ({"type": "function", "function": {"name": "calc"}},)
+    async def run(self, task, model):
+        message = await model.chat(task.messages)
+        assert message["tool_calls"] == [{"name": "calc", "arguments": {"x": 1}}]
+        await model.chat([*task.messages, message, {"role": "tool", "content": "2"}])
+        plain = {"role": "assistant", "content": message["content"]}
+        await model.chat([*task.messages, plain, {"role": "tool", "content": "3"}], tools=[])
+        return 1.0
+
+class NotAsync:
+    def run(self, task, model):
+        return 1.0
+
+class NoModel:
+    async def run(self, task):
+        return 1.0
+'''
+
+
+def prompt(number: int) -> Prompt:
+    messages = ({"role": "user", "content": f"{number}+1?"},)
+    return Prompt(id=f"rows:{number}", messages=messages, tokens_T=(3, 4, 5), answer=str(number))
+
+
+class Play:
+    """Rounds of episodes in which the test says what the model answers.
+
+    Attributes:
+        turns: what the engine was asked for, in the order of the requests.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "mine.py"
+        self.file.write_text(WORKFLOWS)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+        self.turns: list[Turn] = []
+
+    def __call__(
+        self,
+        workflow: str,
+        *,
+        prompts: int = 1,
+        samples: int = 1,
+        says: Callable[[Turn], str] = lambda turn: "hello",
+        scorer: Scorer | None = None,
+        keep_failed: bool = False,
+        engine_s: float = 0.0,
+        max_response_tokens: int = 400,
+        **env: Any,
+    ) -> CollectedRollouts:
+        settings = EnvConfig(path=f"{self.file}:{workflow}", **env)
+        setup = ConversationSetup.of(settings, self.tokenizer, "tiny")
+        scorer = scorer or make_scorer(RewardConfig(function=("none",)))
+        rules = ConversationRules(
+            setup=setup,
+            sampling=Sampling(stop=setup.environments.stop, stop_tokens=setup.stop_tokens),
+            capture=CaptureSpec(
+                policy_version=0,
+                captures=False,
+                on_missing="error",
+                shape=ModelShape.read(tiny_config().model.path),
+            ),
+            run_seed=0,
+            max_response_tokens=max_response_tokens,
+            max_model_len=500,
+            keep_failed=keep_failed,
+            needs_reward=scorer.uses_environment,
+        )
+        asked = {number: prompt(number) for number in range(prompts)}
+        round_ = EpisodeRound(rules, scorer, asked, seed_step=1, samples_per_prompt=samples)
+        remaining, until = round_.size, time.monotonic() + 60
+        end = setup.stop_tokens[0]
+        try:
+            while remaining:
+                assert time.monotonic() < until
+                turns, finished = round_.advance(engine_busy=False)
+                remaining -= finished
+                self.turns += turns
+                if turns and engine_s:
+                    time.sleep(engine_s)
+                for turn in turns:
+                    tokens = self.tokenizer(says(turn), add_special_tokens=False)["input_ids"]
+                    tokens = [*tokens, end][: turn.max_tokens]
+                    round_.receive_sample(
+                        Sampled(
+                            key=turn.key,
+                            tokens_T=tokens,
+                            logprobs_T=[-1.0] * len(tokens),
+                            routed_experts=None,
+                            first_row=turn.first_row,
+                            finish_reason="stop" if tokens[-1] == end else "length",
+                        )
+                    )
+            return round_.result()
+        finally:
+            setup.environments.close()
+            scorer.close()
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    return Play(tmp_path)
+
+
+def shape(collected: CollectedRollouts) -> list[tuple[int, int, int]]:
+    """Sample, sequence and number of the model's messages of each rollout."""
+    return [(each.sample_index, each.sequence, messages_of(each)) for each in collected.rollouts]
+
+
+def messages_of(rollout: Rollout) -> int:
+    return sum((rollout.loss_mask_T[1:] > rollout.loss_mask_T[:-1]).tolist())
+
+
+# --- sequences ----------------------------------------------------------------------------------
+
+
+def test_a_conversation_that_grows_is_one_sequence(play: Play) -> None:
+    collected = play("Talks", samples=2)
+    assert shape(collected) == [(0, 0, 3), (1, 0, 3)]
+    rollout = collected.rollouts[0]
+    text = play.tokenizer.decode(rollout.tokens_T)
+    messages = [*prompt(0).messages]
+    for turn in range(3):
+        messages += [{"role": "assistant", "content": "hello"}]
+        messages += [{"role": "user", "content": f"go on {turn}"}] if turn < 2 else []
+    rendered = play.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text == rendered.rstrip("\n"), "as the chat template renders the whole conversation"
+    sampled = play.tokenizer.decode(rollout.tokens_T[rollout.loss_mask_T > 0])
+    assert sampled == "hello<|im_end|>" * 3
+    assert collected.rewards == [1.0, 1.0] and rollout.metrics == {"env/turns": 3.0}
+    assert values(collected.metrics)["env/continued_frac"] == 2 / 3
+
+
+def test_a_prompt_that_extends_nothing_begins_a_sequence(play: Play) -> None:
+    collected = play("Forgets")
+    assert shape(collected) == [(0, 0, 1), (0, 1, 1), (0, 2, 1)]
+    assert collected.rewards == [0.5] * 3
+    assert [each.messages[0]["content"] for each in collected.rollouts] == [
+        "turn 0",
+        "turn 1",
+        "turn 2",
+    ]
+    assert values(collected.metrics)["env/sequences_mean"] == 3
+
+
+def test_one_branch_continues_and_the_other_begins_a_sequence(play: Play) -> None:
+    collected = play("Branches")
+    # The judge is not there.
+    assert shape(collected) == [(0, 0, 2), (0, 1, 1)]
+    assert play.turns[-1].sampling.temperature == 0.0 and play.turns[-1].max_tokens == 3
+    assert len({turn.seed for turn in play.turns}) == 4 and collected.rewards == [1.0, 1.0]
+
+
+def test_white_space_that_a_template_trims_does_not_end_a_sequence(play: Play) -> None:
+    template = play.tokenizer.chat_template
+    play.tokenizer.chat_template = template.replace("m.content", "(m.content | trim)").replace(
+        "message.content", "(message.content | trim)"
+    )
+    assert play.tokenizer.chat_template != template
+    assert shape(play("Talks", says=lambda turn: " hello \n")) == [(0, 0, 3)]
+
+
+def test_seeds_of_forks_do_not_depend_on_which_branch_is_faster(play: Play) -> None:
+    def once() -> dict[tuple[int, ...], int]:
+        play.turns.clear()
+        rollouts = play("Forks", samples=2).rollouts
+        assert [each.sequence for each in rollouts] == [0, 1, 2] * 2
+        firsts = [each.messages[0]["content"] for each in rollouts]
+        assert firsts == ["a", "b", "end"] * 2
+        return {(turn.seed, *turn.tokens_T): 1 for turn in play.turns}
+
+    first = once()
+    assert len(first) == 14
+    assert all(once() == first for _ in range(3))
+
+
+def test_a_message_with_tool_calls_is_rendered_as_it_was_sampled(play: Play) -> None:
+    call = '<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
+    collected = play("Tools", says=lambda turn: call)
+    # Without tools the prompt is another one.
+    assert shape(collected) == [(0, 0, 2), (0, 1, 1)]
+    assert play.tokenizer.decode(collected.rollouts[0].tokens_T).count("<tool_call>") == 2
+
+
+def test_complete_continues_tokens(play: Play) -> None:
+    collected = play("Completes")
+    assert shape(collected) == [(0, 0, 2), (0, 1, 1)]
+    assert collected.rewards == [2.0, 2.0]
+    assert collected.rollouts[0].tokens_T[:3].tolist() == [3, 4, 5]
+
+
+# --- rewards ------------------------------------------------------------------------------------
+
+
+def test_rewards_per_call_belong_to_their_sequences(play: Play) -> None:
+    collected = play("PerCall")
+    assert collected.rewards == [0.0, 0.1, 0.2]
+    assert all(each.own_reward for each in collected.rollouts)
+    collected = play("PerTurn")
+    assert collected.rewards == [7.0] and collected.rollouts[0].turn_rewards == (1.0, 2.0, 4.0)
+
+
+def test_reward_functions_score_the_last_sequence(play: Play, tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("def length(response, prompt, messages):\n    return float(len(messages))\n")
+    scorer = make_scorer(RewardConfig(function=(f"{file}:length",)))
+    collected = play("Silent", scorer=scorer)
+    assert collected.rewards == [6.0] and collected.parts == {(0, 0): {"length": 6.0}}
+
+
+@pytest.mark.parametrize(("limit", "finish"), [("max_turns", "turns"), ("", "length")])
+def test_an_episode_at_a_limit_is_unfinished(play: Play, limit: str, finish: str) -> None:
+    env: dict[str, Any] = {"max_turns": 4} if limit else {"max_turns": 1000}
+    collected = play("Endless", unfinished_reward=-0.5, max_response_tokens=90, **env)
+    assert collected.rewards == [-0.5] and collected.rollouts[0].finish_reason == finish
+    assert values(collected.metrics)["env/max_turns_frac"] == float(finish == "turns")
+
+
+def test_a_workflow_may_go_on_at_a_limit(play: Play) -> None:
+    collected = play("Longer", max_turns=1000, max_response_tokens=90)
+    assert collected.rewards == [0.25] and collected.rollouts[0].metrics == {"env/limit": 1.0}
+
+
+# --- failures -----------------------------------------------------------------------------------
+
+
+def test_64_episodes_with_one_that_crashes_and_two_that_hang(play: Play) -> None:
+    collected = play("Mixed", prompts=64, timeout_s=1.0, on_error="drop")
+    kept = [number for number in range(64) if number not in (7, 13, 21)]
+    assert sorted({each.group for each in collected.rollouts}) == kept
+    assert {
+        each.group: reward
+        for each, reward in zip(collected.rollouts, collected.rewards, strict=True)
+    } == {number: float(number) for number in kept}
+    found = values(collected.metrics)
+    assert [found[f"env/{name}"] for name in ("calls", "errors", "timeouts", "dropped")] == [
+        64,
+        1,
+        2,
+        3,
+    ]
+
+
+def test_a_failed_episode_keeps_its_sequences_with_reward_0(play: Play) -> None:
+    collected = play("Mixed", prompts=8, timeout_s=1.0, on_error="zero")
+    assert collected.rewards[-1] == 0.0 and collected.rollouts[-1].finish_reason == "error"
+    assert values(collected.metrics)["env/zeroed"] == 1
+
+
+def test_stop_names_the_sample_and_the_line(play: Play) -> None:
+    with pytest.raises(EnvironmentFailed, match=r"(?s)rows:7/0.*mine.py.*the agent crashed"):
+        play("Mixed", prompts=8)
+
+
+def test_a_retry_lives_the_episode_again(play: Play) -> None:
+    collected = play("Once", retries=1)
+    assert shape(collected) == [(0, 0, 1)] and collected.rewards == [1.0]
+    assert play.turns[0].seed == play.turns[1].seed
+    assert values(collected.metrics)["env/retries"] == 1
+
+
+def test_time_of_the_engine_is_not_time_of_the_episode(play: Play) -> None:
+    assert play("Talks", engine_s=0.3, timeout_s=0.5).rewards == [1.0]
+
+
+def test_code_that_blocks_the_event_loop_is_named(play: Play) -> None:
+    with pytest.raises(EnvironmentFailed, match=r"(?s)blocked the event loop.*time.sleep\(8\)"):
+        play("Blocks", timeout_s=1.0)
+
+
+def test_an_episode_without_a_trained_call_fails_in_training_only(play: Play) -> None:
+    with pytest.raises(EnvironmentFailed, match="nothing to train on"):
+        play("Judges")
+    assert play("Judges", on_error="zero").rollouts == []
+    collected = play("Judges", keep_failed=True)
+    assert collected.rewards == [1.0] and collected.rollouts[0].num_response_tokens == 0
+
+
+def test_a_call_after_the_end_is_refused(play: Play) -> None:
+    assert play("Leaks", prompts=2).rewards == [1.0, 1.0]
+    assert "the episode is over" in load(f"{play.file}:Leaks").error
+
+
+@pytest.mark.parametrize(
+    ("workflow", "env", "message"),
+    [
+        ("Hot", {}, "temperature: tokens that are trained on are sampled as rollout"),
+        ("PerCall", {"args": ("count=2",)}, "returned 2 rewards, and the episode has 3 calls"),
+        ("Silent", {}, "ended without a reward"),
+    ],
+)
+def test_a_wrong_call_or_result_is_a_failure(
+    play: Play, workflow: str, env: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EnvironmentFailed, match=message):
+        play(workflow, **env)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("NotAsync", "run is not async"), ("NoModel", "cannot be called as run")]
+)
+def test_a_class_that_cannot_run_is_refused(play: Play, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        play(name)
