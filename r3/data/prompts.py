@@ -269,7 +269,7 @@ def _prompt(
         answer=row.answer,
         metadata=row.columns,
         spans=tuple(spans),
-        tools=tuple(offered),
+        tools=tuple(offered or ()),
     )
 
 
