@@ -88,9 +88,9 @@ def train(run: Run) -> None:
         # 5 train: old log-probabilities if needed, then the updates; routes are replayed in all
         count = sum(len(batch.micro_batches) for batch in batches)
         with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
-            rewards, told = collected.rewards, {"report": meter.add, "on_micro_batch": tick}
-            of_step = (rewards.rewards_R, rewards.groups_R, config)
-            train_on(policy, batches, *of_step, step=step, units_R=rewards.units_R, **told)
+            rewards = collected.rewards
+            of_step = (rewards.rewards_R, rewards.groups_R, config, rewards.units_R)
+            train_on(policy, batches, *of_step, step=step, report=meter.add, on_micro_batch=tick)
 
         # 6 report
         meter.add(run.residency.metrics())

@@ -42,10 +42,10 @@ def train_on(
     rewards_R: torch.Tensor,
     groups_R: torch.Tensor,
     config: Config,
+    units_R: torch.Tensor | None = None,
     *,
     step: int,
     report: Callable[[Mapping[str, Any]], None],
-    units_R: torch.Tensor | None = None,
     on_micro_batch: Callable[[], None] = lambda: None,
 ) -> None:
     """Make the step's updates, one per batch. All ranks must call.
@@ -63,9 +63,9 @@ def train_on(
         batches: this rank's share of every update.
         rewards_R, groups_R: rewards and groups of the whole step, for KL in the reward.
         config: the run's settings.
+        units_R: what has one advantage (`advantage.per_unit`); None: every rollout.
         step: number of the step, from 1.
         report: receives partials of metrics.
-        units_R: what has one advantage (`advantage.per_unit`); None: every rollout.
         on_micro_batch: called after every micro-batch of an update, for progress.
     """
     mode = config.replay.mode if policy.shape.moe_layers else "off"
