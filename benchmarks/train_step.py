@@ -63,6 +63,7 @@ BARS = {  # name -> (numerator, denominator, target for the ratio of their times
     "transformers / r3": ("transformers", "equal", 1.0),
     "grouped / fused": ("grouped", "packed", 1.0),
     "sequential / fused": ("sequential", "packed", 1.0),
+    "float32 / bfloat16": ("packed", "bfloat16", 1.6),
     # Share of the time that the matrix products alone need.
     "products / fused": ("products", "packed", 0.6),
 }
@@ -99,6 +100,8 @@ def main() -> None:
             Policy(replace(config, model=replace(config.model, experts=kind)), device, mesh, shape)
             for kind in ("fused", "grouped", "sequential")
         )
+        short = replace(config, model=replace(config.model, dtype="bfloat16"))
+        bfloat16 = Policy(short, device, mesh, shape)
 
     rng = np.random.default_rng(0)
     ragged = np.clip(np.exp(rng.normal(4.8, 0.7, 24)), 16, 1024).astype(int).tolist()
@@ -111,6 +114,7 @@ def main() -> None:
         "padded": lambda: fused.forward_backward(padded),
         "grouped": lambda: grouped.forward_backward(packed),
         "sequential": lambda: sequential.forward_backward(packed),
+        "bfloat16": lambda: bfloat16.forward_backward(packed),
         "replay": lambda: fused.forward_backward(packed),
         "live": lambda: live.forward_backward(packed),
         "equal": lambda: fused.forward_backward(equal),
@@ -227,16 +231,21 @@ def products(shape: ModelShape, batch: Batch) -> Callable[[], None]:
                 width = shape.moe_ffn_size
                 sizes += [(rows, hidden, 2 * width), (rows, width, hidden)] if rows else []
         sizes.append((tokens, hidden, shape.vocab_size))
-    tensors: dict[tuple[int, int], torch.Tensor] = {}
+    tensors: dict[tuple[str, int, int], torch.Tensor] = {}
 
-    def of(*size: int) -> torch.Tensor:
-        return tensors.setdefault(size, torch.randn(size))
+    def of(role: str, *size: int) -> torch.Tensor:
+        key = (role, *size)
+        if key not in tensors:
+            tensors[key] = torch.randn(size)
+        return tensors[key]
 
     def run() -> None:
+        # Results go to tensors that exist: memory from the system would cost more than products.
         for rows, inner, outer in sizes:
-            torch.mm(of(rows, inner), of(outer, inner).t())
-            torch.mm(of(rows, outer), of(outer, inner))
-            torch.mm(of(rows, outer).t(), of(rows, inner))
+            x, y, w = of("in", rows, inner), of("in", rows, outer), of("weight", outer, inner)
+            torch.mm(x, w.t(), out=of("out", rows, outer))
+            torch.mm(y, w, out=of("out", rows, inner))
+            torch.mm(y.t(), x, out=of("out", outer, inner))
 
     return run
 
