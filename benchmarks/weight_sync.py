@@ -1,6 +1,6 @@
 """Compare a weight sync with a plain copy of the same bytes and the engine's own repacking.
 
-    .venv/bin/python -m benchmarks.weight_sync       six runs, N minutes on two cores
+    .venv/bin/python -m benchmarks.weight_sync       six runs, 6 minutes on two cores
 
 Every run builds a policy and an engine on each rank, and takes turns: the weight sync of a training
 step, a copy of as many bytes as every rank's engine has, and what vLLM does to those bytes before

@@ -23,7 +23,8 @@ usage: train.py BASE [--section.field value ...]   start or resume a run
                                                    batch, memory; run nothing
        train.py BASE --dry-run --device-gib 80     does it fit such GPUs
        train.py BASE --plan-for 8x80               settings that fit 8 such GPUs
-       train.py BASE --check [--world-size N]      check settings, data, reward
+       train.py BASE --check [--world-size N]      check settings, data, reward;
+                    [--device-gib 80] [--host-gib 512]  and whether it can fit
        train.py BASE --help                        list every setting
 """
 _ABOUT = (

@@ -208,7 +208,9 @@ def _pass_settings(config: Config, shape: ModelShape, layout: Values) -> Iterato
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         while sizes[-1] // 2 >= longest and sizes[-1] // 2 % multiple == 0:
             sizes.append(sizes[-1] // 2)
-    kinds = ("none", "moe", "full") if shape.moe_layers else ("none", "full")
+    kinds = (
+        ("none", "selective", "moe", "full") if shape.moe_layers else ("none", "selective", "full")
+    )
     for recompute, size, optimizer in product(kinds, sizes, ("resident", "streamed")):
         yield {
             "model.recompute": recompute,

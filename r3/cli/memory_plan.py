@@ -37,6 +37,9 @@ CERTAIN = (
 )
 """Parts whose size is certain. A device that is smaller than these cannot work."""
 
+HOST_CERTAIN = ("optimizer", "reference policy", "engine weights")
+"""The same of host memory. What a checkpoint needs depends on the ranks that write it."""
+
 
 def route_bytes_per_token(shape: ModelShape) -> int:
     """Bytes of one token's captured routes.
@@ -88,18 +91,23 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
                     9 E + 24 K                     scores and choices of the router
         backward    b (2 D + K (D + 4 F))          gradients inside one layer
 
-    recompute none keeps all layers. moe keeps all but the insides of the MoE layers, and one of
-    those. full keeps b D per layer and one whole layer. `head_bytes` has the output layer.
+    recompute none keeps all layers. selective keeps b D of a norm, the output of attention once,
+    and K 2 F of the experts' 5; one norm and K 3 F are computed again at a time. moe keeps all but
+    the insides of the MoE layers, and one of those. full keeps b D per layer and one whole layer.
+    `head_bytes` has the output layer.
     """
     size, recompute = BYTES_OF[config.model.dtype], config.model.recompute
+    selective = recompute == "selective"
     hidden, head = shape.hidden_size, shape.head_dim
     queries, keys = shape.num_heads * head, shape.num_kv_heads * head
-    norm = (4 + 2 * size) * hidden
-    attention = norm + size * (queries + 2 * keys) + size * (3 * queries + keys + 4 * head)
+    whole_norm = (4 + 2 * size) * hidden
+    norm = size * hidden if selective else whole_norm
+    attention = norm + size * (queries + 2 * keys)
+    attention += size * ((2 if selective else 3) * queries + keys + 4 * head)
     if shape.qk_norm != "none":
         attention += (4 + size) * (queries + keys)
     dense = norm + 4 * size * shape.ffn_size
-    routed = shape.topk * (hidden + 5 * shape.moe_ffn_size)
+    routed = shape.topk * (hidden + (2 if selective else 5) * shape.moe_ffn_size)
     experts = (
         size * (routed + 4 * shape.shared_ffn_size) + 9 * shape.num_experts + 24 * shape.topk
         if shape.moe_layers
@@ -112,10 +120,12 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
         shape.topk * (hidden + 4 * shape.moe_ffn_size), 3 * shape.ffn_size * bool(num_dense)
     )
     backward = size * (2 * hidden + widest)
+    if selective:
+        backward += whole_norm + size * 3 * shape.topk * shape.moe_ffn_size * bool(num_moe)
     if recompute == "full":
         kept = shape.num_layers * size * hidden + attention + largest
     else:
-        layers = num_moe if recompute == "none" else min(num_moe, 1)
+        layers = min(num_moe, 1) if recompute == "moe" else num_moe
         kept = shape.num_layers * attention + num_moe * norm + num_dense * dense + layers * experts
     return kept + (4 + size) * hidden + backward  # the last norm; its output is in `head_bytes`
 
@@ -351,6 +361,16 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
         "checkpoint": 12 * (others + experts),
     }
     return {name: float(size) for name, size in parts.items() if size}
+
+
+def cpu_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str, float]:
+    """Part -> bytes that a rank without a GPU has in TRAIN, of the parts that are certain.
+
+    The engine's weights stay there, because the engine's sleep frees its KV cache alone.
+    """
+    phases = memory(config, shape, world_size)
+    parts = phases["TRAIN"] | phases["SYNC"]
+    return {name: size for name, size in parts.items() if name in CERTAIN}
 
 
 @dataclass(frozen=True, kw_only=True)

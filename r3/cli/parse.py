@@ -12,11 +12,11 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -25,8 +25,15 @@ from r3.cli import dry_run
 from r3.cli import help as helps
 from r3.cli.base import Base, base_of_config, base_of_run, find_base
 from r3.cli.checks import Report, examine
-from r3.cli.step_time import Gpu
-from r3.cli.verdict import memory_problems, plan_for, read_gpu, read_plan_for
+from r3.cli.step_time import RANKS_PER_MACHINE
+from r3.cli.verdict import (
+    host_problems,
+    memory_problems,
+    plan_for,
+    read_gpu,
+    read_host,
+    read_plan_for,
+)
 from r3.config import (
     SETTINGS,
     Config,
@@ -42,9 +49,11 @@ from r3.config import (
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
 
+T = TypeVar("T")
+
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.run.checkpoint names complete ones
 _SWITCHES = ("dry_run", "check", "help")
-_PLAN_FLAGS = ("world_size", "device_gib", "plan_for")
+_PLAN_FLAGS = ("world_size", "device_gib", "host_gib", "plan_for")
 _SEARCHED = ("parallel.", "rollout.prompts_per_step")  # --plan-for finds what they allow
 # Settings of a preset that go back to their default when a flag contradicts them.
 _MAY_GIVE_WAY = ("parallel.", "algo.", "env.", "replay.", "eval.", "data.weights")
@@ -82,6 +91,7 @@ class _CommandLine:
     run_dir: Annotated[str, tyro.conf.arg(name="from")] = ""
     world_size: str = ""
     device_gib: str = ""
+    host_gib: str = ""
     plan_for: str = ""
     dry_run: str = ""
     check: str = ""
@@ -97,6 +107,7 @@ class _Words:
     run_dir: str | None = None
     world_size: str | None = None
     device_gib: str | None = None
+    host_gib: str | None = None
     plan_for: str | None = None
     dry_run: bool = False
     check: bool = False
@@ -121,7 +132,8 @@ def parse(argv: Sequence[str]) -> Invocation:
             helps.print_settings(base.name, base.config, prints=_is_first_rank())
     config = _laid_over(base, _values(words.flags, problems))
     world_size = _world_size(words, config, problems)
-    gpu = _gpu(words, problems)
+    gpu = _planned("--device-gib", words.device_gib, read_gpu, words, problems)
+    host_gib = _planned("--host-gib", words.host_gib, read_host, words, problems)
     if base is None:
         _leave(2, str(ConfigError(problems)))
     if words.plan_for is not None:
@@ -129,9 +141,15 @@ def parse(argv: Sequence[str]) -> Invocation:
 
     config, reasons, report = _examine(config, base, words.flags, world_size, problems)
     doubts: list[str] = []
-    if gpu and report.shape and not problems:
-        impossible, doubts = memory_problems(config, report.shape, world_size, gpu)
-        problems += impossible if not words.dry_run else []
+    unfit: list[Problem] = []
+    if report.shape and not problems:
+        if gpu:
+            unfit, doubts = memory_problems(config, report.shape, world_size, gpu)
+        if host_gib:
+            ranks = min(world_size, RANKS_PER_MACHINE)
+            found = host_problems(config, report.shape, world_size, host_gib, ranks=ranks)
+            unfit, doubts = unfit + found[0], doubts + found[1]
+        problems += unfit if not words.dry_run else []
     needs = _needs(base, problems) if words.dry_run else []
     if len(problems) > len(needs):
         _leave(2, str(ConfigError(problems)))
@@ -310,7 +328,7 @@ def _one_word(name: str, value: _Given, words: _Words, problems: list[Problem]) 
     match name:
         case "from":
             words.run_dir = first
-        case "world_size" | "device_gib" | "plan_for":
+        case "world_size" | "device_gib" | "host_gib" | "plan_for":
             setattr(words, name, first)
         case _:
             words.flags[name] = first
@@ -405,18 +423,24 @@ def _world_size(words: _Words, config: Config, problems: list[Problem]) -> int:
     return config.parallel.smallest_world if words.dry_run or words.check else 1
 
 
-def _gpu(words: _Words, problems: list[Problem]) -> Gpu | None:
-    """The device of --device-gib, if that is given."""
-    if words.device_gib is None:
+def _planned(
+    flag: str,
+    word: str | None,
+    read: Callable[[str], T],
+    words: _Words,
+    problems: list[Problem],
+) -> T | None:
+    """What a flag about the machine to plan for says, if it is given."""
+    if word is None:
         return None
     if not (words.dry_run or words.check):
-        rule = "is for --dry-run and --check: a run knows its device"
-        problems.append(Problem("--device-gib", words.device_gib, rule, "leave it out"))
+        rule = "is for --dry-run and --check: a run knows its machine"
+        problems.append(Problem(flag, word, rule, "leave it out"))
         return None
     try:
-        return read_gpu(words.device_gib)
+        return read(word)
     except ValueError as error:
-        problems.append(Problem("--device-gib", words.device_gib, str(error), "such as 80"))
+        problems.append(Problem(flag, word, str(error), "such as 80"))
         return None
 
 

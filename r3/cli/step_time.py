@@ -151,7 +151,8 @@ def passes(config: Config, shape: ModelShape) -> tuple[float, float]:
     """(forward passes without gradients, cost of an update in forward passes) per token.
 
     See `r3.policy.updates.train_on` for the first. An update is a forward and a backward of twice
-    its cost, and what is recomputed: all, or the MoE layers' share of the parameters.
+    its cost, and what is recomputed: all, the MoE layers' share of the parameters, or attention's
+    share of the operations at the longest sequence.
     """
     algo, updates = config.algo, config.train.updates_per_step
     mode = config.replay.mode if shape.moe_layers else "off"
@@ -160,7 +161,15 @@ def passes(config: Config, shape: ModelShape) -> tuple[float, float]:
     else:
         scored = 0.0 if algo.correction == "bypass" else (updates - 1) / updates
     routed = shape.num_expert_params * shape.topk / (shape.num_experts or 1)
-    again = {"none": 0.0, "moe": routed / active_params(shape), "full": 1.0}
+    attention = 1 - forward_flops(shape, 0) / forward_flops(
+        shape, config.longest_sequence(shape.max_position_embeddings)
+    )
+    again = {
+        "none": 0.0,
+        "selective": attention,
+        "moe": routed / active_params(shape),
+        "full": 1.0,
+    }
     return scored + bool(algo.kl_coef), 3 + again[config.model.recompute]
 
 
@@ -198,7 +207,7 @@ def train_seconds(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) 
     experts = etp * parallel.ep
     moe = len(shape.moe_layers) * hidden / tp * shape.topk
     exchange += moe * 2 * (1 - 1 / experts) / link(experts)
-    exchange *= scored + 2 + (config.model.recompute != "none")
+    exchange *= scored + 2 + (config.model.recompute in ("moe", "full"))
 
     stage_ranks = world_size // pp
     own = sum(params_per_rank(config, shape))

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from r3.cli.layout_search import Proposal, Search, search
-from r3.cli.memory_plan import CERTAIN, GIB, RESERVE, Fit, fit
+from r3.cli.memory_plan import (
+    CERTAIN,
+    GIB,
+    HOST_CERTAIN,
+    RESERVE,
+    Fit,
+    cpu_memory,
+    fit,
+    host_memory,
+)
 from r3.cli.step_time import DEFAULT_GPU, EFFICIENCY, GPUS, Gpu
 from r3.config import Config, Problem
 from r3.models.shape import ModelShape
@@ -168,6 +177,65 @@ def memory_problems(
     if found.fits:
         return [], []
     return [], [f"the plan does not fit {_usable(found)}: {_lacking(found)}; see --dry-run"]
+
+
+def host_problems(
+    config: Config,
+    shape: ModelShape,
+    world_size: int,
+    host_gib: float,
+    *,
+    ranks: int,
+    on_gpu: bool = True,
+) -> tuple[list[Problem], list[str]]:
+    """What cannot fit the memory of a machine, and what probably does not.
+
+    Args:
+        config: the settings.
+        shape: the model's.
+        world_size: number of ranks.
+        host_gib: memory of the machine.
+        ranks: number of ranks on it.
+        on_gpu: whether ranks have a GPU. Otherwise policy and engine are in host memory too.
+
+    Returns:
+        Problems and warnings.
+    """
+    parts = host_memory(config, shape, world_size) if on_gpu else {}
+    certain = {name: size for name, size in parts.items() if name in HOST_CERTAIN}
+    if not on_gpu:
+        certain = cpu_memory(config, shape, world_size)
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in certain.items() if size)
+    needs = ranks * sum(certain.values()) / GIB
+    if needs > host_gib:
+        rule = f"{ranks} ranks need {needs:.1f} GiB on the host ({listed} per rank)"
+        fix = "spread the ranks over more machines"
+        fix += ", or set engine.sleep_level 2" * (config.engine.sleep_level == 1 and on_gpu)
+        fix += ", or algo.kl_coef 0" * bool(config.algo.kl_coef and on_gpu)
+        return [Problem("host memory", f"{host_gib:.1f} GiB", rule, fix)], []
+    total = ranks * sum(parts.values()) / GIB
+    if total <= host_gib * (1 - RESERVE):
+        return [], []
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+    return [], [
+        f"the plan needs {total:.1f} GiB of a host's {host_gib:g} for {ranks} ranks "
+        f"({listed} per rank); see --dry-run"
+    ]
+
+
+def read_host(word: str) -> float:
+    """Memory of a machine in GiB.
+
+    Raises:
+        ValueError: the word is no such number.
+    """
+    try:
+        gib = float(word)
+    except ValueError:
+        gib = math.nan
+    if not 0 < gib < math.inf:
+        raise ValueError("must be GiB of memory of a machine")
+    return gib
 
 
 def read_gpu(word: str) -> Gpu:

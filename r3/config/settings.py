@@ -92,9 +92,10 @@ class ModelConfig:
     in the processor's cache. grouped: Megatron's dispatch and one grouped matrix product of torch.
     sequential: Megatron's dispatch and loop. auto: fused on CPU if parallel.etp is 1, else
     grouped."""
-    recompute: Annotated[Literal["none", "moe", "full"], MayChangeOnResume()] = "none"
-    """Activations recomputed in the backward pass: none, those of the MoE layers, or all. Routes
-    are replayed in the recomputation too."""
+    recompute: Annotated[Literal["none", "selective", "moe", "full"], MayChangeOnResume()] = "none"
+    """Activations recomputed in the backward pass: none; selective: what is cheap to compute
+    (norms, the experts' activations, the core of attention); those of the MoE layers; or all.
+    Routes are replayed in the recomputation too."""
     fp32_head: bool = False
     """Multiply hidden states and output weight in float32, in policy and engine; bfloat16 rounds
     every logit. Costs a float32 copy of the output weight in the policy's backward pass, which is

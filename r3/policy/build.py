@@ -51,6 +51,10 @@ from r3.runtime.mesh import Mesh
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
+    "selective": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "layernorm"],
+    },
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     "full": {
         "recompute_granularity": "full",
@@ -275,6 +279,8 @@ def _build_chunk(
     for module in model.modules():
         if isinstance(module, AllHeadsNorm):
             module.tp = mesh.tp
+        elif isinstance(module, GroupedExperts):
+            module.recomputes_activation = config.model.recompute == "selective"
         elif isinstance(module, Router) and config.model.router_logits == "engine":
             module.gating = rounded_gating(module.gating, _DTYPES[config.engine.dtype])
         elif isinstance(module, MoELayer) and kind == "fused":

@@ -20,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from r3.runtime.mesh import Axis
 
@@ -247,7 +248,12 @@ class GroupedExperts(MegatronModule):
 
     `w1` [E, 2F/etp, D] is gate over up, `w2` [E, D, F/etp] is down. One launch for all experts, the
     same bits as Megatron's SequentialMLP on CPU, interchangeable checkpoints.
+
+    Attributes:
+        recomputes_activation: backward computes the activation again from w1's outputs.
     """
+
+    recomputes_activation = False
 
     def __init__(
         self,
@@ -295,9 +301,19 @@ class GroupedExperts(MegatronModule):
             return (tokens_ND @ self.w1[0].t()).chunk(2, -1)[0] @ self.w2[0].t(), None
         # The counts are on the host: a blocking copy would wait for all queued work, per layer.
         ends = tokens_per_expert.to(tokens_ND.device, non_blocking=True).cumsum(0).to(torch.int32)
-        gate, up = F.grouped_mm(tokens_ND, self.w1.transpose(1, 2), offs=ends).chunk(2, -1)
-        inner = (self.config.activation_func(gate) * up * probs.unsqueeze(-1)).to(tokens_ND.dtype)
-        return F.grouped_mm(inner, self.w2.transpose(1, 2), offs=ends), None
+        both = F.grouped_mm(tokens_ND, self.w1.transpose(1, 2), offs=ends)
+
+        def down(both: torch.Tensor, probs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            gate, up = both.chunk(2, -1)
+            inner = (self.config.activation_func(gate) * up * probs.unsqueeze(-1)).to(both.dtype)
+            return F.grouped_mm(inner, self.w2.transpose(1, 2), offs=ends)
+
+        if self.recomputes_activation:
+            # It stops before the product, whose inputs are all that the recomputation is for.
+            return checkpoint(
+                down, both, probs, ends, use_reentrant=False, preserve_rng_state=False
+            ), None
+        return down(both, probs, ends), None
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are computed with the others."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3.cli.checks import allocator_problems, cpu_engine_problems, cuda_expert_problems
-from r3.cli.verdict import memory_problems, read_gpu
+from r3.cli.verdict import host_problems, memory_problems, read_gpu
 from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
@@ -18,7 +18,7 @@ from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.evaluate import HeldOut
 from r3.runtime.algorithm import advantage_of, loss_of
-from r3.runtime.device import device_gib, has_gpu
+from r3.runtime.device import device_gib, has_gpu, host_gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,19 @@ def _tokenizer_fault(tokenizer: Any, shape: ModelShape) -> str:
     return ""
 
 
+def _unfit(config: Config, shape: ModelShape) -> list[Problem]:
+    """What of the plan exceeds this rank's device, or its machine."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    problems, _ = host_problems(
+        config, shape, world_size, host_gib(), ranks=ranks, on_gpu=has_gpu()
+    )
+    if size := device_gib():
+        found, _ = memory_problems(config, shape, world_size, read_gpu(str(size)))
+        problems = found + problems
+    return problems
+
+
 def read_task(config: Config) -> Task:
     """Read and check model, tokenizer, data, environments and rewards. Touches no device.
 
@@ -87,11 +100,8 @@ def read_task(config: Config) -> Task:
         problems := allocator_problems(os.environ) + cuda_expert_problems(config, shape)
     ):
         raise ConfigError(problems)
-    if size := device_gib():
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        problems, _ = memory_problems(config, shape, ranks, read_gpu(str(size)))
-        if problems:
-            raise ConfigError(problems)
+    if problems := _unfit(config, shape):
+        raise ConfigError(problems)
     # R3 checks lengths itself and names the row, so the warning of transformers is off.
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)

@@ -123,6 +123,14 @@ def device_gib() -> float | None:
     )
 
 
+def host_gib() -> float:
+    """Memory in GiB of this machine, or of the job's part of it (cgroup version 2)."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(total, int(text) if text.isdecimal() else total) / GIB
+
+
 def select_device() -> None:
     """Make this rank's GPU the current device of this thread; new threads start on device 0."""
     if has_gpu():

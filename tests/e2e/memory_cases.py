@@ -80,7 +80,7 @@ def plan_and_measurement(device: Device) -> dict[str, dict[str, Part]]:
         num_sequences=len(rollouts),
     )
     for dtype in ("float32", "bfloat16"):
-        for recompute in ("none", "moe", "full"):
+        for recompute in ("none", "selective", "moe", "full"):
             # The plan is that of grouped experts, as on a GPU; fused ones keep less.
             model = replace(config.model, dtype=dtype, recompute=recompute, experts="grouped")
             setting = replace(config, model=model)

@@ -36,30 +36,32 @@ class Recomputation:
     """Gradients with every kind of recomputation, against those without and one by one.
 
     Attributes:
+        dtype: of the policy.
         recomputed: router forwards inside backward passes, by kind of recomputation.
         difference: "KIND, ORDER" -> largest difference, relative to the largest gradient.
         messages: "KIND, ORDER" -> error, if there was one.
     """
 
+    dtype: str
     micro_batches: int
     recomputed: dict[str, int]
     difference: dict[str, float]
     messages: dict[str, str]
 
 
-def recomputation(device: Device, *, model: str) -> Recomputation:
+def recomputation(device: Device, *, model: str, experts: str, dtype: str) -> Recomputation:
     """E8: micro-batches one by one, in flight together, out of order, and with a faulty tap.
 
     In flight together means: forward all, then backward in the same order, as the first stage of a
     pipeline does.
     """
-    config = tiny_config(model)
+    config = tiny_config(model, model={"experts": experts, "dtype": dtype})
     mesh = build_mesh(device, config.parallel)
     gradients: dict[str, list[torch.Tensor]] = {}
     messages: dict[str, str] = {}
     recomputed: dict[str, int] = {}
     batch: Batch | None = None
-    for recompute in ("none", "moe", "full"):
+    for recompute in ("none", "selective", "moe", "full"):
         policy = policy_of(
             device, mesh, replace(config, model=replace(config.model, recompute=recompute))
         )
@@ -72,13 +74,14 @@ def recomputation(device: Device, *, model: str) -> Recomputation:
         gradients[f"{recompute}, one by one"] = _gradient_buffers(policy)
         _in_flight(policy, batch)
         gradients[f"{recompute}, in flight"] = _gradient_buffers(policy)
-        for name, order, tap_class in (
+        orders: list[tuple[str, Sequence[int] | None, type[RouterTap]]] = [
             ("last first", (3, 2, 1, 0), RouterTap),
             ("shuffled", (1, 3, 0, 2), RouterTap),
             ("in one pass", None, RouterTap),
-            ("twice", (0, 1, 2, 3, 3), RouterTap),
-            ("stack", (0, 1, 2, 3), LastFirst),
-        ):
+        ]
+        if recompute != "selective":  # it computes no router again
+            orders += [("twice", (0, 1, 2, 3, 3), RouterTap), ("stack", (0, 1, 2, 3), LastFirst)]
+        for name, order, tap_class in orders:
             for tap in policy.replay.taps.values():
                 tap.__class__, tap.kept = tap_class, []
             try:
@@ -89,6 +92,7 @@ def recomputation(device: Device, *, model: str) -> Recomputation:
     expected = gradients["none, one by one"]
     largest = max(float(gradient.abs().max()) for gradient in expected)
     return Recomputation(
+        dtype=dtype,
         micro_batches=len(batch.micro_batches) if batch else 0,
         recomputed=recomputed,
         difference={

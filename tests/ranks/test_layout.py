@@ -114,6 +114,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2-ep2": {"ranks": 2, "parallel": {"cp": 2, "ep": 2}},
     "ep2-full-recompute": {"ranks": 2, "parallel": {"ep": 2}, "recompute": "full"},
     "ep2-moe-recompute": {"ranks": 2, "parallel": {"ep": 2}, "recompute": "moe"},
+    "ep2-selective": {"ranks": 2, "parallel": {"ep": 2}, "recompute": "selective"},
+    "tp2-ep2-etp1-selective": {
+        "ranks": 2,
+        "parallel": {"tp": 2, "ep": 2, "etp": 1},
+        "recompute": "selective",
+        "experts": "grouped",
+    },
     "ep2-grouped": {"ranks": 2, "parallel": {"ep": 2}, "experts": "grouped"},
     "grouped": {"ranks": 1, "experts": "grouped"},
     "dp2-sequential-moe-recompute": {"ranks": 2, "recompute": "moe", "experts": "sequential"},

@@ -298,9 +298,15 @@ def test_old_pass_and_first_update_are_one_policy(ranks: int, ep: int, other_mod
 # E8
 
 
-@pytest.fixture(scope="module")
-def recomputation(other_model: str) -> Recomputation:
-    (result,) = run_world(recompute_cases.recomputation, 1, model=other_model)
+@pytest.fixture(
+    scope="module",
+    params=[("fused", "float32"), ("fused", "bfloat16"), ("grouped", "bfloat16")],
+    ids=" ".join,
+)
+def recomputation(other_model: str, request: pytest.FixtureRequest) -> Recomputation:
+    experts, dtype = request.param
+    case = recompute_cases.recomputation
+    (result,) = run_world(case, 1, model=other_model, experts=experts, dtype=dtype)
     return result
 
 
@@ -309,12 +315,17 @@ def test_recomputation_changes_no_bit_of_any_gradient(recomputation: Recomputati
     assert micro_batches == 4
     assert recomputation.recomputed == {
         "none": 0,
+        "selective": 0,
         "moe": 2 * micro_batches,
         "full": 2 * micro_batches,
     }
-    for recompute in ("none", "moe", "full"):
+    for recompute in ("none", "selective", "moe", "full"):
+        # In float32 a norm's input has no copy in between: the three gradients that meet there are
+        # added in another order, which is rounding.
+        limit = 1e-6 if (recompute, recomputation.dtype) == ("selective", "float32") else 0.0
         for order in ("one by one", "in flight"):
-            assert recomputation.difference[f"{recompute}, {order}"] == 0.0, f"{recompute}, {order}"
+            found = recomputation.difference[f"{recompute}, {order}"]
+            assert found <= limit, f"{recompute}, {order}"
 
 
 @pytest.mark.parametrize("recompute", ["moe", "full"])
@@ -326,13 +337,15 @@ def test_recomputation_from_the_wrong_end_shows(
 
 
 @pytest.mark.parametrize("order", ["last first", "shuffled", "in one pass"])
-@pytest.mark.parametrize("recompute", ["moe", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "moe", "full"])
 def test_recomputation_takes_its_own_routes_in_any_order(
     recompute: str, order: str, recomputation: Recomputation
 ) -> None:
     assert f"{recompute}, {order}" not in recomputation.messages
-    # gradients of four micro-batches summed in the other order differ by rounding
-    assert recomputation.difference[f"{recompute}, {order}"] <= 1e-6
+    # Gradients of four micro-batches are summed in another order: rounding of float32, and of
+    # bfloat16 (2^-9 each time) where they meet before they reach the float32 buffer.
+    in_half = recomputation.dtype == "bfloat16" and order == "in one pass"
+    assert recomputation.difference[f"{recompute}, {order}"] <= (2**-7 if in_half else 1e-6)
 
 
 @pytest.mark.parametrize("recompute", ["moe", "full"])

@@ -648,6 +648,9 @@ def test_a_device_gives_the_verdict_and_a_search_gives_flags(
         (["--plan-for", "2x1", "--train.lr", "-1"], "train.lr = -1.0"),
         (["--dry-run", "--device-gib", "tpu"], "--device-gib = 'tpu': must be GiB of memory"),
         (["--device-gib", "80"], "--device-gib = '80': is for --dry-run and --check"),
+        (["--host-gib", "80"], "--host-gib = '80': is for --dry-run and --check"),
+        (["--check", "--host-gib", "-1"], "--host-gib = '-1': must be GiB of memory of a machine"),
+        (["--check", "--host-gib", "0.001"], "host memory = '0.0 GiB': 2 ranks need"),
         (["--check", "--device-gib", "0.01"], "device memory = '0.0 GiB': "),
     ],
 )

@@ -22,7 +22,14 @@ from r3.cli.step_time import (
     passes,
     train_seconds,
 )
-from r3.cli.verdict import memory_problems, plan_for, read_gpu, read_plan_for, verdict
+from r3.cli.verdict import (
+    host_problems,
+    memory_problems,
+    plan_for,
+    read_gpu,
+    read_plan_for,
+    verdict,
+)
 from r3.config import Config, ParallelConfig, from_yaml, parse_value, with_values
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
@@ -104,6 +111,11 @@ def test_activations_of_tiny_by_hand() -> None:
     full = with_values(TINY, {"model.recompute": "full"})
     one_layer = attention + norm + experts
     assert plan.activation_bytes_per_token(full, TINY_SHAPE) == 4 * 4 * 128 + one_layer + rest
+    # Of a norm only its input, the output of attention once, of an expert only gate and up.
+    chosen = with_values(TINY, {"model.recompute": "selective"})
+    kept = (attention - norm + 4 * 128 - 4 * 128) + 4 * 128 + (experts - 4 * 2 * 3 * 64)
+    again = norm + 4 * 2 * 3 * 64
+    assert plan.activation_bytes_per_token(chosen, TINY_SHAPE) == 4 * kept + again + rest
     only_moe = with_values(TINY, {"model.recompute": "moe"})
     assert (
         plan.activation_bytes_per_token(only_moe, TINY_SHAPE)
@@ -397,6 +409,32 @@ def test_the_check_refuses_only_what_cannot_fit() -> None:
     assert "TRAIN needs 71.5 GiB on each rank without any buffers" in str(problem)
     problems, (warning,) = memory_problems(split, BIG_SHAPE, 8, gpu(80))
     assert problems == [] and "TRAIN needs 80.9" in warning  # with buffers, an estimate
+
+
+def test_the_check_refuses_what_cannot_fit_the_host() -> None:
+    # Qwen3-30B-A3B on 8 ranks: 42.7 GiB of optimizer's state each; a checkpoint needs 57.7 more.
+    assert host_problems(BIG, BIG_SHAPE, 8, 1024, ranks=8) == ([], [])
+    (problem,), _ = host_problems(BIG, BIG_SHAPE, 8, 300, ranks=8)
+    assert (problem.field, problem.value) == ("host memory", "300.0 GiB")
+    assert "8 ranks need 341." in problem.rule and "optimizer 42.7" in problem.rule
+    problems, (warning,) = host_problems(BIG, BIG_SHAPE, 8, 512, ranks=8)
+    assert not problems and "checkpoint" in warning
+    kept = with_values(BIG, {"engine.sleep_level": 1, "algo.kl_coef": 0.1})
+    (problem,), _ = host_problems(kept, BIG_SHAPE, 8, 512, ranks=8)
+    assert "or set engine.sleep_level 2, or algo.kl_coef 0" in problem.fix
+    assert host_problems(BIG, BIG_SHAPE, 8, 512, ranks=4) == ([], [])
+
+
+def test_a_run_without_gpus_is_refused_where_its_weights_alone_do_not_fit() -> None:
+    # 4 bytes of policy and 4 of gradient per parameter of the rank; of all parameters, half of the
+    # two moments, and the engine's 4 bytes.
+    experts = 4 * 8 * 3 * 128 * 64
+    held = 1_119_616 - experts // 2
+    needs = 2 * (8 * held + 8 * 1_119_616 / 2 + 4 * 1_119_616) / GIB
+    assert host_problems(TINY, TINY_SHAPE, 2, 1.01 * needs, ranks=2, on_gpu=False) == ([], [])
+    (problem,), _ = host_problems(TINY, TINY_SHAPE, 2, 0.99 * needs, ranks=2, on_gpu=False)
+    assert "2 ranks need 0.0 GiB on the host (policy weights" in problem.rule
+    assert "engine weights" in problem.rule
 
 
 def test_devices_are_named_or_measured() -> None:

@@ -39,6 +39,7 @@ def test_settings_with_a_path_of_their_own_on_cuda(tmp_path: Path) -> None:
             "train": {"optimizer": "streamed"},
         },
         {"model": {"experts": "fused"}},
+        {"model": {"recompute": "selective"}},
         {"model": {"recompute": "full", "fp32_head": False}, "replay": {"mode": "r2"}},
         # Dense: torch refuses fake grouped products in float32, which its kernels take.
         {"model": {"path": dense, "dtype": "float32"}, "algo": {"loss": "gspo"}},

@@ -112,7 +112,7 @@ def test_megatron_knows_every_setting_of_every_family(tmp_path: Path) -> None:
         for layout in layouts:
             if layout.get("pp", 1) * layout.get("vpp", 1) > shape.num_layers:
                 continue
-            for recompute in ("none", "moe", "full"):
+            for recompute in ("none", "selective", "moe", "full"):
                 config = tiny_config(folder, parallel=layout, model={"recompute": recompute})
                 names |= megatron_settings(config, shape).keys()
     assert {"recompute_modules", "moe_router_num_groups", "q_lora_rank"} <= names
