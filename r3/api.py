@@ -101,7 +101,7 @@ def _run_here(invocation: Invocation) -> None:
         several = invocation.world_size > 1
         report = FailureReport(prepared.folder.path, rank=rank) if several else nullcontext()
         try:
-            with report, begin(prepared) as run, closing(run), report:
+            with report, begin(prepared) as run, closing(run), report, run.background:
                 make_steps(run)
         finally:
             release_process()

@@ -340,7 +340,7 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
         rollouts            those a data-parallel rank trains on, of maximum length: 24 bytes and
                             the routes per token
         checkpoint          while one is written or read: weights and moments in float32 of all
-                            parameters of the rank
+                            parameters of the rank, and a copy of its weights
 
     Args:
         config: the settings.
@@ -358,7 +358,7 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
         "reference policy": 2 * weights * bool(config.algo.kl_coef),
         "engine weights": engine * (config.engine.sleep_level == 1),
         "rollouts": rollouts * _longest(config, shape) * (24 + route_bytes_per_token(shape)),
-        "checkpoint": 12 * (others + experts),
+        "checkpoint": 12 * (others + experts) + weights,
     }
     return {name: float(size) for name, size in parts.items() if size}
 

@@ -709,6 +709,9 @@ class CheckpointConfig:
     """Steps between checkpoints. 0: only after the last step."""
     keep: Annotated[int, AtLeast(0)] = 2
     """Number of newest checkpoints to keep. 0: all."""
+    background: bool = True
+    """Write checkpoints while the next steps are made, from a copy in host memory. A checkpoint is
+    complete some time after its step; a run that fails completes it first. false: the run waits."""
     on_damage: Literal["fall_back", "stop"] = "fall_back"
     """If the newest checkpoint is damaged: resume from the newest one that is whole, or stop."""
     export: bool = True

@@ -21,6 +21,7 @@ from r3.run.resume import Start
 from r3.run.stop import StopRequest
 from r3.run.trace import StepTrace
 from r3.run.watchdog import Watchdog
+from r3.run.writing import Background
 from r3.runtime.device import Device, end_process_groups, init_device, seed_everything
 from r3.runtime.mesh import Mesh, build_mesh, forget_mesh
 
@@ -34,6 +35,7 @@ class Run:
         folder: where the run writes.
         start: the checkpoint that the run continues from, if any.
         stop: whether a signal asked the run to end.
+        background: writes checkpoints beside the training.
         proved: policy versions whose sync was proved.
     """
 
@@ -50,6 +52,7 @@ class Run:
     folder: RunDir
     start: Start = field(default_factory=Start)
     stop: StopRequest = field(default_factory=StopRequest)
+    background: Background = field(default_factory=Background)
     proved: set[int] = field(default_factory=set)
 
     @property

@@ -13,45 +13,90 @@ Upstream faults that this module works around (Megatron-Core 0.16.1 with torch's
   - Gathering the optimizer's state takes several times its size of memory
     (r3/run/optimizer_state.py).
   - Megatron's file writer forks processes, which takes seconds and is unsafe beside an engine.
-    torch's own writer uses threads.
+    R3 uses torch's own writer (r3/run/writing.py).
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import random
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 
-from r3.models.hf_checkpoint import replace_folder
 from r3.policy import Policy
 from r3.policy.memory import chained
-from r3.run.folder import sync_to_disk
 from r3.run.identity import Identity
-from r3.run.manifest import FileFacts, measure_durably, write_manifest
 from r3.run.optimizer_state import gathered_state
 from r3.run.plain import require_plain_metadata
-from r3.run.resume import Found, step_folders
+from r3.run.resume import Found
 from r3.run.sound import require_sound
+from r3.run.writing import Unwritten, make_room
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 
-_T = TypeVar("_T")
 
+def capture(
+    checkpoints: Path,
+    policy: Policy,
+    device: Device,
+    mesh: Mesh,
+    *,
+    step: int,
+    keep: int,
+    files: Mapping[str, bytes] | None = None,
+    identity: Identity | None = None,
+) -> Unwritten:
+    """Copy the state after `step` steps to host memory, to be written while the run goes on.
 
-class SaveError(OSError):
-    """A checkpoint could not be written for a reason outside of the run; it can be retried."""
+    All ranks must call, with the policy's training memory onloaded. When this returns, the policy
+    may change.
+
+    Args:
+        keep: checkpoints older than the newest so many are deleted when the new one is on the disk.
+        files: further files of this rank, by names that no other rank gives.
+        identity: of the run, for the manifest.
+
+    Raises:
+        SaveError: on all ranks: the disk has no room or cannot be written.
+        UnsoundError: on all ranks: weights or moments that no run should continue from.
+    """
+    assert policy.is_onloaded, (
+        f"rank {device.rank}: a checkpoint needs the optimizer state in memory"
+    )
+    started = time.time()
+    require_sound(policy, mesh.world, f"after step {step}")
+    with policy.memory.optimizer_on_device():
+        state = _sharded_state(policy, mesh, loading=False)
+    sharded, common = _local_shards(state)
+    folder = checkpoints / f"step_{step:06d}"
+    make_room(folder, sum(mesh.world.all_gather_object(_num_bytes(sharded))), mesh.world)
+    _detach_from(policy, sharded)
+    return Unwritten(
+        folder=folder,
+        shards=_for_torch(sharded),
+        files={
+            _random_file(device.rank): json.dumps(_random_state()).encode(),
+            **({} if device.rank else _megatron_facts(common)),
+        },
+        private=files or {},
+        facts={
+            "step": step,
+            "update_number": policy.update_number,
+            "optimizer_step": _optimizer_step(policy),
+            "world_size": device.world_size,
+        },
+        identity=identity or Identity(run_id="", key=""),
+        keep=keep,
+        started=started,
+    )
 
 
 def save(
@@ -65,117 +110,22 @@ def save(
     files: Mapping[str, bytes] | None = None,
     identity: Identity | None = None,
 ) -> Path:
-    """Write `step_000010/` (state after `step` steps) in one rename, point `latest` at it.
-
-    Checkpoints older than the newest `keep` are deleted when the disk has the new one. All ranks
-    must call, with the policy's training memory onloaded.
-
-    Args:
-        files: further files of this rank, by names that no other rank gives.
-        identity: of the run, for the manifest.
+    """`capture` the state and write it at once; returns the folder. All ranks must call.
 
     Raises:
-        SaveError: on all ranks: a disk is full or cannot be written. What was there before is
-            unchanged.
-        UnsoundError: on all ranks: weights or moments that no run should continue from.
+        SaveError, UnsoundError: as `capture` and `Unwritten.write`.
     """
-    assert policy.is_onloaded, (
-        f"rank {device.rank}: a checkpoint needs the optimizer state in memory"
+    unwritten = capture(
+        checkpoints,
+        policy,
+        device,
+        mesh,
+        step=step,
+        keep=keep,
+        files=files,
+        identity=identity,
     )
-    require_sound(policy, mesh.world, f"after step {step}")
-    folder = checkpoints / f"step_{step:06d}"
-    partial = checkpoints / f".{folder.name}.partial"
-    identity = identity or Identity(run_id="", key="")
-    with policy.memory.optimizer_on_device():
-        state = _sharded_state(policy, mesh, loading=False)
-    sharded, common = _local_shards(state)
-    started = time.time()
-    needed = sum(mesh.world.all_gather_object(_num_bytes(sharded)))
-
-    def prepare() -> None:
-        if device.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            _require_space(partial, needed)
-
-    def write_own_files() -> dict[str, FileFacts]:
-        (partial / _random_file(device.rank)).write_text(json.dumps(_random_state()))
-        for name, content in (files or {}).items():
-            (partial / name).touch(mode=0o600)  # conversations may hold texts of users
-            (partial / name).write_bytes(content)
-        shards = [path.name for path in partial.glob(f"__{device.rank}_*.distcp")]
-        names = [_random_file(device.rank), *(files or {}), *shards]
-        return measure_durably(partial, names)
-
-    def finish() -> None:
-        if device.rank:
-            return
-        facts = {
-            "step": step,
-            "update_number": policy.update_number,
-            "optimizer_step": _optimizer_step(policy),
-            "world_size": device.world_size,
-            "seconds": round(time.time() - started, 3),
-        }
-        (partial / "r3.json").write_text(json.dumps(facts, indent=2))
-        _write_megatron_facts(partial, common)
-        known = {name: one for part in measured for name, one in part.items()}
-        rest = sorted({path.name for path in partial.iterdir()} - set(known))
-        write_manifest(
-            partial,
-            run_id=identity.run_id,
-            step=step,
-            files=known | measure_durably(partial, rest),
-            key=identity.key_bytes,
-        )
-        replace_folder(partial, folder)
-        link = checkpoints / ".latest.partial"
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
-        os.replace(link, checkpoints / "latest")
-        sync_to_disk(checkpoints)
-        if keep:
-            for _, old in step_folders(checkpoints)[:-keep]:
-                # Renamed first: a kill in the middle must not leave half a folder of that name.
-                unused = old.with_name(f".{old.name}.old")
-                shutil.rmtree(unused, ignore_errors=True)
-                os.replace(old, unused)
-                shutil.rmtree(unused, ignore_errors=True)
-
-    try:
-        _together(mesh, prepare)
-        _write_shards(partial, sharded, mesh)
-        measured = _together(mesh, write_own_files)
-        _together(mesh, finish)
-    except SaveError:
-        if device.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return folder
-
-
-def _together(mesh: Mesh, work: Callable[[], _T]) -> list[_T]:
-    """Do `work` on every rank; return all results, or raise SaveError on all ranks."""
-    value: _T | None = None
-    failure = ""
-    try:
-        value = work()
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        failure = f"rank {mesh.world.rank}: {place}{error.strerror or error}"
-    everybody = mesh.world.all_gather_object((value, failure))
-    if failures := [failure for _, failure in everybody if failure]:
-        raise SaveError("; ".join(failures))
-    return [value for value, _ in everybody]
-
-
-def _require_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(
-            f"{folder.parent}: no space: a checkpoint needs {needed / 2**20:,.1f} MiB, "
-            f"{free / 2**20:,.1f} MiB are free"
-        )
+    return unwritten.write(mesh.world)
 
 
 def load(
@@ -276,71 +226,51 @@ def _local_shards(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def _num_bytes(sharded: dict[str, Any]) -> int:
-    """Bytes that this rank will write, without replicas of other ranks' shards."""
+    """Bytes of the tensors that this rank will write."""
+    return sum(shard.data.nbytes for shard in _tensors(sharded))
+
+
+def _tensors(sharded: dict[str, Any]) -> Iterator[Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    return sum(
-        shard.data.nbytes
-        for shard in nested_values(sharded)
-        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
-    )
+    return (each for each in nested_values(sharded) if isinstance(each, ShardedTensor))
 
 
-def _write_shards(folder: Path, sharded: dict[str, Any], mesh: Mesh) -> None:
-    """Write Megatron's shards with torch's threaded writer, for `dist_checkpointing.load`.
-
-    Raises:
-        SaveError: on all ranks: a disk is full or cannot be written.
-    """
-    from megatron.core.dist_checkpointing.strategies.torch import (
-        MCoreSavePlanner,
-        mcore_to_pyt_state_dict,
-    )
-
-    try:
-        dcp.save(
-            mcore_to_pyt_state_dict(sharded, False),
-            storage_writer=dcp.FileSystemWriter(folder, thread_count=1, single_file_per_rank=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-    except dcp.api.CheckpointException as error:
-        failures = {rank: cause for rank, (cause, _) in error.failures.items()}
-        if not all(map(_is_of_disk, failures.values())):
-            raise
-        raise SaveError(
-            "; ".join(
-                f"rank {rank}: {folder}: {_of_disk(cause)}" for rank, cause in failures.items()
-            )
-        ) from None
-    mesh.world.barrier()
+def _detach_from(policy: Policy, sharded: dict[str, Any]) -> None:
+    """Copy to host memory what the next update would change; gathered moments are copies."""
+    own = [tensor for chunk in policy.chunks for tensor in chunk.state_dict().values()]
+    own += [tensor for _, tensor in policy.memory.optimizer_tensors()]
+    changing = {
+        tensor.untyped_storage().data_ptr() for tensor in own if isinstance(tensor, torch.Tensor)
+    }
+    for shard in _tensors(sharded):
+        shard.data = _independent(shard.data, changing)
 
 
-def _is_of_disk(error: BaseException) -> bool:
-    # torch's C++ writer reports a failed write as a RuntimeError, without the system's reason.
-    return isinstance(error, OSError) or (
-        isinstance(error, RuntimeError)
-        and any(name in str(error) for name in ("PytorchStreamWriter", "inline_container"))
-    )
+def _independent(tensor: torch.Tensor, changing: set[int]) -> torch.Tensor:
+    if tensor.is_cpu and tensor.untyped_storage().data_ptr() not in changing:
+        return tensor.detach()
+    return tensor.detach().to("cpu", copy=True)
 
 
-def _of_disk(error: BaseException) -> str:
-    reason = isinstance(error, OSError) and error.strerror
-    return reason or "a write failed; is the disk full?"
+def _for_torch(sharded: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing.strategies.torch import mcore_to_pyt_state_dict
+
+    return mcore_to_pyt_state_dict(sharded, False)
 
 
-def _write_megatron_facts(folder: Path, common: dict[str, Any]) -> None:
-    """Write what `dist_checkpointing.load` expects beside the shards."""
-    content = io.BytesIO()  # torch's own writer hides why a write failed
+def _megatron_facts(common: dict[str, Any]) -> dict[str, bytes]:
+    """What `dist_checkpointing.load` expects beside the shards."""
+    content = io.BytesIO()
     torch.save(common, content)
-    (folder / "common.pt").write_bytes(content.getvalue())
     backends = {
         "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    (folder / "metadata.json").write_text(json.dumps(backends))
+    return {"common.pt": content.getvalue(), "metadata.json": json.dumps(backends).encode()}
 
 
 def _optimizer_step(policy: Policy) -> int:

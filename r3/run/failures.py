@@ -18,8 +18,8 @@ from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.scored import DroppedError
 from r3.rollout.step import BudgetError, NoSignalError
 from r3.routing.ledger import LedgerError
-from r3.run.checkpoint import SaveError
 from r3.run.folder import RunDir
+from r3.run.writing import SaveError
 from r3.runtime.algorithm import AlgorithmError
 from r3.runtime.workers import WorkerError
 from r3.types import RouteError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from safetensors import SafetensorError
 
@@ -12,14 +13,27 @@ from r3.run import checkpoint
 from r3.run.build import Run
 from r3.run.sound import require_sound
 from r3.run.stop import StoppedEarly
+from r3.run.writing import SaveError, Unwritten
+from r3.runtime.mesh import Axis, axis_beside
 
 
 class Saver:
-    """Saves checkpoints when they are due, and ends the run when a signal asks for it."""
+    """Saves checkpoints when they are due, and ends the run when a signal asks for it.
+
+    With `checkpoint.background` the state is copied to host memory, and written while the next
+    steps are made. One checkpoint is written at a time.
+    """
 
     def __init__(self, run: Run) -> None:
+        """Prepare for saves. All ranks must call."""
         self._run = run
         self._due = False  # stays true after a save that failed, until one succeeds
+        settings = run.config.checkpoint
+        self._beside = (
+            axis_beside(run.mesh.world, timeout_s=run.config.debug.collective_timeout_s)
+            if settings.background and settings.every
+            else None
+        )
 
     def after_step(self, step: int, files: Callable[[], Mapping[str, bytes]]) -> None:
         """Save the state after `step` steps if that is due. All ranks must call, in state TRAIN.
@@ -40,16 +54,29 @@ class Saver:
         every = settings.checkpoint.every
         if is_last or signal_name or (every and step % every == 0):
             self._due = True
+        elif run.background.is_busy and all(
+            run.mesh.world.all_gather_object(run.background.is_done)
+        ):
+            self._due = not self._is_written()
         if self._due:
             self._save(step, files(), must=is_last or bool(signal_name))
         if signal_name:
             raise StoppedEarly(step, signal_name)
 
+    def _is_written(self) -> bool:
+        """Wait for the checkpoint in flight, if there is one. The same on all ranks."""
+        try:
+            self._run.background.finish()
+        except SaveError:  # `_write` has printed it
+            return False
+        return True
+
     def _save(self, step: int, files: Mapping[str, bytes], *, must: bool) -> None:
         run = self._run
         try:
             with run.meter.between_steps(f"checkpoint of step {step}"):
-                checkpoint.save(
+                self._is_written()  # one at a time; if it failed, this one takes its place
+                unwritten = checkpoint.capture(
                     run.folder.checkpoints,
                     run.policy,
                     run.device,
@@ -59,13 +86,29 @@ class Saver:
                     files=files,
                     identity=run.identity,
                 )
-            self._due = False
-        except checkpoint.SaveError as error:
+                if must or not self._beside:
+                    unwritten.write(run.mesh.world)
+        except SaveError as error:
             if must:
                 raise
-            if run.device.rank == 0:
-                text = f"checkpoint of step {step} not written: {error}; the next step tries again"
-                print(text, file=sys.stderr, flush=True)
+            self._say(step, error)
+            return
+        self._due = False
+        if self._beside and not must:
+            run.background.start(partial(self._write, step, unwritten, self._beside))
+
+    def _write(self, step: int, unwritten: Unwritten, axis: Axis) -> None:
+        """Write a checkpoint beside the training. All ranks must call, on a thread each."""
+        try:
+            unwritten.write(axis)
+        except SaveError as error:
+            self._say(step, error)
+            raise
+
+    def _say(self, step: int, error: SaveError) -> None:
+        if self._run.device.rank == 0:
+            text = f"checkpoint of step {step} not written: {error}; the next step tries again"
+            print(text, file=sys.stderr, flush=True)
 
 
 def export_weights(run: Run) -> None:
@@ -91,4 +134,4 @@ def export_weights(run: Run) -> None:
             )
     except (OSError, SafetensorError) as error:
         # The checkpoint of the last step is written: a new start exports, and trains nothing.
-        raise checkpoint.SaveError(f"{folder}: not exported: {error}") from error
+        raise SaveError(f"{folder}: not exported: {error}") from error

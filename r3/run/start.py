@@ -110,7 +110,7 @@ def begin(prepared: Prepared) -> Iterator[Run]:
         base, *differences = prepared.invocation.differences
         settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
         run.meter.header([*settings, *header(config, task, run.mesh, run.device, run.start)])
-        with run.meter, run.watchdog, run.stop:
+        with run.meter, run.watchdog, run.stop, run.background:
             yield run
     finally:
         task.close()

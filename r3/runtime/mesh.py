@@ -6,6 +6,7 @@ This is the only module that reads Megatron's global parallel state.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -172,6 +173,18 @@ def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
         ),
         megatron=groups,
     )
+
+
+def axis_beside(world: Axis, *, timeout_s: float) -> Axis:
+    """All ranks on a gloo group of its own, for a thread beside the training. All ranks must call.
+
+    Args:
+        world: all ranks.
+        timeout_s: seconds that a collective waits for other ranks.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    # A group even of one rank: the thread must use none of the training.
+    return Axis(name="beside", group=group, rank=world.rank, size=world.size)
 
 
 def forget_mesh() -> None:

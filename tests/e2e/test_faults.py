@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,8 +15,9 @@ import psutil
 import pytest
 
 from r3.run.stop import REQUEUE
-from tests.faults.attempts import launch, newest_checkpoint, rows_written
-from tests.faults.disk import FullDisk, own_disk
+from tests.faults.attempts import finish as finish_run
+from tests.faults.attempts import launch, newest_checkpoint, require_equal, rows_written
+from tests.faults.disk import FullDisk, HeldDisk, own_disk
 from tests.runs import finish, kill, rows_of, run, start
 from tests.world import ROOT
 
@@ -187,3 +189,49 @@ def test_full_disk_stops_the_save_and_not_the_run(tmp_path: Path) -> None:
         assert attempt.end() == REQUEUE, attempt.text[-4000:]
     finally:
         attempt.kill()
+
+
+needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="the slow disk needs cc")
+
+
+@needs_compiler
+def test_steps_go_on_beside_a_save_and_a_kill_loses_only_it(tmp_path: Path) -> None:
+    """The disk holds back checkpoint 2; step 3 is made meanwhile; then everything is killed."""
+    straight, folder = tmp_path / "straight", tmp_path / "run"
+    finish_run(straight)
+    attempt = launch(folder, prefix=HeldDisk(tmp_path, step=2).prefix)
+    try:
+        attempt.wait_for_rows(3)
+    finally:
+        attempt.kill()
+    checkpoints = folder / "checkpoints"
+    assert newest_checkpoint(folder) == 1 and (checkpoints / ".step_000002.partial").is_dir()
+    resumed = finish_run(folder)
+    assert "step_000001 after step 1" in resumed.text
+    require_equal(folder, straight)
+
+
+@needs_compiler
+def test_step_that_fails_beside_a_save_lets_it_end_first(tmp_path: Path) -> None:
+    folder, failed, reward = tmp_path / "run", tmp_path / "failed", tmp_path / "fails.py"
+    reward.write_text(
+        "from pathlib import Path\n"
+        "def fails(response, prompt):\n"
+        f"    metrics = Path({str(folder / 'metrics.jsonl')!r})\n"
+        "    if metrics.exists() and metrics.read_text().count('\\n') >= 2:\n"
+        f"        Path({str(failed)!r}).touch()\n"
+        "        raise RuntimeError('no step 3')\n"
+        "    return float(len(response) % 7)\n"
+    )
+    flags = ("--reward.function", f"{reward}:fails", "--reward.retries", "0")
+    disk = HeldDisk(tmp_path, step=2)
+    attempt = launch(folder, *flags, prefix=disk.prefix)
+    try:
+        attempt.wait_for("a failure", failed.exists)
+        assert newest_checkpoint(folder) == 1
+        time.sleep(2)  # a rank that did not wait for its save would be gone
+        disk.let_go()
+        assert attempt.end() == 1, attempt.text[-4000:]
+    finally:
+        attempt.kill()
+    assert "RewardError on rank" in attempt.text and newest_checkpoint(folder) == 2

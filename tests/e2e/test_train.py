@@ -97,8 +97,8 @@ def test_killed_run_goes_on_exactly_where_it_was(straight: Path, tmp_path: Path)
     process = start(folder, *FLAGS)
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 270
-    # Row 5: the checkpoint of step 4 is behind
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
+    saved = folder / "checkpoints" / "step_000004"
+    while not (saved.exists() and len(metrics.read_text().splitlines()) > 5):
         assert process.poll() is None and time.monotonic() < deadline, (
             "the run ended before it could be killed"
         )

@@ -63,3 +63,29 @@ class FullDisk:
             while shutil.disk_usage(self.inside).free > _MOST_FREE:
                 if os.write(ballast.fileno(), _PIECE) < len(_PIECE):
                     return
+
+
+class HeldDisk:
+    """A disk that does not finish writing the checkpoint of a step until `let_go`.
+
+    Attributes:
+        prefix: the words before a command whose processes write to it.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """Build the library that holds the writes; needs a C compiler."""
+        self._until = folder / "let_go"
+        library = folder / "held_disk.so"
+        source = Path(__file__).with_name("held_disk.c")
+        build = ["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+        subprocess.run(build, check=True, timeout=60)
+        self.prefix = (
+            "env",
+            f"LD_PRELOAD={library}",
+            f"HELD_PATH=.step_{step:06d}.partial",
+            f"HELD_UNTIL={self._until}",
+        )
+
+    def let_go(self) -> None:
+        """Let the writes go on."""
+        self._until.touch()

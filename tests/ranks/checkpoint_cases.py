@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,10 @@ from r3.run.optimizer_state import KEYS, gathered_state
 from r3.run.resume import Found, ResumeError, Start, find_latest, step_folders
 from r3.run.sound import UnsoundError
 from r3.run.verify import newest_whole
+from r3.run.writing import Background, SaveError
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names
-from r3.runtime.mesh import Mesh
+from r3.runtime.mesh import Mesh, axis_beside
 from tests.errors import message_of
 from tests.policies import batches_of, build
 from tests.tiny import tiny_config
@@ -278,7 +280,7 @@ def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> Unwrita
     def attempt(name: str, into: Path) -> None:
         try:
             saved[name] = checkpoint.save(into, policy, device, mesh, step=1, keep=0).name
-        except checkpoint.SaveError as error:
+        except SaveError as error:
             saved[name] = str(error)
 
     # A limit of the kernel: the first rank's write fails in the middle, as on a full disk.
@@ -326,6 +328,60 @@ def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, 
         dist.barrier()
     assert torch.isfinite(weight).all()
     return broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """A checkpoint written while the policy was updated, and one written at once before.
+
+    Attributes:
+        differing: files of both that are not equal byte by byte.
+        updates: of the policy when the one beside it was complete.
+        full: what a full disk raised, and the files that it left.
+        twice: what a second start before the end of the first raised.
+    """
+
+    compared: list[str]
+    differing: list[str]
+    updates: int
+    full: tuple[str, list[str]]
+    twice: str
+
+
+def beside(device: Device, *, out: str) -> Beside:
+    """Write the same state at once, and on a thread while the policy trains on."""
+    mesh, policy = trained(device)
+    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
+    whole = checkpoint.save(Path(out) / "whole", policy, device, mesh, step=1, keep=0)
+    axis, gate = axis_beside(mesh.world, timeout_s=60), threading.Event()
+    with Background() as background:
+        unwritten = checkpoint.capture(Path(out) / "beside", policy, device, mesh, step=1, keep=0)
+        background.start(lambda: (gate.wait(60), unwritten.write(axis)))
+        policy.update(batch, total_updates=4)
+        twice = message_of(lambda: background.start(lambda: None), AssertionError)
+        gate.set()
+        policy.update(batch, total_updates=4)  # its collectives run beside those of the write
+        background.finish()
+        written = Path(out) / "beside" / whole.name
+
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        unwritten = checkpoint.capture(Path(out) / "full", policy, device, mesh, step=1, keep=0)
+        if device.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        background.start(lambda: unwritten.write(axis))
+        full = message_of(background.finish, SaveError)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        dist.barrier()
+    # `.metadata`, r3.json and the manifest hold a time or a random number.
+    kinds = ("__", "common", "random")
+    names = [path.name for path in whole.iterdir() if path.name.startswith(kinds)]
+    return Beside(
+        compared=sorted(names),
+        differing=[n for n in names if (whole / n).read_bytes() != (written / n).read_bytes()],
+        updates=policy.update_number,
+        full=(full, sorted(path.name for path in (Path(out) / "full").iterdir())),
+        twice=twice,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

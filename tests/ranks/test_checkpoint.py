@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.ranks import checkpoint_cases as cases
@@ -99,6 +101,17 @@ def test_broken_weights_and_moments_are_never_saved(refused: Refused) -> None:
         assert "rank 1: " in message and "Nothing was saved" in message, message
         assert broken[name].remaining == ["latest", "step_000001"]
     assert broken["nothing"].message == "saved"
+
+
+def test_state_is_written_as_it_was_while_the_policy_trains_on(tmp_path: Path) -> None:
+    one, two = run_world(cases.beside, 2, out=str(tmp_path))
+    shards = ["__0_0.distcp", "__1_0.distcp"]
+    assert one.compared == [*shards, "common.pt", "random_00000.json", "random_00001.json"]
+    assert one.differing == two.differing == [] and one.updates == 3
+    assert "one piece of work at a time" in one.twice
+    assert one.full == two.full, "every rank learns of the disk of one"
+    message, remaining = one.full
+    assert message.startswith("SaveError: rank 1: ") and remaining == []
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ MAY_IMPORT = {
         "r3/runtime/mesh.py",
         "r3/runtime/device_cpu.py",
         "r3/run/checkpoint.py",
+        "r3/run/writing.py",
     ),
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers"}

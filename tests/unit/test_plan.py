@@ -163,7 +163,8 @@ def test_optimizer_step_and_checkpoint_by_hand() -> None:
     assert phases["SAVE"]["gathered state"] == 4 * 2 * PIECE
     host = plan.host_memory(BIG, BIG_SHAPE, 8)
     assert host["optimizer"] == phases["TRAIN"]["optimizer"]
-    assert host["checkpoint"] == 12 * (experts + others)
+    # The gathered state in float32, and a copy of the weights in bfloat16.
+    assert host["checkpoint"] == (12 + 2) * (experts + others)
     assert host["rollouts"] == 256 * 4608 * (24 + 384)
     assert "engine weights" not in host and "reference policy" not in host
 
