@@ -90,12 +90,19 @@ class Sampler:
         """Take vLLM's `LLMEngine`, which must be idle."""
         assert not core.has_unfinished_requests(), "requests of an earlier call are in flight"
         self._core = core
+        self._scheduler = core.engine_core.engine_core.scheduler
         self._turns: dict[int, Turn] = {}
+        self._preempted: dict[str, int] = {}  # request -> how often
 
     @property
     def busy(self) -> bool:
         """Whether a turn is in flight."""
         return bool(self._turns)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a turn lost its KV cache to another, and was computed again."""
+        return sum(self._preempted.values())
 
     def add(self, turn: Turn) -> None:
         """Put a turn in flight."""
@@ -126,7 +133,12 @@ class Sampler:
     def step(self) -> list[Sampled]:
         """Sample one more token of every turn in flight; return the turns that finished."""
         finished = []
-        for output in self._core.step():
+        outputs = self._core.step()
+        # No turn finishes in the step that preempts it, so each is seen here.
+        for request in self._scheduler.requests.values():
+            if request.num_preemptions:
+                self._preempted[request.request_id] = request.num_preemptions
+        for output in outputs:
             if not output.finished:
                 continue
             turn, completion = self._turns.pop(int(output.request_id)), output.outputs[0]

@@ -114,6 +114,11 @@ GLOSSARY: dict[str, Entry] = {
     "env/dropped": Entry("conversations left out after a failure (env.on_error)", _COLLECT),
     "env/zeroed": Entry("conversations with reward 0 after a failure (env.on_error)", _COLLECT),
     "env/NAME": Entry("mean of what your environment reports, over conversations", _COLLECT),
+    "engine/preemptions": Entry(
+        "turns that lost their KV cache to others and were computed again; more cache "
+        "(engine.kv_cache_gib) avoids them",
+        "r3/engine/sampler.py",
+    ),
     "routing/overlap_differs": Entry(
         "share of (token, layer) slots with other experts when the engine returns them again",
         "r3/engine/transcript.py",

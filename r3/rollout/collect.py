@@ -117,6 +117,8 @@ class Collector:
                             leader.receive_sample(sampled)
             result = leader.result() if leader else CollectedRollouts(rollouts=[], rewards=[])
             on_failure.pop_all()
+            if engine.is_leader:
+                result.metrics["engine/preemptions"] = Sum(value=float(sampler.preemptions))
             return result
 
     def _round(

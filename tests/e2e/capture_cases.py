@@ -14,7 +14,7 @@ from r3.engine import Engine, sampling_seed
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.types import Prompt, Rollout
-from tests.engines import World, engine_from_disk, signature
+from tests.engines import World, engine_from_disk, one_round, signature
 from tests.errors import message_of
 from tests.tiny import tiny_config
 
@@ -35,6 +35,8 @@ class Captured:
         responses, prompt_routes: different responses, and different routes of the prompt, of four
             samples of one prompt.
         abort: message after aborted requests.
+        preemptions_in_round: preemptions of a round of conversations with a small cache.
+        preemptions_counted: what the round's metrics say of it.
         preempted_differ: indices of requests that return other bytes with a small cache.
     """
 
@@ -51,6 +53,8 @@ class Captured:
     abort: str
     after_abort_equal: bool
     preemptions: int
+    preemptions_in_round: int
+    preemptions_counted: float
     preempted_differ: list[int]
 
 
@@ -109,6 +113,13 @@ def captured(device: Device) -> Captured:
     small = engine_from_disk(config, device, world.task)
     with watched_preemptions(small) as preempted:
         squeezed = sample(requests, small)
+    with watched_preemptions(small) as preempted_in_round:
+        # 16 prompts of 4 samples, as above, and longer responses.
+        rollout = replace(
+            config.rollout, prompts_per_step=16, max_response_tokens=60, temperature=2.0
+        )
+        crowded = replace(config, rollout=rollout)
+        collected = one_round(small, world.task, world.mesh, crowded, 0, step=1)
     pairs = zip(signature(squeezed), signature(alone), strict=True)
     return Captured(
         rows=rows,
@@ -124,6 +135,8 @@ def captured(device: Device) -> Captured:
         abort=abort_message,
         after_abort_equal=after_abort_equal,
         preemptions=len(preempted),
+        preemptions_in_round=len(preempted_in_round),
+        preemptions_counted=collected.metrics["engine/preemptions"].value,
         preempted_differ=[index for index, (a, b) in enumerate(pairs) if a != b],
     )
 

@@ -45,6 +45,10 @@ def test_preempted_requests_return_the_same_bytes(found: Captured) -> None:
     assert found.preempted_differ == []
 
 
+def test_preemptions_are_counted(found: Captured) -> None:
+    assert found.preemptions_counted == found.preemptions_in_round >= 1
+
+
 def test_aborted_request_is_an_error_and_leaves_nothing_behind(found: Captured) -> None:
     assert "the engine lost turns" in found.abort
     assert found.after_abort_equal
