@@ -125,8 +125,9 @@ def parse(argv: Sequence[str]) -> Order:
             ]
         ) from None
     problems: list[Problem] = []
-    # no reference policy is scored
-    config = with_values(config, _values(flags, problems) | {"algo.kl_coef": 0.0})
+    # no reference policy and no teacher is scored
+    unused = {"algo.kl_coef": 0.0, "algo.teacher": ()}
+    config = with_values(config, _values(flags, problems) | unused)
     if not run_dir.rollouts(words.step).exists():
         dumped = sorted(
             int(path.stem.removeprefix("step_"))

@@ -179,6 +179,7 @@ class MicroBatch:
             and engine cannot be compared there.
         rollout_ids: index of each sequence in the step's list of rollouts, -1 for filler, which has
             no loss.
+        prompt_ids: `Rollout.prompt_id` of each sequence, "" for filler.
     """
 
     tokens_N: torch.Tensor
@@ -193,6 +194,7 @@ class MicroBatch:
     real_N: torch.Tensor
     current_N: torch.Tensor
     rollout_ids: tuple[int, ...]
+    prompt_ids: tuple[str, ...]
 
     @property
     def num_tokens(self) -> int:

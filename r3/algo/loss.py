@@ -334,6 +334,23 @@ def correct(correction: Correction, inputs: LossInputs) -> Corrected:
     return Corrected(weights_N, cut_N & inputs.on_N)
 
 
+# --- a teacher ---------------------------------------------------------------------------------
+
+
+def teacher_advantage(old_logprobs_N: Tensor, teacher_logprobs_N: Tensor, *, coef: float) -> Tensor:
+    """Return what a teacher adds to the advantage of each sampled token, without gradient.
+
+        A_t = coef (log pi_teacher(x_t) - log pi_old(x_t)), the difference clamped to +-20
+
+    With tokens sampled from pi_old, -A_t estimates coef KL(pi_old || pi_teacher) of the token's
+    distribution, and the policy gradient with A_t is its gradient: on-policy distillation with the
+    reverse KL, estimated from the sampled token (GKD, arXiv 2306.13649, with its lambda of 1; the
+    reverse KL as a reward is MiniLLM, arXiv 2306.08543). Each token answers for its own divergence
+    only, not for that of the tokens after it.
+    """
+    return coef * _log_ratio_N(teacher_logprobs_N, old_logprobs_N).detach()
+
+
 # --- KL to a reference policy, and the sum ------------------------------------------------------
 
 

@@ -192,6 +192,7 @@ class _Sequence(NamedTuple):
     real_T: np.ndarray
     current_T: np.ndarray
     rollout_id: int
+    prompt_id: str
 
 
 def pack(
@@ -303,6 +304,7 @@ def part_of(micro_batch: MicroBatch, tokens: int, *, multiple: int, turn: int = 
         micro_batch,
         cu_seqlens=(*inner, size),
         rollout_ids=micro_batch.rollout_ids[first : first + len(inner)],
+        prompt_ids=micro_batch.prompt_ids[first : first + len(inner)],
         **of_tokens,
     )
 
@@ -386,6 +388,7 @@ def _shift(
             policy_version is None or rollout.policy_version >= policy_version,
         ),
         rollout_id=rollout_id,
+        prompt_id=rollout.prompt_id,
     )
 
 
@@ -398,9 +401,9 @@ def _padded(sequence: _Sequence, padding: int, *, num_experts: int) -> _Sequence
     arrays = {
         name: np.concatenate([getattr(sequence, name), getattr(filler, name)])
         for name in _Sequence._fields
-        if name != "rollout_id"
+        if name not in ("rollout_id", "prompt_id")
     }
-    return _Sequence(**arrays, rollout_id=sequence.rollout_id)
+    return sequence._replace(**arrays)
 
 
 def _next(values_T: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
@@ -468,6 +471,7 @@ def _filler(num_tokens: int, *, num_experts: int, num_layers: int, topk: int) ->
         real_T=np.zeros(num_tokens, np.bool_),
         current_T=np.ones(num_tokens, np.bool_),
         rollout_id=-1,
+        prompt_id="",
     )
 
 
@@ -491,4 +495,5 @@ def _concatenate(sequences: Sequence[_Sequence]) -> MicroBatch:
         real_N=join("real_T"),
         current_N=join("current_T"),
         rollout_ids=tuple(sequence.rollout_id for sequence in sequences),
+        prompt_ids=tuple(sequence.prompt_id for sequence in sequences),
     )

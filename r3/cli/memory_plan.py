@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from r3.config import Config
+from r3.config import Config, with_values
 from r3.models.shape import BYTES_OF, ModelShape, ShapeError, checkpoint_tensors
 
 GIB = 2**30
@@ -178,6 +178,8 @@ def memory(
                          keeps pp micro-batches of 1 / pp of the layers, an interleaved one
                          (pp - 1) / (pp vpp) more
         output layer     head_bytes, on the last pipeline stage
+        teacher          algo.teacher: weights of the largest one, less the activations, which
+                         are not there while it scores
         clipping         the largest shard of a gradient, float32: clipping multiplies one at a time
         gathered state   of the optimizer, a piece at a time (r3/run/optimizer_state.py)
         engine weights   all parameters * bytes per value of engine.dtype / engine_tp
@@ -218,6 +220,13 @@ def memory(
     cache = config.engine.kv_cache_gib * GIB * config.uses_engine
     if device_gib and not cache and config.uses_engine:
         cache = max(0.0, config.engine.memory_fraction * device_gib * GIB - engine - buffers)
+    passes = {
+        "activations": tokens * activation_bytes_per_token(config, shape),
+        "output layer": head_bytes(config, shape),
+    }
+    teacher = max((teacher_bytes(config, path) for path in config.algo.teacher), default=0.0)
+    if (beyond := teacher - passes["activations"]) > 0:
+        passes["teacher"] = beyond
     return {
         "SYNC": always
         | {"engine weights": engine, "sync buffers": sync_buffer_bytes(config, shape)},
@@ -225,11 +234,7 @@ def memory(
         | {"engine weights": engine, "engine buffers": buffers}
         | ({"reward model": reward} if (reward := reward_model_bytes(config)) else {})
         | {"KV cache": cache},
-        "TRAIN": train
-        | {
-            "activations": tokens * activation_bytes_per_token(config, shape),
-            "output layer": head_bytes(config, shape),
-        },
+        "TRAIN": train | passes,
         "OPTIMIZER": train | states | {"clipping": shard * 4},
         "SAVE": saving | {"gathered state": float(GATHERED_BYTES)},
     }
@@ -239,6 +244,21 @@ def engine_bytes(config: Config, shape: ModelShape) -> float:
     """Bytes of the engine's weights on a rank; 0 without an engine."""
     size = shape.num_params * BYTES_OF[config.engine.dtype] / config.parallel.engine_tp
     return size * config.uses_engine
+
+
+@lru_cache
+def _shape_of(folder: str) -> ModelShape | None:
+    try:
+        return ModelShape.read(folder)
+    except (OSError, ShapeError):
+        return None
+
+
+def teacher_bytes(config: Config, path: str) -> float:
+    """Bytes of a teacher's weights on a rank; 0 if its folder cannot be read."""
+    own = with_values(config, {"parallel.pp_layers": ()})
+    shape = _shape_of(path)
+    return sum(params_per_rank(own, shape)) * BYTES_OF[config.model.dtype] if shape else 0.0
 
 
 def optimizer_bytes(config: Config, shape: ModelShape, world_size: int) -> float:
@@ -336,6 +356,7 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
         process             Python and its libraries
         optimizer           its state while the engine generates, page-locked
         reference policy    algo.kl_coef > 0: its weights, and the policy's while it scores
+        teachers            algo.teacher: the weights of each
         engine weights      engine.sleep_level 1: while the policy trains
         rollouts            those a data-parallel rank trains on, of maximum length: 24 bytes and
                             the routes per token
@@ -356,6 +377,7 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
         "process": PROCESS_BYTES,
         "optimizer": optimizer_bytes(config, shape, world_size),
         "reference policy": 2 * weights * bool(config.algo.kl_coef),
+        "teachers": sum(teacher_bytes(config, path) for path in dict.fromkeys(config.algo.teacher)),
         "engine weights": engine * (config.engine.sleep_level == 1),
         "rollouts": rollouts * _longest(config, shape) * (24 + route_bytes_per_token(shape)),
         "checkpoint": 12 * (others + experts) + weights,

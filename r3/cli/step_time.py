@@ -9,7 +9,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from r3.cli.memory_plan import memory, optimizer_bytes, params_per_rank, sequence_bytes
+from r3.cli.memory_plan import (
+    memory,
+    optimizer_bytes,
+    params_per_rank,
+    sequence_bytes,
+    teacher_bytes,
+)
 from r3.config import Config
 from r3.models.shape import BYTES_OF, ModelShape
 
@@ -170,6 +176,10 @@ def passes(config: Config, shape: ModelShape) -> tuple[float, float]:
         "moe": routed / active_params(shape),
         "full": 1.0,
     }
+    # A teacher counts as much as its weights are larger than the policy's.
+    own = sum(params_per_rank(config, shape)) * BYTES_OF[config.model.dtype]
+    for path in dict.fromkeys(algo.teacher):
+        scored += teacher_bytes(config, path) / own
     return scored + bool(algo.kl_coef), 3 + again[config.model.recompute]
 
 

@@ -45,7 +45,7 @@ def _one_of_or_own(names: tuple[str, ...]) -> Matches:
 _TEMPERATURES = (0.01, 100.0)
 
 
-SUPERVISED: dict[str, Any] = {
+_OF_SFT: dict[str, Any] = {
     "rollout.group_size": 1,
     "rollout.temperature": 1.0,
     "rollout.top_p": 1.0,
@@ -62,7 +62,14 @@ SUPERVISED: dict[str, Any] = {
     "algo.kl_coef": 0.0,
     "replay.mode": "off",
 }
-"""Settings that train.objective sft fixes: nothing is sampled, compared or replayed."""
+FIXED: dict[str, dict[str, Any]] = {
+    "rl": {},
+    # Nothing is sampled, compared or replayed.
+    "sft": _OF_SFT,
+    # Responses are not compared with each other.
+    "distill": {"algo.advantage": "reinforce_pp", "algo.args": (), "algo.dynamic_sampling": 0},
+}
+"""Settings that train.objective fixes."""
 
 
 def _learning_rate_decays(config: Config) -> bool:
@@ -377,6 +384,12 @@ class AlgoConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL (joschu.net/blog/kl-approx.html). Use k2 or k3 in the loss, k1 in the
     reward."""
+    teacher: tuple[str, ...] = ()
+    """Folders of Hugging Face checkpoints with the policy's tokenizer, of any size: one per path of
+    data.path, or one for all. Their log-probabilities of the sampled tokens add to the advantages
+    (on-policy distillation). Empty: none."""
+    teacher_coef: Annotated[float, Above(0), Fix("1.0; without algo.teacher there is none")] = 1.0
+    """Weight of log pi_teacher - log pi_old in the advantage of a token."""
 
     @property
     def own_functions(self) -> dict[str, str]:
@@ -398,10 +411,10 @@ class AlgoConfig:
 class TrainConfig:
     """What is trained on, the optimizer and its schedule."""
 
-    objective: Literal["rl", "sft"] = "rl"
-    """rl: sampled responses and their rewards. sft: supervised fine-tuning on the assistant
-    messages of the rows; a step takes rollout.prompts_per_step rows, and no engine is built unless
-    eval.path is set."""
+    objective: Literal["rl", "sft", "distill"] = "rl"
+    """rl: rewards of sampled responses. sft: supervised fine-tuning on the assistant messages of
+    rollout.prompts_per_step rows per step; no engine is built unless eval.path is set. distill:
+    sampled responses learn from algo.teacher alone."""
     steps: Annotated[
         int,
         AtLeast(1),
@@ -794,12 +807,12 @@ class Config:
     @property
     def uses_engine(self) -> bool:
         """Whether anything is sampled: rollouts or evaluations."""
-        return self.train.objective == "rl" or bool(self.eval.path)
+        return self.train.objective != "sft" or bool(self.eval.path)
 
     @property
     def in_effect(self) -> Config:
         """The config with the settings that `train.objective` fixes."""
-        return with_values(self, SUPERVISED) if self.train.objective == "sft" else self
+        return with_values(self, FIXED[self.train.objective])
 
     @property
     def reward_functions(self) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def load_prompts(
     sizes: list[int] = []
     seen: set[tuple[Any, ...]] = set()
     all_long = all_twice = 0
-    for source, label in zip(sources, _labels(sources), strict=True):
+    for source, label in zip(sources, source_labels(sources), strict=True):
         rows, bad = read_rows(source, columns)
         good: list[Prompt] = []
         long = twice = 0
@@ -273,7 +273,7 @@ def _prompt(
     )
 
 
-def _labels(sources: Sequence[str]) -> list[str]:
+def source_labels(sources: Sequence[str]) -> list[str]:
     """Name the sources in prompt ids: by file name, or by full path where file names are equal."""
     names = [
         source if source.startswith(("hub:", "gym:")) else Path(source).name for source in sources

@@ -82,6 +82,7 @@ COLUMNS = (
     Column(("policy/entropy",), "entropy", "{:.3f}".format, 7, 5),
     Column(("loss/clip_frac",), "clip", "{:.1%}".format, 5, 7),
     Column(("loss/kl_ref",), "kl", _tiny, 7, 7),
+    Column(("loss/kl_teacher",), "kl T", _tiny, 7, 2),
     Column(("optim/grad_norm",), "grad", "{:.2f}".format, 5, 6),
     Column(("routing/agreement",), "agree", share_text, 5, 8),
     Column(("perf/tokens_per_s",), "tok/s", "{:.0f}".format, 6, 6),

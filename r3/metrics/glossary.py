@@ -225,6 +225,10 @@ GLOSSARY: dict[str, Entry] = {
         "pi_old)",
         _LOSS,
     ),
+    "loss/kl_teacher": Entry(
+        "mean of log pi_old - log pi_teacher over loss tokens: estimates KL(pi_old || teacher)",
+        _LOSS,
+    ),
     "correction/weight_mean": Entry(
         "mean importance weight against the engine over loss tokens, after its bounds", _LOSS
     ),

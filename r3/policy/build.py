@@ -380,8 +380,7 @@ def wrap(
             moment of all parameters.
     """
     half = megatron.params_dtype != torch.float32
-    modules = [Float16Module(megatron, chunk) for chunk in chunks] if half else chunks
-    frozen = flat_expert_biases(chunks)
+    modules, frozen = in_precision(megatron, chunks)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False
     )
@@ -422,6 +421,15 @@ def wrap(
     )
     megatron.grad_scale_func = optimizer.scale_loss
     return Trainable(wrapped=wrapped, optimizer=optimizer, frozen=frozen)
+
+
+def in_precision(
+    megatron: TransformerConfig, chunks: list[Any]
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return the chunks, wrapped if they are of half precision, and `flat_expert_biases`."""
+    half = megatron.params_dtype != torch.float32
+    modules = [Float16Module(megatron, chunk) for chunk in chunks] if half else chunks
+    return modules, flat_expert_biases(chunks)
 
 
 def use_fused_adam(optimizer: Any) -> None:

@@ -11,6 +11,7 @@ from r3.algo.loss import (
     aggregate,
     correct,
     kl_penalty,
+    teacher_advantage,
 )
 from r3.config import Config
 from r3.policy.layout import LocalTokens
@@ -27,6 +28,7 @@ def policy_loss(
     logprobs_N: torch.Tensor,
     old_logprobs_N: torch.Tensor,
     reference_logprobs_N: torch.Tensor | None = None,
+    teacher_logprobs_N: torch.Tensor | None = None,
     *,
     entropy_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -45,24 +47,34 @@ def policy_loss(
         logprobs_N: log-probabilities of the targets, with gradient.
         old_logprobs_N: of the policy before the step's first update.
         reference_logprobs_N: of the reference policy; None = no KL penalty.
+        teacher_logprobs_N: of the teacher; None = none. Its part is added to the advantages, or
+            replaces them with train.objective distill.
         entropy_N: entropy of the policy's distribution at each token, with gradient; needed if
             `algo.entropy_coef` is above 0.
 
     Returns:
-        The loss (a scalar) and statistics [N]: "clipped", and if used "weight", "cut" and "kl".
+        The loss (a scalar) and statistics [N]: "clipped", and if used "weight", "cut", "kl" and
+        "kl_teacher".
     """
     algo = config.algo
+    advantages_N = tokens.advantages_N
+    if teacher_logprobs_N is not None:
+        taught_N = teacher_advantage(old_logprobs_N, teacher_logprobs_N, coef=algo.teacher_coef)
+        alone = config.train.objective == "distill"
+        advantages_N = tokens.loss_mask_N * (taught_N if alone else advantages_N + taught_N)
     inputs = LossInputs(
         logprobs_N=logprobs_N,
         # Bypass: the engine's log-probabilities replace the old policy's, so that r = pi / mu.
         old_logprobs_N=tokens.rollout_logprobs_N if algo.correction == "bypass" else old_logprobs_N,
         rollout_logprobs_N=tokens.rollout_logprobs_N,
-        advantages_N=tokens.advantages_N,
+        advantages_N=advantages_N,
         loss_mask_N=tokens.loss_mask_N,
         sequences=Sequences(tokens.cu_seqlens, cp.all_reduce),
     )
     loss_N, clipped_N = loss_of(algo)(inputs, bounds_of(algo))
     stats = {"clipped": clipped_N.float()}
+    if teacher_logprobs_N is not None:
+        stats["kl_teacher"] = -taught_N / algo.teacher_coef
     if algo.correction in CORRECTIONS:
         usual = CORRECTIONS[algo.correction]
         low, high = algo.correction_low or usual.low, algo.correction_high or usual.high

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from r3.algo.packing import filler_micro_batch
 from r3.config import Config
 from r3.metrics.mismatch import mismatch
 from r3.metrics.reduce import Mean, PerLayer
@@ -19,13 +16,13 @@ from r3.models.freeze import frozen_tensors
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.policy.build import build_chunks, learning_rate, scale_rope, transformer_config, wrap
-from r3.policy.layout import LocalTokens, local_tokens
+from r3.policy.layout import LocalTokens
 from r3.policy.memory import TrainingMemory, chained
-from r3.policy.modules import packed_params
 from r3.policy.objective import policy_loss
+from r3.policy.scoring import ScoringPolicy
+from r3.policy.teacher import Teachers
 from r3.policy.weights import HeadLayout, Slot, load, slots
 from r3.routing.replay import (
-    Mode,
     Replay,
     ReplayLedger,
     attach_replay,
@@ -35,37 +32,14 @@ from r3.routing.replay import (
 from r3.runtime.device import Device, SharedTensor, share, to_host
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh
-from r3.types import Batch, MicroBatch, Update
+from r3.types import Batch, Update
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenScores:
-    """Result of a pass without gradients, for the tokens that this rank computes.
-
-    One tensor per micro-batch, on the device, float32 [N] (N / cp under context parallelism). Empty
-    on all but the last pipeline stage.
-
-    Attributes:
-        logprobs: log-probability of each target.
-        entropy: entropy of the distribution at each position.
-        rollout_logprobs, loss_mask: the micro-batches' values for the same tokens.
-        compared: 1 at loss tokens that the engine sampled with the policy's present weights. Tokens
-            of older policy versions are excluded.
-        ledger: what replay did; `ledger.recorded` has the routes if the pass recorded them.
-    """
-
-    logprobs: tuple[torch.Tensor, ...]
-    entropy: tuple[torch.Tensor, ...]
-    rollout_logprobs: tuple[torch.Tensor, ...]
-    loss_mask: tuple[torch.Tensor, ...]
-    compared: tuple[torch.Tensor, ...]
-    ledger: ReplayLedger
-
-
-class Policy:
+class Policy(ScoringPolicy):
     """A Megatron shard of the trained model with its optimizer.
 
     Attributes:
+        teachers: frozen checkpoints that score the samples (`algo.teacher`); None without any.
         slots: for each of this rank's weights its place in the Hugging Face checkpoint.
         replay: the routers' routes.
         update_number: optimizer updates made so far; the learning rate is a function of it.
@@ -79,6 +53,8 @@ class Policy:
             CheckpointError: the checkpoint does not have the tensors of the model.
         """
         self.config, self.device, self.mesh, self.shape = config, device, mesh, shape
+        # First: a teacher leaves the device before the policy fills it.
+        self.teachers = Teachers(config, device, mesh) if config.algo.teacher else None
         self.megatron = transformer_config(config, shape)
         self.heads = HeadLayout(
             queries_per_group=shape.num_heads // shape.num_kv_heads, head_dim=shape.head_dim
@@ -180,46 +156,6 @@ class Policy:
     # ----------------------------------------------------------------------------------------------
     # Passes
 
-    def score(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        mode: Mode,
-        recorded_routes: Sequence[torch.Tensor] | None = None,
-    ) -> TokenScores:
-        """Compute log-probabilities and entropy of every target, without gradients.
-
-        All ranks must call with equally many micro-batches.
-
-        Args:
-            micro_batches: what to score.
-            mode: "replay" replays routes, "live" lets routers choose, "record" lets them choose and
-                keeps the routes.
-            recorded_routes: routes to replay in place of the micro-batches' own: `ledger.recorded`
-                of an earlier pass over the same micro-batches.
-        """
-        outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        seen: list[LocalTokens] = []
-
-        def keep(_number: int, tokens: LocalTokens, scores_2N: torch.Tensor) -> torch.Tensor:
-            outputs.append((scores_2N[0], scores_2N[1]))
-            seen.append(tokens)
-            return scores_2N.new_zeros(())
-
-        with self.replay.schedule(self._mode(mode), training=False) as ledger_of:
-            self._run_schedule(
-                micro_batches, keep, forward_only=True, recorded_routes=recorded_routes
-            )
-            ledger = ledger_of()
-        return TokenScores(
-            logprobs=tuple(logprobs for logprobs, _ in outputs),
-            entropy=tuple(entropy for _, entropy in outputs),
-            rollout_logprobs=tuple(tokens.rollout_logprobs_N for tokens in seen),
-            loss_mask=tuple(tokens.loss_mask_N for tokens in seen),
-            compared=tuple(tokens.loss_mask_N * tokens.current_N for tokens in seen),
-            ledger=ledger,
-        )
-
     def update(
         self,
         batch: Batch,
@@ -227,6 +163,7 @@ class Policy:
         total_updates: int,
         old_logprobs: Sequence[torch.Tensor] | None = None,
         reference_logprobs: Sequence[torch.Tensor] | None = None,
+        teacher_logprobs: Sequence[torch.Tensor] | None = None,
         recorded_routes: Sequence[torch.Tensor] | None = None,
         first: bool = True,
         on_micro_batch: Callable[[], None] = lambda: None,
@@ -239,6 +176,7 @@ class Policy:
             old_logprobs: log-probabilities before the step's first update, per micro-batch. None:
                 the update's own forward is the old policy.
             reference_logprobs: log-probabilities of the reference policy; None = no KL penalty.
+            teacher_logprobs: log-probabilities of the teacher; None = no teacher.
             recorded_routes: `ledger.recorded` of an earlier pass over the same micro-batches (R2).
                 None replays what the engine captured.
             first: this is the step's first update.
@@ -251,6 +189,7 @@ class Policy:
             batch,
             old_logprobs=old_logprobs,
             reference_logprobs=reference_logprobs,
+            teacher_logprobs=teacher_logprobs,
             recorded_routes=recorded_routes,
             first=first,
             on_micro_batch=on_micro_batch,
@@ -284,6 +223,7 @@ class Policy:
         *,
         old_logprobs: Sequence[torch.Tensor] | None = None,
         reference_logprobs: Sequence[torch.Tensor] | None = None,
+        teacher_logprobs: Sequence[torch.Tensor] | None = None,
         recorded_routes: Sequence[torch.Tensor] | None = None,
         first: bool = True,
         on_micro_batch: Callable[[], None] = lambda: None,
@@ -307,6 +247,7 @@ class Policy:
             logprobs_N, entropy_N = scores_2N
             old_N = logprobs_N.detach() if old_logprobs is None else old_logprobs[number]
             reference_N = reference_logprobs[number] if reference_logprobs is not None else None
+            teacher_N = teacher_logprobs[number] if teacher_logprobs is not None else None
             loss, stats = policy_loss(
                 self.config,
                 batch,
@@ -315,6 +256,7 @@ class Policy:
                 logprobs_N,
                 old_N,
                 reference_N,
+                teacher_N,
                 entropy_N=entropy_N,
             )
             seen.append(
@@ -343,83 +285,6 @@ class Policy:
         for parameter in self._untrained:
             parameter.main_grad.zero_()
         return self._metrics(seen, ledger, panel=old_logprobs is None and first)
-
-    def _mode(self, mode: Mode) -> Mode:
-        return mode if self.shape.moe_layers else "live"
-
-    def _run_schedule(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        on_scores: Callable[[int, LocalTokens, torch.Tensor], torch.Tensor],
-        *,
-        forward_only: bool,
-        recorded_routes: Sequence[torch.Tensor] | None = None,
-        on_forward: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Run Megatron's own schedule.
-
-        On the last pipeline stage `on_scores(number, tokens, scores_2N)` returns the loss;
-        `scores_2N` has the targets' log-probabilities and the entropies.
-        """
-        everything = [*micro_batches, *self._fillers(micro_batches)]
-
-        def forward_step(
-            iterator: Iterator[tuple[int, MicroBatch]], model: Any
-        ) -> tuple[torch.Tensor, Any]:
-            number, micro_batch = next(iterator)
-            tokens = local_tokens(micro_batch, self.mesh, self.device.torch)
-            is_filler = number >= len(micro_batches)
-            routes_NLK, compared_N, rows = tokens.routes_NLK, tokens.captured_N, tokens.num_captured
-            # A stage of dense layers has recorded no routes.
-            if recorded_routes and not is_filler:
-                routes_NLK = recorded_routes[number].to(self.device.torch)
-                compared_N, rows = tokens.real_N, tokens.num_real
-            self.replay.load(routes_NLK, compared_N, rows=rows, model=model)
-            scores = model(
-                tokens.tokens_N[None],
-                tokens.positions_N[None],
-                None,
-                labels=tokens.targets_N[None],
-                packed_seq_params=packed_params(micro_batch.cu_seqlens, self.device.torch),
-            )
-
-            if model is self.wrapped[-1] and not is_filler:
-                on_forward()
-
-            def loss_func(
-                output: torch.Tensor,
-            ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-                loss = 0.0 * output.sum() if is_filler else on_scores(number, tokens, output)
-                return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
-
-            return scores, loss_func
-
-        with torch.no_grad() if forward_only else nullcontext():
-            get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=[iter(enumerate(everything)) for _ in self.wrapped],
-                model=self.wrapped,
-                num_microbatches=len(everything),
-                seq_length=max(micro_batch.num_tokens for micro_batch in everything),
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
-
-    def _fillers(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the fillers that the interleaved schedule needs: it takes micro-batches in groups.
-
-        A group has one micro-batch per stage. Fillers have routes of this rank's layers even if the
-        micro-batches have none (R2 replays what it recorded).
-        """
-        missing = -len(micro_batches) % self.mesh.pp.size if len(self.wrapped) > 1 else 0
-        layers = len(self.replay.layers)
-        filler = filler_micro_batch(
-            num_experts=self.shape.num_experts,
-            num_layers=layers,
-            topk=self.shape.topk if layers else 0,
-            multiple=2 * self.mesh.cp.size * self.mesh.tp.size,
-        )
-        return [filler] * missing
 
     # ----------------------------------------------------------------------------------------------
     # Metrics
@@ -457,8 +322,9 @@ class Policy:
             del partials["loss/clip_frac"]
             total = -float((column["logprobs"] * mask).sum())
             return partials | {"loss/nll": Mean(total=total, count=count)} | routing
-        if "kl" in column:
-            partials["loss/kl_ref"] = mean("kl")
+        for name, key in (("kl", "loss/kl_ref"), ("kl_teacher", "loss/kl_teacher")):
+            if name in column:
+                partials[key] = mean(name)
         for name, key in (("weight", "correction/weight_mean"), ("cut", "correction/cut_frac")):
             if name in column:
                 partials[key] = mean(name)

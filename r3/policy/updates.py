@@ -56,7 +56,7 @@ def train_on(
       - KL is subtracted from the reward
     Otherwise the update's own forward is the old policy. With algo.correction bypass the engine's
     log-probabilities replace the old policy's. The reference policy scores all batches before the
-    first update, because it uses the policy's memory.
+    first update, because it uses the policy's memory. So do teachers.
 
     Args:
         policy: what to train.
@@ -114,6 +114,7 @@ def train_on(
                 flat, mode="replay" if replays else "live", recorded_routes=recorded
             )
             reference = scores.logprobs
+    teacher = policy.teachers.logprobs(flat) if policy.teachers else None
     if kl_in_reward:
         assert old is not None
         batches = take_kl_from_reward(
@@ -132,6 +133,7 @@ def train_on(
             if old is not None and part.start >= unscored
             else None,
             reference_logprobs=reference[part] if reference is not None else None,
+            teacher_logprobs=teacher[part] if teacher is not None else None,
             recorded_routes=recorded[part] if recorded is not None else None,
             first=number == 0,
             on_micro_batch=on_micro_batch,

@@ -82,6 +82,39 @@ def _unfit(config: Config, shape: ModelShape) -> list[Problem]:
     return problems
 
 
+def _read_tokenizer(field: str, path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    # R3 checks lengths itself and names the row, so the warning of transformers is off.
+    try:
+        return AutoTokenizer.from_pretrained(path, model_max_length=10**9)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
+        fix = "copy tokenizer.json and tokenizer_config.json from the original model again"
+        raise ConfigError([Problem(field, path, rule, fix)]) from None
+
+
+def _teacher_problems(config: Config, tokenizer: Any) -> list[Problem]:
+    """Teachers whose tokens are not the policy's: they would score other texts."""
+    problems = []
+    own = tokenizer.get_vocab()
+    for path in dict.fromkeys(config.algo.teacher):
+        theirs = _read_tokenizer("algo.teacher", path)
+        vocabulary = theirs.get_vocab()
+        differing = [token for token, at in own.items() if vocabulary.get(token) != at]
+        rule = _tokenizer_fault(theirs, ModelShape.read(path))
+        if differing:
+            token = differing[0]
+            rule = (
+                f"its tokenizer differs from the policy's in {len(differing)} of {len(own)} tokens,"
+                f" such as {token!r}: {own[token]} here, {vocabulary.get(token, 'none')} there"
+            )
+        if rule:
+            fix = "use a teacher of the same family; a token must be the same text in both"
+            problems.append(Problem("algo.teacher", path, rule, fix))
+    return problems
+
+
 def read_task(config: Config) -> Task:
     """Read and check model, tokenizer, data, environments and rewards. Touches no device.
 
@@ -89,8 +122,6 @@ def read_task(config: Config) -> Task:
         ConfigError: a setting does not fit; names field, value, rule and fix.
         DataError: rows cannot be used; names file, row, field, rule and fix.
     """
-    from transformers import AutoTokenizer
-
     shape = ModelShape.read(config.model.path)
     if not config.eval.only:
         loss_of(config.algo), advantage_of(config.algo)  # users' files fail here, not in a step
@@ -102,16 +133,12 @@ def read_task(config: Config) -> Task:
         raise ConfigError(problems)
     if problems := _unfit(config, shape):
         raise ConfigError(problems)
-    # R3 checks lengths itself and names the row, so the warning of transformers is off.
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, model_max_length=10**9)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
-        fix = "copy tokenizer.json and tokenizer_config.json from the original model again"
-        raise ConfigError([Problem("model.path", config.model.path, rule, fix)]) from None
+    tokenizer = _read_tokenizer("model.path", config.model.path)
     if rule := _tokenizer_fault(tokenizer, shape):
         fix = "copy tokenizer and config.json of one model"
         raise ConfigError([Problem("model.path", config.model.path, rule, fix)])
+    if problems := _teacher_problems(config, tokenizer):
+        raise ConfigError(problems)
     template_kwargs = keyword_arguments(config.data.template_kwargs)
     path = config.model.path
     conversation_setup = ConversationSetup.of(config.env, tokenizer, path, template_kwargs)

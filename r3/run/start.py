@@ -419,6 +419,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
                 "live",
             ]
         ),
+        *([f"teacher    {' '.join(teachers)}"] if (teachers := config.algo.teacher) else []),
         *frozen_lines(shape, config.train.freeze),
         f"folder     {config.log.dir}",
         *start.notes,

@@ -14,7 +14,7 @@ from r3 import assets
 from r3.cli.checks import problems, warnings
 from r3.cli.memory_plan import memory
 from r3.config import with_values
-from r3.config.settings import SUPERVISED
+from r3.config.settings import FIXED
 from r3.data.prompts import DataError, load_prompts
 from r3.data.sources import Columns
 from r3.models.shape import ModelShape
@@ -170,7 +170,7 @@ def test_settings_of_rollouts_are_fixed_and_warned_of() -> None:
     effective = given.in_effect
     assert all(
         getattr(getattr(effective, section), field) == value
-        for name, value in SUPERVISED.items()
+        for name, value in FIXED["sft"].items()
         for section, field in [name.split(".")]
     )
     assert with_values(SFT, {"train.objective": "rl"}).in_effect.algo.loss == "ppo_clip"

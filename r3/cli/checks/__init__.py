@@ -25,6 +25,7 @@ from r3.cli.checks.layout import check_layout
 from r3.cli.checks.model import check_freeze, check_model
 from r3.cli.checks.rewards import BUILTIN_REWARDS, check_rewards
 from r3.cli.checks.run_folder import check_run_folder
+from r3.cli.checks.teacher import check_teacher
 from r3.config import SETTINGS, Config, Problem
 from r3.models.shape import ModelShape
 
@@ -84,6 +85,7 @@ def examine(
     check_algorithm(config, found)
     check_layout(config, found, shape, world_size)
     check_lengths(config, found, shape)
+    check_teacher(config, found, shape, world_size)
     check_freeze(config, found, shape)
     check_environment(config, found)
     check_rewards(config, found, world_size)

@@ -26,7 +26,7 @@ def check_batch(config: Config, found: Findings, world_size: int) -> None:
         max(1, world_size // config.parallel.engine_tp) if found.sound("parallel.engine_tp") else 1
     )
     ranks = f"the {world_size} ranks" if engines == world_size else f"the {engines} engines"
-    divisors = {ranks: engines} if config.train.objective == "rl" else {}
+    divisors = {ranks: engines} if config.train.objective != "sft" else {}
     if found.sound("train.updates_per_step"):
         divisors[f"train.updates_per_step = {train.updates_per_step}"] = train.updates_per_step
     if found.sound("rollout.prompts_per_step"):

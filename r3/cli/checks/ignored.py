@@ -7,7 +7,7 @@ from typing import Any
 
 from r3.cli.checks.algorithm import algorithm_notes
 from r3.config import Config, flatten
-from r3.config.settings import LOSSES, SUPERVISED
+from r3.config.settings import FIXED, LOSSES
 from r3.models.shape import ModelShape
 
 _QUICK_REWARDS = {"gsm8k", "exact", "gym", "row", "env", "none"}
@@ -72,6 +72,12 @@ def ignored_settings(
 
     if config.train.objective == "sft":
         _supervised(config, values, ignored)
+    if config.train.objective == "distill":
+        fixed = [name for name, value in FIXED["distill"].items() if values[name] != value]
+        because = "train.objective distill learns from the teacher alone"
+        ignored(because, *fixed, "algo.overlong_buffer", "algo.overlong_penalty")
+    if not config.algo.teacher:
+        ignored("algo.teacher is empty", "algo.teacher_coef")
     _model(config, shape, notes, ignored)
     _environment_and_rewards(config, notes, ignored)
     _replay(config, ignored)
@@ -88,8 +94,8 @@ def ignored_settings(
 
 
 def _supervised(config: Config, values: Mapping[str, Any], ignored: _Ignored) -> None:
-    fixed = [name for name, value in SUPERVISED.items() if values[name] != value]
-    others = [name for name in values if name.startswith(_OF_ROLLOUTS) and name not in SUPERVISED]
+    fixed = [name for name, value in FIXED["sft"].items() if values[name] != value]
+    others = [name for name in values if name.startswith(_OF_ROLLOUTS) and name not in FIXED["sft"]]
     ignored("train.objective is sft", *fixed, *others)
     if not config.uses_engine:
         because = "train.objective is sft and eval.path is empty, so nothing is sampled"

@@ -1,0 +1,65 @@
+"""Teachers of on-policy distillation: checkpoints that fit the policy's layout and context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from r3.cli.checks.findings import Findings
+from r3.cli.checks.layout import check_layout
+from r3.cli.checks.model import is_folder
+from r3.config import Config, with_values
+from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
+
+
+def check_teacher(
+    config: Config, found: Findings, shape: ModelShape | None, world_size: int
+) -> None:
+    """Check `algo.teacher`. Tokenizers are compared when the run reads its data."""
+    paths, objective = config.algo.teacher, config.train.objective
+    if objective == "distill" and not paths:
+        fix = "give --algo.teacher FOLDER, or use --train.objective rl"
+        found.add("algo.teacher", "is empty, and train.objective is distill", fix, value="")
+    if not paths:
+        return
+    if objective == "sft":
+        rule = "scores sampled responses, and train.objective sft samples none"
+        found.add("algo.teacher", rule, "leave it out, or use --train.objective distill")
+    if len(paths) not in (1, len(config.data.path)):
+        rule = f"has {len(paths)} values for the {len(config.data.path)} paths of data.path"
+        found.add("algo.teacher", rule, "give one per path, or one for all")
+    for path in dict.fromkeys(paths):
+        if rule := _fault(config, path, shape, world_size, found):
+            fix = "give the folder of a Hugging Face checkpoint that fits"
+            found.add("algo.teacher", rule, fix, value=path)
+
+
+def _fault(
+    config: Config, path: str, shape: ModelShape | None, world_size: int, found: Findings
+) -> str:
+    """Why a checkpoint cannot be the teacher; "" if it can."""
+    if not is_folder(Path(path)):
+        return "there is no such folder"
+    try:
+        teacher = ModelShape.read(path)
+        faults = teacher.faults(checkpoint_tensors(Path(path)))
+    except OSError:
+        return "the folder has no config.json"
+    except ShapeError as error:
+        return str(error)
+    if faults:
+        return f"its tensors differ from what config.json implies: {faults[0]}"
+    if shape is None:
+        return ""
+    if teacher.max_position_embeddings < (
+        longest := config.longest_sequence(shape.max_position_embeddings)
+    ):
+        context = teacher.max_position_embeddings
+        return f"its context of {context} tokens is shorter than the {longest} of a sample"
+    own = with_values(config, {"parallel.pp_layers": ()})
+    layout, known = Findings(own), {problem.field for problem in found.problems}
+    check_layout(own, layout, teacher, world_size)
+    return "; ".join(
+        f"{each.field} = {each.value} {each.rule}"
+        for each in layout.problems
+        if each.field not in known
+    )

@@ -1,0 +1,176 @@
+"""What every policy can do, trained or not: score tokens, with Megatron's own schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from r3.algo.packing import filler_micro_batch
+from r3.models.shape import ModelShape
+from r3.policy.layout import LocalTokens, local_tokens
+from r3.policy.modules import packed_params
+from r3.routing.replay import Mode, Replay, ReplayLedger
+from r3.runtime.device import Device
+from r3.runtime.mesh import Mesh
+from r3.types import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """Result of a pass without gradients, for the tokens that this rank computes.
+
+    One tensor per micro-batch, on the device, float32 [N] (N / cp under context parallelism). Empty
+    on all but the last pipeline stage.
+
+    Attributes:
+        logprobs: log-probability of each target.
+        entropy: entropy of the distribution at each position.
+        rollout_logprobs, loss_mask: the micro-batches' values for the same tokens.
+        compared: 1 at loss tokens that the engine sampled with the policy's present weights. Tokens
+            of older policy versions are excluded.
+        ledger: what replay did; `ledger.recorded` has the routes if the pass recorded them.
+    """
+
+    logprobs: tuple[torch.Tensor, ...]
+    entropy: tuple[torch.Tensor, ...]
+    rollout_logprobs: tuple[torch.Tensor, ...]
+    loss_mask: tuple[torch.Tensor, ...]
+    compared: tuple[torch.Tensor, ...]
+    ledger: ReplayLedger
+
+
+class ScoringPolicy:
+    """A Megatron shard that scores tokens.
+
+    Attributes:
+        wrapped: the model chunks, as Megatron's schedules run them.
+        replay: the routers' routes.
+    """
+
+    device: Device
+    mesh: Mesh
+    shape: ModelShape
+    wrapped: list[Any]
+    replay: Replay
+
+    def score(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        mode: Mode,
+        recorded_routes: Sequence[torch.Tensor] | None = None,
+    ) -> TokenScores:
+        """Compute log-probabilities and entropy of every target, without gradients.
+
+        All ranks must call with equally many micro-batches.
+
+        Args:
+            micro_batches: what to score.
+            mode: "replay" replays routes, "live" lets routers choose, "record" lets them choose and
+                keeps the routes.
+            recorded_routes: routes to replay in place of the micro-batches' own: `ledger.recorded`
+                of an earlier pass over the same micro-batches.
+        """
+        outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        seen: list[LocalTokens] = []
+
+        def keep(_number: int, tokens: LocalTokens, scores_2N: torch.Tensor) -> torch.Tensor:
+            outputs.append((scores_2N[0], scores_2N[1]))
+            seen.append(tokens)
+            return scores_2N.new_zeros(())
+
+        with self.replay.schedule(self._mode(mode), training=False) as ledger_of:
+            self._run_schedule(
+                micro_batches, keep, forward_only=True, recorded_routes=recorded_routes
+            )
+            ledger = ledger_of()
+        return TokenScores(
+            logprobs=tuple(logprobs for logprobs, _ in outputs),
+            entropy=tuple(entropy for _, entropy in outputs),
+            rollout_logprobs=tuple(tokens.rollout_logprobs_N for tokens in seen),
+            loss_mask=tuple(tokens.loss_mask_N for tokens in seen),
+            compared=tuple(tokens.loss_mask_N * tokens.current_N for tokens in seen),
+            ledger=ledger,
+        )
+
+    def _mode(self, mode: Mode) -> Mode:
+        return mode if self.shape.moe_layers else "live"
+
+    def _run_schedule(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        on_scores: Callable[[int, LocalTokens, torch.Tensor], torch.Tensor],
+        *,
+        forward_only: bool,
+        recorded_routes: Sequence[torch.Tensor] | None = None,
+        on_forward: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run Megatron's own schedule.
+
+        On the last pipeline stage `on_scores(number, tokens, scores_2N)` returns the loss;
+        `scores_2N` has the targets' log-probabilities and the entropies.
+        """
+        everything = [*micro_batches, *self._fillers(micro_batches)]
+
+        def forward_step(
+            iterator: Iterator[tuple[int, MicroBatch]], model: Any
+        ) -> tuple[torch.Tensor, Any]:
+            number, micro_batch = next(iterator)
+            tokens = local_tokens(micro_batch, self.mesh, self.device.torch)
+            is_filler = number >= len(micro_batches)
+            routes_NLK, compared_N, rows = tokens.routes_NLK, tokens.captured_N, tokens.num_captured
+            # A stage of dense layers has recorded no routes.
+            if recorded_routes and not is_filler:
+                routes_NLK = recorded_routes[number].to(self.device.torch)
+                compared_N, rows = tokens.real_N, tokens.num_real
+            self.replay.load(routes_NLK, compared_N, rows=rows, model=model)
+            scores = model(
+                tokens.tokens_N[None],
+                tokens.positions_N[None],
+                None,
+                labels=tokens.targets_N[None],
+                packed_seq_params=packed_params(micro_batch.cu_seqlens, self.device.torch),
+            )
+
+            if model is self.wrapped[-1] and not is_filler:
+                on_forward()
+
+            def loss_func(
+                output: torch.Tensor,
+            ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+                loss = 0.0 * output.sum() if is_filler else on_scores(number, tokens, output)
+                return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
+
+            return scores, loss_func
+
+        with torch.no_grad() if forward_only else nullcontext():
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(enumerate(everything)) for _ in self.wrapped],
+                model=self.wrapped,
+                num_microbatches=len(everything),
+                seq_length=max(micro_batch.num_tokens for micro_batch in everything),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _fillers(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the fillers that the interleaved schedule needs: it takes micro-batches in groups.
+
+        A group has one micro-batch per stage. Fillers have routes of this rank's layers even if the
+        micro-batches have none (R2 replays what it recorded).
+        """
+        missing = -len(micro_batches) % self.mesh.pp.size if len(self.wrapped) > 1 else 0
+        layers = len(self.replay.layers)
+        filler = filler_micro_batch(
+            num_experts=self.shape.num_experts,
+            num_layers=layers,
+            topk=self.shape.topk if layers else 0,
+            multiple=2 * self.mesh.cp.size * self.mesh.tp.size,
+        )
+        return [filler] * missing
