@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from r3.config import Config, with_values
+from r3.config import Config
 from r3.models.shape import BYTES_OF, ModelShape, ShapeError, checkpoint_tensors
 
 GIB = 2**30
@@ -256,9 +256,10 @@ def _shape_of(folder: str) -> ModelShape | None:
 
 def teacher_bytes(config: Config, path: str) -> float:
     """Bytes of a teacher's weights on a rank; 0 if its folder cannot be read."""
-    own = with_values(config, {"parallel.pp_layers": ()})
-    shape = _shape_of(path)
-    return sum(params_per_rank(own, shape)) * BYTES_OF[config.model.dtype] if shape else 0.0
+    if (shape := _shape_of(path)) is None:
+        return 0.0
+    own = config.of_teacher(is_dense=not shape.moe_layers)
+    return float(sum(params_per_rank(own, shape)) * BYTES_OF[config.model.dtype])
 
 
 def optimizer_bytes(config: Config, shape: ModelShape, world_size: int) -> float:

@@ -814,6 +814,13 @@ class Config:
         """The config with the settings that `train.objective` fixes."""
         return with_values(self, FIXED[self.train.objective])
 
+    def of_teacher(self, *, is_dense: bool) -> Config:
+        """The config that a teacher is built with: settings of the policy's model are left out."""
+        own: dict[str, Any] = {"parallel.pp_layers": (), "model.router_logits": "float32"}
+        if is_dense:
+            own |= {"parallel.ep": 1, "parallel.etp": 0}
+        return with_values(self, own)
+
     @property
     def reward_functions(self) -> tuple[str, ...]:
         """Functions of training, evaluation and rows, each once, as they are set."""

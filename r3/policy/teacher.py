@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from r3.config import Config, with_values
+from r3.config import Config
 from r3.data.prompts import source_labels
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
@@ -35,10 +35,8 @@ class Teacher(ScoringPolicy):
         Raises:
             CheckpointError: the checkpoint does not have the tensors of its model.
         """
-        # Numbers of layers are those of the policy, and no engine samples from the teacher.
-        own = {"parallel.pp_layers": (), "model.router_logits": "float32"}
-        config = with_values(config, own)
         shape = ModelShape.read(path)
+        config = config.of_teacher(is_dense=not shape.moe_layers)
         self.device, self.mesh, self.shape = device, mesh, shape
         megatron = transformer_config(config, shape)
         chunks = build_chunks(config, shape, megatron, mesh, device)

@@ -7,7 +7,7 @@ from pathlib import Path
 from r3.cli.checks.findings import Findings
 from r3.cli.checks.layout import check_layout
 from r3.cli.checks.model import is_folder
-from r3.config import Config, with_values
+from r3.config import Config
 from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
 
 
@@ -54,8 +54,11 @@ def _fault(
         longest := config.longest_sequence(shape.max_position_embeddings)
     ):
         context = teacher.max_position_embeddings
-        return f"its context of {context} tokens is shorter than the {longest} of a sample"
-    own = with_values(config, {"parallel.pp_layers": ()})
+        return (
+            f"its context of {context} tokens is shorter than the {longest} that a sample may have "
+            "(data.max_prompt_tokens and rollout.max_response_tokens)"
+        )
+    own = config.of_teacher(is_dense=not teacher.moe_layers)
     layout, known = Findings(own), {problem.field for problem in found.problems}
     check_layout(own, layout, teacher, world_size)
     return "; ".join(

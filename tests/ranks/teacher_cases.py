@@ -1,0 +1,144 @@
+"""Teachers of other sizes than the policy, under many layouts and by transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from r3.handover.rollouts import PackingSpec, distribute
+from r3.policy import Policy
+from r3.policy.layout import local_tokens
+from r3.policy.objective import policy_loss
+from r3.rollout.scored import Scored
+from r3.runtime.device import Device
+from r3.types import Batch, Rollout
+from tests.policies import LENGTHS, build
+from tests.tiny import random_rollouts, tiny_config
+
+TEMPERATURE = 0.7
+SOURCES = ("a.jsonl", "b.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taught:
+    """One update with teachers.
+
+    Attributes:
+        logprobs: sum of the teachers' log-probabilities over this rank's loss tokens.
+        kl: sum of log pi_old - log pi_teacher over this rank's loss tokens, and their number.
+        by_hand: the advantage that the loss used equals the formula; only on one rank.
+        error: largest difference of a teacher's log-probability from transformers; only on one
+            rank.
+        again: a second pass, after the update, gives the same bits.
+    """
+
+    logprobs: float
+    kl: tuple[float, float]
+    grad_norm: float
+    by_hand: bool | None
+    error: float | None
+    again: bool
+
+
+def taught(
+    device: Device,
+    *,
+    model: str,
+    teachers: list[str],
+    parallel: dict[str, int],
+    objective: str = "distill",
+) -> Taught:
+    """Make one update of random rollouts of two sources."""
+    config = tiny_config(
+        model,
+        parallel=parallel,
+        data={"path": SOURCES},
+        rollout={"temperature": TEMPERATURE},
+        algo={"teacher": tuple(teachers), "teacher_coef": 0.5},
+        train={"objective": objective, "lr": 1e-3},
+    )
+    mesh, policy = build(device, config)
+    assert policy.teachers is not None
+    rollouts = [
+        replace(rollout, prompt_id=f"{SOURCES[index % 2]}:{index}")
+        for index, rollout in enumerate(random_rollouts(policy.shape, LENGTHS))
+    ]
+    mine = [
+        Scored(index=index, rollout=rollout, advantage=0.3 * index)
+        for index, rollout in enumerate(rollouts)
+        if rollout.group % mesh.world.size == mesh.world.rank
+    ]
+    spec = PackingSpec(micro_batch_tokens=128, on_missing="live", layers=policy.replay.layers)
+    (batch,), _ = distribute(mine, mesh, policy.shape, spec)
+    scored = policy.teachers.logprobs(batch.micro_batches)
+    alone = mesh.world.size == 1
+    by_hand = _advantages_by_hand(policy, batch, scored) if alone else None
+    error = _error(rollouts, teachers, batch, scored) if alone else None
+    update = policy.update(batch, total_updates=1, teacher_logprobs=scored)
+    masks = (
+        [local_tokens(one, mesh, device.torch).loss_mask_N for one in batch.micro_batches]
+        if policy.reports
+        else []
+    )
+    kl = update.metrics.get("loss/kl_teacher")
+    return Taught(
+        logprobs=float(sum((one * mask).sum() for one, mask in zip(scored, masks, strict=False))),
+        kl=(kl.total, kl.count) if kl else (0.0, 0.0),
+        grad_norm=update.grad_norm,
+        by_hand=by_hand,
+        error=error,
+        again=all(map(torch.equal, scored, policy.teachers.logprobs(batch.micro_batches))),
+    )
+
+
+def _advantages_by_hand(policy: Policy, batch: Batch, scored: list[torch.Tensor]) -> bool:
+    """Whether the loss's gradient is -A / (number of loss tokens), A from its formula."""
+    config, old = policy.config, policy.score(batch.micro_batches, mode="replay").logprobs
+    for number, micro_batch in enumerate(batch.micro_batches):
+        tokens = local_tokens(micro_batch, policy.mesh, policy.device.torch)
+        now_N = old[number].clone().requires_grad_()
+        loss, _ = policy_loss(
+            config,
+            batch,
+            tokens,
+            policy.mesh.cp,
+            now_N,
+            old[number],
+            teacher_logprobs_N=scored[number],
+        )
+        (gradient_N,) = torch.autograd.grad(loss, now_N)
+        advantages_N = 0.5 * (scored[number] - old[number])
+        if config.train.objective == "rl":
+            advantages_N = advantages_N + micro_batch.advantages_N
+        expected_N = -advantages_N * micro_batch.loss_mask_N / batch.num_loss_tokens
+        # float32: the loss takes exp of a difference that is 0
+        if not torch.allclose(gradient_N, expected_N, rtol=1e-5, atol=1e-8):
+            return False
+    return True
+
+
+def _error(
+    rollouts: list[Rollout], teachers: list[str], batch: Batch, scored: list[torch.Tensor]
+) -> float:
+    from transformers import AutoModelForCausalLM
+
+    models: list[Any] = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in teachers
+    ]
+    worst = 0.0
+    for number, micro_batch in enumerate(batch.micro_batches):
+        for index, (start, _) in zip(
+            micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True
+        ):
+            if index < 0:
+                continue
+            ids = torch.from_numpy(rollouts[index].tokens_T)
+            with torch.no_grad():
+                logits = models[index % len(models)](ids[None]).logits[0, :-1]
+            expected = (logits / TEMPERATURE).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+            own = scored[number][start : start + len(expected)]
+            worst = max(worst, float((own - expected).abs().max()))
+    return worst

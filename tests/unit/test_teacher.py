@@ -1,0 +1,131 @@
+"""On-policy distillation: the formula by hand, and teachers that do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from r3 import assets
+from r3.algo.loss import LOSSES, Bounds, LossInputs, Sequences, teacher_advantage
+from r3.cli.checks import problems, warnings
+from r3.cli.memory_plan import host_memory, memory, teacher_bytes
+from r3.config import ConfigError, with_values
+from r3.models.shape import ModelShape
+from r3.rollout.task import read_task
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+TEACHER = str(assets.TINY_MOE_TIES)
+DISTILL = with_values(tiny_config(), {"train.objective": "distill", "algo.teacher": (TEACHER,)})
+
+
+def test_advantages_of_a_teacher_by_hand() -> None:
+    old_N = torch.tensor([-1.0, -0.5, -2.0, 0.0], requires_grad=True)
+    teacher_N = torch.tensor([-0.25, -2.5, -2.0, -900.0])
+    found_N = teacher_advantage(old_N, teacher_N, coef=2.0)
+    # 2 (-0.25 + 1), 2 (-2.5 + 0.5), 0, and 2 * -20 where the difference is clamped
+    assert found_N.tolist() == [1.5, -4.0, 0.0, -40.0]
+    assert not found_N.requires_grad
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "pg", "cispo", "minirl"])
+def test_the_expected_gradient_is_that_of_the_reverse_kl(loss: str) -> None:
+    """Over all tokens of a distribution, each weighted by its probability."""
+    torch.manual_seed(0)
+    logits_V, teacher_V = torch.randn(5).double(), torch.randn(5).double().log_softmax(0)
+    logits_V.requires_grad_()
+    logprobs_V = logits_V.log_softmax(0)
+    kl = (logprobs_V.exp() * (logprobs_V - teacher_V)).sum()
+    (expected_V,) = torch.autograd.grad(kl, logits_V, retain_graph=True)
+    old_V = logprobs_V.detach()
+    inputs = LossInputs(
+        logprobs_N=logprobs_V,
+        old_logprobs_N=old_V,
+        rollout_logprobs_N=old_V,
+        advantages_N=teacher_advantage(old_V, teacher_V, coef=1.0),
+        loss_mask_N=torch.ones(5),
+        sequences=Sequences((0, 5)),
+    )
+    loss_V, _ = LOSSES[loss](inputs, Bounds(low=1.0, high=4.0, cap=5.0))
+    (found_V,) = torch.autograd.grad((old_V.exp() * loss_V).sum(), logits_V)
+    # losses are float32
+    torch.testing.assert_close(found_V, expected_V, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"algo.teacher": ()}, "is empty, and train.objective is distill"),
+        ({"algo.teacher": ("nowhere",)}, "there is no such folder"),
+        ({"train.objective": "sft"}, "train.objective sft samples none"),
+        ({"algo.teacher": (TEACHER, TEACHER)}, "has 2 values for the 1 paths of data.path"),
+        ({"algo.teacher_coef": 0.0}, "above 0"),
+    ],
+)
+def test_teachers_that_make_no_sense_are_refused(values: dict[str, Any], expected: str) -> None:
+    assert problems(DISTILL, 1) == []
+    found = problems(with_values(DISTILL, values), 1)
+    assert any(expected in str(problem) for problem in found), found
+
+
+def _copy(folder: Path, **config: Any) -> str:
+    """The teacher's folder with other keys in its config.json."""
+    shutil.copytree(TEACHER, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return str(folder)
+
+
+def test_a_teacher_that_does_not_fit_layout_or_context_is_refused(tmp_path: Path) -> None:
+    short = _copy(tmp_path / "short", max_position_embeddings=32)
+    (found,) = problems(with_values(DISTILL, {"algo.teacher": (short,)}), 1)
+    assert "its context of 32 tokens is shorter than" in str(found)
+    other = _copy(tmp_path / "other", num_hidden_layers=5)
+    (found,) = problems(with_values(DISTILL, {"algo.teacher": (other,)}), 1)
+    assert "its tensors differ from what config.json implies" in str(found)
+    random = _random(tmp_path / "random", num_experts=9, max_position_embeddings=512)
+    config = with_values(DISTILL, {"algo.teacher": (random,), "parallel.ep": 2})
+    (found,) = problems(config, 2)
+    assert found.field == "algo.teacher" and "parallel.ep = 2" in found.rule
+
+
+def _random(folder: Path, **sizes: Any) -> str:
+    from tests.families import random_checkpoint
+
+    return str(random_checkpoint(folder, **sizes))
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    folder = Path(_copy(tmp_path / "teacher"))
+    text = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = text["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    with pytest.raises(ConfigError, match="differs from the policy's in 2 of 471 tokens"):
+        read_task(with_values(DISTILL, {"algo.teacher": (str(folder),)}))
+
+
+def test_the_plan_counts_teachers(tmp_path: Path) -> None:
+    shape = ModelShape.read(DISTILL.model.path)
+    larger = _random(tmp_path, hidden_size=256, num_hidden_layers=8)
+    config = with_values(DISTILL, {"algo.teacher": (larger,), "train.micro_batch_tokens": 64})
+    size = 4 * ModelShape.read(larger).num_params
+    assert teacher_bytes(config, larger) == size
+    assert host_memory(config, shape, 1)["teachers"] == size
+    train = memory(config, shape, 1)["TRAIN"]
+    assert train["teacher"] + train["activations"] == pytest.approx(size)
+    assert "teacher" not in memory(tiny_config(), shape, 1)["TRAIN"]
+
+
+def test_settings_without_effect_are_warned_of() -> None:
+    text = "\n".join(warnings(with_values(DISTILL, {"algo.advantage": "rloo"}), 1))
+    assert "algo.advantage = 'rloo' has no effect: train.objective distill" in text
+    text = "\n".join(warnings(with_values(tiny_config(), {"algo.teacher_coef": 2.0}), 1))
+    assert "algo.teacher_coef = 2.0 has no effect: algo.teacher is empty" in text
