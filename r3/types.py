@@ -126,9 +126,15 @@ class Rollout:
         lengths = (len(self.loss_mask_T), len(self.logprobs_T), self.routed_experts.shape[0] + 1)
         if any(length != tokens for length in lengths):
             raise AssertionError(
-                f"rollout {self.prompt_id}/{self.sample_index}: {tokens} tokens, but loss mask, "
+                f"rollout {self.name}: {tokens} tokens, but loss mask, "
                 f"log-probabilities and routes + 1 have {lengths}"
             )
+
+    @property
+    def name(self) -> str:
+        """Prompt, sample and, after the first, sequence, for messages."""
+        sequence = f"/{self.sequence}" if self.sequence else ""
+        return f"{self.prompt_id}/{self.sample_index}{sequence}"
 
     @property
     def unit(self) -> tuple[int, int, int]:

@@ -353,7 +353,7 @@ def _shift(
     topk: int,
     policy_version: int | None,
 ) -> _Sequence:
-    name = f"rollout {rollout_id} ({rollout.prompt_id}/{rollout.sample_index})"
+    name = f"rollout {rollout_id} ({rollout.name})"
     if rollout_id < 0:
         raise ValueError(f"{name}: the id must be >= 0, -1 marks filler")
     if not np.isfinite(advantage):

@@ -293,6 +293,7 @@ class Workflows:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat_asked: float | None = None
         self._beat_due = 0.0
+        self._alive = threading.Event()
 
     @property
     def outstanding(self) -> int:
@@ -335,8 +336,10 @@ class Workflows:
         self._beat_due = now + _BEAT_S
         if self._beat_asked is None:
             self._beat_asked = now
+            self._alive.clear()
             self._loop.call_soon_threadsafe(self._beat)
-        elif now - self._beat_asked > self.settings.timeout_s:
+        # The engine may have kept the interpreter's lock for as long.
+        elif now - self._beat_asked > self.settings.timeout_s and not self._alive.wait(_BEAT_S):
             frame = sys._current_frames().get(self._thread)
             return "".join(traceback.format_stack(frame, limit=4)) if frame else "unknown code"
         return ""
@@ -358,6 +361,7 @@ class Workflows:
 
     def _beat(self) -> None:
         self._beat_asked = None
+        self._alive.set()
 
     async def _run(
         self, task: Prompt, make_episode: Callable[[], Episode]

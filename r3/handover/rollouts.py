@@ -289,7 +289,7 @@ def find_damage(micro_batch: MicroBatch, received: Mapping[int, Scored]) -> str:
         packed = checksums(tokens_N[start:end], routes_NLK[start : end - 1])
         if packed != received[index].checksums:
             return (
-                f"rollout {rollout.prompt_id}/{rollout.sample_index}: its packed tokens and routes "
+                f"rollout {rollout.name}: its packed tokens and routes "
                 f"are not those that were sent (checksums by layer {packed}, sent "
                 f"{received[index].checksums}): rows of another rollout, shifted rows or rows of "
                 "other layers"

@@ -56,7 +56,10 @@ def _calls(who: str, setting: str) -> dict[str, Entry]:
 
 
 GLOSSARY: dict[str, Entry] = {
-    "reward/mean": Entry("mean reward per rollout", _COLLECT),
+    "reward/mean": Entry(
+        "mean reward per rollout; of workflows per episode, or per sequence if calls are rewarded",
+        _COLLECT,
+    ),
     "reward/std": Entry("standard deviation of the rewards", _COLLECT),
     "reward/shaped_mean": Entry("mean reward minus the overlong penalty", "r3/rollout/scored.py"),
     "reward/group_zero_std_frac": Entry("share of groups whose rewards are all equal", _COLLECT),

@@ -49,6 +49,7 @@ def sample_markdown(row: Mapping[str, Any]) -> str:
         f"reward {row['reward']:.4g}, advantage {row['advantage']:+.3f}, "
         f"{row['response_tokens']} sampled tokens, "
         f"finish {row['finish_reason']}, {row['prompt_id']} sample {row['sample_index']}"
+        + (f" sequence {row['sequence']}" if row.get("sequence") else "")
     )
     parts = [(str(message["role"]), _said(message)) for message in row["messages"]]
     if row.get("reference"):

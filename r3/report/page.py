@@ -84,6 +84,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "prompt": sample.prompt_id,
         "group": sample.group,
         "sample": sample.sample_index,
+        "sequence": sample.sequence or None,
         "question": sample.question,
         "reference": sample.reference,
         "messages": messages,

@@ -175,7 +175,7 @@ def _fault(rollout: Rollout, policy_versions: Container[int] | None, num_experts
 
 
 def _name(rollout: Rollout) -> str:
-    return f"rollout {rollout.prompt_id}/{rollout.sample_index}"
+    return f"rollout {rollout.name}"
 
 
 def _listed(layers: Sequence[int], limit: int = 6) -> str:

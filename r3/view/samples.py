@@ -16,6 +16,7 @@ class Sample:
     Attributes:
         row: index of the row in its file; the arrays beside a rollout dump have the same order.
         group: samples with the same number answer the same prompt.
+        sequence: index among the token sequences of a workflow's episode; 0 for conversations.
         question: the last message of the user; empty in dumps that older versions wrote.
         reference: the reference answer; empty when the dump does not have it.
         messages: the whole conversation. Older dumps have the last message of the model only.
@@ -41,6 +42,13 @@ class Sample:
     finish_reason: str
     response_tokens: int
     is_complete: bool
+    sequence: int = 0
+
+    @property
+    def name(self) -> str:
+        """Prompt, sample and, after the first, sequence."""
+        sequence = f" sequence {self.sequence}" if self.sequence else ""
+        return f"{self.prompt_id}  sample {self.sample_index}{sequence}"
 
 
 def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
@@ -62,6 +70,7 @@ def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
         finish_reason=row["finish_reason"],
         response_tokens=row["response_tokens"],
         is_complete=bool(row.get("messages")),
+        sequence=row.get("sequence", 0),
     )
 
 

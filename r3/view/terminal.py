@@ -44,7 +44,7 @@ def facts(sample: Sample) -> str:
 
 def _parts(sample: Sample) -> Iterator[RenderableType]:
     yield Rule(
-        Text(f"{sample.prompt_id}  sample {sample.sample_index}", style="bold"),
+        Text(sample.name, style="bold"),
         align="left",
         style="dim",
     )

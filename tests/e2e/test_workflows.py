@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from r3 import assets
 from tests.e2e import workflow_cases
 from tests.e2e.workflow_cases import Episodes, Facts
+from tests.runs import rows_of, run
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -59,9 +63,23 @@ def test_a_template_that_drops_reasoning_makes_each_turn_a_sequence(facts: Facts
         assert text.count("<think>") == 1, "the reasoning of earlier turns is not in the prompt"
 
 
+def test_a_crashing_a_hanging_and_a_slow_episode_lose_nothing_else(facts: Facts) -> None:
+    calm, dropped, zeroed = (facts.kinds[kind] for kind in ("calm", "drop", "zero"))
+    whole = dict(zip(calm.names, calm.signatures, strict=True))
+    assert len(whole) == 64 and set(calm.rewards) == {1.0}
+    left = dict(zip(dropped.names, dropped.signatures, strict=True))
+    assert len(left) == 62 and left.items() <= whole.items()
+    counts = ("calls", "errors", "timeouts", "dropped", "zeroed")
+    assert [dropped.metrics[f"env/{name}"] for name in counts] == [64, 1, 1, 2, 0]
+    assert [zeroed.metrics[f"env/{name}"] for name in counts] == [64, 1, 1, 0, 2]
+    failed = {n for n, reward in zip(zeroed.names, zeroed.rewards, strict=True) if reward == 0}
+    assert failed == whole.keys() - left.keys() and len(zeroed.names) == 64
+
+
 def test_episodes_do_not_depend_on_the_number_of_engines(facts: Facts, tmp_path: Path) -> None:
     left, right = run_world(workflow_cases.episodes, 2, folder=str(tmp_path), timeout_s=400.0)
-    for kind, whole in facts.kinds.items():
+    for kind in ("environment", "talks", "branching", "reasoning", "drop"):
+        whole = facts.kinds[kind]
         parts = [left.kinds[kind], right.kinds[kind]]
         both = {
             name: signature
@@ -79,6 +97,57 @@ def test_two_ranks_share_one_engine(tmp_path: Path) -> None:
     assert agreement is not None and agreement.worst <= 1e-4  # as above
     assert agreement.wrong <= agreement.slots / 5000
     assert second.kinds["branching"].names == [] and len(first.kinds["branching"].names) > 60
+
+
+@pytest.mark.parametrize("rewards", ["episode", "calls"])
+def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(assets.TINY_MOE, model)
+    (model / "chat_template.jinja").write_text(workflow_cases.REASONING)
+    file = tmp_path / "agent.py"
+    file.write_text(AGENT)
+    run(
+        tmp_path / "run",
+        *("--model.path", str(model), "--env.path", f"{file}:Agent"),
+        *("--env.args", f"rewards={rewards}", "--train.steps", "2", "--eval.max_prompts", "8"),
+        *("--rollout.prompts_per_step", "8", "--train.updates_per_step", "2"),
+        *("--algo.dynamic_sampling", "2", "--algo.kl_coef", "0.01", "--algo.kl_in", "reward"),
+        *("--algo.kl_estimator", "k1", "--checkpoint.export", "false", "--log.rollouts_every", "1"),
+    )
+    start, *rows = rows_of(tmp_path / "run")
+    assert "eval/heldout/accuracy" in start and len(rows) == 2
+    for row in rows:
+        assert row["env/sequences_mean"] == 3 and row["env/continued_frac"] == 0
+        assert row["env/turns_mean"] == 4, "the call without training counts too"
+        assert row["routing/coverage"] == 1.0
+        # Policy and engine agree on every token of every sequence; float32 on both sides.
+        assert row["mismatch/abs_max"] <= 1e-4 and row["routing/agreement"] > 0.999
+    dump = (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    by_episode: dict[tuple[int, int], list[float]] = {}
+    for line in map(json.loads, dump):
+        by_episode.setdefault((line["group"], line["sample_index"]), []).append(line["advantage"])
+    assert {len(advantages) for advantages in by_episode.values()} == {3}
+    several = any(len(set(advantages)) > 1 for advantages in by_episode.values())
+    assert several == (rewards == "calls")
+
+
+AGENT = '''
+def user(text):
+    return {"role": "user", "content": text}
+
+class Agent:
+    """Three turns of a conversation, and a call without training."""
+    def __init__(self, rewards):
+        self.rewards = rewards
+    async def run(self, task, model):
+        messages, scores = list(task.messages), []
+        for turn in range(3):
+            message = await model.chat(messages, max_tokens=16)
+            scores.append(float(len(message["content"]) % 5))
+            messages += [message, user("and then 2 more")]
+        await model.chat([user("Is it right?")], train=False, temperature=0.0, max_tokens=3)
+        return scores if self.rewards == "calls" else sum(scores)
+'''
 
 
 def _by_episode(found: Episodes) -> dict[str, list[int]]:

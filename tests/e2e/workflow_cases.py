@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from r3.config import ConfigError
 from r3.envs.chat import Chat
@@ -48,6 +49,22 @@ class Branching:
         first = await model.complete(task.tokens_T, max_tokens=5)
         await model.complete([*task.tokens_T, *first.tokens, 7, 8], max_tokens=5)
         return float(len(judge["content"]))
+
+class Trouble:
+    """Two turns; one episode crashes, one hangs and one is slow, if `trouble` is set."""
+    def __init__(self, trouble=0):
+        self.trouble = trouble
+    async def run(self, task, model):
+        message = await model.chat(task.messages, max_tokens=20)
+        number = int(task.id.rpartition(":")[2])
+        if self.trouble and number == {crash}:
+            raise RuntimeError("the agent crashed")
+        if self.trouble and number == {hang}:
+            await asyncio.sleep(3600)
+        if self.trouble and number == {slow}:
+            await asyncio.sleep(3)
+        await model.chat([*task.messages, message, user("go on")], max_tokens=20)
+        return 1.0
 
 class Turns:
     """Three turns of one conversation."""
@@ -104,7 +121,6 @@ class Facts:
 def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
     """Sample every kind of episode, and compare each sequence with transformers."""
     file = Path(folder) / f"mine_{device.rank}.py"
-    file.write_text(CHATTY + WORKFLOWS.replace("class Chatty", "class Talks"))
     config = tiny_config(
         parallel={"engine_tp": engine_tp, "tp": engine_tp},
         engine={"max_model_len": 320, "kv_cache_gib": 0.0625},
@@ -113,9 +129,14 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
     talker = Talker(device, config)
     tokenizer = talker.task.tokenizer
     yardstick = Yardstick(config.model.path)
+    many = talker.task.prompts.prompts[:64]
+    text = CHATTY + WORKFLOWS.replace("class Chatty", "class Talks")
+    for name, index in (("crash", 5), ("hang", 9), ("slow", 11)):
+        text = text.replace("{" + name + "}", many[index].id.rpartition(":")[2])
+    file.write_text(text)
 
-    def of(name: str, **env: object) -> Episodes:
-        collected = talker.collect(path=f"{file}:{name}", max_turns=20, **env)
+    def of(name: str, **settings: Any) -> Episodes:
+        collected = talker.collect(path=f"{file}:{name}", max_turns=20, **settings)
         rollouts: list[Rollout] = collected.rollouts
         return Episodes(
             names=[f"{each.prompt_id}/{each.sample_index}/{each.sequence}" for each in rollouts],
@@ -127,7 +148,11 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
             agreement=yardstick.compare(rollouts) if rollouts else None,
         )
 
+    all_64: dict[str, Any] = {"prompts": many, "samples": 1, "timeout_s": 6.0}
     found = {"environment": of("Chatty"), "talks": of("Talks"), "branching": of("Branching")}
+    found["calm"] = of("Trouble", **all_64)
+    for on_error in ("drop", "zero"):
+        found[on_error] = of("Trouble", args=("trouble=1",), on_error=on_error, **all_64)
     tokenizer.chat_template = REASONING
     found["reasoning"] = of("Turns")
     refused = ""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
+from r3.algo.loss import Bounds, LossInputs, Sequences, aggregate, pg
 from r3.algo.packing import pack, with_advantages
 from r3.models.shape import ModelShape
 from r3.rollout.codec import decode, encode
@@ -149,3 +150,114 @@ def test_a_step_of_dropped_rollouts_ends_with_the_reason(rewards: tuple[float, .
     with pytest.raises(DroppedError, match=rf"step 4: {len(rewards) // 2} of 8 groups are left"):
         require_groups(gathered, step=4, sampled=8, needed=2)
     require_groups(gathered, step=4, sampled=8, needed=len(rewards) // 2)
+
+
+# --- episodes of several sequences --------------------------------------------------------------
+
+
+def episodes(*, own: bool) -> CollectedRollouts:
+    """One group of three episodes: two sequences, one and one, of 6, 20, 16 and 8 tokens."""
+    names = ((0, 0), (0, 1), (1, 0), (2, 0))
+    rollouts = [
+        replace(rollout, group=0, sample_index=sample, sequence=sequence, own_reward=own)
+        for rollout, (sample, sequence) in zip(random_rollouts(SHAPE, LENGTHS), names, strict=True)
+    ]
+    return CollectedRollouts(rollouts=rollouts, rewards=[3.0, 5.0 if own else 3.0, 0.0, 0.0])
+
+
+LENGTHS = (9, 30, 24, 12)
+
+
+def test_an_episode_counts_once_and_all_its_sequences_get_its_advantage() -> None:
+    config = replace(CONFIG, algo=replace(CONFIG.algo, advantage="dr_grpo"))
+    some = episodes(own=False)
+    rewards = gather_rewards(some, ALONE, config)
+    assert rewards.units_R.tolist() == [0, 0, 1, 2]
+    # The mean is over three episodes, 3 / 3 = 1, not over four sequences.
+    advantages = [item.advantage for item in score_all(some, rewards, config)]
+    assert advantages == [2.0, 2.0, -1.0, -1.0]
+    part = rewards.metrics["reward/shaped_mean"]
+    assert type(part).reduce([part]) == 1.0
+
+
+def test_sequences_with_rewards_of_their_own_count_each() -> None:
+    config = replace(CONFIG, algo=replace(CONFIG.algo, advantage="dr_grpo"))
+    some = episodes(own=True)
+    rewards = gather_rewards(some, ALONE, config)
+    assert rewards.units_R.tolist() == [0, 1, 2, 3]
+    # The mean is over four sequences, 8 / 4 = 2.
+    assert [item.advantage for item in score_all(some, rewards, config)] == [1.0, 3.0, -2.0, -2.0]
+
+
+def test_an_episode_has_the_penalty_of_its_longest_sequence() -> None:
+    algo = replace(CONFIG.algo, overlong_buffer=8, overlong_penalty=0.5)
+    rewards = gather_rewards(episodes(own=False), ALONE, replace(CONFIG, algo=algo))
+    # Sequences of 6 and 20 tokens: the whole penalty for both. 16 of 20: half of it.
+    assert rewards.rewards_R.tolist() == [2.5, 2.5, -0.25, 0.0]
+
+
+def test_signal_is_a_difference_between_episodes() -> None:
+    some = episodes(own=False)
+    alone = CollectedRollouts(rollouts=some.rollouts[:2], rewards=[3.0, 3.0])
+    assert gather_rewards(alone, ALONE, CONFIG).groups_with_signal == []
+    assert gather_rewards(some, ALONE, CONFIG).groups_with_signal == [0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "expected"),
+    [
+        # Log-probabilities of -1 make the loss of a token its advantage. 6 + 20 + 16 + 8 tokens.
+        ("token", False, (2 * 6 + 2 * 20 - 16 - 8) / 50),
+        ("token", True, (1 * 6 + 3 * 20 - 2 * 16 - 2 * 8) / 50),
+        # Each of the four sequences weighs alike, so the first episode weighs double.
+        ("sequence", False, (2 + 2 - 1 - 1) / 4),
+        ("sequence", True, (1 + 3 - 2 - 2) / 4),
+        ("constant", False, (2 * 6 + 2 * 20 - 16 - 8) / (4 * 20)),
+    ],
+)
+def test_the_loss_of_episodes_is_the_one_worked_out_by_hand(
+    kind: Literal["token", "sequence", "constant"], own: bool, expected: float
+) -> None:
+    config = replace(CONFIG, algo=replace(CONFIG.algo, advantage="dr_grpo"))
+    some = episodes(own=own)
+    scored = score_all(some, gather_rewards(some, ALONE, config), config)
+    micro_batch = pack(
+        [item.rollout for item in scored],
+        [item.index for item in scored],
+        [item.advantage for item in scored],
+        num_experts=SHAPE.num_experts,
+        num_layers=len(SHAPE.moe_layers),
+        topk=SHAPE.topk,
+    )
+    logprobs_N = torch.full((micro_batch.num_tokens,), -1.0)
+    inputs = LossInputs(
+        logprobs_N=logprobs_N,
+        old_logprobs_N=logprobs_N,
+        rollout_logprobs_N=logprobs_N,
+        advantages_N=micro_batch.advantages_N,
+        loss_mask_N=micro_batch.loss_mask_N,
+        sequences=Sequences(micro_batch.cu_seqlens),
+    )
+    loss_N, _ = pg(inputs, Bounds(0.2, 0.2))
+    loss = aggregate(
+        loss_N,
+        micro_batch.loss_mask_N,
+        micro_batch.sequence_weights_N,
+        kind=kind,
+        num_loss_tokens=50,
+        num_sequences=4,
+        max_response_tokens=20,
+    )
+    # Sums of at most 75 float32 terms of about 1: rounding leaves 1e-6, a wrong weight 0.02.
+    assert float(loss) == pytest.approx(expected, abs=1e-5)
+
+
+def test_sequences_survive_the_way_to_other_ranks() -> None:
+    some = episodes(own=True)
+    again = decode(encode(score_all(some, gather_rewards(some, ALONE, CONFIG), CONFIG)))
+    assert [(each.rollout.sequence, each.rollout.own_reward) for each in again] == [
+        (each.sequence, True) for each in some.rollouts
+    ]
+    assert [each.rollout.name.count("/") for each in again] == [
+        1 + bool(each.sequence) for each in some.rollouts
+    ]

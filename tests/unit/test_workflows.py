@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from r3 import assets
 from r3.config import ConfigError, EnvConfig, RewardConfig
 from r3.engine import CaptureSpec, Sampled, Sampling, Turn
+from r3.envs import is_workflow
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.collected import CollectedRollouts
@@ -20,6 +21,7 @@ from r3.rollout.conversation import ConversationRules, ConversationSetup, Enviro
 from r3.rollout.episodes import EpisodeRound
 from r3.runtime.user_code import load
 from r3.types import Prompt, Rollout
+from tests.settings import found
 from tests.talkers import values
 from tests.tiny import tiny_config
 
@@ -479,3 +481,37 @@ def test_a_wrong_call_or_result_is_a_failure(
 def test_a_class_that_cannot_run_is_refused(play: Play, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         play(name)
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+def test_a_workflow_cannot_be_suspended_or_moved_to_processes(play: Play) -> None:
+    path = {"env.path": f"{play.file}:Talks"}
+    assert found(path) == {}
+    problems = found({**path, "rollout.step_token_budget": 8, "env.workers": 2})
+    assert "Talks is a workflow: a coroutine cannot be" in problems["rollout.step_token_budget"]
+    assert "asyncio.to_thread" in problems["env.workers"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def run(self, task, model): ...", "W.run is not async"),
+        ("async def run(self, task): ...", "W.run does not take self, task and model"),
+        ("async def go(self): ...", "class W has no method step"),
+    ],
+)
+def test_check_names_what_a_workflow_lacks(tmp_path: Path, source: str, message: str) -> None:
+    file = tmp_path / "w.py"
+    file.write_text(f"class W:\n    {source}\n")
+    assert message in found({"env.path": f"{file}:W"})["env.path"]
+
+
+def test_a_class_with_reset_and_step_may_have_a_method_run(tmp_path: Path) -> None:
+    methods = ("reset(self, prompt)", "step(self, message)", "run(self, command)")
+    lines = ["class Shell:", *(f"    def {method}: ..." for method in methods)]
+    file = tmp_path / "shell.py"
+    file.write_text("\n".join(lines))
+    assert found({"env.path": f"{file}:Shell", "env.workers": 1}) == {}
+    assert not is_workflow(load(f"{file}:Shell"))
