@@ -76,6 +76,11 @@ def test_a_crashing_a_hanging_and_a_slow_episode_lose_nothing_else(facts: Facts)
     assert failed == whole.keys() - left.keys() and len(zeroed.names) == 64
 
 
+def test_calls_that_are_given_up_leave_nothing_behind(facts: Facts) -> None:
+    found = facts.kinds["impatient"]
+    assert found.turns == [1] * 16 and found.rewards == [1.0] * 16
+
+
 def test_episodes_do_not_depend_on_the_number_of_engines(facts: Facts, tmp_path: Path) -> None:
     left, right = run_world(workflow_cases.episodes, 2, folder=str(tmp_path), timeout_s=400.0)
     for kind in ("environment", "talks", "branching", "reasoning", "drop"):

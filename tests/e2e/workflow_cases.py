@@ -66,6 +66,18 @@ class Trouble:
         await model.chat([*task.messages, message, user("go on")], max_tokens=20)
         return 1.0
 
+class Impatient:
+    """Gives up calls: one after a moment, one by returning."""
+    async def run(self, task, model):
+        try:
+            await asyncio.wait_for(model.chat([user("Tom has 2")]), 0.001)
+        except asyncio.TimeoutError:
+            pass
+        await model.chat(task.messages, max_tokens=2)
+        self.left = asyncio.create_task(model.chat([user("Tom has 3 pens.")]))
+        await asyncio.sleep(0.002)
+        return 1.0
+
 class Turns:
     """Three turns of one conversation."""
     async def run(self, task, model):
@@ -153,6 +165,7 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
     found["calm"] = of("Trouble", **all_64)
     for on_error in ("drop", "zero"):
         found[on_error] = of("Trouble", args=("trouble=1",), on_error=on_error, **all_64)
+    found["impatient"] = of("Impatient")  # the next round needs an engine without requests
     tokenizer.chat_template = REASONING
     found["reasoning"] = of("Turns")
     refused = ""
