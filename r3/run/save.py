@@ -133,5 +133,7 @@ def export_weights(run: Run) -> None:
                 step=run.config.train.steps,
             )
     except (OSError, SafetensorError) as error:
-        # The checkpoint of the last step is written: a new start exports, and trains nothing.
-        raise SaveError(f"{folder}: not exported: {error}") from error
+        raise SaveError(
+            f"{folder}: not exported: {error}. The checkpoint of the last step is complete. Fix: "
+            "make room and start again; that exports the weights and trains nothing"
+        ) from error

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from r3.cli.parse import Invocation
-from r3.config import Config, ConfigError, flatten
+from r3.config import Config, ConfigError, Problem, flatten
 from r3.data.prompts import DataError
 from r3.metrics.console import stage
 from r3.metrics.trackers import Tracker
@@ -194,6 +194,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
     began = time.perf_counter()
     die_with_launcher()
     config, check = invocation.config, invocation.check
+    require_engines_within_machines(config)
     run_dir = RunDir(Path(config.log.dir))
     with ExitStack() as undo:
         with stage("reading model facts, data and rewards"):
@@ -239,6 +240,18 @@ def _rank() -> int:
 
 def _is_leader() -> bool:
     return _rank() == 0
+
+
+def require_engines_within_machines(config: Config) -> None:
+    """Raise ConfigError if an engine would have ranks on two machines, as the launcher placed them.
+
+    The ranks of an engine share memory.
+    """
+    local, size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), config.parallel.engine_tp
+    if local % size:
+        rule = f"must divide the {local} rank(s) of a machine: an engine stays on one machine"
+        fix = f"set parallel.engine_tp to {local} or a divisor of it, or start {size} ranks on each"
+        raise ConfigError([Problem("parallel.engine_tp", size, rule, fix)])
 
 
 def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> None:

@@ -191,6 +191,23 @@ def test_full_disk_stops_the_save_and_not_the_run(tmp_path: Path) -> None:
         attempt.kill()
 
 
+def test_full_disk_stops_the_export_and_the_checkpoint_remains(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = own_disk(folder / "hf", "256k")
+    if not command:
+        pytest.skip("this system does not let a user mount a file system")
+    attempt = launch(folder, "--train.steps", "1", prefix=command)
+    assert attempt.end() == 1
+    assert "SaveError on rank 0: " in attempt.text and "not exported: " in attempt.text
+    assert "make room and start again" in attempt.text and "continue with: " in attempt.text
+    assert newest_checkpoint(folder) == 1 and not any((folder / "hf").iterdir())
+
+    rows = rows_written(folder)
+    again = finish_run(folder, "--train.steps", "1")
+    assert (folder / "hf" / "step_000001" / "config.json").exists(), again.text
+    assert rows_written(folder) == rows, "no step was made again"
+
+
 needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="the slow disk needs cc")
 
 

@@ -91,7 +91,8 @@ def _table(faults: Sequence[Fault], root: Path, until: float) -> int:
                 raise Skip("the time was over")
             outcome = fault.make(place)
         except Skip as reason:
-            outcome = Outcome(f"not run: {reason}", "", "")
+            print(f"{fault.name}: not run: {reason}", flush=True)
+            continue  # the row keeps what it had
         except Unexpected as error:
             failed += 1
             print(error, file=sys.stderr)
@@ -130,7 +131,11 @@ def _write_table(rows: Mapping[str, str]) -> None:
     lines = [rows.get(fault.what) or _line_of(fault, old) for fault in TABLE]
     head = ["| fault | what the user sees | lost | how it goes on |", "|---|---|---|---|"]
     table = "\n".join([*head, *lines])
-    text = f"{_INTRODUCTION}Last run {_when()}.\n\n{table}\n"
+    names = ", ".join(fault.name for fault in TABLE if fault.what in rows)
+    last = f"Last run {_when()}: {names}. Other rows are of earlier runs and commits."
+    if len(rows) == len(TABLE):
+        last = f"Last run {_when()}: all rows."
+    text = f"{_INTRODUCTION}{textwrap.fill(last, 100)}\n\n{table}\n"
     _PAGE.write_text(f"{text}\n{found}{rest}" if found else text, encoding="utf-8")
 
 

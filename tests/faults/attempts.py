@@ -93,20 +93,22 @@ def launch(
     preset: str = "tiny-smoke",
     restarts: int = 0,
     prefix: tuple[str, ...] = (),
+    ranks: tuple[str, ...] = ("--standalone", "--nproc_per_node", "2"),
 ) -> Attempt:
     """Start a run on two ranks, with its output in a file beside its folder.
 
     Args:
         restarts: how often the launcher may start failed ranks again.
         prefix: a command that runs the launcher.
+        ranks: where the ranks are, for the launcher.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.parent.glob(f"{folder.name}.*.log"))) + 1
     log = folder.with_name(f"{folder.name}.{number}.log")
     command = [
         *prefix,
-        *(sys.executable, "launch/ranks.py", "--standalone", "--nproc_per_node", "2"),
-        *("--max_restarts", str(restarts), "train.py", preset, "--log.dir", str(folder)),
+        *(sys.executable, "launch/ranks.py", *ranks, "--max_restarts", str(restarts)),
+        *("train.py", preset, "--log.dir", str(folder)),
         *FLAGS,
         *flags,
     ]

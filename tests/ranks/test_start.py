@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from r3.config import with_values
+from r3.config import ConfigError, with_values
 from r3.rollout.task import read_task
 from r3.run.resume import Found, Start
-from r3.run.start import RankError, require_one_start
+from r3.run.start import RankError, require_engines_within_machines, require_one_start
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis
+from tests.errors import message_of
 from tests.tiny import tiny_config
 from tests.world import run_world
 
@@ -61,3 +62,18 @@ def test_ranks_that_read_other_files_all_say_so() -> None:
     assert "differ in prompts" in one["data"]
     assert "differ in your Python files" in one["files"]
     assert "differ in settings" in one["settings"]
+
+
+@pytest.mark.parametrize(("local", "size", "refused"), [(1, 2, True), (6, 4, True), (8, 4, False)])
+def test_engine_on_two_machines_is_refused(
+    monkeypatch: pytest.MonkeyPatch, local: int, size: int, refused: bool
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    config = with_values(tiny_config(), {"parallel.engine_tp": size})
+    said = (
+        message_of(lambda: require_engines_within_machines(config), ConfigError) if refused else ""
+    )
+    if refused:
+        assert f"parallel.engine_tp = {size}: must divide the {local} rank(s)" in said, said
+    else:
+        require_engines_within_machines(config)

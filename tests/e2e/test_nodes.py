@@ -1,0 +1,76 @@
+"""Runs on two nodes with their own network, host name and shared memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.attempts import Attempt, finish, newest_checkpoint, require_equal
+from tests.nodes import Nodes, no_nodes, two_nodes
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(1200),  # two starts and more, on machines that may be busy
+    pytest.mark.skipif(bool(no_nodes()), reason=no_nodes()),
+]
+_KILL_AFTER_S = 40.0
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with two_nodes(tmp_path) as made:
+        yield made
+
+
+def end(attempts: list[Attempt]) -> list[int]:
+    """Exit codes of both nodes' launchers."""
+    try:
+        return [attempt.end() for attempt in attempts]
+    finally:
+        for attempt in attempts:
+            attempt.kill()
+
+
+@pytest.mark.parametrize("axis", ["dp", "ep", "tp", "pp"])
+def test_two_nodes_of_one_rank_equal_one_node(nodes: Nodes, tmp_path: Path, axis: str) -> None:
+    sizes = {"ep": 1} | ({axis: 2} if axis != "dp" else {})
+    flags = [word for name, size in sizes.items() for word in (f"--parallel.{name}", str(size))]
+    finish(tmp_path / "one", *flags)
+    attempts = nodes.launch(tmp_path / "two", *flags)
+    assert end(attempts) == [0, 0], "\n".join(attempt.text[-3000:] for attempt in attempts)
+    require_equal(tmp_path / "two", tmp_path / "one")
+
+
+def test_lost_link_ends_the_run_in_time_and_it_resumes(nodes: Nodes, tmp_path: Path) -> None:
+    limits = ("--debug.stall_s", "10", "--debug.kill_after_s", f"{_KILL_AFTER_S:.0f}")
+    finish(tmp_path / "one", *limits)
+    folder = tmp_path / "two"
+    attempts = nodes.launch(folder, *limits)
+    try:
+        attempts[0].wait_for_rows(2)
+        nodes.link("down")
+        began = time.monotonic()
+    finally:
+        codes = end(attempts)
+    seconds = time.monotonic() - began
+    assert all(codes) and newest_checkpoint(folder)
+    texts = [attempt.text for attempt in attempts]
+    assert any("(debug.kill_after_s); rank " in text for text in texts), texts
+    # Stacks are written and the launchers leave; on a busy machine that takes a while.
+    assert seconds < _KILL_AFTER_S + 60, f"{seconds:.0f} s"
+
+    nodes.link("up")
+    again = nodes.launch(folder, *limits)
+    assert end(again) == [0, 0], "\n".join(attempt.text[-3000:] for attempt in again)
+    assert "resuming from" in again[0].text
+    require_equal(folder, tmp_path / "one")
+
+
+def test_an_engine_of_two_ranks_on_two_nodes_is_refused(nodes: Nodes, tmp_path: Path) -> None:
+    attempts = nodes.launch(tmp_path / "two", "--parallel.engine_tp", "2")
+    assert all(end(attempts))
+    assert "parallel.engine_tp" in attempts[0].text, attempts[0].text[-3000:]
+    assert not (tmp_path / "two" / "metrics.jsonl").exists()

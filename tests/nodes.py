@@ -1,0 +1,92 @@
+"""Two machines inside this one: each has its own network, host name and /dev/shm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.faults.attempts import Attempt, launch
+
+_ADDRESS = "10.77.0.{}"
+_PORT = 29500  # free: each node has ports of its own
+_ENTER = (
+    'mount -t tmpfs -o size=1g,mode=1777 tmpfs /dev/shm && mount --bind "$1" /etc/hosts && '
+    'hostname "$2" && shift 2 && exec "$@"'
+)
+
+
+def no_nodes() -> str:
+    """Why this machine cannot have two nodes; "" if it can."""
+    if not all(map(shutil.which, ("ip", "unshare"))):
+        return "ip and unshare are not installed (Debian: iproute2, util-linux)"
+    name = f"r3t{os.getpid()}"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return "this user may not make network namespaces" if tried.returncode else ""
+
+
+class Nodes:
+    """Two nodes, joined by one cable."""
+
+    def __init__(self, folder: Path) -> None:
+        self._names = [f"r3t{os.getpid()}n{number}" for number in (0, 1)]
+        self._hosts = folder / "hosts"
+
+    def up(self) -> None:
+        """Make the namespaces and the link between them."""
+        lines = [f"{_ADDRESS.format(number + 1)} node{number}" for number in (0, 1)]
+        self._hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        for name in self._names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        first, second = self._names
+        _ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "eth0", "netns", second)
+        for number, name in enumerate(self._names):
+            _ip("-n", name, "addr", "add", f"{_ADDRESS.format(number + 1)}/24", "dev", "eth0")
+        self.link("up")
+
+    def down(self) -> None:
+        """Remove the namespaces."""
+        for name in self._names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+    def link(self, state: str) -> None:
+        """Plug the cable in ("up") or pull it out ("down")."""
+        for name in self._names if state == "up" else self._names[:1]:
+            _ip("-n", name, "link", "set", "eth0", state)
+
+    def launch(self, folder: Path, *flags: str) -> list[Attempt]:
+        """Start a run with one rank on each node."""
+        return [self._launch(number, folder, flags) for number in (0, 1)]
+
+    def _launch(self, number: int, folder: Path, flags: tuple[str, ...]) -> Attempt:
+        enter = ("ip", "netns", "exec", self._names[number], "unshare", "--uts", "--mount")
+        shell = ("--propagation", "private", "sh", "-c", _ENTER, "sh", str(self._hosts))
+        variables = ("env", "GLOO_SOCKET_IFNAME=eth0")
+        place = ("--nnodes", "2", "--node_rank", str(number), "--nproc_per_node", "1")
+        address = ("--master_addr", _ADDRESS.format(1), "--master_port", str(_PORT))
+        return launch(
+            folder,
+            *flags,
+            prefix=(*enter, *shell, f"node{number}", *variables),
+            ranks=(*place, *address),
+        )
+
+
+@contextmanager
+def two_nodes(folder: Path) -> Iterator[Nodes]:
+    """Two nodes that see the same files."""
+    nodes = Nodes(folder)
+    try:
+        nodes.up()
+        yield nodes
+    finally:
+        nodes.down()
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=30)
