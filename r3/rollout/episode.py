@@ -103,6 +103,7 @@ class LiveEpisode:
     """One attempt at an episode.
 
     Attributes:
+        rules: what the episodes of the round share.
         model: what the workflow calls.
         sequences: in the order in which they began.
         num_turns: calls of the model, those without training included.
@@ -113,7 +114,7 @@ class LiveEpisode:
         self.prompt, self.group, self.sample_index = prompt, group, sample_index
         self.sequences: list[TokenSequence] = []
         self.num_turns = self.num_continued = 0
-        self._rules = rules
+        self.rules = rules
         self._own_time: OwnTime | None = None
         self._in_flight: set[asyncio.Future[Sampled]] = set()
         self.model = EpisodeModel(self, ())
@@ -121,7 +122,7 @@ class LiveEpisode:
     @property
     def who(self) -> str:
         """Name of the episode in messages."""
-        version = self._rules.conversation.capture.policy_version
+        version = self.rules.conversation.capture.policy_version
         return f"rollout {self.prompt.id}/{self.sample_index} of step {version}"
 
     @property
@@ -159,7 +160,7 @@ class LiveEpisode:
         )
         trained = [each for each in trained if each.calls]
         reward_of = dict(zip(self.calls, call_rewards, strict=True)) if call_rewards else {}
-        decode = self._rules.conversation.setup.tokenizer.decode
+        decode = self.rules.conversation.setup.tokenizer.decode
         return [
             replace(
                 each.transcript.rollout(
@@ -187,7 +188,7 @@ class LiveEpisode:
 
         The longest one, if there are several, and of those the oldest.
         """
-        end = self._rules.renderer.end
+        end = self.rules.renderer.end
         if end is None:
             return None
         found: tuple[TokenSequence, str] | None = None
@@ -201,7 +202,7 @@ class LiveEpisode:
         if found is None:
             return None
         sequence, shown = found
-        tokens = self._rules.renderer.tokens(text[len(shown) :])
+        tokens = self.rules.renderer.tokens(text[len(shown) :])
         if not tokens or tokens[0] != end[1]:
             return None
         ended = sequence.transcript.tokens[-1] == end[1]
@@ -224,7 +225,7 @@ class LiveEpisode:
         Raises:
             ModelLimit: its prompt leaves no room for a token.
         """
-        rules = self._rules.conversation
+        rules = self.rules.conversation
         if len(tokens) >= rules.max_model_len:
             raise ModelLimit(
                 "length",
@@ -248,7 +249,7 @@ class LiveEpisode:
         """
         if self._own_time is None:
             raise RuntimeError("the episode is over: await all calls of the model inside run")
-        if self.num_turns >= (limit := self._rules.settings.max_turns):
+        if self.num_turns >= (limit := self.rules.settings.max_turns):
             raise ModelLimit("turns", f"the episode made {limit} calls of the model: env.max_turns")
 
     async def sample(
@@ -264,7 +265,7 @@ class LiveEpisode:
         Raises:
             ModelLimit: no tokens are left.
         """
-        rules, transcript = self._rules.conversation, sequence.transcript
+        rules, transcript = self.rules.conversation, sequence.transcript
         tokens = (*transcript.tokens, *observed)
         room = sequence.max_tokens_total - len(tokens)
         if room < 1:
@@ -274,12 +275,12 @@ class LiveEpisode:
                 f"{sequence.max_tokens_total} tokens before the message "
                 "(rollout.max_response_tokens counts observations too)",
             )
-        limits = [room, self._rules.settings.max_turn_tokens or room, max_tokens or room]
-        step, group = self._rules.seed_step, self.group
+        limits = [room, self.rules.settings.max_turn_tokens or room, max_tokens or room]
+        step, group = self.rules.seed_step, self.group
         place = "/".join(map(str, name))
         prompt = f"{self.prompt.id}/{group}"
         turn = Turn(
-            key=self._rules.next_key(),
+            key=self.rules.next_key(),
             tokens_T=tokens,
             first_row=transcript.first_row if sequence.train else len(tokens) - 1,
             seed=sampling_seed(
@@ -301,7 +302,7 @@ class LiveEpisode:
         assert own_time is not None
         own_time.pause()
         self._in_flight.add(future)
-        self._rules.submit(
+        self.rules.submit(
             Call(
                 name=name,
                 turn=turn,
@@ -373,7 +374,7 @@ class EpisodeModel:
         top_k: int | None = None,
     ) -> ModelMessage:
         """Sample the next message of a conversation; see `Model.chat`."""
-        episode, rules = self._episode, self._episode._rules
+        episode, rules = self._episode, self._episode.rules
         name = self._next_name()
         episode.check()
         sampling = self._sampling(train, max_tokens, stop, temperature, top_p, top_k)
@@ -420,7 +421,7 @@ class EpisodeModel:
         top_k: int | None = None,
     ) -> Completion:
         """Continue a text or tokens; see `Model.complete`."""
-        episode, rules = self._episode, self._episode._rules
+        episode, rules = self._episode, self._episode.rules
         name = self._next_name()
         episode.check()
         sampling = self._sampling(train, max_tokens, stop, temperature, top_p, top_k)
@@ -462,7 +463,7 @@ class EpisodeModel:
         Raises:
             ValueError: a value is not possible, or would train on another distribution.
         """
-        run = self._episode._rules.conversation.sampling
+        run = self._episode.rules.conversation.sampling
         given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         changed = {
             key: value

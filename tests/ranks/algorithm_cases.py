@@ -18,7 +18,7 @@ from r3.policy.objective import policy_loss
 from r3.policy.updates import take_kl_from_reward
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
-from r3.runtime.mesh import build_mesh
+from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch
 from tests.pages import ROOT
 from tests.policies import LENGTHS, batches_of, build
@@ -134,6 +134,8 @@ class KlAdvantages:
         advantages: after the KL was taken from the rewards.
         without: without any KL.
         by_hand: as `advantages`, worked out response by response; only with one rank.
+        episodes: if every two rollouts are the sequences of one episode.
+        episodes_by_hand: as `episodes`, worked out episode by episode; only with one rank.
         filtered: only with one rank.
         kl: this rank's sum, and the number of its terms.
     """
@@ -141,6 +143,8 @@ class KlAdvantages:
     advantages: list[float]
     without: list[float]
     by_hand: list[float]
+    episodes: list[float]
+    episodes_by_hand: list[float]
     filtered: Filtered | None
     kl: list[float]
 
@@ -163,40 +167,50 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> KlA
     rewards_R = torch.arange(count).double() % 3
     groups_R = torch.arange(count) // 2
     reports: dict[str, Any] = {}
-    (after,) = take_kl_from_reward(
-        policy,
-        [batch],
-        old,
-        reference,
-        rewards_R,
-        groups_R,
-        config.algo,
-        lambda metrics: reports.update(metrics),
+    given = (policy, [batch], old, reference)
+    (after,) = take_kl_from_reward(*given, rewards_R, groups_R, config.algo, reports.update)
+    units_R = torch.arange(count) // 2
+    (episodes,) = take_kl_from_reward(
+        *given, (units_R % 3).double(), units_R // 2, config.algo, lambda _: None, units_R
     )
-    advantages: dict[int, float] = {}
     by_hand = torch.zeros(count, dtype=torch.float64)
-    for number, micro_batch in enumerate(after.micro_batches):
-        for index, (start, end) in zip(
-            micro_batch.rollout_ids, pairwise(micro_batch.cu_seqlens), strict=True
-        ):
-            if index < 0:
-                continue
-            on = micro_batch.loss_mask_N[start:end] > 0
-            values = micro_batch.advantages_N[start:end][on].unique().tolist()
-            assert len(values) == 1, f"rollout {index} has advantages {values}"
-            advantages[index] = values[0]
-            if mesh.world.size == 1:
-                kl_N = kl_penalty(old[number], reference.logprobs[number], estimator="k1")
-                by_hand[index] = sum(float(kl) for kl in kl_N[start:end][on])
-    total = mesh.world.all_gather_object(advantages)
-    merged = {index: value for part in total for index, value in part.items()}
+    if mesh.world.size == 1:
+        for number, micro_batch in enumerate(batch.micro_batches):
+            kl_N = kl_penalty(old[number], reference.logprobs[number], estimator="k1")
+            spans = pairwise(micro_batch.cu_seqlens)
+            for index, (start, end) in zip(micro_batch.rollout_ids, spans, strict=True):
+                if index >= 0:
+                    on = micro_batch.loss_mask_N[start:end] > 0
+                    by_hand[index] = sum(float(kl) for kl in kl_N[start:end][on])
+    kl_U = torch.stack([by_hand[units_R == unit].sum() for unit in units_R.unique()])
+    number_U = torch.arange(len(kl_U))
+    episodes_U = dr_grpo((number_U % 3).double() - 0.1 * kl_U, number_U // 2)
     return KlAdvantages(
-        advantages=[merged[index] for index in range(count)],
+        advantages=_advantages(after, mesh),
         without=dr_grpo(rewards_R, groups_R).tolist(),
         by_hand=dr_grpo(rewards_R - 0.1 * by_hand, groups_R).tolist(),
+        episodes=_advantages(episodes, mesh),
+        episodes_by_hand=episodes_U[units_R].tolist(),
         filtered=filtered(policy) if mesh.world.size == 1 else None,
         kl=[reports["loss/kl_ref"].total, reports["loss/kl_ref"].count],
     )
+
+
+def _advantages(batch: Batch, mesh: Mesh) -> list[float]:
+    """The advantage of every rollout, of all ranks."""
+    advantages: dict[int, float] = {}
+    for micro_batch in batch.micro_batches:
+        spans = pairwise(micro_batch.cu_seqlens)
+        for index, (start, end) in zip(micro_batch.rollout_ids, spans, strict=True):
+            if index >= 0:
+                on = micro_batch.loss_mask_N[start:end] > 0
+                values = micro_batch.advantages_N[start:end][on].unique().tolist()
+                assert len(values) == 1, f"rollout {index} has advantages {values}"
+                advantages[index] = values[0]
+    merged = {
+        i: value for part in mesh.world.all_gather_object(advantages) for i, value in part.items()
+    }
+    return [merged[index] for index in range(len(merged))]
 
 
 def filtered(policy: Policy) -> Filtered:

@@ -51,6 +51,9 @@ def test_kl_is_taken_from_rewards_before_advantages_in_any_layout(
     # dr_grpo of R - 0.1 * sum of k1, each answer's sum made in a loop: float32 terms, added in
     # another order
     assert one.advantages == pytest.approx(one.by_hand, rel=1e-5, abs=1e-5)
+    # An episode has the KL of both its sequences; tolerances as above.
+    assert one.episodes == pytest.approx(one.episodes_by_hand, rel=1e-5, abs=1e-5)
+    assert len(set(one.episodes)) == len(set(one.advantages)) / 2
     moved = [abs(a - b) for a, b in zip(one.advantages, one.without, strict=True)]
     assert min(moved) > 1e-2, "the policy has left the reference"
     assert one.filtered == algorithm_cases.Filtered(
@@ -62,6 +65,7 @@ def test_kl_is_taken_from_rewards_before_advantages_in_any_layout(
         # log-probabilities' sum of some 10
         for rank in ranks:
             assert rank.advantages == pytest.approx(one.advantages, rel=1e-3, abs=1e-3)
+            assert rank.episodes == pytest.approx(one.episodes, rel=1e-3, abs=1e-3)
         total, count = (sum(rank.kl[i] for rank in ranks) for i in (0, 1))
         assert count == one.kl[1]
         assert total == pytest.approx(one.kl[0], rel=1e-3)
