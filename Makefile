@@ -5,9 +5,9 @@ UV ?= uv
 CODE := $(wildcard train.py r3 configs tests tools benchmarks examples docs)
 TESTS ?= tests
 PYTEST_ARGS ?= -m "not gpu" --durations=15
-# One half of all tests: those of tests/e2e that run the pages' commands, and all of other folders.
-PASTED := tests/e2e/test_docs_commands.py tests/e2e/test_examples.py
-HALF := tests/unit tests/repo tests/ranks $(PASTED)
+# One half of all tests: all of the other folders, and as much of tests/e2e as makes them even.
+E2E_HALF := $(addprefix tests/e2e/test_,docs_commands.py examples.py faults.py nodes.py slurm.py)
+HALF := tests/unit tests/repo tests/ranks $(E2E_HALF)
 
 # Ranks and tests share few cores; spinning OpenMP threads would slow each other down several times.
 test: export OMP_NUM_THREADS := 1
@@ -34,7 +34,7 @@ ifeq ($(origin TESTS) $(origin PYTEST_ARGS),file file)
 	@log=$$(mktemp); trap 'kill $$half' INT TERM; \
 	$(PY) -m pytest $(PYTEST_ARGS) $(HALF) > $$log 2>&1 & half=$$!; \
 	echo "beside these run $(HALF):"; \
-	$(PY) -m pytest $(PYTEST_ARGS) $(PASTED:%=--ignore=%) tests/e2e tests/gpu; code=$$?; \
+	$(PY) -m pytest $(PYTEST_ARGS) $(E2E_HALF:%=--ignore=%) tests/e2e tests/gpu; code=$$?; \
 	wait $$half || code=$$?; cat $$log; rm $$log; exit $$code
 else
 	$(PY) -m pytest $(PYTEST_ARGS) $(TESTS)
