@@ -14,7 +14,7 @@ from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
 from r3.handover.rollouts import pack_for
 from r3.handover.weights import WeightStream
 from r3.models.shape import ModelShape
-from r3.policy import Policy, policy
+from r3.policy import Policy, scoring
 from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.modules import GroupedExperts
 from r3.policy.updates import train_on
@@ -142,7 +142,12 @@ def settings(changes: list[dict[str, dict[str, Any]]]) -> int:
         device = cuda(0, 1)
         mesh = build_mesh(device, tiny_config().parallel)
         for change in changes:
-            sections = {key: SECTIONS.get(key, {}) | fields for key, fields in change.items()}
+            sections = {
+                key: SECTIONS.get(key, {})
+                # JSON has lists for the tuples of settings
+                | {n: tuple(v) if isinstance(v, list) else v for n, v in fields.items()}
+                for key, fields in change.items()
+            }
             config = tiny_config(**SECTIONS | sections)
             step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
     return len(changes)
@@ -202,13 +207,13 @@ def mistakes(narrow: str) -> dict[str, str]:
             except (RuntimeError, TypeError, AssertionError) as error:
                 errors[name] = str(error)
 
-        policy.local_tokens = _tokens_with(advantages_N=lambda values: values.cpu())
+        scoring.local_tokens = _tokens_with(advantages_N=lambda values: values.cpu())
         attempt("advantages on the host")
-        policy.local_tokens = _tokens_with(routes_NLK=lambda routes: routes.cpu())
+        scoring.local_tokens = _tokens_with(routes_NLK=lambda routes: routes.cpu())
         attempt("routes on the host")
-        policy.local_tokens = _tokens_with(loss_mask_N=lambda mask: mask[:-1])
+        scoring.local_tokens = _tokens_with(loss_mask_N=lambda mask: mask[:-1])
         attempt("a loss mask that is too short")
-        policy.local_tokens = local_tokens
+        scoring.local_tokens = local_tokens
         GroupedExperts.forward = _float_experts
         attempt("experts in two dtypes")
         GroupedExperts.forward = GROUPED

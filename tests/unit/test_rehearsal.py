@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from r3 import assets
 from r3.models.shape import ModelShape
 from tests.fake_cuda import rehearse
 from tests.families import family_checkpoint, random_checkpoint
@@ -39,6 +40,8 @@ def test_settings_with_a_path_of_their_own_on_cuda(tmp_path: Path) -> None:
             "train": {"optimizer": "streamed"},
         },
         {"model": {"experts": "fused"}},
+        # A teacher's weights travel to the device and back.
+        {"algo": {"teacher": (str(assets.TINY_MOE_TIES),)}, "train": {"objective": "distill"}},
         {"model": {"recompute": "selective"}},
         {"model": {"recompute": "full", "fp32_head": False}, "replay": {"mode": "r2"}},
         # Dense: torch refuses fake grouped products in float32, which its kernels take.
