@@ -79,7 +79,7 @@ def _learning_rate_decays(config: Config) -> bool:
 
 def _micro_batch_bounds_prompts(config: Config) -> bool:
     """The size of a micro-batch decides which prompts are dropped or where conversations end."""
-    several_turns = config.env.name != "single_turn" or config.env.path != ""
+    several_turns = config.env.name != "single_turn" or not config.env.is_built_in
     return not config.data.max_prompt_tokens and (
         config.data.on_too_long == "drop" or several_turns
     )
@@ -162,6 +162,10 @@ class EnvConfig:
     """Your own environment instead of a built-in one, `path/to/file.py:Class`: a class with reset
     and step (r3/envs/__init__.py), or a workflow, which has run and calls the model itself
     (docs/workflows.md)."""
+    command: str = ""
+    """A command instead of a class, run once per episode: an agent that calls the model by OpenAI's
+    API at OPENAI_BASE_URL and writes its reward to R3_RESULT_FILE (docs/endpoint.md). No shell runs
+    it."""
     args: Annotated[tuple[str, ...], Matches(r"(?s)[A-Za-z_]\w*=.*", "key=value")] = ()
     """Keyword arguments of your class, each key=value. Values are JSON, else text."""
     max_turns: Annotated[int, AtLeast(1)] = 8
@@ -175,7 +179,7 @@ class EnvConfig:
     """Strings that end a model message. They stay in the message."""
     workers: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
     """Worker processes per rank, for an environment that computes. 0: threads, for an environment
-    that waits."""
+    that waits. With env.command: maximum commands at once per engine; 0 is no maximum."""
     timeout_s: Annotated[
         float, Above(0), Fix("60, or the time of the slowest call"), MayChangeOnResume()
     ] = 60.0
@@ -189,6 +193,16 @@ class EnvConfig:
     unfinished_reward: float = 0.0
     """Reward of a conversation that ran out of turns or tokens before its environment gave any
     reward."""
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether `name` counts: there is neither a class nor a command of the user."""
+        return not self.path and not self.command
+
+    @property
+    def command_arguments(self) -> dict[str, Any]:
+        """What the workflow that runs `command` is created with; nothing without a command."""
+        return {"command": self.command} if self.command else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -611,11 +625,13 @@ class EvalSet:
         if not self.env:
             return replace(training, args=(*training.args, *self.env_args))
         if ":" in self.env:
-            return replace(training, name=EnvConfig().name, path=self.env, args=self.env_args)
+            name, args = EnvConfig().name, self.env_args
+            return replace(training, name=name, path=self.env, command="", args=args)
         names = get_args(get_type_hints(EnvConfig)["name"])
         if self.env not in names:
             raise ValueError(f"must be one of {', '.join(names)}")
-        return replace(training, name=self.env, path="", args=())  # type: ignore[arg-type]  # just checked
+        own: dict[str, Any] = {"name": self.env, "path": "", "command": "", "args": ()}
+        return replace(training, **own)
 
     def data(self, training: DataConfig) -> DataConfig:
         """The columns and the system prompt of this set, in place of those of training."""

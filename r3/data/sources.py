@@ -110,7 +110,7 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
         env, functions = each.environment(env), (each.function,) if each.function else functions
     supervised = each is None and config.train.objective == "sft"
     # Other environments may reward every conversation themselves.
-    scores = "env" in functions or (env.name != "guess_number" and not env.path)
+    scores = "env" in functions or (env.name != "guess_number" and env.is_built_in)
     scores = scores and not supervised
     return Columns(
         prompt=data.prompt_key,

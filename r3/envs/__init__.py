@@ -37,6 +37,7 @@ from typing import Any, Protocol, cast
 from r3.config import ConfigError, EnvConfig, Problem
 from r3.config.arguments import keyword_arguments
 from r3.envs.calculator import Calculator
+from r3.envs.command import Command
 from r3.envs.guess_number import GuessNumber
 from r3.envs.single_turn import SingleTurn
 from r3.envs.workflow import Workflow
@@ -98,9 +99,13 @@ def is_workflow(found: type) -> bool:
 def find(settings: EnvConfig) -> type[Environment] | type[Workflow]:
     """Return the class that `env.path`, or else `env.name`, names; load the user's file.
 
+    `Command` runs the command of `env.command`.
+
     Raises:
         ConfigError: the class cannot be loaded, or lacks a method or a parameter.
     """
+    if settings.command:
+        return Command
     if not settings.path:
         if settings.args:
             rule, fix = f"the built-in environment {settings.name} takes none", "leave them out"

@@ -132,6 +132,9 @@ class Model(Protocol):
     ) -> Completion:
         """Continue a text or tokens, without a chat template; otherwise as `chat`."""
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+
     def fork(self) -> Model:
         """Return a handle with random streams of its own, for a branch that runs beside others."""
 
@@ -286,9 +289,11 @@ class Workflows:
         self.tools: Sequence[Any] = tuple(getattr(found, "tools", ()))
         self.stop = tuple(dict.fromkeys([*getattr(found, "stop", ()), *settings.stop]))
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._factory = partial(found, **keyword_arguments(settings.args))
-        # Episodes limit their own time.
-        self._pool = Pool(Threads(), timeout_s=float("inf"), retries=settings.retries)
+        arguments = keyword_arguments(settings.args)
+        self._factory = partial(found, **arguments | settings.command_arguments)
+        # Episodes limit their own time. `env.workers` limits commands; other workflows refuse it.
+        place = Threads(settings.workers or None)
+        self._pool = Pool(place, timeout_s=float("inf"), retries=settings.retries)
         self._thread = 0  # that of the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat_asked: float | None = None
@@ -377,10 +382,11 @@ class Workflows:
             return checked_result(value, episode.num_calls), None
         except ModelLimit as limit:
             return None, limit
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             if own_time.expired:
                 text = f"not done after {self.settings.timeout_s:g} s, calls of the model excluded"
-                raise CallTimeout(text) from None
+                notes = getattr(cancelled, "__notes__", [])
+                raise CallTimeout("\n".join([text, *notes])) from None
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise  # the round was abandoned

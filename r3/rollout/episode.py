@@ -361,6 +361,10 @@ class EpisodeModel:
         """
         return EpisodeModel(self._episode, self._next_name())
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return str(self._episode._rules.conversation.setup.tokenizer.decode(list(tokens)))
+
     async def chat(
         self,
         messages: Sequence[Message],

@@ -424,7 +424,8 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
             [f"step       {config.rollout.prompts_per_step} conversations to learn, {updates}"]
             if supervised
             else [
-                f"task       {config.env.path or config.env.name}, reward {reward_text(config)}",
+                f"task       {config.env.path or config.env.command or config.env.name}, reward "
+                f"{reward_text(config)}",
                 f"step       {config.rollout.prompts_per_step} prompts x "
                 f"{config.rollout.group_size} samples, {updates}",
                 f"replay     {replay}; missing routes: {config.replay.on_missing}; reference "

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import shlex
+import shutil
+from pathlib import Path
 
 from r3.cli.checks.findings import Findings
 from r3.cli.checks.sources import parse_file
@@ -19,6 +22,8 @@ def check_environment(config: Config, found: Findings) -> None:
         rule = f"exceeds rollout.max_response_tokens = {longest}, the limit of all turns together"
         fix = "set it to 0 for what is left, or allow more response tokens"
         found.add("env.max_turn_tokens", rule, fix)
+    if env.command:
+        check_command(config, found)
     if env.path and env.name != EnvConfig().name:
         rule = "is set together with env.path: a conversation has one environment"
         found.add("env.name", rule, "give one of the two")
@@ -30,6 +35,33 @@ def check_environment(config: Config, found: Findings) -> None:
             rule = f"runs environments in processes, and {env.path} is a workflow"
             fix = "set it to 0; await asyncio.to_thread(function) for what computes"
             found.add("env.workers", rule, fix)
+
+
+def check_command(config: Config, found: Findings) -> None:
+    """`env.command` starts, and is the only environment."""
+    env = config.env
+    for field, is_set in (
+        ("env.name", env.name != EnvConfig().name),
+        ("env.path", env.path),
+        ("env.args", env.args),
+    ):
+        if is_set:
+            rule = "is set together with env.command, which takes the place of the environment"
+            found.add(field, rule, "give one of the two")
+    if config.rollout.step_token_budget:
+        rule = "suspends conversations, and env.command is set: a process cannot be"
+        found.add("rollout.step_token_budget", rule, "set it to 0, or write an environment")
+    try:
+        words = shlex.split(env.command)
+    except ValueError as error:
+        found.add("env.command", f"is no command line: {error}", "close the quotation")
+        return
+    if not words or shutil.which(words[0]) is None:
+        rule = f"there is no program {words[0] if words else ''!r} in PATH that can be executed"
+        found.add("env.command", rule, "give its path, or install it")
+    elif Path(words[0]).name.startswith("python") and len(words) > 1:
+        if words[1].endswith(".py") and not Path(words[1]).is_file():
+            found.add("env.command", f"there is no file {words[1]}", "give the path of the script")
 
 
 def check_environment_file(spec: str, field: str, found: Findings) -> bool:

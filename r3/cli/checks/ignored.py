@@ -131,9 +131,13 @@ def _model(config: Config, shape: ModelShape | None, notes: list[str], ignored: 
 
 def _environment_and_rewards(config: Config, notes: list[str], ignored: _Ignored) -> None:
     env, reward = config.env, config.reward
-    if env.name == "single_turn" and not env.path and not any(config.eval.env):
+    if env.name == "single_turn" and env.is_built_in and not any(config.eval.env):
         ignored("env.name is single_turn", *_ENVIRONMENT)
-    elif not any(":" in spec for spec in (env.path, *config.eval.env)) and not env.workers:
+    elif (
+        not any(":" in spec for spec in (env.path, *config.eval.env))
+        and not env.command
+        and not env.workers
+    ):
         ignored("the environment is a built-in one, which runs at once", "env.timeout_s")
     used = set(config.reward_functions)
     for kind, names in (

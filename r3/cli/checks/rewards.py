@@ -91,7 +91,8 @@ def check_environment_rewards(
     functions: Sequence[str], env: EnvConfig, found: Findings, field: str
 ) -> None:
     """`env` and `none` need an environment that gives rewards."""
-    if {"env", "none"}.intersection(functions) and not env.path and env.name in _UNREWARDED:
+    unrewarded = env.is_built_in and env.name in _UNREWARDED
+    if {"env", "none"}.intersection(functions) and unrewarded:
         fix = "use a reward function, or an environment that gives rewards"
         found.add(field, f"the environment {env.name} gives no reward", fix, value=functions)
 

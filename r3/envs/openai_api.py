@@ -1,0 +1,358 @@
+"""OpenAI's chat and completion API as data: requests to arguments of a model, messages to replies.
+
+A message of the model with tool calls is shown to the client as the API has it, calls beside the
+text. When it comes back unchanged, by the ids of its calls, it is what was sampled again: else the
+chat template would render it otherwise, and the conversation would begin a new token sequence.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from r3.envs.workflow import Completion, Model, ModelLimit, ModelMessage
+from r3.types import Message
+
+MODEL = "policy"
+"""Name of the model."""
+
+_SAMPLING = ("temperature", "top_p", "top_k")
+_TAKEN = {
+    "model",
+    "max_tokens",
+    "stop",
+    "stream",
+    "stream_options",
+    "train",
+    "logprobs",
+    *_SAMPLING,
+}
+_CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens"}
+# Labels of the API, without influence on what is sampled. A call's seed is derived from the run's.
+_IGNORED = {
+    *("metadata", "prompt_cache_key", "safety_identifier", "seed", "service_tier", "store", "user"),
+}
+# What may only have the value that it has by default.
+_DEFAULTS: dict[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "suffix": "",
+    "top_logprobs": 0,
+}
+
+
+class ApiError(Exception):
+    """An error of the API: HTTP status, text, and the API's own code and parameter."""
+
+    def __init__(
+        self, status: int, text: str, *, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(text)
+        self.status, self.code, self.param = status, code, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The API's JSON."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
+
+
+def limit_error(limit: ModelLimit) -> ApiError:
+    """The API's error for a limit of turns or tokens."""
+    code = "context_length_exceeded" if limit.limit == "length" else "max_turns_exceeded"
+    return ApiError(400, str(limit), code=code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A message with tool calls as the client saw it, and as it was sampled."""
+
+    content: str
+    calls: list[tuple[str, Any]]
+    text: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Memory:
+    """What an episode's replies had.
+
+    Attributes:
+        said: messages with tool calls, by the ids of the calls.
+        num_replies: replies so far.
+        num_calls: tool calls so far.
+    """
+
+    said: dict[tuple[str, ...], _Said] = field(default_factory=dict)
+    num_replies: int = 0
+    num_calls: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A request, checked.
+
+    Attributes:
+        arguments: keyword arguments of `Model.chat` or `Model.complete`.
+        unused: sampling settings that it has and that a call to be trained on cannot have.
+        logprobs: whether the reply has log-probabilities.
+        stream: whether the reply is a stream of events.
+        usage: whether the stream ends with token counts.
+    """
+
+    arguments: dict[str, Any]
+    unused: tuple[str, ...]
+    logprobs: bool
+    stream: bool
+    usage: bool
+
+
+def chat_request(body: Mapping[str, Any], memory: Memory) -> Request:
+    """Read the body of `/v1/chat/completions`.
+
+    Raises:
+        ApiError: it cannot be served.
+    """
+    _check_fields(body, _TAKEN | _CHAT)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages must be a list of at least one message", param="messages")
+    if (choice := body.get("tool_choice") or "auto") not in ("auto", "none"):
+        text = f"tool_choice {choice!r}: only 'auto' and 'none' are supported"
+        raise ApiError(400, text, param="tool_choice")
+    tools = _typed(body, "tools", list) or []
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise ApiError(400, "tools must be a list of objects", param="tools")
+    request = _request(body, logprobs=bool(_typed(body, "logprobs", bool)))
+    most = _typed(body, "max_completion_tokens", int)
+    request.arguments.update(
+        messages=[_plain(message, memory) for message in messages],
+        tools=tools if choice == "auto" else [],
+        max_tokens=request.arguments["max_tokens"] if most is None else most,
+    )
+    return request
+
+
+def completion_request(body: Mapping[str, Any]) -> Request:
+    """Read the body of `/v1/completions`.
+
+    Raises:
+        ApiError: it cannot be served.
+    """
+    _check_fields(body, _TAKEN | {"prompt"})
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    if not isinstance(prompt, str | list) or (
+        isinstance(prompt, list) and not all(type(each) is int for each in prompt)
+    ):
+        raise ApiError(400, "prompt must be one text or one list of token ids", param="prompt")
+    if _typed(body, "logprobs", int):
+        text = "logprobs: only 0, the log-probabilities of the sampled tokens, is supported"
+        raise ApiError(400, text, param="logprobs")
+    request = _request(body, logprobs=body.get("logprobs") is not None)
+    request.arguments["prompt"] = prompt
+    return request
+
+
+def chat_reply(message: ModelMessage, request: Request, memory: Memory, model: Model) -> list[Any]:
+    """The reply to a chat request: one body, or the events of a stream."""
+    completion = message.completion
+    content, calls = _shown(message, memory)
+    logprobs: Any = None
+    if request.logprobs:
+        tokens = zip(_pieces(completion, model), completion.logprobs, strict=True)
+        listed = [
+            {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, value in tokens
+        ]
+        logprobs = {"content": listed, "refusal": None}
+    reason = "tool_calls" if calls else completion.finish_reason
+    shown: dict[str, Any] = {"role": "assistant", "content": content}
+    if not request.stream:
+        shown |= {"refusal": None} | ({"tool_calls": calls} if calls else {})
+        choice = {"index": 0, "message": shown, "logprobs": logprobs, "finish_reason": reason}
+        return [_body("chat.completion", memory, [choice]) | {"usage": _usage(completion)}]
+    if calls:
+        shown["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    choices = [
+        {"index": 0, "delta": shown, "logprobs": logprobs, "finish_reason": None},
+        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason},
+    ]
+    return _events("chat.completion.chunk", memory, choices, request, completion)
+
+
+def completion_reply(
+    completion: Completion, request: Request, memory: Memory, model: Model
+) -> list[Any]:
+    """The reply to a completion request: one body, or the events of a stream."""
+    logprobs: Any = None
+    if request.logprobs:
+        pieces = _pieces(completion, model)
+        logprobs = {"tokens": pieces, "token_logprobs": list(completion.logprobs)}
+        logprobs |= {"top_logprobs": None, "text_offset": None}
+    choice = {"index": 0, "text": completion.text, "logprobs": logprobs}
+    choice["finish_reason"] = completion.finish_reason
+    if request.stream:
+        return _events("text_completion", memory, [choice], request, completion)
+    return [_body("text_completion", memory, [choice]) | {"usage": _usage(completion)}]
+
+
+def model_entry() -> dict[str, Any]:
+    """The only entry of `/v1/models`."""
+    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "r3"}
+
+
+def check_model(name: Any) -> None:
+    """Raises `ApiError` for a model that is not there."""
+    if name != MODEL:
+        text = f"there is no model {name!r}; the policy is {MODEL!r} (OPENAI_MODEL)"
+        raise ApiError(404, text, code="model_not_found", param="model")
+
+
+def _check_fields(body: Mapping[str, Any], taken: set[str]) -> None:
+    check_model(body.get("model"))
+    for name, value in body.items():
+        if value is None or name in taken or name in _IGNORED:
+            continue
+        if name not in _DEFAULTS:
+            raise ApiError(400, f"{name} is not supported: leave it out", param=name)
+        if value != _DEFAULTS[name]:
+            text = f"{name} = {value!r}: only {_DEFAULTS[name]!r} is supported"
+            raise ApiError(400, text, param=name)
+
+
+def _typed(body: Mapping[str, Any], name: str, kind: type) -> Any:
+    """The value of a field; None if it is null or not there."""
+    value = body.get(name)
+    accepted = (int, float) if kind is float else kind
+    if value is None or (isinstance(value, accepted) and (kind is bool or value is not True)):
+        return value
+    raise ApiError(400, f"{name} must be of type {kind.__name__}, and is {value!r}", param=name)
+
+
+def _request(body: Mapping[str, Any], *, logprobs: bool) -> Request:
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(each, str) for each in stop):
+        raise ApiError(400, "stop must be a text or a list of texts", param="stop")
+    train = _typed(body, "train", bool) is not False
+    kinds = {"temperature": float, "top_p": float, "top_k": int}
+    given = {
+        name: value for name in _SAMPLING if (value := _typed(body, name, kinds[name])) is not None
+    }
+    options = _typed(body, "stream_options", dict) or {}
+    return Request(
+        arguments={
+            "train": train,
+            "stop": stop,
+            "max_tokens": _typed(body, "max_tokens", int),
+            **({} if train else given),
+        },
+        unused=tuple(given) if train else (),
+        logprobs=logprobs,
+        stream=bool(_typed(body, "stream", bool)),
+        usage=bool(options.get("include_usage")),
+    )
+
+
+def _plain(message: Any, memory: Memory) -> dict[str, Any]:
+    """A message of a client as chat templates take it."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ApiError(400, f"a message needs a role, and one is {message!r}", param="messages")
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = _text(message.get("content"))
+    if not (calls := plain.pop("tool_calls", None)):
+        return plain
+    try:
+        ids = tuple(str(call["id"]) for call in calls)
+        parsed = [(call["function"]["name"], _arguments(call["function"])) for call in calls]
+    except (KeyError, TypeError, AttributeError):
+        text = f"tool_calls need id, function.name and function.arguments, and are {calls!r}"
+        raise ApiError(400, text, param="messages") from None
+    said = memory.said.get(ids)
+    if said and said.calls == parsed and said.content.strip() == plain["content"].strip():
+        return {"role": plain["role"], "content": said.text}
+    plain["tool_calls"] = [
+        {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+        for name, (function, arguments) in zip(ids, parsed, strict=True)
+    ]
+    return plain
+
+
+def _text(content: Any) -> str:
+    """The text of a content, which may come in parts."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    if not all(
+        isinstance(part, Mapping) and part.get("type") == "text" and type(part.get("text")) is str
+        for part in parts
+    ):
+        raise ApiError(400, f"a content must be text, and one is {content!r}", param="messages")
+    return "".join(part["text"] for part in parts)
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    """Arguments as templates take them: an object; what is not JSON stays a text."""
+    arguments = function["arguments"]
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def _shown(message: ModelMessage, memory: Memory) -> tuple[str | None, list[dict[str, Any]]]:
+    """The text and the tool calls that a client sees of a message."""
+    text: str = message["content"]
+    found: Sequence[Message] = message["tool_calls"]
+    if not found:
+        return text, []
+    content = text.partition("<tool_call>")[0].strip()
+    calls = []
+    for call in found:
+        memory.num_calls += 1
+        function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        # Nine letters and digits, the same in every run: some templates show them, some check that.
+        calls.append(
+            {"id": f"call{memory.num_calls:05d}", "type": "function", "function": function}
+        )
+    ids = tuple(str(call["id"]) for call in calls)
+    memory.said[ids] = _Said(content, [(call["name"], call["arguments"]) for call in found], text)
+    return content or None, calls
+
+
+def _pieces(completion: Completion, model: Model) -> list[str]:
+    return [model.decode([token]) for token in completion.tokens]
+
+
+def _usage(completion: Completion) -> dict[str, int]:
+    count = len(completion.tokens)
+    return {
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": count,
+        "total_tokens": completion.prompt_tokens + count,
+    }
+
+
+def _body(kind: str, memory: Memory, choices: list[Any]) -> dict[str, Any]:
+    name = f"reply-{memory.num_replies}"
+    created = int(time.time())
+    return {"id": name, "object": kind, "created": created, "model": MODEL, "choices": choices}
+
+
+def _events(
+    kind: str, memory: Memory, choices: list[Any], request: Request, completion: Completion
+) -> list[Any]:
+    events = [_body(kind, memory, [choice]) for choice in choices]
+    if request.usage:
+        events.append(_body(kind, memory, []) | {"usage": _usage(completion)})
+    return events
