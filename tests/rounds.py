@@ -1,0 +1,78 @@
+"""Rounds of episodes without an engine: the test says what the model answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from r3.config import RewardConfig
+from r3.engine import CaptureSpec, Sampled, Sampling, Turn
+from r3.envs.chat import Renderer
+from r3.envs.workflow import Workflows
+from r3.models.shape import ModelShape
+from r3.rewards.scorer import make_scorer
+from r3.rollout.collected import CollectedRollouts
+from r3.rollout.conversation import ConversationRules, ConversationSetup
+from r3.rollout.episodes import EpisodeRound
+from r3.types import Prompt
+from tests.tiny import tiny_config
+
+LIMIT_S = 100.0
+MAX_MODEL_LEN = 500
+
+
+def play_round(
+    workflows: Workflows,
+    tokenizer: Any,
+    prompts: Mapping[int, Prompt],
+    *,
+    says: Callable[[Turn], str] = lambda turn: "hello",
+    samples: int = 1,
+    max_response_tokens: int = 400,
+) -> tuple[CollectedRollouts, list[Turn]]:
+    """Play one round; return its rollouts and what the engine was asked for."""
+    renderer = Renderer(tokenizer, {})
+    setup = ConversationSetup(
+        environments=workflows, tokenizer=tokenizer, chat=None, renderer=renderer
+    )
+    scorer = make_scorer(RewardConfig(function=("none",)))
+    rules = ConversationRules(
+        setup=setup,
+        sampling=Sampling(stop=workflows.stop, stop_tokens=setup.stop_tokens),
+        capture=CaptureSpec(
+            policy_version=0,
+            captures=False,
+            on_missing="error",
+            shape=ModelShape.read(tiny_config().model.path),
+        ),
+        run_seed=0,
+        max_response_tokens=max_response_tokens,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    round_ = EpisodeRound(rules, scorer, prompts, seed_step=1, samples_per_prompt=samples)
+    remaining, until, asked = round_.size, time.monotonic() + LIMIT_S, []
+    (end,) = setup.stop_tokens
+    try:
+        while remaining:
+            assert time.monotonic() < until
+            turns, finished = round_.advance(engine_busy=False)
+            remaining -= finished
+            asked += turns
+            for turn in turns:
+                tokens = tokenizer(says(turn), add_special_tokens=False)["input_ids"]
+                tokens = [*tokens, end][: turn.max_tokens]
+                round_.receive_sample(
+                    Sampled(
+                        key=turn.key,
+                        tokens_T=tokens,
+                        logprobs_T=[-0.25 * (1 + index) for index in range(len(tokens))],
+                        routed_experts=None,
+                        first_row=turn.first_row,
+                        finish_reason="stop" if tokens[-1] == end else "length",
+                    )
+                )
+        return round_.result(), asked
+    finally:
+        workflows.close()
+        scorer.close()

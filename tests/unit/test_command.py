@@ -1,0 +1,218 @@
+"""Commands as workflows: results, failures, time-outs, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from r3 import assets
+from r3.cli.checks import report_on
+from r3.config import EnvConfig
+from r3.envs.command import Command
+from r3.envs.workflow import Workflows
+from r3.rollout.collected import CollectedRollouts
+from r3.rollout.conversation import EnvironmentFailed
+from r3.types import Prompt
+from tests.rounds import play_round
+from tests.sources import ROOT
+from tests.talkers import values
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+# The API without a client: as an agent in another language has it.
+AGENT = """
+import json, os, subprocess, sys, time, urllib.error, urllib.request
+task = json.load(open(os.environ["R3_TASK_FILE"]))
+def chat(messages):
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+def result(text):
+    open(os.environ["R3_RESULT_FILE"], "w").write(text)
+message = chat(task["messages"])
+"""
+
+
+def play(folder: Path, rest: str, *, prompts: int = 1, **env: Any) -> CollectedRollouts:
+    """One round of episodes of the agent, with the rest of its program."""
+    file = folder / "agent.py"
+    file.write_text(AGENT + rest)
+    env = {"timeout_s": 60.0, **env}
+    settings = EnvConfig(command=f"{sys.executable} -S {file}", **env)
+    rows = {
+        number: Prompt(
+            id=f"rows:{number}",
+            messages=({"role": "user", "content": f"{number}+1?"},),
+            tokens_T=(3, 4),
+            answer=str(number),
+            metadata={"level": number},
+        )
+        for number in range(prompts)
+    }
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    return play_round(Workflows(settings, Command), tokenizer, rows)[0]
+
+
+@pytest.mark.parametrize(
+    ("rest", "reward"),
+    [
+        ("result('0.5')", 0.5),
+        ("result(json.dumps({'reward': 2}))", 2.0),
+        ("chat([*task['messages'], message, task['messages'][0]]); result('[0.25, 0.5]')", 0.75),
+        ("result(str(task['metadata']['level'] + len(task['answer']) + len(task['id'])))", 7.0),
+    ],
+    ids=["number", "object", "one per call", "the row"],
+)
+def test_a_reward_is_read_from_the_result(tmp_path: Path, rest: str, reward: float) -> None:
+    collected = play(tmp_path, rest)
+    assert collected.rewards == [reward]
+    assert "hello" in collected.rollouts[0].response
+
+
+def test_metrics_are_read_from_the_result(tmp_path: Path) -> None:
+    collected = play(tmp_path, "result(json.dumps({'reward': 1, 'metrics': {'steps': 3}}))")
+    assert collected.rollouts[0].metrics == {"env/steps": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("rest", "text"),
+    [
+        (
+            "print('what went wrong'); sys.exit(3)",
+            "exit code 3; its last lines:\n  what went wrong",
+        ),
+        ("raise RuntimeError('of the agent')", "RuntimeError: of the agent"),
+        ("os.kill(os.getpid(), 9)", "ended with signal SIGKILL; it printed nothing"),
+        ("print('done')", "wrote no result to R3_RESULT_FILE; its last lines:\n  done"),
+        ("result('{')", "wrote a result that is not JSON"),
+        ("result('{\"score\": 1}')", "an object has the key reward"),
+        ("result('\"good\"')", "returned 'good'"),
+        ("result('[1, 2]')", "returned 2 rewards, and the episode has 1 calls"),
+        ("time.sleep(60)", "not done after 2 s, calls of the model excluded"),
+        ("print('I wait', flush=True); time.sleep(60)", "stopped; its last lines:\n  I wait"),
+    ],
+)
+def test_a_failing_command_fails_the_episode(tmp_path: Path, rest: str, text: str) -> None:
+    with pytest.raises(EnvironmentFailed) as caught:
+        play(tmp_path, rest, timeout_s=2.0 if "sleep" in rest else 60.0)
+    assert text in str(caught.value)
+
+
+def test_a_command_is_tried_again(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    rest = f"if not os.path.exists({str(flag)!r}): open({str(flag)!r}, 'w'); sys.exit(1)\n"
+    collected = play(tmp_path, rest.replace("; sys", "\n    sys").replace(": open", ":\n    open")
+                     + "result('1')", retries=1)  # fmt: skip
+    assert collected.rewards == [1.0]
+    found = values(collected.metrics)
+    assert (found["env/errors"], found["env/retries"], found["env/dropped"]) == (1, 1, 0)
+
+
+def test_an_agent_that_dies_of_a_limit_is_unfinished(tmp_path: Path) -> None:
+    rest = "while True: chat(task['messages'])"
+    collected = play(tmp_path, rest, max_turns=3, unfinished_reward=-0.5)
+    assert set(collected.rewards) == {-0.5} and collected.rollouts[0].finish_reason == "turns"
+
+
+def test_workers_limit_the_commands_at_once(tmp_path: Path) -> None:
+    rest = f"""
+import glob
+mine = {str(tmp_path)!r} + f"/alive{{task['id']}}"
+open(mine, "w")
+time.sleep(0.3)
+count = len(glob.glob({str(tmp_path)!r} + "/alive*"))
+os.remove(mine)
+result(str(count))
+"""
+    collected = play(tmp_path, rest, prompts=5, workers=2)
+    assert len(collected.rewards) == 5 and max(collected.rewards) <= 2
+
+
+def gone(file: Path) -> bool:
+    """Whether the process whose id a file holds has ended; waits a little."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        pid = int(file.read_text())
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def leaves(pid_file: Path) -> str:
+    """Program text that starts a process which would live on, and notes its id."""
+    return f"""
+child = subprocess.Popen(["sleep", "300"])
+open({str(pid_file)!r}, "w").write(str(child.pid))
+"""
+
+
+@pytest.mark.parametrize("end", ["result('1')", "time.sleep(60)"], ids=["at its end", "time-out"])
+def test_what_a_command_started_ends_with_it(tmp_path: Path, end: str) -> None:
+    pid_file = tmp_path / "pid"
+    play(tmp_path, leaves(pid_file) + end, timeout_s=3.0, on_error="zero")
+    assert gone(pid_file)
+
+
+def test_commands_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    program = f"""
+from pathlib import Path
+from tests.unit.test_command import leaves, play
+play(Path({str(tmp_path)!r}), leaves(Path({str(pid_file)!r})) + "time.sleep(300)", timeout_s=300.0)
+"""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    environment = os.environ | {"TMPDIR": str(folder)}
+    rank = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment)
+    try:
+        until = time.monotonic() + 90
+        while not (pid_file.exists() and pid_file.read_text()):
+            assert rank.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+        assert list(folder.glob("r3-episodes-*/*"))
+    finally:
+        rank.send_signal(signal.SIGKILL)
+        rank.wait()
+    assert gone(pid_file)
+    until = time.monotonic() + 20
+    while list(folder.glob("r3-episodes-*")) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not list(folder.glob("r3-episodes-*"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "text"),
+    [
+        ({"env": {"command": "no-such-program x"}}, "env.command", "there is no program"),
+        ({"env": {"command": "python 'x"}}, "env.command", "is no command line"),
+        ({"env": {"command": " "}}, "env.command", "there is no program ''"),
+        ({"env": {"command": "python3 missing.py"}}, "env.command", "there is no file missing.py"),
+        ({"env": {"command": "true", "name": "calculator"}}, "env.name", "set together with"),
+        ({"env": {"command": "true", "path": "a.py:A"}}, "env.path", "set together with"),
+        ({"env": {"command": "true", "args": ("x=1",)}}, "env.args", "set together with"),
+        (
+            {"env": {"command": "true"}, "rollout": {"step_token_budget": 9}},
+            "rollout.step_token_budget",
+            "a process cannot be",
+        ),
+    ],
+)
+def test_a_command_that_cannot_be_used_is_a_problem(
+    sections: dict[str, Any], field: str, text: str
+) -> None:
+    problems = {each.field: each.rule for each in report_on(tiny_config(**sections)).problems}
+    assert text in problems[field]

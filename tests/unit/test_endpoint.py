@@ -1,0 +1,308 @@
+"""OpenAI's API onto the policy, by the official client; the test writes what the model says."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from r3 import assets
+from r3.config import EnvConfig
+from r3.engine import Turn
+from r3.envs.endpoint import serve
+from r3.envs.workflow import Model, Workflows
+from r3.rollout.collected import CollectedRollouts
+from r3.types import Prompt, Rollout
+from tests.rounds import play_round
+
+openai = pytest.importorskip("openai")
+
+pytestmark = pytest.mark.unit
+
+ASK = [{"role": "user", "content": "1+1?"}]
+CALL = 'I add.<tool_call>{"name": "calc", "arguments": {"x": 1}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
+PROMPT = Prompt(id="rows:0", messages=tuple(ASK), tokens_T=(3, 4, 5), answer="2")
+
+Agent = Callable[[Any], Awaitable[Any]]
+
+
+class Played:
+    """One episode of an agent that has the client and nothing else."""
+
+    def __init__(self, agent: Agent, says: Callable[[Turn], str], **options: Any) -> None:
+        class Served:
+            async def run(self, task: Prompt, model: Model) -> Any:
+                async with serve(model) as access:
+                    options = {"base_url": access.base_url, "api_key": access.api_key}
+                    async with openai.AsyncOpenAI(**options, max_retries=0) as client:
+                        played.value = await agent(client)
+                        return 1.0
+
+        played = self
+        self.value: Any = None
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+        env = {name: options.pop(name) for name in ("max_turns", "on_error") if name in options}
+        workflows = Workflows(EnvConfig(**env), Served)
+        collected: CollectedRollouts
+        collected, self.turns = play_round(
+            workflows, self.tokenizer, {0: PROMPT}, says=says, **options
+        )
+        self.rollouts: list[Rollout] = collected.rollouts
+
+    @property
+    def texts(self) -> list[str]:
+        """What was sampled, by sequence."""
+        return [
+            self.tokenizer.decode(each.tokens_T[each.loss_mask_T > 0]) for each in self.rollouts
+        ]
+
+
+def play(agent: Agent, says: str = "hello", **options: Any) -> Played:
+    return Played(agent, lambda turn: says, **options)
+
+
+def chat(client: Any, messages: Any = ASK, /, **options: Any) -> Any:
+    return client.chat.completions.create(**{"model": "policy", "messages": messages, **options})
+
+
+def test_a_conversation_through_the_client_is_one_sequence() -> None:
+    async def agent(client: Any) -> Any:
+        messages: list[Any] = list(ASK)
+        for _ in range(3):
+            reply = await chat(client, messages)
+            messages += [reply.choices[0].message.model_dump(), {"role": "user", "content": "go"}]
+        return reply
+
+    played = play(agent)
+    assert played.texts == ["hello<|im_end|>" * 3]
+    reply = played.value
+    assert reply.choices[0].message.content == "hello" and reply.model == "policy"
+    assert reply.choices[0].finish_reason == "stop" and reply.object == "chat.completion"
+    assert reply.usage.prompt_tokens == len(played.turns[-1].tokens_T)
+    sampled = len(played.tokenizer("hello")["input_ids"]) + 1
+    assert reply.usage.completion_tokens == sampled
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + sampled
+
+
+@pytest.mark.parametrize("in_parts", [False, True], ids=["text", "parts"])
+def test_tool_calls_come_back_as_they_were_sampled(in_parts: bool) -> None:
+    async def agent(client: Any) -> Any:
+        first = (await chat(client, tools=TOOLS)).choices[0]
+        message = first.message.model_dump(exclude_none=True)
+        if in_parts:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        (call,) = first.message.tool_calls
+        replies = [{"role": "tool", "tool_call_id": call.id, "content": "2"}]
+        await chat(client, [*ASK, message, *replies], tools=TOOLS)
+        return first
+
+    played = play(agent, CALL)
+    assert played.texts == [f"{CALL}<|im_end|>" * 2]
+    first = played.value
+    assert first.finish_reason == "tool_calls" and first.message.content == "I add."
+    (call,) = first.message.tool_calls
+    assert call.type == "function" and call.function.name == "calc"
+    assert json.loads(call.function.arguments) == {"x": 1} and call.id == "call00001"
+
+
+def test_a_changed_tool_call_begins_a_sequence() -> None:
+    async def agent(client: Any) -> Any:
+        message = (await chat(client)).choices[0].message.model_dump(exclude_none=True)
+        message["tool_calls"][0]["function"]["arguments"] = '{"x": 2}'
+        await chat(client, [*ASK, message, {"role": "tool", "content": "2"}])
+
+    assert len(play(agent, CALL).rollouts) == 2
+
+
+def test_a_stream_has_the_whole_message_and_the_usage() -> None:
+    async def agent(client: Any) -> Any:
+        stream = await chat(
+            client, stream=True, stream_options={"include_usage": True}, tools=TOOLS
+        )
+        return [chunk async for chunk in stream]
+
+    first, last, usage = play(agent, CALL).value
+    assert first.choices[0].delta.role == "assistant"
+    assert first.choices[0].delta.content == "I add."
+    assert first.choices[0].delta.tool_calls[0].function.name == "calc"
+    assert last.choices[0].finish_reason == "tool_calls" and not usage.choices
+    assert usage.usage.total_tokens > usage.usage.completion_tokens > 0
+
+
+def test_log_probabilities_are_those_of_the_sampled_tokens() -> None:
+    async def agent(client: Any) -> Any:
+        return (await chat(client, logprobs=True)).choices[0].logprobs.content
+
+    listed = play(agent).value
+    assert "".join(each.token for each in listed) == "hello<|im_end|>"
+    assert [each.logprob for each in listed] == [-0.25 * (1 + i) for i in range(len(listed))]
+
+
+def test_completions_of_text_and_of_tokens() -> None:
+    async def agent(client: Any) -> Any:
+        options: Any = {"model": "policy", "logprobs": 0}
+        text = await client.completions.create(prompt="Tom has", **options)
+        tokens = await client.completions.create(prompt=[3, 4, 5], max_tokens=2, **options)
+        stream = await client.completions.create(prompt="a", model="policy", stream=True)
+        return text, tokens, [chunk async for chunk in stream]
+
+    played = play(agent)
+    text, tokens, (chunk,) = played.value
+    assert text.choices[0].text == "hello" == chunk.choices[0].text
+    assert text.choices[0].logprobs.token_logprobs[0] == -0.25
+    assert played.turns[1].tokens_T == (3, 4, 5)
+    assert tokens.choices[0].finish_reason == "length"
+    assert len(tokens.choices[0].logprobs.tokens) == 2 == tokens.usage.completion_tokens
+
+
+def test_options_reach_the_engine() -> None:
+    async def agent(client: Any) -> Any:
+        await chat(client, max_completion_tokens=2, stop="x", seed=3, user="me", n=1)
+        await chat(client, max_tokens=3, stop=["y", "z"], temperature=0.25, top_p=0.5,
+                   extra_body={"train": False, "top_k": 7})  # fmt: skip
+
+    trained, judge = play(agent).turns
+    assert trained.max_tokens == 2 and trained.sampling.stop == ("x",)
+    assert judge.max_tokens == 3 and judge.sampling.stop == ("y", "z")
+    sampling = judge.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.25, 0.5, 7)
+
+
+def test_trained_calls_are_sampled_as_the_run_says() -> None:
+    async def agent(client: Any) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            await chat(client, temperature=0.0, top_p=0.5)
+        return [str(each.message) for each in caught]
+
+    played = play(agent)
+    assert played.turns[0].sampling.temperature == 1.0 == played.turns[0].sampling.top_p
+    (text,) = played.value
+    assert "sets temperature, top_p, which is not used" in text
+
+
+def test_models_are_listed() -> None:
+    async def agent(client: Any) -> Any:
+        await chat(client)
+        return [each.id async for each in client.models.list()], await client.models.retrieve(
+            "policy"
+        )
+
+    listed, entry = play(agent).value
+    assert listed == ["policy"] and entry.id == "policy"
+
+
+LONG = "a" * 20000
+ERRORS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
+    ({"model": "gpt"}, 404, "model_not_found", "model"),
+    ({"n": 2}, 400, None, "n"),
+    ({"tool_choice": "required"}, 400, None, "tool_choice"),
+    ({"logit_bias": {"1": 2}}, 400, None, "logit_bias"),
+    ({"top_logprobs": 3, "logprobs": True}, 400, None, "top_logprobs"),
+    ({"response_format": {"type": "json_object"}}, 400, None, "response_format"),
+    ({"reasoning_effort": "low"}, 400, None, "reasoning_effort"),
+    ({"messages": []}, 400, None, "messages"),
+    ({"messages": [{"content": "a"}]}, 400, None, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, None, "messages"),
+    ({"max_tokens": "many"}, 400, None, "max_tokens"),
+    ({"max_tokens": 0}, 400, None, None),
+    ({"stop": [1]}, 400, None, "stop"),
+    ({"temperature": -1.0, "extra_body": {"train": False}}, 400, None, None),
+    ({"messages": [{"role": "user", "content": "1 " * 600}]}, 400, "context_length_exceeded", None),
+    ({"messages": [{"role": "user", "content": LONG}]}, 400, "context_length_exceeded", None),
+]  # fmt: skip
+
+
+def test_every_error_has_the_shape_of_the_api() -> None:
+    async def agent(client: Any) -> Any:
+        await chat(client)
+        found = []
+        for options, *_ in ERRORS:
+            with pytest.raises(openai.APIStatusError) as caught:
+                await chat(client, **options)
+            error = caught.value
+            found.append((options, error.status_code, error.code, error.param))
+            assert error.type == "invalid_request_error" and len(error.body["message"]) > 10
+        return found
+
+    played = play(agent)
+    assert played.value == [tuple(each) for each in ERRORS]
+    assert played.texts == ["hello<|im_end|>"], "no refused request was sampled"
+
+
+def test_other_addresses_bodies_and_tokens_are_refused() -> None:
+    async def agent(client: Any) -> Any:
+        await chat(client)
+        found = []
+        url, headers = str(client.base_url), {"Authorization": f"Bearer {client.api_key}"}
+        for path, body, head in (
+            ("chat/completions", b"{", headers),
+            ("chat/completions", b"[]", headers),
+            ("completions", b'{"model": "policy", "prompt": [[1], [2]]}', headers),
+            ("completions", b'{"model": "policy", "prompt": "a", "logprobs": 1}', headers),
+            ("completions", b'{"model": "policy", "prompt": [99999999]}', headers),
+            ("embeddings", b"{}", headers),
+            ("chat/completions", b"{}", {}),
+            ("chat/completions", b"{}", {"Authorization": "Bearer wrong"}),
+        ):
+            response = await client._client.post(url + path, content=body, headers=head)
+            found.append((response.status_code, response.json()["error"]["code"]))
+        return found
+
+    bad, unknown = (400, None), (401, "invalid_api_key")
+    assert play(agent).value == [*[bad] * 5, (404, "unknown_url"), *[unknown] * 2]
+
+
+def test_the_token_of_a_finished_episode_is_refused() -> None:
+    kept: list[Any] = []
+
+    class Twice:
+        async def run(self, task: Prompt, model: Model) -> Any:
+            async with serve(model) as access:
+                client = openai.AsyncOpenAI(
+                    base_url=access.base_url, api_key=access.api_key, max_retries=0
+                )
+                await chat(client)
+                kept.append(client)
+            with pytest.raises(openai.AuthenticationError) as caught:
+                await chat(client)
+            kept.append(caught.value.code)
+            return 1.0
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    play_round(Workflows(EnvConfig(), Twice), tokenizer, {0: PROMPT})
+    assert kept[1] == "invalid_api_key"
+
+
+def test_a_limit_of_turns_is_an_error_of_the_api() -> None:
+    async def agent(client: Any) -> Any:
+        await chat(client)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await chat(client)
+        return caught.value.code
+
+    assert play(agent, max_turns=1).value == "max_turns_exceeded"
+
+
+def test_a_client_that_hangs_up_leaves_no_sample() -> None:
+    async def agent(client: Any) -> Any:
+        await chat(client)
+        with pytest.raises(openai.APITimeoutError):
+            await chat(client, [{"role": "user", "content": "late"}], timeout=0.5)
+        await chat(client, [{"role": "user", "content": "more"}])
+
+    def says(turn: Turn) -> str:
+        if "late" in tokenizer.decode(turn.tokens_T):
+            time.sleep(2.0)  # the engine is slower than the client's patience
+            return "late"
+        return "hello"
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    assert Played(agent, says).texts == ["hello<|im_end|>"] * 2
