@@ -73,6 +73,16 @@ def own_workflow(runs: Path, output: str) -> None:
         assert len({each["advantage"] for each in sequences}) == 1
 
 
+def external_agent(runs: Path, output: str) -> None:
+    for row in rows_of(runs / "external-agent"):
+        assert row["env/calls"] == 32 and row["env/errors"] == 0 and row["env/tool_calls"] > 0
+        assert row["env/turns_mean"] > 1 and row["routing/coverage"] == 1
+        # Every conversation came back from the client as it was sampled.
+        assert row["env/sequences_mean"] == 1
+        assert row["routing/rows_captured"] == row["routing/rows_replayed"]
+    assert 0 < last_row(runs / "external-agent")["reward/mean"] <= 1
+
+
 def llm_judge(runs: Path, output: str) -> None:
     row = last_row(runs / "llm-judge")
     assert 0 < row["reward/mean"] < 1
@@ -104,7 +114,7 @@ CLAIMS: dict[str, Callable[[Path, str], None]] = {
     claim.__name__: claim
     for claim in (
         *(own_reward, own_loss, own_data, own_environment, own_workflow),
-        *(llm_judge, evaluate, compare_runs, sweep),
+        *(external_agent, llm_judge, evaluate, compare_runs, sweep),
     )
 }
 

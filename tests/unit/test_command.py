@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.cli.checks import report_on
+from r3.cli import checks
 from r3.config import EnvConfig
 from r3.envs.command import Command
 from r3.envs.workflow import Workflows
@@ -214,5 +214,5 @@ play(Path({str(tmp_path)!r}), leaves(Path({str(pid_file)!r})) + "time.sleep(300)
 def test_a_command_that_cannot_be_used_is_a_problem(
     sections: dict[str, Any], field: str, text: str
 ) -> None:
-    problems = {each.field: each.rule for each in report_on(tiny_config(**sections)).problems}
+    problems = {each.field: each.rule for each in checks.problems(tiny_config(**sections), 1)}
     assert text in problems[field]

@@ -27,7 +27,7 @@ def check_environment(config: Config, found: Findings) -> None:
     if env.path and env.name != EnvConfig().name:
         rule = "is set together with env.path: a conversation has one environment"
         found.add("env.name", rule, "give one of the two")
-    if env.path and check_environment_file(env.path, "env.path", found):
+    if env.path and not env.command and check_environment_file(env.path, "env.path", found):
         if config.rollout.step_token_budget:
             rule = f"suspends conversations, and {env.path} is a workflow: a coroutine cannot be"
             found.add("rollout.step_token_budget", rule, "set it to 0, or write an environment")
