@@ -363,7 +363,7 @@ class EpisodeModel:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
-        return str(self._episode._rules.conversation.setup.tokenizer.decode(list(tokens)))
+        return str(self._episode.rules.conversation.setup.tokenizer.decode(list(tokens)))
 
     async def chat(
         self,
