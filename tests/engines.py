@@ -60,7 +60,10 @@ class World:
     def perturb(self, seed: int = 0) -> None:
         """Change the policy's weights, the same way on every replica of a tensor."""
         for slot in self.policy.slots:
-            digest = hashlib.blake2b(f"{seed}/{slot.name}".encode(), digest_size=8).digest()
+            # With tied embeddings, the last pipeline stage's output layer is the embedding too.
+            tied = slot.name == "output_layer.weight" and self.task.shape.tied
+            name = "embedding.word_embeddings.weight" if tied else slot.name
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
             noise = torch.randn(slot.tensor.shape, generator=generator) * 0.01
             slot.tensor.add_(noise.to(slot.tensor.device))

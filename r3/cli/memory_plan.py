@@ -29,7 +29,7 @@ PROCESS_BYTES = int(3.0 * GIB)  # host memory of Python with torch, vLLM and CUD
 
 GATHERED_BYTES = 2 * 4 * (1 << 24)  # pieces of all ranks with the same parameters, and its own
 
-STREAMED_VALUES = 1 << 26  # parameters whose state a streamed optimizer has on the device
+STREAMED_VALUES = 1 << 25  # parameters of a part of a streamed optimizer
 
 CERTAIN = (
     *("policy weights", "gradients", "optimizer"),
@@ -172,8 +172,8 @@ def memory(
         gradients        p * 4, float32
         optimizer        all parameters / ranks * s, sharded over all ranks with the same parameters
                          s = 8 (two moments); 12 for bfloat16 (and a float32 copy of the weights).
-                         Streamed: all of it in SAVE, where the gradients make room; a part of
-                         64 million parameters, or the largest shard, in OPTIMIZER; else nothing
+                         Streamed: all of it in SAVE, where the gradients make room; two parts of
+                         32 million parameters, or the largest shard, in OPTIMIZER; else nothing
         activations      micro_batch_tokens * activation_bytes_per_token / (tp * cp). A pipeline
                          keeps pp micro-batches of 1 / pp of the layers, an interleaved one
                          (pp - 1) / (pp vpp) more
@@ -212,7 +212,8 @@ def memory(
     shard = largest_shard(config, shape, world_size)
     if config.train.optimizer == "streamed":
         train = always | gradients
-        states = {"optimizer": min(optimizer, max(STREAMED_VALUES, shard) * _state_bytes(config))}
+        part = max(STREAMED_VALUES, shard) * _state_bytes(config)
+        states = {"optimizer": min(optimizer, 2 * part)}
         saving = always | {"optimizer": optimizer}
     else:
         train = always | gradients | {"optimizer": optimizer}

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from r3.runtime.device import Device, Stash
+from r3.runtime.device import Device, SideStream, Stash
 
-_STREAMED_VALUES = 1 << 26
-"""Parameters whose optimizer state is on the device at a time: 768 MiB with three tensors each."""
+_STREAMED_VALUES = 1 << 25
+"""Parameters of a part of a streamed optimizer: 384 MiB with three tensors each. Two parts are on
+the device at a time."""
 
 
 class TrainingMemory:
@@ -25,7 +26,7 @@ class TrainingMemory:
 
     With a streamed optimizer, these tensors come back for a part of the optimizer step only, some
     parameters at a time. The same kernels see the same values, so the updates are the same bit for
-    bit.
+    bit. On CUDA a part comes while the one before it is updated and goes.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class TrainingMemory:
         self._wrapped, self._optimizer = wrapped, optimizer
         self._stash = Stash(device=device)
         self._device, self._streamed = device, streamed
+        self._coming, self._going = SideStream(device), SideStream(device)
         for i, each in enumerate(chained(optimizer) if streamed else ()):
             each.optimizer.step = partial(self._step_in_parts, i, each, each.optimizer.step)
             # Each part copies its own, while it is on the device.
@@ -101,14 +103,29 @@ class TrainingMemory:
         """
         adam = optimizer.optimizer
         groups, models = adam.param_groups, _model_parameters(optimizer)
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        for part in _parts(parameters):
-            own = {id(parameter) for parameter in part}
+        parts = list(_parts([parameter for group in groups for parameter in group["params"]]))
+        owners = [{id(parameter) for parameter in part} for part in parts]
+
+        def own(part: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
             for parameter, key, tensor in _tensors_of(number, optimizer):
-                if id(parameter) in own:
+                if id(parameter) in part:
+                    yield key, tensor
+
+        def fetch(part: set[int]) -> None:
+            with self._coming.after_current():
+                for key, tensor in own(part):
                     self._stash.get(key, tensor)
+
+        for i, (part, owner) in enumerate(zip(parts, owners, strict=True)):
+            if i == 0:
+                fetch(owner)
+            self._coming.join()
+            # Memory of the part before is free for the next one, on whatever stream it was made.
+            self._going.finish()
+            if i + 1 < len(parts):
+                fetch(owners[i + 1])
             adam.param_groups = [
-                {**group, "params": [one for one in group["params"] if id(one) in own]}
+                {**group, "params": [one for one in group["params"] if id(one) in owner]}
                 for group in groups
             ]
             step()
@@ -116,10 +133,10 @@ class TrainingMemory:
             for parameter in part:
                 if id(parameter) in models:
                     models[id(parameter)].copy_(parameter)
-            # The first step has made the moments.
-            for parameter, key, tensor in _tensors_of(number, optimizer):
-                if id(parameter) in own:
+            with self._going.after_current():
+                for key, tensor in own(owner):  # the first step has made the moments
                     self._stash.put(key, tensor)
+        self._going.join()
 
     def _restore_gradients(self) -> None:
         for buffer in self.gradient_buffers():

@@ -320,6 +320,33 @@ def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Ten
     return into.copy_(tensor.detach(), non_blocking=True)
 
 
+class SideStream:
+    """A queue of work beside the current stream on CUDA. On CPU work is done at once."""
+
+    def __init__(self, device: Device) -> None:
+        self._stream = torch.cuda.Stream() if device.is_cuda else None
+
+    @contextmanager
+    def after_current(self) -> Iterator[None]:
+        """Inside, work is queued here, behind what the current stream has so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Queue what comes on the current stream behind what this one has so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Wait on the host until its work is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
 # ------------------------------------------------------------------------------------------------
 # Moving tensors out of device memory and back in place; all views stay valid.
 

@@ -20,11 +20,18 @@ class PushedAndFresh:
 
     Attributes:
         moved: the push changed what is sampled.
+        compared: tensors of which every byte was found equal in the pushed engine; gate and up of
+            an expert count as one.
+        tensors: tensors of the model.
+        gates: experts over all layers.
         equal: the pushed engine samples what a freshly loaded one does.
         cached_equal: so it does with every prompt in the prefix cache.
     """
 
     moved: bool
+    compared: int
+    tensors: int
+    gates: int
     equal: bool
     cached_equal: bool
     local_reads: int
@@ -43,15 +50,22 @@ class Pushed:
 
 
 def push_equals_fresh_engine(
-    device: Device, *, ep: int, out: str, hosts: list[str] | None = None
+    device: Device,
+    *,
+    parallel: dict[str, int],
+    out: str,
+    model: str = "",
+    hosts: list[str] | None = None,
 ) -> PushedAndFresh:
     """Push changed weights, and compare with an engine that loads the exported checkpoint."""
-    world = World(device, tiny_config(parallel={"ep": ep}), hosts=hosts)
+    world = World(device, tiny_config(model, parallel=parallel), hosts=hosts)
+    shape = world.task.shape
     world.sync(0)
     before = signature(world.collect(0).rollouts)
     world.residency.move(State.TRAIN)
     world.perturb()
     world.sync(1)
+    compared = prove_weights(world.stream, world.engine, world.mesh)
     pushed = signature(world.collect(1).rollouts)
     again = signature(world.collect(1).rollouts)  # now with every prompt in the prefix cache
     folder = Path(out) / "export"
@@ -64,6 +78,9 @@ def push_equals_fresh_engine(
     traffic = world.stream.traffic
     return PushedAndFresh(
         moved=before != pushed,
+        compared=compared,
+        tensors=len(world.stream.shapes),
+        gates=shape.num_experts * len(shape.moe_layers),
         equal=pushed == loaded,
         cached_equal=again == loaded,
         local_reads=traffic.local[0],

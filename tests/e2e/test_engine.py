@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e import guard_cases, push_cases, step_cases
 from tests.errors import NOTHING
+from tests.families import engine_sizes, family_checkpoint
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -29,7 +30,11 @@ def test_push_makes_the_engine_bit_identical_to_a_freshly_loaded_one(
     ranks: int, ep: int, hosts: list[str] | None, reads: str, tmp_path: Path
 ) -> None:
     for result in run_world(
-        push_cases.push_equals_fresh_engine, ranks, ep=ep, out=str(tmp_path), hosts=hosts
+        push_cases.push_equals_fresh_engine,
+        ranks,
+        parallel={"ep": ep},
+        out=str(tmp_path),
+        hosts=hosts,
     ):
         assert result.moved, (
             "the moved weights must sample something else, or the test shows nothing"
@@ -41,6 +46,25 @@ def test_push_makes_the_engine_bit_identical_to_a_freshly_loaded_one(
             reads == "peer",
             reads == "network",
         )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_tied_embeddings_of_a_pipeline_reach_the_engine(family: str, tmp_path: Path) -> None:
+    # The first stage has the embedding, the last one a copy of it as the output layer.
+    model = family_checkpoint(tmp_path / "model", family, tied=True, **engine_sizes(family))
+    for result in run_world(
+        push_cases.push_equals_fresh_engine,
+        2,
+        parallel={"pp": 2},
+        model=str(model),
+        out=str(tmp_path),
+    ):
+        assert result.moved, (
+            "the moved weights must sample something else, or the test shows nothing"
+        )
+        assert result.tensors - result.compared == result.gates, "every tensor was compared"
+        assert result.equal and result.cached_equal
+        assert result.local_reads > 0 and result.peer_reads > 0
 
 
 def test_engine_refuses_every_wrong_order_and_every_incomplete_push() -> None:

@@ -14,7 +14,7 @@ from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
 from r3.handover.rollouts import pack_for
 from r3.handover.weights import WeightStream
 from r3.models.shape import ModelShape
-from r3.policy import Policy, scoring
+from r3.policy import Policy, memory, scoring
 from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.modules import GroupedExperts
 from r3.policy.updates import train_on
@@ -141,6 +141,7 @@ def settings(changes: list[dict[str, dict[str, Any]]]) -> int:
     with fake_world(topk=2):
         device = cuda(0, 1)
         mesh = build_mesh(device, tiny_config().parallel)
+        memory._STREAMED_VALUES = 1 << 14  # a streamed optimizer has several parts
         for change in changes:
             sections = {
                 key: SECTIONS.get(key, {})

@@ -173,9 +173,8 @@ def test_a_streamed_optimizer_is_on_the_device_in_parts() -> None:
     streamed = with_values(BIG, {"train.optimizer": "streamed"})
     resident, phases = (plan.memory(one, BIG_SHAPE, 8) for one in (BIG, streamed))
     assert "optimizer" not in phases["TRAIN"]
-    assert (
-        phases["OPTIMIZER"]["optimizer"] == max(1 << 26, phases["OPTIMIZER"]["clipping"] / 4) * 12
-    )
+    part = max(1 << 25, phases["OPTIMIZER"]["clipping"] / 4)
+    assert phases["OPTIMIZER"]["optimizer"] == 2 * part * 12, "one is updated, one comes"
     # A checkpoint has it whole, where the gradients were.
     assert phases["SAVE"]["optimizer"] == resident["SAVE"]["optimizer"]
     assert "gradients" not in phases["SAVE"]
