@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from r3.handover.memory import State
-from r3.handover.weights import export, prove_weights
+from r3.handover.weights import SyncError, export, prove_weights
 from r3.rollout.task import read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from tests.engines import World, engine_from_disk, one_round, signature
+from tests.errors import message_of
 from tests.tiny import tiny_config
 
 
@@ -26,6 +30,7 @@ class PushedAndFresh:
         gates: experts over all layers.
         equal: the pushed engine samples what a freshly loaded one does.
         cached_equal: so it does with every prompt in the prefix cache.
+        stale: message of the proof of weights after one number changed in the last rank's engine.
     """
 
     moved: bool
@@ -34,6 +39,7 @@ class PushedAndFresh:
     gates: int
     equal: bool
     cached_equal: bool
+    stale: str
     local_reads: int
     peer_reads: int
     network_reads: int
@@ -76,6 +82,9 @@ def push_equals_fresh_engine(
     fresh = engine_from_disk(config, device, world.task, policy_version=1)
     loaded = signature(world.collect(1, engine=fresh).rollouts)
     traffic = world.stream.traffic
+    if device.rank == device.world_size - 1:
+        world.engine.llm.collective_rpc(_spoil)
+    stale = message_of(lambda: prove_weights(world.stream, world.engine, world.mesh), SyncError)
     return PushedAndFresh(
         moved=before != pushed,
         compared=compared,
@@ -83,10 +92,16 @@ def push_equals_fresh_engine(
         gates=shape.num_experts * len(shape.moe_layers),
         equal=pushed == loaded,
         cached_equal=again == loaded,
+        stale=stale,
         local_reads=traffic.local[0],
         peer_reads=traffic.peer[0],
         network_reads=traffic.network[0],
     )
+
+
+def _spoil(worker: Any) -> None:
+    norm = worker.model_runner.get_model().model.layers[1].input_layernorm.weight
+    norm.data[3] = torch.nextafter(norm.data[3], torch.tensor(9.0, dtype=norm.dtype))
 
 
 def pushed(device: Device, *, out: str, dtype: str) -> Pushed:

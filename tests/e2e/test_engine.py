@@ -41,6 +41,9 @@ def test_push_makes_the_engine_bit_identical_to_a_freshly_loaded_one(
         )
         assert result.equal
         assert result.cached_equal
+        # On every rank, whichever has the engine.
+        expected = f"rank {ranks - 1}: after the weight sync to version 1 1 tensors of the engine"
+        assert expected in result.stale
         assert result.local_reads > 0
         assert (result.peer_reads > 0, result.network_reads > 0) == (
             reads == "peer",
