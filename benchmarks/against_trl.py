@@ -208,6 +208,7 @@ def in_r3(task: Task, folder: Path, _python: Path | None = None, *, ranks: int =
         "train.lr": task.lr,
         "train.micro_batch_tokens": 8192,
         "parallel.ep": 1,
+        "replay.shadow_frac": 0.04,  # the default, which the tiny presets raise
         "engine.max_num_seqs": task.prompts * task.samples,
         "engine.kv_cache_gib": 0.5,
         "eval.every": 0,
