@@ -293,7 +293,7 @@ def summary(task: Task, turns: dict[str, list[Timing]], load: float) -> dict[str
             "runs": [asdict(timing) for timing in timings],
         }
     return {
-        "task": asdict(task),
+        "task": asdict(task) | {"model": Path(task.model).name},
         "load_average_before": round(load, 1),
         **arms,
         "ratio": round(arms["trl"]["step_s"] / arms["r3"]["step_s"], 2),
