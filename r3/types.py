@@ -141,6 +141,32 @@ class Rollout:
         """Names what has one reward and one advantage: the episode, or this sequence of it."""
         return self.group, self.sample_index, self.sequence if self.own_reward else 0
 
+    @classmethod
+    def unsampled(
+        cls, row: Prompt, tokens_T: np.ndarray, mask_T: np.ndarray, *, group: int = 0, step: int = 0
+    ) -> Rollout:
+        """A response that was given, not sampled: log-probabilities are 0, and there are no routes.
+
+        Args:
+            row: its answer is the response.
+            tokens_T: prompt and response, int64.
+            mask_T: 1 at the response, float32.
+            group: index of the row in the step.
+            step: training steps behind the policy.
+        """
+        return cls(
+            prompt_id=row.id,
+            group=group,
+            sample_index=0,
+            tokens_T=tokens_T,
+            loss_mask_T=mask_T,
+            logprobs_T=np.zeros_like(mask_T),
+            routed_experts=np.zeros((len(tokens_T) - 1, 0, 0), np.int8),
+            finish_reason="stop",
+            policy_version=step,
+            response=row.answer,
+        )
+
     @property
     def num_response_tokens(self) -> int:
         """Tokens that the policy sampled."""

@@ -130,15 +130,4 @@ def reference_rollout(task: Task, prompt: Prompt) -> Rollout:
     response = task.tokenizer.encode(prompt.answer, add_special_tokens=False)
     tokens_T = np.array([*prompt.tokens_T, *response], dtype=np.int64)
     mask_T = (np.arange(len(tokens_T)) >= len(prompt.tokens_T)).astype(np.float32)
-    return Rollout(
-        prompt_id=prompt.id,
-        group=0,
-        sample_index=0,
-        tokens_T=tokens_T,
-        loss_mask_T=mask_T,
-        logprobs_T=np.zeros_like(mask_T),
-        routed_experts=np.zeros((len(tokens_T) - 1, 0, 0), np.int8),
-        finish_reason="stop",
-        policy_version=0,
-        response=prompt.answer,
-    )
+    return Rollout.unsampled(prompt, tokens_T, mask_T)

@@ -80,15 +80,4 @@ def as_rollout(row: Prompt, group: int, policy_version: int) -> Rollout:
     mask_T = np.zeros(len(tokens_T), np.float32)
     for first, end in row.spans:
         mask_T[first:end] = 1.0
-    return Rollout(
-        prompt_id=row.id,
-        group=group,
-        sample_index=0,
-        tokens_T=tokens_T,
-        loss_mask_T=mask_T,
-        logprobs_T=np.zeros_like(mask_T),
-        routed_experts=np.zeros((len(tokens_T) - 1, 0, 0), np.int8),
-        finish_reason="stop",
-        policy_version=policy_version,
-        response=row.answer,
-    )
+    return Rollout.unsampled(row, tokens_T, mask_T, group=group, step=policy_version)
