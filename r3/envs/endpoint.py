@@ -34,7 +34,7 @@ from r3.envs.openai_api import (
     limit_error,
     model_entry,
 )
-from r3.envs.workflow import Model, ModelLimit
+from r3.envs.workflow import EpisodeOver, Model, ModelLimit
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -212,7 +212,7 @@ async def _called(
         raise limit_error(limit) from limit
     except ValueError as error:
         raise ApiError(400, str(error)) from error
-    except (asyncio.CancelledError, RuntimeError) as error:
+    except (asyncio.CancelledError, EpisodeOver) as error:
         text = "the episode is over, or the client hung up"
         raise ApiError(401, text, code="invalid_api_key") from error
     finally:

@@ -55,6 +55,10 @@ class ModelLimit(Exception):
         self.limit = limit
 
 
+class EpisodeOver(RuntimeError):
+    """The model is called after its episode ended."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """What the model sampled in one call.

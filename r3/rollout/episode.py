@@ -21,7 +21,7 @@ from r3.data.template import TemplateFault
 from r3.engine import Sampled, Sampling, Transcript, Turn, sampling_seed
 from r3.envs.chat import ChatError, Renderer
 from r3.envs.tool_calls import parse_tool_calls
-from r3.envs.workflow import Completion, ModelLimit, ModelMessage, OwnTime
+from r3.envs.workflow import Completion, EpisodeOver, ModelLimit, ModelMessage, OwnTime
 from r3.rollout.conversation import (
     CHARACTERS_PER_TOKEN,
     ConversationRules,
@@ -245,10 +245,10 @@ class LiveEpisode:
 
         Raises:
             ModelLimit: no turns are left.
-            RuntimeError: the episode is over.
+            EpisodeOver: the episode is over.
         """
         if self._own_time is None:
-            raise RuntimeError("the episode is over: await all calls of the model inside run")
+            raise EpisodeOver("the episode is over: await all calls of the model inside run")
         if self.num_turns >= (limit := self.rules.settings.max_turns):
             raise ModelLimit("turns", f"the episode made {limit} calls of the model: env.max_turns")
 
