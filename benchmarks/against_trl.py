@@ -35,6 +35,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
+from benchmarks.train_step import MODEL
 from r3 import assets
 
 TRL = "1.16.0"
@@ -42,23 +43,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 
 # 52 million parameters; the embedded tokenizer has 512 tokens.
-MIDDLE = dict(
-    vocab_size=512,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=32,
-    num_experts=64,
-    num_experts_per_tok=8,
-    moe_intermediate_size=128,
-    norm_topk_prob=True,
-    max_position_embeddings=2048,
-    tie_word_embeddings=False,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+MIDDLE = MODEL | dict(vocab_size=512, num_hidden_layers=8, eos_token_id=2, pad_token_id=0)
 
 REWARD = '''
 def final_number(response, prompt):

@@ -118,8 +118,10 @@ printed. This page is written by
 .venv/bin/python -m tests.faults
 ```
 
-which fails if a run does not do what its row says. `--list` names the rows; `--rows` runs some and
-replaces them here. [Checkpoints and resume](checkpoints-and-resume.md) explains the settings.
+A kill while a checkpoint is written in the background (`checkpoint.background`) costs the steps
+since the one before it. The command fails if a run does not do what its row says. `--list` names
+the rows; `--rows` runs some and replaces them here.
+[Checkpoints and resume](checkpoints-and-resume.md) explains the settings.
 
 """
 
