@@ -11,7 +11,7 @@ from r3.engine import CaptureSpec, Sampled, Sampling, Turn
 from r3.envs.chat import Renderer
 from r3.envs.workflow import Workflows
 from r3.models.shape import ModelShape
-from r3.rewards.scorer import make_scorer
+from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.collected import CollectedRollouts
 from r3.rollout.conversation import ConversationRules, ConversationSetup
 from r3.rollout.episodes import EpisodeRound
@@ -30,13 +30,21 @@ def play_round(
     says: Callable[[Turn], str] = lambda turn: "hello",
     samples: int = 1,
     max_response_tokens: int = 400,
+    scorer: Scorer | None = None,
+    keep_failed: bool = False,
+    engine_s: float = 0.0,
 ) -> tuple[CollectedRollouts, list[Turn]]:
-    """Play one round; return its rollouts and what the engine was asked for."""
+    """Play one round; return its rollouts and what the engine was asked for.
+
+    Args:
+        says: what the model answers to a turn.
+        engine_s: seconds that the engine takes for all turns that come at once.
+    """
     renderer = Renderer(tokenizer, {})
     setup = ConversationSetup(
         environments=workflows, tokenizer=tokenizer, chat=None, renderer=renderer
     )
-    scorer = make_scorer(RewardConfig(function=("none",)))
+    scorer = scorer or make_scorer(RewardConfig(function=("none",)))
     rules = ConversationRules(
         setup=setup,
         sampling=Sampling(stop=workflows.stop, stop_tokens=setup.stop_tokens),
@@ -49,6 +57,8 @@ def play_round(
         run_seed=0,
         max_response_tokens=max_response_tokens,
         max_model_len=MAX_MODEL_LEN,
+        keep_failed=keep_failed,
+        needs_reward=scorer.uses_environment,
     )
     round_ = EpisodeRound(rules, scorer, prompts, seed_step=1, samples_per_prompt=samples)
     remaining, until, asked = round_.size, time.monotonic() + LIMIT_S, []
@@ -59,6 +69,8 @@ def play_round(
             turns, finished = round_.advance(engine_busy=False)
             remaining -= finished
             asked += turns
+            if turns:
+                time.sleep(engine_s)
             for turn in turns:
                 tokens = tokenizer(says(turn), add_special_tokens=False)["input_ids"]
                 tokens = [*tokens, end][: turn.max_tokens]

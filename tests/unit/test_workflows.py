@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,17 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.config import ConfigError, EnvConfig, RewardConfig
-from r3.engine import CaptureSpec, Sampled, Sampling, Turn
+from r3.engine import Turn
 from r3.envs import is_workflow
-from r3.models.shape import ModelShape
+from r3.envs.workflow import Workflows
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.collected import CollectedRollouts
-from r3.rollout.conversation import ConversationRules, ConversationSetup, EnvironmentFailed
-from r3.rollout.episodes import EpisodeRound
+from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.runtime.user_code import load
 from r3.types import Prompt, Rollout
+from tests.rounds import play_round
 from tests.settings import found
 from tests.talkers import values
-from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -228,52 +226,25 @@ class Play:
         **env: Any,
     ) -> CollectedRollouts:
         settings = EnvConfig(path=f"{self.file}:{workflow}", **env)
-        setup = ConversationSetup.of(settings, self.tokenizer, "tiny")
-        scorer = scorer or make_scorer(RewardConfig(function=("none",)))
-        rules = ConversationRules(
-            setup=setup,
-            sampling=Sampling(stop=setup.environments.stop, stop_tokens=setup.stop_tokens),
-            capture=CaptureSpec(
-                policy_version=0,
-                captures=False,
-                on_missing="error",
-                shape=ModelShape.read(tiny_config().model.path),
-            ),
-            run_seed=0,
+        workflows = ConversationSetup.of(settings, self.tokenizer, "tiny").environments
+        assert isinstance(workflows, Workflows)
+
+        def answer(turn: Turn) -> str:
+            self.turns.append(turn)
+            return says(turn)
+
+        collected, _ = play_round(
+            workflows,
+            self.tokenizer,
+            {number: prompt(number) for number in range(prompts)},
+            says=answer,
+            samples=samples,
             max_response_tokens=max_response_tokens,
-            max_model_len=500,
+            scorer=scorer,
             keep_failed=keep_failed,
-            needs_reward=scorer.uses_environment,
+            engine_s=engine_s,
         )
-        asked = {number: prompt(number) for number in range(prompts)}
-        round_ = EpisodeRound(rules, scorer, asked, seed_step=1, samples_per_prompt=samples)
-        remaining, until = round_.size, time.monotonic() + 60
-        end = setup.stop_tokens[0]
-        try:
-            while remaining:
-                assert time.monotonic() < until
-                turns, finished = round_.advance(engine_busy=False)
-                remaining -= finished
-                self.turns += turns
-                if turns and engine_s:
-                    time.sleep(engine_s)
-                for turn in turns:
-                    tokens = self.tokenizer(says(turn), add_special_tokens=False)["input_ids"]
-                    tokens = [*tokens, end][: turn.max_tokens]
-                    round_.receive_sample(
-                        Sampled(
-                            key=turn.key,
-                            tokens_T=tokens,
-                            logprobs_T=[-1.0] * len(tokens),
-                            routed_experts=None,
-                            first_row=turn.first_row,
-                            finish_reason="stop" if tokens[-1] == end else "length",
-                        )
-                    )
-            return round_.result()
-        finally:
-            setup.environments.close()
-            scorer.close()
+        return collected
 
 
 @pytest.fixture
