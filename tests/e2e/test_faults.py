@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from r3.run.stop import REQUEUE
+from r3.runtime.device import free_port
 from tests.faults.attempts import finish as finish_run
 from tests.faults.attempts import launch, newest_checkpoint, require_equal, rows_written
 from tests.faults.disk import FullDisk, HeldDisk, own_disk
@@ -124,9 +124,6 @@ def test_stopped_rank_ends_the_run_and_the_launcher_resumes_it(tmp_path: Path) -
 
 def test_rank_that_waits_for_one_that_never_joins_ends(tmp_path: Path) -> None:
     """One of two ranks starts: as if the other one had been stopped while it was imported."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     limits = ("--debug.stall_s", "1", "--debug.kill_after_s", "2")
     done = subprocess.run(
@@ -134,7 +131,7 @@ def test_rank_that_waits_for_one_that_never_joins_ends(tmp_path: Path) -> None:
         cwd=ROOT,
         env=os.environ
         | ranks
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)},
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,

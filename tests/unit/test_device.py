@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.multiprocessing import reductions
 
 from r3.cli.checks import allocator_problems, cuda_expert_problems
 from r3.models.shape import ModelShape
-from r3.runtime.device import ipc_arguments, seed_everything, to_host
+from r3.runtime.device import free_port, ipc_arguments, seed_everything, to_host
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -73,3 +74,12 @@ def test_experts_that_the_grouped_product_refuses_on_cuda_are_refused() -> None:
     loop = tiny_config(model={"dtype": "bfloat16", "experts": "sequential"})
     assert cuda_expert_problems(loop, narrow) == []
     assert cuda_expert_problems(config, replace(narrow, moe_layers=())) == []
+
+
+def test_free_port_is_no_port_that_a_connection_can_take() -> None:
+    range_ = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not range_.exists() or int(range_.read_text().split()[0]) <= 11000:
+        pytest.skip("the kernel leaves no ports below its own range")
+    ports = [free_port() for _ in range(50)]
+    assert all(10000 <= port < int(range_.read_text().split()[0]) for port in ports)
+    assert len(set(ports)) > 40  # 50 draws out of 1,000 or more: 1 or 2 pairs are expected
