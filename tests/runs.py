@@ -14,15 +14,7 @@ import psutil
 import pytest
 
 from r3.metrics.glossary import is_wall_clock
-from tests.world import ROOT
-
-QUIET_THREADS = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "0",
-    "KMP_BLOCKTIME": "0",
-    "PYTHONPATH": str(ROOT),
-}
+from tests.world import QUIET_THREADS, ROOT
 
 
 def start(
@@ -39,14 +31,8 @@ def start(
         launcher: further flags of torchrun.
         prefix: a command that runs torchrun.
     """
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "0",
-        "KMP_BLOCKTIME": "0",
-        "PYTHONPATH": str(ROOT),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as launch/ sets it
-    }
+    environment = os.environ | QUIET_THREADS
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/ sets it
     command = [
         sys.executable,
         "-m",

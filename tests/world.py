@@ -5,6 +5,10 @@ A case is a module-level function `case(device, **arguments)` in a module under 
 JSON values or frozen dataclasses of them; `run_world` returns the ranks' results in order, as the
 types that the case is annotated with. Processes that outlive the limit are killed with everything
 they started, and their output is shown.
+
+Importing torch, Megatron and vLLM takes a process 5 to 8 s. So rank n of every world is forked
+from a process that has imported them and done nothing else; each n has its own such process, so
+that ranks differ in the order of their sets as they do in a run.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,10 +26,16 @@ import types
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parent.parent
-
+QUIET_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "KMP_BLOCKTIME": "0",
+    "PYTHONPATH": str(ROOT),
+}
 
 T = TypeVar("T")
 
@@ -53,6 +64,50 @@ def restored(kind: Any, value: Any) -> Any:
     return value
 
 
+class Rank:
+    """One rank of a world, forked from the process that is kept for its number."""
+
+    _origins: ClassVar[dict[int, subprocess.Popen[bytes]]] = {}
+
+    def __init__(self, rank: int, job: dict[str, Any]) -> None:
+        origin = self._origins.get(rank)
+        if origin is None or origin.poll() is not None:
+            origin = subprocess.Popen(
+                [sys.executable, "-m", "tests.world"],
+                cwd=ROOT,
+                env=os.environ | QUIET_THREADS,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,  # what is read ahead, `select` does not see
+                start_new_session=True,
+            )
+            self._origins[rank] = origin
+        self._origin = origin
+        self._write(json.dumps(job))
+        self.pid = int(self._read())
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Exit code of the rank; None if it has not ended by then."""
+        assert self._origin.stdout is not None
+        ready, _, _ = select.select([self._origin.stdout], [], [], timeout_s)
+        return int(self._read()) if ready else None
+
+    def kill(self) -> None:
+        """Kill the rank and what it has started."""
+        os.killpg(self.pid, signal.SIGKILL)
+        self._read()
+
+    def _write(self, line: str) -> None:
+        assert self._origin.stdin is not None
+        self._origin.stdin.write(f"{line}\n".encode())
+
+    def _read(self) -> str:
+        assert self._origin.stdout is not None
+        line = self._origin.stdout.readline().decode()
+        assert line, "the process that forks the ranks has ended"
+        return line
+
+
 def run_world(
     case: Callable[..., T], world_size: int, *, timeout_s: float = 240.0, **arguments: Any
 ) -> list[T]:
@@ -64,53 +119,38 @@ def run_world(
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"rank_{rank}.out" for rank in range(world_size)]
         results = [Path(folder) / f"rank_{rank}.json" for rank in range(world_size)]
-        port = str(free_port())
-        processes = []
-        for rank in range(world_size):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
-                "OMP_WAIT_POLICY": "PASSIVE",
-                "GOMP_SPINCOUNT": "0",
-                "KMP_BLOCKTIME": "0",
-                "PYTHONPATH": str(ROOT),
-            }
-            command = [
-                sys.executable,
-                "-m",
-                "tests.world",
-                f"{case.__module__}:{case.__name__}",
-                json.dumps(arguments),
-                str(results[rank]),
-            ]
-            with outputs[rank].open("w") as out:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=ROOT,
-                        env=environment,
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
+        environment = os.environ | {
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        job = {"case": f"{case.__module__}:{case.__name__}", "arguments": arguments}
+        waiting = {
+            rank: Rank(
+                rank,
+                job
+                | {
+                    "environment": environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    "output": str(outputs[rank]),
+                    "result": str(results[rank]),
+                },
+            )
+            for rank in range(world_size)
+        }
         failed = None
         try:
-            for rank, process in enumerate(processes):
-                if process.wait(timeout=timeout_s) != 0 and failed is None:
-                    failed = f"rank {rank} ended with {process.returncode}"
+            for rank in range(world_size):
+                code = waiting[rank].wait(timeout_s)
+                if code is None:
+                    failed = failed or f"not done after {timeout_s:.0f} s"
+                    break
+                del waiting[rank]
+                if code != 0 and failed is None:
+                    failed = f"rank {rank} ended with {code}"
                     timeout_s = 5.0  # the others wait for it in vain
-        except subprocess.TimeoutExpired:
-            failed = failed or f"not done after {timeout_s:.0f} s"
         finally:
-            for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+            for process in waiting.values():
+                process.kill()
         if failed is not None:
             shown = "\n".join(
                 f"--- rank {rank}\n{output.read_text()[-4000:]}"
@@ -121,16 +161,24 @@ def run_world(
         return [restored(kind, json.loads(result.read_text())) for result in results]
 
 
-def _main() -> None:
-    module, name = sys.argv[1].split(":")
-    from r3.runtime.device import init_device
-
+def _run_rank(job: dict[str, Any], origin: int) -> None:
+    """Be the rank of a job; never returns."""
     code = 1
     try:
+        os.setsid()
+        with open(job["output"], "w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        from r3.runtime.device import init_device
+        from r3.runtime.process import die_with_parent
+
+        die_with_parent(origin)
+        os.environ.clear()
+        os.environ.update(job["environment"] | QUIET_THREADS)
         device = init_device(timeout_s=120.0)
-        case = getattr(importlib.import_module(module), name)
-        result = case(device, **json.loads(sys.argv[2]))
-        Path(sys.argv[3]).write_text(json.dumps(plain(result)))
+        module, name = job["case"].split(":")
+        result = getattr(importlib.import_module(module), name)(device, **job["arguments"])
+        Path(job["result"]).write_text(json.dumps(plain(result)))
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -139,5 +187,29 @@ def _main() -> None:
     os._exit(code)  # engines leave threads and handles behind that a normal exit would wait for
 
 
+def _serve_jobs() -> None:
+    """Fork a rank for every line of the standard input; print its process id, then its exit
+    code.
+    """
+    from r3.runtime.device import has_gpu, prepare_environment
+    from r3.runtime.process import die_with_parent
+
+    die_with_parent(os.getppid())
+    prepare_environment()  # vLLM reads some of it when it is imported
+    if not has_gpu():
+        import r3.run.build  # noqa: F401
+    for line in sys.stdin:
+        job = json.loads(line)
+        if job["case"].startswith("tests.e2e.") and not has_gpu():
+            from vllm import LLM  # noqa: F401
+        origin = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _run_rank(job, origin)
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
 if __name__ == "__main__":
-    _main()
+    _serve_jobs()
