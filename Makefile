@@ -4,10 +4,8 @@ UV ?= uv
 # Files that lint and format look at; the second part of `make test` runs TESTS with PYTEST_ARGS.
 CODE := $(wildcard train.py r3 configs tests tools benchmarks examples docs)
 TESTS ?= tests
-PYTEST_ARGS ?= -m "not gpu" --durations=15
-# One half of all tests: all of the other folders, and as much of tests/e2e as makes them even.
-E2E_HALF := $(addprefix tests/e2e/test_,docs_commands.py examples.py nodes.py slurm.py)
-HALF := tests/unit tests/repo tests/ranks $(E2E_HALF)
+# Two files of tests at once, because a test seldom keeps two cores busy.
+PYTEST_ARGS ?= -m "not gpu" --durations=40 --numprocesses 2 --dist loadfile
 
 # Ranks and tests share few cores; spinning OpenMP threads would slow each other down several times.
 test: export OMP_NUM_THREADS := 1
@@ -29,16 +27,7 @@ compare: demo ## train the demo once more without replay; both runs on one page,
 	$(PY) -m r3.report runs/tiny runs/tiny-off -o runs/compare.html
 
 test: lint ## lint, format check, types, then all tests that need no GPU
-ifeq ($(origin TESTS) $(origin PYTEST_ARGS),file file)
-	@# In two halves at once, because a test seldom keeps two cores busy.
-	@log=$$(mktemp); trap 'kill $$half' INT TERM; \
-	$(PY) -m pytest $(PYTEST_ARGS) $(HALF) > $$log 2>&1 & half=$$!; \
-	echo "beside these run $(HALF):"; \
-	$(PY) -m pytest $(PYTEST_ARGS) $(E2E_HALF:%=--ignore=%) tests/e2e tests/gpu; code=$$?; \
-	wait $$half || code=$$?; cat $$log; rm $$log; exit $$code
-else
 	$(PY) -m pytest $(PYTEST_ARGS) $(TESTS)
-endif
 
 lint: setup ## ruff check, format check, mypy
 	$(PY) -m ruff check $(CODE)
