@@ -66,7 +66,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise over the last dimension."""
-        x32 = x.float()
+        # A view, so that the two gradients of x add up here and not where the residual's arrives: a
+        # recomputed norm then has the same bits in float32 too.
+        x32 = x.view_as(x).float()
         x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * x32.to(x.dtype)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from r3.config import Config
 from r3.engine.experts import ExpertBlock
 from r3.handover.weights import WeightStream, export
 from r3.models.hf_checkpoint import CheckpointError
@@ -45,6 +46,8 @@ class Contract:
         layer_by_layer: the weight stream yields whole layers in order.
         shared: the buffers are in shared memory.
         router_gradients: largest gradient of every router.
+        selective: gradients with selective recomputation have the same bits, or it was not tried,
+            because embeddings are tied.
     """
 
     error: str = ""
@@ -56,6 +59,7 @@ class Contract:
     shared: bool = False
     router_gradients: dict[str, float] = field(default_factory=dict)
     num_moe_layers: int = 0
+    selective: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +143,20 @@ def contract(
         round_trip=compare_files(Path(folder), out) if device.rank == 0 else [],
         router_gradients=router_gradients,
         num_moe_layers=len(policy.shape.moe_layers),
+        selective=policy.shape.tied or selective_is_equal(device, mesh, config),
     )
+
+
+def selective_is_equal(device: Device, mesh: Mesh, config: Config) -> bool:
+    """Whether gradients with and without selective recomputation are equal, bit for bit."""
+    gradients = []
+    for recompute in ("none", "selective"):
+        setting = replace(config, model=replace(config.model, recompute=recompute))
+        policy = policy_of(device, mesh, setting)
+        (batch,) = batches_of(mesh, policy.shape)
+        policy.forward_backward(batch)
+        gradients.append([buffer.clone() for buffer in policy.memory.gradient_buffers()])
+    return all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 def pipeline_contract(

@@ -83,6 +83,7 @@ def test_contract(run: str, name: str, figures: Figures) -> None:
             assert rank.shared == (run != "single"), (
                 "buffers are exported where there are ranks to read them"
             )
+            assert rank.selective, "gradients with selective recomputation have other bits"
             assert len(rank.router_gradients) == (rank.num_moe_layers if routed else 0)
         assert all(largest > 1e-5 for largest in rank.router_gradients.values())
 
