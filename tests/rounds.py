@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from r3.config import RewardConfig
-from r3.engine import CaptureSpec, Sampled, Sampling, Turn
+from r3.engine import CaptureSpec, Sampled, Sampling, Turn, message_parser
 from r3.envs.chat import Renderer
 from r3.envs.workflow import Workflows
 from r3.models.shape import ModelShape
@@ -42,7 +42,11 @@ def play_round(
     """
     renderer = Renderer(tokenizer, {})
     setup = ConversationSetup(
-        environments=workflows, tokenizer=tokenizer, chat=None, renderer=renderer
+        environments=workflows,
+        tokenizer=tokenizer,
+        chat=None,
+        renderer=renderer,
+        parser=message_parser(workflows.settings, tokenizer, {}),
     )
     scorer = scorer or make_scorer(RewardConfig(function=("none",)))
     rules = ConversationRules(

@@ -177,6 +177,12 @@ class EnvConfig:
         tuple[str, ...], Not("", "an empty string ends every message at once"), Fix("leave it out")
     ] = ()
     """Strings that end a model message. They stay in the message."""
+    tool_parser: str = ""
+    """Parser of tool calls by its name in vLLM, such as qwen3_coder or llama3_json. Empty: calls as
+    Hermes and Qwen templates have them, `<tool_call>` with JSON inside."""
+    reasoning_parser: str = ""
+    """Parser of reasoning by its name in vLLM, such as qwen3 or deepseek_r1: what the model thinks
+    is shown apart from its message. Empty: it stays in the message."""
     workers: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
     """Worker processes per rank, for an environment that computes. 0: threads, for an environment
     that waits. With env.command: maximum commands at once per engine; 0 is no maximum."""

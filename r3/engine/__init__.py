@@ -5,6 +5,7 @@ This is the only room that imports vllm, and it does so only when an engine is b
 
 from r3.engine.build import EngineConfigError
 from r3.engine.engine import Engine, EngineStateError, WeightMismatch
+from r3.engine.parsers import message_parser
 from r3.engine.sampler import Sampled, Sampling, Turn, sampling_seed
 from r3.engine.transcript import CaptureSpec, Transcript
 
@@ -18,5 +19,6 @@ __all__ = [
     "Transcript",
     "Turn",
     "WeightMismatch",
+    "message_parser",
     "sampling_seed",
 ]

@@ -1,8 +1,8 @@
 """OpenAI's chat and completion API as data: requests to arguments of a model, messages to replies.
 
-A message of the model with tool calls is shown to the client as the API has it, calls beside the
-text. When it comes back unchanged, by the ids of its calls, it is what was sampled again: else the
-chat template would render it otherwise, and the conversation would begin a new token sequence.
+A message of the model with tool calls or reasoning is shown to the client as the API has it, these
+beside the text. When it comes back unchanged, it is what was sampled again: else the chat template
+would render it otherwise, and the conversation would begin a new token sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from r3.envs.workflow import Completion, Model, ModelLimit, ModelMessage
-from r3.types import Message
 
 MODEL = "policy"
 """Name of the model."""
@@ -74,26 +73,17 @@ def limit_error(limit: ModelLimit) -> ApiError:
     return ApiError(400, str(limit), code=code)
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """A message with tool calls as the client saw it, and as it was sampled."""
-
-    content: str
-    calls: list[tuple[str, Any]]
-    text: str
-
-
 @dataclass(kw_only=True, slots=True)
 class Memory:
     """What an episode's replies had.
 
     Attributes:
-        said: messages with tool calls, by the ids of the calls.
+        said: messages that the client saw otherwise than they were sampled, by what it saw.
         num_replies: replies so far.
         num_calls: tool calls so far.
     """
 
-    said: dict[tuple[str, ...], _Said] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
     num_replies: int = 0
     num_calls: int = 0
 
@@ -168,7 +158,7 @@ def completion_request(body: Mapping[str, Any]) -> Request:
 def chat_reply(message: ModelMessage, request: Request, memory: Memory, model: Model) -> list[Any]:
     """The reply to a chat request: one body, or the events of a stream."""
     completion = message.completion
-    content, calls = _shown(message, memory)
+    shown, calls = _shown(message, memory)
     logprobs: Any = None
     if request.logprobs:
         tokens = zip(_pieces(completion, model), completion.logprobs, strict=True)
@@ -178,7 +168,6 @@ def chat_reply(message: ModelMessage, request: Request, memory: Memory, model: M
         ]
         logprobs = {"content": listed, "refusal": None}
     reason = "tool_calls" if calls else completion.finish_reason
-    shown: dict[str, Any] = {"role": "assistant", "content": content}
     if not request.stream:
         shown |= {"refusal": None} | ({"tool_calls": calls} if calls else {})
         choice = {"index": 0, "message": shown, "logprobs": logprobs, "finish_reason": reason}
@@ -272,22 +261,30 @@ def _plain(message: Any, memory: Memory) -> dict[str, Any]:
         raise ApiError(400, f"a message needs a role, and one is {message!r}", param="messages")
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = _text(message.get("content"))
-    if not (calls := plain.pop("tool_calls", None)):
-        return plain
+    reasoning = plain.pop("reasoning_content", None) or plain.get("reasoning")
+    if reasoning:  # templates have either name, as vLLM
+        plain |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    calls = plain.pop("tool_calls", None) or []
     try:
         ids = tuple(str(call["id"]) for call in calls)
         parsed = [(call["function"]["name"], _arguments(call["function"])) for call in calls]
     except (KeyError, TypeError, AttributeError):
         text = f"tool_calls need id, function.name and function.arguments, and are {calls!r}"
         raise ApiError(400, text, param="messages") from None
-    said = memory.said.get(ids)
-    if said and said.calls == parsed and said.content.strip() == plain["content"].strip():
-        return {"role": plain["role"], "content": said.text}
-    plain["tool_calls"] = [
-        {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
-        for name, (function, arguments) in zip(ids, parsed, strict=True)
-    ]
+    said = memory.said.get(_seen(plain["content"], reasoning, ids, parsed))
+    if said is not None and plain["role"] == "assistant":
+        return {"role": "assistant", "content": said}
+    if calls:
+        plain["tool_calls"] = [
+            {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+            for name, (function, arguments) in zip(ids, parsed, strict=True)
+        ]
     return plain
+
+
+def _seen(content: str, reasoning: Any, ids: Sequence[str], calls: Sequence[Any]) -> str:
+    """What a client sees of a message, in one form; white space at the ends does not matter."""
+    return repr((content.strip(), str(reasoning or "").strip(), tuple(ids), list(calls)))
 
 
 def _text(content: Any) -> str:
@@ -310,24 +307,26 @@ def _arguments(function: Mapping[str, Any]) -> Any:
         return arguments
 
 
-def _shown(message: ModelMessage, memory: Memory) -> tuple[str | None, list[dict[str, Any]]]:
-    """The text and the tool calls that a client sees of a message."""
-    text: str = message["content"]
-    found: Sequence[Message] = message["tool_calls"]
-    if not found:
-        return text, []
-    content = text.partition("<tool_call>")[0].strip()
+def _shown(message: ModelMessage, memory: Memory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The message and the tool calls that a client sees; reasoning has the name that vLLM uses."""
+    said, text = message.parsed, message["content"]
     calls = []
-    for call in found:
+    for call in said.calls:
         memory.num_calls += 1
-        function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        # A text is what was no JSON.
+        arguments = call["arguments"]
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        function = {"name": call["name"], "arguments": arguments}
         # Nine letters and digits, the same in every run: some templates show them, some check that.
         calls.append(
             {"id": f"call{memory.num_calls:05d}", "type": "function", "function": function}
         )
-    ids = tuple(str(call["id"]) for call in calls)
-    memory.said[ids] = _Said(content, [(call["name"], call["arguments"]) for call in found], text)
-    return content or None, calls
+    if calls or said.reasoning or said.content != text:
+        ids = tuple(str(call["id"]) for call in calls)
+        parsed = [(call["name"], call["arguments"]) for call in said.calls]
+        memory.said[_seen(said.content, said.reasoning, ids, parsed)] = text
+    shown = {"role": "assistant", "content": None if calls and not said.content else said.content}
+    return shown | ({"reasoning": said.reasoning} if said.reasoning else {}), calls
 
 
 def _pieces(completion: Completion, model: Model) -> list[str]:

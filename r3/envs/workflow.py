@@ -31,6 +31,7 @@ from typing import Any, Literal, Protocol
 
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
+from r3.envs.tool_calls import Parsed
 from r3.metrics.users import checked_metrics
 from r3.runtime.workers import CallError, CallTimeout, Failure, Pool, Threads
 from r3.types import Message, Prompt
@@ -82,15 +83,17 @@ class ModelMessage(dict[str, Any]):
     """A message of the model, as plain data for chat templates.
 
     It has `role`, `content`, `finish_reason` and, as `{"name": ..., "arguments": {...}}`, the
-    `tool_calls` that the content holds.
+    `tool_calls` that the content holds. With `env.reasoning_parser` it has the `reasoning` that the
+    content holds.
 
     Attributes:
         completion: its tokens and their log-probabilities.
+        parsed: its content without calls and reasoning, and these.
     """
 
-    def __init__(self, message: Mapping[str, Any], completion: Completion) -> None:
+    def __init__(self, message: Mapping[str, Any], completion: Completion, parsed: Parsed) -> None:
         super().__init__(message)
-        self.completion = completion
+        self.completion, self.parsed = completion, parsed
 
 
 class Model(Protocol):

@@ -9,11 +9,19 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from r3.config import EnvConfig
-from r3.engine import CaptureSpec, Sampled, Sampling, Transcript, Turn, sampling_seed
+from r3.engine import (
+    CaptureSpec,
+    Sampled,
+    Sampling,
+    Transcript,
+    Turn,
+    message_parser,
+    sampling_seed,
+)
 from r3.envs import find, is_workflow
 from r3.envs.chat import Chat, ChatError, Renderer
 from r3.envs.runner import Environments, Reply, StateError
-from r3.envs.tool_calls import parse_tool_calls
+from r3.envs.tool_calls import Parser, built_in
 from r3.envs.workflow import Workflow, Workflows
 from r3.types import Message, Prompt, Rollout
 
@@ -39,12 +47,14 @@ class ConversationSetup:
         chat: renders the messages that follow a message of the model. None if every conversation
             is one turn, which needs no such template, and for workflows.
         renderer: renders whole conversations of workflows; None for environments.
+        parser: reads tool calls and reasoning in messages of the model.
     """
 
     environments: Environments | Workflows
     tokenizer: Any
     chat: Chat | None
     renderer: Renderer | None = None
+    parser: Parser = built_in
 
     @classmethod
     def of(
@@ -57,21 +67,23 @@ class ConversationSetup:
         """Load the environment and check the chat template.
 
         Raises:
-            ConfigError: the environment or the chat template cannot be used.
+            ConfigError: the environment, the chat template or a parser cannot be used.
         """
         found = find(settings)
+        parser = message_parser(settings, tokenizer, template_kwargs)
         if is_workflow(found):
             return cls(
                 environments=Workflows(settings, cast("type[Workflow]", found)),
                 tokenizer=tokenizer,
                 chat=None,
                 renderer=Renderer(tokenizer, template_kwargs),
+                parser=parser,
             )
         environments = Environments(settings)
         chat = None
         if not environments.one_turn:
             chat = Chat(tokenizer, model_path, environments.tools, template_kwargs)
-        return cls(environments=environments, tokenizer=tokenizer, chat=chat)
+        return cls(environments=environments, tokenizer=tokenizer, chat=chat, parser=parser)
 
     @property
     def environment_calls(self) -> Environments:
@@ -324,7 +336,8 @@ class Conversation:
         }
         self._messages.append(readable_message(message))
         # Dumps have the calls as the model wrote them, in the content.
-        self._environments.send(self.key, {**message, "tool_calls": parse_tool_calls(text)})
+        parse = self._rules.setup.parser(self.prompt.tools or self._environments.tools)
+        self._environments.send(self.key, {**message, **parse(text, tokens).fields()})
 
     @property
     def is_dropped(self) -> bool:

@@ -20,7 +20,6 @@ from r3.config import EnvConfig
 from r3.data.template import TemplateFault
 from r3.engine import Sampled, Sampling, Transcript, Turn, sampling_seed
 from r3.envs.chat import ChatError, Renderer
-from r3.envs.tool_calls import parse_tool_calls
 from r3.envs.workflow import Completion, EpisodeOver, ModelLimit, ModelMessage, OwnTime
 from r3.rollout.conversation import (
     CHARACTERS_PER_TOKEN,
@@ -108,6 +107,7 @@ class LiveEpisode:
         sequences: in the order in which they began.
         num_turns: calls of the model, those without training included.
         num_continued: trained calls that continued a sequence.
+        said: what was read in the model's messages, by their text: tool calls and reasoning.
     """
 
     def __init__(self, rules: EpisodeRules, prompt: Prompt, group: int, sample_index: int) -> None:
@@ -115,6 +115,7 @@ class LiveEpisode:
         self.sequences: list[TokenSequence] = []
         self.num_turns = self.num_continued = 0
         self.rules = rules
+        self.said: dict[str, dict[str, Any]] = {}
         self._own_time: OwnTime | None = None
         self._in_flight: set[asyncio.Future[Sampled]] = set()
         self.model = EpisodeModel(self, ())
@@ -382,7 +383,7 @@ class EpisodeModel:
         name = self._next_name()
         episode.check()
         sampling = self._sampling(train, max_tokens, stop, temperature, top_p, top_k)
-        plain = [_plain(message) for message in messages]
+        plain = [_plain(message, episode.said) for message in messages]
         if tools is None:
             tools = episode.prompt.tools or rules.tools
         limit = rules.conversation.max_model_len
@@ -390,6 +391,7 @@ class EpisodeModel:
             raise ModelLimit(
                 "length", f"the messages have {size} characters, a sequence at most {limit} tokens"
             )
+        parse = rules.conversation.setup.parser(tools)
         try:
             text = rules.renderer.render(plain, tools)
             found = episode.continued(text, train=train)
@@ -400,18 +402,20 @@ class EpisodeModel:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         sequence, observed = found
         completion = await episode.sample(name, sequence, observed, sampling, max_tokens)
+        parsed = parse(completion.text, completion.tokens)
+        episode.said[completion.text] = parsed.fields()
         message: Message = {
             "role": "assistant",
             "content": completion.text,
             "finish_reason": completion.finish_reason,
-            "tool_calls": parse_tool_calls(completion.text),
+            **parsed.fields(),
         }
         sequence.shown = tuple(
             dict.fromkeys(text + said for said in (completion.text, completion.text.strip()))
         )
         said = {"role": "assistant", "content": completion.text}
         sequence.messages = tuple(readable_message(each) for each in (*messages, said))
-        return ModelMessage(message, completion)
+        return ModelMessage(message, completion, parsed)
 
     async def complete(
         self,
@@ -491,8 +495,11 @@ class EpisodeModel:
         return replace(run, stop=tuple(dict.fromkeys([*run.stop, *stop])), **changed)
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: Message, said: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """A message as templates take it.
+
+    Args:
+        said: what was read in the model's messages, by their text.
 
     Raises:
         ValueError: it has no role, or a content that is no text.
@@ -501,11 +508,10 @@ def _plain(message: Message) -> dict[str, Any]:
     if not isinstance(role, str) or not isinstance(content, str | None):
         raise ValueError(f"{dict(message)!r}: a message needs 'role' and 'content', both strings")
     plain = {**message, "content": content or ""}
-    # A message of the model has its calls in the content, as it wrote them: templates that render
-    # both would show them twice.
-    if role == "assistant" and message.get("tool_calls") == parse_tool_calls(plain["content"]):
-        del plain["tool_calls"]
-    return plain
+    # A message of the model has its calls and its reasoning in the content, as it wrote them:
+    # templates that render both would show them twice.
+    read = {"tool_calls": [], **said.get(plain["content"], {})} if role == "assistant" else {}
+    return {key: value for key, value in plain.items() if key not in read or value != read[key]}
 
 
 def _num_characters(messages: Sequence[Message]) -> int:

@@ -34,6 +34,8 @@ _REWARD_MODEL = (
 _ENVIRONMENT = (
     "env.max_turns",
     "env.max_turn_tokens",
+    "env.tool_parser",
+    "env.reasoning_parser",
     "env.workers",
     "env.timeout_s",
     "env.retries",

@@ -1,0 +1,118 @@
+"""vLLM's parsers of tool calls and of reasoning: `env.tool_parser`, `env.reasoning_parser`.
+
+They read a message after it was sampled. What is sampled and trained on does not depend on them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from r3.config import ConfigError, EnvConfig, Problem
+from r3.engine.build import kept_process_state
+from r3.envs.tool_calls import Parse, Parsed, Parser, built_in
+from r3.runtime.device import prepare_environment
+
+if TYPE_CHECKING:
+    from vllm.parser.abstract_parser import Parser as VllmParser
+
+_TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
+
+
+def message_parser(
+    settings: EnvConfig, tokenizer: Any, template_kwargs: Mapping[str, Any]
+) -> Parser:
+    """Return what reads messages of the model; imports vLLM if the settings name a parser.
+
+    Args:
+        template_kwargs: further variables of the chat template; some parsers depend on them.
+
+    Raises:
+        ConfigError: vLLM has no such parser, or it cannot be used with the tokenizer.
+    """
+    names = (settings.tool_parser, settings.reasoning_parser)
+    if not any(names):
+        return built_in
+    prepare_environment()
+    with kept_process_state():
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.parser import ParserManager
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tokenizers.hf import get_cached_tokenizer
+        from vllm.tool_parsers import ToolParserManager
+
+    known = (ToolParserManager.list_registered(), ReasoningParserManager.list_registered())
+    fields = ("env.tool_parser", "env.reasoning_parser")
+    unknown = [
+        _unknown(field, name, registered)
+        for field, name, registered in zip(fields, names, known, strict=True)
+        if name and name not in registered
+    ]
+    if unknown:
+        raise ConfigError(unknown)
+    cached = get_cached_tokenizer(tokenizer)  # parsers ask for the vocabulary, which takes long
+
+    def parser(tool_parser: str, reasoning_parser: str) -> Parser:
+        found = ParserManager.get_parser(
+            tool_parser_name=tool_parser or None,
+            reasoning_parser_name=reasoning_parser or None,
+            enable_auto_tools=True,
+        )
+        assert found is not None, "one of the two has a name"
+
+        def of_tools(tools: Sequence[Mapping[str, Any]]) -> Parse:
+            request = ChatCompletionRequest(
+                messages=[], tools=[dict(tool) for tool in tools] or None
+            )
+            own = found(cached, request.tools, chat_template_kwargs=dict(template_kwargs))
+            return lambda text, tokens: _parsed(own, request, text, tokens)
+
+        return of_tools
+
+    problems = [
+        Problem(field, name, f"cannot be used with this model: {fault}", _fix(known[place]))
+        for place, (field, name) in enumerate(zip(fields, names, strict=True))
+        if name and (fault := _fault(parser(*("" if i != place else name for i in range(2)))))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return parser(*names)
+
+
+def _unknown(field: str, name: str, known: Sequence[str]) -> Problem:
+    near = difflib.get_close_matches(name, known, n=2)
+    fix = f"did you mean {' or '.join(near)}?" if near else _fix(known)
+    return Problem(field, name, "vLLM has no such parser", fix)
+
+
+def _fix(known: Sequence[str]) -> str:
+    return f"leave it out, or use the one of the model's family: {', '.join(known)}"
+
+
+def _fault(parser: Parser) -> str:
+    """Why a parser cannot be used; "" if it can."""
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs what it raises
+    try:
+        parser(_TOOLS)("a", (1,))
+    except (ImportError, NotImplementedError, RuntimeError, ValueError, LookupError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _parsed(own: VllmParser, request: Any, text: str, tokens: Sequence[int]) -> Parsed:
+    reasoning, content, calls = own.parse(
+        text, request, enable_auto_tools=True, model_output_token_ids=list(tokens)
+    )
+    found = [{"name": each.name, "arguments": _arguments(each.arguments)} for each in calls or ()]
+    return Parsed(content=content or "", calls=found, reasoning=reasoning)
+
+
+def _arguments(text: str) -> Any:
+    """Arguments as templates take them: an object; what is not JSON stays a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
