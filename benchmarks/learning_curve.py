@@ -120,10 +120,12 @@ def main() -> None:
     report(found)
 
 
-def run(folder: Path, seed: int, steps: int, *flags: str) -> tuple[list[Row], dict[str, Any]]:
+def run(
+    folder: Path, seed: int, steps: int, *flags: str, preset: str = "tiny"
+) -> tuple[list[Row], dict[str, Any]]:
     """Train on two ranks; return the rows of metrics.jsonl, and the command with its time."""
     settings = ("--train.seed", str(seed), "--train.steps", str(steps), *flags)
-    arguments = ["--standalone", "--nproc_per_node", str(RANKS), "train.py", "tiny", *settings]
+    arguments = ["--standalone", "--nproc_per_node", str(RANKS), "train.py", preset, *settings]
     load = os.getloadavg()[0]
     began = time.perf_counter()
     done = subprocess.run(
