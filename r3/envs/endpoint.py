@@ -121,7 +121,7 @@ class Endpoint:
             Route("/{path:path}", self._answering(self._nothing), methods=["GET", "POST"]),
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes),
+            Starlette(routes=routes, exception_handlers={Exception: _failed}),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -232,6 +232,13 @@ async def _body(request: HttpRequest) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     return body
+
+
+async def _failed(request: HttpRequest, error: Exception) -> Response:
+    """The API's shape for an error that nobody expected; the server prints its traceback."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body, 500)
 
 
 def _json(content: Any) -> Response:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 import time
 import warnings
 from collections.abc import Awaitable, Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.config import EnvConfig
+from r3.config import ConfigError, EnvConfig
 from r3.engine import Turn
 from r3.envs.endpoint import serve
 from r3.envs.workflow import Model, Workflows
 from r3.rollout.collected import CollectedRollouts
+from r3.rollout.conversation import ConversationSetup
 from r3.types import Prompt, Rollout
 from tests.rounds import play_round
 
@@ -47,7 +51,8 @@ class Played:
         played = self
         self.value: Any = None
         self.tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
-        env = {name: options.pop(name) for name in ("max_turns", "on_error") if name in options}
+        names = ("max_turns", "on_error", "tool_parser", "reasoning_parser")
+        env = {name: options.pop(name) for name in names if name in options}
         workflows = Workflows(EnvConfig(**env), Served)
         collected: CollectedRollouts
         collected, self.turns = play_round(
@@ -118,6 +123,155 @@ def test_a_changed_tool_call_begins_a_sequence() -> None:
         await chat(client, [*ASK, message, {"role": "tool", "content": "2"}])
 
     assert len(play(agent, CALL).rollouts) == 2
+
+
+NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}}
+NUMBERS = [{"type": "function", "function": {"name": "calc", "parameters": NUMBER}}]
+OTHER_CALLS = {
+    "hermes": CALL,
+    "qwen3_coder": "I add.\n<tool_call>\n<function=calc>\n<parameter=x>\n1\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "glm45": "I add.<tool_call>calc\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "pythonic": "[calc(x=1)]",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_a_named_tool_parser_is_that_of_vllm(name: str) -> None:
+    async def agent(client: Any) -> Any:
+        message = (await chat(client, tools=NUMBERS)).choices[0].message
+        (call,) = message.tool_calls
+        replies = [{"role": "tool", "tool_call_id": call.id, "content": "2"}]
+        messages = [*ASK, message.model_dump(exclude_none=True), *replies]
+        stream = await chat(client, messages, tools=NUMBERS, stream=True)
+        first = await anext(aiter(stream))
+        return message, first.choices[0].delta
+
+    said = OTHER_CALLS[name]
+    played = play(agent, said, tool_parser=name)
+    assert played.texts == [f"{said}<|im_end|>" * 2], "it comes back as it was sampled"
+    for message in played.value:
+        (call,) = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("calc", {"x": 1})
+        assert (message.content or "").strip() == ("" if name == "pythonic" else "I add.")
+
+
+THINKS = "<think>\nhm\n</think>\n\nyes"
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["keeps reasoning", "drops reasoning"])
+def test_reasoning_is_shown_apart(keeps: bool) -> None:
+    async def agent(client: Any) -> Any:
+        message = (await chat(client)).choices[0].message
+        back = message.model_dump(exclude_none=True)
+        if not keeps:
+            del back["reasoning"]
+        more = [*ASK, back, {"role": "user", "content": "go"}]
+        stream = await chat(client, more, stream=True)
+        first = await anext(aiter(stream))
+        return message, first.choices[0].delta
+
+    played = play(agent, THINKS, reasoning_parser="qwen3")
+    for message in played.value:
+        assert message.reasoning.strip() == "hm" and message.content.strip() == "yes"
+    whole = f"{THINKS}<|im_end|>"
+    assert played.texts == ([whole * 2] if keeps else [whole] * 2)
+
+
+def test_reasoning_and_calls_are_read_together() -> None:
+    async def agent(client: Any) -> Any:
+        return (await chat(client, tools=TOOLS)).choices[0].message
+
+    said = THINKS.replace("yes", CALL)
+    message = play(agent, said, reasoning_parser="qwen3", tool_parser="hermes").value
+    assert (message.reasoning.strip(), message.content.strip()) == ("hm", "I add.")
+    assert message.tool_calls[0].function.name == "calc"
+
+
+def test_a_workflow_sees_reasoning_and_sends_it_back() -> None:
+    seen: list[Any] = []
+
+    class Thinks:
+        async def run(self, task: Prompt, model: Model) -> Any:
+            message = await model.chat(ASK)
+            seen.append((message["content"], message["reasoning"], message["tool_calls"]))
+            await model.chat([*ASK, dict(message), {"role": "user", "content": "go"}])
+            return 1.0
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    workflows = Workflows(EnvConfig(reasoning_parser="qwen3"), Thinks)
+    collected, _ = play_round(workflows, tokenizer, {0: PROMPT}, says=lambda turn: THINKS)
+    assert [(text, thought.strip(), calls) for text, thought, calls in seen] == [(THINKS, "hm", [])]
+    assert len(collected.rollouts) == 1
+
+
+def test_tools_that_a_parser_cannot_use_are_refused() -> None:
+    async def agent(client: Any) -> Any:
+        await chat(client)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await chat(client, tools=[{"type": "function"}])
+        return str(caught.value)
+
+    played = play(agent, tool_parser="hermes")
+    assert "function" in played.value and played.texts == ["hello<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "text"),
+    [
+        ({"tool_parser": "qwen3_codr"}, "env.tool_parser", "did you mean qwen3_coder"),
+        ({"reasoning_parser": "qwen"}, "env.reasoning_parser", "did you mean qwen3"),
+        ({"tool_parser": "mistral"}, "env.tool_parser", "could not locate the tool call token"),
+        ({"tool_parser": "openai"}, "env.tool_parser", "NotImplementedError"),
+        ({"reasoning_parser": "olmo3"}, "env.reasoning_parser", "cannot be used with this model"),
+    ],
+)
+def test_a_parser_that_cannot_be_used_is_a_problem(
+    tokenizer: Any, settings: dict[str, str], field: str, text: str
+) -> None:
+    settings = {"tool_parser": "hermes", **settings}
+    with pytest.raises(ConfigError) as caught:
+        ConversationSetup.of(EnvConfig(name="calculator", **settings), tokenizer, "tiny")
+    (problem,) = caught.value.problems
+    assert problem.field == field and text in f"{problem.rule} {problem.fix}"
+
+
+MCP_SERVER = """
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("calculator")
+@server.tool()
+def calc(x: int) -> int:
+    return x + 41
+server.run()
+"""
+
+
+def test_a_tool_of_an_mcp_server_is_called(tmp_path: Path) -> None:
+    mcp = pytest.importorskip("mcp")
+    file = tmp_path / "server.py"
+    file.write_text(MCP_SERVER)
+    server = mcp.StdioServerParameters(command=sys.executable, args=[str(file)])
+
+    async def agent(client: Any) -> Any:
+        async with mcp.Client(server) as session:
+            schemas = [
+                {"name": tool.name, "parameters": tool.input_schema}
+                for tool in (await session.list_tools()).tools
+            ]
+            tools = [{"type": "function", "function": schema} for schema in schemas]
+            message = (await chat(client, tools=tools)).choices[0].message
+            (call,) = message.tool_calls
+            given = json.loads(call.function.arguments)
+            result = (await session.call_tool(call.function.name, given)).content[0].text
+        reply = {"role": "tool", "tool_call_id": call.id, "content": result}
+        await chat(client, [*ASK, message.model_dump(exclude_none=True), reply], tools=tools)
+        return schemas, result
+
+    played = play(agent, CALL)
+    (schema,), result = played.value
+    assert schema["name"] == "calc" and "x" in schema["parameters"]["properties"]
+    assert result == "42" and played.texts == [f"{CALL}<|im_end|>" * 2]
+    assert "42" in played.tokenizer.decode(played.turns[1].tokens_T)
 
 
 def test_a_stream_has_the_whole_message_and_the_usage() -> None:
@@ -260,7 +414,7 @@ def test_other_addresses_bodies_and_tokens_are_refused() -> None:
     assert play(agent).value == [*[bad] * 5, (404, "unknown_url"), *[unknown] * 2]
 
 
-def test_the_token_of_a_finished_episode_is_refused() -> None:
+def test_wrong_tokens_and_those_of_finished_episodes_are_refused() -> None:
     kept: list[Any] = []
 
     class Twice:
@@ -271,14 +425,35 @@ def test_the_token_of_a_finished_episode_is_refused() -> None:
                 )
                 await chat(client)
                 kept.append(client)
-            with pytest.raises(openai.AuthenticationError) as caught:
-                await chat(client)
-            kept.append(caught.value.code)
+            for key in (client.api_key, "wrong"):
+                with pytest.raises(openai.AuthenticationError) as caught:
+                    await chat(client.with_options(api_key=key))
+                error = caught.value
+                kept.append((error.status_code, error.type, error.code, error.param))
+                assert "the token belongs to no episode" in error.body["message"]
             return 1.0
 
     tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     play_round(Workflows(EnvConfig(), Twice), tokenizer, {0: PROMPT})
-    assert kept[1] == "invalid_api_key"
+    assert kept[1:] == [(401, "invalid_request_error", "invalid_api_key", None)] * 2
+
+
+def test_an_unexpected_error_has_the_shape_of_the_api_too() -> None:
+    class Broken:
+        async def chat(self, *messages: Any, **options: Any) -> Any:
+            raise KeyError("a bug")
+
+    async def call() -> openai.InternalServerError:
+        async with serve(cast("Model", Broken())) as access:
+            options: Any = {"base_url": access.base_url, "api_key": access.api_key}
+            async with openai.AsyncOpenAI(**options, max_retries=0) as client:
+                with pytest.raises(openai.InternalServerError) as caught:
+                    await chat(client)
+                return caught.value
+
+    error = asyncio.run(call())
+    assert (error.status_code, error.type) == (500, "server_error")
+    assert "KeyError: 'a bug'" in error.body["message"]
 
 
 def test_a_limit_of_turns_is_an_error_of_the_api() -> None:
