@@ -35,9 +35,10 @@ def test_every_sequence_equals_transformers(facts: Facts, kind: str) -> None:
     assert facts.kinds[kind].metrics.get("routing/overlap_differs", 0.0) == 0.0
 
 
-def test_a_workflow_samples_what_the_same_environment_samples(facts: Facts) -> None:
+@pytest.mark.parametrize("kind", ["talks", "command"])
+def test_a_workflow_samples_what_the_same_environment_samples(facts: Facts, kind: str) -> None:
     """Seeds, continuations, routes: bit for bit, except where an observation does not fit."""
-    environment, workflow = facts.kinds["environment"], facts.kinds["talks"]
+    environment, workflow = facts.kinds["environment"], facts.kinds[kind]
     assert workflow.names == environment.names and len(workflow.names) == 16
     assert workflow.signatures == environment.signatures
     assert workflow.metrics["env/continued_frac"] > 0.5
@@ -83,7 +84,7 @@ def test_calls_that_are_given_up_leave_nothing_behind(facts: Facts) -> None:
 
 def test_episodes_do_not_depend_on_the_number_of_engines(facts: Facts, tmp_path: Path) -> None:
     left, right = run_world(workflow_cases.episodes, 2, folder=str(tmp_path), timeout_s=400.0)
-    for kind in ("environment", "talks", "branching", "reasoning", "drop"):
+    for kind in ("environment", "talks", "command", "branching", "reasoning", "drop"):
         whole = facts.kinds[kind]
         parts = [left.kinds[kind], right.kinds[kind]]
         both = {

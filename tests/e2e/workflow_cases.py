@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,25 @@ class Turns:
         return [0.0, 0.5, 1.0]
 '''
 
+# The conversation of Chatty, by the API without a client.
+COMMAND = """
+import json, os, urllib.request
+task = json.load(open(os.environ["R3_TASK_FILE"]))
+def chat(messages):
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+rows, messages = int(task["id"].rpartition(":")[2]), list(task["messages"])
+for turn in range(3 + rows % 2):
+    message = chat(messages)
+    length = (len(message["content"]) * 7 + rows) % 7
+    messages += [message, {"role": "user", "content": "and then " + "3 more " * length}]
+json.dump(1.0, open(os.environ["R3_RESULT_FILE"], "w"))
+"""
+
 # As Qwen3 and DeepSeek-R1 do: the model's message begins with its reasoning, which later prompts
 # leave out.
 REASONING = """
@@ -148,7 +168,8 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
     file.write_text(text)
 
     def of(name: str, **settings: Any) -> Episodes:
-        collected = talker.collect(path=f"{file}:{name}", max_turns=20, **settings)
+        where = {} if "command" in settings else {"path": f"{file}:{name}"}
+        collected = talker.collect(max_turns=20, **where, **settings)
         rollouts: list[Rollout] = collected.rollouts
         return Episodes(
             names=[f"{each.prompt_id}/{each.sample_index}/{each.sequence}" for each in rollouts],
@@ -162,6 +183,9 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
 
     all_64: dict[str, Any] = {"prompts": many, "samples": 1, "timeout_s": 6.0}
     found = {"environment": of("Chatty"), "talks": of("Talks"), "branching": of("Branching")}
+    agent = Path(folder) / f"agent_{device.rank}.py"
+    agent.write_text(COMMAND)
+    found["command"] = of("", command=f"{sys.executable} -S {agent}")
     found["calm"] = of("Trouble", **all_64)
     for on_error in ("drop", "zero"):
         found[on_error] = of("Trouble", args=("trouble=1",), on_error=on_error, **all_64)
