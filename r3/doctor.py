@@ -2,24 +2,30 @@
 
     torchrun --nproc_per_node 8 -m r3.doctor PRESET [--section.field value ...]
     python -m r3.doctor PRESET --parallel.ep 1
+    torchrun --nproc_per_node 8 -m r3.doctor --fast PRESET    the machines only, in seconds
 
 The doctor builds the parts as `train.py` builds them and writes nothing. Its main test sends coded
 rollouts through exchange, packing, slicing and the routers: each token names its rollout, and its
 routes encode (layer, rollout, position). The test then compares what every router used with the
 code of the token that it was given. A route that is shifted, swapped, lost or sent to the wrong
-layer or rank cannot match. Exit code 0: all checks passed; 1: a check failed; 2: wrong settings.
+layer or rank cannot match. `--fast` loads no model: it compares devices, disks, clocks and versions
+of all ranks, and reduces a tensor over them. Exit code 0: all checks passed; 1: a check failed; 2:
+wrong settings.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from r3.cli import parse as cli
 from r3.config import Config, EnvConfig, with_values
@@ -36,15 +42,17 @@ from r3.rollout.collect import Collector
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.task import read_task
 from r3.routing.replay import RouterTap
+from r3.run import health
 from r3.run.build import Run, build_run, init_rank
 from r3.run.start import refusing
-from r3.runtime.device import leave
+from r3.runtime.device import init_device, leave
 from r3.runtime.mesh import Axis, Mesh
 from r3.types import Rollout
 
 # small, so that every rank gets several micro-batches of several sequences
 _MICRO_BATCH_TOKENS = 128
 _ROLLOUTS_PER_RANK = 8
+_JOIN_S = 120.0  # that a rank of --fast waits for the others
 _SAMPLES, _RESPONSE_TOKENS = 4, 64  # samples per prompt, and their longest response
 
 
@@ -533,36 +541,54 @@ CHECKS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all checks, print one line per check, end the process with 0 or 1."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    fast = "--fast" in words
     # Coded routes must not be replaced by likelier ones.
     config = with_values(
-        cli.parse(sys.argv[1:] if argv is None else argv).config, {"replay.plausibility": 0.0}
+        cli.parse([word for word in words if word != "--fast"]).config,
+        {"replay.plausibility": 0.0},
     )
+    results: list[CheckResult] = []
+    for result in examine_machines(config) if fast else examine_path(config):
+        results.append(result)
+        _report(f"{'pass' if result.passed else 'FAIL'}  {result.name:18s}  {result.text}")
+    failed = [result.name for result in results if not result.passed]
+    _report(
+        f"{len(results) - len(failed)} of {len(results)} passed"
+        + (f"; FAILED: {', '.join(failed)}" if failed else "")
+    )
+    leave(1 if failed else 0)
+
+
+def examine_machines(config: Config) -> Iterator[CheckResult]:
+    """Compare what the ranks see of their machines. All ranks must call; all get the same."""
+    device = init_device(timeout_s=_JOIN_S)
+    _report(f"r3.doctor --fast on {device.world_size} rank(s)")
+    world = Axis.of("world", dist.group.WORLD)
+    for found in health.findings(health.measure(device, world, Path(config.log.dir))):
+        text = " | ".join(found.problems) or found.text
+        yield CheckResult(name=found.name, passed=not found.problems, text=text)
+
+
+def examine_path(config: Config) -> Iterator[CheckResult]:
+    """Build a run and run every check on it. All ranks must call; all get the same results."""
     with refusing():
         task = read_task(config)
     device, mesh = init_rank(config, timeout_s=600.0)
     context = DoctorContext(run=build_run(config, task, device=device, mesh=mesh))
     parallel = config.parallel
-    results = []
-
-    def report(text: str) -> None:
-        if device.rank == 0:
-            print(text, flush=True)
-
-    report(
+    _report(
         f"r3.doctor  {config.model.path} on {device.world_size} rank(s): tp {parallel.tp} ep "
         f"{parallel.ep} "
         f"pp {parallel.pp} cp {parallel.cp}, engine tp {parallel.engine_tp}, replay "
         f"{config.replay.mode}"
     )
-    for result in examine(context, CHECKS):
-        results.append(result)
-        report(f"{'pass' if result.passed else 'FAIL'}  {result.name:18s}  {result.text}")
-    failed = [result.name for result in results if not result.passed]
-    report(
-        f"{len(results) - len(failed)} of {len(results)} passed"
-        + (f"; FAILED: {', '.join(failed)}" if failed else "")
-    )
-    leave(1 if failed else 0)
+    yield from examine(context, CHECKS)
+
+
+def _report(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

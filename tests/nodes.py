@@ -59,21 +59,30 @@ class Nodes:
         for name in self._names if state == "up" else self._names[:1]:
             _ip("-n", name, "link", "set", "eth0", state)
 
-    def launch(self, folder: Path, *flags: str) -> list[Attempt]:
-        """Start a run with one rank on each node."""
-        return [self._launch(number, folder, flags) for number in (0, 1)]
+    def launch(
+        self,
+        folder: Path,
+        *flags: str,
+        ranks: int = 1,
+        program: tuple[str, ...] = ("train.py",),
+    ) -> list[Attempt]:
+        """Start a run with so many ranks on each node, or another program with its settings."""
+        return [self._launch(number, ranks, folder, *flags, program=program) for number in (0, 1)]
 
-    def _launch(self, number: int, folder: Path, flags: tuple[str, ...]) -> Attempt:
+    def _launch(
+        self, number: int, ranks_here: int, folder: Path, *flags: str, program: tuple[str, ...]
+    ) -> Attempt:
         enter = ("ip", "netns", "exec", self._names[number], "unshare", "--uts", "--mount")
         shell = ("--propagation", "private", "sh", "-c", _ENTER, "sh", str(self._hosts))
         variables = ("env", "GLOO_SOCKET_IFNAME=eth0")
-        place = ("--nnodes", "2", "--node_rank", str(number), "--nproc_per_node", "1")
+        place = ("--nnodes", "2", "--node_rank", str(number), "--nproc_per_node", str(ranks_here))
         address = ("--master_addr", _ADDRESS.format(1), "--master_port", str(_PORT))
         return launch(
             folder,
             *flags,
             prefix=(*enter, *shell, f"node{number}", *variables),
             ranks=(*place, *address),
+            program=program,
         )
 
 

@@ -69,6 +69,17 @@ class Device:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
 
+    def name(self) -> str:
+        """The model of the GPU, or "CPU"."""
+        return torch.cuda.get_device_name() if self.is_cuda else "CPU"
+
+    def versions(self) -> dict[str, str]:
+        """Versions of CUDA and NCCL; nothing on CPU."""
+        if not self.is_cuda:
+            return {}
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        return {"CUDA": str(torch.version.cuda), "NCCL": nccl}
+
 
 def prepare_environment() -> None:
     """Set the variables that torch, vLLM and OpenMP read once. Call it before vLLM is imported.
@@ -182,9 +193,18 @@ def init_device(*, timeout_s: float = 1800.0) -> Device:
 
 
 def machine_id() -> str:
-    """Name of this machine and its boot, so that equal host names of two containers differ."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{os.uname().nodename}:{boot.read_text().strip() if boot.exists() else ''}"
+    """Name of this machine, its boot and its process space.
+
+    Equal host names of two containers differ so, and so do two containers of one machine that do
+    not see each other's processes: shared tensors are opened through /proc.
+    """
+    boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    parts = [
+        os.uname().nodename,
+        boot.read_text().strip() if boot.exists() else "",
+        os.readlink(processes) if processes.is_symlink() else "",
+    ]
+    return ":".join(parts)
 
 
 def settle() -> None:

@@ -14,7 +14,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(missing()), reason=missin
 # Prints what it was called with, runs until a file `end` appears, and stops at USR1 as ranks do.
 _RANKS = """#!/usr/bin/env bash
 here=$(dirname "$0")
-case "$*" in *--check*) echo "check: $*"; exit "$(cat "$here/check")";; esac
+case "$*" in
+  *--check*) echo "check: $*"; exit "$(cat "$here/check")";;
+  *r3.doctor*) echo "health of $(hostname)"; exit 0;;
+esac
 trap 'echo "stopped on $(hostname)"; exit 75' USR1
 echo "ranks on $(hostname): $*"
 while [ ! -e "$here/end" ]; do sleep 0.1; done
@@ -50,6 +53,7 @@ def test_two_nodes_run_once_and_end(slurm: Cluster) -> None:
     assert slurm.wait_for_state(job, "COMPLETED")["Restarts"] == "0"
     output = slurm.output(job)
     assert "--check --world-size 4" in output
+    assert output.count("health of n") == 2
     assert output.count("--nnodes 2 --nproc_per_node 2 ") == 2
     assert output.count("--rdzv_endpoint n1:") == 2
 

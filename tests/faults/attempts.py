@@ -94,6 +94,7 @@ def launch(
     restarts: int = 0,
     prefix: tuple[str, ...] = (),
     ranks: tuple[str, ...] = ("--standalone", "--nproc_per_node", "2"),
+    program: tuple[str, ...] = ("train.py",),
 ) -> Attempt:
     """Start a run on two ranks, with its output in a file beside its folder.
 
@@ -101,6 +102,7 @@ def launch(
         restarts: how often the launcher may start failed ranks again.
         prefix: a command that runs the launcher.
         ranks: where the ranks are, for the launcher.
+        program: what every rank runs, with the settings of the run.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.parent.glob(f"{folder.name}.*.log"))) + 1
@@ -108,7 +110,7 @@ def launch(
     command = [
         *prefix,
         *(sys.executable, "launch/ranks.py", *ranks, "--max_restarts", str(restarts)),
-        *("train.py", preset, "--log.dir", str(folder)),
+        *(*program, preset, "--log.dir", str(folder)),
         *FLAGS,
         *flags,
     ]

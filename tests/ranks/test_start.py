@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from r3.config import ConfigError, with_values
 from r3.rollout.task import read_task
+from r3.run.health import findings, measure
 from r3.run.resume import Found, Start
 from r3.run.start import RankError, require_engines_within_machines, require_one_start
 from r3.runtime.device import Device
@@ -62,6 +63,22 @@ def test_ranks_that_read_other_files_all_say_so() -> None:
     assert "differ in prompts" in one["data"]
     assert "differ in your Python files" in one["files"]
     assert "differ in settings" in one["settings"]
+
+
+def healthy(device: Device, *, folder: str) -> list[dict[str, str]]:
+    """Problems of two ranks of this machine by check: with a folder, and with one nobody writes."""
+    world = Axis.of("world", dist.group.WORLD)
+    both = [measure(device, world, Path(each)) for each in (folder, "/proc/self/run")]
+    return [{each.name: "; ".join(each.problems) for each in findings(facts)} for facts in both]
+
+
+def test_ranks_of_one_machine_are_healthy(tmp_path: Path) -> None:
+    (well, unwritable), other = run_world(healthy, 2, folder=str(tmp_path / "runs" / "new"))
+    assert other == [well, unwritable]
+    assert set(well) == {"devices", "ring", "disk", "clocks", "versions"}
+    assert not any(well.values())
+    assert "rank 0 on " in unwritable["disk"] and " cannot be written: " in unwritable["disk"]
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
 @pytest.mark.parametrize(("local", "size", "refused"), [(1, 2, True), (6, 4, True), (8, 4, False)])

@@ -79,8 +79,10 @@ class Cluster:
         until = time.monotonic() + self._limit_s
         while not condition(facts := self.facts(job)):
             assert time.monotonic() < until, f"no {what}: {facts}\n{self.output(job)[-3000:]}"
-            if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
-                # Slurm would wait for two minutes.
+            waits = facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime"
+            # Slurm would wait for two minutes. A node that still ends the attempt before would
+            # end the next one, too.
+            if waits and "comp" not in self.call("run", "sinfo", "--noheader", "--format=%T"):
                 self.call("run", "scontrol", "update", f"JobId={job}", "StartTime=now")
             time.sleep(0.3)
 

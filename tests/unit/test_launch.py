@@ -15,10 +15,12 @@ from tests.world import ROOT
 pytestmark = pytest.mark.unit
 
 _PROGRAMS = {
-    "srun": 'shift; exec "$@"\n',
+    "srun": 'echo "srun $*"; while [[ $1 == -* ]]; do shift; done; exec "$@"\n',
     "scontrol": 'case $1 in show) echo node1;; *) echo "requeued $2"; exit $REFUSED;; esac\n',
     "r3": (
-        'case "$*" in *--check*) echo "check $*"; sleep $CHECK_S; exit $CHECK;; esac\n'
+        'case "$*" in *--check*)\n'
+        ' echo "check $* on $LOCAL_WORLD_SIZE"; sleep $CHECK_S; exit $CHECK;;\n'
+        ' *r3.doctor*) echo "health $*"; sleep $CHECK_S; exit $HEALTH;; esac\n'
         "trap 'echo stopped; exit 75' USR1\n"
         'echo "ranks $*"\nfor i in $(seq 20); do sleep 0.1; done; exit $CODE\n'
     ),
@@ -42,7 +44,7 @@ def submit(folder: Path, *, usr1_after: str = "", **variables: str) -> tuple[int
         "SLURM_JOB_NODELIST": "node1",
         "SLURM_GPUS_ON_NODE": "8",
     }
-    stubs = {"REFUSED": "0", "CHECK": "0", "CHECK_S": "0", "CODE": "0"}
+    stubs = {"REFUSED": "0", "CHECK": "0", "CHECK_S": "0", "HEALTH": "0", "CODE": "0"}
     own = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": str(folder / "r3")}
     process = subprocess.Popen(
         ["bash", ROOT / "launch" / "slurm.sbatch", "tiny"],
@@ -74,7 +76,8 @@ def test_ranks_are_the_gpus_that_were_asked_for(
 ) -> None:
     code, said = submit(tmp_path, **variables)
     assert code == 0
-    assert f"--check --world-size {gpus}\n" in said and f"--nproc_per_node {gpus} " in said
+    assert f"--check --world-size {gpus} on {gpus}\n" in said
+    assert f"--nproc_per_node {gpus} " in said
     assert "--log.dir runs/slurm-77" in said
 
 
@@ -90,7 +93,28 @@ def test_mistakes_and_errors_are_not_requeued(tmp_path: Path) -> None:
     assert code == 3 and "requeued" not in said
 
 
-@pytest.mark.parametrize(("moment", "stops"), [("ranks", True), ("check", False)])
+def test_unhealthy_machines_end_the_job_before_the_ranks(tmp_path: Path) -> None:
+    code, said = submit(tmp_path, HEALTH="1")
+    assert code == 1 and "\nhealth " in said and "\nranks" not in said and "requeued" not in said
+    code, said = submit(tmp_path, HEALTH="1", R3_HEALTH="0")
+    assert code == 0 and "\nhealth " not in said and "\nranks" in said
+
+
+def test_site_file_and_container_hold_every_program(tmp_path: Path) -> None:
+    site = tmp_path / "site.sh"
+    site.write_text("echo site file\nexport SITE=1\n")
+    flags = "--container-image=r3.sqsh --container-mounts=/data:/data"
+    code, said = submit(tmp_path, R3_SITE=str(site), R3_SRUN=flags)
+    assert code == 0 and said.startswith("site file\n")
+    started = [line for line in said.splitlines() if line.startswith("srun ")]
+    assert len(started) == 3 and all(flags in line for line in started), said
+    code, said = submit(tmp_path, R3_SITE=str(tmp_path / "absent.sh"))
+    assert code == 1 and "absent.sh" in said and "srun" not in said
+
+
+@pytest.mark.parametrize(
+    ("moment", "stops"), [("ranks", True), ("check", False), ("health", False)]
+)
 def test_time_limit_stops_the_ranks_then_requeues(moment: str, stops: bool, tmp_path: Path) -> None:
     code, said = submit(tmp_path, usr1_after=moment, CHECK_S="1")
     assert code == 0 and said.endswith("requeued 77\n")
