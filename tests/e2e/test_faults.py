@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -15,14 +16,17 @@ import pytest
 
 from r3.run.stop import REQUEUE
 from r3.runtime.device import free_port
-from tests.faults.attempts import finish as finish_run
-from tests.faults.attempts import launch, newest_checkpoint, require_equal, rows_written
+from tests.faults.attempts import launch, newest_checkpoint, rows_written
 from tests.faults.disk import FullDisk, HeldDisk, own_disk
-from tests.runs import finish, kill, rows_of, run, start
+from tests.runs import finish, kill, rows_of, start, timeless
 from tests.world import ROOT
 
 # Several starts each, on machines that may be busy.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+# One rank costs half of what two do; that all ranks learn of the disk of one is in tests/ranks.
+ONE_RANK = ("--standalone", "--nproc_per_node", "1")
+ALONE = ("--parallel.ep", "1")
 
 
 def wait_for_row(process: subprocess.Popen[str], folder: Path, rows: int = 1) -> None:
@@ -51,75 +55,171 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_one_run_per_folder_and_none_without_its_launcher(tmp_path: Path) -> None:
-    process = start(tmp_path, "--eval.path", "", "--train.steps", "100")
-    wait_for_row(process, tmp_path)
+@dataclass(frozen=True)
+class Signalled:
+    """A run that was started twice and then stopped by a signal to one of its two ranks.
+
+    Attributes:
+        second: the second start.
+        before, after: files of the folder around the second start.
+        step: the last step that the run said it made.
+    """
+
+    folder: Path
+    flags: tuple[str, ...]
+    second: subprocess.CompletedProcess[str]
+    before: dict[Path, bytes]
+    after: dict[Path, bytes]
+    output: str
+    step: int
+
+
+@pytest.fixture(scope="module")
+def signalled(tmp_path_factory: pytest.TempPathFactory) -> Signalled:
+    folder = tmp_path_factory.mktemp("signalled")
+    flags = ("--eval.path", "", "--checkpoint.every", "1", "--train.steps", "100")
+    process = start(folder, *flags)
+    wait_for_row(process, folder, rows=2)
     ranks = psutil.Process(process.pid).children(recursive=True)
     for rank in ranks:
         rank.suspend()  # a living run that writes nothing, so that any change is the second start's
     try:
-        before = contents(tmp_path)
-        second = second_start(tmp_path)
-        after = contents(tmp_path)
+        before = contents(folder)
+        second = second_start(folder)
+        after = contents(folder)
     finally:
         for rank in ranks:
             rank.resume()
-
-    os.kill(process.pid, signal.SIGKILL)
-    gone, alive = psutil.wait_procs(ranks, timeout=60)
-    assert not alive, f"{len(gone)} processes ended with their launcher, not {alive}"
-    process.communicate()
-
-    assert after == before
-    assert second.returncode == 2
-    assert "another run writes to this folder (process " in second.stderr
-    assert "Traceback" not in second.stderr
-
-
-def test_signal_to_a_rank_stops_after_the_step_and_the_run_resumes(tmp_path: Path) -> None:
-    """SIGTERM to one of two ranks: both save the same step and leave; then a wrong bit is found."""
-    flags = ("--eval.path", "", "--checkpoint.export", "false", "--train.steps")
-    process = start(tmp_path, *flags, "40")
-    wait_for_row(process, tmp_path, rows=2)
-    ranks = psutil.Process(process.pid).children(recursive=True)
     next(rank for rank in ranks if rank.environ()["RANK"] == "1").send_signal(signal.SIGTERM)
     output = finish(process)
     assert process.returncode != 0
-    (line,) = [line for line in output.splitlines() if line.startswith("stopped by SIGTERM after")]
-    step = int(line.split("after step ")[1].split(";")[0])
-    command = f"torchrun --nproc_per_node 2 train.py --from {tmp_path}"
-    assert line.endswith(f"continue with: {command}")
-    assert "exitcode  : 75" in output  # of the rank, in torchrun's table
-    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step + 1))
-    assert (tmp_path / "checkpoints" / f"step_{step:06d}").is_dir()
+    step = int(output.partition("stopped by SIGTERM after step ")[2].partition(";")[0])
+    return Signalled(folder, flags, second, before, after, output, step)
 
-    output = run(tmp_path, *flags, str(step + 1))
-    assert f"after step {step}" in output
-    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step + 2))
 
-    shard = tmp_path / "checkpoints" / f"step_{step + 1:06d}" / "__1_0.distcp"
+def test_second_start_is_refused_and_changes_nothing(signalled: Signalled) -> None:
+    assert signalled.after == signalled.before
+    assert signalled.second.returncode == 2
+    assert "another run writes to this folder (process " in signalled.second.stderr
+    assert "Traceback" not in signalled.second.stderr
+
+
+def test_signal_to_a_rank_stops_both_after_the_step(signalled: Signalled) -> None:
+    folder, step = signalled.folder, signalled.step
+    command = f"torchrun --nproc_per_node 2 train.py --from {folder}"
+    assert f"after step {step}; continue with: {command}\n" in signalled.output
+    assert "exitcode  : 75" in signalled.output  # of the rank, in torchrun's table
+    steps = [row["step"] for row in rows_of(folder)]
+    assert steps[:step] == list(range(1, step + 1))
+    assert (folder / "checkpoints" / f"step_{step:06d}").is_dir()
+
+
+def test_damage_falls_back_and_ranks_end_with_their_launcher(signalled: Signalled) -> None:
+    """The run goes on beside a wrong bit in its newest checkpoint; then the launcher is killed."""
+    folder, step = signalled.folder, signalled.step
+    rows = rows_of(folder)[:step]
+    shard = folder / "checkpoints" / f"step_{step:06d}" / "__1_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    output = run(tmp_path, *flags, str(step + 2))
-    assert f"step_{step + 1:06d} is damaged: __1_0.distcp has other content" in output
-    assert f"step_{step:06d} after step {step}" in output
-    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step + 3))
-
-
-def test_stopped_rank_ends_the_run_and_the_launcher_resumes_it(tmp_path: Path) -> None:
-    """A rank that hangs without end: the watchdogs end the run, torchrun starts it again."""
-    flags = ("--eval.path", "", "--checkpoint.export", "false", "--checkpoint.every", "1")
-    limits = ("--debug.stall_s", "10", "--debug.kill_after_s", "20", "--train.steps", "6")
-    process = start(tmp_path, *flags, *limits, launcher=("--max_restarts", "2"))
-    wait_for_row(process, tmp_path, rows=2)
+    process = start(folder, *signalled.flags)
+    wait_for_row(process, folder, rows=step + 1)
     ranks = psutil.Process(process.pid).children(recursive=True)
-    next(rank for rank in ranks if rank.environ()["RANK"] == "1").suspend()
-    output = finish(process)
-    assert process.returncode == 0, output[-4000:]
-    assert "no rank made progress for 20 s (debug.kill_after_s); rank 0 ends" in output
-    assert "resuming from" in output
-    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 7))
+    os.kill(process.pid, signal.SIGKILL)
+    gone, alive = psutil.wait_procs(ranks, timeout=60)
+    assert not alive, f"{len(gone)} processes ended with their launcher, not {alive}"
+    output = process.communicate()[0]
+    assert f"step_{step:06d} is damaged: __1_0.distcp has other content" in output
+    assert f"step_{step - 1:06d} after step {step - 1}" in output
+    again = [timeless(row) for row in rows_of(folder)[:step]]
+    assert again == [timeless(row) for row in rows], "the step is made again as it was"
+
+
+needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="the slow disk needs cc")
+
+
+@dataclass(frozen=True)
+class Hung:
+    """A run whose disk held back checkpoint 4. A rank was stopped in step 6; the launcher started
+    the ranks again; then step 6 failed, and at last the disk went on.
+
+    Attributes:
+        before, after: rows up to step 5 of the first and of the second attempt.
+        partial: whether checkpoint 4 was begun when the rank was stopped.
+        kept: the newest checkpoint then.
+        waited: whether the ranks lived on while the disk held their checkpoint.
+        code: of the launcher.
+        newest: the newest checkpoint at the end.
+    """
+
+    text: str
+    before: list[dict[str, float]]
+    after: list[dict[str, float]]
+    partial: bool
+    kept: int
+    waited: bool
+    code: int
+    newest: int
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> Hung:
+    tmp_path = tmp_path_factory.mktemp("hung")
+    folder, armed, failed = tmp_path / "run", tmp_path / "armed", tmp_path / "failed"
+    reward = tmp_path / "fails.py"
+    reward.write_text(
+        "from pathlib import Path\n"
+        "def fails(response, prompt):\n"
+        f"    if Path({str(armed)!r}).exists():\n"
+        f"        rows = Path({str(folder / 'metrics.jsonl')!r}).read_text().count('\\n')\n"
+        "        if rows >= 5:\n"
+        f"            Path({str(failed)!r}).touch()\n"
+        "            raise RuntimeError('no step 6')\n"
+        "    return float(len(response) % 7)\n"
+    )
+    flags = ("--reward.function", f"{reward}:fails", "--reward.retries", "0")
+    flags += ("--checkpoint.every", "2", "--checkpoint.keep", "0", "--train.steps", "20")
+    limits = ("--debug.stall_s", "5", "--debug.kill_after_s", "15")
+    disk = HeldDisk(tmp_path, step=4)
+    attempt = launch(folder, *flags, *limits, prefix=disk.prefix, restarts=1)
+    try:
+        attempt.wait_for_rows(5)
+        attempt.rank(1).suspend()
+        before = [timeless(row) for row in rows_of(folder)[:5]]
+        partial = (folder / "checkpoints" / ".step_000004.partial").is_dir()
+        kept = newest_checkpoint(folder)
+        attempt.wait_for("a restart", lambda: "resuming from" in attempt.text)
+        armed.touch()
+        attempt.wait_for("a failure", failed.exists)
+        after = [timeless(row) for row in rows_of(folder)]
+        time.sleep(2)  # a rank that did not wait for its save would be gone
+        waited = attempt.process.poll() is None and newest_checkpoint(folder) == kept
+        disk.let_go()
+        code = attempt.end()
+    finally:
+        attempt.kill()
+    newest = newest_checkpoint(folder)
+    return Hung(attempt.text, before, after, partial, kept, waited, code, newest)
+
+
+@needs_compiler
+def test_stopped_rank_ends_the_run_and_the_launcher_resumes_it(hung: Hung) -> None:
+    assert "no rank made progress for 15 s (debug.kill_after_s); rank 0 ends" in hung.text
+    assert "step_000002 after step 2" in hung.text
+    assert hung.after == hung.before, "the steps are made again as they were"
+
+
+@needs_compiler
+def test_steps_go_on_beside_a_save_and_a_kill_loses_only_it(hung: Hung) -> None:
+    assert [row["step"] for row in hung.before] == [1, 2, 3, 4, 5]
+    assert hung.partial and hung.kept == 2
+
+
+@needs_compiler
+def test_step_that_fails_beside_a_save_lets_it_end_first(hung: Hung) -> None:
+    assert hung.waited
+    assert (hung.code, hung.newest) == (1, 4)
+    assert "RewardError on rank" in hung.text
 
 
 def test_rank_that_waits_for_one_that_never_joins_ends(tmp_path: Path) -> None:
@@ -173,7 +273,7 @@ def test_full_disk_stops_the_save_and_not_the_run(tmp_path: Path) -> None:
         pytest.skip("this system does not let a user mount a file system")
     # More steps than it makes: a signal ends it when everything has been seen.
     flags = ("--checkpoint.export", "false", "--checkpoint.keep", "1", "--train.steps", "500")
-    attempt = launch(disk, *flags, prefix=command)
+    attempt = launch(disk, *flags, *ALONE, prefix=command, ranks=ONE_RANK)
     try:
         full = FullDisk(attempt, disk)
         attempt.wait_for("row 1", lambda: rows_written(full.inside) >= 1)
@@ -193,59 +293,15 @@ def test_full_disk_stops_the_export_and_the_checkpoint_remains(tmp_path: Path) -
     command = own_disk(folder / "hf", "256k")
     if not command:
         pytest.skip("this system does not let a user mount a file system")
-    attempt = launch(folder, "--train.steps", "1", prefix=command)
+    flags = ("--train.steps", "1", *ALONE)
+    attempt = launch(folder, *flags, prefix=command, ranks=ONE_RANK)
     assert attempt.end() == 1
     assert "SaveError on rank 0: " in attempt.text and "not exported: " in attempt.text
     assert "make room and start again" in attempt.text and "continue with: " in attempt.text
     assert newest_checkpoint(folder) == 1 and not any((folder / "hf").iterdir())
 
     rows = rows_written(folder)
-    again = finish_run(folder, "--train.steps", "1")
+    again = launch(folder, *flags, ranks=ONE_RANK)
+    assert again.end() == 0, again.text[-3000:]
     assert (folder / "hf" / "step_000001" / "config.json").exists(), again.text
     assert rows_written(folder) == rows, "no step was made again"
-
-
-needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="the slow disk needs cc")
-
-
-@needs_compiler
-def test_steps_go_on_beside_a_save_and_a_kill_loses_only_it(tmp_path: Path) -> None:
-    """The disk holds back checkpoint 2; step 3 is made meanwhile; then everything is killed."""
-    straight, folder = tmp_path / "straight", tmp_path / "run"
-    finish_run(straight)
-    attempt = launch(folder, prefix=HeldDisk(tmp_path, step=2).prefix)
-    try:
-        attempt.wait_for_rows(3)
-    finally:
-        attempt.kill()
-    checkpoints = folder / "checkpoints"
-    assert newest_checkpoint(folder) == 1 and (checkpoints / ".step_000002.partial").is_dir()
-    resumed = finish_run(folder)
-    assert "step_000001 after step 1" in resumed.text
-    require_equal(folder, straight)
-
-
-@needs_compiler
-def test_step_that_fails_beside_a_save_lets_it_end_first(tmp_path: Path) -> None:
-    folder, failed, reward = tmp_path / "run", tmp_path / "failed", tmp_path / "fails.py"
-    reward.write_text(
-        "from pathlib import Path\n"
-        "def fails(response, prompt):\n"
-        f"    metrics = Path({str(folder / 'metrics.jsonl')!r})\n"
-        "    if metrics.exists() and metrics.read_text().count('\\n') >= 2:\n"
-        f"        Path({str(failed)!r}).touch()\n"
-        "        raise RuntimeError('no step 3')\n"
-        "    return float(len(response) % 7)\n"
-    )
-    flags = ("--reward.function", f"{reward}:fails", "--reward.retries", "0")
-    disk = HeldDisk(tmp_path, step=2)
-    attempt = launch(folder, *flags, prefix=disk.prefix)
-    try:
-        attempt.wait_for("a failure", failed.exists)
-        assert newest_checkpoint(folder) == 1
-        time.sleep(2)  # a rank that did not wait for its save would be gone
-        disk.let_go()
-        assert attempt.end() == 1, attempt.text[-4000:]
-    finally:
-        attempt.kill()
-    assert "RewardError on rank" in attempt.text and newest_checkpoint(folder) == 2

@@ -195,6 +195,13 @@ def test_every_file_of_the_run_folder_is_there(straight: Path) -> None:
     assert sum(rewards) / len(rewards) == rows_of(straight)[1]["reward/mean"]
 
 
+def test_files_that_may_hold_texts_of_users_are_private(straight: Path) -> None:
+    files = [path for name in ("rollouts", "eval") for path in (straight / name).iterdir()]
+    files += [straight / "run.json", straight / "run.lock"]
+    assert len(files) > 4
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o600"}
+
+
 def test_evaluation_alone_scores_the_newest_checkpoint_and_trains_nothing(
     straight: Path, tmp_path: Path
 ) -> None:

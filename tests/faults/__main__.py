@@ -14,6 +14,7 @@ import argparse
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -160,7 +161,9 @@ def _write_section(text: str) -> None:
 
 def _when() -> str:
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    return f"on {date} ({os.cpu_count()} cores, Python {platform.python_version()})"
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return f"on {date} at commit {commit.strip()} ({os.cpu_count()} cores, Python {platform.python_version()})"
 
 
 if __name__ == "__main__":

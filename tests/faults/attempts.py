@@ -166,7 +166,8 @@ def require_equal(folder: Path, straight: Path) -> None:
 
 def weights(folder: Path) -> dict[str, str]:
     """SHA-256 of each exported file of weights."""
-    files = sorted((folder / "hf" / f"step_{STEPS:06d}").glob("*.safetensors"))
+    files = sorted((folder / "hf").glob("step_*/*.safetensors"))
     if not files:
         raise Unexpected(f"{folder} has no exported weights")
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    return dict(zip((str(file.relative_to(folder)) for file in files), digests, strict=True))

@@ -25,6 +25,7 @@ from tests.faults.attempts import (
     rows_written,
 )
 from tests.faults.disk import FullDisk, own_disk
+from tests.nodes import no_nodes, two_nodes
 from tests.runs import QUIET_THREADS, rows_of
 from tests.slurm.cluster import cluster, missing
 
@@ -366,6 +367,31 @@ def _slurm_signal(place: Place) -> Outcome:
     return Outcome(seen, "nothing", goes_on)
 
 
+def _link_lost(place: Place) -> Outcome:
+    """Two nodes with two ranks and an engine of both; the cable between them is pulled out."""
+    if reason := no_nodes():
+        raise Skip(reason)
+    limits = ("--debug.stall_s", "10", "--debug.kill_after_s", "20")
+    flags = (*limits, "--parallel.engine_tp", "2")
+    one = place.folder.with_name("one")
+    if (alone := launch(one, *flags, ranks=("--standalone", "--nproc_per_node", "4"))).end():
+        raise Unexpected(alone.text[-3000:])
+    with two_nodes(place.folder.parent) as nodes:
+        attempts = nodes.launch(place.folder, *flags, ranks=2)
+        attempts[0].wait_for_rows(_AT)
+        nodes.link("down")
+        codes = [attempt.end() for attempt in attempts]
+        reached, saved = rows_written(place.folder), newest_checkpoint(place.folder)
+        nodes.link("up")
+        again = nodes.launch(place.folder, *flags, ranks=2)
+        if not all(codes) or any([attempt.end() for attempt in again]):
+            raise Unexpected(f"{codes}\n{again[0].text[-3000:]}")
+    require_equal(place.folder, one)
+    seen = _line("\n".join(attempt.text for attempt in attempts), "no rank made progress")
+    goes_on = "the same command resumes; weights and rows equal those of one machine"
+    return Outcome(seen, _steps(reached - saved), goes_on)
+
+
 TABLE = (
     Fault("kill-rank", "SIGKILL of a rank", _rank_killed),
     Fault("kill-rank-restart", "SIGKILL of a rank, `MAX_RESTARTS=3`", _rank_killed_with_restarts),
@@ -388,5 +414,6 @@ TABLE = (
         _environment_fails,
     ),
     Fault("slurm", "the signal before Slurm's time limit, two nodes", _slurm_signal),
+    Fault("lost-link", "the link between two nodes is lost, engines of 2 ranks", _link_lost),
     Fault("deleted", "the folder of the run is deleted while it runs", _folder_deleted),
 )

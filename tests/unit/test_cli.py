@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -639,6 +640,17 @@ def test_a_device_gives_the_verdict_and_a_search_gives_flags(
     with pytest.raises(SystemExit) as end:
         cli.parse([big, "--plan-for", "1x80"])
     assert end.value.code == 1 and "none of 1 layouts" in capsys.readouterr().err
+
+
+SIZE = re.compile(r"^\| `(\S+)` \| `(\d+x\d+)` \| `(.+)` \|$", re.MULTILINE)
+SIZES = SIZE.findall((ROOT / "docs/clusters.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("preset", "devices", "flags"), SIZES)
+def test_sizes_in_the_pages_are_what_the_plan_finds(
+    preset: str, devices: str, flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"\n1. {flags}\n" in printed(capsys, preset, "--plan-for", devices)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,12 @@ import pytest
 import torch
 
 from r3.rewards.scorer import RewardError
+from r3.rollout.conversation import EnvironmentFailed
+from r3.rollout.scored import DroppedError
+from r3.rollout.step import NoSignalError
 from r3.run.failures import FailureReport, failure_text, resume_command
+from r3.run.sound import UnsoundError
+from r3.run.writing import SaveError
 
 pytestmark = pytest.mark.unit
 
@@ -68,10 +73,13 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def test_an_explained_error_has_no_frames(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error", [RewardError, EnvironmentFailed, UnsoundError, NoSignalError, DroppedError, SaveError]
+)
+def test_an_explained_error_has_no_frames(error: type[Exception], tmp_path: Path) -> None:
     path = tmp_path / "errors" / "rank_00000.txt"
-    text = failure_text(raised(RewardError("reward f failed")), rank=0, path=path)
-    assert "RewardError on rank 0: reward f failed" in text
+    text = failure_text(raised(error("reward f failed")), rank=0, path=path)
+    assert f"{error.__name__} on rank 0: reward f failed" in text
     assert str(path) in text and f"--from {tmp_path}" in text
     assert "test_failures.py" not in text
 

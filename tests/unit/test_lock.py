@@ -157,6 +157,29 @@ def test_a_read_only_disk_is_found_by_check(tmp_path: Path) -> None:
     assert f"the folder cannot be written: {tmp_path} is read-only" in done.stderr
 
 
+def test_a_full_disk_at_the_start_is_one_message(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom r3.run.folder import RunDir\n"
+        "from r3.run.resume import open_run\nfrom tests.tiny import tiny_config\n"
+        "open_run(RunDir(Path(sys.argv[1]) / 'run'), tiny_config(), writes=True)\n"
+    )
+    # Room for the folder and its lock, not for config.yaml.
+    mount = 'mount -t tmpfs -o size=8k tmpfs "$0" && exec "$@"'
+    inside = ("unshare", "-Urm", "sh", "-c", mount, str(tmp_path))
+    if subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("this system does not let a user mount a file system")
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", program, str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    last = done.stderr.strip().rpartition("ConfigError: ")[2]
+    assert "the folder cannot be written: No space left on device" in last, done.stderr
+    assert f"log.dir = '{tmp_path / 'run'}'" in last
+
+
 def test_rank_dies_with_its_launcher(start: Callable[[str], subprocess.Popen[str]]) -> None:
     rank = (
         "import os, time\nfrom r3.runtime.process import die_with_launcher\n"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import struct
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ from r3.rewards import resolve
 from r3.rewards.http import ChatJudge
 from r3.rollout.task import read_task
 from r3.runtime.user_code import UserFileError, load
+from r3.runtime.workers import CallError
+from r3.types import Prompt
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -175,6 +180,34 @@ def test_key_that_no_header_may_hold_is_never_printed(
     with pytest.raises(ConfigError, match=r"character \d+ of its \d+") as error:
         ChatJudge(http(url="http://host/v1", api_key_env="GRADER_KEY"))
     assert "cret" not in str(error.value)
+
+
+class Repeats(BaseHTTPRequestHandler):
+    """A server that refuses every key and repeats it."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        text = f"wrong key: {self.headers['Authorization']}".encode()
+        self.send_response(401)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_key_that_the_server_repeats_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADER_KEY", "sk-secret")
+    messages = ({"role": "user", "content": "3 + 4?"},)
+    prompt = Prompt(id="a:1", messages=messages, tokens_T=(1,), answer="7")
+    with HTTPServer(("127.0.0.1", 0), Repeats) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        judge = ChatJudge(http(url=url, api_key_env="GRADER_KEY"))
+        with pytest.raises(CallError) as error:
+            asyncio.run(judge.score("1", prompt))
+    assert "answered 401: wrong key: Bearer ***" in str(error.value)
+    assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize(
