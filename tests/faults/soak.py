@@ -1,7 +1,7 @@
 """Runs with one random fault each at a random time, started again until they are finished.
 
 Every run must come to the weights and rows of an undisturbed run. The same seed gives the same
-faults; how far a run has come when its fault strikes depends on the machine.
+faults after the same number of steps; how far a step has come then depends on the machine.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from tests.faults.attempts import (
+    STEPS,
     Attempt,
     Unexpected,
     finish,
     launch,
     newest_checkpoint,
     require_equal,
-    rows_written,
 )
 
 _MOST_STARTS = 5
@@ -39,16 +40,16 @@ class Ended:
 
     number: int
     fault: str
-    at_s: float
-    rows: int  # steps that were reported when the fault struck; -1 = it came after the end
+    moment: str
+    struck: bool  # the process was there, and the run not yet at its end
     starts: int
     seconds: float
 
     def __str__(self) -> str:
-        when = f"after {self.rows} steps" if self.rows >= 0 else "never, the run was done"
+        missed = "" if self.struck else ", too late"
         return (
-            f"run {self.number:2d}: {self.fault} at {self.at_s:.1f} s ({when}); "
-            f"{self.starts} starts, {self.seconds:.0f} s"
+            f"run {self.number:2d}: {self.fault} {self.moment}{missed}; {self.starts} starts, "
+            f"{self.seconds:.0f} s"
         )
 
 
@@ -118,7 +119,7 @@ def soak(
             break
         ended.append(_disturbed(number, seed, root, straight, duration_s))
         say(str(ended[-1]))
-    struck = [each for each in ended if each.rows >= 0]
+    struck = [each for each in ended if each.struck]
     kinds = Counter(each.fault for each in struck)
     say(
         f"{len(ended)} of {count} runs (seed {seed}): all ended with the weights and rows of the "
@@ -131,20 +132,23 @@ def soak(
 def _disturbed(number: int, seed: int, root: Path, straight: Path, duration_s: float) -> Ended:
     chance = random.Random(f"{seed}/{number}")
     fault = chance.choice(list(FAULTS))
-    at_s = chance.uniform(0.1, 1.0) * duration_s
+    # A step and its save take some seconds, the start most of the time: one fault in four is there.
+    steps = chance.randrange(STEPS)
+    later_s = chance.uniform(0.0, 3.0) if steps else chance.uniform(0.1, 0.9) * duration_s
     restarts = chance.choice((0, 3))  # of the launcher; without, the run is started by hand
     folder = root / f"run_{number:03d}"
     began = time.monotonic()
     attempt = launch(folder, *_WATCHDOG, restarts=restarts)
-    rows = -1
+    moment = f"{later_s:.1f} s after {f'step {steps}' if steps else 'the start'}"
+    struck = False
+    attempt.wait_for_rows(steps)
     try:
-        attempt.process.wait(at_s)
+        attempt.process.wait(later_s)
     except subprocess.TimeoutExpired:
-        rows = rows_written(folder)
-        try:
+        # The process may not be there: before its start or after its end.
+        with suppress(psutil.NoSuchProcess, Unexpected, ProcessLookupError):
             FAULTS[fault](attempt, chance)
-        except (psutil.NoSuchProcess, Unexpected, ProcessLookupError):
-            rows = -1  # the process was not there: before its start or after its end
+            struck = True
     starts = 1
     while attempt.end():
         starts += 1
@@ -154,8 +158,6 @@ def _disturbed(number: int, seed: int, root: Path, straight: Path, duration_s: f
     try:
         require_equal(folder, straight)
     except Unexpected as error:
-        raise Unexpected(
-            f"run {number}, {fault} at {at_s:.1f} s, {starts} starts: {error}"
-        ) from None
+        raise Unexpected(f"run {number}, {fault} {moment}, {starts} starts: {error}") from None
     shutil.rmtree(folder)
-    return Ended(number, fault, at_s, rows, starts, time.monotonic() - began)
+    return Ended(number, fault, moment, struck, starts, time.monotonic() - began)
