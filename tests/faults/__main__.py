@@ -161,9 +161,10 @@ def _write_section(text: str) -> None:
 
 def _when() -> str:
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    command = ["git", "describe", "--always", "--dirty"]
+    command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return f"on {date} at commit {commit.strip()} ({os.cpu_count()} cores, Python {platform.python_version()})"
+    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
+    return f"on {date} at commit {commit.strip()} ({machine})"
 
 
 if __name__ == "__main__":
