@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.pages import ROOT, blocks, checkout, run
+from tests.pages import ROOT, Block, blocks, checkout, run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -127,6 +129,25 @@ def test_example_runs_and_does_what_it_claims(name: str, tmp_path: Path) -> None
     assert found, f"{page} has no block to run"
     output = "".join(run(block, folder) for block in found)
     CLAIMS[name](folder / "runs", output)
+
+
+@pytest.mark.parametrize(
+    ("agent", "package"), [("smol_agent", "smolagents"), ("gym_agent", "reasoning_gym")]
+)
+def test_an_agent_of_another_package_trains(agent: str, package: str, tmp_path: Path) -> None:
+    python = os.environ.get(f"R3_PYTHON_WITH_{package.upper()}")
+    if python is None:
+        pytest.skip(f"R3_PYTHON_WITH_{package.upper()} names no interpreter that has {package}")
+    command = f"{python} examples/external_agent/{agent}.py"
+    base = "tiny-tools --env.name single_turn" if agent == "smol_agent" else "tiny"
+    script = (
+        f"{sys.executable} train.py {base} --parallel.ep 1 --train.steps 1 --eval.path '' "
+        f"--rollout.prompts_per_step 2 --reward.function env --env.command '{command}' "
+        f"--env.timeout_s 240 --env.workers 4 --log.dir {tmp_path / 'run'}"
+    )
+    run(Block(page=f"{agent}.py", line=1, script=script), ROOT)
+    row = last_row(tmp_path / "run")
+    assert row["env/calls"] == 16 and row["env/errors"] == 0 and row["routing/coverage"] == 1
 
 
 def test_every_example_is_listed_and_has_a_claim() -> None:
