@@ -14,7 +14,7 @@ from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.collected import CollectedRollouts
 from r3.rollout.conversation import ConversationRules, ConversationSetup
-from r3.rollout.episodes import EpisodeRound
+from r3.rollout.round import Round
 from r3.types import Prompt
 from tests.tiny import tiny_config
 
@@ -64,7 +64,7 @@ def play_round(
         keep_failed=keep_failed,
         needs_reward=scorer.uses_environment,
     )
-    round_ = EpisodeRound(rules, scorer, prompts, seed_step=1, samples_per_prompt=samples)
+    round_ = Round(rules, scorer, prompts, seed_step=1, samples_per_prompt=samples)
     remaining, until, asked = round_.size, time.monotonic() + LIMIT_S, []
     (end,) = setup.stop_tokens
     try:

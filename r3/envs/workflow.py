@@ -250,18 +250,14 @@ class OwnTime:
 
 
 class Episode(Protocol):
-    """One attempt at an episode, as R3 drives it."""
-
-    @property
-    def model(self) -> Model:
-        """What the workflow calls."""
+    """An episode, as its workflow drives it."""
 
     @property
     def num_calls(self) -> int:
-        """Trained calls that the episode has awaited."""
+        """Trained calls that the attempt has awaited."""
 
-    def begin(self, own_time: OwnTime) -> None:
-        """The attempt starts, on the event loop."""
+    def begin(self, own_time: OwnTime) -> Model:
+        """An attempt starts, on the event loop; return what the workflow calls."""
 
     def end(self) -> None:
         """The attempt is over: calls in flight are ignored and further ones refused."""
@@ -312,8 +308,8 @@ class Workflows:
         """Episodes that have not ended."""
         return self._pool.outstanding
 
-    def open(self, key: int, task: Prompt, episode: Callable[[], Episode]) -> None:
-        """Begin an episode; `episode` is called for each attempt, on the event loop."""
+    def open(self, key: int, task: Prompt, episode: Episode) -> None:
+        """Begin an episode; a retry begins it again."""
         self._pool.submit(key, self._run, task, episode)
 
     def poll(self, timeout_s: float = 0.0) -> list[Ended]:
@@ -375,15 +371,13 @@ class Workflows:
         self._beat_asked = None
         self._alive.set()
 
-    async def _run(
-        self, task: Prompt, make_episode: Callable[[], Episode]
-    ) -> tuple[Result | None, ModelLimit | None]:
+    async def _run(self, task: Prompt, episode: Episode) -> tuple[Result | None, ModelLimit | None]:
         """Live one attempt; return its result, or the limit that ended it."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        episode, own_time = make_episode(), OwnTime(self.settings.timeout_s)
-        episode.begin(own_time)
+        own_time = OwnTime(self.settings.timeout_s)
+        model = episode.begin(own_time)
         try:
-            value = await self._factory().run(task, episode.model)
+            value = await self._factory().run(task, model)
             if own_time.expired:  # it caught its cancellation
                 raise asyncio.CancelledError
             return checked_result(value, episode.num_calls), None

@@ -28,7 +28,7 @@ PHASES: dict[str, str] = {
 LAYER_AGREEMENT = "routing/agreement_layer/"
 
 _R3 = "arXiv 2510.11370"
-_EPISODE = "r3/rollout/episodes.py"
+_ROUND = "r3/rollout/round.py"
 _COLLECT = "r3/rollout/collect.py"
 _STEP = "r3/rollout/step.py"
 _WORKERS = "r3/runtime/workers.py"
@@ -105,17 +105,17 @@ GLOSSARY: dict[str, Entry] = {
     "rollout/stale_tokens_frac": Entry(
         "share of sampled tokens from an older policy version than the step's", _STEP
     ),
-    "env/turns_mean": Entry("mean number of model messages per conversation", _COLLECT),
-    "env/max_turns_frac": Entry("share of conversations that ended at env.max_turns", _COLLECT),
+    "env/turns_mean": Entry("mean number of model messages per conversation", _ROUND),
+    "env/max_turns_frac": Entry("share of conversations that ended at env.max_turns", _ROUND),
     "env/sequences_mean": Entry(
-        "mean number of trained token sequences per episode of a workflow", _EPISODE
+        "mean number of trained token sequences per episode of a workflow", _ROUND
     ),
     "env/continued_frac": Entry(
-        "share of a workflow's trained calls that continued a sequence", _EPISODE
+        "share of a workflow's trained calls that continued a sequence", _ROUND
     ),
     **_calls("env", "env"),
-    "env/dropped": Entry("conversations left out after a failure (env.on_error)", _COLLECT),
-    "env/zeroed": Entry("conversations with reward 0 after a failure (env.on_error)", _COLLECT),
+    "env/dropped": Entry("conversations left out after a failure (env.on_error)", _ROUND),
+    "env/zeroed": Entry("conversations with reward 0 after a failure (env.on_error)", _ROUND),
     "env/NAME": Entry("mean of what your environment reports, over conversations", _COLLECT),
     "engine/preemptions": Entry(
         "turns that lost their KV cache to others and were computed again; more cache "

@@ -17,7 +17,7 @@ from r3.engine import CaptureSpec, Sampled, Sampling
 from r3.metrics.meter import _merge
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
-from r3.rollout.collect import Round, rollout_metrics
+from r3.rollout.collect import rollout_metrics
 from r3.rollout.collected import CollectedRollouts
 from r3.rollout.conversation import (
     ConversationRules,
@@ -25,6 +25,7 @@ from r3.rollout.conversation import (
     EnvironmentFailed,
     SuspendedConversation,
 )
+from r3.rollout.round import Round
 from r3.types import Prompt
 from tests.tiny import tiny_config
 

@@ -136,6 +136,22 @@ class Once:
             raise RuntimeError("once")
         return 1.0
 
+class Haunts:
+    """Its first attempt leaves a task behind, which calls the model during the second one."""
+    async def run(self, task, model):
+        await model.chat(task.messages)
+        if not hasattr(Haunts, "task"):
+            Haunts.task = asyncio.create_task(self.late(model))
+            raise RuntimeError("once")
+        await Haunts.task
+        return 1.0
+    async def late(self, model):
+        await asyncio.sleep(0.1)
+        try:
+            await model.chat([user("late")])
+        except RuntimeError as error:
+            Haunts.error = str(error)
+
 class Blocks:
     async def run(self, task, model):
         await model.chat(task.messages)
@@ -429,6 +445,12 @@ def test_an_episode_without_a_trained_call_fails_in_training_only(play: Play) ->
 def test_a_call_after_the_end_is_refused(play: Play) -> None:
     assert play("Leaks", prompts=2).rewards == [1.0, 1.0]
     assert "the episode is over" in load(f"{play.file}:Leaks").error
+
+
+def test_a_call_of_an_earlier_attempt_is_refused(play: Play) -> None:
+    collected = play("Haunts", retries=1)
+    assert shape(collected) == [(0, 0, 1)] and collected.rewards == [1.0]
+    assert "the episode is over" in load(f"{play.file}:Haunts").error
 
 
 @pytest.mark.parametrize(

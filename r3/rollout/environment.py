@@ -1,0 +1,194 @@
+"""Environments as episodes: the environment answers each message of the model.
+
+A conversation is one token sequence that grows at the end. It has no state but its tokens, its
+environment and `Progress`, so a token budget may suspend it, and a later step resumes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from r3.engine import Sampled, Transcript
+from r3.envs import Step
+from r3.envs.chat import ChatError
+from r3.envs.runner import Reply, StateError
+from r3.rollout.conversation import (
+    CHARACTERS_PER_TOKEN,
+    Progress,
+    SuspendedConversation,
+    num_characters,
+    readable_message,
+)
+from r3.rollout.episode import Call, Episode, TokenSequence, message_of
+from r3.types import Message
+
+
+@dataclass(kw_only=True, eq=False)
+class EnvironmentEpisode(Episode):
+    """The conversation of one environment, driven by its replies and the engine's samples."""
+
+    kind = "environment"
+
+    def __post_init__(self) -> None:
+        self._environments = self.rules.setup.environment_calls
+        self._budget_left = self.rules.token_budget
+        self._turns_requested = 0
+        self._pending: Sequence[int] = ()  # tokens that a suspended conversation observes next
+
+    def open(self) -> None:
+        """Open the environment."""
+        self._environments.open(self.key, self.prompt)
+
+    def resume(self, suspended: SuspendedConversation) -> None:
+        """Request the next turn of a suspended conversation, unless its environment is lost."""
+        rollout, progress = suspended.rollout, suspended.progress
+        sequence = TokenSequence(
+            name=(0,),
+            transcript=Transcript.resumed(self.rules.capture, rollout, who=self.who),
+            max_tokens_total=progress.max_tokens_total,
+            is_cut=progress.mid_turn,
+            calls=[(turn,) for turn in range(progress.turns)],
+            rewards=list(rollout.turn_rewards),
+            last_turn=progress.last_turn,
+            messages=list(rollout.messages),
+        )
+        self.sequences, self.metrics = [sequence], progress.metrics
+        self.num_turns, self._turns_requested = progress.turns, progress.turns_requested
+        try:
+            self._environments.resume(self.key, suspended.environment)
+        except StateError as error:
+            self._end("error", f"it cannot be restored: {error}")
+        else:
+            self._next_turn(sequence, progress.pending_observation)
+
+    def suspend(self) -> SuspendedConversation | None:
+        """Return what a later step needs to resume the conversation; None if it has failed."""
+        try:
+            environment = self._environments.suspend(self.key)
+        except StateError as error:
+            self._end(
+                "error",
+                f"rollout.step_token_budget interrupted the conversation, and the environment "
+                f"cannot be pickled: {error}; --rollout.step_token_budget 0 needs no pickle",
+            )
+            return None
+        (sequence,) = self.sequences
+        return SuspendedConversation(
+            prompt=self.prompt,
+            rollout=self.rollout(sequence),
+            progress=Progress(
+                seed_origin=self.seed_origin,
+                max_tokens_total=sequence.max_tokens_total,
+                turns=self.num_turns,
+                turns_requested=self._turns_requested,
+                last_turn=sequence.last_turn,
+                mid_turn=sequence.is_cut,
+                pending_observation=tuple(self._pending),
+                metrics=self.metrics,
+            ),
+            environment=environment,
+        )
+
+    def receive(self, report: Reply) -> None:
+        """Take a reply of the environment."""
+        try:
+            if report.failure is not None:
+                self._end("error", f"{report.failure.kind}: {report.failure.text}")
+            elif report.step is not None:
+                self._continue(report.step)
+            else:
+                self._begin(report.opened or ())
+        except ChatError as error:
+            self._end("error", str(error))
+
+    def deliver(self, call: Call, sampled: Sampled) -> None:
+        """Take a sample; send a complete message to the environment."""
+        sequence = call.sequence
+        sequence.append(call, sampled)
+        self._budget_left -= len(sampled.tokens_T)
+        if sequence.is_cut:
+            self.outcome = "suspended"
+            return
+        self.num_turns += 1
+        tokens = sequence.transcript.tokens[sequence.last_turn :]
+        text = self.text_of(tokens, call.sampling)
+        parse = self.rules.setup.parser(self.prompt.tools or self._environments.tools)
+        # Dumps have tool calls as the model wrote them, in the content.
+        sequence.messages.append({"role": "assistant", "content": text})
+        message = message_of(text, sampled.finish_reason, parse(text, tokens))
+        self._environments.send(self.key, message)
+
+    def _begin(self, messages: tuple[Message, ...]) -> None:
+        limit, chat = self.rules.max_model_len, self.rules.setup.chat
+        if (size := num_characters(messages)) > CHARACTERS_PER_TOKEN * limit:
+            too_long = f"{size} characters, a conversation at most {limit} tokens"
+            return self._end("error", f"its first messages have {too_long}")
+        # The prompt's own tokens show the tools of its row, or else those of the environment.
+        tokens: Sequence[int] = self.prompt.tokens_T
+        if chat and messages != self.prompt.messages:
+            tokens = chat.first(messages)
+        sequence = self.begun((0,), tokens)
+        sequence.messages = [readable_message(message) for message in messages]
+        self.sequences = [sequence]
+        if sequence.room() < 1:
+            too_long = f"{len(tokens)} tokens, a conversation at most {limit}"
+            return self._end("error", f"its first messages have {too_long}")
+        self._next_turn(sequence, ())
+
+    def _continue(self, step: Step) -> None:
+        (sequence,) = self.sequences
+        sequence.rewards.append(step.reward)
+        self.metrics = {**self.metrics, **step.metrics}
+        if step.done:
+            return self._end("stop")
+        if sequence.room() < 1:
+            return self._end("length")
+        if self.num_turns == self._environments.settings.max_turns:
+            return self._end("turns")
+        chat = self.rules.setup.chat
+        assert chat is not None
+        if num_characters(step.messages) > CHARACTERS_PER_TOKEN * sequence.room():
+            return self._end("length")
+        ended = sequence.transcript.tokens[-1] == chat.end
+        observed = chat.following(step.messages, ended=ended)
+        # An observation that leaves no room for a response is left out: it has no routes, and
+        # nothing would be trained on it.
+        if sequence.room(observed) < 1:
+            return self._end("length")
+        sequence.messages += [readable_message(message) for message in step.messages]
+        if self.rules.token_budget and self._budget_left < 1:
+            self.outcome, self._pending = "suspended", observed
+        else:
+            self._next_turn(sequence, observed)
+
+    def _next_turn(self, sequence: TokenSequence, observed: Sequence[int]) -> None:
+        rules, limit = self.rules, self._environments.settings.max_turn_tokens
+        max_tokens = sequence.room(observed)
+        if limit:
+            said = len(sequence.transcript.tokens) - sequence.last_turn if sequence.is_cut else 0
+            max_tokens = min(max_tokens, limit - said)
+        may_be_cut = (
+            bool(rules.token_budget) and not rules.sampling.stop and self._budget_left < max_tokens
+        )
+        self.submit(
+            Call(
+                episode=self,
+                sequence=sequence,
+                name=(self._turns_requested,),
+                observed=observed,
+                max_tokens=self._budget_left if may_be_cut else max_tokens,
+                sampling=rules.sampling,
+                may_be_cut=may_be_cut,
+            )
+        )
+        self._turns_requested += 1
+
+    def _end(self, outcome: str, failure: str = "") -> None:
+        """End the conversation: there is no next turn."""
+        given = [reward for each in self.sequences for reward in each.rewards if reward is not None]
+        self.reward = sum(given) if given else None
+        self.outcome = outcome
+        if failure:
+            self.fail(failure)
+        self._environments.forget(self.key)

@@ -1,0 +1,244 @@
+"""One round of episodes: all in flight at once, each rewarded while others are sampled."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from r3.engine import Sampled, Turn
+from r3.envs.workflow import Workflows
+from r3.metrics.reduce import Mean
+from r3.rewards.scorer import Scorer
+from r3.rollout.collected import CollectedRollouts
+from r3.rollout.conversation import ConversationRules, EnvironmentFailed, SuspendedConversation
+from r3.rollout.environment import EnvironmentEpisode
+from r3.rollout.episode import Call, Episode
+from r3.rollout.rewarding import Rewarding, call_metrics, overlap_metrics, turn_metrics
+from r3.rollout.workflow import WorkflowEpisode
+from r3.types import Prompt
+
+# Longest wait for users' code while the engine is idle. The ranks of an engine synchronise after
+# it.
+_IDLE_WAIT_S = 1.0
+# The same while both environments and reward functions are waited for, which are polled in turn.
+_POLL_INTERVAL_S = 0.01
+
+
+class Round:
+    """The episodes of one round, on the leader rank of an engine.
+
+    The caller samples the turns that `advance` returns and passes them to `receive_sample`.
+
+    Attributes:
+        episodes: by key, those that are resumed first.
+    """
+
+    def __init__(
+        self,
+        rules: ConversationRules,
+        scorer: Scorer,
+        prompts: Mapping[int, Prompt],
+        *,
+        seed_step: int,
+        samples_per_prompt: int,
+        resumed: Sequence[SuspendedConversation] = (),
+    ) -> None:
+        """Begin all episodes.
+
+        Args:
+            prompts: group -> prompt.
+            seed_step: step that names the random streams of new episodes.
+
+        Raises:
+            EnvironmentFailed: an environment cannot be restored and `env.on_error` is "stop".
+        """
+        self._rules, self._scorer = rules, scorer
+        self._environments = rules.setup.environments
+        assert not (rules.token_budget and scorer.scores_groups), (
+            f"a token budget of {rules.token_budget} suspends samples that are scored together"
+        )
+        # Calls for the engine, and errors that end the round, also from the event loop.
+        self._calls: queue.SimpleQueue[Call | Exception] = queue.SimpleQueue()
+        self._in_flight: dict[int, Call] = {}
+        self._keys = itertools.count()
+        self.episodes: list[Episode] = []
+        self._num_over = 0  # episodes that ended or were suspended since the last `advance`
+        self._num_dropped = 0
+        samples = [(group, each) for group in prompts for each in range(samples_per_prompt)]
+        self._rewarding = Rewarding(
+            scorer,
+            [*(each.rollout.group for each in resumed), *(group for group, _ in samples)],
+            unfinished_reward=self._environments.settings.unfinished_reward,
+            keep_failed=rules.keep_failed,
+        )
+        for suspended in resumed:
+            rollout, origin = suspended.rollout, suspended.progress.seed_origin
+            episode = self._add(suspended.prompt, rollout.group, rollout.sample_index, origin)
+            assert isinstance(episode, EnvironmentEpisode), "workflows cannot be suspended"
+            episode.resume(suspended)
+            self._num_over += bool(episode.outcome) and self._settle(episode)
+        for group, sample_index in samples:
+            self._add(prompts[group], group, sample_index, (seed_step, group)).open()
+
+    @property
+    def size(self) -> int:
+        """Number of its episodes."""
+        return len(self.episodes)
+
+    def advance(self, engine_busy: bool) -> tuple[list[Turn], int]:
+        """Take what environments, workflows and reward functions returned.
+
+        Waits for them only while the engine has nothing to do.
+
+        Returns:
+            Turns to sample, and the number of episodes that are over or suspended.
+
+        Raises:
+            EnvironmentFailed: an environment or a workflow failed and `env.on_error` is "stop", or
+                a workflow blocks the event loop.
+            FloatingPointError, RouteError: see `Transcript.append_sample`.
+            RewardError: a reward function failed and `reward.on_error` is "stop".
+        """
+        environments, rewarding, calls = self._environments, self._rewarding, self._calls
+        if isinstance(environments, Workflows) and (where := environments.blocked()):
+            raise EnvironmentFailed(
+                f"a workflow blocked the event loop for {environments.settings.timeout_s:g} s "
+                f"(env.timeout_s), so that no episode could go on:\n{where}"
+                "  Await what takes time: await asyncio.to_thread(function)"
+            )
+        both = rewarding.outstanding and environments.outstanding
+        wait_s = _POLL_INTERVAL_S if both else _IDLE_WAIT_S
+        finished, self._num_over = self._num_over, 0
+        for report in environments.poll(0.0 if engine_busy or not calls.empty() else wait_s):
+            episode = self.episodes[report.key]
+            episode.receive(report)
+            if episode.outcome:
+                finished += episode.is_suspended or self._settle(episode)
+        turns = []
+        while not calls.empty():
+            call = calls.get()
+            if isinstance(call, Exception):
+                raise call
+            if not call.is_abandoned:
+                turns.append(call.turn(next(self._keys)))
+                self._in_flight[turns[-1].key] = call
+        finished += rewarding.poll(0.0 if engine_busy or turns or finished else wait_s)
+        return turns, finished
+
+    def receive_sample(self, sampled: Sampled) -> None:
+        """Pass a finished turn to its episode.
+
+        Raises:
+            FloatingPointError, RouteError: see `Transcript.append_sample`.
+        """
+        call = self._in_flight.pop(sampled.key)
+        call.episode.deliver(call, sampled)
+        self._num_over += call.episode.is_suspended
+
+    def result(self) -> CollectedRollouts:
+        """Return all rollouts with their rewards, and suspend what the budget interrupted.
+
+        Raises:
+            EnvironmentFailed: an environment cannot be pickled and `env.on_error` is "stop".
+        """
+        suspended = []
+        for each in self.episodes:
+            if isinstance(each, EnvironmentEpisode) and each.is_suspended:
+                if state := each.suspend():
+                    suspended.append(state)
+                else:
+                    self._settle(each)
+        metrics = {} if self._environments.one_turn else self._metrics()
+        metrics |= self._rewarding.scoring_metrics()
+        rollouts, rewards, parts = self._rewarding.collected()
+        return CollectedRollouts(
+            rollouts=rollouts,
+            rewards=rewards,
+            parts=parts,
+            metrics=metrics,
+            suspended=tuple(suspended),
+        )
+
+    def _add(
+        self, prompt: Prompt, group: int, sample_index: int, seed_origin: tuple[int, int]
+    ) -> Episode:
+        is_workflow = isinstance(self._environments, Workflows)
+        episode: Episode = (WorkflowEpisode if is_workflow else EnvironmentEpisode)(
+            rules=self._rules,
+            submit=self._calls.put,
+            key=len(self.episodes),
+            prompt=prompt,
+            group=group,
+            sample_index=sample_index,
+            seed_origin=seed_origin,
+        )
+        self.episodes.append(episode)
+        return episode
+
+    def _settle(self, episode: Episode) -> bool:
+        """Reward an episode that is over; return False if reward functions must be awaited."""
+        over = self._reward(episode)
+        self._rewarding.leave(episode.group)
+        return over
+
+    def _reward(self, episode: Episode) -> bool:
+        rules, on_error = self._rules, self._environments.settings.on_error
+        if rules.needs_reward and episode.outcome == "stop":
+            if episode.rewards_calls and len(self._scorer.components) > 1:
+                episode.fail(
+                    "it rewarded each call, which reward.function cannot add to its other functions"
+                )
+            elif episode.reward is None and not episode.rewards_calls:
+                episode.fail("it ended without a reward, and reward.function needs one")
+        if episode.failure and on_error == "stop":
+            raise EnvironmentFailed(
+                f"{episode.who}, turn {episode.num_turns}: the {episode.kind} failed "
+                f"({episode.failure})\n  --env.on_error drop or zero continues without this sample"
+            )
+        rollouts = episode.rollouts()
+        if not rollouts or (episode.failure and on_error == "drop" and not rules.keep_failed):
+            self._num_dropped += 1
+            return True
+        if episode.failure:
+            self._rewarding.fail(episode.key, rollouts)
+            return True
+        if episode.rewards_calls:
+            weight = self._scorer.components[0].weight if rules.needs_reward else 1.0
+            rewards = [weight * sum(filter(None, each.turn_rewards)) for each in rollouts]
+            self._rewarding.reward_each(episode.key, rollouts, rewards)
+            return True
+        return self._rewarding.reward(
+            episode.key,
+            rollouts,
+            episode.prompt,
+            given=episode.reward,
+            finished=episode.outcome == "stop",
+        )
+
+    def _metrics(self) -> dict[str, Any]:
+        """Partials of env/*, of who gave the rewards, and of routes that were requested twice."""
+        over = [each for each in self.episodes if each.num_turns and not each.is_suspended]
+        sequences = [each for episode in over for each in episode.sequences if each.train]
+        counts = self._environments.take_counts()
+        metrics = {
+            **turn_metrics(
+                [each.num_turns for each in over], sum(each.outcome == "turns" for each in over)
+            ),
+            **call_metrics(
+                counts,
+                failed=sum(bool(each.failure) for each in self.episodes),
+                dropped=self._num_dropped,
+            ),
+            **overlap_metrics([each.transcript.differing for each in sequences]),
+            **self._rewarding.source_metrics(),
+        }
+        if isinstance(self._environments, Workflows):
+            calls = sum(each.num_calls for each in over)
+            begun = sum(bool(each.calls) for each in sequences)
+            metrics |= {
+                "env/sequences_mean": Mean(total=float(len(sequences)), count=float(len(over))),
+                "env/continued_frac": Mean(total=float(calls - begun), count=float(calls)),
+            }
+        return metrics

@@ -1,0 +1,393 @@
+"""Workflows as episodes: calls of the model become turns of one or several token sequences.
+
+A call whose prompt begins with all of a sequence of its episode continues that sequence: what was
+sampled stays as it is, and only the tokens that follow are appended. Any other prompt begins a new
+sequence. So a chat template may drop or rewrite earlier turns; what it changes is another prompt.
+
+Everything of an episode happens on the event loop of its workflow. The engine's thread takes calls
+from a queue and gives samples back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from r3.data.template import TemplateFault
+from r3.engine import Sampled, Sampling
+from r3.envs.chat import ChatError
+from r3.envs.workflow import (
+    Completion,
+    Ended,
+    EpisodeOver,
+    ModelLimit,
+    ModelMessage,
+    OwnTime,
+    Workflows,
+)
+from r3.rollout.conversation import (
+    CHARACTERS_PER_TOKEN,
+    num_characters,
+    readable_message,
+)
+from r3.rollout.episode import Call, CallName, Episode, TokenSequence, message_of
+from r3.types import Message, RouteError
+
+
+@dataclass(kw_only=True, eq=False)
+class WorkflowEpisode(Episode):
+    """One episode of a workflow; a retry begins it anew.
+
+    Attributes:
+        said: what was read in the model's messages, by their text: tool calls and reasoning.
+    """
+
+    kind = "workflow"
+
+    def __post_init__(self) -> None:
+        workflows, renderer = self.rules.setup.environments, self.rules.setup.renderer
+        assert isinstance(workflows, Workflows) and renderer is not None
+        self.workflows, self.renderer = workflows, renderer
+        self.said: dict[str, dict[str, Any]] = {}
+        self._own_time: OwnTime | None = None
+        self._in_flight: set[asyncio.Future[Sampled]] = set()
+
+    def open(self) -> None:
+        """Start the workflow."""
+        self.workflows.open(self.key, self.prompt, self)
+
+    def begin(self, own_time: OwnTime) -> EpisodeModel:
+        """Begin an attempt; return what the workflow calls."""
+        self._own_time, self.sequences, self.num_turns = own_time, [], 0
+        return EpisodeModel(self, own_time, ())
+
+    def end(self) -> None:
+        """Ignore calls in flight and refuse further ones."""
+        self._own_time = None
+        for future in self._in_flight:
+            future.cancel()
+
+    def receive(self, report: Ended) -> None:
+        """Take the result of the workflow, or why there is none."""
+        result, limit, failure = report.result, report.limit, report.failure
+        if failure is not None:
+            return self.fail(f"{failure.kind}: {failure.text}")
+        if not self.num_calls and not self.rules.keep_failed:
+            why = f" ({limit})" if limit else ""
+            return self.fail(
+                f"it made no call of the model with train=True: nothing to train on{why}"
+            )
+        self.outcome = limit.limit if limit else "stop"
+        if result is not None:
+            self.reward, self.metrics = result.reward, result.metrics
+            self.rewards_calls = bool(result.call_rewards)
+        if result and result.call_rewards:
+            trained = [each for each in self.sequences if each.train]
+            calls = sorted(call for each in trained for call in each.calls)
+            reward_of = dict(zip(calls, result.call_rewards, strict=True))
+            for each in trained:
+                each.rewards = [reward_of[call] for call in each.calls]
+
+    def deliver(self, call: Call, sampled: Sampled) -> None:
+        """Pass a sample to the event loop."""
+        self.workflows.call_soon(self._take, call, sampled)
+
+    # --- on the event loop ----------------------------------------------------------------------
+
+    def continued(self, text: str, *, train: bool) -> tuple[TokenSequence, list[int]] | None:
+        """Return the sequence that a rendered conversation continues, and the tokens that follow.
+
+        The longest one, if there are several, and of those the oldest.
+        """
+        end = self.renderer.end
+        if end is None:
+            return None
+        found: tuple[TokenSequence, str] | None = None
+        for sequence in self.sequences:
+            if sequence.busy or sequence.train != train:
+                continue
+            for shown in sequence.shown:
+                longer = found is None or len(shown) > len(found[1])
+                if longer and text.startswith(shown + end[0]):
+                    found = sequence, shown
+        if found is None:
+            return None
+        sequence, shown = found
+        tokens = self.renderer.tokens(text[len(shown) :])
+        if not tokens or tokens[0] != end[1]:
+            return None
+        ended = sequence.transcript.tokens[-1] == end[1]
+        return sequence, tokens[1:] if ended else tokens
+
+    def extended(self, tokens: Sequence[int], *, train: bool) -> TokenSequence | None:
+        """Return the longest sequence that tokens continue, and of those the oldest."""
+        found: TokenSequence | None = None
+        for each in self.sequences:
+            known = each.transcript.tokens
+            longer = found is None or len(known) > len(found.transcript.tokens)
+            free = not each.busy and each.train == train
+            if longer and free and list(tokens[: len(known)]) == known:
+                found = each
+        return found
+
+    def new_sequence(self, name: CallName, tokens: Sequence[int], *, train: bool) -> TokenSequence:
+        """Begin a sequence.
+
+        Raises:
+            ModelLimit: its prompt leaves no room for a token.
+        """
+        if len(tokens) >= (limit := self.rules.max_model_len):
+            raise ModelLimit(
+                "length",
+                f"the prompt has {len(tokens)} tokens, and a sequence at most {limit} "
+                "(engine.max_model_len, or what was derived for it)",
+            )
+        return self.begun(name, tokens, train=train)
+
+    def check(self, own_time: OwnTime) -> None:
+        """Check that an attempt may make a call.
+
+        Raises:
+            ModelLimit: no turns are left.
+            EpisodeOver: the attempt is over.
+        """
+        if self._own_time is not own_time:
+            raise EpisodeOver("the episode is over: await all calls of the model inside run")
+        if self.num_turns >= (limit := self.workflows.settings.max_turns):
+            raise ModelLimit("turns", f"the episode made {limit} calls of the model: env.max_turns")
+
+    async def sample(
+        self,
+        name: CallName,
+        sequence: TokenSequence,
+        observed: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int | None,
+    ) -> Completion:
+        """Sample the next message of a sequence.
+
+        Raises:
+            ModelLimit: no tokens are left.
+        """
+        prompt_tokens = len(sequence.transcript.tokens) + len(observed)
+        if (room := sequence.room(observed)) < 1:
+            raise ModelLimit(
+                "length",
+                f"no token is left: the sequence would have {prompt_tokens} of at most "
+                f"{sequence.max_tokens_total} tokens before the message "
+                "(rollout.max_response_tokens counts observations too)",
+            )
+        own_time, future = self._own_time, asyncio.get_running_loop().create_future()
+        assert own_time is not None
+        if sequence not in self.sequences:
+            self.sequences.append(sequence)
+        self.num_turns += 1
+        sequence.busy = True
+        own_time.pause()
+        self._in_flight.add(future)
+        self.submit(
+            Call(
+                episode=self,
+                sequence=sequence,
+                name=name,
+                observed=observed,
+                max_tokens=min(
+                    room, self.workflows.settings.max_turn_tokens or room, max_tokens or room
+                ),
+                sampling=sampling,
+                future=future,
+            )
+        )
+        self.workflows.wake.put(None)
+        try:
+            sampled: Sampled = await future
+        finally:
+            self._in_flight.discard(future)
+            if self._own_time is own_time:
+                own_time.resume()
+        return Completion(
+            text=self.text_of(sampled.tokens_T, sampling),
+            tokens=tuple(sampled.tokens_T),
+            logprobs=tuple(sampled.logprobs_T),
+            finish_reason=sampled.finish_reason,
+            prompt_tokens=prompt_tokens,
+        )
+
+    def _take(self, call: Call, sampled: Sampled) -> None:
+        if call.future is None or call.is_abandoned:
+            return
+        try:
+            call.sequence.append(call, sampled)
+        except (RouteError, FloatingPointError, AssertionError) as error:
+            # Not the workflow's fault: the engine's thread raises it and ends the run.
+            self.submit(error)
+            self.workflows.wake.put(None)
+        else:
+            call.future.set_result(sampled)
+
+
+class EpisodeModel:
+    """The policy as one branch of an episode calls it; see `r3.envs.workflow.Model`."""
+
+    def __init__(self, episode: WorkflowEpisode, own_time: OwnTime, path: CallName) -> None:
+        self._episode, self._own_time, self._path = episode, own_time, path
+        self._numbers = itertools.count()
+
+    def fork(self) -> EpisodeModel:
+        """Return a handle for a branch that runs beside others.
+
+        Its calls are numbered by themselves, so what they sample does not depend on which branch
+        is faster.
+        """
+        return EpisodeModel(self._episode, self._own_time, self._next_name())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return str(self._episode.rules.setup.tokenizer.decode(list(tokens)))
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        train: bool = True,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+    ) -> ModelMessage:
+        """Sample the next message of a conversation; see `Model.chat`."""
+        episode, rules = self._episode, self._episode.rules
+        name = self._next_name()
+        episode.check(self._own_time)
+        sampling = self._sampling(train, max_tokens, stop, temperature, top_p, top_k)
+        plain = [_plain(message, episode.said) for message in messages]
+        if tools is None:
+            tools = episode.prompt.tools or episode.workflows.tools
+        limit = rules.max_model_len
+        if (size := num_characters(plain)) > CHARACTERS_PER_TOKEN * limit:
+            raise ModelLimit(
+                "length", f"the messages have {size} characters, a sequence at most {limit} tokens"
+            )
+        parse = rules.setup.parser(tools)
+        try:
+            text = episode.renderer.render(plain, tools)
+            found = episode.continued(text, train=train)
+            if found is None:
+                sequence = episode.new_sequence(name, episode.renderer.tokens(text), train=train)
+                found = sequence, []
+        except (ChatError, TemplateFault) as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        sequence, observed = found
+        completion = await episode.sample(name, sequence, observed, sampling, max_tokens)
+        parsed = parse(completion.text, completion.tokens)
+        episode.said[completion.text] = parsed.fields()
+        sequence.shown = tuple(
+            dict.fromkeys(text + said for said in (completion.text, completion.text.strip()))
+        )
+        said = {"role": "assistant", "content": completion.text}
+        sequence.messages = [readable_message(each) for each in (*messages, said)]
+        message = message_of(completion.text, completion.finish_reason, parsed)
+        return ModelMessage(message, completion, parsed)
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        train: bool = True,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+    ) -> Completion:
+        """Continue a text or tokens; see `Model.complete`."""
+        episode, rules = self._episode, self._episode.rules
+        name = self._next_name()
+        episode.check(self._own_time)
+        sampling = self._sampling(train, max_tokens, stop, temperature, top_p, top_k)
+        tokenizer = rules.setup.tokenizer
+        limit = rules.max_model_len
+        if isinstance(prompt, str) and len(prompt) > CHARACTERS_PER_TOKEN * limit:
+            raise ModelLimit(
+                "length", f"the prompt has {len(prompt)} characters, a sequence {limit} tokens"
+            )
+        tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        if not tokens or not all(
+            type(each) is int and 0 <= each < len(tokenizer) for each in tokens
+        ):
+            raise ValueError(f"a prompt has at least one token, ids below {len(tokenizer)}")
+        sequence = episode.extended(tokens, train=train) or episode.new_sequence(
+            name, tokens, train=train
+        )
+        observed = tokens[len(sequence.transcript.tokens) :]
+        completion = await episode.sample(name, sequence, observed, sampling, max_tokens)
+        sequence.shown = ()
+        sequence.messages = [
+            {"role": "user", "content": tokenizer.decode(tokens)},
+            {"role": "assistant", "content": completion.text},
+        ]
+        return completion
+
+    def _next_name(self) -> CallName:
+        return (*self._path, next(self._numbers))
+
+    def _sampling(
+        self,
+        train: bool,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        temperature: float | None,
+        top_p: float | None,
+        top_k: int | None,
+    ) -> Sampling:
+        """The run's sampling with what a call overrides.
+
+        Raises:
+            ValueError: a value is not possible, or would train on another distribution.
+        """
+        run = self._episode.rules.sampling
+        given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        changed = {
+            key: value
+            for key, value in given.items()
+            if value is not None and value != getattr(run, key)
+        }
+        if train and changed:
+            raise ValueError(
+                f"{', '.join(changed)}: tokens that are trained on are sampled as rollout.* says, "
+                "because the policy's log-probabilities are taken so. Use train=False"
+            )
+        possible = {
+            "temperature": changed.get("temperature", 0) >= 0,
+            "top_p": 0 < changed.get("top_p", 1) <= 1,
+            "top_k": changed.get("top_k", 0) >= 0,
+            "max_tokens": max_tokens is None or max_tokens >= 1,
+            "stop": not isinstance(stop, str) and all(stop),
+        }
+        if wrong := [key for key, is_possible in possible.items() if not is_possible]:
+            raise ValueError(f"{', '.join(wrong)}: not a possible value")
+        return replace(run, stop=tuple(dict.fromkeys([*run.stop, *stop])), **changed)
+
+
+def _plain(message: Message, said: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A message as templates take it.
+
+    Args:
+        said: what was read in the model's messages, by their text.
+
+    Raises:
+        ValueError: it has no role, or a content that is no text.
+    """
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not isinstance(content, str | None):
+        raise ValueError(f"{dict(message)!r}: a message needs 'role' and 'content', both strings")
+    plain = {**message, "content": content or ""}
+    # A message of the model has its calls and its reasoning in the content, as it wrote them:
+    # templates that render both would show them twice.
+    read = {"tool_calls": [], **said.get(plain["content"], {})} if role == "assistant" else {}
+    return {key: value for key, value in plain.items() if key not in read or value != read[key]}
