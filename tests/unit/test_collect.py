@@ -32,6 +32,8 @@ from tests.tiny import tiny_config
 pytestmark = pytest.mark.unit
 
 ENVIRONMENTS = """
+import time
+
 class Late:
     '''Three turns; the reward comes with the last.'''
     reward = 1.0
@@ -81,6 +83,12 @@ def shares(response, prompt):
 def group_size(responses, prompt):
     return [float(len(responses))] * len(responses)
 
+class Slow(Late):
+    '''Takes a second to begin the conversation of one prompt.'''
+    def reset(self, prompt):
+        time.sleep(int(prompt.answer) == 9)
+        return super().reset(prompt)
+
 class Fails(Late):
     '''Raises in the second of three conversations, and gives no reward in the others.'''
     opened = 0
@@ -105,7 +113,13 @@ def prompt(number: int) -> Prompt:
 
 
 class Script:
-    """Rounds of conversations in which the model always says the same."""
+    """Rounds of conversations in which the model always says the same.
+
+    Attributes:
+        first_turn_s: seconds until the last round asked the engine for a turn.
+    """
+
+    first_turn_s = 0.0
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "mine.py"
@@ -152,9 +166,11 @@ class Script:
             rules, scorer, asked, seed_step=1, samples_per_prompt=samples, resumed=resumed
         )
         tokens = [*self.tokenizer(says, add_special_tokens=False)["input_ids"], setup.chat.end]
-        remaining = len(asked) * samples + len(resumed)
+        remaining, began, asked_before = round_.size, time.monotonic(), False
         while remaining:
             turns, finished = round_.advance(engine_busy=False)
+            if turns and not asked_before:
+                self.first_turn_s, asked_before = time.monotonic() - began, True
             remaining -= finished
             for turn in turns:
                 sampled = Sampled(
@@ -367,6 +383,14 @@ def test_on_error_covers_suspended_environments(script: Script, name: str, on_er
     assert len(first.suspended) == (name == "Lost") and not second.suspended
     rewards = [*first.rewards, *second.rewards]
     assert rewards == ([0.0] if on_error == "zero" else [])
+
+
+def test_resumed_turns_do_not_wait_for_slow_environments(script: Script) -> None:
+    first = script.play("Slow", script.scorer("none"), token_budget=2)
+    resumed = first.suspended
+    assert len(resumed) == 1
+    script.play("Slow", script.scorer("none"), prompts=[9], resumed=resumed, token_budget=2)
+    assert script.first_turn_s < 0.5  # the other environment takes a second to open
 
 
 def test_samples_of_a_prompt_are_scored_together(script: Script) -> None:
