@@ -61,7 +61,7 @@ class WorkflowEpisode(Episode):
 
     def begin(self, own_time: OwnTime) -> EpisodeModel:
         """Begin an attempt; return what the workflow calls."""
-        self._own_time, self.sequences, self.num_turns = own_time, [], 0
+        self._own_time, self.sequences, self.num_turns, self.said = own_time, [], 0, {}
         return EpisodeModel(self, own_time, ())
 
     def end(self) -> None:
