@@ -248,12 +248,12 @@ class RewardConfig:
 
     function: tuple[str, ...] = ("gsm8k",)
     """One or several of: gsm8k; exact; math; gym (reasoning-gym); row (the one that the row's
-    column `verifier` names, see row_functions); http (a chat server); model (a reward model); env
-    (the environment's reward); `path/to/file.py:function`. none: env alone. Without env, functions
-    score what the environment did not reward."""
+    column `verifier` names, see row_functions); http (a chat server); self_judge (the policy);
+    model (a reward model); env (environment); `path/to/file.py:function`. none: env alone. Without
+    env, functions score what the environment did not reward."""
     row_functions: tuple[str, ...] = ("gsm8k", "exact", "gym")
-    """row: functions that a row may name: gsm8k, exact, gym, math, http, model and
-    `path/to/file.py:function`, which rows name `function`."""
+    """row: functions that a row may name: gsm8k, exact, gym, math, http, self_judge,
+    model and `path/to/file.py:function`, which rows name `function`."""
     weights: tuple[float, ...] = ()
     """Weights of the functions in the sum, one per function. 0: report the function and leave it
     out of the sum. Empty: all 1."""
@@ -282,13 +282,16 @@ class RewardConfig:
     api_key_env: Annotated[str, MayChangeOnResume()] = ""
     """http: environment variable that holds the API key. Empty: no key is sent."""
     prompt_file: str = ""
-    """http: file with the prompt; {question}, {answer} and {response} are filled in. Empty: the LLM
-    judge is asked whether the response is right (1) or wrong (0)."""
+    """http, self_judge: file with the prompt; {question}, {answer} and {response} are filled in.
+    Empty: the LLM judge is asked whether the response is right (1) or wrong (0)."""
     pattern: str = ""
-    """http: regular expression whose only group is the score. Empty: "score" of a JSON object in
-    the reply."""
+    """http, self_judge: regular expression whose only group is the score. Empty: "score" of a JSON
+    object in the reply."""
     max_tokens: Annotated[int, AtLeast(1)] = 512
-    """http: maximum tokens of a reply."""
+    """http, self_judge: maximum tokens of a reply."""
+    no_verdict: float = 0.0
+    """self_judge: reward of a response for which the policy gave no score: its reply holds none or
+    ran out of tokens, or the prompt had no room."""
     max_connections: Annotated[int, AtLeast(1), MayChangeOnResume()] = 16
     """http: maximum requests in flight per rank."""
     backoff_s: Annotated[float, AtLeast(0), MayChangeOnResume()] = 1.0

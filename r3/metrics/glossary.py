@@ -74,6 +74,13 @@ GLOSSARY: dict[str, Entry] = {
     **_calls("reward", "reward"),
     "reward/dropped": Entry("rollouts left out after a failed reward (reward.on_error)", _COLLECT),
     "reward/zeroed": Entry("rollouts given 0 after a failed reward (reward.on_error)", _COLLECT),
+    "reward/no_verdict_frac": Entry(
+        "share of the responses put to self_judge that have no score (reward.no_verdict)",
+        "r3/rewards/self_judge.py",
+    ),
+    "reward/question_tokens_mean": Entry(
+        "mean tokens of the prompts of self_judge", "r3/rewards/self_judge.py"
+    ),
     "reward/NAME": Entry("mean of what your reward function reports, over rollouts", _COLLECT),
     "time/judge_mean_s": Entry("mean seconds from the end of a rollout to its reward", _COLLECT),
     "eval/SET/accuracy": Entry("share of responses with reward >= 1", "r3/rollout/evaluate.py"),

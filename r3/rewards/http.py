@@ -11,36 +11,17 @@ import asyncio
 import json
 import os
 import re
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from r3.config import RewardConfig
-from r3.rewards import checked, problem
+from r3.rewards import problem
+from r3.rewards.judge import SHOWN, filled, parsed, template_of
 from r3.runtime.workers import CallError
 from r3.types import Prompt
 
-TEMPLATE = """You are a strict grader. Compare the response with the reference answer.
-
-Question:
-{question}
-
-Reference answer:
-{answer}
-
-Response:
-{response}
-
-Reply with a JSON object {"score": s} and nothing else: \
-s is 1 when the response's final answer is right, 0 when it is wrong."""
-
-_PLACES = re.compile(r"\{(question|answer|response)\}")
 _LONGEST_WAIT_S = 300.0  # of Retry-After; a server that asks for more is tried again after that
-_SHOWN = 400  # characters of a server's reply in messages
 _LARGEST_BODY = 4 << 20  # bytes; a long completion has some ten thousand
-# Characters at the end of a judge's reply in which the score is looked for: enough for any JSON
-# object with a score, and few enough that no text keeps the event loop busy.
-_LOOKED_AT = 20_000
 
 
 class ChatJudge:
@@ -53,17 +34,7 @@ class ChatJudge:
             ConfigError: `reward.prompt_file` or the environment variable of the key is missing.
         """
         self._settings = settings
-        self._template = TEMPLATE
-        if settings.prompt_file:
-            try:
-                self._template = Path(settings.prompt_file).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise problem(
-                    settings.prompt_file,
-                    f"cannot be read: {error}",
-                    "a text file",
-                    "reward.prompt_file",
-                ) from None
+        self._template = template_of(settings)
         self._headers = {}
         self._key = ""
         if name := settings.api_key_env:
@@ -126,7 +97,7 @@ class ChatJudge:
 
     def _shown(self, text: str) -> str:
         """The start of a server's answer for a message; some servers repeat the key they got."""
-        return (text.replace(self._key, "***") if self._key else text)[:_SHOWN]
+        return (text.replace(self._key, "***") if self._key else text)[:SHOWN]
 
 
 def _key(name: str) -> str:
@@ -166,56 +137,6 @@ def _checked_url(url: str) -> str:
         fix = "put the key into an environment variable and name that in reward.api_key_env"
         raise problem(shown, rule, fix, "reward.url")
     return url
-
-
-def filled(template: str, response: str, prompt: Prompt) -> str:
-    """Fill in {question}, {answer} and {response}, all at once: none is replaced inside another.
-
-    The question is the conversation before the response: the user's only message, or all messages
-    with their roles.
-    """
-    messages = [message for message in prompt.messages if message["role"] != "system"]
-    if len(messages) == 1:
-        question = str(messages[0]["content"])
-    else:
-        question = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-    values = {"question": question, "answer": prompt.answer, "response": response}
-    return _PLACES.sub(lambda found: values[found[1]], template)
-
-
-def parsed(text: str, pattern: str = "") -> float:
-    """Return the score in a judge's reply.
-
-    It is "score" of the last JSON object that has one, or the last match of the pattern's group, in
-    the last 20,000 characters.
-
-    Raises:
-        CallError: there is no score. The message quotes the reply.
-    """
-    quoted = repr(text[-_SHOWN:] if isinstance(text, str) else text)
-    if not isinstance(text, str):
-        raise CallError(f"the judge's reply is not text: {quoted}")
-    text = text[-_LOOKED_AT:]
-    if pattern:
-        found = re.findall(pattern, text)
-        try:
-            return checked(float(found[-1]))
-        except (IndexError, ValueError):
-            raise CallError(
-                f"the judge's reply has no number that reward.pattern {pattern!r} matches: {quoted}"
-            ) from None
-    decoder, scores, start = json.JSONDecoder(), [], text.find("{")
-    while start >= 0:
-        try:
-            value, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            value, end = None, start + 1
-        if isinstance(value, dict) and type(value.get("score")) in (int, float):
-            scores.append(value["score"])
-        start = text.find("{", end)
-    if not scores:
-        raise CallError(f'the judge\'s reply has no JSON object {{"score": number}}: {quoted}')
-    return checked(scores[-1])
 
 
 def retry_after(header: str) -> float:

@@ -9,7 +9,8 @@ A component of a group scores all samples of a prompt at once. It is called when
 
 A component is a function and the place where its calls run: built-in functions in the caller's
 thread, users' functions and HTTP in threads, `math` and users' functions with `reward.workers` in
-processes, the reward model in batches. The engine never waits for a component.
+processes, the reward model in batches, `self_judge` in the engine of the round. The engine never
+waits for a component.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Literal, cast
 from r3.config import RewardConfig
 from r3.config.arguments import keyword_arguments
 from r3.data.sources import verifier_of
+from r3.envs.chat import Renderer
 from r3.rewards import (
     REWARDS,
     Score,
@@ -36,6 +38,7 @@ from r3.rewards import (
     scores_groups,
     wants_messages,
 )
+from r3.rewards.self_judge import SelfJudge
 from r3.runtime.user_code import load
 from r3.runtime.workers import CallError, Failure, Here, Place, Pool, Processes, Threads
 from r3.types import Message, Prompt, Rollout
@@ -182,6 +185,12 @@ class Scorer:
         return all(choice.quick for _, choice in self._choices)
 
     @property
+    def judge(self) -> SelfJudge | None:
+        """The judge whose questions the round's engine has to answer, if a component is one."""
+        places = (choice.pool.place for _, choice in self._choices)
+        return next((place for place in places if isinstance(place, SelfJudge)), None)
+
+    @property
     def uses_environment(self) -> bool:
         """Whether the environment's reward is a component of the sum."""
         return any(choice.takes == "environment" for _, choice in self._choices)
@@ -245,16 +254,18 @@ class Scorer:
     def poll(self, timeout_s: float = 0.0) -> list[RewardResult]:
         """Return complete results.
 
-        Waits at most `timeout_s` for the first, and not at all if nothing is outstanding.
+        Waits at most `timeout_s` for the first, and not at all if nothing is outstanding or the
+        engine has to answer a question.
 
         Raises:
             RewardError: a component failed, its retries included, and `reward.on_error` is "stop".
         """
-        until = time.monotonic() + timeout_s
+        until, judge = time.monotonic() + timeout_s, self.judge
         while True:
             results = self._collect()
             remaining_s = until - time.monotonic()
-            if results or not self._cases or remaining_s <= 0:
+            asks = judge is not None and judge.has_questions
+            if results or asks or not self._cases or remaining_s <= 0:
                 return results
             time.sleep(min(_POLL_INTERVAL_S, remaining_s))
 
@@ -333,13 +344,18 @@ class Scorer:
 
 
 def make_scorer(
-    settings: RewardConfig, functions: Sequence[str] = (), *, model: Any = None
+    settings: RewardConfig,
+    functions: Sequence[str] = (),
+    *,
+    model: Any = None,
+    renderer: Renderer | None = None,
 ) -> Scorer:
     """Build the scorer of `reward.*`.
 
     Args:
         functions: used instead of `reward.function`, all with weight 1.
         model: the `r3.rewards.model.RewardModel`, if a function is "model".
+        renderer: the policy's chat template, if a function is "self_judge".
 
     Raises:
         ConfigError: a function cannot be loaded or used.
@@ -350,6 +366,11 @@ def make_scorer(
     arguments = _arguments_by_name(settings, (*specs, *rows))
 
     def component(spec: str, name: str, weight: float = 1.0) -> Component:
+        if spec == "self_judge":
+            assert renderer is not None, "a policy that judges itself needs its chat template"
+            judge = SelfJudge(settings, renderer)
+            pool = Pool(judge, timeout_s=float("inf"))
+            return Component(name=name, function=judge.tokens, pool=pool, weight=weight)
         return _component(spec, name, weight, settings, model, arguments.get(name, {}))
 
     by_name = {name: component(spec, name) for spec, name in zip(rows, names_of(rows), strict=True)}

@@ -17,6 +17,7 @@ from r3.rollout.conversation import (
     ConversationSetup,
     SuspendedConversation,
 )
+from r3.rollout.judging import Judging
 from r3.rollout.round import Round
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt
@@ -101,10 +102,13 @@ class Collector:
                     samples_per_prompt=self.samples_per_prompt,
                     resumed=resumed,
                 )
+            judging = Judging(self.scorer.judge, engine.tokenizer, engine.max_model_len)
             remaining: int = engine.share(leader.size if leader else None)
             # A call of an episode that is over stays in flight until the engine has finished it.
             while remaining or sampler.busy:
-                turns, finished = engine.share(leader.advance(sampler.busy) if leader else None)
+                turns, finished = engine.share(
+                    judging.with_questions(*leader.advance(sampler.busy)) if leader else None
+                )
                 for turn in turns:
                     sampler.add(turn)
                 for _ in range(finished):
@@ -112,7 +116,7 @@ class Collector:
                 remaining -= finished
                 if sampler.busy:
                     for sampled in sampler.step():
-                        if leader:
+                        if leader and not judging.takes(sampled):
                             leader.receive_sample(sampled)
             result = leader.result() if leader else CollectedRollouts(rollouts=[], rewards=[])
             on_failure.pop_all()

@@ -12,6 +12,7 @@ from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.sources import columns_of
+from r3.envs.chat import Renderer
 from r3.models.shape import ModelShape
 from r3.rewards.model import RewardModel
 from r3.rewards.scorer import Scorer, make_scorer
@@ -143,7 +144,8 @@ def read_task(config: Config) -> Task:
     path = config.model.path
     conversation_setup = ConversationSetup.of(config.env, tokenizer, path, template_kwargs)
     reward_model = RewardModel(config.reward) if "model" in config.reward_functions else None
-    scorer = make_scorer(config.reward, model=reward_model)
+    renderer = Renderer(tokenizer, template_kwargs)
+    scorer = make_scorer(config.reward, model=reward_model, renderer=renderer)
     data, context = config.data, shape.max_position_embeddings
 
     def room(conversation_setup: ConversationSetup, longest_prompt: int, response: int) -> int:
@@ -198,7 +200,7 @@ def read_task(config: Config) -> Task:
         )
         questions = found.prompts[: each.max_prompts or None]
         own = (
-            make_scorer(config.reward, (each.function,), model=reward_model)
+            make_scorer(config.reward, (each.function,), model=reward_model, renderer=renderer)
             if each.function
             else scorer
         )
@@ -208,6 +210,11 @@ def read_task(config: Config) -> Task:
         longest = max(
             longest, room(conversation, max(len(prompt.tokens_T) for prompt in questions), response)
         )
+    judges = [each.judge for each in (scorer, *(each.scorer for each in heldout)) if each.judge]
+    if judges:
+        rows = [*prompts.prompts, *(prompt for each in heldout for prompt in each.prompts)]
+        answer = max((row.answer for row in rows), key=len, default="")
+        longest = min(context, max(longest, judges[0].longest(longest, answer)))
     return Task(
         prompts=prompts,
         heldout=tuple(heldout),

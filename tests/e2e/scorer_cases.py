@@ -9,11 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from r3.config import RewardConfig
+from r3.envs.chat import Renderer
+from r3.rewards.judge import parsed
 from r3.rewards.model import Batches, RewardModel
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
+from r3.rewards.self_judge import SelfJudge
+from r3.rollout.collect import rollout_metrics
 from r3.rollout.collected import CollectedRollouts
+from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
-from r3.runtime.workers import Pool, Threads
+from r3.runtime.workers import CallError, Pool, Threads
 from r3.types import Prompt, Rollout
 from tests.talkers import Talker, values
 from tests.tiny import tiny_config
@@ -27,7 +32,7 @@ class Judged:
         parts: rewards of each component.
         overlap: conversations that had their reward while others were still sampled.
         judged: conversations that had a reward.
-        single: rewards of the reward model one by one.
+        single: rewards of the reward model one by one, or of the policy as a judge, asked alone.
     """
 
     tokens: dict[str, list[int]]
@@ -107,11 +112,37 @@ def told(collected: CollectedRollouts, watched: Watched, seconds: float) -> Judg
             f"{group}/{sample_index}": dict(parts)
             for (group, sample_index), parts in collected.parts.items()
         },
-        metrics=values(collected.metrics),
+        metrics=values(collected.metrics | rollout_metrics(collected)),
         overlap=watched.overlap(),
         judged=len(watched.judged),
         seconds=seconds,
     )
+
+
+def asked_alone(
+    talker: Talker, settings: RewardConfig, responses: dict[str, str]
+) -> dict[str, float]:
+    """Put each response to the policy by itself; return the scores that it gives."""
+    judge = SelfJudge(settings, Renderer(talker.task.tokenizer, {}))
+    scores = {}
+    for name, response in responses.items():
+        prompt = talker.task.prompts.prompts[int(name.partition("/")[0])]
+        question = replace(prompt, tokens_T=judge.tokens(response, prompt))
+        (reply,) = sample_single_turn(
+            talker.engine,
+            [question],
+            seeds=[0],
+            policy_version=0,
+            max_tokens=settings.max_tokens,
+            temperature=0.0,
+        )
+        try:
+            scores[name] = parsed(reply.response, settings.pattern)
+        except CallError:
+            scores[name] = settings.no_verdict
+        if reply.finish_reason == "length":
+            scores[name] = settings.no_verdict
+    return scores
 
 
 def kinds(
@@ -124,7 +155,8 @@ def kinds(
     def run(
         name: str, settings: RewardConfig, *, keep_failed: bool = False, model: Any = None
     ) -> None:
-        scorer = make_scorer(settings, model=model)
+        renderer = Renderer(engine.task.tokenizer, {})
+        scorer = make_scorer(settings, model=model, renderer=renderer)
         found[name] = told(*round_of(engine, scorer, keep_failed=keep_failed))
 
     run("quick", RewardConfig(function=("exact",)))
@@ -157,6 +189,9 @@ def kinds(
         on_error="drop",
     )
     run("http", server)
+    own = replace(server, function=("self_judge",), no_verdict=-1.0)
+    run("self", own)
+    found["self"] = replace(found["self"], single=asked_alone(engine, own, found["self"].responses))
     picky = RewardConfig(function=(f"{file}:picky",), on_error="drop", retries=1)
     run("drop", picky)
     run("kept", picky, keep_failed=True)

@@ -117,7 +117,7 @@ def rounds(vllm_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def test_samples_do_not_depend_on_the_scorer(rounds: dict[str, Judged]) -> None:
     quick = rounds["quick"].tokens
     assert len(quick) == 32
-    for name in ("slow", "model", "kept"):
+    for name in ("slow", "model", "kept", "self"):
         assert rounds[name].tokens == quick
     for name in ("drop", "http"):
         assert rounds[name].tokens.items() <= quick.items()
@@ -155,6 +155,20 @@ def test_a_vllm_server_is_an_llm_judge(rounds: dict[str, Judged]) -> None:
         reward == parts["http"]
         for reward, parts in zip(http.rewards.values(), http.parts.values(), strict=True)
     )
+
+
+def test_the_policy_judges_itself_with_calls_that_nobody_trains_on(
+    rounds: dict[str, Judged],
+) -> None:
+    """The same scores as when it is asked about one response after the other."""
+    own = rounds["self"]
+    assert own.rewards == own.single and len(own.rewards) == 32
+    judged = [reward for reward in own.rewards.values() if reward != -1.0]
+    assert 0 < len(judged) < 32
+    assert own.metrics["reward/no_verdict_frac"] == 1 - len(judged) / 32
+    assert own.metrics["reward/question_tokens_mean"] > 20
+    assert own.metrics["rollout/tokens"] == rounds["quick"].metrics["rollout/tokens"]
+    assert own.overlap >= 1, "it is asked while other responses are sampled"
 
 
 def test_failures_are_left_out_of_training_and_0_in_evaluation(rounds: dict[str, Judged]) -> None:

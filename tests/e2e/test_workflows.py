@@ -112,6 +112,9 @@ def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) ->
     (model / "chat_template.jinja").write_text(workflow_cases.REASONING)
     file = tmp_path / "agent.py"
     file.write_text(AGENT)
+    (tmp_path / "judge.txt").write_text("{question} {response}")
+    judge = ["--reward.prompt_file", str(tmp_path / "judge.txt"), "--reward.max_tokens", "8"]
+    judge += ["--reward.function", "env", "self_judge", "--reward.pattern", r"(\d)"]
     run(
         tmp_path / "run",
         *("--model.path", str(model), "--env.path", f"{file}:Agent"),
@@ -119,12 +122,16 @@ def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) ->
         *("--rollout.prompts_per_step", "8", "--train.updates_per_step", "2"),
         *("--algo.dynamic_sampling", "2", "--algo.kl_coef", "0.01", "--algo.kl_in", "reward"),
         *("--algo.kl_estimator", "k1", "--checkpoint.export", "false", "--log.rollouts_every", "1"),
+        *(judge if rewards == "episode" else ()),
     )
     start, *rows = rows_of(tmp_path / "run")
     assert "eval/heldout/accuracy" in start and len(rows) == 2
     for row in rows:
         assert row["env/sequences_mean"] == 3 and row["env/continued_frac"] == 0
         assert row["env/turns_mean"] == 4, "the call without training counts too"
+        # The policy scores its own last message; its replies are in no sequence.
+        assert ("reward/self_judge/mean" in row) == (rewards == "episode")
+        assert row.get("reward/no_verdict_frac", 0.0) < 1
         assert row["routing/coverage"] == 1.0
         # Policy and engine agree on every token of every sequence; float32 on both sides.
         assert row["mismatch/abs_max"] <= 1e-4 and row["routing/agreement"] > 0.999

@@ -172,4 +172,5 @@ def test_builtin_rewards_are_those_that_exist() -> None:
     from r3.rewards import REWARDS
     from r3.rewards.scorer import ENVIRONMENT
 
-    assert set(checks.BUILTIN_REWARDS) == {*REWARDS, *ENVIRONMENT, "math", "http", "model", "row"}
+    others = {"math", "http", "self_judge", "model", "row"}
+    assert set(checks.BUILTIN_REWARDS) == {*REWARDS, *ENVIRONMENT, *others}

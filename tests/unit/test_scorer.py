@@ -19,7 +19,8 @@ import pytest
 from r3 import assets
 from r3.config import ConfigError, RewardConfig
 from r3.models.shape import ModelShape
-from r3.rewards.http import filled, parsed, retry_after
+from r3.rewards.http import retry_after
+from r3.rewards.judge import filled, parsed
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer, names_of
 from r3.runtime.workers import CallError
 from r3.types import Prompt, Rollout

@@ -16,12 +16,10 @@ _HTTP = (
     "reward.url",
     "reward.model",
     "reward.api_key_env",
-    "reward.prompt_file",
-    "reward.pattern",
-    "reward.max_tokens",
     "reward.max_connections",
     "reward.backoff_s",
 )
+_JUDGE = ("reward.prompt_file", "reward.pattern", "reward.max_tokens")
 _REWARD_MODEL = (
     "reward.model_path",
     "reward.model_dtype",
@@ -144,13 +142,16 @@ def _environment_and_rewards(config: Config, notes: list[str], ignored: _Ignored
     used = set(config.reward_functions)
     for kind, names in (
         ("http", _HTTP),
+        ("self_judge", ("reward.no_verdict",)),
         ("model", _REWARD_MODEL),
         ("row", ("reward.row_functions",)),
     ):
         if kind not in used:
             ignored(f"no reward function is {kind}", *names)
-    if used <= _QUICK_REWARDS:
-        because = "built-in functions run at once"
+    if not used.intersection(("http", "self_judge")):
+        ignored("no reward function is http or self_judge", *_JUDGE)
+    if used <= {*_QUICK_REWARDS, "self_judge"}:
+        because = "built-in functions and self_judge have no time limit and are not retried"
         ignored(because, "reward.timeout_s", "reward.workers", "reward.retries")
     if len(reward.function) > 1 and any(not each.function for each in config.eval.sets):
         notes.append(

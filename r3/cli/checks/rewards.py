@@ -14,7 +14,9 @@ from r3.config import Config, EnvConfig, RewardConfig
 from r3.models.shape import ShapeError, checkpoint_tensors
 from r3.runtime.user_code import file_fault
 
-BUILTIN_REWARDS = ("gsm8k", "exact", "gym", "row", "math", "http", "model", "env", "none")
+BUILTIN_REWARDS = (
+    *("gsm8k", "exact", "gym", "row", "math", "http", "model", "self_judge", "env", "none"),
+)
 """Those of r3.rewards, which imports too much to be asked here, and those with a class."""
 _UNREWARDED = ("single_turn", "calculator")  # built-in environments that give no reward
 
@@ -56,6 +58,8 @@ def check_rewards(config: Config, found: Findings, world_size: int) -> None:
         _check_row_functions(reward, found)
     if "http" in used:
         _check_server(config.reward, found)
+    if {"http", "self_judge"}.intersection(used):
+        _check_judge(config.reward, found)
     if "model" in used:
         _check_reward_model(config, found, world_size)
 
@@ -79,6 +83,9 @@ def _check_row_functions(reward: RewardConfig, found: Findings) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         rule = f"rows cannot tell two functions named {twice[0]} apart"
         found.add("reward.row_functions", rule, "rename one of them")
+    if "self_judge" in reward.row_functions and "self_judge" in reward.function:
+        rule = "names self_judge, and so does reward.function: a response would be judged twice"
+        found.add("reward.row_functions", rule, "name it in one of them")
     for spec in reward.row_functions:
         if spec in ("row", "env", "none"):
             rule = "is no function that scores a response"
@@ -123,6 +130,10 @@ def _check_server(reward: RewardConfig, found: Findings) -> None:
     if not reward.model:
         fix = "give the model's name on the server; GET URL/models lists them"
         found.add("reward.model", "is empty", fix)
+
+
+def _check_judge(reward: RewardConfig, found: Findings) -> None:
+    """The prompt of an LLM judge, and what finds the score in its reply."""
     if reward.prompt_file and (fault := file_fault(reward.prompt_file)):
         found.add("reward.prompt_file", fault, "give a text file")
     elif reward.prompt_file:

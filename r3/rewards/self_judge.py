@@ -1,0 +1,136 @@
+"""`self_judge`: the policy scores its own responses, with the engine and the weights that sampled.
+
+The scorer's calls become questions. The round in progress samples a reply to each among its own
+turns, greedily (`r3/rollout/judging.py`). What is sampled for a verdict is never trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from r3.config import RewardConfig
+from r3.data.template import TemplateFault
+from r3.envs.chat import ChatError, Renderer
+from r3.rewards import Score
+from r3.rewards.judge import filled, parsed, template_of
+from r3.runtime.workers import CallError, Failure
+from r3.types import Prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A prompt of the judge, until the engine has sampled its reply.
+
+    Attributes:
+        number: names the question among those of its scorer.
+        tokens_T: the prompt.
+    """
+
+    number: int
+    tokens_T: tuple[int, ...]
+
+
+class SelfJudge:
+    """A place (`r3.runtime.workers.Place`) whose calls wait until the engine has replied.
+
+    Attributes:
+        max_tokens: maximum tokens of a reply.
+        stop_tokens: tokens that end it, besides the tokenizer's end of sequence.
+    """
+
+    def __init__(self, settings: RewardConfig, renderer: Renderer) -> None:
+        """Read the judge's prompt.
+
+        Args:
+            renderer: the policy's chat template.
+
+        Raises:
+            ConfigError: `reward.prompt_file` cannot be read.
+        """
+        self.max_tokens = settings.max_tokens
+        self.stop_tokens = (renderer.end[1],) if renderer.end else ()
+        self._settings, self._renderer = settings, renderer
+        self._template = template_of(settings)
+        self._asked: list[Question] = []
+        self._waiting: dict[int, Question] = {}
+        self._ended: list[tuple[int, Any, Failure | None]] = []
+
+    @property
+    def has_questions(self) -> bool:
+        """Whether a question waits for the engine."""
+        return bool(self._asked)
+
+    def tokens(self, response: str, prompt: Prompt) -> tuple[int, ...]:
+        """Return the judge's prompt about a response, in the policy's chat template.
+
+        Raises:
+            CallError: the chat template refuses it.
+        """
+        message = {"role": "user", "content": filled(self._template, response, prompt)}
+        try:
+            return tuple(self._renderer.tokens(self._renderer.render([message])))
+        except (ChatError, TemplateFault) as error:
+            text = f"the chat template refuses the judge's prompt: {error}"
+            raise CallError(text, again=False) from error
+
+    def longest(self, conversation: int, answer: str) -> int:
+        """Return about how many tokens the longest prompt of the judge and its reply have.
+
+        Args:
+            conversation: tokens of the longest conversation, question and response together.
+            answer: the longest reference answer.
+        """
+        own = Prompt(id="", messages=({"role": "user", "content": ""},), tokens_T=(), answer=answer)
+        times = max(self._template.count(place) for place in ("{question}", "{response}"))
+        return len(self.tokens("", own)) + times * conversation + self.max_tokens
+
+    def take_questions(self) -> list[Question]:
+        """Return the questions since the last call; each needs its `answer`."""
+        asked, self._asked = self._asked, []
+        return asked
+
+    def answer(self, number: int, text: str, *, complete: bool) -> None:
+        """Take the reply to a question.
+
+        Args:
+            complete: False if it ran out of tokens, so that a number in it may be cut.
+        """
+        question = self._waiting.pop(number)
+        value = self._settings.no_verdict
+        judged = complete
+        if complete:
+            try:
+                value = parsed(text, self._settings.pattern)
+            except CallError:
+                judged = False
+        metrics = {
+            "reward/no_verdict_frac": float(not judged),
+            "reward/question_tokens_mean": float(len(question.tokens_T)),
+        }
+        self._ended.append((number, Score(value, metrics), None))
+
+    def has_room(self) -> bool:
+        return True
+
+    def start(self, token: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        try:
+            question = Question(number=token, tokens_T=function(*arguments))
+        except CallError as error:
+            self._ended.append((token, None, Failure("error", str(error), error.again)))
+            return
+        self._waiting[token] = question
+        self._asked.append(question)
+
+    def abandon(self, token: int) -> None:
+        raise AssertionError("a question has no time limit and is never abandoned")
+
+    def collect(self, timeout_s: float) -> list[tuple[int, Any, Failure | None]]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        self._asked.clear()
+        self._waiting.clear()
+        self._ended.clear()

@@ -1,0 +1,58 @@
+"""Questions of `reward.function self_judge`, sampled among the turns of a round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from r3.engine import Sampled, Sampling, Turn
+from r3.rewards.self_judge import SelfJudge
+
+
+class Judging:
+    """Passes questions to the engine and replies to the judge, on the leader rank of an engine.
+
+    Its turns have negative keys, so that they meet no key of a conversation.
+    """
+
+    def __init__(self, judge: SelfJudge | None, tokenizer: Any, max_model_len: int) -> None:
+        """Take the judge of the round's scorer; None if it has none.
+
+        Args:
+            tokenizer: the policy's.
+            max_model_len: maximum tokens of a question and its reply.
+        """
+        self._judge, self._tokenizer, self._max_model_len = judge, tokenizer, max_model_len
+
+    def with_questions(self, turns: list[Turn], finished: int) -> tuple[list[Turn], int]:
+        """Add the questions since the last call to the turns that a round returned.
+
+        A question that leaves no room for a reply has no verdict.
+        """
+        if (judge := self._judge) is None:
+            return turns, finished
+        sampling = Sampling(temperature=0.0, stop_tokens=judge.stop_tokens)
+        for question in judge.take_questions():
+            tokens_T = question.tokens_T
+            room = self._max_model_len - len(tokens_T)
+            if room < 1:
+                judge.answer(question.number, "", complete=False)
+                continue
+            turns.append(
+                Turn(
+                    key=-1 - question.number,
+                    tokens_T=tokens_T,
+                    first_row=len(tokens_T) - 1,  # its routes are not used
+                    seed=0,
+                    max_tokens=min(room, judge.max_tokens),
+                    sampling=sampling,
+                )
+            )
+        return turns, finished
+
+    def takes(self, sampled: Sampled) -> bool:
+        """Take a reply; return False for a turn of a conversation."""
+        if self._judge is None or sampled.key >= 0:
+            return False
+        text = self._tokenizer.decode(sampled.tokens_T, skip_special_tokens=True)
+        self._judge.answer(-1 - sampled.key, text, complete=sampled.finish_reason == "stop")
+        return True

@@ -1,0 +1,226 @@
+"""The policy as a judge of its own responses, without an engine: the test writes the replies."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from r3 import assets
+from r3.cli import checks
+from r3.config import RewardConfig
+from r3.engine import Sampled, Turn
+from r3.envs.chat import Renderer
+from r3.models.shape import ModelShape
+from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer
+from r3.rollout.judging import Judging
+from r3.rollout.task import read_task
+from r3.types import Prompt, Rollout
+from tests.settings import changed, found
+from tests.tiny import random_rollouts, tiny_config
+
+pytestmark = pytest.mark.unit
+
+PROMPT = Prompt(
+    id="rows.jsonl:7",
+    messages=({"role": "user", "content": "3 + 4?"},),
+    tokens_T=(1,),
+    answer="#### 7",
+)
+
+
+def rollout_of(response: str, sample_index: int = 0) -> Rollout:
+    (made,) = random_rollouts(ModelShape.read(assets.TINY_MOE), [6], group_size=1)
+    return replace(made, response=response, sample_index=sample_index)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(assets.TINY_MOE)
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer: Any) -> Renderer:
+    return Renderer(tokenizer, {})
+
+
+def scorer_of(renderer: Renderer, *functions: str, **settings: Any) -> Scorer:
+    return make_scorer(
+        RewardConfig(function=functions or ("self_judge",), **settings), renderer=renderer
+    )
+
+
+def judged(
+    scorer: Scorer, tokenizer: Any, replies: dict[str, str], *, max_model_len: int = 500
+) -> tuple[dict[Any, RewardResult], dict[str, Turn]]:
+    """Score the responses that have these replies; return results and turns by response.
+
+    A reply that ends in "..." has run out of tokens.
+    """
+    judging = Judging(scorer.judge, tokenizer, max_model_len)
+    for number, response in enumerate(replies):
+        scorer.submit(response, rollout_of(response, number), PROMPT)
+    turns, finished = judging.with_questions([], 3)
+    assert finished == 3
+    asked = {}
+    for turn in turns:
+        text = tokenizer.decode(turn.tokens_T)
+        response = next(each for each in replies if f"<{each}>" in text)
+        asked[response] = turn
+        reply = replies[response]
+        sampled = Sampled(
+            key=turn.key,
+            tokens_T=tokenizer(reply.removesuffix("..."), add_special_tokens=False)["input_ids"],
+            logprobs_T=[],
+            routed_experts=None,
+            first_row=turn.first_row,
+            finish_reason="length" if reply.endswith("...") else "stop",
+        )
+        assert judging.takes(sampled)
+    return {each.key: each for each in scorer.poll()}, asked
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> str:
+    path = tmp_path / "judge.txt"
+    path.write_text("{question} {answer} <{response}>")
+    return str(path)
+
+
+def test_replies_become_scores_and_what_holds_none_has_the_set_value(
+    renderer: Renderer, tokenizer: Any, template: str
+) -> None:
+    replies = {
+        "good": '{"score": 0.75}',
+        "last": '{"score": 1} no: {"score": 0.5}',
+        "words": "it is right, 1 of 1",
+        "text": '{"score": "1"}',
+        "endless": '{"score": NaN}',
+        "cut": '{"score": 1}...',
+        "mute": "",
+    }
+    scorer = scorer_of(renderer, prompt_file=template, no_verdict=-0.25)
+    results, _ = judged(scorer, tokenizer, replies)
+    rewards = {name: result.reward for name, result in results.items()}
+    none = dict.fromkeys(("words", "text", "endless", "cut", "mute"), -0.25)
+    assert rewards == {"good": 0.75, "last": 0.5} | none
+    for name, result in results.items():
+        assert result.metrics["reward/no_verdict_frac"] == float(name in none)
+        assert not result.failure
+
+
+def test_a_pattern_finds_the_score_and_a_cut_number_is_none(
+    renderer: Renderer, tokenizer: Any, template: str
+) -> None:
+    scorer = scorer_of(renderer, prompt_file=template, pattern=r"Score: (\d+)")
+    results, _ = judged(scorer, tokenizer, {"a": "Score: 7", "b": "Score: 1...", "c": "7"})
+    assert {name: result.reward for name, result in results.items()} == {"a": 7, "b": 0, "c": 0}
+
+
+def test_the_question_is_greedy_in_the_policys_chat_template(
+    renderer: Renderer, tokenizer: Any, template: str
+) -> None:
+    scorer = scorer_of(renderer, prompt_file=template, max_tokens=9)
+    results, turns = judged(scorer, tokenizer, {"r": ""})
+    message = {"role": "user", "content": "3 + 4? #### 7 <r>"}
+    expected = tokenizer.apply_chat_template(
+        [message], add_generation_prompt=True, return_dict=False
+    )
+    turn = turns["r"]
+    assert list(turn.tokens_T) == expected and turn.max_tokens == 9 and turn.key < 0
+    assert turn.sampling.temperature == 0.0 and turn.sampling.stop_tokens
+    assert results["r"].metrics["reward/question_tokens_mean"] == len(expected)
+
+
+def test_a_question_without_room_has_no_verdict(renderer: Renderer, tokenizer: Any) -> None:
+    scorer = scorer_of(renderer, no_verdict=0.125)
+    results, turns = judged(scorer, tokenizer, {"r": ""}, max_model_len=20)
+    assert not turns and results["r"].reward == 0.125
+    assert results["r"].metrics["reward/no_verdict_frac"] == 1.0
+
+
+def test_a_question_that_the_template_refuses_is_a_failure(renderer: Renderer) -> None:
+    scorer = scorer_of(renderer)
+    scorer.submit("r", rollout_of("half a character: \ud800"), PROMPT)
+    with pytest.raises(RewardError, match=r"refuses the judge's prompt.*half of a character"):
+        scorer.poll()
+
+
+def test_a_round_does_not_wait_for_its_own_engine(renderer: Renderer) -> None:
+    """Results cannot come before the engine has the question: `poll` returns at once."""
+    scorer = scorer_of(renderer)
+    scorer.submit("r", rollout_of("r"), PROMPT)
+    began = time.monotonic()
+    assert scorer.poll(60.0) == [] and scorer.outstanding == 1
+    assert time.monotonic() - began < 30.0
+    scorer.close()
+
+
+def test_it_is_part_of_a_sum_and_of_row(renderer: Renderer, tokenizer: Any, template: str) -> None:
+    rows = {"row_functions": ("exact", "self_judge"), "weights": (2.0, 1.0)}
+    scorer = scorer_of(renderer, "row", "gsm8k", prompt_file=template, **rows)
+    prompt = replace(PROMPT, metadata={"verifier": "self_judge"})
+    judging = Judging(scorer.judge, tokenizer, 500)
+    scorer.submit("r", rollout_of("#### 7"), prompt)
+    scorer.submit("other", rollout_of("#### 7"), replace(prompt, metadata={"verifier": "exact"}))
+    (turn,), _ = judging.with_questions([], 0)
+    tokens = tokenizer('{"score": 0.5}', add_special_tokens=False)["input_ids"]
+    judging.takes(
+        Sampled(
+            key=turn.key,
+            tokens_T=tokens,
+            logprobs_T=[],
+            routed_experts=None,
+            first_row=turn.first_row,
+            finish_reason="stop",
+        )
+    )
+    results = {each.key: each for each in scorer.poll()}
+    assert results["r"].parts == {"row": 0.5, "gsm8k": 1.0, "row_self_judge": 0.5}
+    assert (results["r"].reward, results["other"].reward) == (2.0, 3.0)
+
+
+def test_turns_of_conversations_are_not_replies(renderer: Renderer, tokenizer: Any) -> None:
+    sampled = Sampled(
+        key=0, tokens_T=[], logprobs_T=[], routed_experts=None, first_row=0, finish_reason="stop"
+    )
+    for judge in (None, scorer_of(renderer).judge):
+        assert not Judging(judge, tokenizer, 500).takes(sampled)
+
+
+def test_the_engine_has_room_for_the_longest_question(template: str) -> None:
+    """A derived maximum counts the judge's prompt and reply, as long as the context allows."""
+    plain = read_task(tiny_config()).max_model_len
+    settings = {"prompt_file": template, "max_tokens": 32, "function": ("self_judge",)}
+    asked = read_task(tiny_config(reward=settings)).max_model_len
+    assert plain + 32 < asked < plain + 32 + 60
+    fixed = tiny_config(reward=settings, engine={"max_model_len": 200})
+    assert read_task(fixed).max_model_len == 200
+    long = read_task(tiny_config(reward=settings | {"max_tokens": 10**6}))
+    assert long.max_model_len == long.shape.max_position_embeddings
+
+
+def test_settings_of_the_judge_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "judge.txt"
+    path.write_text("{question}")
+    own = {"reward.function": "self_judge"}
+    assert found(own) == {}
+    assert "no {response}" in found(own | {"reward.prompt_file": str(path)})["reward.prompt_file"]
+    assert "one group" in found(own | {"reward.pattern": "score"})["reward.pattern"]
+    twice = {"reward.function": ["row", "self_judge"], "reward.row_functions": ["self_judge"]}
+    assert "would be judged twice" in found(twice)["reward.row_functions"]
+
+
+def test_settings_that_self_judge_ignores_are_named() -> None:
+    def notes(**values: Any) -> str:
+        return " ".join(checks.warnings(changed(values), 2))
+
+    assert "reward.no_verdict = 1.0 has no effect" in notes(**{"reward.no_verdict": 1.0})
+    given = {"reward.no_verdict": 1.0, "reward.function": "self_judge", "reward.max_tokens": 7}
+    assert "reward." not in notes(**given)
+    assert "reward.retries = 1 has no effect" in notes(**given | {"reward.retries": 1})
+    assert "reward.max_tokens = 7 has no effect" in notes(**{"reward.max_tokens": 7})
