@@ -89,7 +89,7 @@ def train(run: Run) -> None:
         count = sum(len(batch.micro_batches) for batch in batches)
         with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
             rewards = collected.rewards
-            of_step = (rewards.rewards_R, rewards.groups_R, config, rewards.units_R)
+            of_step = (rewards.rewards_R, rewards.baselines_R, config, rewards.units_R)
             train_on(policy, batches, *of_step, step=step, report=meter.add, on_micro_batch=tick)
 
         # 6 report

@@ -52,6 +52,7 @@ _OF_SFT: dict[str, Any] = {
     "rollout.top_k": 0,
     "rollout.step_token_budget": 0,
     "algo.advantage": "reinforce_pp",
+    "algo.baseline": "prompt",
     "algo.dynamic_sampling": 0,
     "algo.overlong_buffer": 0,
     "algo.overlong_filter": False,
@@ -67,7 +68,12 @@ FIXED: dict[str, dict[str, Any]] = {
     # Nothing is sampled, compared or replayed.
     "sft": _OF_SFT,
     # Responses are not compared with each other.
-    "distill": {"algo.advantage": "reinforce_pp", "algo.args": (), "algo.dynamic_sampling": 0},
+    "distill": {
+        "algo.advantage": "reinforce_pp",
+        "algo.baseline": "prompt",
+        "algo.args": (),
+        "algo.dynamic_sampling": 0,
+    },
 }
 """Settings that train.objective fixes."""
 
@@ -327,6 +333,10 @@ class AlgoConfig:
     """grpo: (R - group mean) / group std. dr_grpo: R - group mean. rloo: R - mean of the group's
     other samples. reinforce_pp: R whitened over the step. reinforce_pp_baseline: R - group mean,
     scaled over the step. Or your own, `path/to/file.py:function`."""
+    baseline: Literal["prompt", "step"] = "prompt"
+    """What a reward is compared with. prompt: all rewards of its prompt. step: if a workflow
+    rewards each call, those of the sequences that have the same index in their episodes (step-wise
+    GRPO)."""
     dynamic_sampling: Annotated[int, AtLeast(0)] = 0
     """Maximum additional rounds of prompts per step, until rollout.prompts_per_step groups have
     rewards that differ (DAPO). Other groups are not trained on. 0: off."""

@@ -61,7 +61,8 @@ def train_on(
     Args:
         policy: what to train.
         batches: this rank's share of every update.
-        rewards_R, groups_R: rewards and groups of the whole step, for KL in the reward.
+        rewards_R, groups_R: rewards of the whole step and labels of what they are compared with,
+            for KL in the reward.
         config: the run's settings.
         units_R: what has one advantage (`advantage.per_unit`); None: every rollout.
         step: number of the step, from 1.

@@ -46,6 +46,8 @@ class Rewards:
         rewards_R: rewards minus the overlong penalty, float64; equal for all sequences of an
             episode that has one reward.
         groups_R: group of each rollout.
+        baselines_R: label of what its reward is compared with (`algo.baseline`): its group, or the
+            rewarded sequences of the group that have its index in their episodes.
         names_R: (group, sample_index, sequence) of each rollout. Dropped conversations leave no
             gap in the indices.
         units_R: what has one advantage, numbered from 0: rollouts of one unit are the sequences of
@@ -54,16 +56,18 @@ class Rewards:
 
     rewards_R: torch.Tensor
     groups_R: torch.Tensor
+    baselines_R: torch.Tensor
     names_R: tuple[tuple[int, int, int], ...]
     units_R: torch.Tensor
 
     @property
     def groups_with_signal(self) -> list[int]:
-        """Groups whose rewards differ, ascending. Others have no gradient."""
-        by_group: dict[int, set[float]] = {}
-        for group, reward in zip(self.groups_R.tolist(), self.rewards_R.tolist(), strict=True):
-            by_group.setdefault(group, set()).add(reward)
-        return sorted(group for group, found in by_group.items() if len(found) > 1)
+        """Groups in which compared rewards differ, ascending. Others have no gradient."""
+        compared: dict[tuple[int, int], set[float]] = {}
+        rows = (self.groups_R.tolist(), self.baselines_R.tolist(), self.rewards_R.tolist())
+        for group, baseline, reward in zip(*rows, strict=True):
+            compared.setdefault((group, baseline), set()).add(reward)
+        return sorted({group for (group, _), found in compared.items() if len(found) > 1})
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -120,11 +124,16 @@ def gather_rewards(collected: CollectedRollouts, world: Axis, config: Config) ->
     for _, unit, _, penalty in everybody:
         penalties[unit] = min(penalty, penalties.get(unit, penalty))
     number_of = {unit: number for number, unit in enumerate(penalties)}
+    # The last part of a unit is the index of a sequence that has a reward of its own, else 0.
+    by_step = algo.baseline == "step"
+    compared = [(name[0], unit[2] if by_step else 0) for name, unit, *_ in everybody]
+    label_of = {each: label for label, each in enumerate(dict.fromkeys(compared))}
     return Rewards(
         rewards_R=torch.tensor(
             [reward + penalties[unit] for _, unit, reward, _ in everybody], dtype=torch.float64
         ),
         groups_R=torch.tensor([name[0] for name, *_ in everybody], dtype=torch.int64),
+        baselines_R=torch.tensor([label_of[each] for each in compared], dtype=torch.int64),
         names_R=tuple(name for name, *_ in everybody),
         units_R=torch.tensor([number_of[unit] for _, unit, *_ in everybody], dtype=torch.int64),
     )
@@ -133,7 +142,7 @@ def gather_rewards(collected: CollectedRollouts, world: Axis, config: Config) ->
 def score_all(collected: CollectedRollouts, rewards: Rewards, config: Config) -> list[Scored]:
     """Return this rank's rollouts with advantages and indices; `rewards` are those of all ranks."""
     advantages_R = per_unit(
-        advantage_of(config.algo), rewards.rewards_R, rewards.groups_R, rewards.units_R
+        advantage_of(config.algo), rewards.rewards_R, rewards.baselines_R, rewards.units_R
     ).tolist()
     index_of = {name: index for index, name in enumerate(rewards.names_R)}
     scored = []

@@ -95,7 +95,13 @@ def test_advantage_gets_rewards_of_the_whole_step(file: Path) -> None:
     """Through `score_all`, which gives every rollout of this rank its advantage."""
     rewards_R, groups_R = example_rewards()
     units_R = torch.arange(len(rewards_R))
-    rewards = Rewards(rewards_R=rewards_R, groups_R=groups_R, names_R=(), units_R=units_R)
+    rewards = Rewards(
+        rewards_R=rewards_R,
+        groups_R=groups_R,
+        baselines_R=groups_R,
+        names_R=(),
+        units_R=units_R,
+    )
     config = tiny(advantage=f"{file}:raw", args=("offset=10",))
     assert torch.equal(advantage_of(config.algo)(rewards_R, groups_R), rewards_R + 10)
     assert score_all(CollectedRollouts(rollouts=[], rewards=[]), rewards, config) == []

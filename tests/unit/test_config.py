@@ -90,6 +90,11 @@ def test_reinforce_pp_needs_no_groups() -> None:
         ({"algo.correction_low": 1.0}, "algo.correction_low", "between 0 and 1 (1 excluded)"),
         ({"algo.dynamic_sampling": -1}, "algo.dynamic_sampling", "at least 0"),
         (
+            {"algo.baseline": "step", "algo.advantage": "reinforce_pp"},
+            "algo.baseline",
+            "compares rewards within a group",
+        ),
+        (
             {"algo.dynamic_sampling": 1, "algo.advantage": "reinforce_pp"},
             "algo.dynamic_sampling",
             "it has no groups",
@@ -495,6 +500,7 @@ def test_columns_of_a_set_default_to_those_of_training() -> None:
         ({"model.dtype": "float32", "engine.dtype": "bfloat16"}, "the engine rounds every weight"),
         ({"replay.reference": True}, "replay.reference = True has no effect: algo.kl_coef is 0"),
         ({"algo.kl_estimator": "k1"}, "algo.kl_estimator = 'k1' has no effect"),
+        ({"algo.baseline": "step"}, "algo.baseline = 'step' has no effect: only workflows reward"),
         ({"algo.kl_in": "reward"}, "algo.kl_in = 'reward' has no effect: algo.kl_coef is 0"),
         ({"algo.kl_coef": 0.1, "algo.kl_estimator": "k1"}, "no gradient on average"),
         ({"algo.kl_coef": 0.1, "algo.kl_in": "reward"}, "biased penalty"),

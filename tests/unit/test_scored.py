@@ -134,6 +134,7 @@ def test_rewards_say_what_advantages_were_made_of() -> None:
     rewards = Rewards(
         rewards_R=torch.tensor([0.5, -0.5, 1.5]),
         groups_R=torch.zeros(3, dtype=torch.int64),
+        baselines_R=torch.zeros(3, dtype=torch.int64),
         names_R=((0, 0, 0), (0, 1, 0), (0, 2, 0)),
         units_R=torch.arange(3),
     )
@@ -187,6 +188,50 @@ def test_sequences_with_rewards_of_their_own_count_each() -> None:
     assert rewards.units_R.tolist() == [0, 1, 2, 3]
     # The mean is over four sequences, 8 / 4 = 2.
     assert [item.advantage for item in score_all(some, rewards, config)] == [1.0, 3.0, -2.0, -2.0]
+
+
+def steps(advantage: str = "dr_grpo", *, own: bool = True) -> tuple[Rewards, list[float]]:
+    """One group of three episodes of two, two and one sequences, with the baseline of a step."""
+    algo = replace(CONFIG.algo, advantage=advantage, baseline="step")
+    config = replace(CONFIG, algo=algo)
+    names = ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
+    rollouts = [
+        replace(rollout, group=0, sample_index=sample, sequence=sequence, own_reward=own)
+        for rollout, (sample, sequence) in zip(
+            random_rollouts(SHAPE, (9, 12, 9, 12, 9)), names, strict=True
+        )
+    ]
+    given = [6.0, 1.0, 2.0, 5.0, 1.0] if own else [6.0, 6.0, 2.0, 2.0, 1.0]
+    some = CollectedRollouts(rollouts=rollouts, rewards=given)
+    rewards = gather_rewards(some, ALONE, config)
+    return rewards, [item.advantage for item in score_all(some, rewards, config)]
+
+
+def test_a_step_is_compared_with_the_same_step_of_other_episodes() -> None:
+    rewards, advantages = steps()
+    assert rewards.baselines_R.tolist() == [0, 1, 0, 1, 0]
+    # First sequences: mean of 6, 2 and 1 is 3. Second ones: mean of 1 and 5 is 3.
+    assert advantages == [3.0, -2.0, -1.0, 2.0, -2.0]
+    # Others of the step: (2 + 1) / 2, 5, (6 + 1) / 2, 1 and (6 + 2) / 2.
+    assert steps("rloo")[1] == [4.5, -4.0, -1.5, 4.0, -3.0]
+    # Unbiased variances: (9 + 1 + 4) / 2 = 7 and (4 + 4) / 1 = 8. In float32, with 1e-6 added to
+    # the deviation: 1e-6 relative; a wrong one differs in the first digit.
+    expected = [3 / 7**0.5, -2 / 8**0.5, -1 / 7**0.5, 2 / 8**0.5, -2 / 7**0.5]
+    assert steps("grpo")[1] == pytest.approx(expected, rel=2e-6)
+
+
+def test_episodes_with_one_reward_have_one_baseline() -> None:
+    rewards, advantages = steps(own=False)
+    assert rewards.baselines_R.tolist() == [0] * 5
+    assert advantages == [3.0, 3.0, -1.0, -1.0, -2.0]  # the mean of 6, 2 and 1
+
+
+def test_a_group_whose_steps_are_equal_has_no_signal() -> None:
+    rewards, _ = steps()
+    equal = replace(rewards, rewards_R=torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]))
+    assert equal.groups_with_signal == [] and rewards.groups_with_signal == [0]
+    same = torch.zeros_like(equal.groups_R)
+    assert replace(equal, baselines_R=same).groups_with_signal == [0]
 
 
 def test_an_episode_has_the_penalty_of_its_longest_sequence() -> None:

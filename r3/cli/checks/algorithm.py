@@ -29,6 +29,9 @@ def check_algorithm(config: Config, found: Findings) -> None:
             "no groups"
         )
         found.add("algo.dynamic_sampling", rule, "set it to 0, or use another algo.advantage")
+    if algo.baseline == "step" and algo.advantage == "reinforce_pp":
+        rule = "compares rewards within a group, and reinforce_pp compares those of the whole step"
+        found.add("algo.baseline", rule, "set it to prompt, or use another algo.advantage")
     if (
         algo.dynamic_sampling > 0
         and config.rollout.step_token_budget

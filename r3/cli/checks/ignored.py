@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from r3.cli.checks.algorithm import algorithm_notes
+from r3.cli.checks.environment import check_environment_file
+from r3.cli.checks.findings import Findings
 from r3.config import Config, flatten
 from r3.config.settings import FIXED, LOSSES
 from r3.models.shape import ModelShape
@@ -179,6 +181,10 @@ def _algorithm(config: Config, ignored: _Ignored) -> None:
     algo = config.algo
     if algo.kl_coef == 0:
         ignored("algo.kl_coef is 0", "algo.kl_estimator", "algo.kl_in", "replay.reference")
+    path = config.env.path
+    is_workflow = bool(path) and check_environment_file(path, "env.path", Findings(config))
+    if not is_workflow and not config.env.command:
+        ignored("only workflows reward calls, and the environment is none", "algo.baseline")
     if algo.loss == "pg":
         ignored("algo.loss is pg, which has no ratio", "algo.clip_low", "algo.clip_high")
     if algo.loss in LOSSES and algo.loss != "ppo_clip":  # a user's loss gets all bounds
