@@ -39,8 +39,9 @@ def apply_template(
     """
     late = EndlessTemplate(f"it was not rendered after {limit_s:g} s")
     try:
-        with time_limit(limit_s, lambda: late):
-            return tokenizer.apply_chat_template(list(messages), **options)
+        return time_limit(
+            lambda: tokenizer.apply_chat_template(list(messages), **options), limit_s, lambda: late
+        )
     except TemplateFault:
         raise
     except TemplateError as error:  # the template's own words

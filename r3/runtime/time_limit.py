@@ -2,23 +2,67 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
-@contextmanager
-def time_limit(seconds: float, error: Callable[[], Exception]) -> Iterator[None]:
-    """Raise `error()` in the block after so many seconds; only the main thread can do so.
+class _Expired(BaseException):
+    """Ends a function in a thread; no handler of `Exception` stops it."""
+
+
+def time_limit(
+    function: Callable[[], Result], seconds: float, error: Callable[[], Exception]
+) -> Result:
+    """Call a function in any thread, and raise `error()` out of it after so many seconds.
 
     Python code is interrupted between two of its instructions, a call into C when it returns.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    if threading.current_thread() is threading.main_thread():
+        with _alarm(seconds, error):
+            return function()
+    # Threads get no signals: another thread sets the exception.
+    thread, lock = threading.get_ident(), threading.Lock()
+    over = sent = received = False
+
+    def expire() -> None:
+        nonlocal sent
+        with lock:
+            if not over:
+                sent = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread), ctypes.py_object(_Expired)
+                )
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    try:
+        try:
+            timer.start()
+            return function()
+        except _Expired:
+            received = True
+            raise
+        finally:
+            timer.cancel()
+            with lock:
+                over = True
+            while sent and not received:  # it is raised here, and in nothing that follows
+                time.sleep(0.001)
+    except _Expired:
+        raise error() from None
+
+
+@contextmanager
+def _alarm(seconds: float, error: Callable[[], Exception]) -> Iterator[None]:
+    """Raise `error()` in the block of the main thread after so many seconds, by a signal."""
 
     def expired(number: int, frame: FrameType | None) -> None:
         raise error()

@@ -14,6 +14,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -70,8 +71,8 @@ def load(spec: str, *, limit_s: float = START_LIMIT_S) -> Any:
         sys.modules[module_name] = module
         try:
             late = UserFileError(f"{path} was not imported after {limit_s:g} s")
-            with time_limit(limit_s, lambda: late):
-                module_spec.loader.exec_module(module)
+            run = partial(module_spec.loader.exec_module, module)
+            time_limit(run, limit_s, lambda: late)
             loaded = True
         except SystemExit as error:
             code = error.code if error.code is not None else ""

@@ -38,6 +38,7 @@ class Captured:
         preemptions_in_round: preemptions of a round of conversations with a small cache.
         preemptions_counted: what the round's metrics say of it.
         preempted_differ: indices of requests that return other bytes with a small cache.
+        in_bfloat16: the same in bfloat16, where rounding depends on the batch.
     """
 
     rows: int
@@ -56,6 +57,24 @@ class Captured:
     preemptions_in_round: int
     preemptions_counted: float
     preempted_differ: list[int]
+    in_bfloat16: Rounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounded:
+    """Preempted requests in bfloat16, each against the same request alone.
+
+    Attributes:
+        preempted: requests that were preempted.
+        rows: rows of both, up to the first token that they do not share.
+        differ: rows with other experts in a layer.
+        late_differ: the same against rows that are late by a token.
+    """
+
+    preempted: int
+    rows: int
+    differ: int
+    late_differ: int
 
 
 def captured(device: Device) -> Captured:
@@ -121,6 +140,18 @@ def captured(device: Device) -> Captured:
         crowded = replace(config, rollout=rollout)
         collected = one_round(small, world.task, world.mesh, crowded, 0, step=1)
     pairs = zip(signature(squeezed), signature(alone), strict=True)
+    halves = replace(
+        config,
+        engine=replace(config.engine, dtype="bfloat16", kv_cache_gib=SMALL_CACHE_GIB / 2),
+        model=replace(config.model, dtype="bfloat16"),
+    )
+    rounding = engine_from_disk(halves, device, world.task)
+    with watched_preemptions(rounding) as preempted_in_bfloat16:
+        squeezed_in_bfloat16 = sample(requests, rounding)
+    places = {int(name.partition("-")[0]) for name in preempted_in_bfloat16}
+    compared = [
+        _rows(squeezed_in_bfloat16[place], *sample([requests[place]], rounding)) for place in places
+    ]
     return Captured(
         rows=rows,
         rows_expected=sum(len(rollout.tokens_T) - 1 for rollout in alone),
@@ -138,7 +169,25 @@ def captured(device: Device) -> Captured:
         preemptions_in_round=len(preempted_in_round),
         preemptions_counted=collected.metrics["engine/preemptions"].value,
         preempted_differ=[index for index, (a, b) in enumerate(pairs) if a != b],
+        in_bfloat16=Rounded(
+            preempted=len(places),
+            rows=sum(rows for rows, _, _ in compared),
+            differ=sum(differ for _, differ, _ in compared),
+            late_differ=sum(late for _, _, late in compared),
+        ),
     )
+
+
+def _rows(one: Rollout, other: Rollout) -> tuple[int, int, int]:
+    """Count the rows before two rollouts sample another token, those that differ, and those that
+    differ from the row before.
+    """
+    length = min(len(one.tokens_T), len(other.tokens_T))
+    same_T = one.tokens_T[:length] == other.tokens_T[:length]
+    rows = int(same_T.cumprod().sum()) - 1
+    mine, theirs = (np.sort(each.routed_experts[:rows], axis=-1) for each in (one, other))
+    late = np.roll(mine, 1, axis=0)
+    return rows, *(int((each != theirs).any((1, 2)).sum()) for each in (mine, late))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from r3 import assets
 from r3.run.dumps import read_rollouts
 from tests.e2e import partial_cases
 from tests.e2e.partial_cases import Budgets, Copy, Kind
@@ -132,6 +133,7 @@ def test_samples_do_not_depend_on_the_number_of_engines(budgets: Budgets, tmp_pa
 
 
 def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None:
+    """A distillation, so that the teacher is resumed too; its rewards are only reported."""
     flags = (
         "--train.steps",
         "4",
@@ -142,7 +144,8 @@ def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None
     )
     flags += ("--rollout.max_staleness", "2", "--algo.correction", "token_tis", "--eval.path", "")
     flags += ("--checkpoint.every", "2", "--checkpoint.keep", "0", "--checkpoint.export", "false")
-    flags += ("--log.rollouts_every", "1")
+    flags += ("--log.rollouts_every", "1", "--train.objective", "distill")
+    flags += ("--algo.teacher", str(assets.TINY_MOE_TIES))
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     run(straight, *flags)
     shutil.copytree(straight, resumed, symlinks=True)
@@ -156,6 +159,7 @@ def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None
     assert "resuming from" in output
     rows = rows_of(straight)
     assert list(map(timeless, rows_of(resumed))) == list(map(timeless, rows))
+    assert len({row["loss/kl_teacher"] for row in rows}) == 4
     assert rows[1]["rollout/carried"] > 0, "step 2 leaves conversations to step 3"
     assert any(row["rollout/stale_tokens_frac"] > 0 for row in rows)
     several = 0

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from r3 import assets
+from r3.run.dumps import read_rollouts
+from r3.types import Rollout
 from tests.e2e import workflow_cases
 from tests.e2e.workflow_cases import Episodes, Facts
 from tests.runs import rows_of, run
@@ -115,6 +120,7 @@ def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) ->
     (tmp_path / "judge.txt").write_text("{question} {response}")
     judge = ["--reward.prompt_file", str(tmp_path / "judge.txt"), "--reward.max_tokens", "8"]
     judge += ["--reward.function", "env", "self_judge", "--reward.pattern", r"(\d)"]
+    judge += ["--algo.teacher", str(assets.TINY_MOE_TIES), "--algo.teacher_coef", "0.01"]
     run(
         tmp_path / "run",
         *("--model.path", str(model), "--env.path", f"{file}:Agent"),
@@ -135,13 +141,34 @@ def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) ->
         assert row["routing/coverage"] == 1.0
         # Policy and engine agree on every token of every sequence; float32 on both sides.
         assert row["mismatch/abs_max"] <= 1e-4 and row["routing/agreement"] > 0.999
-    dump = (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    dump = tmp_path / "run" / "rollouts" / "step_000001.jsonl"
+    if rewards == "episode":
+        # Of each sequence by itself, in transformers. The engine's log-probabilities stand for the
+        # policy's, 1e-4 apart as above; a teacher that saw another text differs by units.
+        assert rows[0]["loss/kl_teacher"] == pytest.approx(_kl(read_rollouts(dump)[0]), abs=1e-3)
     by_episode: dict[tuple[int, int], list[float]] = {}
-    for line in map(json.loads, dump):
+    for line in map(json.loads, dump.read_text().splitlines()):
         by_episode.setdefault((line["group"], line["sample_index"]), []).append(line["advantage"])
     assert {len(advantages) for advantages in by_episode.values()} == {3}
     several = any(len(set(advantages)) > 1 for advantages in by_episode.values())
     assert several == (rewards == "calls")
+
+
+@torch.no_grad()
+def _kl(rollouts: Sequence[Rollout]) -> float:
+    """Mean of log policy - log teacher over the sampled tokens."""
+    from transformers import AutoModelForCausalLM
+
+    path = assets.TINY_MOE_TIES
+    teacher: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    total, count = 0.0, 0
+    for rollout in rollouts:
+        ids = torch.from_numpy(rollout.tokens_T)
+        logprobs = teacher(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        sampled = torch.from_numpy(rollout.loss_mask_T[1:] > 0)
+        total += float((torch.from_numpy(rollout.logprobs_T[1:]) - logprobs)[sampled].sum())
+        count += int(sampled.sum())
+    return total / count
 
 
 AGENT = '''

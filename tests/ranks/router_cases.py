@@ -80,6 +80,7 @@ class Filtered:
     used: list[list[int]]
     gathered: bool
     counts: list[float]
+    shapes: list[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +280,7 @@ def plausibility_filter(device: Device, mesh: Mesh) -> Filter:
             used=used.tolist(),
             gathered=torch.equal(values, seen.gather(1, used)),
             counts=tap.counts[0].tolist(),
+            shapes=tap.shapes[0].tolist(),
         )
         tap.clear()
     foreign = random_routes(np.random.default_rng(2), len(TOKENS), 2, TOPK)

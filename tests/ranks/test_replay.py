@@ -157,6 +157,19 @@ def test_an_implausible_expert_gives_way_to_the_best_live_one_left(routers: Rout
     assert biased.counts[2] == 3
 
 
+def test_router_entropy_and_gap_by_hand(routers: Routers) -> None:
+    """Of the scores above: the gates are 8 / 33.8, 7 / 33.8, ...; three rows alike are captured."""
+    gates = [score / 33.8 for score in (8, 7, 6, 4, 3, 2.1, 1.9, 1, *[0.1] * 8)]
+    entropy = -sum(gate * math.log(gate) for gate in gates)
+    # The weakest live score less the best of the others; with the bias 6 and 4, in tenths.
+    gaps = {"softmax over the top k": math.log(4 / 3), "softmax over all": 1 / 33.8}
+    gaps["sigmoid, bias"] = 0.2
+    for router, gap in gaps.items():
+        found = routers.filter.by_router[router].shapes
+        # float32: 1e-7 of scores of 1 in differences of 0.03
+        assert found == pytest.approx([3 * entropy, 3 * gap], rel=1e-5), router
+
+
 def test_the_filter_off_changes_no_bit_and_at_1_is_the_live_choice(routers: Routers) -> None:
     found = routers.filter
     assert found.nearly_0_differs == []

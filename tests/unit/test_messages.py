@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from r3.models.shape import ModelShape
 from r3.rewards import resolve
 from r3.rewards.http import ChatJudge
 from r3.rollout.task import read_task
+from r3.runtime.time_limit import time_limit
 from r3.runtime.user_code import UserFileError, load
 from r3.runtime.workers import CallError
 from r3.types import Prompt
@@ -271,15 +273,47 @@ def test_a_template_that_is_not_utf8_is_one_message(tmp_path: Path) -> None:
         read_task(small_task(model))
 
 
-def test_a_template_that_never_ends_is_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_template_that_never_ends_is_cut(in_thread: bool) -> None:
+    """In a thread too, where the chat templates of workflows are rendered."""
     tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     tokenizer.chat_template = (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     )
+    messages = [{"role": "user", "content": "a"}]
     began = time.monotonic()
     with pytest.raises(EndlessTemplate, match=r"not rendered after 0\.5 s"):
-        apply_template(tokenizer, [{"role": "user", "content": "a"}], limit_s=0.5)
+        if in_thread:
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(apply_template, tokenizer, messages, limit_s=0.5).result(60)
+        else:
+            apply_template(tokenizer, messages, limit_s=0.5)
     assert time.monotonic() - began < 10
+
+
+def test_a_time_limit_in_a_thread_ends_with_its_call() -> None:
+    """Calls that end at about their limit either raise its error or leave nothing behind."""
+
+    def call(seconds: float, limit_s: float = 0.004) -> str:
+        def busy() -> str:
+            until = time.perf_counter() + seconds
+            while time.perf_counter() < until:
+                pass
+            return "in time"
+
+        try:
+            return time_limit(busy, limit_s, lambda: TimeoutError("late"))
+        except TimeoutError:
+            return "late"
+
+    def calls() -> list[str]:
+        found = [call(0.0038 + number % 40 * 1e-5) for number in range(400)]
+        time.sleep(0.1)  # an exception that was left would be raised here
+        return [call(0.0, 60.0), call(60.0, 0.1), *found]
+
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(calls).result(100)
+    assert found[:2] == ["in time", "late"]
 
 
 def test_a_template_that_shows_no_message_is_refused(tmp_path: Path) -> None:
