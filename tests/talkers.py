@@ -104,6 +104,7 @@ class Talker:
         samples: int = 2,
         max_tokens: int = 120,
         keep_failed: bool = False,
+        scorer: Scorer | None = None,
         **env: Any,
     ) -> CollectedRollouts:
         """Sample one round in an environment with these settings."""
@@ -116,7 +117,7 @@ class Talker:
 
         collector = self.collector(
             setup,
-            Scorer.of_function(length),
+            scorer or Scorer.of_function(length),
             samples_per_prompt=samples,
             max_response_tokens=max_tokens,
             keep_failed=keep_failed,

@@ -49,6 +49,14 @@ def test_a_workflow_samples_what_the_same_environment_samples(facts: Facts, kind
     assert workflow.metrics["env/continued_frac"] > 0.5
 
 
+def test_the_policy_judges_its_own_episodes(facts: Facts) -> None:
+    """What it samples for a verdict is in no sequence, and the verdicts differ."""
+    judged, plain = facts.kinds["judged"], facts.kinds["talks"]
+    assert (judged.names, judged.signatures) == (plain.names, plain.signatures)
+    assert judged.metrics["env/turns_mean"] == plain.metrics["env/turns_mean"]
+    assert len(set(judged.rewards)) > 2
+
+
 def test_a_branching_episode_has_the_sequences_it_should(facts: Facts) -> None:
     found = facts.kinds["branching"]
     # One branch continues the first conversation and the other does not; two forks; tokens.
@@ -89,15 +97,16 @@ def test_calls_that_are_given_up_leave_nothing_behind(facts: Facts) -> None:
 
 def test_episodes_do_not_depend_on_the_number_of_engines(facts: Facts, tmp_path: Path) -> None:
     left, right = run_world(workflow_cases.episodes, 2, folder=str(tmp_path), timeout_s=400.0)
-    for kind in ("environment", "talks", "command", "branching", "reasoning", "drop"):
+    for kind in ("environment", "talks", "command", "branching", "judged", "reasoning", "drop"):
         whole = facts.kinds[kind]
         parts = [left.kinds[kind], right.kinds[kind]]
-        both = {
-            name: signature
-            for part in parts
-            for name, signature in zip(part.names, part.signatures, strict=True)
-        }
-        assert both == dict(zip(whole.names, whole.signatures, strict=True)), kind
+        both = {name: each for part in parts for name, each in _by_name(part).items()}
+        assert both == _by_name(whole), kind
+
+
+def _by_name(found: Episodes) -> dict[str, tuple[str, float]]:
+    """What was sampled and its reward, by sequence."""
+    return dict(zip(found.names, zip(found.signatures, found.rewards, strict=True), strict=True))
 
 
 def test_two_ranks_share_one_engine(tmp_path: Path) -> None:
@@ -108,6 +117,7 @@ def test_two_ranks_share_one_engine(tmp_path: Path) -> None:
     assert agreement is not None and agreement.worst <= 1e-4  # as above
     assert agreement.wrong <= agreement.slots / 5000
     assert second.kinds["branching"].names == [] and len(first.kinds["branching"].names) > 60
+    assert len(set(first.kinds["judged"].rewards)) > 2
 
 
 @pytest.mark.parametrize("rewards", ["episode", "calls"])

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3.config import ConfigError
-from r3.envs.chat import Chat
+from r3.config import ConfigError, RewardConfig
+from r3.envs.chat import Chat, Renderer
+from r3.rewards.scorer import make_scorer
 from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.engines import signature
@@ -31,6 +32,11 @@ class Chatty:
             length = (len(message["content"]) * 7 + rows) % 7
             messages += [message, user("and then " + "3 more " * length)]
         return 1.0
+
+class Unrewarded(Chatty):
+    """Leaves the reward to the policy itself."""
+    async def run(self, task, model):
+        await super().run(task, model)
 
 class Branching:
     """A conversation that splits, forks that run beside each other, a judge, tokens."""
@@ -162,7 +168,7 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
     tokenizer = talker.task.tokenizer
     yardstick = Yardstick(config.model.path)
     many = talker.task.prompts.prompts[:64]
-    text = CHATTY + WORKFLOWS.replace("class Chatty", "class Talks")
+    text = CHATTY + WORKFLOWS.replace("class Chatty", "class Talks").replace("(Chatty)", "(Talks)")
     for name, index in (("crash", 5), ("hang", 9), ("slow", 11)):
         text = text.replace("{" + name + "}", many[index].id.rpartition(":")[2])
     file.write_text(text)
@@ -189,6 +195,16 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
     found["calm"] = of("Trouble", **all_64)
     for on_error in ("drop", "zero"):
         found[on_error] = of("Trouble", args=("trouble=1",), on_error=on_error, **all_64)
+    (judge := Path(folder) / f"judge_{device.rank}.txt").write_text("{question} {response}")
+    judged = RewardConfig(
+        function=("self_judge",),
+        prompt_file=str(judge),
+        pattern=r"(\d+)",
+        max_tokens=24,
+        no_verdict=-1.0,
+    )
+    scorer = make_scorer(judged, renderer=Renderer(tokenizer, {}))
+    found["judged"] = of("Unrewarded", scorer=scorer)
     found["impatient"] = of("Impatient")  # the next round needs an engine without requests
     tokenizer.chat_template = REASONING
     found["reasoning"] = of("Turns")
