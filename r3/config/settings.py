@@ -254,9 +254,9 @@ class RewardConfig:
 
     function: tuple[str, ...] = ("gsm8k",)
     """One or several of: gsm8k; exact; math; gym (reasoning-gym); row (the one that the row's
-    column `verifier` names, see row_functions); http (a chat server); self_judge (the policy);
-    model (a reward model); env (environment); `path/to/file.py:function`. none: env alone. Without
-    env, functions score what the environment did not reward."""
+    column `verifier` names); http (a chat server); self_judge (the policy); model (a reward model);
+    env (environment); `path/to/file.py:function`. none: env alone. Without env, functions score
+    what the environment did not reward."""
     row_functions: tuple[str, ...] = ("gsm8k", "exact", "gym")
     """row: functions that a row may name: gsm8k, exact, gym, math, http, self_judge,
     model and `path/to/file.py:function`, which rows name `function`."""
