@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -71,17 +72,104 @@ def rehearse(case: Callable[..., Any], **arguments: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+class Order:
+    """What orders the work on several streams, and accesses to memory that nothing orders.
+
+    Clocks are those of torch's own sanitizer for CUDA. Memory is that of whole storages. As in
+    torch's allocator, memory that is freed belongs to the stream it was made on, which may use it
+    again at once.
+
+    Attributes:
+        stream: number of the current stream.
+        races: operations on memory that another stream may be using.
+    """
+
+    def __init__(self) -> None:
+        from torch.cuda._sanitizer import StreamSynchronizations
+
+        self.clocks = StreamSynchronizations()
+        self.stream = 0
+        self.races: list[str] = []
+        self._now = 0
+        self._blocks: dict[int, int] = {}  # storage -> its block
+        self._made_on: dict[int, int] = {}
+        self._free: dict[tuple[int, int], list[int]] = {}  # (stream, bytes) -> blocks
+        self._writes: dict[int, tuple[int, int]] = {}  # block -> (stream, time)
+        self._reads: dict[int, list[tuple[int, int]]] = {}
+
+    def made(self, storage: Any) -> int:
+        """A storage has new memory, made on the current stream."""
+        free = self._free.get((self.stream, storage.nbytes()), [])
+        block = free.pop() if free else len(self._made_on)
+        self._made_on[block] = self.stream
+        self._blocks[storage._cdata] = block
+        return block
+
+    def freed(self, storage: Any) -> None:
+        """The memory of a storage can be made anew."""
+        block = self._blocks.pop(storage._cdata, None)
+        if block is not None:
+            key = (self._made_on[block], storage.nbytes())
+            self._free.setdefault(key, []).append(block)
+
+    def ran(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+        """An operation was queued on the current stream."""
+        from torch.cuda._sanitizer import zip_arguments
+        from torch.utils._pytree import tree_leaves
+
+        read, written, given = set(), set(), set()
+
+        def storages(value: Any) -> Iterator[Any]:
+            for leaf in tree_leaves(value):
+                # Host memory matters where a copy reads or fills it.
+                copies = func.overloadpacket.__name__ == "copy_"
+                if hasattr(leaf, "fake_device") and (leaf.is_cuda or copies):
+                    yield leaf.untyped_storage()
+
+        for argument, value in zip_arguments(func._schema, args, kwargs):
+            alias = argument.alias_info
+            for storage in storages(value):
+                given.add(storage._cdata)
+                block = self._blocks.get(storage._cdata)
+                block = self.made(storage) if block is None else block
+                if alias is None or alias.is_write:
+                    (read if alias is None else written).add(block)
+        written |= {self.made(one) for one in storages(results) if one._cdata not in given}
+        self._now += 1
+        self.clocks.update_seq_num(self.stream, self._now)
+        for block in read | written:
+            before = [self._writes[block]] if block in self._writes else []
+            before += self._reads.get(block, []) if block in written else []
+            for stream, time in before:
+                if not self.clocks.is_ordered_after(self.stream, time, stream):
+                    self.races.append(f"{func} on stream {self.stream} after stream {stream}")
+            if block in written:
+                self._writes[block], self._reads[block] = (self.stream, self._now), []
+            else:
+                self._reads.setdefault(block, []).append((self.stream, self._now))
+
+
 @contextmanager
-def fake_world(*, topk: int, rank: int = 0, size: int = 1) -> Iterator[None]:
+def fake_world(
+    *,
+    topk: int,
+    rank: int = 0,
+    size: int = 1,
+    order: Order | None = None,
+    of_rank: Callable[[Any, int], Any] = lambda item, _rank: item,
+) -> Iterator[None]:
     """Inside, the process is one rank of a CUDA job. Call it once per process.
 
     Args:
         topk: experts per token.
         rank, size: this rank and the number of ranks; other ranks do the same as this one.
+        order: is told what runs on which stream. None: there is one stream.
+        of_rank: what another rank gathers where this one gathers an object.
     """
     import torch
     import torch.distributed as dist
     from megatron.core.optimizer import clip_grads
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.transformer.moe import token_dispatcher
     from torch._C._distributed_c10d import FakeWork
     from torch._subclasses import fake_tensor
@@ -91,10 +179,12 @@ def fake_world(*, topk: int, rank: int = 0, size: int = 1) -> Iterator[None]:
 
     from r3.models.hf_checkpoint import CheckpointReader
     from r3.policy import fused_experts
+    from r3.policy.scoring import ScoringPolicy
     from r3.runtime.device_cpu import _Event, _Stream
 
     stream, real_numpy, real_pointer = _Stream(), torch.Tensor.numpy, torch.Tensor.data_ptr
-    real_read = CheckpointReader.read
+    real_read, real_run = CheckpointReader.read, ScoringPolicy._run_schedule
+    shapes: dict[str, Iterator[list[int]]] = {}
 
     class Answers(TorchDispatchMode):
         """Answers to operations whose result is, or depends on, contents."""
@@ -119,7 +209,10 @@ def fake_world(*, topk: int, rank: int = 0, size: int = 1) -> Iterator[None]:
             if func.namespace == "c10d":  # nothing arrives, and results have the given buffers
                 only_work = [each.type.kind() for each in func._schema.returns] == ["ClassType"]
                 return FakeWork().boxed() if only_work else (args[0], FakeWork().boxed())
-            return func(*args, **(kwargs or {}))
+            results = func(*args, **(kwargs or {}))
+            if order is not None:
+                order.ran(func, args, kwargs or {}, results)
+            return results
 
     class Fakes(FakeTensorMode):
         # `torch.tensor(..., device="cuda")` makes its tensor on the host first.
@@ -175,12 +268,35 @@ def fake_world(*, topk: int, rank: int = 0, size: int = 1) -> Iterator[None]:
         """R3's `fused_experts._sizes`: the last expert has all slots."""
         return [0] * count + [len(experts)]
 
+    def arriving(exchange: Any, _next: Any, _previous: Any, before: bool, after: bool) -> Any:
+        """Megatron's `_communicate_shapes`: read on the host. Every stage has every micro-batch."""
+        neighbours = {"before": before, "after": after}
+        return tuple(
+            next(shapes[name]) if receives else [0, 0, 0] for name, receives in neighbours.items()
+        )
+
+    def run(policy: Any, micro_batches: Any, *args: Any, **kwargs: Any) -> None:
+        """R3's `_run_schedule`: the shapes that will arrive are those of its micro-batches."""
+        sizes = [
+            [one.num_tokens, 1, policy.shape.hidden_size]
+            for one in (*micro_batches, *policy._fillers(micro_batches))
+        ]
+        shapes.update(before=iter(sizes), after=iter(sizes))
+        real_run(policy, micro_batches, *args, **kwargs)
+        forward_only = kwargs["forward_only"]
+        for name, comes in (("before", rank > 0), ("after", rank == 0 and not forward_only)):
+            left = len(list(shapes[name]))
+            assert left == (0 if comes and policy.mesh.pp.size > 1 else len(sizes)), (name, left)
+
     def norm(_chunk: int, _flag: Any, tensors: list[list[torch.Tensor]], *_: Any) -> Any:
         """Megatron's `local_multi_tensor_l2_norm`: reads each norm on the host."""
         return torch.stack([one.norm() for each in tensors for one in each]).norm()[None], None
 
     def gather(gathered: list[Any], item: Any, group: Any = None) -> None:
-        gathered[:] = [item] * len(gathered)
+        others = len(gathered) == size
+        gathered[:] = [
+            of_rank(item, i) if others and i != rank else item for i in range(len(gathered))
+        ]
 
     driver: dict[str, Any] = {
         "is_available": lambda: True,
@@ -199,6 +315,8 @@ def fake_world(*, topk: int, rank: int = 0, size: int = 1) -> Iterator[None]:
         "cudart": lambda: types.SimpleNamespace(cudaHostRegister=lambda pointer, size, flags: 0),
         "check_error": lambda result: None,
     }
+    if order is not None:
+        driver |= _streams(order)
     for name, answer in driver.items():
         setattr(torch.cuda, name, answer)
     state = torch.get_rng_state()
@@ -213,12 +331,86 @@ def fake_world(*, topk: int, rank: int = 0, size: int = 1) -> Iterator[None]:
     token_dispatcher.all_to_all = exchange
     fused_experts._sizes = sizes
     clip_grads.l2_norm_impl = norm
+    P2PCommunicator._communicate_shapes = arriving
+    ScoringPolicy._run_schedule = run
     dist.all_gather_object = gather
     # Borders of sequences are made on the host and read there: tensors of that size keep contents.
     fake_tensor.CONSTANT_NUMEL_LIMIT = 1024
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     with Fakes(allow_non_fake_inputs=True), Answers():
         yield
+
+
+def _streams(order: Order) -> dict[str, Any]:
+    """Names of torch.cuda that tell the order of several streams. Storages tell it their memory."""
+    import torch
+
+    from r3.runtime.device_cpu import _Event, _Stream
+
+    count = itertools.count(1)
+
+    class Event(_Event):
+        def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+            self.number = next(count)
+            order.clocks.create_event(self.number)
+
+        def record(self, stream: Any = None) -> None:
+            order.clocks.record_state(self.number, stream.number if stream else order.stream)
+
+        def wait(self, stream: Any = None) -> None:
+            order.clocks.stream_wait_for_event(
+                stream.number if stream else order.stream, self.number
+            )
+
+        def synchronize(self) -> None:
+            order.clocks.all_streams_wait_for_event(self.number)
+
+    class Stream(_Stream):
+        def __init__(self, *_args: Any, number: int | None = None, **_kwargs: Any) -> None:
+            self.number = next(count) if number is None else number
+            order.clocks.create_stream(self.number)
+
+        def record_event(self, event: Any = None) -> Any:
+            event = event or Event()
+            event.record(self)
+            return event
+
+        def wait_event(self, event: Any) -> None:
+            event.wait(self)
+
+        def wait_stream(self, other: Any) -> None:
+            self.wait_event(other.record_event())
+
+        def synchronize(self) -> None:
+            order.clocks.all_streams_wait_for_stream(self.number)
+
+    @contextmanager
+    def entered(stream: Any) -> Iterator[None]:
+        before, order.stream = order.stream, stream.number
+        try:
+            yield
+        finally:
+            order.stream = before
+
+    real_resize = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, nbytes: int) -> Any:
+        if nbytes == 0:
+            order.freed(storage)
+        result = real_resize(storage, nbytes)
+        if nbytes:
+            order.made(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize
+    streams: dict[int, Any] = {}
+    return {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": entered,
+        "current_stream": lambda *_: streams.setdefault(order.stream, Stream(number=order.stream)),
+        "synchronize": lambda *_: order.clocks.sync_all_streams(),
+    }
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,11 @@ from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.modules import GroupedExperts
 from r3.policy.updates import train_on
 from r3.rollout.scored import Scored
-from r3.runtime.device import Device
+from r3.runtime.device import Device, SideStream
+from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch
-from tests.fake_cuda import fake_world
+from tests.fake_cuda import Order, fake_world
 from tests.tiny import random_rollouts, tiny_config
 
 # What a step of a large run sets: everything that has a path of its own on CUDA.
@@ -154,9 +156,56 @@ def settings(changes: list[dict[str, dict[str, Any]]]) -> int:
     return len(changes)
 
 
+def order_of_streams() -> dict[str, int]:
+    """Races of a streamed optimizer's updates: as it is, and without each of its waits."""
+    order = Order()
+    found = {}
+    with fake_world(topk=2, order=order):
+        device = cuda(0, 1)
+        mesh = build_mesh(device, tiny_config().parallel)
+        memory._STREAMED_VALUES = 1 << 14  # several parts
+        config = tiny_config(**SECTIONS | {"train": SECTIONS["train"] | {"optimizer": "streamed"}})
+        trained = step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
+        found["a step"] = len(order.races)
+        coming, going = trained.memory._coming, trained.memory._going
+
+        @contextmanager
+        def unordered(stream: SideStream) -> Iterator[None]:
+            with torch.cuda.stream(stream._stream):
+                yield
+
+        without: dict[str, tuple[SideStream, str, Callable[..., Any]]] = {
+            "nothing": (coming, "unused", lambda: None),
+            "coming.join": (coming, "join", lambda: None),
+            "going.finish": (going, "finish", lambda: None),
+            "going.join": (going, "join", lambda: None),
+            "coming.after_current": (coming, "after_current", lambda: unordered(coming)),
+            "going.after_current": (going, "after_current", lambda: unordered(going)),
+        }
+        for name, (stream, method, wrong) in without.items():
+            order.races.clear()
+            for values in (1 << 14, 1 << 40):  # several parts, and a single one
+                memory._STREAMED_VALUES = values
+                torch.cuda.synchronize()
+                setattr(stream, method, wrong)
+                for _ in range(2):
+                    with cuda_type_names():
+                        trained.optimizer.step()
+                delattr(stream, method)
+            found[f"without {name}"] = len(order.races)
+    return found
+
+
 def layout(rank: int, parallel: dict[str, int], experts: str = "auto") -> bool:
-    """A step as one of two ranks that share every sequence, or the experts."""
-    with fake_world(topk=2, rank=rank, size=2):
+    """A step as one of two ranks that share every sequence, the experts or the layers."""
+
+    def of_rank(item: Any, other: int) -> Any:
+        """A stage gathers the numbers of its layers, and every stage has as many."""
+        if "pp" in parallel and isinstance(item, list) and {*map(type, item)} == {int}:
+            return [layer + (other - rank) * len(item) for layer in item]
+        return item
+
+    with fake_world(topk=2, rank=rank, size=2, of_rank=of_rank):
         device = cuda(rank, 2)
         sections = SECTIONS | {"model": SECTIONS["model"] | {"experts": experts}}
         config = tiny_config(**sections, parallel=parallel)

@@ -64,6 +64,17 @@ def test_ranks_that_exchange_tokens(experts: str) -> None:
     assert rehearse(cases.layout, rank=1, parallel={"ep": 2}, experts=experts)
 
 
+def test_streamed_optimizer_needs_each_of_its_waits_and_no_other() -> None:
+    races = rehearse(cases.order_of_streams)
+    assert races.pop("a step") == races.pop("without nothing") == 0
+    assert len(races) == 5 and all(races.values()), races
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_are_stages(rank: int) -> None:
+    assert rehearse(cases.layout, rank=rank, parallel={"pp": 2})
+
+
 def test_mistakes_are_found(tmp_path: Path) -> None:
     # 36 numbers of bfloat16 are no multiple of 16 bytes.
     narrow = random_checkpoint(
