@@ -81,6 +81,7 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "uva": ("vllm.config.UVAOffloadConfig",),
         "prefetch": ("vllm.config.PrefetchOffloadConfig",),
     },
+    "r3/engine/direct.py": _LLM | {"quant_method": ()},  # of linear layers too
     "r3/engine/engine.py": _LLM,
     "r3/engine/experts.py": _LLM
     | {"module": ("vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts",)},

@@ -51,6 +51,7 @@ class Engine:
         max_model_len: maximum tokens of a conversation.
         reloaded_experts: MoE layer -> why its experts are not copied straight into the engine's
             tensors. Empty: all are.
+        why_reloaded: why the other weights are not; empty if they are.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Engine:
         self._awake: set[Part] = {"weights", "kv_cache"}
         self._stale_cache = True
         self.reloaded_experts: dict[int, str] = {}
+        self.why_reloaded = ""
         self.llm: LLM = build_llm(
             config, device, max_model_len=max_model_len, capture=self.capture, from_disk=from_disk
         )
@@ -193,7 +195,7 @@ class Engine:
                 f"Layer {layer}: {why}",
                 flush=True,
             )
-        self.reloaded_experts = pushed.reloaded
+        self.reloaded_experts, self.why_reloaded = pushed.reloaded, pushed.why
         self.policy_version = policy_version
 
     def compare_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Comparison:

@@ -13,23 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from r3.engine.direct import DERIVED, Piece, part_of_rank, pieces_of
 from r3.engine.experts import StackedExperts, expert_matrices, plain_experts
 
 if TYPE_CHECKING:
     from vllm import LLM
 
     from r3.models.shape import ModelShape
-
-# vLLM's fused linear layers -> the checkpoint's layers that they join, in order.
-_JOINED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
-
-
-# Made by latent attention from kv_b_proj at the end of a load; the log-probabilities cover them.
-_DERIVED = ("W_UV", "W_UK", "W_UK_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +38,6 @@ class Comparison:
     uncompared: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """Rows `start .. start + rows` of an engine parameter, which one checkpoint tensor fills."""
-
-    parameter: str
-    start: int
-    rows: int
-
-
 def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> Comparison:
     """Compare full tensors with the parameters of this rank's engine. Changes nothing.
 
@@ -71,14 +52,14 @@ def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelS
         model = worker.model_runner.get_model()
         rank = worker.vllm_config.parallel_config.rank % _tp_size(worker)
         parameters: dict[str, torch.Tensor] = {}
-        pieces: dict[str, list[_Piece]] = {}
+        pieces: dict[str, list[Piece]] = {}
         experts: dict[int, tuple[StackedExperts, Callable[[torch.Tensor], torch.Tensor]]] = {}
         uncompared: list[str] = []
         modules = dict(model.named_modules())
         for name, parameter in model.named_parameters():
             path, _, leaf = name.rpartition(".")
             module = modules[path]
-            if leaf in _DERIVED:
+            if leaf in DERIVED:  # the log-probabilities cover them
                 continue
             if isinstance(module, RoutedExperts):
                 own = {key: getattr(module, key) for key in ("w13_weight", "w2_weight")}
@@ -90,18 +71,8 @@ def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelS
                     experts[layer] = (found, _packing(module))
                 continue
             parameters[name] = _effective(module, parameter) if leaf == "weight" else parameter.data
-            parent, _, last = path.rpartition(".")
-            joined = _JOINED.get(last, (last,))
-            sizes = getattr(module, "output_partition_sizes", [])
-            if len(sizes) != len(joined):
-                sizes = [len(parameters[name])]
-            start = 0
-            for piece, rows in zip(joined, sizes, strict=True):
-                source = f"{parent}.{piece}.{leaf}" if parent else f"{piece}.{leaf}"
-                if source == "lm_head.weight" and shape.tied:
-                    source = "model.embed_tokens.weight"
-                pieces.setdefault(source, []).append(_Piece(parameter=name, start=start, rows=rows))
-                start += rows
+            for source, piece in pieces_of(name, len(parameters[name]), module, shape):
+                pieces.setdefault(source, []).append(piece)
 
         equal, different = 0, []
         seen: set[str] = set()
@@ -144,16 +115,10 @@ def _tp_size(worker: Any) -> int:
     return int(worker.vllm_config.parallel_config.tensor_parallel_size)
 
 
-def _same(full: torch.Tensor, held: torch.Tensor, piece: _Piece, rank: int, ranks: int) -> bool:
+def _same(full: torch.Tensor, held: torch.Tensor, piece: Piece, rank: int, ranks: int) -> bool:
     """Whether rows of a parameter are this rank's part of a full tensor, in its own type."""
     part = held[piece.start : piece.start + piece.rows]
-    if part.dim() > 1 and full.shape[1] > part.shape[1]:  # columns are divided over the ranks
-        full = full.narrow(1, rank * part.shape[1], part.shape[1])
-    if len(full) > len(part):  # rows are; key and value heads may be held by several ranks each
-        shards = -(-len(full) // len(part))
-        start = (rank * shards // ranks) * len(part)
-        full = full[start : start + len(part)]
-    # A vocabulary is padded with rows that are no tokens.
+    full = part_of_rank(full, part.shape, rank, ranks)
     return torch.equal(full.to(part.dtype), part[: len(full)])
 
 

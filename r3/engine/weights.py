@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from r3.engine.direct import DirectWeights, direct_weights
 from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices, plain_experts
 
 if TYPE_CHECKING:
@@ -27,10 +28,12 @@ class Pushed:
     Attributes:
         unloaded: parameters that nothing was loaded into.
         reloaded: MoE layer -> why its experts went through vLLM's reload instead of a plain copy.
+        why: why weights other than experts went through the reload; empty if all were copied.
     """
 
     unloaded: set[str]
     reloaded: dict[int, str]
+    why: str = ""
 
 
 def push(
@@ -38,102 +41,123 @@ def push(
     weights: Iterable[tuple[str, torch.Tensor] | ExpertBlock],
     shape: ModelShape,
     *,
-    copy_experts: bool = True,
+    copy: bool = True,
 ) -> Pushed:
     """Stream full tensors with Hugging Face names, and blocks of experts, into the engine.
 
-    Experts are copied into the engine's stacked tensors if these have the plain layout. Everything
-    else goes through vLLM's reload, layer by layer: parameters move to the meta device, each module
-    is rebuilt when its last tensor arrived, and kernel tensors keep their storage, so CUDA graphs
-    stay valid. A tensor is kept until its module is complete: a buffer must not be reused before
-    this returns. On CPU vLLM 0.30 skips the packing of expert weights in a reload, which leaves
-    them silently wrong; this function packs them.
-
-    With tied embeddings the checkpoint has no output layer, vLLM's models skip its name, and the
-    reload gives it a parameter of its own, so the embedding is loaded into both.
+    They are copied straight into the engine's parameters if these have the plain layout. Otherwise
+    everything but plain experts goes through vLLM's reload.
 
     Args:
-        copy_experts: False sends experts through the reload too, for comparisons.
+        copy: False sends all weights through the reload, for comparisons.
     """
-    matrices = expert_matrices(shape)
 
-    def reload(worker: Any) -> Pushed:
+    def load(worker: Any) -> Pushed:
         from vllm.config import set_current_vllm_config
-        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-        from vllm.model_executor.model_loader.reload import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+        parallel = worker.vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size
         model = worker.model_runner.get_model()
-        moe = {
-            int(name.split(".layers.")[1].split(".")[0]): (name, module)
-            for name, module in model.named_modules()
-            if isinstance(module, RoutedExperts)
-        }
-        stacked: dict[int, StackedExperts] = {}
-        reloaded: dict[int, str] = {}
-        embedding: list[torch.Tensor] = []
-
-        def rest() -> Iterator[tuple[str, torch.Tensor]]:
-            """Copy experts; yield what the reload has to take."""
-            for item in weights:
-                if isinstance(item, ExpertBlock):
-                    if item.layer in stacked:
-                        stacked[item.layer].copy_block(item)
-                    else:
-                        yield from item.matrices(shape)
-                    continue
-                name, tensor = item
-                layer, expert, part = matrices.get(name, (-1, 0, 0))
-                if layer in stacked:
-                    stacked[layer].copy(expert, part, tensor.detach())
-                    continue
-                if name == _EMBEDDING:
-                    embedding.append(tensor.detach())
-                yield name, tensor.detach()
-
         with (
             torch.no_grad(),
             # A default device is a Python call in every operation, and on CPU changes nothing.
             nullcontext() if worker.device.type == "cpu" else torch.device(worker.device),
             set_current_vllm_config(worker.vllm_config),
         ):
-            initialize_layerwise_reload(model)
-            # Read now: the reload removes parameters that vLLM derives from others (in latent
-            # attention) until it rebuilds them.
-            wanted = {_reported(name) for name, _ in model.named_parameters()}
-            for layer, (_, module) in moe.items() if copy_experts else ():
-                info = get_layerwise_info(module)
-                experts = plain_experts(module, info.kernel_tensors[0], shape)
-                if isinstance(experts, str):
-                    reloaded[layer] = experts
-                else:
-                    stacked[layer] = experts
-                    # The reload loads nothing into it: it puts the tensors back without a warning.
-                    info.load_numel_total = 0
-            try:
-                loaded = set(model.load_weights(rest()))
-                if shape.tied and embedding and _HEAD in wanted - loaded:
-                    head = model.lm_head.weight
-                    head.weight_loader(head, *embedding)
-                    loaded.add(_HEAD)
-            finally:
-                # A reload that stops half-way breaks the next one, so it is always finished.
-                finalize_layerwise_reload(model, worker.model_config)
-            if worker.device.type == "cpu":
-                for _, module in moe.values():
-                    module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(
-                        module
-                    )
-        for layer, experts in stacked.items():
-            if experts.is_complete:
-                loaded |= {f"{moe[layer][0]}.{name}" for name in ("w13_weight", "w2_weight")}
-        unloaded = wanted - {_reported(name) for name in loaded}
-        return Pushed(unloaded=unloaded, reloaded=reloaded)
+            plan = (
+                direct_weights(model, shape, parallel.rank % ranks, ranks) if copy else "as asked"
+            )
+            if isinstance(plan, DirectWeights):
+                return Pushed(unloaded={_reported(one) for one in plan.load(weights)}, reloaded={})
+            pushed = _reload(worker, model, weights, shape, copy_experts=copy)
+            return replace(pushed, why=plan)
 
-    return llm.collective_rpc(reload)[0]
+    return llm.collective_rpc(load)[0]
+
+
+def _reload(
+    worker: Any,
+    model: Any,
+    weights: Iterable[tuple[str, torch.Tensor] | ExpertBlock],
+    shape: ModelShape,
+    *,
+    copy_experts: bool,
+) -> Pushed:
+    """Load weights with vLLM's reload, layer by layer, and copy experts that are laid out plainly.
+
+    Parameters move to the meta device, each module is rebuilt when its last tensor arrived, and
+    kernel tensors keep their storage, so CUDA graphs stay valid. A tensor is kept until its module
+    is complete: a buffer must not be reused before this returns. On CPU vLLM 0.30 skips the packing
+    of expert weights in a reload, which leaves them silently wrong; this function packs them.
+
+    With tied embeddings the checkpoint has no output layer, vLLM's models skip its name, and the
+    reload gives it a parameter of its own, so the embedding is loaded into both.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    matrices = expert_matrices(shape)
+    moe = {
+        int(name.split(".layers.")[1].split(".")[0]): (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, RoutedExperts)
+    }
+    stacked: dict[int, StackedExperts] = {}
+    reloaded: dict[int, str] = {}
+    embedding: list[torch.Tensor] = []
+
+    def rest() -> Iterator[tuple[str, torch.Tensor]]:
+        """Copy experts; yield what the reload has to take."""
+        for item in weights:
+            if isinstance(item, ExpertBlock):
+                if item.layer in stacked:
+                    stacked[item.layer].copy_block(item)
+                else:
+                    yield from item.matrices(shape)
+                continue
+            name, tensor = item
+            layer, expert, part = matrices.get(name, (-1, 0, 0))
+            if layer in stacked:
+                stacked[layer].copy(expert, part, tensor.detach())
+                continue
+            if name == _EMBEDDING:
+                embedding.append(tensor.detach())
+            yield name, tensor.detach()
+
+    initialize_layerwise_reload(model)
+    # Read now: the reload removes parameters that vLLM derives from others (in latent attention)
+    # until it rebuilds them.
+    wanted = {_reported(name) for name, _ in model.named_parameters()}
+    for layer, (_, module) in moe.items() if copy_experts else ():
+        info = get_layerwise_info(module)
+        experts = plain_experts(module, info.kernel_tensors[0], shape)
+        if isinstance(experts, str):
+            reloaded[layer] = experts
+        else:
+            stacked[layer] = experts
+            # The reload loads nothing into it: it puts the tensors back without a warning.
+            info.load_numel_total = 0
+    try:
+        loaded = set(model.load_weights(rest()))
+        if shape.tied and embedding and _HEAD in wanted - loaded:
+            head = model.lm_head.weight
+            head.weight_loader(head, *embedding)
+            loaded.add(_HEAD)
+    finally:
+        # A reload that stops half-way breaks the next one, so it is always finished.
+        finalize_layerwise_reload(model, worker.model_config)
+    if worker.device.type == "cpu":
+        for _, module in moe.values():
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+    for layer, experts in stacked.items():
+        if experts.is_complete:
+            loaded |= {f"{moe[layer][0]}.{name}" for name in ("w13_weight", "w2_weight")}
+    unloaded = wanted - {_reported(name) for name in loaded}
+    return Pushed(unloaded=unloaded, reloaded=reloaded)
 
 
 def _reported(name: str) -> str:

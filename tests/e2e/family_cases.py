@@ -30,7 +30,8 @@ class PushedFamily:
         gates: experts over all layers.
         tensors_equal: both engines have the same parameters and buffers, bit for bit.
         reloaded: layers whose experts went through vLLM's reload, with the reason.
-        reload_equal: experts that go through the reload sample the same.
+        why_reloaded: why weights other than experts did; empty if they were copied.
+        reload_equal: weights that go through the reload sample the same.
         faults: message of the proof by planted fault.
         moved: the push changed what is sampled.
         equal: both engines sample the same.
@@ -42,6 +43,7 @@ class PushedFamily:
     gates: int
     tensors_equal: bool
     reloaded: dict[str, str]
+    why_reloaded: str
     reload_equal: bool
     faults: dict[str, str]
     moved: bool
@@ -69,7 +71,7 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
     fresh = engine_from_disk(config, device, world.task, policy_version=1)
     equal = pushed == signature(world.collect(1, engine=fresh).rollouts)
     tensors = held_tensors(world.engine) == held_tensors(fresh)
-    by_reload = push(world.engine.llm, world.stream.read(), world.task.shape, copy_experts=False)
+    by_reload = push(world.engine.llm, world.stream.read(), world.task.shape, copy=False)
     world.engine.reset_cache()
     again = signature(world.collect(1).rollouts)
     return PushedFamily(
@@ -78,6 +80,7 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
         gates=world.policy.shape.num_experts * len(world.policy.shape.moe_layers),
         tensors_equal=tensors,
         reloaded=world.engine.reloaded_experts,
+        why_reloaded=world.engine.why_reloaded,
         reload_equal=again == pushed and not by_reload.unloaded,
         faults=planted_faults(world),
         moved=before != pushed,
