@@ -13,12 +13,8 @@ import os
 import signal
 import sys
 
-_DEFAULTS = {
-    # Ranks that are restarted would otherwise read the addresses of the dead ones.
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    # Seconds between a signal and the end by force: for the step and its checkpoint.
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
-}
+# Seconds between a signal and the end by force: for the step and its checkpoint.
+_SHUTDOWN_S = "600"
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 _REQUEUE = 75
 
@@ -28,12 +24,16 @@ def launch(argv: list[str]) -> int:
     print("starting the ranks", flush=True)  # importing torch takes seconds, here and in each rank
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
+    from torch.distributed.run import main, parse_args
 
     # The launcher reports which processes it ends. The rank that failed has printed why.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_S)
+    words = parse_args(argv)
+    if words.max_restarts or not words.standalone:
+        # Ranks that are restarted would otherwise read the addresses of the dead ones. The price:
+        # rank 0 listens on a port that was free seconds ago, when the launcher chose it.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         main(["--signals-to-handle", _SIGNALS, *argv])
     except ChildFailedError as error:

@@ -32,7 +32,8 @@ def start(
         prefix: a command that runs torchrun.
     """
     environment = os.environ | QUIET_THREADS
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/ sets it
+    if "--max_restarts" in launcher:
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/ sets it
     command = [
         sys.executable,
         "-m",

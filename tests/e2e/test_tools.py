@@ -101,10 +101,10 @@ def test_dumped_messages_are_those_that_the_tokens_hold(folder: Path, tokenizer:
 def test_the_run_can_be_looked_into(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show.main([str(folder), "--step", "1", "--best", "2", "--worst", "0", "--width", "100"])
+    show.main([str(folder), "--step", "1", "--best", "2", "--worst", "0", "--width", "200"])
     out = capsys.readouterr().out
     assert "step 1  train: 128 samples" in out and out.count("reference\n") == 2
-    show.main([str(folder), "--eval", "--best", "1"])
+    show.main([str(folder), "--eval", "--best", "1", "--width", "200"])
     assert f"step {STEPS}  heldout: 256 samples" in capsys.readouterr().out
     watch.main([str(folder), "--once"])
     assert f"step {STEPS}/{STEPS}" in capsys.readouterr().out
