@@ -48,6 +48,7 @@ from r3.config import (
 )
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
+from r3.runtime.process import die_with_launcher
 
 T = TypeVar("T")
 
@@ -183,7 +184,11 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """End the process without a traceback after Ctrl-C, while nothing has been trained yet."""
+    """End the process without a traceback after Ctrl-C, while nothing has been trained yet.
+
+    A rank also ends with its launcher from here on, before it imports anything that takes seconds.
+    """
+    die_with_launcher()
     try:
         yield
     except KeyboardInterrupt:

@@ -18,6 +18,7 @@ import pytest
 
 from r3.config import ConfigError
 from r3.run.lock import hold, require_free
+from r3.runtime.device import free_port
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
@@ -194,3 +195,26 @@ def test_rank_dies_with_its_launcher(start: Callable[[str], subprocess.Popen[str
     (child,) = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGKILL)
     assert psutil.wait_procs([child], timeout=10)[0] == [child]
+
+
+def test_rank_that_still_imports_dies_with_its_launcher(tmp_path: Path) -> None:
+    """Else it waits for the others, holds the folder, and the next start is refused."""
+    launcher = (
+        "import subprocess, sys\n"
+        "command = [sys.executable, 'train.py', 'tiny-smoke', '--log.dir', sys.argv[1]]\n"
+        "subprocess.run(command, start_new_session=True)\n"
+    )
+    rank = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher, str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | rank | address | {"PYTHONPATH": str(ROOT), "LOCAL_WORLD_SIZE": "2"},
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(9) == b"importing"
+        (child,) = psutil.Process(process.pid).children()
+        process.kill()
+        assert psutil.wait_procs([child], timeout=30)[0] == [child]
+        assert b"joining" not in process.stdout.read()
