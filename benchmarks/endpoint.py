@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date
 from importlib.metadata import version
@@ -27,12 +27,21 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from learning_curve import BLUE, PACKAGES, RED, ROOT, hardware, run, source
+from warm_start import columns
 
 RESULTS = ROOT / "benchmarks" / "results" / "endpoint.json"
 README = ROOT / "benchmarks" / "README.md"
 MARKS = ("<!-- endpoint: made by endpoint.py -->", "<!-- endpoint: end -->")
 AGENT = ROOT / "benchmarks" / "endpoint_agent.py"
 QUIET = ("--log.tensorboard", "false", "--log.rollouts_every", "0", "--replay.shadow_every", "0")
+
+COLUMNS = {
+    "accuracy": "eval/heldout/accuracy",
+    "reward": "reward/mean",
+    "turns": "env/turns_mean",
+    "coverage": "routing/coverage",
+    "agreement": "routing/agreement",
+}
 
 
 def main() -> None:
@@ -61,7 +70,7 @@ def measured(steps: int) -> dict[str, Any]:
             every = ("--eval.every", "2", "--checkpoint.export", "false", "--checkpoint.every", "0")
             rows, how = run(folder / of, 0, steps, *QUIET, *every, *flags, preset="tiny-tools")
             command = how["command"].replace(name, "RUNS").replace(f"{ROOT}/", "")
-            return {**how, "command": command, **figures(rows)}
+            return {**how, "command": command, **columns(rows, COLUMNS)}
 
         path = str(folder / "agent")
         runs = {"environment": make("environment")}
@@ -100,24 +109,6 @@ def agent(path: str) -> Iterator[None]:
         process.wait()
 
 
-def figures(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Columns of metrics.jsonl by step."""
-    keys = {
-        "accuracy": "eval/heldout/accuracy",
-        "reward": "reward/mean",
-        "turns": "env/turns_mean",
-        "coverage": "routing/coverage",
-        "agreement": "routing/agreement",
-    }
-    return {
-        name: {int(row["step"]): round(row[key], 6) for row in rows if key in row}
-        for name, key in keys.items()
-    } | {
-        "failed": sum(int(row.get("env/errors", 0)) for row in rows),
-        "step_s": round(sum(row.get("time/step_s", 0.0) for row in rows[1:]), 1),
-    }
-
-
 def draw(runs: Mapping[str, Any], path: Path) -> None:
     """Held-out accuracy and training reward by step."""
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -144,16 +135,14 @@ def table(runs: Mapping[str, Any]) -> str:
     """The table of README.md."""
     steps = list(next(iter(runs.values()))["accuracy"])
     heads = ["run", "accuracy before", *steps[1:], "reward, step 1", "last", "turns, step 1"]
-    heads += ["last", "failed episodes", "seconds of the steps"]
+    heads += ["last", "seconds of the steps"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, made in runs.items():
         cells = [name, *(f"{value:.3f}" for value in made["accuracy"].values())]
         for key in ("reward", "turns"):
             values = list(made[key].values())
             cells += [f"{values[0]:.2f}", f"{values[-1]:.2f}"]
-        lines.append(
-            "| " + " | ".join([*cells, str(made["failed"]), f"{made['step_s']:.0f}"]) + " |"
-        )
+        lines.append("| " + " | ".join([*cells, f"{made['step_s']:.0f}"]) + " |")
     return "\n".join(lines)
 
 

@@ -30,6 +30,13 @@ MARKS = ("<!-- warm start: made by warm_start.py -->", "<!-- warm start: end -->
 QUIET = ("--log.tensorboard", "false", "--log.rollouts_every", "0", "--replay.shadow_every", "0")
 RL_STEPS, SFT_STEPS, REST_STEPS, DISTILL_STEPS = 25, 4, 15, 20
 
+COLUMNS = {
+    "accuracy": "eval/heldout/accuracy",
+    "reward": "reward/mean",
+    "nll": "loss/nll",
+    "kl_teacher": "loss/kl_teacher",
+}
+
 
 def main() -> None:
     """Make the runs, and write json, picture and table."""
@@ -56,7 +63,11 @@ def measured() -> dict[str, Any]:
 
         def make(of: str, steps: int, *flags: str) -> dict[str, Any]:
             rows, how = run(folder / of, 0, steps, *QUIET, *flags)
-            return {**how, "command": how["command"].replace(name, "RUNS"), **figures(rows)}
+            return {
+                **how,
+                "command": how["command"].replace(name, "RUNS"),
+                **columns(rows, COLUMNS),
+            }
 
         sft = ("--train.objective", "sft", "--eval.every", "1", "--train.lr", "4e-4")
         teacher = ("--algo.teacher", export("rl", RL_STEPS), "--train.objective", "distill")
@@ -82,14 +93,12 @@ def measured() -> dict[str, Any]:
     }
 
 
-def figures(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Columns of metrics.jsonl by step."""
-    keys = {
-        "accuracy": "eval/heldout/accuracy",
-        "reward": "reward/mean",
-        "nll": "loss/nll",
-        "kl_teacher": "loss/kl_teacher",
-    }
+def columns(rows: Sequence[Mapping[str, float]], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Columns of metrics.jsonl by step, and the seconds of all steps but step 0.
+
+    Args:
+        keys: name of a column -> its metric.
+    """
     return {
         name: {int(row["step"]): round(row[key], 6) for row in rows if key in row}
         for name, key in keys.items()
