@@ -163,3 +163,17 @@ def values(metrics: dict[str, Any]) -> dict[str, float]:
     """Values of metrics that have parts on one rank only; without those that have no value."""
     reduced = {name: type(part).reduce([part]) for name, part in metrics.items()}
     return {name: float(value) for name, value in reduced.items() if value is not None}
+
+
+# The API without a client: as an agent in another language has it.
+WITHOUT_CLIENT = """
+import json, os, urllib.request
+task = json.load(open(os.environ["R3_TASK_FILE"]))
+def chat(messages):
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+"""

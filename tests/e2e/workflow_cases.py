@@ -13,7 +13,7 @@ from r3.rewards.scorer import make_scorer
 from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.engines import signature
-from tests.talkers import CHATTY, Agreement, Talker, Yardstick, values
+from tests.talkers import CHATTY, WITHOUT_CLIENT, Agreement, Talker, Yardstick, values
 from tests.tiny import tiny_config
 
 WORKFLOWS = '''
@@ -95,16 +95,9 @@ class Turns:
 '''
 
 # The conversation of Chatty, by the API without a client.
-COMMAND = """
-import json, os, urllib.request
-task = json.load(open(os.environ["R3_TASK_FILE"]))
-def chat(messages):
-    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages}
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-    )
-    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+COMMAND = (
+    WITHOUT_CLIENT
+    + """
 rows, messages = int(task["id"].rpartition(":")[2]), list(task["messages"])
 for turn in range(3 + rows % 2):
     message = chat(messages)
@@ -112,6 +105,7 @@ for turn in range(3 + rows % 2):
     messages += [message, {"role": "user", "content": "and then " + "3 more " * length}]
 json.dump(1.0, open(os.environ["R3_RESULT_FILE"], "w"))
 """
+)
 
 # As Qwen3 and DeepSeek-R1 do: the model's message begins with its reasoning, which later prompts
 # leave out.

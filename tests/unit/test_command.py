@@ -24,26 +24,20 @@ from r3.rollout.conversation import EnvironmentFailed
 from r3.types import Prompt
 from tests.rounds import play_round
 from tests.sources import ROOT
-from tests.talkers import values
+from tests.talkers import WITHOUT_CLIENT, values
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
 
-# The API without a client: as an agent in another language has it.
-AGENT = """
-import json, os, subprocess, sys, time, urllib.error, urllib.request
-task = json.load(open(os.environ["R3_TASK_FILE"]))
-def chat(messages):
-    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages}
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-    )
-    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+AGENT = (
+    WITHOUT_CLIENT
+    + """
+import subprocess, sys, time, urllib.error
 def result(text):
     open(os.environ["R3_RESULT_FILE"], "w").write(text)
 message = chat(task["messages"])
 """
+)
 
 
 def play(folder: Path, rest: str, *, prompts: int = 1, **env: Any) -> CollectedRollouts:
