@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restored_environment() -> Iterator[None]:
+    """What a file of tests leaves in the environment ends with it.
+
+    A run sets WORLD_SIZE and more for torch and vLLM. A later test would pass them to its runs.
+    """
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -169,6 +169,8 @@ def _run_rank(job: dict[str, Any], origin: int) -> None:
         with open(job["output"], "w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
+        import torch
+
         from r3.runtime.device import init_device
         from r3.runtime.process import die_with_parent
 
@@ -176,6 +178,8 @@ def _run_rank(job: dict[str, Any], origin: int) -> None:
         os.environ.clear()
         os.environ.update(job["environment"] | QUIET_THREADS)
         device = init_device(timeout_s=120.0)
+        # A rank that ends at once would take the store away from one that is still joining.
+        torch.distributed.barrier()
         module, name = job["case"].split(":")
         result = getattr(importlib.import_module(module), name)(device, **job["arguments"])
         Path(job["result"]).write_text(json.dumps(plain(result)))
