@@ -25,14 +25,18 @@ def main() -> None:
     """Parse, build, loop, close."""
     with cli.interruptible():
         invocation = cli.parse(sys.argv[1:])  # ends here for help, dry runs and wrong settings
-        with stage("importing torch and transformers"):
-            from r3.run.start import begin, ending, prepare, refusing
+        with stage("importing torch"):
+            from r3.run.prepare import prepare, refusing
 
         with refusing():  # ends here for wrong data and folders that cannot be resumed
             prepared = prepare(invocation)
-    if prepared:  # not if it was only to be checked, or is finished already
-        with ending(prepared), begin(prepared) as run:
-            train(run)
+        if prepared is None:  # it was only to be checked, or is finished already
+            return
+        with stage("importing Megatron-Core"):
+            from r3.run.start import begin, ending
+
+    with ending(prepared), begin(prepared) as run:
+        train(run)
 
 
 def train(run: Run) -> None:

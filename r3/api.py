@@ -89,7 +89,8 @@ def _run_here(invocation: Invocation) -> None:
     from r3.__main__ import train as make_steps
     from r3.run.build import release_process
     from r3.run.failures import FailureReport
-    from r3.run.start import begin, prepare
+    from r3.run.prepare import prepare
+    from r3.run.start import begin
 
     with _kept_environment():
         prepared = prepare(invocation)

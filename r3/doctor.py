@@ -44,7 +44,7 @@ from r3.rollout.task import read_task
 from r3.routing.replay import RouterTap
 from r3.run import health
 from r3.run.build import Run, build_run, init_rank
-from r3.run.start import refusing
+from r3.run.prepare import refusing
 from r3.runtime.device import init_device, leave
 from r3.runtime.mesh import Axis, Mesh
 from r3.types import Rollout

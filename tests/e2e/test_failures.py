@@ -14,7 +14,7 @@ import pytest
 
 from r3 import assets
 from r3.cli import parse as cli
-from r3.run.start import prepare, refusing
+from r3.run.prepare import prepare, refusing
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from r3.config import ConfigError, with_values
 from r3.rollout.task import read_task
 from r3.run.health import findings, measure
+from r3.run.prepare import require_engines_within_machines
 from r3.run.resume import Found, Start
-from r3.run.start import RankError, require_engines_within_machines, require_one_start
+from r3.run.start import RankError, require_one_start
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis
 from tests.errors import message_of

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
 from r3.run.check import check_task
 from r3.run.folder import RunDir
-from r3.run.start import closing, result
+from r3.run.header import closing, result
 from tests.tiny import random_rollouts, tiny_config
+from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
 
@@ -163,3 +166,11 @@ def test_a_run_without_paired_passes_ends_without_a_mismatch(tmp_path: Path) -> 
 def test_a_mismatch_of_nothing_has_no_ratio(tmp_path: Path) -> None:
     run_dir = run_of(tmp_path, {}, {"mismatch/k3_replay": 0.0, "mismatch/k3_live": 0.0})
     assert result(run_dir, 1) == "1 steps; replay: k3 0.0e+00, live: 0.0e+00"
+
+
+def test_mistakes_show_before_megatron_and_vllm_are_imported() -> None:
+    program = "import sys, r3.run.prepare; print(sorted({'megatron', 'vllm'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

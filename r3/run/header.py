@@ -1,0 +1,152 @@
+"""What a run prints about itself before its first step and after its last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from statistics import fmean
+
+from r3.config import Config
+from r3.models.freeze import frozen_tensors
+from r3.models.shape import ModelShape
+from r3.rollout.task import Task
+from r3.run.folder import RunDir, read_metrics
+from r3.run.resume import Start
+from r3.runtime.device import Device
+from r3.runtime.mesh import Mesh
+
+
+def result(run_dir: RunDir, step: int) -> str:
+    """What a run came to, from its rows: steps, accuracy before and after, mismatch with and
+    without replay.
+
+    Accuracy is left out unless it was measured before and after, the mismatch unless it was
+    measured at all.
+    """
+    rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+    accuracy = [
+        f"{key.split('/')[1]} accuracy {rows[0][key]:.3f} -> {value:.3f}"
+        for key, value in (rows[-1].items() if rows else ())
+        if key.startswith("eval/")
+        and key.endswith("/accuracy")
+        and key in rows[0]
+        and len(rows) > 1
+    ]
+    return "; ".join([", ".join([f"{step} steps", *accuracy]), *_mismatch_of(rows)])
+
+
+def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """Mean k3 over the steps with replayed and with live routes of the same tokens, or nothing."""
+    pairs = [
+        (row["mismatch/k3_replay"], row["mismatch/k3_live"])
+        for row in rows
+        if "mismatch/k3_replay" in row and "mismatch/k3_live" in row
+    ]
+    if not pairs:
+        return []
+    replay, live = (fmean(column) for column in zip(*pairs, strict=True))
+    times = [f"{live / replay:.3g} times"] if replay else []
+    return [", ".join([f"replay: k3 {replay:.1e}", f"live: {live:.1e}", *times])]
+
+
+def closing(config: Config, run_dir: RunDir, seconds: float, step: int) -> str:
+    """The last line of a run: its duration, its result, its files."""
+    if config.eval.only:
+        return f"done       in {seconds:.0f} s; answers in {run_dir.eval(step)}"
+    places = [str(run_dir.hf(step))] if run_dir.hf(step).exists() else []
+    places += [
+        str(run_dir.metrics),
+        *([str(run_dir.tensorboard)] if config.log.tensorboard else []),
+    ]
+    return f"done       in {seconds:.0f} s: {result(run_dir, step)}; {', '.join(places)}"
+
+
+def reward_text(config: Config) -> str:
+    """The reward functions in one line: `math` or `math + 0.1 my.py:short`."""
+    reward = config.reward
+    weights = reward.weights or (1.0,) * len(reward.function)
+    terms = zip(reward.function, weights, strict=True)
+    return " + ".join(
+        function if weight == 1.0 else f"{weight:g} {function}" for function, weight in terms
+    )
+
+
+def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[str]:
+    """The lines of the header about the routers and about `train.freeze`."""
+    names = frozen_tensors(shape, patterns)
+    ending = f".{shape.moe_names.router}.weight"
+    router = {name for name in shape.tensor_shapes if name.endswith(ending)}
+    trained = "trained" if not router & names else "frozen" if router <= names else "partly frozen"
+    count = sum(prod(shape.tensor_shapes[name]) for name in names)
+    frozen = f"{count:,} parameters in {len(names)} tensors (train.freeze {' '.join(patterns)})"
+    return [
+        f"routers    {trained}; no load-balancing loss, expert biases frozen",
+        *([f"frozen     {frozen}"] if names else []),
+    ]
+
+
+def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start) -> list[str]:
+    """The lines that describe a run before its first step."""
+    shape, parallel = task.shape, config.parallel
+    moe = (
+        f", {shape.num_experts} experts top-{shape.topk} in {len(shape.moe_layers)} layers"
+        if shape.moe_layers
+        else ", dense"
+    )
+    mtp = (
+        [
+            f"left out   {shape.num_mtp_layers} multi-token-prediction layers, not trained or "
+            "exported"
+        ]
+        if shape.num_mtp_layers
+        else []
+    )
+    left_out = f"{task.prompts.dropped_too_long} dropped as too long"
+    if config.data.drop_duplicates:
+        left_out += f", {task.prompts.dropped_duplicates} as duplicates"
+    sources = f" from {len(config.data.path)} sources" if len(config.data.path) > 1 else ""
+    held_out = (
+        ", ".join(f"{len(each.prompts)} held out in {each.settings.name}" for each in task.heldout)
+        or "none held out"
+    )
+    sizes = [len(piece) for piece in parallel.pieces(shape.num_layers)]
+    pipeline = f"pp {parallel.pp}"
+    if parallel.vpp > 1 or len(set(sizes)) > 1:
+        pipeline += f" ({parallel.vpp} piece(s) per stage of {'+'.join(map(str, sizes))} layers)"
+    supervised = config.train.objective == "sft"
+    what = "conversations" if supervised else "prompts"
+    if config.uses_engine:
+        engines = f"{mesh.engine_dp.size} engine(s) of {parallel.engine_tp}"
+    else:
+        engines = "no engine"
+    updates = f"{config.train.updates_per_step} update(s), {config.train.steps} steps"
+    replay = config.replay.mode if shape.moe_layers else "off (a dense model has no routes)"
+    return [
+        f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",
+        *mtp,
+        f"layout     {device.world_size} rank(s) on {device.torch.type}: dp {mesh.dp.size} ep "
+        f"{parallel.ep} tp {parallel.tp} "
+        f"{pipeline} cp {parallel.cp}; {engines}",
+        f"precision  policy {config.model.dtype}"
+        f"{f', engine {config.engine.dtype}' if config.uses_engine else ''}"
+        f"{', head float32' if config.model.fp32_head else ''}"
+        f"{', deterministic kernels' if config.debug.deterministic else ''}",
+        f"data       {len(task.prompts)} {what}{sources} ({left_out}), {held_out}",
+        *(
+            [f"step       {config.rollout.prompts_per_step} conversations to learn, {updates}"]
+            if supervised
+            else [
+                f"task       {config.env.path or config.env.command or config.env.name}, reward "
+                f"{reward_text(config)}",
+                f"step       {config.rollout.prompts_per_step} prompts x "
+                f"{config.rollout.group_size} samples, {updates}",
+                f"replay     {replay}; missing routes: {config.replay.on_missing}; reference "
+                f"{'replays' if config.replay.reference else 'routes live'}; evaluation routes "
+                "live",
+            ]
+        ),
+        *([f"teacher    {' '.join(teachers)}"] if (teachers := config.algo.teacher) else []),
+        *frozen_lines(shape, config.train.freeze),
+        f"folder     {config.log.dir}",
+        *start.notes,
+    ]

@@ -1,0 +1,127 @@
+"""What comes before a run is built: its data is read and checked, its folder is made ready.
+
+Nothing here imports Megatron-Core or vLLM, so that mistakes show before they are loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from r3.cli.parse import Invocation
+from r3.config import Config, ConfigError, Problem
+from r3.data.prompts import DataError
+from r3.metrics.console import stage
+from r3.models.hf_checkpoint import CheckpointError
+from r3.rewards.scorer import RewardError
+from r3.rollout.conversation import EnvironmentFailed
+from r3.rollout.task import Task, read_task
+from r3.run.check import check_task
+from r3.run.folder import RunDir
+from r3.run.header import result
+from r3.run.lock import require_free
+from r3.run.resume import ResumeError, Start, open_run
+from r3.runtime.algorithm import AlgorithmError
+from r3.runtime.process import die_with_launcher
+
+_MISTAKES = (
+    *(AlgorithmError, CheckpointError, ConfigError, DataError),
+    *(EnvironmentFailed, ResumeError, RewardError),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that can be built: its data is read and its folder is ready."""
+
+    invocation: Invocation
+    task: Task
+    folder: RunDir
+    start: Start
+    began: float  # time.perf_counter()
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turn a user's mistake into one message on rank 0 and exit code 2; nothing is written."""
+    try:
+        yield
+    except _MISTAKES as error:
+        if _is_leader():
+            print(error, file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def prepare(invocation: Invocation) -> Prepared | None:
+    """Read the task, then make the run's folder ready to start or to resume. Uses no device.
+
+    Returns:
+        None if there is nothing to run: `--check` is done, or the run is finished already.
+
+    Raises:
+        ConfigError, CheckpointError, DataError, ResumeError: settings, model folder, data or the
+            folder of the run are wrong.
+        EnvironmentFailed, RewardError: `--check` called a function of the user, which failed.
+    """
+    began = time.perf_counter()
+    die_with_launcher()
+    config, check = invocation.config, invocation.check
+    require_engines_within_machines(config)
+    run_dir = RunDir(Path(config.log.dir))
+    with ExitStack() as undo:
+        with stage("reading model facts, data and rewards"):
+            task = read_task(config)
+        undo.callback(task.close)
+        if check:
+            require_free(run_dir.path)
+        writes = _is_leader() and not config.eval.only and not check
+        start = open_run(run_dir, config, writes=writes, overrides=invocation.overrides)
+        if start.lock is not None:
+            undo.callback(start.lock.release)
+        if check:
+            for line in check_task(task, config.algo):
+                print(line, flush=True)
+            return None
+        if config.eval.only:
+            what = (
+                f"checkpoint {start.found.folder}, after step {start.found.step}"
+                if start.found
+                else f"{config.model.path}: {run_dir.path} has no checkpoint"
+            )
+            start = replace(start, notes=(f"evaluating {what}; no training",))
+        elif start.found is not None and _is_finished(config, run_dir, start.found.step):
+            if _is_leader():
+                print(
+                    f"{run_dir.path} is finished: {result(run_dir, start.found.step)}. "
+                    "Set a larger --train.steps to continue, or another --log.dir for a new run.",
+                    flush=True,
+                )
+            return None
+        undo.pop_all()  # `begin` closes them
+    return Prepared(invocation=invocation, task=task, folder=run_dir, start=start, began=began)
+
+
+def _is_finished(config: Config, run_dir: RunDir, step: int) -> bool:
+    exported = not config.checkpoint.export or run_dir.hf(config.train.steps).exists()
+    return step >= config.train.steps and exported
+
+
+def require_engines_within_machines(config: Config) -> None:
+    """Raise ConfigError if an engine would have ranks on two machines, as the launcher placed them.
+
+    The ranks of an engine share memory.
+    """
+    local, size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), config.parallel.engine_tp
+    if local % size:
+        rule = f"must divide the {local} rank(s) of a machine: an engine stays on one machine"
+        fix = f"set parallel.engine_tp to {local} or a divisor of it, or start {size} ranks on each"
+        raise ConfigError([Problem("parallel.engine_tp", size, rule, fix)])
+
+
+def _is_leader() -> bool:
+    return os.environ.get("RANK", "0") == "0"
