@@ -169,7 +169,6 @@ def fake_world(
     import torch
     import torch.distributed as dist
     from megatron.core.optimizer import clip_grads
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.transformer.moe import token_dispatcher
     from torch._C._distributed_c10d import FakeWork
     from torch._subclasses import fake_tensor
@@ -179,12 +178,10 @@ def fake_world(
 
     from r3.models.hf_checkpoint import CheckpointReader
     from r3.policy import fused_experts
-    from r3.policy.scoring import ScoringPolicy
     from r3.runtime.device_cpu import _Event, _Stream
 
     stream, real_numpy, real_pointer = _Stream(), torch.Tensor.numpy, torch.Tensor.data_ptr
-    real_read, real_run = CheckpointReader.read, ScoringPolicy._run_schedule
-    shapes: dict[str, Iterator[list[int]]] = {}
+    real_read = CheckpointReader.read
 
     class Answers(TorchDispatchMode):
         """Answers to operations whose result is, or depends on, contents."""
@@ -268,26 +265,6 @@ def fake_world(
         """R3's `fused_experts._sizes`: the last expert has all slots."""
         return [0] * count + [len(experts)]
 
-    def arriving(exchange: Any, _next: Any, _previous: Any, before: bool, after: bool) -> Any:
-        """Megatron's `_communicate_shapes`: read on the host. Every stage has every micro-batch."""
-        neighbours = {"before": before, "after": after}
-        return tuple(
-            next(shapes[name]) if receives else [0, 0, 0] for name, receives in neighbours.items()
-        )
-
-    def run(policy: Any, micro_batches: Any, *args: Any, **kwargs: Any) -> None:
-        """R3's `_run_schedule`: the shapes that will arrive are those of its micro-batches."""
-        sizes = [
-            [one.num_tokens, 1, policy.shape.hidden_size]
-            for one in (*micro_batches, *policy._fillers(micro_batches))
-        ]
-        shapes.update(before=iter(sizes), after=iter(sizes))
-        real_run(policy, micro_batches, *args, **kwargs)
-        forward_only = kwargs["forward_only"]
-        for name, comes in (("before", rank > 0), ("after", rank == 0 and not forward_only)):
-            left = len(list(shapes[name]))
-            assert left == (0 if comes and policy.mesh.pp.size > 1 else len(sizes)), (name, left)
-
     def norm(_chunk: int, _flag: Any, tensors: list[list[torch.Tensor]], *_: Any) -> Any:
         """Megatron's `local_multi_tensor_l2_norm`: reads each norm on the host."""
         return torch.stack([one.norm() for each in tensors for one in each]).norm()[None], None
@@ -331,8 +308,6 @@ def fake_world(
     token_dispatcher.all_to_all = exchange
     fused_experts._sizes = sizes
     clip_grads.l2_norm_impl = norm
-    P2PCommunicator._communicate_shapes = arriving
-    ScoringPolicy._run_schedule = run
     dist.all_gather_object = gather
     # Borders of sequences are made on the host and read there: tensors of that size keep contents.
     fake_tensor.CONSTANT_NUMEL_LIMIT = 1024

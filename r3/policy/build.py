@@ -91,7 +91,7 @@ def _layout_settings(config: Config, shape: ModelShape) -> dict[str, Any]:
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
-        # Packed micro-batches differ in length: stages exchange shapes.
+        # Packed micro-batches differ in length; `KnownShapes` has the shapes.
         variable_seq_lengths=parallel.pp > 1,
         # For dense models too: Megatron's default, allgather, refuses variable lengths.
         moe_token_dispatcher_type="alltoall",

@@ -14,6 +14,7 @@ from r3.algo.packing import filler_micro_batch
 from r3.models.shape import ModelShape
 from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.modules import packed_params
+from r3.policy.stages import KnownShapes
 from r3.routing.replay import Mode, Replay, ReplayLedger
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
@@ -148,15 +149,23 @@ class ScoringPolicy:
 
             return scores, loss_func
 
+        lengths = [micro_batch.num_tokens for micro_batch in everything]
+        stages = None
+        if self.mesh.pp.size > 1:
+            config, chunks = self.wrapped[0].config, len(self.wrapped)
+            stages = KnownShapes(config, self.mesh, lengths, num_chunks=chunks)
         with torch.no_grad() if forward_only else nullcontext():
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=[iter(enumerate(everything)) for _ in self.wrapped],
                 model=self.wrapped,
                 num_microbatches=len(everything),
-                seq_length=max(micro_batch.num_tokens for micro_batch in everything),
+                seq_length=max(lengths),
                 micro_batch_size=1,
                 forward_only=forward_only,
+                p2p_communicator=stages,
+                # Megatron takes both or none. They are the groups that it would take by itself.
+                pg_collection=self.mesh.megatron if stages else None,
             )
 
     def _fillers(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -4,22 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3.models.freeze import frozen_tensors
 from r3.models.hf_checkpoint import CheckpointReader
-from r3.policy import Policy, memory
-from r3.policy.build import use_fused_adam
+from r3.models.shape import ModelShape
+from r3.policy import Policy, memory, scoring
+from r3.policy.build import transformer_config, use_fused_adam
 from r3.policy.modules import packed_params
+from r3.policy.stages import KnownShapes
 from r3.policy.weights import load
 from r3.run import checkpoint
 from r3.run.resume import Found
 from r3.runtime.device import Device
+from r3.runtime.mesh import build_mesh
+from r3.types import Batch
+from tests.errors import message_of
 from tests.policies import batches_of, build, full_gradients, padded_backward, require_planned
 from tests.tiny import tiny_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A pass whose stages know the shapes, and one in which they send them to each other.
+
+    Attributes:
+        same: loss and gradients are equal, bit for bit.
+        messages, messages_before: sends and receives of this stage without and with the exchange.
+        exchanges: times that this stage exchanged shapes. A device waits twice in each.
+    """
+
+    same: bool
+    messages: int
+    messages_before: int
+    exchanges: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +63,14 @@ class Figures(UpdateFigures):
         by_layer: layer -> [slots that agree, slots].
         bytes_read: bytes read from the checkpoint / bytes of this rank's tensors.
         largest_read: bytes of the largest read / bytes of the largest tensor.
+        exchange: against Megatron's exchange of shapes. None without pipeline stages.
     """
 
     agreement_slots: float
     by_layer: dict[str, list[float]]
     bytes_read: float
     largest_read: float
+    exchange: Exchange | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +170,7 @@ def gradients(
     loss = metrics["loss/total"].total if "loss/total" in metrics else 0.0
     losses = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
     torch.save(full_gradients(policy), Path(out) / f"rank_{device.rank}.pt")
+    exchange = _exchange(policy, batch) if mesh.pp.size > 1 else None
     update = policy.update(batch, total_updates=10)
     updated = {slot.name: (slot.kind, slot.index, slot.tensor) for slot in policy.slots}
     torch.save(updated, Path(out) / f"updated_{device.rank}.pt")
@@ -161,7 +187,88 @@ def gradients(
         },
         bytes_read=bytes_read,
         largest_read=largest_read,
+        exchange=exchange,
     )
+
+
+class Messages(TorchDispatchMode):
+    """Counts sends to and receives from single ranks."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
+        return func(*args, **(kwargs or {}))
+
+
+class SentShapes(KnownShapes):
+    """Megatron's exchange of shapes. What arrives is compared with what was known."""
+
+    exchanges: ClassVar[int] = 0
+
+    def _communicate_shapes(self, *tensors_and_flags: Any) -> Any:
+        known = super()._communicate_shapes(*tensors_and_flags)
+        arrived = P2PCommunicator._communicate_shapes(self, *tensors_and_flags)
+        assert tuple(map(tuple, arrived)) == known, f"{arrived} arrived in place of {known}"
+        SentShapes.exchanges += 1
+        return arrived
+
+
+def _exchange(policy: Policy, batch: Batch) -> Exchange:
+    """Make the same pass without and with the exchange of shapes. All ranks must call."""
+    results, messages = [], []
+    for communicator in (KnownShapes, SentShapes):
+        scoring.KnownShapes = communicator
+        with Messages() as counter:
+            metrics = policy.forward_backward(batch)
+        messages.append(counter.count)
+        gradients = [
+            buffer.grad_data.clone()
+            for chunk in policy.wrapped
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        results.append((metrics.get("loss/total"), gradients))
+    scoring.KnownShapes = KnownShapes
+    (loss, gradients), (other_loss, others) = results
+    same = all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
+    return Exchange(
+        same=loss == other_loss and same,
+        messages=messages[0],
+        messages_before=messages[1],
+        exchanges=SentShapes.exchanges,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongShapes:
+    """The errors of two stages that do not agree on shapes, by mistake."""
+
+    lengths: str
+    sent: str
+    received: str
+
+
+def wrong_shapes(device: Device) -> WrongShapes:
+    """Two stages with other lengths; a tensor of another length than announced; one too many."""
+    config = tiny_config(parallel={"pp": 2})
+    mesh = build_mesh(device, config.parallel)
+    megatron = transformer_config(config, ModelShape.read(config.model.path))
+
+    def known(*lengths: int) -> KnownShapes:
+        return KnownShapes(megatron, mesh, lengths, num_chunks=1)
+
+    differ = message_of(lambda: known(8, 16 + 4 * mesh.pp.rank), AssertionError)
+    stages, tensor = known(8, 16), torch.empty(16, 1, megatron.hidden_size)
+    receives = (bool(mesh.pp.rank), not mesh.pp.rank)
+    sends = (tensor, None) if mesh.pp.rank == 0 else (None, tensor)
+    sent = message_of(
+        lambda: stages._communicate_shapes(*sends, recv_prev=False, recv_next=False),
+        AssertionError,
+    )
+    for _ in range(2):
+        stages._communicate_shapes(None, None, *receives)
+    received = message_of(lambda: stages._communicate_shapes(None, None, *receives), AssertionError)
+    return WrongShapes(lengths=differ, sent=sent, received=received)
 
 
 def second_update(

@@ -41,6 +41,9 @@ def _gradients(tmp: Path, model: str, name: str, ranks: int, **arguments: Any) -
     folder = tmp / name
     folder.mkdir()
     results = run_world(cases.gradients, ranks, model=model, out=str(folder), **arguments)
+    for found in (result.exchange for result in results if result.exchange):
+        assert found.same, "shapes that are known in place of sent change no bit"
+        assert found.messages_before == 2 * found.messages > 0 and found.exchanges > 0, found
     by_layer: dict[str, list[float]] = {}
     for result in results:
         for layer, part in result.by_layer.items():
@@ -109,6 +112,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "micro_batch_tokens": 64,
         "recompute": "full",
     },
+    "pp4": {"ranks": 4, "parallel": {"pp": 4}, "micro_batch_tokens": 64},
+    "pp2-cp2": {"ranks": 4, "parallel": {"pp": 2, "cp": 2}, "micro_batch_tokens": 64},
     "pp2-tp2": {"ranks": 4, "parallel": {"pp": 2, "tp": 2}, "micro_batch_tokens": 64},
     "cp2-tp2": {"ranks": 4, "parallel": {"cp": 2, "tp": 2}},
     "cp2-ep2": {"ranks": 2, "parallel": {"cp": 2, "ep": 2}},
@@ -186,6 +191,16 @@ def test_uneven_stages_of_a_model_whose_first_layers_are_dense(
     model, expected = dense_first
     arguments = {"parallel": {"pp": 2, "pp_layers": pp_layers}, "micro_batch_tokens": 64}
     _compare(_gradients(tmp_path, model, "uneven", 2, **arguments), expected)
+
+
+def test_stages_that_do_not_agree_on_shapes_say_so() -> None:
+    first, second = run_world(cases.wrong_shapes, 2)
+    assert first.lengths.endswith("stage 0 has (8, 16); stage 1 has (8, 20)"), first.lengths
+    assert "rank 1: lengths of micro-batches differ between pipeline stages" in second.lengths
+    assert "rank 0 sends (16, 1, 128) to the next pipeline stage, which expects (8" in first.sent
+    assert "rank 1 sends (16, 1, 128) to the previous pipeline stage, which" in second.sent
+    assert "rank 0 receives more tensors from the next pipeline stage" in first.received
+    assert "rank 1 receives more tensors from the previous pipeline stage" in second.received
 
 
 def test_an_interleaved_checkpoint_resumes_under_other_layouts(
