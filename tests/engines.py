@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 
@@ -111,3 +112,20 @@ def signature(rollouts: list[Rollout]) -> list[str]:
         f"{hashlib.sha256(r.routed_experts.tobytes()).hexdigest()}"
         for r in rollouts
     ]
+
+
+def held_tensors(engine: Engine) -> dict[str, str]:
+    """Digest of every parameter and buffer of the engine's model."""
+
+    def look(worker: Any) -> dict[str, str]:
+        model = worker.model_runner.get_model()
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        return {
+            name: hashlib.sha256(
+                tensor.detach().contiguous().clone().view(-1).view(torch.uint8).numpy().data
+            ).hexdigest()
+            for name, tensor in tensors
+            if tensor.numel()
+        }
+
+    return engine.llm.collective_rpc(look)[0]

@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -59,6 +60,7 @@ def rehearse(case: Callable[..., Any], **arguments: Any) -> Any:
     """
     name = f"{case.__module__}:{case.__name__}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("TORCHDYNAMO_DISABLE", None)  # set on CPU only
     done = subprocess.run(
         [sys.executable, "-m", "tests.fake_cuda", name, json.dumps(arguments)],
         cwd=ROOT,
@@ -180,6 +182,7 @@ def fake_world(
     from r3.policy import fused_experts
     from r3.runtime.device_cpu import _Event, _Stream
 
+    current = threading.local()  # as in CUDA, a thread begins on device 0
     stream, real_numpy, real_pointer = _Stream(), torch.Tensor.numpy, torch.Tensor.data_ptr
     real_read = CheckpointReader.read
 
@@ -278,8 +281,8 @@ def fake_world(
     driver: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: size,
-        "current_device": lambda: 0,
-        "set_device": lambda *_: None,
+        "current_device": lambda: getattr(current, "device", 0),
+        "set_device": lambda device: setattr(current, "device", device),
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,
         "current_stream": lambda *_: stream,

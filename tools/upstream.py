@@ -85,7 +85,12 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "r3/engine/engine.py": _LLM,
     "r3/engine/experts.py": _LLM
     | {"module": ("vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts",)},
-    "r3/engine/memory.py": _LLM,
+    "r3/engine/memory.py": _LLM
+    | {
+        # Through the client of an engine in this process.
+        "engine_core": ("vllm.v1.engine.core.EngineCore",),
+        "core": ("vllm.v1.engine.core.EngineCore",),
+    },
     "r3/engine/proof.py": _LLM | {"quant_method": ()},  # of linear layers too
     "r3/engine/sampler.py": _LLM
     | {

@@ -177,7 +177,7 @@ def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> Dire
             own = {leaf: getattr(module, leaf) for leaf in ("w13_weight", "w2_weight")}
             stacked = plain_experts(module, own, shape)
             if isinstance(stacked, str):
-                return stacked
+                return f"{path}: {stacked}"
             found.experts[int(path.split(".layers.")[1].split(".")[0])] = path, module, stacked
             continue
         for leaf, live in module.named_parameters(recurse=False):

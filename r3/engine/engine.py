@@ -43,7 +43,7 @@ class Engine:
     `wake("kv_cache")`, `sampler`, `sleep`.
 
     Attributes:
-        policy_version: version of the weights it holds; -1 until the first `load_weights`.
+        policy_version: version of the weights it holds; -1 from `sleep` until `load_weights`.
         capture: whether it returns routed experts.
         on_missing: "error" refuses an incomplete capture, "live" makes it rows of -1.
         is_leader: whether this rank is the first of those that share one engine. Only the
@@ -51,7 +51,7 @@ class Engine:
         max_model_len: maximum tokens of a conversation.
         reloaded_experts: MoE layer -> why its experts are not copied straight into the engine's
             tensors. Empty: all are.
-        why_reloaded: why the other weights are not; empty if they are.
+        why_reloaded: why the other weights are not; empty if everything is.
     """
 
     def __init__(
@@ -187,14 +187,8 @@ class Engine:
             raise WeightMismatch(
                 _listing("the engine is incomplete; push all weights again", problems)
             )
-        if pushed.reloaded and self.is_leader and not self.reloaded_experts:
-            layer, why = min(pushed.reloaded.items())
-            print(
-                f"note: rank {self.device.rank}: the experts of {len(pushed.reloaded)} layers "
-                "reach the engine through vLLM's reload, which takes seconds for large models. "
-                f"Layer {layer}: {why}",
-                flush=True,
-            )
+        if pushed.why and self.is_leader and not self.why_reloaded:
+            print(f"note: rank {self.device.rank}: {pushed.note}", flush=True)
         self.reloaded_experts, self.why_reloaded = pushed.reloaded, pushed.why
         self.policy_version = policy_version
 
@@ -263,17 +257,25 @@ class Engine:
             )
 
     def sleep(self) -> None:
-        """Free the KV cache's memory, on CUDA the weights' too.
+        """Free the KV cache's memory, on CUDA the weights' too. Both are lost.
 
         Raises:
-            EngineStateError: it is asleep, or requests are in flight.
+            EngineStateError: it is asleep, or only the weights are awake, or requests are in
+                flight.
         """
         if not self._awake:
             raise EngineStateError("sleep(): it is asleep already")
+        if "kv_cache" not in self._awake:
+            # vLLM's executor is still asleep then, and frees nothing.
+            raise EngineStateError(
+                "sleep() with only the weights awake: vLLM would keep their memory. Call "
+                "wake('kv_cache') first"
+            )
         if self.llm.llm_engine.has_unfinished_requests():
             raise EngineStateError("sleep() with requests in flight: they would never finish")
         self._sleeper.sleep(self._sleep_level)
         self._awake.clear()
+        self.policy_version = -1
         self.device.release_memory()
 
     def close(self) -> None:

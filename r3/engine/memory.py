@@ -30,6 +30,11 @@ class Sleeper:
 
     def sleep(self, level: int) -> None:
         """Pause the scheduler, drop cached prefixes and free memory."""
+        # With async scheduling vLLM schedules a batch ahead. The last one belongs to requests that
+        # have finished, and would be read after the next wake.
+        core = self._llm.llm_engine.engine_core.engine_core
+        while core.batch_queue:
+            self._llm.llm_engine.step()
         self._llm.sleep(level=level)
         if not self._device.is_cuda:
             self._freed = [(storage, storage.nbytes()) for storage in self._kv_storages()]

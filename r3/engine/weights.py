@@ -35,6 +35,19 @@ class Pushed:
     reloaded: dict[int, str]
     why: str = ""
 
+    @property
+    def note(self) -> str:
+        """What to tell a user if weights went through the reload."""
+        what, why = "weights other than experts", self.why
+        if self.reloaded:
+            layer, of_layer = min(self.reloaded.items())
+            what += f", and the experts of {len(self.reloaded)} layers,"
+            why += f"; layer {layer}: {of_layer}"
+        return (
+            f"{what} go through vLLM's reload instead of a plain copy, so that each weight sync "
+            f"takes longer: {why}"
+        )
+
 
 def push(
     llm: LLM,

@@ -224,10 +224,7 @@ def install() -> None:
     global _proxy
     # "CPU RNG state changed"
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    # Before any decorated module loads: no torch.compile of tiny fused operations. On CUDA every
-    # router's forward pass is decorated (moe/router.py), and would compile, guard and recompile
-    # without gain.
-    importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    _undo_compilation()
     if torch.cuda.is_available():
         _repair_without_transformer_engine()
         return
@@ -244,6 +241,26 @@ def install() -> None:
             and module.__dict__.get("torch") is torch
         ):
             module.torch = _proxy  # type: ignore[attr-defined]
+
+
+def _undo_compilation() -> None:
+    """Run Megatron's small fused operations as they are written, without torch.compile.
+
+    On CUDA it decorates about 40 of them when it is imported, in every router's forward pass too
+    (moe/router.py), where they compile, guard and recompile without gain.
+    """
+    importlib.import_module("megatron.core.jit").disable_jit_fuser()  # for modules to come
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("megatron.core") or module is None:
+            continue
+        classes = [one for one in vars(module).values() if isinstance(one, type)]
+        for owner in (module, *(one for one in classes if one.__module__ == name)):
+            for key, value in list(vars(owner).items()):
+                # __dict__: stand-ins for absent packages have every attribute.
+                original: Any = getattr(value, "__dict__", {}).get("_torchdynamo_orig_callable")
+                if getattr(original, "__module__", "").startswith("megatron.core"):
+                    static = isinstance(value, staticmethod)
+                    setattr(owner, key, staticmethod(original) if static else original)
 
 
 def _get_rng_state(

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
+import io
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from r3.engine import Engine
 from r3.engine.weights import push
 from r3.handover.memory import State
 from r3.handover.weights import SyncError, export, prove_sync, prove_weights
 from r3.runtime.device import Device
-from tests.engines import World, engine_from_disk, signature
+from tests.engines import World, engine_from_disk, held_tensors, signature
 from tests.errors import message_of
 from tests.tiny import tiny_config
 
@@ -32,6 +32,7 @@ class PushedFamily:
         reloaded: layers whose experts went through vLLM's reload, with the reason.
         why_reloaded: why weights other than experts did; empty if they were copied.
         reload_equal: weights that go through the reload sample the same.
+        notes: lines that two weight syncs printed.
         faults: message of the proof by planted fault.
         moved: the push changed what is sampled.
         equal: both engines sample the same.
@@ -45,6 +46,7 @@ class PushedFamily:
     reloaded: dict[str, str]
     why_reloaded: str
     reload_equal: bool
+    notes: list[str]
     faults: dict[str, str]
     moved: bool
     equal: bool
@@ -54,13 +56,16 @@ class PushedFamily:
 def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
     """Push changed weights, prove them, and compare with an engine that loads their export."""
     world = World(device, tiny_config(model))
-    world.sync(0)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        world.sync(0)
     prompts = world.task.prompts.prompts[:4]
     proofs = [prove_sync(world.engine, world.policy, prompts, world.config, world.mesh)]
     before = signature(world.collect(0).rollouts)
     world.residency.move(State.TRAIN)
     world.perturb()
-    world.sync(1)
+    with redirect_stdout(printed):
+        world.sync(1)
     compared = prove_weights(world.stream, world.engine, world.mesh)
     proofs.append(prove_sync(world.engine, world.policy, prompts, world.config, world.mesh))
     rollouts = world.collect(1).rollouts
@@ -82,28 +87,12 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
         reloaded=world.engine.reloaded_experts,
         why_reloaded=world.engine.why_reloaded,
         reload_equal=again == pushed and not by_reload.unloaded,
+        notes=printed.getvalue().splitlines(),
         faults=planted_faults(world),
         moved=before != pushed,
         equal=equal,
         proofs=proofs,
     )
-
-
-def held_tensors(engine: Engine) -> dict[str, str]:
-    """Digest of every parameter and buffer of the engine's model."""
-
-    def look(worker: Any) -> dict[str, str]:
-        model = worker.model_runner.get_model()
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        return {
-            name: hashlib.sha256(
-                tensor.detach().contiguous().clone().view(-1).view(torch.uint8).numpy().data
-            ).hexdigest()
-            for name, tensor in tensors
-            if tensor.numel()
-        }
-
-    return engine.llm.collective_rpc(look)[0]
 
 
 def planted_faults(world: World) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from r3.config import Config
-from r3.engine import EngineConfigError, EngineStateError, WeightMismatch
+from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch
 from r3.engine.build import refuse_unfit
 from r3.engine.experts import ExpertBlock
 from r3.handover.memory import ResidencyError, State
@@ -18,7 +19,7 @@ from r3.handover.weights import SyncError, prove_sync
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.types import Rollout
-from tests.engines import World
+from tests.engines import World, held_tensors, signature
 from tests.errors import message_of
 from tests.tiny import tiny_config
 
@@ -33,6 +34,7 @@ class Guards:
         unfit: by fact that was changed.
         other_side: for an engine that captures routes although replay.mode is off.
         fit: for the engine as it was built.
+        sleeps: the engine that sleeps and wakes several times.
     """
 
     messages: dict[str, str]
@@ -40,6 +42,26 @@ class Guards:
     unfit: dict[str, str]
     other_side: str
     fit: str
+    sleeps: list[Sleep]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sleep:
+    """An engine that sampled, slept and woke; every call of it was made twice.
+
+    Attributes:
+        samples: what was sampled before the sleep.
+        ahead: batches that vLLM had scheduled ahead, before the sleep and in it.
+        cache_bytes: of the KV cache, before, asleep and awake again.
+        weights: digests of all tensors of the model, awake again and pushed.
+        refused: messages of the second calls.
+    """
+
+    samples: list[str]
+    ahead: list[int]
+    cache_bytes: list[int]
+    weights: dict[str, str]
+    refused: list[str]
 
 
 def engine_guards(device: Device) -> Guards:
@@ -112,6 +134,7 @@ def engine_guards(device: Device) -> Guards:
             engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh
         ),
     )
+    sleeps = several_sleeps(engine, sample, push)
     built = engine.llm.llm_engine.vllm_config
     return Guards(
         messages=messages,
@@ -119,7 +142,54 @@ def engine_guards(device: Device) -> Guards:
         unfit=_unfit(built, world.config),
         other_side=_refusal(built, world.config, capture=False),
         fit=_refusal(built, world.config, capture=True),
+        sleeps=sleeps,
     )
+
+
+def several_sleeps(
+    engine: Engine, sample: Callable[[], list[Rollout]], push: Callable[[], None]
+) -> list[Sleep]:
+    """Sample, sleep and wake three times, with every call made twice."""
+    core = engine.llm.llm_engine.engine_core.engine_core
+    # vLLM schedules ahead on GPUs only: its queue is switched on as `EngineCore.__init__` does.
+    core.batch_queue_size, core.batch_queue = 2, deque(maxlen=2)
+    core.step_fn = core.step_with_batch_queue
+
+    def cache_bytes() -> int:
+        return sum(
+            tensor.untyped_storage().nbytes()
+            for tensor in engine.llm.collective_rpc(lambda worker: worker.model_runner.kv_caches)[0]
+        )
+
+    def refused(action: Callable[[], object]) -> str:
+        action()
+        return message_of(action, EngineStateError)
+
+    def refreshed() -> None:
+        push()  # a policy that does not change
+        engine.reset_cache()
+
+    refreshed()
+    found = []
+    for _ in range(3):
+        samples, before, ahead = signature(sample()), cache_bytes(), len(core.batch_queue)
+        messages = [refused(engine.sleep)]
+        asleep, left = cache_bytes(), len(core.batch_queue)
+        messages.append(refused(lambda: engine.wake("weights")))
+        messages.append(message_of(engine.sleep, EngineStateError))
+        messages.append(refused(lambda: engine.wake("kv_cache")))
+        messages.append(message_of(sample, EngineStateError))
+        refreshed()
+        found.append(
+            Sleep(
+                samples=samples,
+                ahead=[ahead, left],
+                cache_bytes=[before, asleep, cache_bytes()],
+                weights=held_tensors(engine),
+                refused=messages,
+            )
+        )
+    return found
 
 
 def _unfit(built: Any, config: Config) -> dict[str, str]:

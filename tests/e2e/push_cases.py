@@ -47,11 +47,14 @@ class PushedAndFresh:
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """Signatures before and after a push and with cached prompts; number of compared tensors."""
+    """Signatures before and after a push, with cached prompts, and after each of two sleeps with
+    another push; number of compared tensors.
+    """
 
     before: list[str]
     after: list[str]
     cached: list[str]
+    slept: list[list[str]]
     compared: int
 
 
@@ -115,9 +118,14 @@ def pushed(device: Device, *, out: str, dtype: str) -> Pushed:
     compared = prove_weights(world.stream, world.engine, world.mesh)
     after = signature(world.collect(1).rollouts)
     cached = signature(world.collect(1).rollouts)
+    slept = []
+    for _ in range(2):
+        world.residency.move(State.TRAIN)
+        world.sync(1)
+        slept.append(signature(world.collect(1).rollouts))
     like = world.config.model.path
     export(Path(out), world.stream, world.policy, device, world.mesh, like=like, step=1)
-    return Pushed(before=before, after=after, cached=cached, compared=compared)
+    return Pushed(before=before, after=after, cached=cached, slept=slept, compared=compared)
 
 
 def loaded(device: Device, *, model: str, dtype: str) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import guard_cases, push_cases, step_cases
+from tests.e2e.guard_cases import Guards
 from tests.errors import NOTHING
 from tests.families import engine_sizes, family_checkpoint
 from tests.world import run_world
@@ -70,8 +71,14 @@ def test_tied_embeddings_of_a_pipeline_reach_the_engine(family: str, tmp_path: P
         assert result.local_reads > 0 and result.peer_reads > 0
 
 
-def test_engine_refuses_every_wrong_order_and_every_incomplete_push() -> None:
+@pytest.fixture(scope="module")
+def guards() -> Guards:
     (found,) = run_world(guard_cases.engine_guards, 1)
+    return found
+
+
+def test_engine_refuses_every_wrong_order_and_every_incomplete_push(guards: Guards) -> None:
+    found = guards
     expected = {
         "push asleep": "call wake('weights') first",
         "generate asleep": "kv_cache and weights sleep",
@@ -103,6 +110,23 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push() -> None:
         assert title == "EngineConfigError: the engine cannot be used"
         assert len(faults) == 1 and faults[0].startswith(f"  - {name} is "), f"{name}: {text}"
     assert found.fit == NOTHING
+
+
+def test_sleeping_and_waking_twice_changes_and_loses_nothing(guards: Guards) -> None:
+    first, *others = guards.sleeps
+    asleep, half, awake = "asleep already", "with only the weights awake", "awake already"
+    for sleep in guards.sleeps:
+        for said, expected in zip(
+            sleep.refused, (asleep, awake, half, awake, "holds version -1"), strict=True
+        ):
+            assert expected in said
+        # A batch of no living request, which vLLM would otherwise read after the next wake.
+        assert sleep.ahead == [1, 0]
+        before, during, after = sleep.cache_bytes
+        assert before == after > 2**20 and during == 0
+    for sleep in others:
+        assert sleep.samples == first.samples
+        assert sleep.weights == first.weights
 
 
 @pytest.mark.parametrize("ep", [1, 2], ids=["dp2", "ep2"])

@@ -38,8 +38,12 @@ def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
     assert result.reloaded == {}
     if name in ("deepseek_v3", "moonlight"):  # latent attention
         assert "is made from other weights" in result.why_reloaded
+        (note,) = result.notes  # once in two weight syncs
+        assert note.startswith("note: rank 0: weights other than experts go through vLLM's reload")
+        assert note.endswith(f"takes longer: {result.why_reloaded}")
     else:
         assert result.why_reloaded == "", "copied, not reloaded"
+        assert result.notes == []
     gates = result.tensors - result.compared
     assert gates == result.gates, "every tensor was compared, gate and up together"
     faults = result.faults

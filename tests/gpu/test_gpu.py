@@ -42,6 +42,7 @@ def test_push_makes_the_engine_equal_to_a_freshly_loaded_one(tmp_path: Path) -> 
     (fresh,) = run_world(push_cases.loaded, 1, model=folder, dtype="bfloat16", timeout_s=600.0)
     assert engine.after == fresh
     assert engine.cached == fresh
+    assert engine.slept == [fresh, fresh]
     assert engine.compared > 0
 
 

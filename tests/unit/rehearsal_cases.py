@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu
 from r3.config import Config
@@ -19,8 +23,16 @@ from r3.policy import Policy, memory, scoring
 from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.modules import GroupedExperts
 from r3.policy.updates import train_on
+from r3.rewards.model import Batches
 from r3.rollout.scored import Scored
-from r3.runtime.device import Device, SideStream
+from r3.runtime.device import (
+    Device,
+    SideStream,
+    Stash,
+    prepare_environment,
+    seed_everything,
+    select_device,
+)
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch
@@ -154,6 +166,112 @@ def settings(changes: list[dict[str, dict[str, Any]]]) -> int:
             config = tiny_config(**SECTIONS | sections)
             step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
     return len(changes)
+
+
+def compiled_functions() -> list[str]:
+    """Names of Megatron's functions that torch.compile has wrapped."""
+    return sorted(
+        f"{name}.{key}"
+        for name, module in sys.modules.items()
+        if name.startswith("megatron.core")
+        for owner in (module, *(one for one in vars(module).values() if isinstance(one, type)))
+        if owner is module or owner.__module__ == name
+        for key, value in vars(owner).items()
+        if "_torchdynamo_orig_callable" in getattr(value, "__dict__", {})
+        and value.__module__.startswith("megatron.core")
+    )
+
+
+class DeterministicKernels(TorchDispatchMode):
+    """Raises an error where a CUDA kernel does in deterministic mode, and has a forward.
+
+    Those that the documentation of `torch.use_deterministic_algorithms` lists, as far as language
+    models can come near them.
+    """
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, on_cuda = func.overloadpacket.__name__, torch.is_tensor(args[0]) and args[0].is_cuda
+        refused = (
+            name in ("put_", "histc", "median", "nll_loss_forward", "nll_loss2d_forward")
+            or (name == "cumsum" and args[0].is_floating_point())
+            or (name == "bincount" and len(args) > 1 and args[1] is not None)
+            or (name == "scatter_reduce" and args[4] == "prod")
+        )
+        if on_cuda and refused and not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(f"{name} has no deterministic implementation")
+        return func(*args, **(kwargs or {}))
+
+
+class Copies(TorchDispatchMode):
+    """Lists where each copy goes.
+
+    Attributes:
+        into: types of the devices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "copy_":
+            self.into.append(args[0].device.type)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Switch deterministic mode on as a run does."""
+    seed_everything(1, deterministic=True)
+    try:
+        with DeterministicKernels():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def process() -> dict[str, Any]:
+    """What is set once in a process, or in each of its threads."""
+    found: dict[str, Any] = {"compiled before": compiled_functions()}
+    os.environ.pop("VLLM_LOGGING_LEVEL", None)
+    os.environ["LOCAL_RANK"] = "1"
+    with fake_world(topk=2, rank=1, size=2):
+        prepare_environment()
+        found["logging"] = os.environ["VLLM_LOGGING_LEVEL"]
+        device = cuda(1, 2)
+        mesh = build_mesh(device, tiny_config().parallel)
+        config = tiny_config(**SECTIONS)
+        batches = batches_of(mesh, ModelShape.read(config.model.path))
+        with deterministic_kernels():
+            step(config, device, mesh, batches)
+            found["deterministic"] = torch.are_deterministic_algorithms_enabled()
+            try:
+                torch.ones(3, device="cuda").cumsum(0)
+            except RuntimeError as error:
+                found["cumsum"] = str(error)
+        found["compiled"] = compiled_functions()
+        kept, tensor = Stash(device=device), torch.ones(8, device="cuda")
+        with Copies() as copies:
+            for move in (kept.put, kept.put, kept.get, kept.get) * 2:
+                move("x", tensor)
+        found["stash"] = copies.into
+        select_device()
+        thread = threading.Thread(target=lambda: devices.append(torch.cuda.current_device()))
+        devices = [torch.cuda.current_device()]
+        thread.start()
+        thread.join()
+        found["a rank's device, and a new thread's"] = devices
+        scorer = Batches(
+            lambda *_: [1],
+            lambda many: [float(torch.cuda.current_device())] * len(many),
+            size=1,
+            tokens=1,
+            wait_s=0.0,
+        )
+        scorer.start(0, len, ())
+        ((_, found["reward model's device"], _),) = scorer.collect(60.0)
+        scorer.close()
+    return found
 
 
 def order_of_streams() -> dict[str, int]:

@@ -13,7 +13,15 @@ from torch.multiprocessing import reductions
 
 from r3.cli.checks import allocator_problems, cuda_expert_problems
 from r3.models.shape import ModelShape
-from r3.runtime.device import free_port, ipc_arguments, seed_everything, to_host
+from r3.runtime.device import (
+    Device,
+    Stash,
+    free_port,
+    ipc_arguments,
+    prepare_environment,
+    seed_everything,
+    to_host,
+)
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -43,6 +51,34 @@ def test_a_peers_memory_is_mapped_on_the_readers_device_without_an_event() -> No
     sent = {name: f"as sent: {name}" for name in names}
     expected = sent | {"storage_device": 3, "event_sync_required": False}
     assert dict(zip(names, ipc_arguments(tuple(sent.values()), 3), strict=True)) == expected
+
+
+def test_stash_keeps_the_first_copy_out_and_the_first_copy_back() -> None:
+    device = Device(
+        torch=torch.device("cpu"), is_cuda=False, rank=0, local_rank=0, world_size=1, host="here"
+    )
+    stash, tensor = Stash(device=device), torch.arange(5.0)
+    for start in (0.0, 100.0):
+        expected = torch.arange(5.0) + start
+        tensor.copy_(expected)
+        view = tensor[2:]
+        stash.put("x", tensor)
+        stash.put("x", tensor)  # the storage is empty now: a copy of it would replace the contents
+        assert tensor.untyped_storage().nbytes() == 0
+        stash.get("x", tensor)
+        assert torch.equal(tensor, expected) and torch.equal(view, expected[2:])
+        tensor.add_(1)
+        stash.get("x", tensor)  # the contents are newer than the copy
+        assert torch.equal(tensor, expected + 1)
+    with pytest.raises(AssertionError, match="part does not own its storage"):
+        stash.put("part", tensor[1:])
+
+
+def test_vllm_is_quiet_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On CUDA its warnings are shown: test_rehearsal.py.
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    prepare_environment()
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
 
 
 def test_copies_on_the_host_are_reused() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu
+from r3.cli.parse import parse
+from tests.families import random_checkpoint
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
@@ -22,9 +28,18 @@ _PROGRAMS = {
         ' echo "check $* on $LOCAL_WORLD_SIZE"; sleep $CHECK_S; exit $CHECK;;\n'
         ' *r3.doctor*) echo "health $*"; sleep $CHECK_S; exit $HEALTH;; esac\n'
         "trap 'echo stopped; exit 75' USR1\n"
-        'echo "ranks $*"\nfor i in $(seq 20); do sleep 0.1; done; exit $CODE\n'
+        'echo "ranks $*"\necho "threads $OMP_NUM_THREADS"\n'
+        "for i in $(seq 20); do sleep 0.1; done; exit $CODE\n"
     ),
 }
+
+
+def programs(folder: Path, texts: dict[str, str]) -> str:
+    """Write shell programs into a folder; returns a PATH that finds them first."""
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
 
 
 def submit(folder: Path, *, usr1_after: str = "", **variables: str) -> tuple[int, str]:
@@ -34,9 +49,7 @@ def submit(folder: Path, *, usr1_after: str = "", **variables: str) -> tuple[int
         usr1_after: send USR1 to the script when a line begins so.
         variables: set in the environment.
     """
-    for name, text in _PROGRAMS.items():
-        (folder / name).write_text(f"#!/usr/bin/env bash\n{text}")
-        (folder / name).chmod(0o755)
+    path = programs(folder, _PROGRAMS)
     slurm = {
         "SLURM_SUBMIT_DIR": str(folder),
         "SLURM_JOB_ID": "77",
@@ -45,7 +58,7 @@ def submit(folder: Path, *, usr1_after: str = "", **variables: str) -> tuple[int
         "SLURM_GPUS_ON_NODE": "8",
     }
     stubs = {"REFUSED": "0", "CHECK": "0", "CHECK_S": "0", "HEALTH": "0", "CODE": "0"}
-    own = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": str(folder / "r3")}
+    own = {"PATH": path, "PYTHON": str(folder / "r3")}
     process = subprocess.Popen(
         ["bash", ROOT / "launch" / "slurm.sbatch", "tiny"],
         env=os.environ | slurm | stubs | own | variables,
@@ -84,6 +97,13 @@ def test_ranks_are_the_gpus_that_were_asked_for(
 def test_job_without_gpus_says_so(tmp_path: Path) -> None:
     code, said = submit(tmp_path, SLURM_GPUS_ON_NODE="")
     assert code == 2 and "no GPUs in this job" in said
+
+
+@pytest.mark.parametrize(("cores", "threads"), [("64", 8), ("8", 1), ("4", 1)])
+def test_ranks_of_a_node_share_its_cores(cores: str, threads: int, tmp_path: Path) -> None:
+    code, said = submit(tmp_path, SLURM_CPUS_ON_NODE=cores, OMP_NUM_THREADS="")
+    assert code == 0
+    assert f"\nthreads {threads}\n" in said
 
 
 def test_mistakes_and_errors_are_not_requeued(tmp_path: Path) -> None:
@@ -125,6 +145,75 @@ def test_job_that_slurm_does_not_requeue_ends_with_75(tmp_path: Path) -> None:
     code, said = submit(tmp_path, usr1_after="ranks", REFUSED="1")
     assert code == 75 and "submit it again with the same --log.dir" in said
     assert "stopped\n" in said
+
+
+@pytest.mark.parametrize(
+    ("cores", "own", "threads"), [(16, "", 4), (3, "", 1), (16, "7", 7)], ids=["16", "3", "set"]
+)
+def test_ranks_of_a_gpu_machine_share_its_cores(
+    cores: int, own: str, threads: int, tmp_path: Path
+) -> None:
+    path = programs(
+        tmp_path,
+        {
+            "nvidia-smi": "",
+            "nproc": f"echo ${{OMP_NUM_THREADS:-{cores}}}",
+            # Torch sees four GPUs; other calls say what they would run on.
+            "r3": 'if [ "$1" = -c ]; then echo 4; else echo "$* on $OMP_NUM_THREADS"; fi',
+        },
+    )
+    done = subprocess.run(
+        [ROOT / "launch/local.sh", "tiny"],
+        env=os.environ | {"PATH": path, "PYTHON": str(tmp_path / "r3"), "OMP_NUM_THREADS": own},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    check, ranks = done.stdout.splitlines()
+    assert check.endswith(f"--check --world-size 4 on {threads}")
+    assert "--nproc_per_node 4 " in ranks and ranks.endswith(f" on {threads}")
+
+
+def test_first_gpu_run_types_what_exists(tmp_path: Path) -> None:
+    out, typed = tmp_path / "out", tmp_path / "typed"
+    random_checkpoint(out / "model", num_experts=8, num_experts_per_tok=2)
+    # It finds a GPU and writes its record with the real interpreter; commands are only written
+    # down, each word ended by a tab.
+    python = (
+        f'case $1 in -c) exit 0;; -) exec "{sys.executable}" "$@";; esac\n'
+        f'printf "%s\\t" "$@" >>"{typed}"; echo >>"{typed}"'
+    )
+    path = programs(tmp_path, {"r3": python, "nvidia-smi": "echo 3 MiB", "sleep": ""})
+    subprocess.run(
+        ["benchmarks/gpu.sh", str(out)],
+        cwd=ROOT,
+        env=os.environ | {"PATH": path, "PYTHON": str(tmp_path / "r3")},
+        check=True,
+        capture_output=True,
+    )
+    commands = [line.split("\t")[:-1] for line in typed.read_text().splitlines()]
+    kinds = {"train": 0, "doctor": 0, "experiment": 0, "tests": 0}
+    for words in commands:
+        match words:
+            case ["train.py", *flags]:
+                kinds["train"] += 1
+                assert parse(flags).config.parallel.ep == 1
+            case ["-m", "r3.doctor", *flags]:
+                kinds["doctor"] += 1
+                assert parse(flags).config.engine.dtype == "bfloat16"
+            case ["-m", "benchmarks.gpu", name, *paths]:
+                kinds["experiment"] += 1
+                inspect.signature(gpu.EXPERIMENTS[name]).bind(*paths)
+            case ["-m", "pytest", *_, folder]:
+                kinds["tests"] += 1
+                assert (ROOT / folder / "test_gpu.py").exists()
+            case _:
+                raise AssertionError(words)
+    assert kinds == {"train": 5, "doctor": 3, "experiment": 10, "tests": 1}
+    steps = [json.loads(line)["step"] for line in (out / "results.jsonl").read_text().splitlines()]
+    table = (ROOT / "benchmarks/gpu.md").read_text().partition("| step |")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines() for name in re.findall("`([^`]*)`", row[:60])]
+    assert set(steps) == {*named, "deterministic-2"} - {"-2"}
 
 
 def test_first_gpu_run_says_that_there_is_no_gpu(tmp_path: Path) -> None:

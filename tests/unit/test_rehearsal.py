@@ -54,6 +54,22 @@ def test_experiments_for_the_first_gpu() -> None:
     assert rehearse(cases.first_experiments) == ["attention", "grouped", "layer", "stash"]
 
 
+def test_process_is_set_up_for_cuda() -> None:
+    found = rehearse(cases.process)
+    before = found["compiled before"]
+    assert "megatron.core.transformer.moe.router._apply_expert_bias" in before and len(before) > 20
+    assert found["compiled"] == []
+    # The warning about slow order of pushed weights is shown; on CPU there is none (test_device).
+    assert found["logging"] == "WARNING"
+    assert found["a rank's device, and a new thread's"] == [1, 0]
+    assert found["reward model's device"] == 1
+    # Every move was made twice, and the second one copied nothing.
+    assert found["stash"] == ["cpu", "cuda"] * 2
+    # A step calls nothing that has no deterministic kernel.
+    assert found["deterministic"]
+    assert found["cumsum"] == "cumsum has no deterministic implementation"
+
+
 @pytest.mark.parametrize("parallel", [{"tp": 2, "etp": 1}, {"cp": 2}])
 def test_ranks_that_share_sequences(parallel: dict[str, int]) -> None:
     assert rehearse(cases.layout, rank=1, parallel=parallel)
