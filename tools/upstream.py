@@ -74,6 +74,7 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "r3/engine/build.py": _LLM
     | {
         "built": ("vllm.config.VllmConfig",),
+        "cpu_runner": ("vllm.v1.worker.gpu_model_runner.GPUModelRunner",),
         "model": ("vllm.config.ModelConfig",),
         "parallel": ("vllm.config.ParallelConfig",),
         "cache": ("vllm.config.CacheConfig",),

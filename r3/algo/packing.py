@@ -418,13 +418,15 @@ def sorted_experts(routes: np.ndarray) -> np.ndarray:
 
     Two to five times faster than `np.sort` for small K: each comparison is of whole columns.
     """
-    columns = list(np.moveaxis(routes, -1, 0).copy())
+    columns = np.moveaxis(routes, -1, 0).copy()
     # Odd-even transposition sort: sorted after K turns.
     for turn in range(len(columns)):
         for i in range(turn % 2, len(columns) - 1, 2):
             low, high = columns[i], columns[i + 1]
-            columns[i], columns[i + 1] = np.minimum(low, high), np.maximum(low, high)
-    return np.stack(columns, axis=-1)
+            smaller = np.minimum(low, high)
+            np.maximum(low, high, out=high)
+            low[...] = smaller
+    return np.moveaxis(columns, 0, -1)
 
 
 def _check_routes(

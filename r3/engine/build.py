@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -191,6 +191,8 @@ def build_llm(
     refuse_unfit(llm.llm_engine.vllm_config, config, capture=capture)
     if not device.is_cuda:
         llm.collective_rpc(_rotate_slices_in_torch)
+        if capture:
+            llm.collective_rpc(_copy_routes_in_one_call)
     require_head_type(llm, config)
     return llm
 
@@ -267,3 +269,25 @@ def _rotate_slices_in_torch(worker: Any) -> None:
     for module in worker.model_runner.get_model().modules():
         if isinstance(module, RotaryEmbedding) and not module.is_neox_style:
             module._forward_method = module.forward_native
+
+
+def _copy_routes_in_one_call(worker: Any) -> None:
+    """Let a router copy its choices straight to its layer's rows of vLLM's capture buffer.
+
+    vLLM 0.30's own hook asks for the layout of data-parallel ranks and slices both tensors, in
+    every layer of every step. That is half of what capture costs on CPU. R3's engines have one
+    data-parallel rank (`refuse_unfit`), so that all rows of a step belong to the rank.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    def copying(rows: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def copy(topk_ids: torch.Tensor) -> None:
+            rows[: len(topk_ids)].copy_(topk_ids)
+
+        return copy
+
+    cpu_runner = worker.model_runner
+    buffer = cpu_runner.routed_experts_capturer.get_device_buffer()
+    for module in cpu_runner.get_model().modules():
+        if isinstance(module, MoERunner) and module.router.capture_fn is not None:
+            module.router.set_capture_fn(copying(buffer[:, module.layer_id]))

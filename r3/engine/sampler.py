@@ -106,8 +106,7 @@ class Sampler:
 
     def add(self, turn: Turn) -> None:
         """Put a turn in flight."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         assert turn.key not in self._turns, f"turn {turn.key} is in flight already"
         how = turn.sampling
@@ -125,6 +124,7 @@ class Sampler:
             detokenize=bool(how.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
             routed_experts_prompt_start=turn.first_row,
+            skip_clone=True,  # no other request has it
         )
         (prompt,) = self._core.renderer.render_cmpl([{"prompt_token_ids": list(turn.tokens_T)}])
         self._core.add_request(str(turn.key), prompt, sampling)

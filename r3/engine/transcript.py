@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -100,10 +101,10 @@ class Transcript:
             FloatingPointError: a log-probability is not finite.
             RouteError: rows are missing or illegal, or belong to other tokens.
         """
-        if not np.isfinite(sampled.logprobs_T).all():
-            lowest = min(sampled.logprobs_T)
+        if not math.isfinite(sum(sampled.logprobs_T)):  # one NaN or infinity makes the sum so
+            bad = next(each for each in sampled.logprobs_T if not math.isfinite(each))
             raise FloatingPointError(
-                f"{self._who}: the engine sampled a token with log-probability {lowest}"
+                f"{self._who}: the engine sampled a token with log-probability {bad}"
             )
         spec = self._spec
         if not self._segments or self._segments[-1][1] != spec.policy_version:

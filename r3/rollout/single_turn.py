@@ -39,6 +39,7 @@ def sample_single_turn(
     """
     sampling = Sampling(temperature=temperature)
     rollouts: dict[int, Rollout] = {}
+    capture = engine.capture_spec
     with engine.sampler(policy_version=policy_version) as sampler:
         for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             sampler.add(
@@ -55,7 +56,7 @@ def sample_single_turn(
             for sampled in sampler.step():
                 index, prompt = sampled.key, prompts[sampled.key]
                 who = f"rollout {prompt.id}/0 of step {policy_version}"
-                transcript = Transcript(engine.capture_spec, prompt.tokens_T, who=who)
+                transcript = Transcript(capture, prompt.tokens_T, who=who)
                 transcript.append_sample(sampled)
                 rollouts[index] = transcript.rollout(
                     prompt,

@@ -69,27 +69,29 @@ def check_routes(
         raise RouteError(
             f"{who}: {num_tokens} tokens need {expected} rows of routes, got shape {routes.shape}"
         )
-    if routes.shape[1] == num_layers:
-        routes = routes[:, list(moe_layers)]
-    elif routes.shape[1] != len(moe_layers):
+    if routes.shape[1] not in (num_layers, len(moe_layers)):
         raise RouteError(
             f"{who}: routes of {routes.shape[1]} layers; the model has {num_layers} layers, "
             f"{len(moe_layers)} of them MoE"
         )
+    if routes.shape[1] != len(moe_layers):
+        routes = routes[:, list(moe_layers)]
     if routes.shape[2] != topk:
         raise RouteError(f"{who}: {routes.shape[2]} experts per token, the model has {topk}")
     if routes.size == 0:
         return all_missing()
-    if int(routes.max()) >= num_experts or int(routes.min()) < 0:
+    # vLLM returns unsigned ids, which need no search for negative ones.
+    negative = routes.dtype.kind != "u" and int(routes.min()) < 0
+    if negative or int(routes.max()) >= num_experts:
         row, layer, _ = np.argwhere((routes >= num_experts) | (routes < 0))[0]
         raise RouteError(
             f"{who}: position {row}, layer {moe_layers[layer]}: "
             f"experts {routes[row, layer].tolist()} are not all in 0..{num_experts - 1}"
         )
     ordered = sorted_experts(routes)
-    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    repeated = ordered[..., 1:] == ordered[..., :-1]
     if repeated.any():
-        row, layer = np.argwhere(repeated)[0]
+        row, layer, _ = np.argwhere(repeated)[0]
         raise RouteError(
             f"{who}: position {row}, layer {moe_layers[layer]}: "
             f"experts {routes[row, layer].tolist()} repeat; such a row was never routed"

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.config import EnvConfig, RewardConfig
-from r3.engine import CaptureSpec, Sampled, Sampling
+from r3.engine import CaptureSpec, Sampled, Sampling, Transcript
 from r3.metrics.meter import _merge
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
@@ -405,3 +405,19 @@ def test_a_group_goes_on_without_a_failed_conversation(script: Script, on_error:
     scorer = script.scorer("group_size")
     collected = script.play("Fails", scorer, samples=3, on_error=on_error)
     assert sorted(collected.rewards) == [0.0] * (on_error == "zero") + [2.0, 2.0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])
+def test_a_log_probability_that_is_not_finite_is_refused(bad: float) -> None:
+    shape = ModelShape.read(tiny_config().model.path)
+    spec = CaptureSpec(policy_version=0, captures=False, on_missing="error", shape=shape)
+    sampled = Sampled(
+        key=0,
+        tokens_T=[3, 4, 5],
+        logprobs_T=[-1.0, bad, -1.0],
+        routed_experts=None,
+        first_row=0,
+        finish_reason="stop",
+    )
+    with pytest.raises(FloatingPointError, match=f"rollout p7/2: .* log-probability {bad}"):
+        Transcript(spec, [1, 2], who="rollout p7/2").append_sample(sampled)
