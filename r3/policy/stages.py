@@ -1,9 +1,9 @@
 """What pipeline stages send each other. Every stage knows the shapes before they arrive.
 
 Micro-batches differ in length. For this case Megatron's stages send the shape of each tensor ahead
-of it, and wait twice for the device: until the shape is there, and to read it. But all stages have
-the same micro-batches, and Megatron's schedule has a fixed order. So the shapes follow from the
-lengths.
+of it. The sender waits for its device, and the receiver twice: until the shape is there, and to
+read it. But all stages have the same micro-batches, and Megatron's schedule has a fixed order. So
+the shapes follow from the lengths.
 """
 
 from __future__ import annotations

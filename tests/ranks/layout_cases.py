@@ -36,7 +36,8 @@ class Exchange:
     Attributes:
         same: loss and gradients are equal, bit for bit.
         messages, messages_before: sends and receives of this stage without and with the exchange.
-        exchanges: times that this stage exchanged shapes. A device waits twice in each.
+        exchanges: times that this stage exchanged shapes. The device waits in each, and once more
+            to read a shape that arrived.
     """
 
     same: bool
