@@ -36,7 +36,7 @@ from r3.data.prompts import prompts_of_step
 from r3.engine import Engine, sampling_seed
 from r3.rollout.single_turn import sample_single_turn
 from r3.rollout.task import read_task
-from r3.runtime.device import Device, free_port, init_device
+from r3.runtime.device import Device, free_port, init_device, settle
 from r3.types import Prompt
 from tests.engines import engine_from_disk
 from tests.tiny import tiny_config
@@ -102,6 +102,7 @@ def measure(name: str, folder: Path, rounds: int, device: Device) -> dict[str, A
         "r3 off": lambda turn: in_r3(plain, each, task.max_tokens, turn),
         "r3": lambda turn: in_r3(capturing, each, task.max_tokens, turn),
     }
+    settle()  # as a run does
     load = os.getloadavg()[0]
     speeds: dict[str, list[float]] = {arm: [] for arm in arms}
     names = list(arms)
