@@ -364,9 +364,7 @@ class Trainable:
     frozen: list[torch.Tensor]
 
 
-def wrap(
-    config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: Mesh, *, fused: bool
-) -> Trainable:
+def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: Mesh) -> Trainable:
     """Add data parallelism and the distributed optimizer. All ranks must call.
 
     Gradients are reduced in float32 and summed over data-parallel ranks, not averaged.
@@ -376,8 +374,6 @@ def wrap(
         megatron: the chunks' config; the schedule's functions are set on it.
         chunks: this rank's model chunks.
         mesh: the layout of the ranks.
-        fused: use torch's fused AdamW. The default one needs a temporary tensor as large as a
-            moment of all parameters.
     """
     half = megatron.params_dtype != torch.float32
     modules, frozen = in_precision(megatron, chunks)
@@ -408,8 +404,8 @@ def wrap(
             use_gloo_process_groups=False,
         )
 
-    if fused:
-        use_fused_adam(optimizer)
+    use_fused_adam(optimizer)
+    skip_copies_of_one(wrapped)
 
     def finalize(model: list[Any], _num_tokens: Any = None, **_kwargs: Any) -> None:
         # Without a token count: the loss is normalised already.
@@ -432,8 +428,29 @@ def in_precision(
     return modules, flat_expert_biases(chunks)
 
 
+def skip_copies_of_one(wrapped: list[Any]) -> None:
+    """Leave out the collectives of parameters that one data-parallel rank has to itself.
+
+    With one rank, Megatron still reduces all gradients and gathers all parameters, onto themselves.
+    gloo makes three copies of them per update.
+    """
+
+    def skip(*_args: Any, **_kwargs: Any) -> None: ...
+
+    for chunk in wrapped:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.intra_distributed_optimizer_instance_size == 1:
+                group.start_param_sync = skip
+                if all(bucket.gradient_scaling_factor == 1.0 for bucket in group.buckets):
+                    group.start_grad_sync = skip
+
+
 def use_fused_adam(optimizer: Any) -> None:
-    """Take torch's fused AdamW from the first step on. Megatron has no argument for it."""
+    """Take torch's fused AdamW from the first step on. Megatron has no argument for it.
+
+    It makes one pass over memory. The default one makes seven, and needs a temporary tensor as
+    large as a moment of all parameters.
+    """
     for each in chained(optimizer):
         for group in each.optimizer.param_groups:
             group["fused"] = True

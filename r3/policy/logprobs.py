@@ -72,9 +72,9 @@ class Head:
             logits_NV = torch.mm(hidden_ND, weight_VD.t(), out_dtype=torch.float32)
         else:
             logits_NV = self.operand(hidden_ND) @ weight_VD.t()
-        scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).mul_(
-            1.0 / self.temperature
-        )
+        scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        if self.temperature != 1:
+            scaled_NV.mul_(1.0 / self.temperature)
         first, rows = self.axis.rank * len(weight_VD), len(weight_VD)
         if first + rows > self.vocab_size:
             scaled_NV[:, max(0, self.vocab_size - first) :] = _NOWHERE
@@ -155,7 +155,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if head.entropy_gradient:
                 factor_NV = (scaled_NV + excess_N[rows, None]).mul_(-entropy_grad_N[rows, None])
                 factor_NV.sub_(grad_N[rows, None])
-            grad_NV = scaled_NV.exp_().div_(total_N[rows, None]).mul_(factor_NV)
+            grad_NV = scaled_NV.exp_().mul_(factor_NV.div_(total_N[rows, None]))
             del factor_NV
             grad_NV.scatter_add_(
                 -1, index_N1[rows], torch.where(mine_N[rows], grad_N[rows], 0.0).unsqueeze(-1)

@@ -66,11 +66,34 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise over the last dimension."""
-        # A view, so that the two gradients of x add up here and not where the residual's arrives: a
-        # recomputed norm then has the same bits in float32 too.
-        x32 = x.view_as(x).float()
-        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * x32.to(x.dtype)
+        return _Norm.apply(x, self.weight, self.eps)
+
+
+class _Norm(torch.autograd.Function):
+    """weight * x / sqrt(mean(x^2) + eps), with a backward in few passes that saves only its inputs.
+
+    With n = x / sqrt(...) and d = gradient * weight: dx = (d - n mean(d n)) / sqrt(...).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x32 * scale).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        (gradient,) = upstream
+        normed = x.float() * scale
+        product = gradient.float() * normed
+        d_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        # mean(d n) = mean(gradient n weight)
+        mean = (product @ weight.float()).div_(x.shape[-1]).unsqueeze(-1)
+        d_normed = product.copy_(gradient).mul_(weight)
+        dx = d_normed.addcmul_(normed, mean, value=-1).mul_(scale)
+        return dx.to(x.dtype), d_weight, None
 
 
 class LatentNorm(RMSNorm):

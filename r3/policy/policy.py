@@ -64,7 +64,7 @@ class Policy(ScoringPolicy):
         self.replay: Replay = attach_replay(
             chunks, shape.moe_layers, mesh.pp, plausibility=config.replay.plausibility
         )
-        trainable = wrap(config, self.megatron, chunks, mesh, fused=device.is_cuda)
+        trainable = wrap(config, self.megatron, chunks, mesh)
         self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
         self._frozen = trainable.frozen
         self.chunks = chunks

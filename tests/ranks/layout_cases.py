@@ -15,7 +15,8 @@ from r3.models.freeze import frozen_tensors
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.policy import Policy, memory, scoring
-from r3.policy.build import transformer_config, use_fused_adam
+from r3.policy.build import transformer_config
+from r3.policy.memory import chained
 from r3.policy.modules import packed_params
 from r3.policy.stages import KnownShapes
 from r3.policy.weights import load
@@ -299,12 +300,10 @@ def fused_adam(device: Device, *, out: str) -> FusedAdam:
     """
     config = tiny_config(model={"dtype": "bfloat16"})
     mesh, plain = build(device, config)
+    for each in chained(plain.optimizer):
+        for group in each.optimizer.param_groups:
+            group["fused"] = False
     (batch,) = batches_of(mesh, plain.shape, micro_batch_tokens=96)
-
-    def another() -> Policy:
-        policy = Policy(config, device, mesh, plain.shape)
-        use_fused_adam(policy.optimizer)
-        return policy
 
     def mains(policy: Policy) -> dict[str, torch.Tensor]:
         return {
@@ -313,13 +312,13 @@ def fused_adam(device: Device, *, out: str) -> FusedAdam:
             if "/main/" in key
         }
 
-    fused = another()
+    fused = Policy(config, device, mesh, plain.shape)
     began = mains(plain)
     plain.update(batch, total_updates=4)
     fused.update(batch, total_updates=4)
     expected, found = mains(plain), mains(fused)
     saved = checkpoint.save(Path(out), fused, device, mesh, step=1, keep=0)
-    resumed = another()
+    resumed = Policy(config, device, mesh, plain.shape)
     checkpoint.load(Found(folder=saved, step=1), resumed, device, mesh)
     for _ in range(2):
         fused.update(batch, total_updates=4)

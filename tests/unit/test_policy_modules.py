@@ -1,15 +1,16 @@
-"""Parts of the policy that need no ranks: attention with grouped heads, rounded router logits."""
+"""Parts of the policy that need no ranks: attention with grouped heads, norm, router logits."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from r3.policy.build import rounded_gating
-from r3.policy.modules import grouped_heads
+from r3.policy.modules import _Norm, grouped_heads
 
 pytestmark = pytest.mark.unit
 
@@ -55,3 +56,27 @@ def test_router_logits_can_be_rounded_like_the_engine() -> None:
     assert torch.equal(
         torch.autograd.grad(logits.sum(), hidden)[0], torch.autograd.grad(exact.sum(), hidden)[0]
     )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_norm_and_its_gradients_equal_the_formula(dtype: torch.dtype, tolerance: float) -> None:
+    """Tolerance: relative to the largest value, some last bits of sums of 40 numbers.
+
+    The weight's share in the mean of the gradient, if forgotten, would move it by 0.1.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, gradient = (torch.randn(5, 8, 32, generator=generator).to(dtype) for _ in range(2))
+    weight = (1 + torch.randn(32, generator=generator)).to(dtype)
+
+    def results(
+        norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], kind: torch.dtype
+    ) -> list[torch.Tensor]:
+        inputs = [one.detach().to(kind).requires_grad_() for one in (x, weight)]
+        out = norm(*inputs)
+        return [out.detach(), *torch.autograd.grad(out, inputs, gradient.to(kind))]
+
+    found = results(lambda x, weight: _Norm.apply(x, weight, 1e-2), dtype)
+    expected = results(lambda x, weight: F.rms_norm(x, (32,), weight, 1e-2), torch.float64)
+    for one, exact in zip(found, expected, strict=True):
+        assert one.dtype == dtype
+        assert (one.double() - exact).abs().max() <= tolerance * exact.abs().max()
