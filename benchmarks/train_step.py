@@ -227,7 +227,8 @@ def products(shape: ModelShape, batch: Batch) -> Callable[[], None]:
             sizes += [(tokens, hidden, both), (tokens, heads, hidden)]
             sizes += [(tokens, hidden, shape.num_experts)]
             routes = micro_batch.routed_experts_NLK[:, layer].flatten().long()
-            for rows in torch.bincount(routes, minlength=shape.num_experts).tolist():
+            counted = torch.bincount(routes[routes >= 0], minlength=shape.num_experts)
+            for rows in counted.tolist():
                 width = shape.moe_ffn_size
                 sizes += [(rows, hidden, 2 * width), (rows, width, hidden)] if rows else []
         sizes.append((tokens, hidden, shape.vocab_size))
