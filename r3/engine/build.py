@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from r3.runtime.device import preserved_random_state
+from r3.runtime.process import importing
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -100,9 +100,8 @@ def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
 def kept_process_state() -> Iterator[None]:
     """Restore what `LLM()` (vLLM 0.30) overwrites.
 
-    It reseeds torch, numpy and random, replaces `torch.set_num_threads` by a stub on CPU, sets
-    LOCAL_WORLD_SIZE to its own tensor parallel size, and freezes the garbage collector, after which
-    no living object can ever be collected.
+    It reseeds torch, numpy and random, replaces `torch.set_num_threads` by a stub on CPU, and sets
+    LOCAL_WORLD_SIZE to its own tensor parallel size.
     """
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     environment = {name: os.environ.get(name) for name in _OVERWRITTEN_ENVIRONMENT}
@@ -117,7 +116,6 @@ def kept_process_state() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        gc.unfreeze()
 
 
 def build_llm(
@@ -137,7 +135,8 @@ def build_llm(
     Raises:
         EngineConfigError: the engine differs from what R3 relies on.
     """
-    from vllm import LLM
+    with importing():
+        from vllm import LLM
 
     engine = config.engine
     arguments: dict[str, Any] = dict(

@@ -20,6 +20,7 @@ from r3.rollout.conversation import ConversationSetup
 from r3.rollout.evaluate import HeldOut
 from r3.runtime.algorithm import advantage_of, loss_of
 from r3.runtime.device import device_gib, has_gpu, host_gib
+from r3.runtime.process import importing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,8 @@ def _unfit(config: Config, shape: ModelShape) -> list[Problem]:
 
 
 def _read_tokenizer(field: str, path: str) -> Any:
-    from transformers import AutoTokenizer
+    with importing():
+        from transformers import AutoTokenizer
 
     # R3 checks lengths itself and names the row, so the warning of transformers is off.
     try:

@@ -1,11 +1,14 @@
-"""Let a process die with the process that started it."""
+"""What a process sets about itself: it ends with the one that started it; how it imports."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
 
@@ -31,3 +34,20 @@ def die_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Search no garbage while the block imports modules, nor ever among their objects.
+
+    Modules live as long as the process. Python would search their objects again and again while
+    more are made, which takes a quarter of the CPU time of a start.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from r3.rollout.task import Task, read_task
 from r3.run.check import check_task
 from r3.run.folder import RunDir
 from r3.run.header import closing, result
+from r3.runtime.process import importing
 from tests.tiny import random_rollouts, tiny_config
 from tests.world import ROOT
 
@@ -174,3 +176,17 @@ def test_mistakes_show_before_megatron_and_vllm_are_imported() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_importing_searches_no_garbage_and_leaves_the_switch_alone(enabled: bool) -> None:
+    was, frozen = gc.isenabled(), gc.get_freeze_count()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with importing():
+            made, searched = [[] for _ in range(1000)], gc.isenabled()
+        assert (searched, gc.isenabled()) == (False, enabled)
+        assert gc.get_freeze_count() > frozen + len(made)
+    finally:
+        gc.unfreeze()
+        (gc.enable if was else gc.disable)()
