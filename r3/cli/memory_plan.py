@@ -82,9 +82,8 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
     widths, h the width of a head, F the feed-forward width (of an expert), and S the width of the
     shared experts:
 
-        norm        (4 + 2 b) D                    input in float32, normalised, output
+        norm        2 b D                          input and output
         attention   norm + b (q + 2 k)             projected q, k, v
-                    (4 + b) (q + k)                before and after the norm of q and k, if any
                     b (q + k + 4 h + 2 q)          rotated q and k, sines, cosines; output twice
         dense MLP   norm + 4 b F                   gate and up, silu of gate, product
         MoE         norm + b K (D + 5 F) + 4 b S   tokens sorted by expert; gate, up, silu, products
@@ -100,12 +99,10 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
     selective = recompute == "selective"
     hidden, head = shape.hidden_size, shape.head_dim
     queries, keys = shape.num_heads * head, shape.num_kv_heads * head
-    whole_norm = (4 + 2 * size) * hidden
+    whole_norm = 2 * size * hidden
     norm = size * hidden if selective else whole_norm
     attention = norm + size * (queries + 2 * keys)
     attention += size * ((2 if selective else 3) * queries + keys + 4 * head)
-    if shape.qk_norm != "none":
-        attention += (4 + size) * (queries + keys)
     dense = norm + 4 * size * shape.ffn_size
     routed = shape.topk * (hidden + (2 if selective else 5) * shape.moe_ffn_size)
     experts = (
@@ -127,7 +124,7 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
     else:
         layers = min(num_moe, 1) if recompute == "moe" else num_moe
         kept = shape.num_layers * attention + num_moe * norm + num_dense * dense + layers * experts
-    return kept + (4 + size) * hidden + backward  # the last norm; its output is in `head_bytes`
+    return kept + size * hidden + backward  # the last norm; its output is in `head_bytes`
 
 
 def head_bytes(config: Config, shape: ModelShape) -> float:

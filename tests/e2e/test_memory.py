@@ -11,7 +11,8 @@ pytestmark = pytest.mark.e2e
 
 
 def test_memory_plan_is_within_a_fifth_of_what_is_measured() -> None:
-    # 20 %: the plan counts what autograd keeps, not the few temporaries of single operations.
+    # 20 %: the plan counts what autograd keeps, not the few temporaries of single operations, nor
+    # the float32 copies that bfloat16 attention keeps on CPU.
     (found,) = run_world(cases.plan_and_measurement, 1)
     assert len(found) == 9
     ratios = {
