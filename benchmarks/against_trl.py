@@ -83,6 +83,8 @@ class Task:
         steps: of each run, the first of which does not count.
         lr: learning rate.
         trl_batch: samples per forward pass of TRL; the fastest of those tried.
+        kv_cache_gib: of an engine of R3; all its samples fit. More costs time, because its memory
+            is freed and taken in every step.
     """
 
     model: str
@@ -93,6 +95,7 @@ class Task:
     steps: int
     lr: float
     trl_batch: int
+    kv_cache_gib: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +174,7 @@ def make_task(name: str, folder: Path) -> Task:
             steps=9,
             lr=5e-4,
             trl_batch=128,
+            kv_cache_gib=0.0625,
         )
     assert name == "middle", name
     import torch
@@ -190,6 +194,7 @@ def make_task(name: str, folder: Path) -> Task:
         steps=4,
         lr=1e-5,
         trl_batch=32,
+        kv_cache_gib=0.25,
     )
 
 
@@ -207,7 +212,7 @@ def in_r3(task: Task, folder: Path, _python: Path | None = None, *, ranks: int =
         "parallel.ep": 1,
         "replay.shadow_frac": 0.04,  # the default, which the tiny presets raise
         "engine.max_num_seqs": task.prompts * task.samples,
-        "engine.kv_cache_gib": 0.5,
+        "engine.kv_cache_gib": task.kv_cache_gib,
         "eval.every": 0,
         "eval.path": "",
         "checkpoint.every": 0,
