@@ -52,7 +52,7 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except _MISTAKES as error:
-        if _is_leader():
+        if is_leader():
             print(error, file=sys.stderr, flush=True)
         sys.exit(2)
 
@@ -79,7 +79,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
         undo.callback(task.close)
         if check:
             require_free(run_dir.path)
-        writes = _is_leader() and not config.eval.only and not check
+        writes = is_leader() and not config.eval.only and not check
         start = open_run(run_dir, config, writes=writes, overrides=invocation.overrides)
         if start.lock is not None:
             undo.callback(start.lock.release)
@@ -95,7 +95,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
             )
             start = replace(start, notes=(f"evaluating {what}; no training",))
         elif start.found is not None and _is_finished(config, run_dir, start.found.step):
-            if _is_leader():
+            if is_leader():
                 print(
                     f"{run_dir.path} is finished: {result(run_dir, start.found.step)}. "
                     "Set a larger --train.steps to continue, or another --log.dir for a new run.",
@@ -123,5 +123,6 @@ def require_engines_within_machines(config: Config) -> None:
         raise ConfigError([Problem("parallel.engine_tp", size, rule, fix)])
 
 
-def _is_leader() -> bool:
+def is_leader() -> bool:
+    """Whether this process is rank 0, before the ranks have joined too."""
     return os.environ.get("RANK", "0") == "0"

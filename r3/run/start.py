@@ -20,7 +20,7 @@ from r3.run.failures import FailureReport, resume_command
 from r3.run.folder import RunDir
 from r3.run.header import closing, header
 from r3.run.identity import read_identity
-from r3.run.prepare import Prepared
+from r3.run.prepare import Prepared, is_leader
 from r3.run.resume import ResumeError, Start
 from r3.run.stop import REQUEUE, StoppedEarly
 from r3.run.verify import newest_whole
@@ -41,16 +41,16 @@ def ending(prepared: Prepared) -> Iterator[None]:
     or 130 after Ctrl-C, with one block on the console if an error leaves the block.
     """
     folder, code = prepared.folder.path, 0
-    with FailureReport(folder, rank=_rank()):
+    with FailureReport(folder, rank=int(os.environ.get("RANK", "0"))):
         try:
             yield
         except ResumeError as error:
-            if _is_leader():
+            if is_leader():
                 print(error, file=sys.stderr, flush=True)
             sys.exit(2)
         except StoppedEarly as stopped:
             code = REQUEUE
-            if _is_leader():
+            if is_leader():
                 print(f"{stopped}; continue with: {resume_command(folder)}", flush=True)
     leave(code)
 
@@ -133,19 +133,11 @@ def _build(prepared: Prepared, watch: Watchdog) -> Run:
 
 def start_tracker(config: Config, folder: RunDir) -> Tracker | None:
     """The tracker of the run on rank 0; None if there is none, and for an evaluation alone."""
-    identity = read_identity(folder.path) if _is_leader() else None
+    identity = read_identity(folder.path) if is_leader() else None
     if config.log.tracker == "none" or config.eval.only or identity is None:
         return None
     with stage(f"starting {config.log.tracker}"):
         return Tracker(config, identity.run_id)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _is_leader() -> bool:
-    return _rank() == 0
 
 
 def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> None:
