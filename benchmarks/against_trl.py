@@ -133,7 +133,6 @@ def main() -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="r3-trl-") as name:
         folder = Path(name)
-        (folder / "reward.py").write_text(REWARD)
         for task_name in words.tasks:
             task = make_task(task_name, folder)
             load = os.getloadavg()[0]
@@ -163,7 +162,8 @@ def trl_python(folder: Path) -> Path:
 
 
 def make_task(name: str, folder: Path) -> Task:
-    """Return a task by name; make its checkpoint."""
+    """Return a task by name; write its checkpoint and its reward to a folder."""
+    (folder / "reward.py").write_text(REWARD)
     if name == "tiny":
         return Task(
             model=str(assets.TINY_MOE),
