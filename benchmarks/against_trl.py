@@ -198,8 +198,15 @@ def make_task(name: str, folder: Path) -> Task:
     )
 
 
-def in_r3(task: Task, folder: Path, _python: Path | None = None, *, ranks: int = 2) -> Timing:
-    """Train with R3."""
+def in_r3(
+    task: Task,
+    folder: Path,
+    _python: Path | None = None,
+    *,
+    ranks: int = 2,
+    changes: dict[str, Any] | None = None,
+) -> Timing:
+    """Train with R3; `changes` are other settings than those of the comparison."""
     settings: dict[str, Any] = {
         "model.path": task.model,
         "rollout.prompts_per_step": task.prompts,
@@ -218,7 +225,7 @@ def in_r3(task: Task, folder: Path, _python: Path | None = None, *, ranks: int =
         "checkpoint.every": 0,
         "checkpoint.export": "false",
         "log.dir": folder,
-    }
+    } | (changes or {})
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     cpu_s = call(

@@ -1,22 +1,25 @@
 """Time how R3 scales: ranks, and what training costs as a task grows.
 
-    .venv/bin/python -m benchmarks.scaling          fifteen minutes on two idle cores
+    .venv/bin/python -m benchmarks.scaling          25 minutes on two idle cores
 
 Ranks: the same steps of the 52 M model of `against_trl.py` on one rank and on two, one thread each,
-in turns. Cost: forward and backward of one step in one process, while one size grows and the others
-stay. An exponent is the slope of log(seconds) over log(size): 1 is linear, 0 is flat. Sizes are
-run in turns, and each takes its fastest round. The script writes scaling.json to
-benchmarks/results/.
+in turns, and bare products in one process and in two. Layouts: steps on two ranks, with an engine
+for each rank or one for both, and with all experts on each rank or divided over both. Cost: forward
+and backward of one step in one process, while one size grows and the others stay. An exponent is
+the slope of log(seconds) over log(size): 1 is linear, 0 is flat. Sizes are run in turns, and each
+takes its fastest round. The script writes scaling.json to benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
@@ -28,7 +31,7 @@ import numpy as np
 
 from benchmarks.against_trl import in_r3, make_task
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
-from benchmarks.train_step import MODEL, pack, recorded, take_turns
+from benchmarks.train_step import MODEL, pack, products, recorded, take_turns
 from r3.config import Config, ModelConfig, TrainConfig
 from r3.models.shape import ModelShape
 from r3.policy import Policy
@@ -77,13 +80,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", default=["ranks", "cost"])
+    parser.add_argument("--parts", nargs="+", default=["ranks", "layouts", "cost"])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     words = parser.parse_args()
     load = os.getloadavg()[0]
     found: dict[str, Any] = {}
     if "ranks" in words.parts:
         found["ranks"] = over_ranks(words.rounds)
+    if "layouts" in words.parts:
+        found["layouts"] = over_layouts(words.rounds)
     if "cost" in words.parts:
         found["cost"] = over_sizes(words.rounds)
     result = {
@@ -117,12 +122,91 @@ def over_ranks(rounds: int) -> dict[str, Any]:
     medians = {ranks: statistics.median(values) for ranks, values in steps.items()}
     ratio = medians[1] / medians[2]
     print(f"one rank takes {ratio:.2f} times the seconds of two (bar 1.7)")
+    bare = of_machine(rounds)
+    print(f"bare products of two processes at once run at {bare:.2f} times the rate of one")
     return {
         "step_s": {str(ranks): [round(value, 2) for value in steps[ranks]] for ranks in steps},
         "ratio": round(ratio, 2),
         "ratio_of_training": round(statistics.median(train[1]) / statistics.median(train[2]), 2),
         "bar": 1.7,
+        "machine": round(bare, 2),
     }
+
+
+# Changes of a run with two ranks, and the phase that they are about.
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "an engine for each rank, all experts on each": ({}, ""),
+    "one engine of both ranks": ({"parallel.engine_tp": 2}, "time/generate_s"),
+    "experts divided over both ranks": ({"parallel.ep": 2}, "time/train_s"),
+}
+
+
+def over_layouts(rounds: int) -> dict[str, Any]:
+    """Return the seconds of generation and training of each layout, for both tasks."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="r3-scaling-") as name:
+        for task_name in ("middle", "tiny"):
+            folder = Path(name) / task_name
+            folder.mkdir()
+            task = make_task(task_name, folder)
+            phases: dict[str, list[dict[str, float]]] = {layout: [] for layout in LAYOUTS}
+            for number in range(rounds):
+                for place, (layout, (changes, _)) in enumerate(LAYOUTS.items()):
+                    timing = in_r3(task, folder / f"{number}-{place}", changes=changes)
+                    phases[layout].append(timing.phases)
+            first, *others = phases
+            found[task_name] = {"phases": phases} | {
+                layout: round(median(phases[layout], phase) / median(phases[first], phase), 2)
+                for layout, phase in ((other, LAYOUTS[other][1]) for other in others)
+            }
+            print(f"{task_name}: {found[task_name]}", flush=True)
+    return found
+
+
+def median(runs: list[dict[str, float]], phase: str) -> float:
+    """Return the median seconds of a phase."""
+    return statistics.median(run[phase] for run in runs)
+
+
+def of_machine(rounds: int) -> float:
+    """Return how much more two processes multiply than one, each with the products of a step.
+
+    Cores share caches, memory and clock: no program on this machine scales better.
+    """
+    context = multiprocessing.get_context("spawn")
+    best = {}
+    with tempfile.TemporaryDirectory(prefix="r3-scaling-") as name:
+        model = make_task("middle", Path(name)).model
+        for count in (1, 2):
+            times: Any = context.Queue()
+            barrier = context.Barrier(count)
+            started = [
+                context.Process(target=time_products, args=(model, rounds, barrier, times))
+                for _ in range(count)
+            ]
+            for process in started:
+                process.start()
+            best[count] = max(times.get(timeout=300) for _ in started)
+            for process in started:
+                process.join()
+    return 2 * best[1] / best[2]
+
+
+def time_products(model: str, rounds: int, barrier: Any, times: Any) -> None:
+    """Put the median seconds of a step's products in `times`; processes measure at once."""
+    import torch
+
+    torch.set_num_threads(1)
+    shape = ModelShape.read(model)
+    run = products(shape, pack(shape, [240] * 32))
+    run()
+    found = []
+    for _ in range(max(rounds, 3)):
+        barrier.wait()
+        began = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - began)
+    times.put(statistics.median(found))
 
 
 def over_sizes(rounds: int) -> dict[str, Any]:
