@@ -1,10 +1,13 @@
-"""Counts what some work allocates."""
+"""Counts what some work allocates, and which memory is really there."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -23,3 +26,25 @@ def peak_bytes(work: Callable[[], Any]) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """View a storage as bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
+
+
+def resident_bytes(storage: torch.UntypedStorage) -> int:
+    """Bytes of the pages of a storage that are in memory."""
+    first = storage.data_ptr() // mmap.PAGESIZE
+    last = -(-(storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE)
+    with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+        pages.seek(8 * first)
+        entries = np.frombuffer(pages.read(8 * (last - first)), dtype=np.uint64)
+    assert len(entries) == last - first
+    return int((entries >> np.uint64(63)).sum()) * mmap.PAGESIZE  # bit 63: present
+
+
+def lock_page(storage: torch.UntypedStorage) -> None:
+    """Lock a page in the middle of a storage, which the system then keeps in memory."""
+    middle = storage.data_ptr() + storage.nbytes() // 2
+    assert ctypes.CDLL("libc.so.6").mlock(ctypes.c_void_p(middle), ctypes.c_size_t(1)) == 0

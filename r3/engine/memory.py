@@ -2,8 +2,10 @@
 
 On CUDA this is vLLM's own sleep mode: level 1 keeps weights on the host, level 2 drops them, and
 the next sync brings all of them. vLLM has no sleep mode on CPU. There its scheduler is paused the
-same way, and the storage of the KV cache is shrunk to nothing and grown again in place, so every
-tensor that views it stays valid. CPU weights stay where they are.
+same way, and the pages of the KV cache go back to the system. When the engine wakes, the cache is
+all zeros at the same addresses, and takes memory only where it is written. A cache whose pages
+stay (`discard`) has its storage shrunk to nothing and grown again in place. CPU weights stay where
+they are.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from r3.runtime.device import Device
+from r3.runtime.device import Device, discard
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -37,7 +39,8 @@ class Sleeper:
             self._llm.llm_engine.step()
         self._llm.sleep(level=level)
         if not self._device.is_cuda:
-            self._freed = [(storage, storage.nbytes()) for storage in self._kv_storages()]
+            kept = [storage for storage in self._kv_storages() if not discard(storage)]
+            self._freed = [(storage, storage.nbytes()) for storage in kept]
             for storage, _ in self._freed:
                 storage.resize_(0)
 

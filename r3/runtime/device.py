@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import mmap
 import os
 import random
 import sys
@@ -206,6 +207,49 @@ def keep_freed_memory() -> None:
         # Larger ones still come from the system: a hole in the heap as large as one is costly.
         libc.mallopt(mmap_threshold, 64 * 2**20)
         libc.mallopt(trim_threshold, -1)  # -1: never
+
+
+def discard(storage: torch.UntypedStorage) -> bool:
+    """Return the pages of host memory to the system; the memory reads as zeros afterwards.
+
+    Its addresses stay valid. The system provides a page of zeros where one is touched again, so
+    memory that is not used costs nothing.
+
+    Returns:
+        False if the memory stays: it has no whole page, is shared with other processes, mapped from
+        a file or locked, or the system is not Linux. The contents are not needed either way.
+    """
+    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    # Whole pages only: the C library and other tensors use the rest of the first and the last one.
+    first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform != "linux" or last <= first or not _is_private(first, last):
+        return False
+    madvise = ctypes.CDLL("libc.so.6").madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if madvise(first, last - first, mmap.MADV_DONTNEED) != 0:
+        return False
+    all_bytes = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (end - begin,))
+    all_bytes[: first - begin].zero_()
+    all_bytes[last - begin :].zero_()
+    return True
+
+
+def _is_private(begin: int, end: int) -> bool:
+    """Whether all addresses from `begin` to before `end` are private memory without a file.
+
+    In shared memory and in files, discarded pages would come back with their old contents.
+    """
+    with open("/proc/self/maps") as maps:
+        for line in maps:  # sorted by address
+            addresses, permissions, _offset, _device, inode, *_path = line.split()
+            start, stop = (int(address, 16) for address in addresses.split("-"))
+            if start <= begin < stop:
+                if permissions[3] != "p" or inode != "0":
+                    return False
+                if end <= stop:
+                    return True
+                begin = stop
+    return False
 
 
 def machine_id() -> str:

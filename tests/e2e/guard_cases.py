@@ -21,6 +21,7 @@ from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.engines import World, held_tensors, signature
 from tests.errors import message_of
+from tests.memory import bytes_of, lock_page, resident_bytes
 from tests.tiny import tiny_config
 
 
@@ -52,7 +53,8 @@ class Sleep:
     Attributes:
         samples: what was sampled before the sleep.
         ahead: batches that vLLM had scheduled ahead, before the sleep and in it.
-        cache_bytes: of the KV cache, before, asleep and awake again.
+        cache_bytes: of the KV cache that are in memory, before and asleep.
+        cache_is_zero: whether it is all zeros, awake again.
         weights: digests of all tensors of the model, awake again and pushed.
         refused: messages of the second calls.
     """
@@ -60,6 +62,7 @@ class Sleep:
     samples: list[str]
     ahead: list[int]
     cache_bytes: list[int]
+    cache_is_zero: bool
     weights: dict[str, str]
     refused: list[str]
 
@@ -155,11 +158,11 @@ def several_sleeps(
     core.batch_queue_size, core.batch_queue = 2, deque(maxlen=2)
     core.step_fn = core.step_with_batch_queue
 
+    (tensors,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.kv_caches)
+    caches = [tensor.untyped_storage() for tensor in tensors]
+
     def cache_bytes() -> int:
-        return sum(
-            tensor.untyped_storage().nbytes()
-            for tensor in engine.llm.collective_rpc(lambda worker: worker.model_runner.kv_caches)[0]
-        )
+        return sum(resident_bytes(storage) for storage in caches)
 
     def refused(action: Callable[[], object]) -> str:
         action()
@@ -171,7 +174,9 @@ def several_sleeps(
 
     refreshed()
     found = []
-    for _ in range(3):
+    for number in range(3):
+        if number == 2:
+            lock_page(caches[0])  # such a cache is freed and allocated again
         samples, before, ahead = signature(sample()), cache_bytes(), len(core.batch_queue)
         messages = [refused(engine.sleep)]
         asleep, left = cache_bytes(), len(core.batch_queue)
@@ -184,7 +189,8 @@ def several_sleeps(
             Sleep(
                 samples=samples,
                 ahead=[ahead, left],
-                cache_bytes=[before, asleep, cache_bytes()],
+                cache_bytes=[before, asleep],
+                cache_is_zero=not any(bool(bytes_of(storage).any()) for storage in caches),
                 weights=held_tensors(engine),
                 refused=messages,
             )

@@ -13,6 +13,7 @@ from r3.metrics.mismatch import mismatch
 from r3.routing.replay import Mode
 from r3.runtime.device import Device
 from tests.engines import World
+from tests.memory import bytes_of
 from tests.tiny import tiny_config
 
 
@@ -116,6 +117,8 @@ def memory_moves(device: Device, *, dtype: str) -> MemoryMoves:
     policy = world.policy
     random_state = torch.get_rng_state()
     world.sync(0)
+    for storage in world.engine._sleeper._kv_storages():
+        bytes_of(storage).fill_(0)  # only what is written takes memory
     generate_gib = device.used_gib()
     gradient_bytes = sum(
         buffer.untyped_storage().nbytes() for buffer in policy.memory.gradient_buffers()

@@ -4,6 +4,7 @@ Megatron.
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -122,8 +123,10 @@ def test_sleeping_and_waking_twice_changes_and_loses_nothing(guards: Guards) -> 
             assert expected in said
         # A batch of no living request, which vLLM would otherwise read after the next wake.
         assert sleep.ahead == [1, 0]
-        before, during, after = sleep.cache_bytes
-        assert before == after > 2**20 and during == 0
+        before, during = sleep.cache_bytes
+        # Four layers, and two pages of each that other memory may share.
+        assert before > 2**16 and during <= 8 * mmap.PAGESIZE
+        assert sleep.cache_is_zero
     for sleep in others:
         assert sleep.samples == first.samples
         assert sleep.weights == first.weights

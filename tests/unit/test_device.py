@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import mmap
 import os
 import subprocess
 import sys
@@ -18,12 +19,14 @@ from r3.models.shape import ModelShape
 from r3.runtime.device import (
     Device,
     Stash,
+    discard,
     free_port,
     ipc_arguments,
     prepare_environment,
     seed_everything,
     to_host,
 )
+from tests.memory import lock_page, resident_bytes
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -145,3 +148,35 @@ print(usual, min(faults() for _ in range(16)))
     usual, kept = map(int, done.stdout.split())
     # With huge pages it is 24 instead of 12288.
     assert usual >= 24 and kept <= usual / 4
+
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("size", [2 * PAGE, 10 * PAGE + 5, 40 * 2**20])
+def test_discarded_memory_leaves_and_reads_as_zeros(size: int) -> None:
+    # Of the heap, and of the system: the C library decides by size.
+    before, tensor, after = (torch.full((size,), 7, dtype=torch.uint8) for _ in range(3))
+    storage, address = tensor.untyped_storage(), tensor.data_ptr()
+    assert resident_bytes(storage) >= size
+    assert discard(storage)
+    assert resident_bytes(storage) <= 2 * PAGE  # the two that others use as well
+    tensor[size // 2] = 3
+    assert resident_bytes(storage) <= 3 * PAGE
+    assert tensor.data_ptr() == address and int(tensor.sum()) == 3
+    assert bool((before == 7).all()) and bool((after == 7).all())
+
+
+def test_memory_of_files_and_other_processes_is_not_discarded(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"\7" * 4 * PAGE)
+    shared = torch.full((4 * PAGE,), 7, dtype=torch.uint8).share_memory_()
+    of_file = torch.from_file(str(file), shared=False, size=4 * PAGE, dtype=torch.uint8)
+    of_file.fill_(7)
+    small = torch.full((PAGE // 2,), 7, dtype=torch.uint8)  # no page of its own
+    for tensor in (shared, of_file, small):
+        assert not discard(tensor.untyped_storage())
+        assert bool((tensor == 7).all())
+    locked = torch.full((8 * PAGE,), 7, dtype=torch.uint8)
+    lock_page(locked.untyped_storage())
+    assert not discard(locked.untyped_storage())
