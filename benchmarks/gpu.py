@@ -134,41 +134,93 @@ def grouped() -> Figures:
     return {"relative_errors": errors, "passed": max(errors) < 0.02}
 
 
-def layer() -> Figures:
-    """The parts of one MoE layer of the size of Qwen3-30B-A3B on 8 ranks."""
-    rows, experts, hidden, width, topk = 65536, 16, 2048, 768, 8
+def kernels() -> Figures:
+    """R3's Triton kernels against plain torch, in bfloat16, with sizes that fit no block."""
+    from r3.policy import kernels as plain
+
+    slots, width, hidden, tokens, topk = 1000, 1030, 1500, 333, 5
     half = dict(device="cuda", dtype=torch.bfloat16)
-    tokens = torch.randn(rows // topk, hidden, **half)
-    w1, w2 = (
-        torch.randn(experts, 2 * width, hidden, **half),
-        torch.randn(experts, hidden, width, **half),
-    )
-    order = torch.randint(0, len(tokens), (rows,), device="cuda")
-    ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
-    permuted = tokens[order]
-
-    def products() -> torch.Tensor:
-        gate, up = F.grouped_mm(permuted, w1.transpose(1, 2), offs=ends).chunk(2, -1)
-        return F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=ends)
-
-    outputs = products()
-    index = order[:, None].expand(-1, hidden)
-    times = {
-        "permute": seconds(lambda: tokens[order]),
-        "products": seconds(products),
-        "combine_bfloat16": seconds(
-            lambda: torch.zeros_like(tokens).scatter_add_(0, index, outputs)
-        ),
-        "combine_float32": seconds(
-            lambda: torch.zeros_like(tokens, dtype=torch.float32).scatter_add_(
-                0, index, outputs.float()
-            )
-        ),
+    both, gates = torch.randn(slots, 2 * width, **half), torch.rand(slots, device="cuda")
+    places = torch.randint(0, slots + 200, (tokens, topk), device="cuda")
+    arguments = {
+        "weighted_swiglu": (both, gates),
+        "weighted_swiglu_backward": (both, gates, torch.randn(slots, width, **half)),
+        "sum_rows": (torch.randn(slots, hidden, **half), places),
     }
-    flops = 2 * rows * hidden * width * 3
+    errors = {}
+    for name, given in arguments.items():
+        pairs = [getattr(torch.ops.r3, name)(*given), getattr(plain, name)(*given)]
+        ours, theirs = ([one] if torch.is_tensor(one) else list(one) for one in pairs)
+        errors[name] = [
+            float((a - b).float().norm() / b.float().norm())
+            for a, b in zip(ours, theirs, strict=True)
+        ]
+    # The exponential's last bit seldom moves a result to the next bfloat16. Sums have one order.
+    passed = max(map(max, errors.values())) < 1e-3 and errors["sum_rows"] == [0.0]
+    return {"relative_errors": errors, "passed": passed}
+
+
+def layer() -> Figures:
+    """One MoE layer of the size of Qwen3-30B-A3B on 8 ranks: fused experts, and grouped ones."""
+    from megatron.core.transformer.moe.moe_utils import permute, unpermute
+
+    from r3.policy.device_experts import _Experts
+
+    rows, experts, hidden, width, topk = 65536, 16, 2048, 768, 8
+    count, half = rows // topk, dict(device="cuda", dtype=torch.bfloat16)
+    leaves = [
+        torch.randn(count, hidden, **half),
+        torch.rand(count, topk, device="cuda"),
+        torch.randn(experts, 2 * width, hidden, **half) / hidden**0.5,
+        torch.randn(experts, hidden, width, **half) / width**0.5,
+    ]
+    tokens, gates, w1, w2 = (leaf.requires_grad_() for leaf in leaves)
+    chosen = torch.rand(count, experts, device="cuda").argsort(-1)[:, :topk].sort(-1).values
+    routing_map = torch.zeros(count, experts, device="cuda", dtype=torch.bool)
+    routing_map.scatter_(1, chosen, True)
+    ends = routing_map.sum(0).cumsum(0).to(torch.int32)
+
+    def products(permuted: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate, up = F.grouped_mm(permuted, w1.transpose(1, 2), offs=ends).chunk(2, -1)
+        inner = (F.silu(gate) * up * weights).to(permuted.dtype)
+        return F.grouped_mm(inner, w2.transpose(1, 2), offs=ends)
+
+    def fused() -> torch.Tensor:
+        return _Experts.apply(tokens, gates, chosen, rows, w1, w2)
+
+    def grouped() -> torch.Tensor:
+        probs = torch.zeros(count, experts, device="cuda").scatter(1, chosen, gates)
+        permuted, weights, order = permute(tokens, routing_map, probs, num_out_tokens=rows)
+        return unpermute(products(permuted, weights[:, None]), order, tokens.shape)
+
+    def gradients(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(run(), (tokens, gates, w1, w2), upstream)
+
+    upstream = torch.randn(count, hidden, **half)
+    with torch.no_grad():
+        pairs = [(fused(), grouped())]
+    pairs += zip(gradients(fused), gradients(grouped), strict=True)
+    errors = [float((a - b).float().norm() / b.float().norm()) for a, b in pairs]
+    with torch.no_grad():
+        permuted, weights = tokens.repeat(topk, 1), torch.rand(rows, 1, device="cuda")
+        times = {
+            "fused": seconds(fused),
+            "grouped": seconds(grouped),
+            "products": seconds(lambda: products(permuted, weights)),
+        }
+    times |= {
+        f"{run.__name__}_forward_backward": seconds(lambda run=run: gradients(run))  # type: ignore[misc]
+        for run in (fused, grouped)
+    }
+    twice = zip(gradients(fused), gradients(fused), strict=True)
+    same = not any(int((a != b).sum()) for a, b in twice)
     return {
         "milliseconds": {name: 1e3 * value for name, value in times.items()},
-        "products_tflops": flops / times["products"] / 1e12,
+        "products_tflops": 6 * rows * hidden * width / times["products"] / 1e12,
+        "relative_errors": errors,
+        "fused_repeats_its_bits": same,
+        # Grouped experts round sums to bfloat16 eight times; a wrong row gives 0.1 and more.
+        "passed": max(errors) < 0.03 and same,
     }
 
 
@@ -292,7 +344,7 @@ def same(first: Path, second: Path) -> Figures:
 
 EXPERIMENTS: dict[str, Callable[..., Figures]] = {
     each.__name__: each
-    for each in (facts, attention, grouped, layer, stash, ipc, model, last, same)
+    for each in (facts, attention, grouped, kernels, layer, stash, ipc, model, last, same)
 }
 WITHOUT_GPU = ("last", "same")  # these read files
 

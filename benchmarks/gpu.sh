@@ -50,6 +50,7 @@ experiment facts 120
 train check 180 tiny --check $tiny
 experiment attention 240
 experiment grouped 240
+experiment kernels 240
 # From the plainest engine to the one that users get.
 step doctor-plain 300 "$python" -m r3.doctor tiny $tiny --engine.async_scheduling false
 step doctor 300 "$python" -m r3.doctor tiny $tiny

@@ -179,7 +179,6 @@ def fake_world(
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from r3.models.hf_checkpoint import CheckpointReader
-    from r3.policy import fused_experts
     from r3.runtime.device_cpu import _Event, _Stream
 
     current = threading.local()  # as in CUDA, a thread begins on device 0
@@ -200,12 +199,6 @@ def fake_world(
             if func is torch.ops.aten.masked_select.default:
                 # Megatron's permute (moe_utils.py): every token chose `topk` experts.
                 return args[0].new_empty(args[1].shape[-1] * topk)
-            if func is torch.ops.aten.nonzero.default:
-                # R3's dispatch: every token chose `topk` experts, some of them on every rank.
-                per_row = topk if args[0].dim() == 2 else 1
-                return args[0].new_empty(
-                    (args[0].shape[0] * per_row, args[0].dim()), dtype=torch.int64
-                )
             if func.namespace == "c10d":  # nothing arrives, and results have the given buffers
                 only_work = [each.type.kind() for each in func._schema.returns] == ["ClassType"]
                 return FakeWork().boxed() if only_work else (args[0], FakeWork().boxed())
@@ -264,10 +257,6 @@ def fake_world(
         even = [len(rows) // group.size()] * group.size()
         return real_exchange(group, rows, even, even)
 
-    def sizes(experts: torch.Tensor, count: int) -> list[int]:
-        """R3's `fused_experts._sizes`: the last expert has all slots."""
-        return [0] * count + [len(experts)]
-
     def norm(_chunk: int, _flag: Any, tensors: list[list[torch.Tensor]], *_: Any) -> Any:
         """Megatron's `local_multi_tensor_l2_norm`: reads each norm on the host."""
         return torch.stack([one.norm() for each in tensors for one in each]).norm()[None], None
@@ -309,7 +298,6 @@ def fake_world(
     CheckpointReader.read = read
     token_dispatcher.sort_chunks_by_idxs = in_order
     token_dispatcher.all_to_all = exchange
-    fused_experts._sizes = sizes
     clip_grads.l2_norm_impl = norm
     dist.all_gather_object = gather
     # Borders of sequences are made on the host and read there: tensors of that size keep contents.

@@ -17,6 +17,8 @@ from r3.metrics.reduce import Mean
 from r3.models.shape import BYTES_OF, ModelShape
 from r3.models.sharding import planned_shards
 from r3.policy import Policy
+from r3.policy import build as build_policy
+from r3.policy.device_experts import DeviceExperts
 from r3.policy.layout import local_tokens
 from r3.policy.objective import policy_loss
 from r3.rollout.scored import Scored
@@ -32,6 +34,14 @@ def build(device: Device, config: Config) -> tuple[Mesh, Policy]:
     """The mesh and the policy of a config."""
     mesh = build_mesh(device, config.parallel)
     return mesh, policy_of(device, mesh, config)
+
+
+def experts_as_on_cuda(kind: str) -> str:
+    """The setting for a kind of experts; "sorted" makes fused ones those of CUDA, for good."""
+    if kind != "sorted":
+        return kind
+    build_policy._EXPERTS["fused"] = DeviceExperts
+    return "fused"
 
 
 def policy_of(device: Device, mesh: Mesh, config: Config) -> Policy:

@@ -101,10 +101,10 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the weights in training. Router scores, softmax and loss are always float32."""
     experts: Literal["auto", "fused", "grouped", "sequential"] = "auto"
-    """How experts run in training. fused: a dispatch that copies few tokens, and a loop that stays
-    in the processor's cache. grouped: Megatron's dispatch and one grouped matrix product of torch.
-    sequential: Megatron's dispatch and loop. auto: fused on CPU if parallel.etp is 1, else
-    grouped."""
+    """How experts run in training. fused: R3's own dispatch, with a loop that stays in the
+    processor's cache on CPU, and grouped products and Triton kernels on CUDA. grouped: Megatron's
+    dispatch and grouped products. sequential: Megatron's dispatch and loop. auto: fused if
+    parallel.etp is 1, else grouped."""
     recompute: Annotated[Literal["none", "selective", "moe", "full"], MayChangeOnResume()] = "none"
     """Activations recomputed in the backward pass: none; selective: what is cheap to compute
     (norms, the experts' activations, the core of attention); those of the MoE layers; or all.

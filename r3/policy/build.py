@@ -31,7 +31,9 @@ from r3.config import Config, TrainConfig
 from r3.models.hf_config import yarn_mscale
 from r3.models.shape import ModelShape
 from r3.policy.context_parallel import ContextParallelAttention
-from r3.policy.fused_experts import FusedExperts, TokenDispatcher
+from r3.policy.device_experts import DeviceExperts
+from r3.policy.dispatch import TokenDispatcher
+from r3.policy.fused_experts import FusedExperts
 from r3.policy.logprobs import Head, ScoringGPT
 from r3.policy.memory import chained
 from r3.policy.modules import (
@@ -227,13 +229,16 @@ _EXPERTS: dict[str, type[MegatronModule] | None] = {
 }
 
 
-def experts_kind(config: Config, device: Device) -> str:
-    """How experts run in training, `auto` resolved: fused on CPU, if experts are whole."""
+def experts_kind(config: Config) -> str:
+    """How experts run in training, `auto` resolved: fused, if experts are whole on a rank."""
     parallel, kind = config.parallel, config.model.experts
     if kind != "auto":
         return kind
-    whole = (parallel.etp or parallel.tp) == 1
-    return "fused" if device.torch.type == "cpu" and whole else "grouped"
+    return "fused" if (parallel.etp or parallel.tp) == 1 else "grouped"
+
+
+def _experts_class(kind: str, device: Device) -> type[MegatronModule] | None:
+    return DeviceExperts if kind == "fused" and device.is_cuda else _EXPERTS[kind]
 
 
 def _build_chunk(
@@ -245,12 +250,12 @@ def _build_chunk(
     vp_stage: int | None,
 ) -> Any:
     piece = (vp_stage or 0) * mesh.pp.size + mesh.pp.rank
-    kind = experts_kind(config, device)
+    kind = experts_kind(config)
     model = ScoringGPT(
         megatron,
         decoder_spec(
             megatron,
-            experts=_EXPERTS[kind],
+            experts=_experts_class(kind, device),
             attention=ContextParallelAttention if config.parallel.cp > 1 else CausalAttention,
             replaced=_attention_modules(shape),
             vp_stage=vp_stage,

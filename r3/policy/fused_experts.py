@@ -1,11 +1,9 @@
-"""Dispatch and experts of a MoE layer in few passes over memory: the default on CPU.
+"""Experts of a MoE layer in few passes over memory: fused experts on CPU.
 
 Megatron's dispatcher writes one copy of a token per chosen expert, sorted, and one per output.
-Here a token travels once to every expert-parallel rank that has one of its experts, and comes back
-as one row: the sum over that rank's experts. On a rank, experts take their rows from the tokens and
-add their outputs to them one expert after the other, so that what an expert works on stays in the
-processor's cache. The order of a sum is that of the experts, whatever the batch: forward and
-recomputation give the same bits.
+Here experts take their rows from the tokens and add their outputs to them one expert after the
+other, so that what an expert works on stays in the processor's cache. The order of a sum is that of
+the experts, whatever the batch: forward and recomputation give the same bits.
 """
 
 from __future__ import annotations
@@ -14,10 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.mappings import all_to_all
-from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import nn
 
+from r3.policy.dispatch import Slots
 from r3.policy.modules import GroupedExperts
 
 
@@ -25,16 +22,16 @@ class FusedExperts(GroupedExperts):
     """Experts as in `GroupedExperts`, on tokens that are neither copied nor sorted before."""
 
     def forward(
-        self, tokens_ND: torch.Tensor, experts_NK: torch.Tensor, gates_NK: torch.Tensor
+        self, tokens_ND: torch.Tensor, slots: Slots, gates_NK: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Return every token's sum over this rank's experts, [N, D].
 
         Args:
             tokens_ND: tokens.
-            experts_NK: expert of each slot, counted on this rank; -1: not on this rank.
+            slots: experts of the tokens.
             gates_NK: weights of the slots, float32.
         """
-        return _Experts.apply(tokens_ND, gates_NK, experts_NK, self.w1, self.w2), None
+        return _Experts.apply(tokens_ND, gates_NK, slots.experts_NK, self.w1, self.w2), None
 
 
 class _Experts(torch.autograd.Function):
@@ -149,23 +146,6 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
-    """The experts [N, K] of each token from Megatron's map [N, E], in ascending order."""
-    # One expert too many in one row would shift the routes of all later tokens.
-    counts_N = routing_map.sum(1)
-    assert (counts_N == topk).all(), (
-        f"tokens have {counts_N.unique().tolist()} experts each in the routing map, not {topk}"
-    )
-    return routing_map.nonzero()[:, 1].view(-1, topk)
-
-
-def sum_by_token(sums_MD: torch.Tensor, rows_M: torch.Tensor, count: int) -> torch.Tensor:
-    """Add the sums of all ranks to the token each belongs to: [count, D]."""
-    dtype = torch.promote_types(sums_MD.dtype, torch.float32)
-    out_ND = sums_MD.new_zeros(count, sums_MD.shape[-1], dtype=dtype)
-    return out_ND.index_add(0, rows_M, sums_MD.to(out_ND.dtype)).to(sums_MD.dtype)
-
-
 class _WeightGradient:
     """Gradient of experts' weights [E, ...], added straight to Megatron's buffer if there is one.
 
@@ -191,78 +171,3 @@ class _WeightGradient:
             return self._total
         self._weight.grad_added_to_main_grad = True
         return torch.empty_like(self._weight)
-
-
-class TokenDispatcher(MoETokenDispatcher):
-    """Sends every token once to each expert-parallel rank that has one of its experts.
-
-    All ranks of ep must call. Experts are not divided over tensor-parallel ranks (etp 1).
-    """
-
-    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
-        assert self.tp_size == 1, f"experts are divided over {self.tp_size} ranks (etp)"
-        self._local, self._topk = num_local_experts, config.moe_router_topk
-        self._experts_NK = torch.empty(0)
-        self._shape = torch.Size()
-        # Expert parallelism only: row of every token that is sent; tokens sent and received by rank
-        self._rows_M = torch.empty(0)
-        self._sent: list[int] = []
-        self._received: list[int] = []
-
-    def dispatch_preprocess(
-        self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens [N, D] and the gate weights of their experts [N, K]."""
-        self._shape = tokens.shape
-        self._experts_NK = chosen_experts(routing_map, self._topk)
-        return tokens.view(-1, tokens.shape[-1]), probs.gather(1, self._experts_NK)
-
-    def token_dispatch(
-        self, hidden_states: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange tokens; returns those for this rank's experts [M, D] and their gates [M, K]."""
-        if self.ep_size == 1:
-            return hidden_states, probs
-        owner_NK = self._experts_NK // self._local
-        parts = [(owner_NK == rank).any(1).nonzero()[:, 0] for rank in range(self.ep_size)]
-        self._sent = [len(part) for part in parts]
-        self._rows_M = torch.cat(parts)
-        sizes = torch.tensor(self._sent, device=hidden_states.device)
-        ranks = torch.arange(self.ep_size, device=hidden_states.device)
-        receiver_M = ranks.repeat_interleave(sizes, output_size=sum(self._sent))
-        received = torch.empty_like(sizes)
-        torch.distributed.all_to_all_single(received, sizes, group=self.ep_group)
-        self._received = received.tolist()
-        experts_MK = self._experts_NK[self._rows_M] - receiver_M[:, None] * self._local
-        elsewhere_MK = (experts_MK < 0) | (experts_MK >= self._local)
-        experts_MK.masked_fill_(elsewhere_MK, -1)
-        # A gate of another rank's expert travels with the token, and no expert reads it there.
-        self._experts_NK = self._exchange(experts_MK)
-        gates_MK = self._exchange(probs.index_select(0, self._rows_M))
-        return self._exchange(hidden_states.index_select(0, self._rows_M)), gates_MK
-
-    def _exchange(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-        sizes = (self._sent, self._received) if back else (self._received, self._sent)
-        return all_to_all(self.ep_group, rows.contiguous(), *sizes)
-
-    def dispatch_postprocess(
-        self, hidden_states: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what `FusedExperts.forward` takes."""
-        return hidden_states, self._experts_NK, probs
-
-    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the experts' sums as they are."""
-        return hidden_states
-
-    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Bring the sums back to the ranks of their tokens, and add those of all ranks."""
-        if self.ep_size == 1:
-            return hidden_states
-        sums_MD = self._exchange(hidden_states, back=True)
-        return sum_by_token(sums_MD, self._rows_M, self._shape[:-1].numel())
-
-    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return outputs in the shape that the tokens came in."""
-        return hidden_states.view(self._shape)

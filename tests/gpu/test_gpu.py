@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from r3.policy import kernels
 from tests.e2e import precision_cases, push_cases, step_cases
 from tests.e2e.step_cases import StepRoutes
 from tests.world import run_world
@@ -44,6 +46,29 @@ def test_push_makes_the_engine_equal_to_a_freshly_loaded_one(tmp_path: Path) -> 
     assert engine.cached == fresh
     assert engine.slept == [fresh, fresh]
     assert engine.compared > 0
+
+
+@pytest.mark.parametrize("name", ["weighted_swiglu", "weighted_swiglu_backward", "sum_rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_fused_experts_equal_plain_torch(name: str, dtype: torch.dtype) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    both, d_inner = torch.randn(101, 2 * 1030, dtype=dtype), torch.randn(101, 1030, dtype=dtype)
+    given = {
+        "weighted_swiglu": (both, torch.rand(101)),
+        "weighted_swiglu_backward": (both, torch.rand(101), d_inner),
+        "sum_rows": (both, torch.randint(0, 120, (33, 5))),
+    }[name]
+    found = getattr(torch.ops.r3, name)(*(one.to(device) for one in given))
+    expected = getattr(kernels, name)(*given)
+    # Sums have the same order. The exponential differs in its last bits (2^-23), which seldom moves
+    # a result to the next bfloat16 (2^-8).
+    bound = 0.0 if name == "sum_rows" else 1e-6 if dtype == torch.float32 else 1e-3
+    for one, other in zip(
+        [found] if name != "weighted_swiglu_backward" else found,
+        [expected] if name != "weighted_swiglu_backward" else expected,
+        strict=True,
+    ):
+        assert (one.cpu() - other).float().norm() <= bound * other.float().norm()
 
 
 def test_float32_head_is_computed_on_both_sides() -> None:

@@ -26,7 +26,14 @@ from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch
 from tests.errors import message_of
-from tests.policies import batches_of, build, full_gradients, padded_backward, require_planned
+from tests.policies import (
+    batches_of,
+    build,
+    experts_as_on_cuda,
+    full_gradients,
+    padded_backward,
+    require_planned,
+)
 from tests.tiny import tiny_config
 
 
@@ -154,7 +161,7 @@ def gradients(
     config = tiny_config(
         model,
         parallel=parallel or {},
-        model={"experts": experts, "recompute": recompute, "dtype": dtype},
+        model={"experts": experts_as_on_cuda(experts), "recompute": recompute, "dtype": dtype},
         replay={"mode": replay},
         algo={"correction": "token_tis"} | (algo or {}),
         train={"logprob_chunk_tokens": chunk},

@@ -13,7 +13,7 @@ from r3.routing.replay import RouterTap
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch
-from tests.policies import batches_of, in_backward, policy_of, read_back
+from tests.policies import batches_of, experts_as_on_cuda, in_backward, policy_of, read_back
 from tests.tiny import tiny_config
 
 
@@ -55,7 +55,7 @@ def recomputation(device: Device, *, model: str, experts: str, dtype: str) -> Re
     In flight together means: forward all, then backward in the same order, as the first stage of a
     pipeline does.
     """
-    config = tiny_config(model, model={"experts": experts, "dtype": dtype})
+    config = tiny_config(model, model={"experts": experts_as_on_cuda(experts), "dtype": dtype})
     mesh = build_mesh(device, config.parallel)
     gradients: dict[str, list[torch.Tensor]] = {}
     messages: dict[str, str] = {}

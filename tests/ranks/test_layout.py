@@ -118,7 +118,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2-tp2": {"ranks": 4, "parallel": {"cp": 2, "tp": 2}},
     "cp2-ep2": {"ranks": 2, "parallel": {"cp": 2, "ep": 2}},
     "ep2-full-recompute": {"ranks": 2, "parallel": {"ep": 2}, "recompute": "full"},
-    "ep2-moe-recompute": {"ranks": 2, "parallel": {"ep": 2}, "recompute": "moe"},
+    "ep2-moe-recompute-sorted": {
+        "ranks": 2,
+        "parallel": {"ep": 2},
+        "recompute": "moe",
+        "experts": "sorted",
+    },
     "ep2-selective": {"ranks": 2, "parallel": {"ep": 2}, "recompute": "selective"},
     "tp2-ep2-etp1-selective": {
         "ranks": 2,

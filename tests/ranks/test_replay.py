@@ -313,7 +313,12 @@ def test_old_pass_and_first_update_are_one_policy(ranks: int, ep: int, other_mod
 
 @pytest.fixture(
     scope="module",
-    params=[("fused", "float32"), ("fused", "bfloat16"), ("grouped", "bfloat16")],
+    params=[
+        ("fused", "float32"),
+        ("fused", "bfloat16"),
+        ("sorted", "bfloat16"),
+        ("grouped", "bfloat16"),
+    ],
     ids=" ".join,
 )
 def recomputation(other_model: str, request: pytest.FixtureRequest) -> Recomputation:

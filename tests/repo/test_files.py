@@ -76,6 +76,9 @@ def test_lock_is_complete_and_portable() -> None:
     }
     assert not unwanted
 
+    aside = (ROOT / "requirements/triton.txt").read_text(encoding="utf-8")
+    assert re.search(r"^triton==[0-9.]+ ", aside, re.MULTILINE) and "--hash=sha256:" in aside
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f'__version__ = "{project["version"]}"' in (ROOT / "r3/__init__.py").read_text(
         encoding="utf-8"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu
 from r3.config import Config
@@ -19,9 +20,9 @@ from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
 from r3.handover.rollouts import pack_for
 from r3.handover.weights import WeightStream
 from r3.models.shape import ModelShape
-from r3.policy import Policy, memory, scoring
+from r3.policy import Policy, kernels, memory, scoring
+from r3.policy.device_experts import DeviceExperts
 from r3.policy.layout import LocalTokens, local_tokens
-from r3.policy.modules import GroupedExperts
 from r3.policy.updates import train_on
 from r3.rewards.model import Batches
 from r3.rollout.scored import Scored
@@ -219,6 +220,59 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Waits(TorchDispatchMode):
+    """Lists operations for which the host waits until the device is done.
+
+    Attributes:
+        found: names of the operations.
+    """
+
+    TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
+        waits = any(tag in func.tags for tag in self.TAGS)
+        if name == "index":  # its result has a known shape unless it is indexed by a mask
+            waits = any(one.dtype == torch.bool for one in tensors[1:])
+        result = func(*args, **kwargs)
+        if name in ("copy_", "_to_copy"):
+            tensors.append(result)
+            between = len({one.device.type for one in tensors}) > 1
+            # copy_(to, from, non_blocking)
+            waits = between and not (kwargs.get("non_blocking") or True in args[2:3])
+        if waits and any(one.is_cuda for one in tensors):
+            self.found.append(name)
+        return result
+
+
+def waits_of_a_layer(kinds: list[str]) -> dict[str, list[str]]:
+    """What forward and backward of a MoE layer under replay wait for: router, dispatch, experts."""
+    found = {}
+    with fake_world(topk=2):
+        device = cuda(0, 1)
+        mesh = build_mesh(device, tiny_config().parallel)
+        for kind in kinds:
+            config = tiny_config(**SECTIONS | {"model": SECTIONS["model"] | {"experts": kind}})
+            trained = Policy(config, device, mesh, ModelShape.read(config.model.path))
+            micro_batch = batches_of(mesh, trained.shape)[0].micro_batches[0]
+            tokens = local_tokens(micro_batch, mesh, device.torch)
+            hidden = torch.randn(
+                len(tokens.tokens_N), 1, trained.shape.hidden_size, device="cuda"
+            ).bfloat16()
+            last = trained.chunks[0].decoder.layers[-1]
+            with trained.replay.schedule("replay", training=True), Waits() as waits:
+                tap = trained.replay.taps[last.layer_number - 1]
+                tap.load(tokens.routes_NLK[:, -1], tokens.captured_N, rows=tokens.num_captured)
+                last.mlp(hidden.requires_grad_())[0].sum().backward()
+            found[kind] = waits.found
+    return found
+
+
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
     """Switch deterministic mode on as a run does."""
@@ -334,10 +388,13 @@ def layout(rank: int, parallel: dict[str, int], experts: str = "auto") -> bool:
 
 def first_experiments() -> list[str]:
     """The experiments of benchmarks/gpu.py that use one device."""
-    with fake_world(topk=2):
-        for experiment in (gpu.attention, gpu.grouped, gpu.layer, gpu.stash):
+    experiments = (gpu.attention, gpu.grouped, gpu.kernels, gpu.layer, gpu.stash)
+    with fake_world(topk=8):
+        # plain torch, for comparison, asks how many rows there are
+        kernels.sum_rows = torch.ops.r3.sum_rows
+        for experiment in experiments:
             experiment()
-    return ["attention", "grouped", "layer", "stash"]
+    return [experiment.__name__ for experiment in experiments]
 
 
 def _tokens_with(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., LocalTokens]:
@@ -348,11 +405,11 @@ def _tokens_with(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Callable[
     return changed
 
 
-def _float_experts(self: GroupedExperts, tokens: torch.Tensor, counts: Any, probs: Any) -> Any:
-    return GROUPED(self, tokens.float(), counts, probs)
+def _float_experts(self: DeviceExperts, tokens: torch.Tensor, slots: Any, gates: Any) -> Any:
+    return FUSED(self, tokens.float(), slots, gates)
 
 
-GROUPED = GroupedExperts.forward
+FUSED = DeviceExperts.forward
 
 
 def mistakes(narrow: str) -> dict[str, str]:
@@ -382,9 +439,9 @@ def mistakes(narrow: str) -> dict[str, str]:
         scoring.local_tokens = _tokens_with(loss_mask_N=lambda mask: mask[:-1])
         attempt("a loss mask that is too short")
         scoring.local_tokens = local_tokens
-        GroupedExperts.forward = _float_experts
+        DeviceExperts.forward = _float_experts
         attempt("experts in two dtypes")
-        GroupedExperts.forward = GROUPED
+        DeviceExperts.forward = FUSED
         attempt("experts that are not aligned", narrow)
         attempt("no mistake")
     return errors

@@ -1,14 +1,33 @@
-"""The fused experts compute what one expert after the other computes, forward and backward."""
+"""Both ways of fused experts compute what one expert after the other computes, backward too."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from r3.policy.fused_experts import _Experts, chosen_experts, sum_by_token
+from r3.policy import device_experts, fused_experts
+from r3.policy.dispatch import chosen_experts, first_set, owned_by_rank, sizes_by_rank
 
 N, K, E, D, WIDTH = 37, 3, 6, 16, 24
+
+
+def _in_a_loop(*inputs: torch.Tensor) -> torch.Tensor:
+    """What CPU runs use."""
+    return fused_experts._Experts.apply(*inputs)
+
+
+def _sorted(
+    tokens_ND: torch.Tensor, gates_NK: torch.Tensor, experts_NK: torch.Tensor, *weights: Any
+) -> torch.Tensor:
+    """What CUDA runs use, here with plain torch in place of the Triton kernels."""
+    count = int((experts_NK >= 0).sum())
+    return device_experts._Experts.apply(tokens_ND, gates_NK, experts_NK, count, *weights)
+
+
+BOTH = pytest.mark.parametrize("experts", [_in_a_loop, _sorted])
 
 
 def _inputs(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -57,51 +76,74 @@ def _results(function: object, inputs: list[torch.Tensor]) -> list[torch.Tensor]
 def test_outputs_and_gradients_equal_the_formula_in_float64() -> None:
     # float64, sums of some tens of terms near 1: rounding stays below 1e-12
     for found, expected in zip(
-        _results(_Experts.apply, _inputs(torch.float64)),
+        _results(_in_a_loop, _inputs(torch.float64)),
         _results(_plain, _inputs(torch.float64)),
         strict=True,
     ):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
+@BOTH
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_outputs_and_gradients_round_as_their_data_type(dtype: torch.dtype, bound: float) -> None:
+def test_outputs_and_gradients_round_as_their_data_type(
+    dtype: torch.dtype, bound: float, experts: Any
+) -> None:
     # relative to the whole tensor: a few roundings of 2^-24, or of 2^-9
     exact = [one.detach().double() if one.is_floating_point() else one for one in _inputs(dtype)]
     for one in exact:
         one.requires_grad_(one.is_floating_point())
     for found, expected in zip(
-        _results(_Experts.apply, _inputs(dtype)), _results(_plain, exact), strict=True
+        _results(experts, _inputs(dtype)), _results(_plain, exact), strict=True
     ):
         error = (found.double() - expected).norm() / expected.norm()
         assert 0 < error <= bound
 
 
-def test_a_recomputed_forward_gives_the_same_bits() -> None:
+@BOTH
+def test_a_recomputed_forward_gives_the_same_bits(experts: Any) -> None:
     inputs = _inputs(torch.float32)
     with torch.no_grad():
-        once = _Experts.apply(*inputs)
-    assert torch.equal(once, _Experts.apply(*inputs))
+        once = experts(*inputs)
+    assert torch.equal(once, experts(*inputs))
+
+
+@BOTH
+def test_a_token_has_the_same_bits_in_any_batch(experts: Any) -> None:
+    tokens_ND, gates_NK, experts_NK, *weights = _inputs(torch.float32)
+    rest = [tokens_ND[5:], gates_NK[5:], experts_NK[5:], *weights]
+    # CPU products sum in another order in another batch: rounding of float32 to 2^-24.
+    torch.testing.assert_close(
+        experts(*rest), experts(tokens_ND, gates_NK, experts_NK, *weights)[5:], rtol=0, atol=1e-6
+    )
+
+
+def test_a_faulty_order_shows_in_outputs() -> None:
+    inputs = _inputs(torch.float32)
+    tokens_ND, gates_NK, experts_NK, *weights = inputs
+    wrong = _sorted(tokens_ND, gates_NK.roll(1, 0), experts_NK, *weights)
+    assert (wrong - _sorted(*inputs)).norm() > 0.1 * wrong.norm()
 
 
 def test_weight_gradients_add_up_in_the_buffer_of_megatron() -> None:
     inputs = _inputs(torch.float32)
-    *_, w1_gradient, w2_gradient = _results(_Experts.apply, inputs)
+    *_, w1_gradient, w2_gradient = _results(_in_a_loop, inputs)
     *_, w1, w2 = inputs
     for weight in (w1, w2):
         weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
-    _results(_Experts.apply, inputs)
+    _results(_in_a_loop, inputs)
     for weight, gradient in ((w1, w1_gradient), (w2, w2_gradient)):
         # 1 + gradient is rounded to float32 once more
         torch.testing.assert_close(weight.main_grad, 1 + gradient, rtol=1e-6, atol=1e-6)
         assert weight.grad_added_to_main_grad, "otherwise Megatron adds what backward returned"
 
 
-def test_without_tokens_the_weights_still_have_a_gradient_of_zero() -> None:
+@BOTH
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_without_slots_the_weights_still_have_a_gradient_of_zero(tokens: int, experts: Any) -> None:
     tokens_ND, gates_NK, experts_NK, w1, w2 = _inputs(torch.float32)
-    empty = [tokens_ND[:0], gates_NK[:0], experts_NK[:0], w1, w2]
-    out_ND = _Experts.apply(*empty)
-    assert out_ND.shape == (0, D)
+    elsewhere_NK = torch.full_like(experts_NK[:tokens], -1)
+    out_ND = experts(tokens_ND[:tokens], gates_NK[:tokens], elsewhere_NK, w1, w2)
+    assert torch.equal(out_ND, torch.zeros(tokens, D))
     out_ND.sum().backward()
     assert not w1.grad.any() and not w2.grad.any()
 
@@ -109,7 +151,9 @@ def test_without_tokens_the_weights_still_have_a_gradient_of_zero() -> None:
 def test_chosen_experts_are_those_of_the_map() -> None:
     expected_NK = torch.rand(N, E, generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :K]
     routing_map = torch.zeros(N, E, dtype=torch.bool).scatter(1, expected_NK, True)
-    assert torch.equal(chosen_experts(routing_map, K), expected_NK.sort(-1).values)
+    expected_NK = expected_NK.sort(-1).values
+    assert torch.equal(chosen_experts(routing_map, K), expected_NK)
+    assert torch.equal(first_set(routing_map, K), expected_NK)  # on CUDA
 
 
 def test_a_token_with_another_number_of_experts_is_an_error() -> None:
@@ -124,6 +168,13 @@ def test_sums_of_ranks_are_added_in_float32_or_their_own_type(dtype: torch.dtype
     # 1 + 2^-40 is no float32; 1 + 3 * 2^-9 rounds differently if each term is rounded to bfloat16.
     small = {torch.float64: 2**-40, torch.float32: 2**-20, torch.bfloat16: 2**-9}[dtype]
     sums_MD = torch.tensor([[1.0], [small], [5.0], [small], [small]], dtype=dtype)
-    out_ND = sum_by_token(sums_MD, torch.tensor([0, 0, 2, 0, 0]), 3)
+    places_NR = torch.tensor([[0, 1, 3, 4], [5, 5, 5, 5], [5, 2, 5, 5]])
+    out_ND = torch.ops.r3.sum_rows(sums_MD, places_NR)
     expected = torch.tensor([[1 + 3 * small], [0.0], [5.0]], dtype=torch.float64).to(dtype)
     assert out_ND.dtype == dtype and torch.equal(out_ND, expected)
+
+
+def test_sizes_count_the_tokens_and_slots_of_every_rank() -> None:
+    experts_NK = torch.tensor([[0, 1], [2, 5], [1, 4], [4, 5]])
+    sizes_R2 = sizes_by_rank(owned_by_rank(experts_NK, ranks=3, local=2))
+    assert sizes_R2.tolist() == [[2, 3], [1, 1], [3, 4]]

@@ -209,7 +209,7 @@ def test_first_gpu_run_types_what_exists(tmp_path: Path) -> None:
                 assert (ROOT / folder / "test_gpu.py").exists()
             case _:
                 raise AssertionError(words)
-    assert kinds == {"train": 5, "doctor": 3, "experiment": 10, "tests": 1}
+    assert kinds == {"train": 5, "doctor": 3, "experiment": 11, "tests": 1}
     steps = [json.loads(line)["step"] for line in (out / "results.jsonl").read_text().splitlines()]
     table = (ROOT / "benchmarks/gpu.md").read_text().partition("| step |")[2].partition("\n\n")[0]
     named = [name for row in table.splitlines() for name in re.findall("`([^`]*)`", row[:60])]

@@ -39,7 +39,7 @@ def test_settings_with_a_path_of_their_own_on_cuda(tmp_path: Path) -> None:
             "replay": {"plausibility": 0.1},
             "train": {"optimizer": "streamed"},
         },
-        {"model": {"experts": "fused"}},
+        {"model": {"experts": "grouped"}},
         # A teacher's weights travel to the device and back.
         {"algo": {"teacher": (str(assets.TINY_MOE_TIES),)}, "train": {"objective": "distill"}},
         {"model": {"recompute": "selective"}},
@@ -51,7 +51,8 @@ def test_settings_with_a_path_of_their_own_on_cuda(tmp_path: Path) -> None:
 
 
 def test_experiments_for_the_first_gpu() -> None:
-    assert rehearse(cases.first_experiments) == ["attention", "grouped", "layer", "stash"]
+    names = ["attention", "grouped", "kernels", "layer", "stash"]
+    assert rehearse(cases.first_experiments) == names
 
 
 def test_process_is_set_up_for_cuda() -> None:
@@ -68,6 +69,12 @@ def test_process_is_set_up_for_cuda() -> None:
     # A step calls nothing that has no deterministic kernel.
     assert found["deterministic"]
     assert found["cumsum"] == "cumsum has no deterministic implementation"
+
+
+def test_a_layer_of_fused_experts_never_waits_for_the_device() -> None:
+    found = rehearse(cases.waits_of_a_layer, kinds=["auto", "fused", "grouped"])
+    assert found["auto"] == found["fused"] == []
+    assert "masked_select" in found["grouped"]
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2, "etp": 1}, {"cp": 2}])

@@ -47,7 +47,7 @@ def cuda_expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
     parallel = config.parallel
     each = shape.moe_ffn_size // (parallel.etp or parallel.tp)
     multiple = 8 if config.model.dtype == "bfloat16" else 4
-    if not shape.moe_layers or config.model.experts not in ("auto", "grouped"):
+    if not shape.moe_layers or config.model.experts == "sequential":
         return []
     return [
         Problem(

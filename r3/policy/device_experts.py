@@ -1,0 +1,124 @@
+"""Experts of a MoE layer in few kernels, none of which waits for the device: fused experts on CUDA.
+
+The experts of all tokens are known, so that their slots are sorted once. Rows are gathered in that
+order, go through torch's grouped products, and each token adds up its own rows in float32: there is
+no atomic sum, and forward and recomputation give the same bits. Backward runs the same way in the
+other direction.
+
+No GPU has run it. On CPU tensors it runs with plain torch, for tests; `r3.policy.fused_experts` is
+what CPU runs use.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from r3.policy import kernels  # noqa: F401  (defines torch.ops.r3)
+from r3.policy.dispatch import Slots
+from r3.policy.modules import GroupedExperts
+
+
+class DeviceExperts(GroupedExperts):
+    """Experts as in `GroupedExperts`, with a dispatch of their own."""
+
+    def forward(
+        self, tokens_ND: torch.Tensor, slots: Slots, gates_NK: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Return every token's sum over this rank's experts, [N, D].
+
+        Args:
+            tokens_ND: tokens.
+            slots: experts of the tokens.
+            gates_NK: weights of the slots, float32.
+        """
+        return _Experts.apply(tokens_ND, gates_NK, *slots, self.w1, self.w2), None
+
+
+class _Order(NamedTuple):
+    """Slots of this rank's experts in the order of their experts.
+
+    Attributes:
+        slots_S: their numbers in [N * K].
+        places_NK: where a slot is in that order; S or more: not on this rank.
+        ends_E: where each expert's slots end, int32.
+    """
+
+    slots_S: torch.Tensor
+    places_NK: torch.Tensor
+    ends_E: torch.Tensor
+
+
+def _sorted(experts_NK: torch.Tensor, num_experts: int, count: int) -> _Order:
+    """Sort slots by expert, those of a token's earlier experts and of earlier tokens first."""
+    # Other ranks' slots come last. Few bits sort faster.
+    keys = experts_NK.masked_fill(experts_NK < 0, num_experts).flatten().to(torch.int16)
+    keys, slots = keys.sort(stable=True)
+    experts_E = torch.arange(num_experts, dtype=keys.dtype, device=keys.device)
+    ends_E = torch.searchsorted(keys, experts_E, right=True, out_int32=True)
+    numbers = torch.arange(len(slots), device=slots.device)
+    places_NK = torch.empty_like(slots).scatter_(0, slots, numbers).view(experts_NK.shape)
+    return _Order(slots[:count], places_NK, ends_E)
+
+
+class _Experts(torch.autograd.Function):
+    """sum_k w2[e_k] (gate_k * silu(gate part of w1[e_k] x) * up part), saving w1's outputs only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens_ND: torch.Tensor,
+        gates_NK: torch.Tensor,
+        experts_NK: torch.Tensor,
+        count: int,
+        w1: nn.Parameter,
+        w2: nn.Parameter,
+    ) -> torch.Tensor:
+        order = _sorted(experts_NK, len(w1), count)
+        rows_S = order.slots_S // experts_NK.shape[1]
+        both_SF = _products(tokens_ND[rows_S], w1.transpose(1, 2), order)
+        inner_SF = torch.ops.r3.weighted_swiglu(both_SF, gates_NK.flatten()[order.slots_S])
+        outputs_SD = _products(inner_SF, w2.transpose(1, 2), order)
+        ctx.save_for_backward(tokens_ND, gates_NK, both_SF, *order, w1, w2)
+        return torch.ops.r3.sum_rows(outputs_SD, order.places_NK)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        tokens_ND, gates_NK, both_SF, *rest, w1, w2 = ctx.saved_tensors
+        order = _Order(*rest)
+        rows_S = order.slots_S // gates_NK.shape[1]
+        d_outputs_SD = upstream[0][rows_S]
+        inner_SF, d_both_SF, d_gates_S = torch.ops.r3.weighted_swiglu_backward(
+            both_SF, gates_NK.flatten()[order.slots_S], _products(d_outputs_SD, w2, order)
+        )
+        d_gates = torch.zeros_like(gates_NK).flatten().scatter_(0, order.slots_S, d_gates_S)
+        d_tokens_ND = torch.ops.r3.sum_rows(_products(d_both_SF, w1, order), order.places_NK)
+        # Megatron's hook adds a weight's gradient to its buffer.
+        w1_needed, w2_needed = ctx.needs_input_grad[4:]
+        return (
+            d_tokens_ND,
+            d_gates.view_as(gates_NK),
+            None,
+            None,
+            _weight_gradient(d_both_SF, tokens_ND[rows_S], w1, order) if w1_needed else None,
+            _weight_gradient(d_outputs_SD, inner_SF, w2, order) if w2_needed else None,
+        )
+
+
+def _products(rows_SD: torch.Tensor, matrices: torch.Tensor, order: _Order) -> torch.Tensor:
+    """Multiply each expert's rows with its matrix [E, D, F]: [S, F]."""
+    if not len(rows_SD):
+        return rows_SD.new_empty(0, matrices.shape[2])
+    return F.grouped_mm(rows_SD, matrices, offs=order.ends_E)
+
+
+def _weight_gradient(
+    left_SF: torch.Tensor, right_SD: torch.Tensor, weight: torch.Tensor, order: _Order
+) -> torch.Tensor:
+    """Sum the outer products of each expert's rows: [E, F, D]."""
+    if not len(left_SF):
+        return torch.zeros_like(weight)
+    return F.grouped_mm(left_SF.t(), right_SD, offs=order.ends_E)

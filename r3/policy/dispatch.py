@@ -1,0 +1,181 @@
+"""Dispatch of a MoE layer for fused experts: a token goes once to each rank that needs it.
+
+Megatron's dispatcher sends and keeps one copy of a token per chosen expert. Here a token travels
+once to every expert-parallel rank that has one of its experts, and comes back as one row: the sum
+over that rank's experts. Without expert parallelism nothing is copied, and nothing waits for the
+device; with it, the number of rows that ranks exchange is read once per layer and pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+from r3.policy import kernels  # noqa: F401  (defines torch.ops.r3)
+
+
+class Slots(NamedTuple):
+    """Which of a rank's experts get its tokens.
+
+    Attributes:
+        experts_NK: expert of each slot, counted on this rank; -1: not on this rank.
+        num_local: number of slots with an expert of this rank, known without asking the device.
+    """
+
+    experts_NK: torch.Tensor
+    num_local: int
+
+
+def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
+    """The experts [N, K] of each token from Megatron's map [N, E], in ascending order."""
+    # One expert too many in one row would shift the routes of all later tokens.
+    counts_N = routing_map.sum(1)
+    is_right = (counts_N == topk).all()
+    if routing_map.is_cuda:  # the device raises the error, and nothing waits for it
+        torch._assert_async(is_right, f"a token has not {topk} experts in the routing map")
+        return first_set(routing_map, topk)
+    assert is_right, (
+        f"tokens have {counts_N.unique().tolist()} experts each in the routing map, not {topk}"
+    )
+    return routing_map.nonzero()[:, 1].view(-1, topk)
+
+
+def first_set(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
+    """Columns of the first `topk` true values of each row, without waiting for the device."""
+    return routing_map.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :topk]
+
+
+class Rows(NamedTuple):
+    """Which tokens are sent, ordered by the rank that gets them.
+
+    Attributes:
+        tokens_M: number of the token in each row.
+        places_NR: row of each token for each rank; M or more: none.
+    """
+
+    tokens_M: torch.Tensor
+    places_NR: torch.Tensor
+
+
+class GatherRows(torch.autograd.Function):
+    """Rows of tokens; backward adds the gradients of a token's rows in the order of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, values_ND: torch.Tensor, rows: Rows) -> torch.Tensor:
+        ctx.rows = rows
+        return values_ND[rows.tokens_M]
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.ops.r3.sum_rows(upstream[0], ctx.rows.places_NR), None
+
+
+class SumRows(torch.autograd.Function):
+    """The sum of each token's rows, in the order of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, values_MD: torch.Tensor, rows: Rows) -> torch.Tensor:
+        ctx.rows = rows
+        return torch.ops.r3.sum_rows(values_MD, rows.places_NR)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return upstream[0][ctx.rows.tokens_M], None
+
+
+class TokenDispatcher(MoETokenDispatcher):
+    """Sends every token once to each expert-parallel rank that has one of its experts.
+
+    All ranks of ep must call. Experts are not divided over tensor-parallel ranks (etp 1).
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        assert self.tp_size == 1, f"experts are divided over {self.tp_size} ranks (etp)"
+        self._local, self._topk = num_local_experts, config.moe_router_topk
+        self._slots = Slots(torch.empty(0), 0)
+        self._shape = torch.Size()
+        # Expert parallelism only: what is sent, and how many rows to and from each rank.
+        self._rows = Rows(torch.empty(0), torch.empty(0))
+        self._sent: list[int] = []
+        self._received: list[int] = []
+
+    def dispatch_preprocess(
+        self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens [N, D] and the gate weights of their experts [N, K]."""
+        self._shape = tokens.shape
+        experts_NK = chosen_experts(routing_map, self._topk)
+        self._slots = Slots(experts_NK, experts_NK.numel())
+        return tokens.view(-1, tokens.shape[-1]), probs.gather(1, experts_NK)
+
+    def token_dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange tokens; returns those for this rank's experts [M, D] and their gates [M, K]."""
+        if self.ep_size == 1:
+            return hidden_states, probs
+        experts_NK = self._slots.experts_NK
+        owned_RNK = owned_by_rank(experts_NK, self.ep_size, self._local)
+        slots = self._exchange_sizes(sizes_by_rank(owned_RNK))
+        needed_RN = owned_RNK.any(-1)
+        count, tokens = sum(self._sent), len(experts_NK)
+        # Rank by rank, and in a rank token by token
+        order_M = needed_RN.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:count]
+        places = (needed_RN.flatten().cumsum(0) - 1).view(-1, tokens)
+        self._rows = Rows(order_M % tokens, places.masked_fill(~needed_RN, count).t().contiguous())
+        first_expert_M = order_M // tokens * self._local
+        experts_MK = experts_NK[self._rows.tokens_M] - first_expert_M[:, None]
+        elsewhere_MK = (experts_MK < 0) | (experts_MK >= self._local)
+        experts_MK.masked_fill_(elsewhere_MK, -1)
+        # A gate of another rank's expert travels with the token, and no expert reads it there.
+        self._slots = Slots(self._exchange(experts_MK), slots)
+        gates_MK = self._exchange(GatherRows.apply(probs, self._rows))
+        return self._exchange(GatherRows.apply(hidden_states, self._rows)), gates_MK
+
+    def _exchange_sizes(self, sizes_R2: torch.Tensor) -> int:
+        """Tell every rank how much it gets; returns the number of slots of this rank's experts."""
+        received_R2 = torch.empty_like(sizes_R2)
+        torch.distributed.all_to_all_single(received_R2, sizes_R2, group=self.ep_group)
+        # The only wait for the device
+        sent, received = torch.stack([sizes_R2, received_R2]).tolist()
+        self._sent, self._received = [rows for rows, _ in sent], [rows for rows, _ in received]
+        return sum(slots for _, slots in received)
+
+    def _exchange(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        sizes = (self._sent, self._received) if back else (self._received, self._sent)
+        return all_to_all(self.ep_group, rows.contiguous(), *sizes)
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, Slots, torch.Tensor]:
+        """Return what `FusedExperts.forward` and `DeviceExperts.forward` take."""
+        return hidden_states, self._slots, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the experts' sums as they are."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Bring the sums back to the ranks of their tokens, and add those of all ranks."""
+        if self.ep_size == 1:
+            return hidden_states
+        return SumRows.apply(self._exchange(hidden_states, back=True), self._rows)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return outputs in the shape that the tokens came in."""
+        return hidden_states.view(self._shape)
+
+
+def owned_by_rank(experts_NK: torch.Tensor, ranks: int, local: int) -> torch.Tensor:
+    """Whether a rank has the expert of a slot: [R, N, K]. Each rank has `local` experts."""
+    numbers_R = torch.arange(ranks, device=experts_NK.device)
+    return experts_NK // local == numbers_R[:, None, None]
+
+
+def sizes_by_rank(owned_RNK: torch.Tensor) -> torch.Tensor:
+    """Tokens and slots that every rank gets, [R, 2]."""
+    return torch.stack([owned_RNK.any(-1).sum(-1), owned_RNK.sum((1, 2))], -1)

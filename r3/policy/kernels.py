@@ -1,0 +1,106 @@
+"""Parts of a MoE layer that are one kernel on CUDA, and plain torch elsewhere.
+
+torch.ops.r3 has them, so that torch chooses by device: Triton kernels for CUDA tensors, the
+functions of this module for those on CPU. Both compute in float32 at least, round once at the end,
+and take every sum in a fixed order. Called inside autograd functions only.
+
+Below, S are the slots (a token and one of its experts) in the order of their experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("r3", "DEF")
+_LIBRARY.define("weighted_swiglu(Tensor both_SF, Tensor gates_S) -> Tensor")
+_LIBRARY.define(
+    "weighted_swiglu_backward(Tensor both_SF, Tensor gates_S, Tensor d_inner_SF)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define("sum_rows(Tensor rows_SD, Tensor places_NK) -> Tensor")
+
+
+def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up * weight, [S, F].
+
+    Args:
+        both_SF: gate beside up, [S, 2F].
+        gates_S: weight of each slot, float32.
+    """
+    gate, up = _wide(both_SF).chunk(2, -1)
+    return (gate * torch.sigmoid(gate) * up * gates_S[:, None]).to(both_SF.dtype)
+
+
+def weighted_swiglu_backward(
+    both_SF: torch.Tensor, gates_S: torch.Tensor, d_inner_SF: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `weighted_swiglu` returned, d_both [S, 2F] and d_gates [S]."""
+    gate, up = _wide(both_SF).chunk(2, -1)
+    weight, d_inner = gates_S[:, None], _wide(d_inner_SF)
+    sigmoid = torch.sigmoid(gate)
+    swish = gate * sigmoid
+    product, d_product = swish * up, d_inner * weight
+    # d silu = sigmoid * (1 + gate * (1 - sigmoid)) = sigmoid + swish * (1 - sigmoid)
+    d_gate = d_product * up * (sigmoid + swish * (1 - sigmoid))
+    d_both = torch.cat([d_gate, d_product * swish], -1)
+    inner = (product * weight).to(both_SF.dtype)
+    return inner, d_both.to(both_SF.dtype), (d_inner * product).sum(-1)
+
+
+def sum_rows(rows_SD: torch.Tensor, places_NK: torch.Tensor) -> torch.Tensor:
+    """Add K rows for each token, in the order of K: [N, D].
+
+    Args:
+        rows_SD: the rows.
+        places_NK: indices of rows; S or more stands for no row.
+    """
+    dtype = torch.promote_types(rows_SD.dtype, torch.float32)
+    total_ND = rows_SD.new_zeros(len(places_NK), rows_SD.shape[1], dtype=dtype)
+    for places_N in places_NK.unbind(1):
+        tokens = (places_N < len(rows_SD)).nonzero()[:, 0]
+        total_ND.index_add_(0, tokens, rows_SD[places_N[tokens]].to(dtype))
+    return total_ND.to(rows_SD.dtype)
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _on_device(name: str) -> Any:
+    """Call the Triton kernel of this name. Triton is imported with the first call."""
+
+    def run(*tensors: torch.Tensor) -> Any:
+        from r3.policy import triton_kernels
+
+        return getattr(triton_kernels, name)(*(tensor.contiguous() for tensor in tensors))
+
+    return run
+
+
+for _plain in (weighted_swiglu, weighted_swiglu_backward, sum_rows):
+    _LIBRARY.impl(_plain.__name__, _plain, "CPU")
+    _LIBRARY.impl(_plain.__name__, _on_device(_plain.__name__), "CUDA")
+
+
+# Shapes of the results, for fake tensors.
+@torch.library.register_fake("r3::weighted_swiglu", lib=_LIBRARY)
+def _(both_SF: torch.Tensor, _gates_S: torch.Tensor) -> torch.Tensor:
+    return both_SF.new_empty(len(both_SF), both_SF.shape[1] // 2)
+
+
+@torch.library.register_fake("r3::weighted_swiglu_backward", lib=_LIBRARY)
+def _(
+    both_SF: torch.Tensor, gates_S: torch.Tensor, d_inner_SF: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        d_inner_SF.new_empty(d_inner_SF.shape),
+        torch.empty_like(both_SF),
+        gates_S.new_empty(gates_S.shape),
+    )
+
+
+@torch.library.register_fake("r3::sum_rows", lib=_LIBRARY)
+def _(rows_SD: torch.Tensor, places_NK: torch.Tensor) -> torch.Tensor:
+    return rows_SD.new_empty(len(places_NK), rows_SD.shape[1])
