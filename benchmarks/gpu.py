@@ -56,6 +56,13 @@ def seconds(run: Callable[[], Any], *, rounds: int = 10) -> float:
     return sorted(times[2:])[rounds // 2]
 
 
+def said(*command: str) -> str:
+    """Output of a program; empty if it is missing or fails."""
+    if not shutil.which(command[0]):
+        return ""
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
 def facts() -> Figures:
     """Device, driver and versions."""
     versions = {}
@@ -64,17 +71,20 @@ def facts() -> Figures:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = "absent"
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    query = ["--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     return {
-        "gpus": subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[:-1],
+        "gpus": said("nvidia-smi", *query).splitlines(),
+        "name": torch.cuda.get_device_name(),
+        "gib": torch.cuda.get_device_properties(0).total_memory / 2**30,
         "capability": ".".join(map(str, torch.cuda.get_device_capability())),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "python": sys.version.split()[0],
         "versions": versions,
-        "source": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
+        # Triton compiles its launchers with a C compiler.
+        "compiler": shutil.which("gcc") or shutil.which("cc") or "absent",
+        "host_cores": len(os.sched_getaffinity(0)),
+        "source": said("git", "rev-parse", "HEAD"),
     }
 
 

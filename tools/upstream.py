@@ -11,6 +11,7 @@ compares the two. pip downloads the wheels (2 GB in all) and only their sources 
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import json
 import re
@@ -146,6 +147,16 @@ OPTIONAL = {
     "megatron.core.tensor_parallel.random.activation_recompute_forward",
     "megatron.core.tensor_parallel.random.fp8_autocast",
 }
+# What `r3.policy.stages.KnownShapes` takes for granted, besides signatures: how Megatron's stages
+# exchange tensors. `#body` is a digest of a function, `#exchanges` its calls of the communicator in
+# the order of the text.
+_PIPELINE = "megatron.core.pipeline_parallel"
+EXCHANGES = (
+    f"{_PIPELINE}.p2p_communication.P2PCommunicator._communicate#body",
+    f"{_PIPELINE}.schedules.get_schedule_table#body",
+    f"{_PIPELINE}.schedules.forward_backward_pipelining_with_interleaving#exchanges",
+    f"{_PIPELINE}.schedules.forward_backward_pipelining_without_interleaving#exchanges",
+)
 # C++ functions without a stub -> the folder of torch whose own calls show their arguments.
 WITHOUT_STUB = {
     "torch._C._cudart": "torch/cuda",
@@ -394,8 +405,11 @@ class Sources:
     def find(self, name: str) -> list[str] | None:
         """Return the signatures of a dotted name: none if it has no readable one, None if absent.
 
-        A class has the signature of its constructor. Bound methods have no `self`.
+        A class has the signature of its constructor. Bound methods have no `self`. A name with
+        `#` asks for the text of a function (see `EXCHANGES`).
         """
+        if "#" in name:
+            return self._text(*name.split("#"))
         owner, _, last = name.rpartition(".")
         if name in WITHOUT_STUB or owner in WITHOUT_STUB:
             return self._called(WITHOUT_STUB.get(name) or WITHOUT_STUB[owner], last)
@@ -407,6 +421,22 @@ class Sources:
                 other = self._find(path, frozenset())
                 found = found if other is None else other
         return found
+
+    def _text(self, name: str, part: str) -> list[str] | None:
+        """Digest of a function's body, or its calls of the communicator between stages."""
+        *path, last = name.split(".")
+        in_module = [each for tree in self._module("/".join(path)) for each in tree.body]
+        in_class = [
+            each
+            for tree in self._module("/".join(path[:-1]))
+            for owner in tree.body
+            if isinstance(owner, ast.ClassDef) and owner.name == path[-1]
+            for each in owner.body
+        ]
+        for each in in_module + in_class:
+            if isinstance(each, ast.FunctionDef) and each.name == last:
+                return [_body(each) if part == "body" else _exchanges(each)]
+        return None
 
     def _called(self, folder: str, name: str) -> list[str] | None:
         """Signature of a C++ function without a stub, from a call in the package's own sources."""
@@ -556,6 +586,29 @@ class Sources:
         return ", ".join(f"{name}=0" for name in names)
 
 
+def _body(function: ast.FunctionDef) -> str:
+    """Digest of what a function does, without its text for readers."""
+    statements = function.body[1:] if ast.get_docstring(function) else function.body
+    text = "\n".join(ast.unparse(each) for each in statements)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _exchanges(function: ast.FunctionDef) -> str:
+    """Methods of `p2p_communicator` that a function calls to send or receive, in its order."""
+    calls = [
+        node.func
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    calls.sort(key=lambda call: (call.lineno, call.col_offset))
+    return " ".join(
+        call.attr
+        for call in calls
+        if ast.unparse(call.value) == "p2p_communicator"
+        and call.attr.startswith(("send_", "recv_"))
+    )
+
+
 def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements of a module, including those inside conditions."""
     for node in body:
@@ -679,7 +732,7 @@ def _refused(ours: str, theirs: str, *, either: bool) -> str | None:
 def names_of(found: Iterable[Use]) -> set[str]:
     """Return all names whose signatures the comparison needs."""
     own = {use.name.rstrip("?") for use in found}
-    return own | ALSO_READ | {PASSES_ON[name] for name in own & PASSES_ON.keys()}
+    return own | ALSO_READ | set(EXCHANGES) | {PASSES_ON[name] for name in own & PASSES_ON.keys()}
 
 
 # ------------------------------------------------------------------------------------------------

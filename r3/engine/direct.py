@@ -7,7 +7,7 @@ plainly need none of that. On CPU they are packed anew, by vLLM's own functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ _JOINED = {
 }
 # Made by latent attention from kv_b_proj at the end of a load.
 DERIVED = ("W_UV", "W_UK", "W_UK_T")
+_EXPERTS = ("w13_weight", "w2_weight")
 # Classes of `quant_method` of layers that multiply by their parameters as these are; norms have
 # none.
 _PLAIN_METHODS = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -87,7 +88,8 @@ class _Target:
         name, module, leaf: the parameter, its layer, and its name there.
         like: the parameter, or where vLLM packed it and dropped it, its metadata.
         is_dropped: it has to be made anew to be packed.
-        missing: tensors that have not come.
+        pieces: number of tensors that fill it.
+        missing: those of them that have not come in this load.
         filling: what they are copied into; None before the first.
     """
 
@@ -96,6 +98,7 @@ class _Target:
     leaf: str
     like: torch.Tensor
     is_dropped: bool
+    pieces: int = 0
     missing: int = 0
     filling: torch.Tensor | None = None
 
@@ -108,57 +111,122 @@ class _Target:
                 else self.like.data
             )
         rows = self.filling.narrow(0, piece.start, piece.rows)
-        part = part_of_rank(full, rows.shape, rank, ranks)
-        rows[: len(part)].copy_(part)
+        part = full if ranks == 1 else part_of_rank(full, rows.shape, rank, ranks)
+        if part.shape != rows.shape:  # a padded vocabulary
+            rows = rows[: len(part)]
+        rows.copy_(part)
         self.missing -= 1
         if self.missing == 0:
             if self.is_dropped:
-                weight = torch.nn.Parameter(self.filling)
-                setattr(self.module, self.leaf, weight.requires_grad_(False))
+                getattr(self.module, self.leaf).data = self.filling
             self.filling = None
             if self.leaf == "weight" and hasattr(self.module, "cpu_linear"):
                 self.module.quant_method.process_weights_after_loading(self.module)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DirectWeights:
-    """All parameters of an engine whose layers are laid out plainly.
+    """The plan of a load: all parameters of an engine whose layers are laid out plainly.
+
+    It is made once and serves every load, as long as `fits` finds the parameters that it was made
+    for.
 
     Attributes:
         targets: every parameter but those of experts.
         places: checkpoint tensor -> the parameters that it fills, and where.
-        experts: decoder layer -> name of its experts, their module, and their stacked tensors.
+        experts: decoder layer -> name of its experts, and their module.
+        matrices: name of an expert's weight -> (decoder layer, expert, part).
         shape: sizes of the model.
         rank, ranks: this rank among those of the engine.
+        state: the parameters that it was made for (`_state`). Their ids are theirs, because the
+            plan keeps them.
+        is_whole: the last load was finished.
     """
 
     targets: list[_Target] = field(default_factory=list)
     places: dict[str, list[tuple[_Target, Piece]]] = field(default_factory=dict)
-    experts: dict[int, tuple[str, Any, StackedExperts]] = field(default_factory=dict)
+    experts: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    matrices: dict[str, tuple[int, int, int]]
     shape: ModelShape
     rank: int
     ranks: int
+    state: list[tuple[Any, ...]] = field(default_factory=list)
+    is_whole: bool = True
+
+    @property
+    def replaced(self) -> set[tuple[int, str]]:
+        """Layers and names of parameters that every load replaces."""
+        return {(id(one.module), one.leaf) for one in self.targets if one.is_dropped} | {
+            (id(module), leaf) for _, module in self.experts.values() for leaf in _EXPERTS
+        }
+
+    def fits(self, model: Any) -> bool:
+        """Whether the model has the parameters that the plan was made for, where they were."""
+        return self.is_whole and self.state == _state(model, self.replaced)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor] | ExpertBlock]) -> set[str]:
         """Copy full tensors and blocks of experts; return the parameters that are incomplete."""
-        matrices = expert_matrices(self.shape)
+        self.is_whole = False
+        for target in self.targets:
+            target.missing, target.filling = target.pieces, None
+        stacked = {layer: self._stacked(layer) for layer in self.experts}
         for item in weights:
             if isinstance(item, ExpertBlock):
-                self.experts[item.layer][2].copy_block(item)
-                continue
-            name, full = item
-            if name in matrices:
-                layer, expert, part = matrices[name]
-                self.experts[layer][2].copy(expert, part, full.detach())
-            for target, piece in self.places.get(name, ()):
-                target.fill(full.detach(), piece, self.rank, self.ranks)
+                layer = item.layer
+                stacked[layer].copy_block(item)
+            else:
+                name, full = item
+                for target, piece in self.places.get(name, ()):
+                    target.fill(full.detach(), piece, self.rank, self.ranks)
+                if name not in self.matrices:
+                    continue
+                layer, expert, part = self.matrices[name]
+                stacked[layer].copy(expert, part, full.detach())
+            if stacked[layer].is_complete:
+                self._pack(layer)
+                del stacked[layer]  # and what was packed, before the next layer
         missing = {target.name for target in self.targets if target.missing}
-        for name, module, stacked in self.experts.values():
-            if not stacked.is_complete:
-                missing |= {f"{name}.{leaf}" for leaf in ("w13_weight", "w2_weight")}
-            if stacked.w13.device.type == "cpu":
-                module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+        for layer in stacked:
+            missing |= {f"{self.experts[layer][0]}.{leaf}" for leaf in _EXPERTS}
+        self.is_whole = not missing
         return missing
+
+    def _stacked(self, layer: int) -> StackedExperts:
+        path, module = self.experts[layer]
+        stacked = plain_experts(
+            module, {leaf: getattr(module, leaf) for leaf in _EXPERTS}, self.shape
+        )
+        assert isinstance(stacked, StackedExperts), f"{path}: {stacked}"
+        return stacked
+
+    def _pack(self, layer: int) -> None:
+        _, module = self.experts[layer]
+        if module.w13_weight.device.type == "cpu":
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+
+
+def _state(model: Any, replaced: Collection[tuple[int, str]] = ()) -> list[tuple[Any, ...]]:
+    """Return what a plan relies on: every parameter, with its layer, address, shape and type.
+
+    It makes no call per module: 0.2 ms for 130.
+
+    Args:
+        replaced: layers and names of parameters that a load looks up, and vLLM replaces by packed
+            ones. Their addresses do not matter.
+    """
+    found: list[tuple[Any, ...]] = []
+    modules = [model]
+    for module in modules:  # grows meanwhile
+        modules += [child for child in module._modules.values() if child is not None]
+        for leaf, live in module._parameters.items():
+            if live is None:
+                continue
+            where = (id(module), leaf)
+            if where in replaced:
+                found.append((*where, live.shape, live.dtype))
+            else:
+                found.append((*where, id(live), live.data_ptr(), live.shape, live.dtype))
+    return found
 
 
 def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> DirectWeights | str:
@@ -171,14 +239,15 @@ def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> Dire
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    found = DirectWeights(shape=shape, rank=rank, ranks=ranks)
+    found = DirectWeights(matrices=expert_matrices(shape), shape=shape, rank=rank, ranks=ranks)
     for path, module in model.named_modules():
         if isinstance(module, RoutedExperts):
-            own = {leaf: getattr(module, leaf) for leaf in ("w13_weight", "w2_weight")}
-            stacked = plain_experts(module, own, shape)
+            stacked = plain_experts(
+                module, {leaf: getattr(module, leaf) for leaf in _EXPERTS}, shape
+            )
             if isinstance(stacked, str):
                 return f"{path}: {stacked}"
-            found.experts[int(path.split(".layers.")[1].split(".")[0])] = path, module, stacked
+            found.experts[int(path.split(".layers.")[1].split(".")[0])] = path, module
             continue
         for leaf, live in module.named_parameters(recurse=False):
             name = f"{path}.{leaf}"
@@ -193,5 +262,6 @@ def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> Dire
                 if source not in shape.tensor_shapes:
                     return f"the checkpoint has no {source}, which {name} is made of"
                 found.places.setdefault(source, []).append((target, piece))
-                target.missing += 1
+                target.pieces += 1
+    found.state = _state(model, found.replaced)
     return found

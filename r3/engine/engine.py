@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from r3.engine.build import build_llm
+from r3.engine.direct import DirectWeights
 from r3.engine.experts import ExpertBlock
 from r3.engine.memory import Part, Sleeper
 from r3.engine.proof import Comparison, compare
@@ -86,6 +87,7 @@ class Engine:
         self._stale_cache = True
         self.reloaded_experts: dict[int, str] = {}
         self.why_reloaded = ""
+        self._plan: DirectWeights | None = None  # of the last `load_weights`
         self.llm: LLM = build_llm(
             config, device, max_model_len=max_model_len, capture=self.capture, from_disk=from_disk
         )
@@ -176,7 +178,8 @@ class Engine:
                 delivered.update(names)
                 yield item
 
-        pushed = push(self.llm, counted(), self.shape)
+        pushed = push(self.llm, counted(), self.shape, plan=self._plan)
+        self._plan = pushed.plan
         problems = [
             f"announced but not delivered: {name}" for name in sorted(expected.keys() - delivered)
         ]

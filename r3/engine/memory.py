@@ -46,8 +46,9 @@ class Sleeper:
 
     def wake(self, part: Part) -> None:
         """Restore the memory of a part. Its contents are lost: weights must be loaded again."""
-        # Waking needs memory that is free on the device; memory that torch caches is not.
-        self._device.release_memory()
+        if self._device.is_cuda:
+            # Waking needs memory that is free on the device; memory that torch caches is not.
+            self._device.release_memory()
         if part == "kv_cache" and not self._device.is_cuda:
             for storage, size in self._freed:
                 storage.resize_(size)

@@ -29,11 +29,13 @@ class Pushed:
         unloaded: parameters that nothing was loaded into.
         reloaded: MoE layer -> why its experts went through vLLM's reload instead of a plain copy.
         why: why weights other than experts went through the reload; empty if all were copied.
+        plan: for the next push; None if weights went through the reload.
     """
 
     unloaded: set[str]
     reloaded: dict[int, str]
     why: str = ""
+    plan: DirectWeights | None = None
 
     @property
     def note(self) -> str:
@@ -55,6 +57,7 @@ def push(
     shape: ModelShape,
     *,
     copy: bool = True,
+    plan: DirectWeights | None = None,
 ) -> Pushed:
     """Stream full tensors with Hugging Face names, and blocks of experts, into the engine.
 
@@ -63,6 +66,7 @@ def push(
 
     Args:
         copy: False sends all weights through the reload, for comparisons.
+        plan: of the push before. It is made anew if it does not fit the engine's parameters.
     """
 
     def load(worker: Any) -> Pushed:
@@ -77,13 +81,16 @@ def push(
             nullcontext() if worker.device.type == "cpu" else torch.device(worker.device),
             set_current_vllm_config(worker.vllm_config),
         ):
-            plan = (
-                direct_weights(model, shape, parallel.rank % ranks, ranks) if copy else "as asked"
-            )
-            if isinstance(plan, DirectWeights):
-                return Pushed(unloaded={_reported(one) for one in plan.load(weights)}, reloaded={})
+            direct: DirectWeights | str = "as asked"
+            if copy and plan and plan.fits(model):
+                direct = plan
+            elif copy:
+                direct = direct_weights(model, shape, parallel.rank % ranks, ranks)
+            if isinstance(direct, DirectWeights):
+                unloaded = {_reported(one) for one in direct.load(weights)}
+                return Pushed(unloaded=unloaded, reloaded={}, plan=direct)
             pushed = _reload(worker, model, weights, shape, copy_experts=copy)
-            return replace(pushed, why=plan)
+            return replace(pushed, why=direct)
 
     return llm.collective_rpc(load)[0]
 

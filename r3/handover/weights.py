@@ -218,6 +218,8 @@ class WeightStream:
         shards = [item.shards for item in self._published]
         self._plan: SyncPlan[PlacedShard] = SyncPlan.make(shards, hosts, mesh.world.rank)
         self._steps = reading_steps(self._plan)
+        # By number of a step: what it reads, if that is memory of the policy itself.
+        self._views: dict[int, list[tuple[str, torch.Tensor] | ExpertBlock]] = {}
         self.crosses_network = bool(self._plan.crossing)
         self.shapes: dict[str, tuple[int, ...]] = {
             name: policy.shape.tensor_shapes[name]
@@ -266,21 +268,30 @@ class WeightStream:
     def read_blocks(self) -> Iterator[tuple[str, torch.Tensor] | ExpertBlock]:
         """Yield the same as `read`, with the experts of a rank and layer as few large blocks."""
         self._require_place()
-        for step in self._steps:
-            if isinstance(step, ExpertRun):
-                yield ExpertBlock(
-                    layer=step.layer,
-                    first=step.expert,
-                    is_down=step.is_down,
-                    tensor=self._read(
-                        step.source,
-                        step.first,
-                        (step.count, *step.first.shape),
-                        crossing=step.crossing,
-                    ),
-                )
-            else:
-                yield from _tensors(step, self._read_shard, self._heads)
+        for number, step in enumerate(self._steps):
+            items = self._views.get(number)
+            if items is None:
+                items = list(self._items(step))
+                if self._is_view(step):
+                    self._views[number] = items
+            yield from items
+
+    def _items(
+        self, step: PlacedShard | ExpertRun
+    ) -> Iterator[tuple[str, torch.Tensor] | ExpertBlock]:
+        if not isinstance(step, ExpertRun):
+            yield from _tensors(step, self._read_shard, self._heads)
+            return
+        shape = (step.count, *step.first.shape)
+        tensor = self._read(step.source, step.first, shape, crossing=step.crossing)
+        yield ExpertBlock(layer=step.layer, first=step.expert, is_down=step.is_down, tensor=tensor)
+
+    def _is_view(self, step: PlacedShard | ExpertRun) -> bool:
+        """Whether reading a step copies nothing: its tensors are the buffers', which never move."""
+        if isinstance(step, ExpertRun):
+            return not step.crossing
+        # Heads are copied where q, k and v are interleaved.
+        return step.count == 1 and step.kind != "qkv" and (step.name, 0) not in self._plan.crossing
 
     def _require_place(self) -> None:
         assert self._addresses == [buffer.data_ptr() for buffer in self._policy.shared_buffers()], (

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 GIB = 2**30
+KEPT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,15 @@ class Device:
             torch.cuda.synchronize()
 
     def release_memory(self) -> None:
-        """Return unused cached memory to the system, so that engine or policy can take it."""
+        """Return unused cached memory to the system, so that engine or policy can take it.
+
+        On CPU less than `KEPT_BYTES` of it stays: returning 140 MB takes 12 ms, and taking it again
+        as long.
+        """
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
-        elif sys.platform == "linux":
+        elif sys.platform == "linux" and free_heap_bytes() >= KEPT_BYTES:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def used_gib(self) -> float:
@@ -265,6 +270,29 @@ def machine_id() -> str:
         os.readlink(processes) if processes.is_symlink() else "",
     ]
     return ":".join(parts)
+
+
+class _HeapState(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def free_heap_bytes() -> float:
+    """Bytes that the C library keeps for later tensors, some of which may have been returned to the
+    system already. Unlimited if the library does not say.
+    """
+    mallinfo2 = getattr(ctypes.CDLL("libc.so.6"), "mallinfo2", None)  # since glibc 2.33
+    if mallinfo2 is None:
+        return float("inf")
+    mallinfo2.restype = _HeapState
+    return float(mallinfo2().fordblks)
 
 
 def settle() -> None:
@@ -480,8 +508,7 @@ class Stash:
                 file = tempfile.TemporaryFile(prefix="r3-stash-")  # noqa: SIM115
                 self.files[key] = file
             file.seek(0)
-            # Copy first: a storage that numpy has seen can never be resized again.
-            file.write(tensor.detach().clone().view(-1).view(torch.uint8).numpy().data)
+            file.write(_memory_of(tensor, size))
             file.flush()
         self.sizes[key] = size
         storage.resize_(0)
@@ -496,5 +523,14 @@ class Stash:
             tensor.copy_(self.pinned[key], non_blocking=True)
         else:
             self.files[key].seek(0)
-            data = np.frombuffer(self.files[key].read(self.sizes[key]), dtype=np.uint8)
-            tensor.detach().view(torch.uint8).view(-1).copy_(torch.from_numpy(data.copy()))
+            read = self.files[key].readinto(_memory_of(tensor, self.sizes[key]))
+            assert read == self.sizes[key], f"{key}: {read} of {self.sizes[key]} bytes came back"
+
+
+def _memory_of(tensor: torch.Tensor, size: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """The memory of a CPU tensor, without a copy.
+
+    A storage that numpy has seen can never be resized again. Valid while the storage keeps its
+    memory.
+    """
+    return (ctypes.c_ubyte * size).from_address(tensor.data_ptr())

@@ -77,6 +77,10 @@ def test_stash_keeps_the_first_copy_out_and_the_first_copy_back() -> None:
         assert torch.equal(tensor, expected + 1)
     with pytest.raises(AssertionError, match="part does not own its storage"):
         stash.put("part", tensor[1:])
+    stash.put("x", tensor)
+    stash.files["x"].truncate(8)
+    with pytest.raises(AssertionError, match="x: 8 of 20 bytes came back"):
+        stash.get("x", tensor)
 
 
 def test_vllm_is_quiet_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,3 +184,31 @@ def test_memory_of_files_and_other_processes_is_not_discarded(tmp_path: Path) ->
     locked = torch.full((8 * PAGE,), 7, dtype=torch.uint8)
     lock_page(locked.untyped_storage())
     assert not discard(locked.untyped_storage())
+
+
+def test_much_freed_memory_goes_back_to_the_system_and_little_stays() -> None:
+    """In a process of its own, because the choice holds until a process ends."""
+    program = """
+import torch
+from r3.runtime.device import Device, keep_freed_memory
+
+device = Device(
+    torch=torch.device("cpu"), is_cuda=False, rank=0, local_rank=0, world_size=1, host="here"
+)
+keep_freed_memory()
+
+def returned(tensors):
+    kept = [torch.ones(12 * 2**20) for _ in range(tensors)]  # 48 MiB each
+    del kept
+    before = device.used_gib()
+    device.release_memory()
+    return before - device.used_gib()
+
+print(returned(2) * 2**10, returned(8) * 2**10)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    little, much = map(float, done.stdout.split())
+    # MiB: 96 stay, 384 go; pages at the edges of blocks stay.
+    assert little < 8 and much > 360

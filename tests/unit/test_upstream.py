@@ -132,6 +132,39 @@ def test_arguments_that_are_set_by_position_or_in_a_dict() -> None:
         assert "fused" in upstream.parsed(adam).parameters  # r3.policy.build.use_fused_adam
 
 
+def test_stages_exchange_tensors_alike_in_every_version() -> None:
+    # Tests run `KnownShapes` with one version: these are what it relies on in the others.
+    for name in upstream.EXCHANGES:
+        texts = [known[name] for known in SIGNATURES["megatron"].values()]
+        assert texts[0] and texts[1:] == texts[:-1], name
+    schedules = [name for name in upstream.EXCHANGES if name.endswith("#exchanges")]
+    for known in SIGNATURES["megatron"].values():
+        for name in schedules:
+            assert "recv_forward" in (known[name] or [""])[0].split(), name
+
+
+def test_another_order_of_exchanges_is_found(tmp_path: Path) -> None:
+    package = tmp_path / "megatron"
+    package.mkdir()
+    body = "    {0}\n    if last:\n        p2p_communicator.{1}(a)\n"
+    orders = (("p2p_communicator.recv_forward()", "send_forward"), ("'text'", "recv_forward"))
+    (package / "stages.py").write_text(
+        "".join(
+            f"def f{i}(p2p_communicator, last):\n{body.format(*order)}"
+            for i, order in enumerate(orders)
+        )
+        + "class A:\n    def f(self):\n        return 1\n"
+        + "class B:\n    def f(self):\n        'For readers.'\n        return 1\n"
+        + "class C:\n    def f(self):\n        return 2\n"
+    )
+    sources = upstream.Sources(tmp_path)
+    assert sources.find("megatron.stages.f0#exchanges") == ["recv_forward send_forward"]
+    assert sources.find("megatron.stages.f1#exchanges") == ["recv_forward"]
+    one, documented, other = (sources.find(f"megatron.stages.{name}.f#body") for name in "ABC")
+    assert one == documented != other
+    assert sources.find("megatron.stages.f9#body") is None
+
+
 def test_versions_are_those_that_the_package_allows() -> None:
     project = tomllib.loads((upstream.ROOT / "pyproject.toml").read_text())["project"]
     allowed = {re.split(r"[<>=]", one)[0]: one for one in project["optional-dependencies"]["gpu"]}
