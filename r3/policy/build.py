@@ -290,7 +290,7 @@ def _build_chunk(
             module.gating = rounded_gating(module.gating, _DTYPES[config.engine.dtype])
         elif isinstance(module, MoELayer) and kind == "fused":
             module.token_dispatcher = TokenDispatcher(
-                module.num_local_experts, megatron, mesh.megatron
+                module.num_local_experts, megatron, mesh.megatron, module.router
             )
     _mark_shards(model)
     return model.to(device.torch)

@@ -41,6 +41,8 @@ class DeviceExperts(GroupedExperts):
 class _Order(NamedTuple):
     """Slots of this rank's experts in the order of their experts.
 
+    There may be other slots behind the last expert's: no product reads or writes their rows.
+
     Attributes:
         slots_S: their numbers in [N * K].
         places_NK: where a slot is in that order; S or more: not on this rank.
@@ -61,7 +63,7 @@ def _sorted(experts_NK: torch.Tensor, num_experts: int, count: int) -> _Order:
     ends_E = torch.searchsorted(keys, experts_E, right=True, out_int32=True)
     numbers = torch.arange(len(slots), device=slots.device)
     places_NK = torch.empty_like(slots).scatter_(0, slots, numbers).view(experts_NK.shape)
-    return _Order(slots[:count], places_NK, ends_E)
+    return _Order(slots[:count], places_NK.masked_fill_(experts_NK < 0, count), ends_E)
 
 
 class _Experts(torch.autograd.Function):
@@ -95,12 +97,13 @@ class _Experts(torch.autograd.Function):
             both_SF, gates_NK.flatten()[order.slots_S], _products(d_outputs_SD, w2, order)
         )
         d_gates = torch.zeros_like(gates_NK).flatten().scatter_(0, order.slots_S, d_gates_S)
+        is_elsewhere = order.places_NK.flatten() >= len(order.slots_S)
         d_tokens_ND = torch.ops.r3.sum_rows(_products(d_both_SF, w1, order), order.places_NK)
         # Megatron's hook adds a weight's gradient to its buffer.
         w1_needed, w2_needed = ctx.needs_input_grad[4:]
         return (
             d_tokens_ND,
-            d_gates.view_as(gates_NK),
+            d_gates.masked_fill_(is_elsewhere, 0.0).view_as(gates_NK),
             None,
             None,
             _weight_gradient(d_both_SF, tokens_ND[rows_S], w1, order) if w1_needed else None,

@@ -3,11 +3,17 @@
 Megatron's dispatcher sends and keeps one copy of a token per chosen expert. Here a token travels
 once to every expert-parallel rank that has one of its experts, and comes back as one row: the sum
 over that rank's experts. Without expert parallelism nothing is copied, and nothing waits for the
-device; with it, the number of rows that ranks exchange is read once per layer and pass.
+device.
+
+With it, the host must know how many rows ranks exchange. Replayed routes are known before a
+micro-batch's forward, so that all layers' sizes are exchanged and read at once. A token whose route
+is not known, such as the last one of a sequence, then goes to every rank, of which those without
+its experts add zero. Where all routes are live, ranks exchange and read sizes per layer and pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from r3.policy import kernels  # noqa: F401  (defines torch.ops.r3)
+from r3.runtime.mesh import Axis
 
 
 class Slots(NamedTuple):
@@ -22,7 +29,8 @@ class Slots(NamedTuple):
 
     Attributes:
         experts_NK: expert of each slot, counted on this rank; -1: not on this rank.
-        num_local: number of slots with an expert of this rank, known without asking the device.
+        num_local: number of slots with an expert of this rank or more, known without asking the
+            device.
     """
 
     experts_NK: torch.Tensor
@@ -46,6 +54,67 @@ def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
 def first_set(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
     """Columns of the first `topk` true values of each row, without waiting for the device."""
     return routing_map.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :topk]
+
+
+class Sizes(NamedTuple):
+    """What the ranks of ep exchange in one layer and pass.
+
+    Attributes:
+        sent, received: tokens to and from each rank.
+        num_local: most slots of this rank's experts in what it receives.
+        sizes_R2: tokens and slots for each rank, on the device.
+        unknown_N: whether a token's route was not known. Such tokens go to every rank.
+    """
+
+    sent: list[int]
+    received: list[int]
+    num_local: int
+    sizes_R2: torch.Tensor
+    unknown_N: torch.Tensor
+
+
+def size_plan(ep: Axis, local: int) -> Callable[[Sequence[torch.Tensor]], list[Sizes]] | None:
+    """Return a function for `Replay.plan`, which all ranks of ep must call; None for one rank.
+
+    Args:
+        ep: the ranks that share experts.
+        local: number of experts on each.
+    """
+    if ep.size == 1:
+        return None
+
+    def plan(routes: Sequence[torch.Tensor]) -> list[Sizes]:
+        unknown_LN = torch.stack([routes_NK[:, 0] < 0 for routes_NK in routes])
+        sizes_LR2 = torch.stack(
+            [
+                sizes_by_rank(owned_by_rank(routes_NK, ep.size, local), unknown_N, local)
+                for routes_NK, unknown_N in zip(routes, unknown_LN, strict=True)
+            ]
+        )
+        # The only wait for the device in a micro-batch
+        sent_LR, received_LR, slots_L = _exchanged(sizes_LR2, ep.group)
+        return list(map(Sizes, sent_LR, received_LR, slots_L, sizes_LR2, unknown_LN))
+
+    return plan
+
+
+def _exchanged(
+    sizes_LR2: torch.Tensor, group: Any
+) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    """Tell every rank how much it gets; returns tokens to and from each rank, and slots, by layer.
+
+    The host waits for the device.
+    """
+    sent_RL2 = sizes_LR2.transpose(0, 1).contiguous()
+    received_RL2 = torch.empty_like(sent_RL2)
+    torch.distributed.all_to_all_single(received_RL2, sent_RL2, group=group)
+    slots_L = received_RL2[:, :, 1].sum(0)
+    tokens_2LR = torch.stack([sent_RL2, received_RL2])[..., 0].transpose(1, 2)
+    # One transfer
+    numbers = torch.cat([tokens_2LR.flatten(), slots_L]).tolist()
+    layers, ranks = sizes_LR2.shape[:2]
+    rows = [numbers[i : i + ranks] for i in range(0, 2 * layers * ranks, ranks)]
+    return rows[:layers], rows[layers:], numbers[2 * layers * ranks :]
 
 
 class Rows(NamedTuple):
@@ -92,16 +161,18 @@ class TokenDispatcher(MoETokenDispatcher):
     All ranks of ep must call. Experts are not divided over tensor-parallel ranks (etp 1).
     """
 
-    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
+    def __init__(
+        self, num_local_experts: int, config: Any, pg_collection: Any, router: Any
+    ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         assert self.tp_size == 1, f"experts are divided over {self.tp_size} ranks (etp)"
+        self._router = router  # its tap has the planned sizes
         self._local, self._topk = num_local_experts, config.moe_router_topk
         self._slots = Slots(torch.empty(0), 0)
         self._shape = torch.Size()
         # Expert parallelism only: what is sent, and how many rows to and from each rank.
         self._rows = Rows(torch.empty(0), torch.empty(0))
-        self._sent: list[int] = []
-        self._received: list[int] = []
+        self._sizes = Sizes([], [], 0, torch.empty(0), torch.empty(0))
 
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -120,9 +191,9 @@ class TokenDispatcher(MoETokenDispatcher):
             return hidden_states, probs
         experts_NK = self._slots.experts_NK
         owned_RNK = owned_by_rank(experts_NK, self.ep_size, self._local)
-        slots = self._exchange_sizes(sizes_by_rank(owned_RNK))
-        needed_RN = owned_RNK.any(-1)
-        count, tokens = sum(self._sent), len(experts_NK)
+        self._sizes = self._sizes_of(owned_RNK)
+        needed_RN = owned_RNK.any(-1) | self._sizes.unknown_N
+        count, tokens = sum(self._sizes.sent), len(experts_NK)
         # Rank by rank, and in a rank token by token
         order_M = needed_RN.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:count]
         places = (needed_RN.flatten().cumsum(0) - 1).view(-1, tokens)
@@ -132,21 +203,39 @@ class TokenDispatcher(MoETokenDispatcher):
         elsewhere_MK = (experts_MK < 0) | (experts_MK >= self._local)
         experts_MK.masked_fill_(elsewhere_MK, -1)
         # A gate of another rank's expert travels with the token, and no expert reads it there.
-        self._slots = Slots(self._exchange(experts_MK), slots)
+        self._slots = Slots(self._exchange(experts_MK), self._sizes.num_local)
         gates_MK = self._exchange(GatherRows.apply(probs, self._rows))
         return self._exchange(GatherRows.apply(hidden_states, self._rows)), gates_MK
 
-    def _exchange_sizes(self, sizes_R2: torch.Tensor) -> int:
-        """Tell every rank how much it gets; returns the number of slots of this rank's experts."""
-        received_R2 = torch.empty_like(sizes_R2)
-        torch.distributed.all_to_all_single(received_R2, sizes_R2, group=self.ep_group)
-        # The only wait for the device
-        sent, received = torch.stack([sizes_R2, received_R2]).tolist()
-        self._sent, self._received = [rows for rows, _ in sent], [rows for rows, _ in received]
-        return sum(slots for _, slots in received)
+    def _sizes_of(self, owned_RNK: torch.Tensor) -> Sizes:
+        """The planned sizes of this forward, compared with its own; without a plan, exchange them.
+
+        Raises:
+            AssertionError: the routes are not those that were planned. On CUDA, the device does.
+        """
+        planned: Sizes | None = getattr(self._router.router_replay, "sizes", None)
+        if planned is None:
+            return self._exchange_sizes(owned_RNK)
+        sizes_R2 = sizes_by_rank(owned_RNK, planned.unknown_N, self._local)
+        are_equal = (sizes_R2 == planned.sizes_R2).all()
+        layer = self._router.layer_number - 1
+        message = f"layer {layer}: tokens and slots for each rank are not those that were planned"
+        if sizes_R2.is_cuda:
+            torch._assert_async(are_equal, message)
+        else:
+            assert are_equal, f"{message}: {sizes_R2.tolist()}, not {planned.sizes_R2.tolist()}"
+        return planned
+
+    def _exchange_sizes(self, owned_RNK: torch.Tensor) -> Sizes:
+        """Tell every rank how much it gets, and wait for the device."""
+        unknown_N = owned_RNK.new_zeros(owned_RNK.shape[1])
+        sizes_R2 = sizes_by_rank(owned_RNK, unknown_N, self._local)
+        (sent,), (received,), (slots,) = _exchanged(sizes_R2[None], self.ep_group)
+        return Sizes(sent, received, slots, sizes_R2, unknown_N)
 
     def _exchange(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-        sizes = (self._sent, self._received) if back else (self._received, self._sent)
+        out, into = self._sizes.sent, self._sizes.received
+        sizes = (out, into) if back else (into, out)
         return all_to_all(self.ep_group, rows.contiguous(), *sizes)
 
     def dispatch_postprocess(
@@ -176,6 +265,12 @@ def owned_by_rank(experts_NK: torch.Tensor, ranks: int, local: int) -> torch.Ten
     return experts_NK // local == numbers_R[:, None, None]
 
 
-def sizes_by_rank(owned_RNK: torch.Tensor) -> torch.Tensor:
-    """Tokens and slots that every rank gets, [R, 2]."""
-    return torch.stack([owned_RNK.any(-1).sum(-1), owned_RNK.sum((1, 2))], -1)
+def sizes_by_rank(owned_RNK: torch.Tensor, unknown_N: torch.Tensor, local: int) -> torch.Tensor:
+    """Tokens and slots that every rank gets, [R, 2].
+
+    Of a token whose route is not known, that is the token, and as many slots as it can have.
+    """
+    topk = owned_RNK.shape[2]
+    tokens_R = (owned_RNK.any(-1) | unknown_N).sum(-1)
+    known_R = (owned_RNK & ~unknown_N[:, None]).sum((1, 2))
+    return torch.stack([tokens_R, known_R + unknown_N.sum() * min(topk, local)], -1)

@@ -15,7 +15,15 @@ from r3.metrics.reduce import Mean, PerLayer
 from r3.models.freeze import frozen_tensors
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
-from r3.policy.build import build_chunks, learning_rate, scale_rope, transformer_config, wrap
+from r3.policy.build import (
+    build_chunks,
+    experts_kind,
+    learning_rate,
+    scale_rope,
+    transformer_config,
+    wrap,
+)
+from r3.policy.dispatch import size_plan
 from r3.policy.layout import LocalTokens
 from r3.policy.memory import TrainingMemory, chained
 from r3.policy.objective import policy_loss
@@ -61,8 +69,13 @@ class Policy(ScoringPolicy):
         )
         chunks = build_chunks(config, shape, self.megatron, mesh, device)
         scale_rope(chunks, shape)
+        planned = experts_kind(config) == "fused" and not config.replay.plausibility
         self.replay: Replay = attach_replay(
-            chunks, shape.moe_layers, mesh.pp, plausibility=config.replay.plausibility
+            chunks,
+            shape.moe_layers,
+            mesh.pp,
+            plausibility=config.replay.plausibility,
+            plan=size_plan(mesh.ep, shape.num_experts // mesh.ep.size) if planned else None,
         )
         trainable = wrap(config, self.megatron, chunks, mesh)
         self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer

@@ -59,12 +59,15 @@ class RouterTap(RouterReplay):
         self.mode: Mode = "live"
         self.training = False
         self._loaded: torch.Tensor | None = None
+        self._loaded_sizes: Any = None
+        # What ranks exchange for the routes of the last forward, if it was planned.
+        self.sizes: Any = None
         self._captured_N: torch.Tensor | None = None
         self.forwards = 0
         # Number of the forward whose backward pass is running.
         self.backward_of: int | None = None
-        # Routes for recomputations to come, by number of the forward.
-        self._recomputations: dict[int, torch.Tensor] = {}
+        # Routes and sizes for recomputations to come, by number of the forward.
+        self._recomputations: dict[int, tuple[torch.Tensor, Any]] = {}
         self.recorded: list[torch.Tensor] = []
         self.used: torch.Tensor | None = None
         # One entry per forward, see `ReplayLedger`.
@@ -74,18 +77,21 @@ class RouterTap(RouterReplay):
         self.consumed: list[torch.Tensor] = []
         self.rows = 0
 
-    def load(self, routes_NK: torch.Tensor, captured_N: torch.Tensor, *, rows: int) -> None:
+    def load(
+        self, routes_NK: torch.Tensor, captured_N: torch.Tensor, *, rows: int, sizes: Any = None
+    ) -> None:
         """Set the routes of the next forward.
 
         Args:
             routes_NK: expert ids; rows of -1 route live.
             captured_N: true at rows to compare with the live choice.
             rows: number of those rows.
+            sizes: what ranks exchange for these routes, for the layer's dispatcher; None: unknown.
         """
         assert self._loaded is None, (
             f"layer {self.layer}: routes of the previous micro-batch were never used"
         )
-        self._loaded, self._captured_N = routes_NK, captured_N
+        self._loaded, self._captured_N, self._loaded_sizes = routes_NK, captured_N, sizes
         self.rows += rows
 
     def get_replay_topk(
@@ -98,6 +104,7 @@ class RouterTap(RouterReplay):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for `scores` [N, E]; returns their scores and ids, both [N, K]."""
         assert default_compute_topk is not None
+        self.sizes = None
         if self.mode == "live":
             return default_compute_topk(scores, topk, num_groups, group_topk)
         if _is_recomputation():
@@ -106,7 +113,8 @@ class RouterTap(RouterReplay):
                 f"are {'taken' if self.backward_of is not None else 'unknown'}; "
                 f"waiting: {sorted(self._recomputations)}"
             )
-            routes_NK = self._recomputations.pop(self.backward_of).long()
+            kept_NK, self.sizes = self._recomputations.pop(self.backward_of)
+            routes_NK = kept_NK.long()
             return scores.gather(1, routes_NK), routes_NK
         _, live_NK = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
         if self.mode == "record":
@@ -117,7 +125,8 @@ class RouterTap(RouterReplay):
                 f"layer {self.layer}: a forward without routes loaded for it"
             )
             loaded_NK, captured_N = self._loaded.long(), self._captured_N
-            self._loaded = self._captured_N = None
+            self.sizes = self._loaded_sizes
+            self._loaded = self._captured_N = self._loaded_sizes = None
             assert loaded_NK.shape == (scores.shape[0], topk), (
                 f"layer {self.layer}: routes {tuple(loaded_NK.shape)} for {scores.shape[0]} tokens "
                 f"and top {topk}"
@@ -139,7 +148,7 @@ class RouterTap(RouterReplay):
             )
         # A forward of training without gradients is checkpointed: its recomputation follows.
         if self.training and not torch.is_grad_enabled():
-            self._recomputations[self.forwards] = routes_NK.to(torch.int16)
+            self._recomputations[self.forwards] = (routes_NK.to(torch.int16), self.sizes)
         self.forwards += 1
         self.used = routes_NK
         return scores.gather(1, routes_NK), routes_NK
@@ -192,7 +201,7 @@ class RouterTap(RouterReplay):
     def clear(self) -> None:
         """Reset all state."""
         self.mode, self.training = "live", False
-        self._loaded = self._captured_N = self.used = None
+        self._loaded = self._captured_N = self._loaded_sizes = self.sizes = self.used = None
         self.forwards, self.backward_of = 0, None
         self._recomputations.clear()
         self.recorded, self.counts, self.consumed, self.rows = [], [], [], 0
@@ -301,12 +310,15 @@ class Replay:
         taps: by global number of the decoder layer.
         moe_layers: global numbers of the model's MoE layers.
         decoders: decoder of each model chunk -> its MoE layers.
+        plan: returns what ranks exchange for the routes [N, K] of each layer, rows of -1 among
+            them; a collective of the ranks that share experts. None: nothing is planned.
         mode: what routers do now.
     """
 
     taps: Mapping[int, RouterTap]
     moe_layers: Sequence[int]
     decoders: Mapping[Any, Sequence[int]]
+    plan: Callable[[Sequence[torch.Tensor]], Sequence[Any]] | None = None
     mode: Mode = field(default="live", init=False)
 
     @property
@@ -349,6 +361,8 @@ class Replay:
     ) -> None:
         """Give each router its layer's routes for the next forward. Does nothing unless replaying.
 
+        All ranks that share experts must call, if there is a plan.
+
         Args:
             routed_experts_NLK: routes of this rank's `layers` or of all `moe_layers`, in that
                 order; rows of -1 route live.
@@ -365,8 +379,11 @@ class Replay:
             f"routes of {found} layers; this rank has routers in {len(own)}, "
             f"the model in {len(self.moe_layers)}"
         )
-        for layer in self._layers(model):
-            self.taps[layer].load(routed_experts_NLK[:, given.index(layer)], captured_N, rows=rows)
+        layers = self._layers(model)
+        routes = [routed_experts_NLK[:, given.index(layer)] for layer in layers]
+        planned = self.plan(routes) if self.plan and layers else [None] * len(layers)
+        for layer, routes_NK, sizes in zip(layers, routes, planned, strict=True):
+            self.taps[layer].load(routes_NK, captured_N, rows=rows, sizes=sizes)
 
     def _layers(self, model: Any) -> list[int]:
         """MoE layers of a chunk (None: of this rank), in order."""
@@ -435,7 +452,12 @@ def check_plain_routing(config: TransformerConfig) -> None:
 
 
 def attach_replay(
-    chunks: Iterable[Any], moe_layers: Sequence[int], pp: Axis, *, plausibility: float = 0.0
+    chunks: Iterable[Any],
+    moe_layers: Sequence[int],
+    pp: Axis,
+    *,
+    plausibility: float = 0.0,
+    plan: Callable[[Sequence[torch.Tensor]], Sequence[Any]] | None = None,
 ) -> Replay:
     """Put a tap on every router of the decoder. All ranks of `pp` must call.
 
@@ -446,6 +468,7 @@ def attach_replay(
         moe_layers: global numbers of the model's MoE layers.
         pp: pipeline stages.
         plausibility: limit of the plausibility filter; 0 = off.
+        plan: see `Replay`. The plausibility filter changes routes: there is no plan with it.
 
     Raises:
         AssertionError: routing is not a plain top-k, a router is not in one of `moe_layers`, two
@@ -483,7 +506,8 @@ def attach_replay(
     assert sorted(layer for stage in stages for layer in stage) == list(moe_layers), (
         f"pipeline stages have routers in layers {stages}, the model in {list(moe_layers)}"
     )
-    return Replay(taps=taps, moe_layers=tuple(moe_layers), decoders=decoders)
+    assert not (plan and plausibility), "the plausibility filter changes what was planned"
+    return Replay(taps=taps, moe_layers=tuple(moe_layers), decoders=decoders, plan=plan)
 
 
 def _announce_backward(taps: Sequence[RouterTap]) -> Callable[[Any, Any, torch.Tensor], None]:

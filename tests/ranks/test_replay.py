@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.families import random_checkpoint
-from tests.ranks import dose_cases, pass_cases, recompute_cases, router_cases
+from tests.ranks import dose_cases, pass_cases, plan_cases, recompute_cases, router_cases
 from tests.ranks.pass_cases import Modes
 from tests.ranks.recompute_cases import Recomputation
 from tests.ranks.router_cases import Reach, Routers
@@ -371,6 +371,25 @@ def test_a_second_recomputation_with_the_same_routes_is_refused(
         "a recomputation for forward 3, whose routes are taken"
         in recomputation.messages[f"{recompute}, twice"]
     )
+
+
+# ------------------------------------------------------------------------------------------------
+# Sizes of what ranks exchange
+
+
+@pytest.mark.parametrize("experts", ["fused", "sorted"])
+def test_replayed_layers_exchange_no_sizes_of_their_own(experts: str, other_model: str) -> None:
+    for found in run_world(plan_cases.plans, 2, model=other_model, experts=experts):
+        layers, micro_batches = found.layers, found.micro_batches
+        assert micro_batches > 1 and layers > 1
+        assert found.exchanges == {
+            "replay": 0,
+            "live": layers * micro_batches,
+            # in forward and recomputation
+            "replay without a plan": 2 * layers * micro_batches,
+        }
+        assert found.same
+        assert "layer 0: tokens and slots for each rank are not those" in found.message
 
 
 # ------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def _sorted(
     tokens_ND: torch.Tensor, gates_NK: torch.Tensor, experts_NK: torch.Tensor, *weights: Any
 ) -> torch.Tensor:
     """What CUDA runs use, here with plain torch in place of the Triton kernels."""
-    count = int((experts_NK >= 0).sum())
+    count = int((experts_NK >= 0).sum()) + 2  # ranks may know only how many there are at most
     return device_experts._Experts.apply(tokens_ND, gates_NK, experts_NK, count, *weights)
 
 
@@ -117,6 +117,30 @@ def test_a_token_has_the_same_bits_in_any_batch(experts: Any) -> None:
     )
 
 
+def test_rows_behind_the_last_expert_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens_ND, gates_NK, experts_NK, w1, w2 = inputs = _inputs(torch.float32)
+
+    def exactly(*_inputs: torch.Tensor) -> torch.Tensor:
+        count = int((experts_NK >= 0).sum())
+        return device_experts._Experts.apply(tokens_ND, gates_NK, experts_NK, count, w1, w2)
+
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote is NaN
+    try:
+        assert torch.empty(1).isnan()
+        pairs = zip(_results(_sorted, inputs), _results(exactly, inputs), strict=True)
+        assert all(torch.equal(found, expected) for found, expected in pairs)
+        in_order = device_experts._sorted
+
+        def unmasked(experts_NK: torch.Tensor, num_experts: int, count: int) -> Any:
+            order = in_order(experts_NK, num_experts, count)
+            return order._replace(places_NK=order.places_NK.clamp(max=count - 1))
+
+        monkeypatch.setattr(device_experts, "_sorted", unmasked)
+        assert _sorted(*inputs).isnan().any()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_faulty_order_shows_in_outputs() -> None:
     inputs = _inputs(torch.float32)
     tokens_ND, gates_NK, experts_NK, *weights = inputs
@@ -176,5 +200,9 @@ def test_sums_of_ranks_are_added_in_float32_or_their_own_type(dtype: torch.dtype
 
 def test_sizes_count_the_tokens_and_slots_of_every_rank() -> None:
     experts_NK = torch.tensor([[0, 1], [2, 5], [1, 4], [4, 5]])
-    sizes_R2 = sizes_by_rank(owned_by_rank(experts_NK, ranks=3, local=2))
-    assert sizes_R2.tolist() == [[2, 3], [1, 1], [3, 4]]
+    owned_RNK = owned_by_rank(experts_NK, ranks=3, local=2)
+    every = torch.zeros(4, dtype=torch.bool)
+    assert sizes_by_rank(owned_RNK, every, 2).tolist() == [[2, 3], [1, 1], [3, 4]]
+    # The third token's route is not known: it goes to every rank, with two slots at most.
+    unknown = torch.tensor([False, False, True, False])
+    assert sizes_by_rank(owned_RNK, unknown, 2).tolist() == [[2, 4], [2, 3], [3, 5]]

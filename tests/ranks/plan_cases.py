@@ -1,0 +1,91 @@
+"""How often ranks tell each other how much they exchange: planned, without a plan, and live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from r3.policy.dispatch import TokenDispatcher
+from r3.runtime.device import Device
+from r3.types import Batch, MicroBatch
+from tests.errors import message_of
+from tests.policies import batches_of, build, experts_as_on_cuda
+from tests.tiny import tiny_config
+from tests.wrong_routes import patched
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plans:
+    """One rank of two that share experts.
+
+    Attributes:
+        micro_batches, layers: numbers of micro-batches and of MoE layers.
+        exchanges: exchanges of the sizes of a layer in one pass, by kind of pass.
+        same: whether loss and gradients are the same bits with and without a plan.
+        message: error of a pass whose plan has the sizes of other layers.
+    """
+
+    micro_batches: int
+    layers: int
+    exchanges: dict[str, int]
+    same: bool
+    message: str
+
+
+def plans(device: Device, *, model: str, experts: str) -> Plans:
+    """Passes with full recomputation, so that recomputations need the sizes, too."""
+    kind = experts_as_on_cuda(experts)
+    sections = {"experts": kind, "recompute": "full"}
+    _, policy = build(device, tiny_config(model, parallel={"ep": 2}, model=sections))
+    (batch,) = batches_of(policy.mesh, policy.shape, micro_batch_tokens=64)
+    if device.rank:  # ranks need not have the same rows without routes
+        batch = _rows_lost(batch)
+    exchanges: dict[str, int] = {}
+
+    def count(name: str, run: Callable[[], Any]) -> Any:
+        exchanges[name] = 0
+
+        def counted(exchange: Any) -> Any:
+            def counting(*args: Any) -> Any:
+                exchanges[name] += 1
+                return exchange(*args)
+
+            return counting
+
+        with patched(TokenDispatcher, "_exchange_sizes", counted):
+            return run()
+
+    def gradients() -> list[torch.Tensor]:
+        loss = policy.forward_backward(batch)["loss/total"]
+        buffers = [buffer.clone() for buffer in policy.memory.gradient_buffers()]
+        return [torch.tensor(loss.total), *buffers]
+
+    planned = count("replay", gradients)
+    count("live", lambda: policy.score(batch.micro_batches, mode="live"))
+    plan = policy.replay.plan
+    assert plan is not None
+    policy.replay.plan = None
+    unplanned = count("replay without a plan", gradients)
+    policy.replay.plan = lambda routes: plan(routes)[::-1]
+    message = message_of(lambda: policy.forward_backward(batch), AssertionError)
+    return Plans(
+        micro_batches=len(batch.micro_batches),
+        layers=len(policy.replay.layers),
+        exchanges=exchanges,
+        same=all(torch.equal(one, other) for one, other in zip(planned, unplanned, strict=True)),
+        message=message,
+    )
+
+
+def _rows_lost(batch: Batch) -> Batch:
+    """Every fifth row of the last layer has no route, nor has the last row of a sequence."""
+
+    def lost(micro_batch: MicroBatch) -> MicroBatch:
+        routes_NLK = micro_batch.routed_experts_NLK.clone()
+        routes_NLK[::5, -1] = -1
+        return replace(micro_batch, routed_experts_NLK=routes_NLK)
+
+    return replace(batch, micro_batches=tuple(map(lost, batch.micro_batches)))
