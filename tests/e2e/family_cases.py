@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from r3.engine.weights import push
+from r3.engine import experts
+from r3.engine.weights import Pushed, push
 from r3.handover.memory import State
 from r3.handover.weights import SyncError, export, prove_sync, prove_weights
 from r3.runtime.device import Device
@@ -32,6 +33,9 @@ class PushedFamily:
         reloaded: layers whose experts went through vLLM's reload, with the reason.
         why_reloaded: why weights other than experts did; empty if they were copied.
         reload_equal: weights that go through the reload sample the same.
+        fallen, fallen_note: layers whose experts went through the reload while R3 knew no kernel of
+            experts, with the reason, and the note about it.
+        fallen_equal: the engine sampled the same then.
         notes: lines that two weight syncs printed.
         faults: message of the proof by planted fault.
         moved: the push changed what is sampled.
@@ -46,6 +50,9 @@ class PushedFamily:
     reloaded: dict[str, str]
     why_reloaded: str
     reload_equal: bool
+    fallen: dict[str, str]
+    fallen_note: str
+    fallen_equal: bool
     notes: list[str]
     faults: dict[str, str]
     moved: bool
@@ -79,6 +86,7 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
     by_reload = push(world.engine.llm, world.stream.read(), world.task.shape, copy=False)
     world.engine.reset_cache()
     again = signature(world.collect(1).rollouts)
+    fallen = unknown_kernels(world)
     return PushedFamily(
         compared=compared,
         tensors=len(world.stream.shapes),
@@ -87,12 +95,26 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
         reloaded=world.engine.reloaded_experts,
         why_reloaded=world.engine.why_reloaded,
         reload_equal=again == pushed and not by_reload.unloaded,
+        fallen={str(layer): why for layer, why in fallen.reloaded.items()},
+        fallen_note=fallen.note,
+        fallen_equal=signature(world.collect(1).rollouts) == pushed and not fallen.unloaded,
         notes=printed.getvalue().splitlines(),
         faults=planted_faults(world),
         moved=before != pushed,
         equal=equal,
         proofs=proofs,
     )
+
+
+def unknown_kernels(world: World) -> Pushed:
+    """Push the weights while R3 knows none of vLLM's expert kernels."""
+    known, experts._PLAIN_KERNELS = experts._PLAIN_KERNELS, ()
+    try:
+        pushed = push(world.engine.llm, world.stream.read_blocks(), world.task.shape)
+    finally:
+        experts._PLAIN_KERNELS = known
+    world.engine.reset_cache()
+    return pushed
 
 
 def planted_faults(world: World) -> dict[str, str]:
