@@ -283,31 +283,34 @@ def ipc() -> Figures:
     return {"device": device, "passed": found == expected and doubled == 2 * expected}
 
 
+# The model of step `large`.
+LARGE: dict[str, Any] = dict(
+    vocab_size=512,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=32,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+    max_position_embeddings=4096,
+    pad_token_id=0,
+    eos_token_id=2,
+    bos_token_id=None,
+    tie_word_embeddings=False,
+)
+
+
 def model(folder: Path) -> Figures:
     """Write a random Qwen3-MoE of 3 billion parameters with the tokenizer of tiny-moe."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=32,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        eos_token_id=2,
-        bos_token_id=None,
-        tie_word_embeddings=False,
-    )
     torch.manual_seed(0)
     with torch.device("cuda"):
-        made = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+        made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**LARGE)).to(torch.bfloat16)
     made.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(assets.TINY_MOE / name, folder / name)

@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh [FOLDER [STEP...]]     results; default runs/gpu, all steps
 #
 # A second run adds its lines to the results of the first.
-# Exit codes: 0 all steps passed, 1 a step failed (the rest still ran), 3 no GPU.
+# Exit codes: 0 all steps passed, 1 a step failed or had no time (the rest still ran), 3 no GPU.
 # PYTHON   interpreter (default: .venv/bin/python)
 # MINUTES  start no step after this time, and end the one that runs (default: no limit)
 set -uo pipefail
@@ -35,11 +35,13 @@ step() {
     local left=$((60 * MINUTES - SECONDS))
     if [ $left -lt 30 ]; then
       echo "== $name: no time left"
+      failed=1
       return
     fi
     limit=$((limit < left ? limit : left))
   fi
   echo "== $name: $*"
+  rm -rf "${out:?}/$name"  # of an earlier run, which this one would resume
   timeout --kill-after=30 "$limit" "$@" </dev/null >"$out/$name.log" 2>&1 || code=$?
   [ $code -eq 0 ] || failed=1
   # The experiment's own line of JSON, if it printed one.
@@ -84,7 +86,8 @@ experiment last-run 60 "$out/run"
 step tests 900 "$python" -m pytest -q -m gpu tests/gpu
 experiment model 300 "$out/model"
 train large 600 tiny $tiny --model.path "$out/model" --train.steps 3 --eval.path '' \
-  --train.micro_batch_tokens 8192 --log.dir "$out/large" --checkpoint.every 0
+  --engine.kv_cache_gib 16 --train.micro_batch_tokens 8192 --log.dir "$out/large" \
+  --checkpoint.every 0 --checkpoint.export false
 experiment last-large 60 "$out/large"
 for i in 1 2; do
   train "deterministic-$i" 300 tiny-smoke $tiny --debug.deterministic true --train.steps 4 \

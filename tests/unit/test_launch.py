@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
+from r3.cli.memory_plan import fit
 from r3.cli.parse import parse
+from r3.config import with_values
+from r3.models.shape import ModelShape
 from tests.families import random_checkpoint
 from tests.world import ROOT
 
@@ -176,7 +179,7 @@ def test_ranks_of_a_gpu_machine_share_its_cores(
 
 def test_first_gpu_run_types_what_exists(tmp_path: Path) -> None:
     out, typed = tmp_path / "out", tmp_path / "typed"
-    random_checkpoint(out / "model", num_experts=8, num_experts_per_tok=2)
+    (out / "run").mkdir(parents=True)  # of an earlier run
     # It finds a GPU and writes its record with the real interpreter; commands are only written
     # down, each word ended by a tab.
     python = (
@@ -191,13 +194,23 @@ def test_first_gpu_run_types_what_exists(tmp_path: Path) -> None:
         check=True,
         capture_output=True,
     )
+    assert not (out / "run").exists()
+    random_checkpoint(out / "model", num_experts=8, num_experts_per_tok=2)
     commands = [line.split("\t")[:-1] for line in typed.read_text().splitlines()]
     kinds = {"train": 0, "doctor": 0, "experiment": 0, "tests": 0}
     for words in commands:
         match words:
             case ["train.py", *flags]:
                 kinds["train"] += 1
-                assert parse(flags).config.parallel.ep == 1
+                config = parse(flags).config
+                assert config.parallel.ep == 1
+                if config.model.path == str(out / "model"):
+                    shape = ModelShape.from_hf(
+                        gpu.LARGE | {"architectures": ["Qwen3MoeForCausalLM"]}
+                    )
+                    assert fit(config, shape, 1, 80).fits
+                    small = with_values(config, {"engine.kv_cache_gib": 0.06})
+                    assert not fit(small, shape, 1, 80).fits, "a cache of tiny's holds nothing"
             case ["-m", "r3.doctor", *flags]:
                 kinds["doctor"] += 1
                 assert parse(flags).config.engine.dtype == "bfloat16"
