@@ -99,6 +99,18 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "output": ("vllm.outputs.RequestOutput",),
         "completion": ("vllm.outputs.CompletionOutput",),
     },
+    "r3/engine/slots.py": _LLM
+    | {
+        "scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
+        "_scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
+        "request": ("vllm.v1.request.Request",),
+        "sampling_params": ("vllm.sampling_params.SamplingParams",),
+        "manager": (
+            "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsManager",
+        ),
+        "kv_cache_manager": ("vllm.v1.core.kv_cache_manager.KVCacheManager",),
+        "blocks": ("vllm.v1.core.kv_cache_manager.KVCacheBlocks",),
+    },
     "r3/engine/weights.py": _LLM
     | {"info": ("vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",)},
     "r3/policy/memory.py": {

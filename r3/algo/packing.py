@@ -418,7 +418,8 @@ def sorted_experts(routes: np.ndarray) -> np.ndarray:
 
     Two to five times faster than `np.sort` for small K: each comparison is of whole columns.
     """
-    columns = np.moveaxis(routes, -1, 0).copy()
+    axes = range(routes.ndim - 1)  # transposed by hand: np.moveaxis takes as long as the sort
+    columns = routes.transpose(-1, *axes).copy()
     # Odd-even transposition sort: sorted after K turns.
     for turn in range(len(columns)):
         for i in range(turn % 2, len(columns) - 1, 2):
@@ -426,7 +427,7 @@ def sorted_experts(routes: np.ndarray) -> np.ndarray:
             smaller = np.minimum(low, high)
             np.maximum(low, high, out=high)
             low[...] = smaller
-    return np.moveaxis(columns, 0, -1)
+    return columns.transpose(*(axis + 1 for axis in axes), 0)
 
 
 def _check_routes(

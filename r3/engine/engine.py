@@ -17,6 +17,7 @@ from r3.engine.experts import ExpertBlock
 from r3.engine.memory import Part, Sleeper
 from r3.engine.proof import Comparison, compare
 from r3.engine.sampler import Sampler
+from r3.engine.slots import SlotRoutes
 from r3.engine.transcript import CaptureSpec
 from r3.engine.weights import push
 from r3.runtime.device import preserved_random_state
@@ -91,6 +92,7 @@ class Engine:
         self.llm: LLM = build_llm(
             config, device, max_model_len=max_model_len, capture=self.capture, from_disk=from_disk
         )
+        self._routes = SlotRoutes(self.llm) if self.capture and not device.is_cuda else None
         self._sleeper = Sleeper(self.llm, device)
         self.sleep()
 
@@ -233,7 +235,7 @@ class Engine:
         """
         self._refuse_stale(policy_version)
         with preserved_random_state():
-            yield Sampler(self.llm.llm_engine)
+            yield Sampler(self.llm.llm_engine, self._routes)
 
     def share(self, item: Any) -> Any:
         """Return the leader's item on all ranks of this engine. All of them must call."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from r3.engine.slots import SlotRoutes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -86,10 +88,18 @@ class Sampler:
     """Turns in flight in one engine. All ranks of one engine must add the same turns and step
     together."""
 
-    def __init__(self, core: Any) -> None:
-        """Take vLLM's `LLMEngine`, which must be idle."""
+    def __init__(self, core: Any, routes: SlotRoutes | None = None) -> None:
+        """Take vLLM's `LLMEngine`, which must be idle.
+
+        Args:
+            routes: where the routes of finished turns are; None: in the engine's outputs.
+        """
         assert not core.has_unfinished_requests(), "requests of an earlier call are in flight"
         self._core = core
+        self._routes = routes
+        if routes:
+            routes.clear()
+        self._names: dict[int, str] = {}  # key of a turn -> vLLM's own name of the request
         self._scheduler = core.engine_core.engine_core.scheduler
         self._turns: dict[int, Turn] = {}
         self._preempted: dict[str, int] = {}  # request -> how often
@@ -127,7 +137,7 @@ class Sampler:
             skip_clone=True,  # no other request has it
         )
         (prompt,) = self._core.renderer.render_cmpl([{"prompt_token_ids": list(turn.tokens_T)}])
-        self._core.add_request(str(turn.key), prompt, sampling)
+        self._names[turn.key] = self._core.add_request(str(turn.key), prompt, sampling)
         self._turns[turn.key] = turn
 
     def step(self) -> list[Sampled]:
@@ -142,12 +152,14 @@ class Sampler:
             if not output.finished:
                 continue
             turn, completion = self._turns.pop(int(output.request_id)), output.outputs[0]
+            name = self._names.pop(turn.key)
+            routes = self._routes.take(name) if self._routes else completion.routed_experts
             finished.append(
                 Sampled(
                     key=turn.key,
                     tokens_T=list(completion.token_ids),
                     logprobs_T=list(completion.logprobs.logprobs),
-                    routed_experts=completion.routed_experts,
+                    routed_experts=routes,
                     first_row=turn.first_row,
                     finish_reason=str(completion.finish_reason),
                 )

@@ -262,4 +262,4 @@ def watched_preemptions(engine: Engine) -> Iterator[list[str]]:
     try:
         yield seen
     finally:
-        del scheduler._preempt_request
+        scheduler._preempt_request = preempt

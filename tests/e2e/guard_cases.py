@@ -12,10 +12,12 @@ import torch
 
 from r3.config import Config
 from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch
-from r3.engine.build import refuse_unfit
+from r3.engine.build import normalise_in_one_call, refuse_unfit
 from r3.engine.experts import ExpertBlock
+from r3.engine.slots import SlotRoutes
 from r3.handover.memory import ResidencyError, State
 from r3.handover.weights import SyncError, prove_sync
+from r3.policy.modules import _Norm
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.types import Rollout
@@ -36,6 +38,7 @@ class Guards:
         other_side: for an engine that captures routes although replay.mode is off.
         fit: for the engine as it was built.
         sleeps: the engine that sleeps and wakes several times.
+        norms: its norms against the policy's.
     """
 
     messages: dict[str, str]
@@ -44,6 +47,7 @@ class Guards:
     other_side: str
     fit: str
     sleeps: list[Sleep]
+    norms: Norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,86 @@ class Sleep:
     cache_is_zero: bool
     weights: dict[str, str]
     refused: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norms:
+    """The engine's norms against the policy's, with the same weights and rows.
+
+    Attributes:
+        replaced: norms of the engine that one kernel computes, and all of them.
+        farthest: largest relative difference of a float32 result, and with a residual.
+        of_slices: the same for rows that are slices of longer ones.
+        native_of_slices: the same for the kernel without a copy of the slices.
+        in_bfloat16: share of results in bfloat16 that differ, with a residual; and vLLM's own.
+        left_alone: kinds of norms that keep vLLM's own way.
+    """
+
+    replaced: tuple[int, int]
+    farthest: tuple[float, float]
+    of_slices: float
+    native_of_slices: float
+    in_bfloat16: tuple[float, float]
+    left_alone: list[str]
+
+
+def norms(engine: Engine) -> Norms:
+    """Compare the norms that R3 replaces in an engine on CPU."""
+    from vllm._custom_ops import rms_norm
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    def policys(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        return _Norm.apply(x, norm.weight, norm.variance_epsilon)
+
+    def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return float(((found - expected).abs() / expected.abs().clamp_min(1e-3)).max())
+
+    (modules,) = engine.llm.collective_rpc(
+        lambda worker: list(worker.model_runner.get_model().modules())
+    )
+    built = [module for module in modules if type(module) is RMSNorm]
+    with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
+        others = {
+            "gemma": GemmaRMSNorm(64),
+            "part of a row": RMSNorm(64, var_hidden_size=32),
+            "no weight": RMSNorm(64, has_weight=False),
+        }
+        half = RMSNorm(64, dtype=torch.bfloat16)
+    normalise_in_one_call([*others.values(), half])
+    random = torch.Generator().manual_seed(0)
+    farthest, with_residual = [], []
+    with torch.no_grad():
+        for norm in built:
+            x, residual = torch.randn(2, 50, len(norm.weight), generator=random)
+            farthest.append(far(norm(x.clone()), policys(x, norm)))
+            normed, summed = norm(x.clone(), residual.clone())
+            assert torch.equal(summed, x + residual)
+            with_residual.append(far(normed, policys(x + residual, norm)))
+        norm = built[0]
+        longer = torch.randn(50, 3 * len(norm.weight), generator=random)
+        slices = longer[:, : len(norm.weight)]
+        wrong = torch.empty_like(slices, memory_format=torch.contiguous_format)
+        rms_norm(wrong, slices, norm.weight, norm.variance_epsilon)
+        half.weight.copy_(1 + torch.randn(64, generator=random) / 5)
+        x, residual = torch.randn(2, 200, 64, generator=random).bfloat16()
+        expected = policys(x + residual, half)
+        native, _ = half.forward_native(x.clone(), residual.clone())
+        return Norms(
+            replaced=(
+                sum(not hasattr(each._forward_method, "__self__") for each in built),
+                len(built),
+            ),
+            farthest=(max(farthest), max(with_residual)),
+            of_slices=far(norm(slices), policys(slices, norm)),
+            native_of_slices=far(wrong, policys(slices, norm)),
+            in_bfloat16=tuple(
+                float((each != expected).float().mean()) for each in (half(x, residual)[0], native)
+            ),
+            left_alone=[
+                kind for kind, each in others.items() if hasattr(each._forward_method, "__self__")
+            ],
+        )
 
 
 def engine_guards(device: Device) -> Guards:
@@ -137,16 +221,33 @@ def engine_guards(device: Device) -> Guards:
             engine, world.policy, world.task.prompts.prompts[:2], world.config, world.mesh
         ),
     )
+    captures = capture_guards(engine)
     sleeps = several_sleeps(engine, sample, push)
+    compared = norms(engine)
     built = engine.llm.llm_engine.vllm_config
     return Guards(
-        messages=messages,
+        messages=messages | captures,
         works=sample()[0].num_response_tokens > 0,
         unfit=_unfit(built, world.config),
         other_side=_refusal(built, world.config, capture=False),
         fit=_refusal(built, world.config, capture=True),
         sleeps=sleeps,
+        norms=compared,
     )
+
+
+def capture_guards(engine: Engine) -> dict[str, str]:
+    """Messages about routes that cannot be captured as R3 does it on CPU."""
+    core = engine.llm.llm_engine.engine_core.engine_core
+    (capturer,) = engine.llm.collective_rpc(
+        lambda worker: worker.model_runner.routed_experts_capturer
+    )
+    messages = {"slots twice": message_of(lambda: SlotRoutes(engine.llm), AssertionError)}
+    core.scheduler.scheduler_config.async_scheduling = True
+    messages["slots ahead"] = message_of(lambda: SlotRoutes(engine.llm), AssertionError)
+    core.scheduler.scheduler_config.async_scheduling = False
+    messages["no router"] = message_of(capturer.get_device_buffer, AssertionError)
+    return messages
 
 
 def several_sleeps(

@@ -102,6 +102,9 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push(guards: Guar
         "other version": "holds version 1",
         "generate to sync": "memory is in state GENERATE",
         "stale": "does not have the policy's weights",
+        "slots twice": "this engine captures no routes",
+        "slots ahead": "would write to slots of another request",
+        "no router": "routers of layers [] chose experts in this step, not those of [0, 1, 2, 3]",
     }
     for name, text in expected.items():
         assert text in found.messages[name], f"{name}: {found.messages[name]}"
@@ -132,6 +135,18 @@ def test_sleeping_and_waking_twice_changes_and_loses_nothing(guards: Guards) -> 
     for sleep in others:
         assert sleep.samples == first.samples
         assert sleep.weights == first.weights
+
+
+def test_norms_in_one_call_are_the_policys(guards: Guards) -> None:
+    norms = guards.norms
+    done, of = norms.replaced
+    assert done == of == 17  # four of each layer, and the last one
+    # The order in which a row is summed: 4e-7. A forgotten weight or epsilon leaves 1e-2 or more.
+    assert max(norms.farthest) < 2e-6
+    assert norms.of_slices < 2e-6 < 1e-2 < norms.native_of_slices
+    ours, native = norms.in_bfloat16
+    assert ours < 0.01 < 0.1 < native  # vLLM normalises the sum before it rounds it
+    assert norms.left_alone == ["gemma", "part of a row", "no weight"]
 
 
 @pytest.mark.parametrize("ep", [1, 2], ids=["dp2", "ep2"])
