@@ -64,6 +64,7 @@ def _live(get_replay_topk: Any) -> Any:
         self: RouterTap, scores: Any, topk: int, groups: Any, group_topk: Any, compute: Any
     ) -> Any:
         get_replay_topk(self, scores, topk, groups, group_topk, compute)
+        self.sizes = None  # otherwise the dispatcher refuses what was not planned
         return compute(scores, topk, groups, group_topk)
 
     return faulty
