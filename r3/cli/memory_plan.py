@@ -84,7 +84,8 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
 
         norm        2 b D                          input and output
         attention   norm + b (q + 2 k)             projected q, k, v
-                    b (q + k + 4 h + 2 q)          rotated q and k, sines, cosines; output twice
+                    b (q + k + 4 r + 2 q)          rotated q and k; sines and cosines of latent
+                                                   attention's r rotated values; output twice
         dense MLP   norm + 4 b F                   gate and up, silu of gate, product
         MoE         norm + b K (D + 5 F) + 4 b S   tokens sorted by expert; gate, up, silu, products
                     9 E + 24 K                     scores and choices of the router
@@ -97,12 +98,12 @@ def activation_bytes_per_token(config: Config, shape: ModelShape) -> int:
     """
     size, recompute = BYTES_OF[config.model.dtype], config.model.recompute
     selective = recompute == "selective"
-    hidden, head = shape.hidden_size, shape.head_dim
-    queries, keys = shape.num_heads * head, shape.num_kv_heads * head
+    hidden, rotated = shape.hidden_size, shape.latent.rope_size if shape.latent else 0
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     whole_norm = 2 * size * hidden
     norm = size * hidden if selective else whole_norm
     attention = norm + size * (queries + 2 * keys)
-    attention += size * ((2 if selective else 3) * queries + keys + 4 * head)
+    attention += size * ((2 if selective else 3) * queries + keys + 4 * rotated)
     dense = norm + 4 * size * shape.ffn_size
     routed = shape.topk * (hidden + (2 if selective else 5) * shape.moe_ffn_size)
     experts = (

@@ -264,8 +264,8 @@ def _build_chunk(
         # (r3.policy.logprobs).
         vocab_size=-(-shape.vocab_size // mesh.tp.size) * mesh.tp.size,
         max_sequence_length=shape.max_position_embeddings,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+        # Core attention rotates queries and keys (`_set_rope`).
+        position_embedding_type="none",
         share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
         pre_process=piece == 0,
@@ -293,6 +293,7 @@ def _build_chunk(
                 module.num_local_experts, megatron, mesh.megatron, module.router
             )
     _mark_shards(model)
+    _set_rope(model, shape)
     return model.to(device.torch)
 
 
@@ -312,27 +313,26 @@ def rounded_gating(
     return rounded
 
 
-def scale_rope(chunks: list[Any], shape: ModelShape) -> None:
-    """Apply the rope scaling of config.json to frequencies and attention scores.
+def _set_rope(model: Any, shape: ModelShape) -> None:
+    """Set rotary frequencies, and apply the rope scaling of config.json to attention scores.
 
     YaRN multiplies cosine and sine by a factor, which is squared in every attention score. Here the
     scale of the scores has that square.
     """
-    scaling = shape.rope_scaling
-    if scaling is None:
-        return
-    factor = (
-        yarn_mscale(scaling.factor, scaling.mscale_all_dim)
-        if shape.latent
-        else scaling.attention_factor
-    )
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, RotaryEmbedding):
-            module.inv_freq = inverse_frequencies(
-                2 * len(module.inv_freq), shape.rope_theta, scaling
-            )
+    scaling, factor = shape.rope_scaling, 1.0
+    if scaling and shape.latent:
+        factor = yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+    elif scaling:
+        factor = scaling.attention_factor
+    size = shape.latent.rope_size if shape.latent else shape.head_dim
+    frequencies = inverse_frequencies(size, shape.rope_theta, scaling)
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):  # of latent attention
+            module.inv_freq = frequencies
         elif isinstance(module, CausalAttention):
             module.scale *= factor**2
+            if not shape.latent:
+                module.inverse_frequencies = frequencies
 
 
 def _mark_shards(model: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from r3.policy.layout import zigzag_rows
 from r3.policy.modules import CausalAttention, Packed, causal_varlen
 
 
@@ -51,18 +52,14 @@ class ContextParallelAttention(CausalAttention):
             done += 2 * chunk
         return torch.cat(rows), query_lengths, key_lengths
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        _attention_mask: Any = None,
-        packed_seq_params: Packed | None = None,
-        **_: Any,
+    def _positions(self, packed: Packed) -> torch.Tensor:
+        rows = zigzag_rows(packed.cu_seqlens_q.tolist(), self.cp_group.rank(), self.cp_group.size())
+        return super()._positions(packed)[rows]
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed
     ) -> torch.Tensor:
-        """Return packed attention output of this rank's tokens, [t, 1, h*d]."""
-        assert packed_seq_params is not None, "context parallelism runs on packed sequences"
-        rows, query_lengths, key_lengths = self._plan(packed_seq_params)
+        rows, query_lengths, key_lengths = self._plan(packed)
         rows = rows.to(query.device)
         key, value = (
             gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)[rows]
@@ -70,16 +67,14 @@ class ContextParallelAttention(CausalAttention):
         )
         grouped = query.shape[-2] != key.shape[-2]
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            out = self._varlen_rectangular(query, key, value, query_lengths, key_lengths)
-        else:
-            parts = zip(
-                query.split(query_lengths),
-                key.split(key_lengths),
-                value.split(key_lengths),
-                strict=True,
-            )
-            out = torch.cat([self._chunk(q, k, v, grouped) for q, k, v in parts])
-        return out.reshape(out.shape[0], 1, -1)
+            return self._varlen_rectangular(query, key, value, query_lengths, key_lengths)
+        parts = zip(
+            query.split(query_lengths),
+            key.split(key_lengths),
+            value.split(key_lengths),
+            strict=True,
+        )
+        return torch.cat([self._chunk(q, k, v, grouped) for q, k, v in parts])
 
     def _chunk(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool

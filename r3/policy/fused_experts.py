@@ -8,6 +8,8 @@ the experts, whatever the batch: forward and recomputation give the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -37,8 +39,9 @@ class FusedExperts(GroupedExperts):
 class _Experts(torch.autograd.Function):
     """sum_k gate_k * w2[e_k] (silu(gate part of w1[e_k] x) * up part), saving w1's outputs only.
 
-    Below, S are slots of [N * K] in the order of their experts. Index N is a token of zeros, and
-    index N * K a slot with gate 0: they fill an expert's part up to a multiple.
+    Below, S are slots of [N * K] in the order of their experts. Slot N * K has gate 0 and row 0: it
+    fills an expert's part up to a multiple, and changes no sum. What lies between two products is
+    computed in float32 at least.
     """
 
     @staticmethod
@@ -50,60 +53,58 @@ class _Experts(torch.autograd.Function):
         w1: nn.Parameter,
         w2: nn.Parameter,
     ) -> torch.Tensor:
-        parts = _parts(experts_NK, len(w1), multiple=_MULTIPLES.get(tokens_ND.dtype, 1))
-        tokens, gates = _with_zero(tokens_ND), _with_zero(gates_NK.flatten())
-        saved_SF = tokens_ND.new_empty(sum(len(slots) for _, slots, _ in parts), w1.shape[1])
-        out = _zeros(tokens)
-        done = 0
-        for expert, slots_S, rows_S in parts:
-            both_SF = saved_SF[done : done + len(slots_S)]
-            done += len(slots_S)
-            torch.mm(tokens.index_select(0, rows_S), w1[expert].t(), out=both_SF)
-            gate, up = both_SF.chunk(2, -1)
-            inner = F.silu(gate).mul_(up) * gates.index_select(0, slots_S)[:, None]
-            outputs = inner.to(tokens.dtype) @ w2[expert].t()
-            out.index_add_(0, rows_S, outputs.to(out.dtype))
-        ctx.save_for_backward(tokens_ND, gates_NK, saved_SF)
-        ctx.parts, ctx.weights = parts, (w1, w2)
-        return out[:-1].to(tokens.dtype)
+        dtype, wide = tokens_ND.dtype, gates_NK.dtype
+        slots_S, rows_S, sizes = _parts(experts_NK, len(w1), multiple=_MULTIPLES.get(dtype, 1))
+        gates_S1 = F.pad(gates_NK.flatten(), (0, 1)).index_select(0, slots_S)[:, None]
+        saved_SF = tokens_ND.new_empty(len(slots_S), w1.shape[1])
+        out_ND = torch.zeros_like(tokens_ND, dtype=wide)
+        for expert, rows, gates, both in _each(sizes, rows_S, gates_S1, saved_SF):
+            torch.mm(tokens_ND.index_select(0, rows), w1[expert].t(), out=both)
+            gate, up = both.to(wide).chunk(2, -1)
+            inner = F.silu(gate).mul_(up).mul_(gates)
+            out_ND.index_add_(0, rows, (inner.to(dtype) @ w2[expert].t()).to(wide))
+        ctx.save_for_backward(tokens_ND, gates_S1, saved_SF, slots_S, rows_S)
+        ctx.sizes, ctx.weights, ctx.shape = sizes, (w1, w2), gates_NK.shape
+        return out_ND.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        tokens_ND, gates_NK, saved_SF = ctx.saved_tensors
-        w1, w2 = ctx.weights
-        tokens, gates = _with_zero(tokens_ND), _with_zero(gates_NK.flatten())
-        d_out = _with_zero(upstream[0])
-        d_tokens, d_gates = _zeros(tokens), torch.zeros_like(gates)
+        tokens_ND, gates_S1, saved_SF, slots_S, rows_S = ctx.saved_tensors
+        (d_out_ND,), (w1, w2) = upstream, ctx.weights
+        dtype, wide = tokens_ND.dtype, gates_S1.dtype
+        d_tokens_ND, d_gates_S1 = (
+            torch.zeros_like(tokens_ND, dtype=wide),
+            torch.empty_like(gates_S1),
+        )
         w1_gradient, w2_gradient = (
             _WeightGradient(weight) if needed else None
             for weight, needed in zip((w1, w2), ctx.needs_input_grad[3:], strict=True)
         )
-        done = 0
-        for expert, slots_S, rows_S in ctx.parts:
-            both_SF = saved_SF[done : done + len(slots_S)]
-            done += len(slots_S)
-            gate, up = both_SF.chunk(2, -1)
-            weight_S = gates.index_select(0, slots_S)[:, None]
-            sigmoid = torch.sigmoid(gate)
-            swish = gate * sigmoid
-            d_outputs = d_out.index_select(0, rows_S)
-            d_inner = (d_outputs @ w2[expert]).to(gates.dtype)
+        for expert, rows, gates, both, d_gates in _each(
+            ctx.sizes, rows_S, gates_S1, saved_SF, d_gates_S1
+        ):
+            gate, up = both.to(wide).chunk(2, -1)
+            d_outputs = d_out_ND.index_select(0, rows)
+            d_inner = (d_outputs @ w2[expert]).to(wide)
+            swish = F.silu(gate)
             product = swish * up
+            torch.sum(d_inner * product, -1, keepdim=True, out=d_gates)
             if w2_gradient:
-                w2_gradient.add(expert, d_outputs.t(), (product * weight_S).to(tokens.dtype))
-            d_gates[slots_S] = (d_inner * product).sum(-1)
-            d_product = d_inner * weight_S
-            d_both = torch.empty_like(both_SF)
-            torch.mul(d_product, swish, out=d_both[:, up.shape[1] :])
-            # d silu = sigmoid * (1 + gate * (1 - sigmoid)) = sigmoid + swish * (1 - sigmoid)
-            slope = torch.addcmul(sigmoid, swish, 1 - sigmoid)
-            torch.mul(d_product.mul_(up), slope, out=d_both[:, : up.shape[1]])
+                w2_gradient.add(expert, d_outputs.t(), product.mul_(gates).to(dtype))
+            d_product = d_inner.mul_(gates)
+            d_both = torch.empty_like(both, dtype=wide)
+            d_gate, d_up = d_both.chunk(2, -1)
+            torch.mul(d_product, swish, out=d_up)
+            torch.ops.aten.silu_backward.grad_input(d_product.mul_(up), gate, grad_input=d_gate)
+            d_both = d_both.to(dtype)
             if w1_gradient:
-                w1_gradient.add(expert, d_both.t(), tokens.index_select(0, rows_S))
-            d_tokens.index_add_(0, rows_S, (d_both @ w1[expert]).to(d_tokens.dtype))
+                w1_gradient.add(expert, d_both.t(), tokens_ND.index_select(0, rows))
+            d_tokens_ND.index_add_(0, rows, (d_both @ w1[expert]).to(wide))
+        d_gates = d_gates_S1.new_zeros(ctx.shape.numel() + 1)
+        d_gates[slots_S] = d_gates_S1[:, 0]
         return (
-            d_tokens[:-1].to(tokens.dtype),
-            d_gates[:-1].view_as(gates_NK),
+            d_tokens_ND.to(dtype),
+            d_gates[:-1].view(ctx.shape),
             None,
             w1_gradient and w1_gradient.result(),
             w2_gradient and w2_gradient.result(),
@@ -116,34 +117,38 @@ _MULTIPLES = {torch.bfloat16: 64}
 
 
 def _parts(
-    experts_NK: torch.Tensor, count: int, *, multiple: int
-) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Per expert that has tokens: its number, its slots in [N * K], and their rows in [N]."""
+    experts_NK: torch.Tensor, num_experts: int, *, multiple: int
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Slots of [N * K] by expert, their rows of [N], and how many of them each expert has."""
     flat = experts_NK.flatten()
-    slots = flat.argsort(stable=True)
-    _, *by_expert = slots.split(_sizes(flat, count))  # the first part are the slots of other ranks
-    found = []
-    for expert, part_S in enumerate(by_expert):
-        if len(part_S):
-            slots_S = F.pad(part_S, (0, -len(part_S) % multiple), value=flat.numel())
-            rows_S = slots_S.div(experts_NK.shape[1], rounding_mode="floor")
-            found.append((expert, slots_S, rows_S))
-    return found
+    elsewhere, *sizes = _sizes(flat, num_experts)
+    slots_S = flat.argsort(stable=True)[elsewhere:]
+    rows_S = slots_S.div(experts_NK.shape[1], rounding_mode="floor")
+    if multiple > 1:
+        missing = [-size % multiple for size in sizes]
+        slots_S, rows_S = (
+            torch.cat(
+                [
+                    F.pad(part, (0, more), value=filler)
+                    for part, more in zip(values_S.split(sizes), missing, strict=True)
+                ]
+            )
+            for values_S, filler in ((slots_S, flat.numel()), (rows_S, 0))
+        )
+        sizes = [size + more for size, more in zip(sizes, missing, strict=True)]
+    return slots_S, rows_S, sizes
 
 
-def _sizes(experts: torch.Tensor, count: int) -> list[int]:
-    """How many slots have expert -1, 0, ..., count - 1."""
-    return torch.bincount(experts + 1, minlength=count + 1).tolist()
+def _sizes(experts: torch.Tensor, num_experts: int) -> list[int]:
+    """How many slots have expert -1, 0, ..., num_experts - 1."""
+    return torch.bincount(experts + 1, minlength=num_experts + 1).tolist()
 
 
-def _with_zero(values: torch.Tensor) -> torch.Tensor:
-    """One row of zeros behind the others."""
-    return torch.cat([values, values.new_zeros(1, *values.shape[1:])])
-
-
-def _zeros(like: torch.Tensor) -> torch.Tensor:
-    """Sums over experts are taken in float32 at least."""
-    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+def _each(sizes: list[int], *values_S: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    """Number and parts of every expert that has slots."""
+    for expert, *parts in zip(count(), *(values.split(sizes) for values in values_S)):
+        if len(parts[0]):
+            yield expert, *parts
 
 
 class _WeightGradient:

@@ -22,6 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from r3.policy.rope import Rotation
 from r3.runtime.mesh import Axis
 
 
@@ -29,11 +30,12 @@ from r3.runtime.mesh import Axis
 class Packed(PackedSeqParams):
     """Megatron's description of a packed batch, with lengths on the host as well.
 
-    Reading lengths must not wait for the device.
+    Reading lengths must not wait for the device. The first layer makes the rotation of all layers.
     """
 
     lengths: tuple[int, ...] = ()
     cu_seqlens_device: torch.Tensor | None = None
+    rotation: Rotation | None = None
 
 
 def packed_params(cu_seqlens: Sequence[int], device: torch.device) -> Packed:
@@ -78,7 +80,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        length = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
+        scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x32 * scale).to(x.dtype).mul_(weight)
 
@@ -152,14 +155,19 @@ class KeyHeadsNorm(AllHeadsNorm):
 
 
 class CausalAttention(MegatronModule):
-    """Causal core attention, dense [s, b, h, d] or packed [t, h, d].
+    """Causal core attention, packed [t, h, d] or dense [s, b, h, d].
 
-    In packed batches tokens attend within their sequence only. CUDA half precision uses torch's
-    variable-length flash attention. Otherwise each sequence uses torch's SDPA on its own, which on
-    CPU is several times faster than padding.
+    Tokens attend within their sequence only. Queries and keys are rotated here, except those of
+    latent attention. CUDA half precision uses torch's variable-length flash attention. Otherwise
+    each sequence uses torch's attention for CPU on its own, which is several times faster than
+    padding.
+
+    Attributes:
+        inverse_frequencies: of the rotation, float32 [d / 2]; None: Megatron rotates.
     """
 
     context_parallel = False  # whether sequences may be divided over ranks
+    inverse_frequencies: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -188,38 +196,48 @@ class CausalAttention(MegatronModule):
         packed_seq_params: Packed | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Return attention output with heads flattened: [s, b, h*d], packed [t, 1, h*d]."""
-        grouped = query.shape[-2] != key.shape[-2]
+        """Return attention output with heads flattened: packed [t, 1, h*d], dense [s, b, h*d]."""
         if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped
-            )
-            return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+            assert not self.context_parallel, "context parallelism runs on packed sequences"
+            length, rows = query.shape[:2]
+            params = packed_params(range(0, length * rows + 1, length), query.device)
+            qkv = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+            return self.forward(*qkv, None, params).view(rows, length, -1).transpose(0, 1)
+        if self.inverse_frequencies is not None:
+            if packed_seq_params.rotation is None:
+                positions_N = self._positions(packed_seq_params).to(query.device)
+                packed_seq_params.rotation = Rotation(
+                    positions_N, self.inverse_frequencies, query.dtype
+                )
+            query, key = packed_seq_params.rotation(query), packed_seq_params.rotation(key)
+        out = self._attend(query, key, value, packed_seq_params)
+        return out.reshape(out.shape[0], 1, -1)
+
+    def _positions(self, packed: Packed) -> torch.Tensor:
+        """Position of each of this rank's tokens in its sequence, [t]."""
+        return torch.cat([torch.arange(length) for length in packed.lengths])
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed
+    ) -> torch.Tensor:
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            borders = packed_seq_params.cu_seqlens_device
-            longest = int(packed_seq_params.max_seqlen_q)
-            out = causal_varlen(
+            borders, longest = packed.cu_seqlens_device, int(packed.max_seqlen_q)
+            return causal_varlen(
                 query, key, value, borders, borders, longest, longest, scale=self.scale
             )
-        else:
-            lengths = packed_seq_params.lengths
-            # The processor's bfloat16 attention is slower than its float32 one, and rounds more.
-            dtype = torch.promote_types(query.dtype, torch.float32)
-            out = torch.cat(
-                [
-                    F.scaled_dot_product_attention(
-                        *(x.transpose(0, 1)[None] for x in qkv),
-                        is_causal=True,
-                        scale=self.scale,
-                        enable_gqa=grouped,
-                    )[0].transpose(0, 1)
-                    for qkv in zip(
-                        *(x.to(dtype).split(lengths) for x in (query, key, value)), strict=True
-                    )
-                ]
-            ).to(query.dtype)
-        return out.reshape(out.shape[0], 1, -1)
+        grouped = query.shape[-2] != key.shape[-2]
+        # The processor's bfloat16 attention is slower than its float32 one, and rounds more.
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        parts = (
+            x.to(dtype).transpose(0, 1)[None].split(packed.lengths, 2) for x in (query, key, value)
+        )
+        out = [
+            F.scaled_dot_product_attention(
+                *qkv, is_causal=True, scale=self.scale, enable_gqa=grouped
+            ).transpose(1, 2)
+            for qkv in zip(*parts, strict=True)
+        ]
+        return torch.cat(out, 1)[0].to(query.dtype)
 
 
 def causal_varlen(

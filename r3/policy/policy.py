@@ -19,7 +19,6 @@ from r3.policy.build import (
     build_chunks,
     experts_kind,
     learning_rate,
-    scale_rope,
     transformer_config,
     wrap,
 )
@@ -68,7 +67,6 @@ class Policy(ScoringPolicy):
             queries_per_group=shape.num_heads // shape.num_kv_heads, head_dim=shape.head_dim
         )
         chunks = build_chunks(config, shape, self.megatron, mesh, device)
-        scale_rope(chunks, shape)
         planned = experts_kind(config) == "fused" and not config.replay.plausibility
         self.replay: Replay = attach_replay(
             chunks,

@@ -1,13 +1,15 @@
-"""Rotary frequencies, with the scaling of config.json.
+"""Rotary positions: frequencies with the scaling of config.json, and the rotation itself.
 
 Megatron's own Llama 3 scaling has constants for some keys of config.json. The arithmetic here is
 that of transformers and vLLM, in float32 and in the same order: at position 100000 the last bit of
-a frequency changes the angle.
+a frequency changes the angle. Megatron computes cosines and sines in each layer, for queries and
+for keys; here each micro-batch has one `Rotation`. Latent attention uses Megatron's.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -50,3 +52,44 @@ def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> 
         last += 0.001
     keep = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     return 1.0 / (scaling.factor * powers) * (1 - keep) + plain * keep
+
+
+class Rotation:
+    """Turns pairs (x_i, x_{i + d / 2}) of a head by position * frequency_i.
+
+    (x cos - y sin, y cos + x sin) is head * (cos, cos) + (head with swapped halves) * (-sin, sin).
+
+    Attributes:
+        cos, sin: (cos, cos) and (-sin, sin) of the angles, [t, 1, d], in the type of what is
+            turned.
+    """
+
+    def __init__(
+        self, positions_N: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        angles = torch.outer(positions_N.float(), inverse.to(positions_N.device))[:, None]
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.cos, self.sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+    def __call__(self, x_Nhd: torch.Tensor) -> torch.Tensor:
+        """Return x with every token's heads turned, [t, h, d]."""
+        return _Rotate.apply(x_Nhd, self.cos, self.sin)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x_Nhd, cos, sin, way=1)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _turned(upstream[0], *ctx.saved_tensors, way=-1), None, None
+
+
+def _turned(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, way: int) -> torch.Tensor:
+    # In bfloat16 the rounding of an operation depends on the layout of its inputs.
+    x_Nhd = x_Nhd.contiguous()
+    return (x_Nhd * cos).addcmul_(x_Nhd.roll(x_Nhd.shape[-1] // 2, -1), sin, value=way)

@@ -17,7 +17,7 @@ from r3.config import Config
 from r3.data.prompts import source_labels
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
-from r3.policy.build import build_chunks, in_precision, scale_rope, transformer_config
+from r3.policy.build import build_chunks, in_precision, transformer_config
 from r3.policy.scoring import ScoringPolicy
 from r3.policy.weights import HeadLayout, load, slots
 from r3.routing.replay import attach_replay
@@ -40,7 +40,6 @@ class Teacher(ScoringPolicy):
         self.device, self.mesh, self.shape = device, mesh, shape
         megatron = transformer_config(config, shape)
         chunks = build_chunks(config, shape, megatron, mesh, device)
-        scale_rope(chunks, shape)
         self.replay = attach_replay(chunks, shape.moe_layers, mesh.pp)
         self.wrapped, _ = in_precision(megatron, chunks)
         heads = HeadLayout(

@@ -100,9 +100,9 @@ def test_memory_of_tiny_by_hand() -> None:
 
 
 def test_activations_of_tiny_by_hand() -> None:
-    # float32; hidden 128, query width 128, key width 64, heads of 32, 2 of 8 experts of width 64.
+    # float32; hidden 128, query width 128, key width 64, 2 of 8 experts of width 64.
     norm = 8 * 128
-    attention = norm + 4 * (128 + 2 * 64) + 4 * (3 * 128 + 64 + 4 * 32)
+    attention = norm + 4 * (128 + 2 * 64) + 4 * (3 * 128 + 64)
     experts = 4 * 2 * (128 + 5 * 64) + 9 * 8 + 24 * 2
     rest = 4 * 128 + 4 * (2 * 128 + 2 * (128 + 4 * 64))
     assert (

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from r3.policy.build import rounded_gating
 from r3.policy.modules import _Norm, grouped_heads
+from r3.policy.rope import Rotation
 
 pytestmark = pytest.mark.unit
 
@@ -78,5 +79,31 @@ def test_norm_and_its_gradients_equal_the_formula(dtype: torch.dtype, tolerance:
     found = results(lambda x, weight: _Norm.apply(x, weight, 1e-2), dtype)
     expected = results(lambda x, weight: F.rms_norm(x, (32,), weight, 1e-2), torch.float64)
     for one, exact in zip(found, expected, strict=True):
+        assert one.dtype == dtype
+        assert (one.double() - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_rotation_and_its_gradient_turn_pairs(dtype: torch.dtype, tolerance: float) -> None:
+    """Tolerance: sums of two products of numbers below 4, of 2^-24 or 2^-9 each.
+
+    Another pairing, or turning the gradient the same way as the values, would move them by 1.
+    """
+    generator = torch.Generator().manual_seed(0)
+    positions_N, inverse = torch.tensor([0, 1, 2, 3, 0, 1, 2]), torch.tensor([1.0, 0.3, 0.01, 0.0])
+    x, gradient = (torch.randn(7, 3, 8, generator=generator).to(dtype) for _ in range(2))
+    turns = torch.polar(
+        torch.ones(7, 1, 4).double(), torch.outer(positions_N, inverse).double()[:, None]
+    )
+
+    def turned(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        first, second = heads.double().chunk(2, -1)
+        both = torch.complex(first, second) * turns
+        return torch.cat([both.real, both.imag], -1)
+
+    x.requires_grad_()
+    out = Rotation(positions_N, inverse, dtype)(x)
+    (found,) = torch.autograd.grad(out, x, gradient)
+    for one, exact in ((out, turned(x, turns)), (found, turned(gradient, turns.conj()))):
         assert one.dtype == dtype
         assert (one.double() - exact).abs().max() <= tolerance * exact.abs().max()
