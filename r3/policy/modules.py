@@ -201,8 +201,8 @@ class CausalAttention(MegatronModule):
             assert not self.context_parallel, "context parallelism runs on packed sequences"
             length, rows = query.shape[:2]
             params = packed_params(range(0, length * rows + 1, length), query.device)
-            qkv = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-            return self.forward(*qkv, None, params).view(rows, length, -1).transpose(0, 1)
+            q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+            return self.forward(q, k, v, None, params).view(rows, length, -1).transpose(0, 1)
         if self.inverse_frequencies is not None:
             if packed_seq_params.rotation is None:
                 positions_N = self._positions(packed_seq_params).to(query.device)
