@@ -205,10 +205,12 @@ class CausalAttention(MegatronModule):
             return self.forward(q, k, v, None, params).view(rows, length, -1).transpose(0, 1)
         if self.inverse_frequencies is not None:
             if packed_seq_params.rotation is None:
-                positions_N = self._positions(packed_seq_params).to(query.device)
-                packed_seq_params.rotation = Rotation(
-                    positions_N, self.inverse_frequencies, query.dtype
+                # A blocking copy would wait for all queued work.
+                positions_N, inverse = (
+                    values.to(query.device, non_blocking=True)
+                    for values in (self._positions(packed_seq_params), self.inverse_frequencies)
                 )
+                packed_seq_params.rotation = Rotation(positions_N, inverse, query.dtype)
             query, key = packed_seq_params.rotation(query), packed_seq_params.rotation(key)
         out = self._attend(query, key, value, packed_seq_params)
         return out.reshape(out.shape[0], 1, -1)

@@ -67,7 +67,7 @@ class Rotation:
     def __init__(
         self, positions_N: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        angles = torch.outer(positions_N.float(), inverse.to(positions_N.device))[:, None]
+        angles = torch.outer(positions_N.float(), inverse)[:, None]
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         self.cos, self.sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
