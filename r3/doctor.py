@@ -33,7 +33,7 @@ from r3.data.prompts import prompts_of_step
 from r3.engine import Sampling
 from r3.handover.memory import State
 from r3.handover.rollouts import PackingSpec, distribute
-from r3.handover.weights import prove_sync, sync_tolerance, sync_weights
+from r3.handover.weights import prove_sync, prove_weights, sync_tolerance, sync_weights
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.rescore import panel, share_out
@@ -413,10 +413,14 @@ def check_sync(context: DoctorContext) -> str:
     run.residency.move(State.SYNC)
     sync_weights(run.weights, run.engine, run.device, run.mesh, policy_version=0)
     run.residency.move(State.GENERATE)
+    compared = prove_weights(run.weights, run.engine, run.mesh)
     prompts = run.task.prompts.prompts[:4]
     worst = prove_sync(run.engine, run.policy, prompts, config, run.mesh)
     limit = sync_tolerance(config.model.dtype, config.engine.dtype)
-    return f"engine and policy differ by at most {worst:.1e} in a log-probability (limit {limit:g})"
+    return (
+        f"{compared} tensors of the engine are the policy's, bit for bit; log-probabilities differ "
+        f"by at most {worst:.1e} (limit {limit:g})"
+    )
 
 
 def check_engine_rows(context: DoctorContext) -> str:

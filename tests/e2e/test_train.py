@@ -31,7 +31,7 @@ FLAGS = ("--checkpoint.every", "2", "--train.warmup_updates", "3", "--train.lr_s
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps that nothing interrupts."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
-    output = run(folder, *FLAGS, "--debug.profile", "3")
+    output = run(folder, *FLAGS, "--debug.profile", "3", "--debug.prove_sync_every", "2")
     (folder / "output.txt").write_text(output)
     return folder
 
@@ -54,6 +54,12 @@ def test_model_learns_with_replayed_routes(straight: Path) -> None:
         # float32 on both sides: near ties flip once in ten thousand slots at most.
         assert row["routing/agreement"] > 0.999
         assert row["mismatch/abs_max"] <= 1e-4  # rounding of two float32 stacks
+
+
+def test_first_sync_and_every_second_version_are_proved(straight: Path) -> None:
+    # Before training, then versions 2 and 4 in the steps after them, and 6 for the evaluation.
+    proved = [row["step"] for row in rows_of(straight) if row.get("time/prove_sync_s", 0) > 0]
+    assert proved == [0, 3, 5, 6]
 
 
 def test_the_trace_of_a_step_names_its_phases(straight: Path) -> None:
