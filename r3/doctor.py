@@ -518,6 +518,8 @@ def check_memory(context: DoctorContext) -> str:
     # the last notes the residue
     for state in (State.SYNC, State.GENERATE, State.TRAIN, State.SYNC):
         run.residency.move(state)
+        if state is State.GENERATE:
+            run.engine.fill_cache()
     used = run.residency.used_gib
     freed = used[State.GENERATE.value] - used["residue"]
     cache = run.config.engine.kv_cache_gib

@@ -283,6 +283,11 @@ class Engine:
         self.policy_version = -1
         self.device.release_memory()
 
+    def fill_cache(self) -> None:
+        """Let the awake KV cache take all of its memory, to measure it. Cached prefixes go."""
+        self._sleeper.fill()
+        self.reset_cache()
+
     def close(self) -> None:
         """End the engine and vLLM's process groups, in a process that lives on."""
         from vllm.distributed import cleanup_dist_env_and_memory

@@ -57,6 +57,11 @@ class Sleeper:
             self._freed = []
         self._llm.wake_up(tags=[part])
 
+    def fill(self) -> None:
+        """Write all of the awake KV cache, so that it takes the memory that it can take on CPU."""
+        for storage in self._kv_storages() if not self._device.is_cuda else ():
+            torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),)).fill_(0)
+
     def _kv_storages(self) -> list[torch.UntypedStorage]:
         executor: Any = self._llm.llm_engine.model_executor
         storages: dict[int, torch.UntypedStorage] = {}
