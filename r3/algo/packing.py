@@ -278,7 +278,9 @@ def with_advantages(micro_batch: MicroBatch, advantages_R: Sequence[float]) -> M
     return replace(micro_batch, advantages_N=advantages_N)
 
 
-def part_of(micro_batch: MicroBatch, tokens: int, *, multiple: int, turn: int = 0) -> MicroBatch:
+def part_of(
+    micro_batch: MicroBatch, tokens: int, *, multiple: int, turn: int = 0
+) -> tuple[MicroBatch, slice]:
     """Return at least `tokens` consecutive tokens of a micro-batch, from the start of a sequence.
 
     The last sequence may be cut: attention is causal, so its tokens keep their scores.
@@ -288,6 +290,9 @@ def part_of(micro_batch: MicroBatch, tokens: int, *, multiple: int, turn: int = 
         tokens: how many tokens are wanted.
         multiple: what the number of tokens is a multiple of (see `Mesh.length_multiples`).
         turn: the part starts at another sequence for another turn.
+
+    Returns:
+        The part, and the rows that it has of the micro-batch.
     """
     borders = micro_batch.cu_seqlens
     size = min(-(-tokens // multiple) * multiple, borders[-1])
@@ -295,18 +300,20 @@ def part_of(micro_batch: MicroBatch, tokens: int, *, multiple: int, turn: int = 
     first = fitting[turn % len(fitting)]
     start = borders[first]
     inner = [at - start for at in borders[first:] if at < start + size]
+    rows = slice(start, start + size)
     of_tokens = {
-        name: getattr(micro_batch, name)[start : start + size]
+        name: getattr(micro_batch, name)[rows]
         for name in MicroBatch.__slots__
         if name.endswith(("_N", "_NLK"))
     }
-    return replace(
+    part = replace(
         micro_batch,
         cu_seqlens=(*inner, size),
         rollout_ids=micro_batch.rollout_ids[first : first + len(inner)],
         prompt_ids=micro_batch.prompt_ids[first : first + len(inner)],
         **of_tokens,
     )
+    return part, rows
 
 
 def filler_micro_batch(

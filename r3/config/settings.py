@@ -601,8 +601,8 @@ class ReplayConfig:
     """Steps between measurements of the mismatch with and without replay (mismatch/k3_ratio). 0:
     never."""
     shadow_frac: Annotated[float, Between(0, 1, exclude=(0,)), MayChangeOnResume()] = 0.04
-    """Part of a rank's tokens that such a measurement samples, from one micro-batch. It costs two
-    forward passes over them: 0.04 costs 3 % of the time of training."""
+    """Part of a rank's tokens that such a measurement samples, from one micro-batch. It costs one
+    forward pass over them: 0.04 costs less than 3 % of the time of training."""
     plausibility: Annotated[
         float,
         Between(0, 1, why="it is a fraction of the gate score of the weakest live expert"),

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from r3.runtime.mesh import Mesh
+from r3.runtime.mesh import Axis, Mesh
 from r3.types import MicroBatch
 
 
@@ -35,6 +35,11 @@ def zigzag_rows(cu_seqlens: Sequence[int], rank: int, size: int) -> torch.Tensor
         for number in (rank, 2 * size - 1 - rank):
             rows.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
     return torch.cat(rows)
+
+
+def local_rows(cu_seqlens: Sequence[int], cp: Axis) -> slice | torch.Tensor:
+    """Return the rows of the packed micro-batch that this rank computes, as an index."""
+    return slice(None) if cp.size == 1 else zigzag_rows(cu_seqlens, cp.rank, cp.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +74,10 @@ class LocalTokens:
 def local_tokens(micro_batch: MicroBatch, mesh: Mesh, device: torch.device) -> LocalTokens:
     """Select this rank's tokens of a micro-batch that all model-parallel ranks have. Local."""
     borders = micro_batch.cu_seqlens
-    rows = None if mesh.cp.size == 1 else zigzag_rows(borders, mesh.cp.rank, mesh.cp.size)
+    rows = local_rows(borders, mesh.cp)
 
     def mine(values_N: torch.Tensor) -> torch.Tensor:
-        return values_N if rows is None else values_N[rows]
+        return values_N[rows]
 
     def seen_by_routers(values_N: torch.Tensor) -> torch.Tensor:
         part, rest = divmod(values_N.shape[0], mesh.tp.size)

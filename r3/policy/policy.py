@@ -41,6 +41,8 @@ from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh
 from r3.types import Batch, Update
 
+OnScores = Callable[[int, LocalTokens, torch.Tensor], None]
+
 
 class Policy(ScoringPolicy):
     """A Megatron shard of the trained model with its optimizer.
@@ -178,6 +180,7 @@ class Policy(ScoringPolicy):
         recorded_routes: Sequence[torch.Tensor] | None = None,
         first: bool = True,
         on_micro_batch: Callable[[], None] = lambda: None,
+        on_scores: OnScores = lambda *_: None,
     ) -> Update:
         """One optimizer step on `batch`. All ranks must call.
 
@@ -192,6 +195,8 @@ class Policy(ScoringPolicy):
                 None replays what the engine captured.
             first: this is the step's first update.
             on_micro_batch: called after the forward of each micro-batch.
+            on_scores: called on the last pipeline stage with a micro-batch's number, this rank's
+                tokens of it and their log-probabilities.
 
         Raises:
             FloatingPointError: on every rank: a gradient is not finite. The weights are lost.
@@ -204,6 +209,7 @@ class Policy(ScoringPolicy):
             recorded_routes=recorded_routes,
             first=first,
             on_micro_batch=on_micro_batch,
+            on_scores=on_scores,
         )
         lr = learning_rate(self.update_number, total_updates, self.config.train)
         for group in self.optimizer.param_groups:
@@ -238,6 +244,7 @@ class Policy(ScoringPolicy):
         recorded_routes: Sequence[torch.Tensor] | None = None,
         first: bool = True,
         on_micro_batch: Callable[[], None] = lambda: None,
+        on_scores: OnScores = lambda *_: None,
     ) -> Mapping[str, Any]:
         """Compute the gradients of `batch`, reduced over data-parallel ranks. All ranks must call.
 
@@ -256,6 +263,7 @@ class Policy(ScoringPolicy):
 
         def loss_of(number: int, tokens: LocalTokens, scores_2N: torch.Tensor) -> torch.Tensor:
             logprobs_N, entropy_N = scores_2N
+            on_scores(number, tokens, logprobs_N.detach())
             old_N = logprobs_N.detach() if old_logprobs is None else old_logprobs[number]
             reference_N = reference_logprobs[number] if reference_logprobs is not None else None
             teacher_N = teacher_logprobs[number] if teacher_logprobs is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +17,10 @@ from r3.config import AlgoConfig, Config
 from r3.metrics.mismatch import mismatch, shadow
 from r3.metrics.reduce import Mean
 from r3.policy import Policy, TokenScores
+from r3.policy.layout import LocalTokens, local_rows
 from r3.routing.replay import Mode, routing_metrics
 from r3.runtime.algorithm import advantage_of
-from r3.types import Batch, Update
+from r3.types import Batch, MicroBatch, Update
 
 Panel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, Any]]
 
@@ -72,31 +73,20 @@ def train_on(
     mode = config.replay.mode if policy.shape.moe_layers else "off"
     flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
 
-    if mode == "r3" and config.replay.shadow_every and (step - 1) % config.replay.shadow_every == 0:
-        # The same tokens with replayed and with live routes: what replay changes in this run.
-        turn = (step - 1) // config.replay.shadow_every
+    every = config.replay.shadow_every if mode == "r3" else 0
+    first = batches[0].micro_batches  # its update's own forward is at the rollout's weights
+    sample = None
+    if every and (step - 1) % every == 0:
         tokens = math.ceil(config.replay.shadow_frac * sum(one.num_tokens for one in flat))
-        multiple = policy.mesh.length_multiples[0]
-        sample = [part_of(flat[turn % len(flat)], tokens, multiple=multiple, turn=turn)]
-        arms: dict[Mode, dict[str, Any]] = {
-            arm: _panel(policy, policy.score(sample, mode=arm), shadow)
-            for arm in ("replay", "live")
-        }
-        for arm, panel in arms.items():
-            report({f"mismatch/{name}_{arm}": part for name, part in panel.items()})
-        # Both are over the same tokens: the ratio of sums is the ratio of means.
-        if policy.reports:
-            live, replay = arms["live"]["k3"], arms["replay"]["k3"]
-            report({"mismatch/k3_ratio": Mean(live.total, replay.total)})
+        sample = _live(policy, first, tokens, turn=(step - 1) // every)
 
     old: Sequence[torch.Tensor] | None = None
     recorded: Sequence[torch.Tensor] | None = None
     algo = config.algo
     kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
     several = len(batches) > 1 and algo.correction != "bypass"
-    # The first update's own forward is at the rollout's weights: its batch is scored before only to
-    # record routes or to subtract KL from rewards.
-    unscored = 0 if mode == "r2" or kl_in_reward else len(batches[0].micro_batches)
+    # The first update's batch is scored before only to record routes or to take KL from rewards.
+    unscored = 0 if mode == "r2" or kl_in_reward else len(first)
     compared = False  # live and replayed routes, at the rollout's weights
     if several or mode == "r2" or kl_in_reward:
         scores = policy.score(flat[unscored:], mode=_OLD_PASS[mode])
@@ -138,7 +128,10 @@ def train_on(
             recorded_routes=recorded[part] if recorded is not None else None,
             first=number == 0,
             on_micro_batch=on_micro_batch,
+            on_scores=sample.keep if sample and number == 0 else lambda *_: None,
         )
+        if sample and number == 0:
+            report(sample.metrics(policy))
         metrics = dict(update.metrics)
         routing = {key: metrics.pop(key) for key in update.metrics if key.startswith(_COMPARISON)}
         report(metrics if compared else metrics | routing)
@@ -146,6 +139,59 @@ def train_on(
         if len(batches) > 1 and "routing/agreement" in routing:
             report({f"routing/agreement_update_{number + 1}": routing["routing/agreement"]})
         report_update(policy, update, report)
+
+
+@dataclass(kw_only=True)
+class _Sample:
+    """Tokens of one micro-batch of the first update, with live routes and with replayed ones.
+
+    They show what replay changes in this run. The replayed scores are those of the update itself.
+
+    Attributes:
+        number: of the micro-batch.
+        places_S: the sampled tokens among those that this rank computes.
+        live: metrics with live routes.
+        replayed: the update's log-probabilities, the engine's, and the tokens to compare, each [S].
+    """
+
+    number: int
+    places_S: torch.Tensor
+    live: dict[str, Any]
+    replayed: tuple[torch.Tensor, ...] = ()
+
+    def keep(self, number: int, tokens: LocalTokens, logprobs_N: torch.Tensor) -> None:
+        """Keep the update's scores of the sampled tokens."""
+        if number == self.number:
+            columns = (logprobs_N, tokens.rollout_logprobs_N, tokens.loss_mask_N * tokens.current_N)
+            self.replayed = tuple(column_N[self.places_S] for column_N in columns)
+
+    def metrics(self, policy: Policy) -> dict[str, Any]:
+        """Return partials of both kinds of routes and of the ratio, after the first update."""
+        if not policy.reports:
+            return {}
+        arms = {"replay": shadow(*self.replayed), "live": self.live}
+        # Both are over the same tokens: the ratio of sums is the ratio of means.
+        live, replay = arms["live"]["k3"], arms["replay"]["k3"]
+        return {"mismatch/k3_ratio": Mean(live.total, replay.total)} | {
+            f"mismatch/{name}_{arm}": part
+            for arm, panel in arms.items()
+            for name, part in panel.items()
+        }
+
+
+def _live(policy: Policy, first: Sequence[MicroBatch], tokens: int, *, turn: int) -> _Sample:
+    """Score a sample of the first update's tokens with live routes. All ranks must call."""
+    number, multiple = turn % len(first), policy.mesh.length_multiples[0]
+    part, rows = part_of(first[number], tokens, multiple=multiple, turn=turn)
+    is_sampled_N = torch.zeros(first[number].num_tokens, dtype=torch.bool)
+    is_sampled_N[rows] = True
+    own = local_rows(first[number].cu_seqlens, policy.mesh.cp)
+    return _Sample(
+        number=number,
+        # On the host: finding them on the device would wait for it.
+        places_S=is_sampled_N[own].nonzero()[:, 0].to(policy.device.torch),
+        live=_panel(policy, policy.score([part], mode="live"), shadow),
+    )
 
 
 def report_update(

@@ -257,7 +257,9 @@ def test_the_first_batch_is_scored_before_only_to_record_its_routes(modes: Modes
 def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: Modes) -> None:
     for name in ("r3", "r3, one update"):
         row = modes.reports[name].row
-        # Step 2 samples the second micro-batch
+        # Step 2 samples the second micro-batch of the first update, whose own pass is the other arm
+        assert modes.reports[name].scored[0] == ["live", 1]
+        assert ["replay", 1] not in modes.reports[name].scored
         assert row["mismatch/k3_ratio"] == modes.reports[name].k3_ratio
         assert row["mismatch/k3_ratio"] == pytest.approx(
             row["mismatch/k3_live"] / row["mismatch/k3_replay"]

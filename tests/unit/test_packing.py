@@ -447,9 +447,10 @@ def test_a_part_of_a_micro_batch_starts_at_a_sequence(
     tokens: int, multiple: int, turn: int
 ) -> None:
     whole = of_lengths(8, 4, 12, 8)
-    part = part_of(whole, tokens, multiple=multiple, turn=turn)
+    part, rows = part_of(whole, tokens, multiple=multiple, turn=turn)
     assert tokens <= part.num_tokens < tokens + multiple
     start = whole.cu_seqlens[whole.rollout_ids.index(part.rollout_ids[0])]
+    assert rows == slice(start, start + part.num_tokens)
     for name in ("tokens_N", "targets_N", "positions_N", "routed_experts_NLK", "loss_mask_N"):
         expected = getattr(whole, name)[start : start + part.num_tokens]
         assert torch.equal(getattr(part, name), expected), name
@@ -463,5 +464,5 @@ def test_a_part_of_a_micro_batch_starts_at_a_sequence(
 
 def test_a_part_larger_than_its_micro_batch_is_the_whole() -> None:
     whole = of_lengths(8, 4)
-    part = part_of(whole, 100, multiple=4, turn=3)
+    part, _ = part_of(whole, 100, multiple=4, turn=3)
     assert part.cu_seqlens == whole.cu_seqlens and part.rollout_ids == whole.rollout_ids
