@@ -149,21 +149,21 @@ class _Sample:
 
     Attributes:
         number: of the micro-batch.
-        places_S: the sampled tokens among those that this rank computes.
+        is_sampled_N: 1 at the sampled tokens among those of it that this rank computes.
         live: metrics with live routes.
-        replayed: the update's log-probabilities, the engine's, and the tokens to compare, each [S].
+        replayed: log-probabilities of update and engine, and 1 at tokens to compare, each [N].
     """
 
     number: int
-    places_S: torch.Tensor
+    is_sampled_N: torch.Tensor
     live: dict[str, Any]
     replayed: tuple[torch.Tensor, ...] = ()
 
     def keep(self, number: int, tokens: LocalTokens, logprobs_N: torch.Tensor) -> None:
         """Keep the update's scores of the sampled tokens."""
         if number == self.number:
-            columns = (logprobs_N, tokens.rollout_logprobs_N, tokens.loss_mask_N * tokens.current_N)
-            self.replayed = tuple(column_N[self.places_S] for column_N in columns)
+            compared_N = tokens.loss_mask_N * tokens.current_N * self.is_sampled_N
+            self.replayed = (logprobs_N, tokens.rollout_logprobs_N, compared_N)
 
     def metrics(self, policy: Policy) -> dict[str, Any]:
         """Return partials of both kinds of routes and of the ratio, after the first update."""
@@ -183,13 +183,12 @@ def _live(policy: Policy, first: Sequence[MicroBatch], tokens: int, *, turn: int
     """Score a sample of the first update's tokens with live routes. All ranks must call."""
     number, multiple = turn % len(first), policy.mesh.length_multiples[0]
     part, rows = part_of(first[number], tokens, multiple=multiple, turn=turn)
-    is_sampled_N = torch.zeros(first[number].num_tokens, dtype=torch.bool)
-    is_sampled_N[rows] = True
+    is_sampled_N = torch.zeros(first[number].num_tokens)
+    is_sampled_N[rows] = 1.0
     own = local_rows(first[number].cu_seqlens, policy.mesh.cp)
     return _Sample(
         number=number,
-        # On the host: finding them on the device would wait for it.
-        places_S=is_sampled_N[own].nonzero()[:, 0].to(policy.device.torch),
+        is_sampled_N=is_sampled_N[own].to(policy.device.torch),
         live=_panel(policy, policy.score([part], mode="live"), shadow),
     )
 
