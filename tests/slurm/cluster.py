@@ -83,6 +83,8 @@ class Cluster:
             # Slurm would wait for two minutes. A node that still ends the attempt before would
             # end the next one, too.
             if waits and "comp" not in self.call("run", "sinfo", "--noheader", "--format=%T"):
+                # Nodes refuse a credential as old as their end of the attempt, in whole seconds.
+                time.sleep(1.5)
                 self.call("run", "scontrol", "update", f"JobId={job}", "StartTime=now")
             time.sleep(0.3)
 
