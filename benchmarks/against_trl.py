@@ -355,7 +355,7 @@ def roofline(out: Path, names: list[str], rounds: int) -> None:
             made = make_task(name, Path(folder))
             training = training_floor(made, measured["r3"]["tokens"], rounds)
             parts = training | {
-                "generation at the rate of vLLM alone": phases["time/generate_s"] * vllm,
+                "generation at the rate of R3 or vLLM": phases["time/generate_s"] * min(vllm, 1),
                 "weight sync: copy and packing": copied["copy_s"] + copied["repack_s"],
                 "packing and scores, as measured": phases["time/pack_s"] + phases["time/score_s"],
             }
