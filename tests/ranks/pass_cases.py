@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from r3.algo.packing import part_of
 from r3.metrics.mismatch import mismatch
 from r3.metrics.reduce import Mean
 from r3.policy import Policy
@@ -63,7 +65,8 @@ class ModeReport:
         row: metrics of the step.
         agreement_slots: slots behind `routing/agreement`.
         agreement, all_slots: the same, measured before the step.
-        k3_ratio: live k3 / replayed k3 of the second micro-batch, measured before the step.
+        k3_ratio: live k3 / replayed k3 of the sample, scored alone before the step.
+        whole_k3_ratio: the same of the whole micro-batch.
     """
 
     scored: list[list[Any]]
@@ -73,6 +76,7 @@ class ModeReport:
     agreement: float | None
     all_slots: int
     k3_ratio: float
+    whole_k3_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,22 +182,28 @@ def modes(device: Device, *, model: str) -> Modes:
         ("off", {"mode": "off"}, 2),
         ("r2", {"mode": "r2"}, 2),
         ("r3", {"mode": "r3"}, 2),
-        ("r3, one update", {"mode": "r3", "reference": True}, 1),
+        ("r3, one update", {"mode": "r3", "reference": True, "shadow_frac": 0.3}, 1),
     ):
         setting = replace(
             config,
-            replay=replace(config.replay, shadow_frac=1.0, **replay),
+            replay=replace(config.replay, **{"shadow_frac": 1.0} | replay),
             train=replace(config.train, updates_per_step=updates),
         )
         policy = policy_of(device, mesh, setting)
         batches = batches_of(mesh, policy.shape, micro_batch_tokens=96, num_updates=updates)
         flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
         before = policy.score(flat, mode="replay").ledger
-        live, replay_arm = (policy.score(flat[1:2], mode=mode) for mode in ("live", "replay"))
-        k3 = [
-            mismatch(*(torch.cat(c) for c in (s.logprobs, s.rollout_logprobs, s.loss_mask)))["k3"]
-            for s in (live, replay_arm)
-        ]
+        size = math.ceil(setting.replay.shadow_frac * sum(one.num_tokens for one in flat))
+        sample, _ = part_of(flat[1], size, multiple=mesh.length_multiples[0], turn=1)
+        k3, whole_k3 = (
+            [
+                mismatch(*(torch.cat(c) for c in (s.logprobs, s.rollout_logprobs, s.loss_mask)))[
+                    "k3"
+                ]
+                for s in (policy.score([tokens], mode=mode) for mode in ("live", "replay"))
+            ]
+            for tokens in (sample, flat[1])
+        )
         parts: dict[str, list[Any]] = {}
 
         def report(metrics: Any, parts: dict[str, list[Any]] = parts) -> None:
@@ -222,6 +232,7 @@ def modes(device: Device, *, model: str) -> Modes:
             agreement=Mean.reduce([routing_metrics(before)["routing/agreement"]]),
             all_slots=sum(before.rows),
             k3_ratio=k3[0].total / k3[1].total,
+            whole_k3_ratio=whole_k3[0].total / whole_k3[1].total,
         )
     return Modes(reports=reports, accident=_accident(policy, batches[0]))
 

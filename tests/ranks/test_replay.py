@@ -260,12 +260,20 @@ def test_the_shadow_pass_compares_both_arms_on_one_micro_batch(modes: Modes) -> 
         # Step 2 samples the second micro-batch of the first update, whose own pass is the other arm
         assert modes.reports[name].scored[0] == ["live", 1]
         assert ["replay", 1] not in modes.reports[name].scored
-        assert row["mismatch/k3_ratio"] == modes.reports[name].k3_ratio
+        # Bit for bit for the whole micro-batch. The update packs a part of it with other sequences,
+        # where sums of float32 differ in their last bits.
+        bound = 0.0 if name == "r3" else 1e-6
+        assert row["mismatch/k3_ratio"] == pytest.approx(
+            modes.reports[name].k3_ratio, rel=bound, abs=0.0
+        )
         assert row["mismatch/k3_ratio"] == pytest.approx(
             row["mismatch/k3_live"] / row["mismatch/k3_replay"]
         )
         for figure in ("f2", "abs_p99", "abs_max"):
             assert {f"mismatch/{figure}_live", f"mismatch/{figure}_replay"} <= row.keys()
+    # Other tokens would show: a hundred times the bound above.
+    part = modes.reports["r3, one update"]
+    assert abs(part.k3_ratio / part.whole_k3_ratio - 1) > 1e-4
 
 
 def test_the_reference_replays_only_when_asked(modes: Modes) -> None:
