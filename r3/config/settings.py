@@ -602,7 +602,8 @@ class ReplayConfig:
     never."""
     shadow_frac: Annotated[float, Between(0, 1, exclude=(0,)), MayChangeOnResume()] = 0.04
     """Part of a rank's tokens that such a measurement samples, from one micro-batch. It costs one
-    forward pass over them: 0.04 costs less than 3 % of the time of training."""
+    forward pass over them: 0.04 costs less than 3 % of the time of training, except for tiny
+    models."""
     plausibility: Annotated[
         float,
         Between(0, 1, why="it is a fraction of the gate score of the weakest live expert"),

@@ -66,7 +66,7 @@ def push(
 
     Args:
         copy: False sends all weights through the reload, for comparisons.
-        plan: of the push before. It is made anew if it does not fit the engine's parameters.
+        plan: of the push before. It is rebuilt if it does not fit the engine's parameters.
     """
 
     def load(worker: Any) -> Pushed:
