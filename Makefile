@@ -26,7 +26,16 @@ compare: demo ## train the demo once more without replay; both runs on one page,
 	launch/local.sh tiny --replay.mode off --log.dir runs/tiny-off
 	$(PY) -m r3.report runs/tiny runs/tiny-off -o runs/compare.html
 
-test: lint ## lint, format check, types, then all tests that need no GPU
+# For tests alone, and beside the packages: vLLM's CPU build takes another path where it can import Triton.
+TRITON := .venv/triton/requirements.txt
+$(TRITON): requirements/triton.txt | setup
+	rm -rf $(@D)
+	$(PY) -m pip install --disable-pip-version-check -qq --no-deps --only-binary :all: \
+	  --target $(@D) --requirement $<
+	mkdir -p $(@D) # pip makes none where there is no wheel
+	cp $< $@
+
+test: lint $(TRITON) ## lint, format check, types, then all tests that need no GPU
 	$(PY) -m pytest $(PYTEST_ARGS) $(TESTS)
 
 lint: setup ## ruff check, format check, mypy

