@@ -75,7 +75,6 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "r3/engine/build.py": _LLM
     | {
         "built": ("vllm.config.VllmConfig",),
-        "cpu_runner": ("vllm.v1.worker.gpu_model_runner.GPUModelRunner",),
         "model": ("vllm.config.ModelConfig",),
         "parallel": ("vllm.config.ParallelConfig",),
         "cache": ("vllm.config.CacheConfig",),
@@ -103,6 +102,9 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     | {
         "scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
         "_scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
+        "cpu_runner": ("vllm.v1.worker.gpu_model_runner.GPUModelRunner",),
+        "_runner": ("vllm.v1.worker.gpu_model_runner.GPUModelRunner",),
+        "input_batch": ("vllm.v1.worker.gpu_input_batch.InputBatch",),
         "request": ("vllm.v1.request.Request",),
         "sampling_params": ("vllm.sampling_params.SamplingParams",),
         "manager": (

@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -194,8 +193,6 @@ def build_llm(
         llm.collective_rpc(
             lambda worker: normalise_in_one_call(worker.model_runner.get_model().modules())
         )
-        if capture:
-            llm.collective_rpc(_copy_routes_in_one_call)
     require_head_type(llm, config)
     return llm
 
@@ -278,22 +275,29 @@ def normalise_in_one_call(modules: Iterable[torch.nn.Module]) -> None:
     """Let vLLM's CPU kernel compute norms, for which vLLM 0.30 makes six calls of torch or more.
 
     vLLM registers the kernel for GPUs only. Two things it does otherwise than the policy, and so
-    they are done outside: it multiplies by the weight before it rounds to bfloat16, and in the
-    variant with a residual it normalises the sum before that is rounded. The kernel also reads
-    slices as if their rows followed each other, without an error.
+    they are done outside in bfloat16: it multiplies by the weight before it rounds, and in the
+    variant with a residual it normalises the sum before that is rounded. In float32 neither
+    changes a bit. The kernel also reads slices as if their rows followed each other, without an
+    error.
     """
-    from vllm._custom_ops import rms_norm
+    from vllm._custom_ops import fused_add_rms_norm, rms_norm
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     def normalising(norm: RMSNorm) -> Callable[..., Any]:
         ones = torch.ones_like(norm.weight)
+        rounds = ones.dtype != torch.float32
 
         def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
             if residual is not None:
+                if not rounds and x.is_contiguous() and residual.is_contiguous():
+                    fused_add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+                    return x, residual  # written in place, as on GPUs
                 x = residual = x + residual
             normed = torch.empty(x.shape, dtype=x.dtype)
-            rms_norm(normed, x.contiguous(), ones, norm.variance_epsilon)
-            normed.mul_(norm.weight)
+            weight = ones if rounds else norm.weight
+            rms_norm(normed, x.contiguous(), weight, norm.variance_epsilon)
+            if rounds:
+                normed.mul_(norm.weight)
             return normed if residual is None else (normed, residual)
 
         return forward
@@ -303,36 +307,3 @@ def normalise_in_one_call(modules: Iterable[torch.nn.Module]) -> None:
         plain = type(module) is RMSNorm and module.has_weight
         if plain and module.variance_size_override is None:
             module._forward_method = normalising(module)
-
-
-def _copy_routes_in_one_call(worker: Any) -> None:
-    """Let routers hand over their choices, and copy those of all layers at the end of a step.
-
-    vLLM 0.30's own hook asks for the layout of data-parallel ranks, slices both tensors and copies,
-    in every layer of every step. R3's engines have one data-parallel rank (`refuse_unfit`), so that
-    all rows of a step belong to the rank.
-    """
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
-
-    cpu_runner = worker.model_runner
-    capturer = cpu_runner.routed_experts_capturer
-    buffer = capturer.device_buffer
-    chosen: dict[int, torch.Tensor] = {}
-    layers: list[int] = []
-
-    def get_device_buffer() -> torch.Tensor:
-        assert sorted(chosen) == layers, (
-            f"routers of layers {sorted(chosen)} chose experts in this step, not those of {layers}"
-        )
-        stacked = torch.stack([chosen.pop(layer) for layer in layers], dim=1)
-        buffer[: len(stacked), columns] = stacked
-        return buffer
-
-    for module in cpu_runner.get_model().modules():
-        if isinstance(module, MoERunner) and module.router.capture_fn is not None:
-            layers.append(module.layer_id)
-            module.router.set_capture_fn(partial(chosen.__setitem__, module.layer_id))
-    layers.sort()
-    span = slice(layers[0], layers[-1] + 1)
-    columns = span if len(layers) == span.stop - span.start else layers  # a slice is faster
-    capturer.get_device_buffer = get_device_buffer

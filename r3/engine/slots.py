@@ -1,16 +1,19 @@
-"""Read the routes of a request when it ends, from vLLM's buffer of routes by KV slot.
+"""Keep routes by KV slot, and read those of a request when it ends: capture on CPU.
 
-vLLM (0.30) writes the routes of every step into that buffer. For users who stream it also lists the
-blocks of every request in every step, slices the routes of every token and joins the slices at the
-end, which is most of what capture costs on CPU. R3 returns whole responses: a request's rows stay
-in the buffer until its blocks are freed, and are read there once.
+vLLM (0.30) copies the routes of every layer and step three times before they are in its buffer of
+routes by KV slot. For users who stream it also lists the blocks of every request in every step,
+slices the routes of every token and joins the slices at the end. R3 returns whole responses, and
+its engines have one data-parallel rank (`refuse_unfit`): the routes of a step go to their slots at
+once, and a request's rows stay there until its blocks are freed, where they are read once.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -20,7 +23,7 @@ class SlotRoutes:
     """Routes of the requests that ended, in an engine that schedules no batch ahead."""
 
     def __init__(self, llm: LLM) -> None:
-        """Take over from vLLM's scheduler, whose outputs have no routes from now on."""
+        """Take over from vLLM's scheduler and model runner, whose outputs have no routes now."""
         engine_core: Any = llm.llm_engine.engine_core
         scheduler = engine_core.engine_core.scheduler
         assert not scheduler.scheduler_config.async_scheduling, (
@@ -28,9 +31,20 @@ class SlotRoutes:
             "another request"
         )
         assert scheduler.enable_return_routed_experts, "this engine captures no routes"
-        self._scheduler = scheduler
+        (cpu_runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+        self._scheduler, self._runner = scheduler, cpu_runner
         self._rows: dict[str, list[np.ndarray]] = {}
-        free, preempt = scheduler._free_request, scheduler._preempt_request
+        self._chosen: dict[int, torch.Tensor] = {}  # layer -> its choices in this step
+        self._layers = _capture(cpu_runner.get_model().modules(), self._chosen)
+        update, free, preempt = (
+            scheduler.update_from_output,
+            scheduler._free_request,
+            scheduler._preempt_request,
+        )
+
+        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+            self.store(scheduler_output.total_num_scheduled_tokens)
+            return update(scheduler_output, model_runner_output)
 
         def free_request(request: Any, *args: Any, **kwargs: Any) -> Any:
             self._read(request)
@@ -42,9 +56,11 @@ class SlotRoutes:
             self._read(request)
             return preempt(request, *args, **kwargs)
 
+        scheduler.update_from_output = update_from_output
         scheduler._free_request = free_request
         scheduler._preempt_request = preempt_request
         scheduler.enable_return_routed_experts = False
+        cpu_runner.routed_experts_initialized = False
 
     def take(self, request_id: str) -> np.ndarray:
         """Return the routes of a request that ended, [rows, layers, K], from its first row on."""
@@ -54,6 +70,29 @@ class SlotRoutes:
     def clear(self) -> None:
         """Forget requests that ended and were not taken."""
         self._rows.clear()
+
+    def store(self, num_tokens: int) -> None:
+        """Put the choices of the step that was computed last, of `num_tokens` tokens, to their
+        slots."""
+        if not num_tokens:
+            return
+        assert sorted(self._chosen) == self._layers, (
+            f"routers of layers {sorted(self._chosen)} chose experts in this step, not those of "
+            f"{self._layers}"
+        )
+        chosen_NLK = torch.stack([self._chosen.pop(layer) for layer in self._layers], dim=1)
+        assert len(chosen_NLK) == num_tokens, (
+            f"routers chose experts of {len(chosen_NLK)} tokens in a step of {num_tokens}"
+        )
+        manager = self._scheduler.routed_experts_mgr
+        mapping = self._runner.input_batch.block_table[manager.attn_gid].slot_mapping
+        slots_N = mapping.gpu[:num_tokens].numpy()
+        first, last = self._layers[0], self._layers[-1]
+        if len(self._layers) == last + 1 - first:  # a slice takes a quarter of the time
+            at: Any = slots_N, slice(first, last + 1)
+        else:
+            at = slots_N[:, None], self._layers
+        manager.routed_experts_by_slot[at] = chosen_NLK.numpy()
 
     def _read(self, request: Any) -> None:
         """Keep the rows of a request that its blocks hold and that are not kept yet."""
@@ -66,3 +105,15 @@ class SlotRoutes:
         of_blocks = slots.reshape(-1, manager.block_size, *slots.shape[1:])[numbers]  # a copy
         computed = request.num_tokens - 1  # not the token that was sampled last
         rows.append(of_blocks.reshape(-1, *slots.shape[1:])[first + sum(map(len, rows)) : computed])
+
+
+def _capture(modules: Any, chosen: dict[int, torch.Tensor]) -> list[int]:
+    """Let routers put their choices into `chosen`, and return the numbers of their layers."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    layers = []
+    for module in modules:
+        if isinstance(module, MoERunner) and module.router.capture_fn is not None:
+            layers.append(module.layer_id)
+            module.router.set_capture_fn(partial(chosen.__setitem__, module.layer_id))
+    return sorted(layers)

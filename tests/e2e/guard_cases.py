@@ -128,6 +128,7 @@ def norms(engine: Engine) -> Norms:
         norm = built[0]
         longer = torch.randn(50, 3 * len(norm.weight), generator=random)
         slices = longer[:, : len(norm.weight)]
+        added = torch.randn(50, len(norm.weight), generator=random)
         wrong = torch.empty_like(slices, memory_format=torch.contiguous_format)
         rms_norm(wrong, slices, norm.weight, norm.variance_epsilon)
         half.weight.copy_(1 + torch.randn(64, generator=random) / 5)
@@ -140,7 +141,10 @@ def norms(engine: Engine) -> Norms:
                 len(built),
             ),
             farthest=(max(farthest), max(with_residual)),
-            of_slices=far(norm(slices), policys(slices, norm)),
+            of_slices=max(
+                far(norm(slices), policys(slices, norm)),
+                far(norm(slices, added)[0], policys(slices + added, norm)),
+            ),
             native_of_slices=far(wrong, policys(slices, norm)),
             in_bfloat16=tuple(
                 float((each != expected).float().mean()) for each in (half(x, residual)[0], native)
@@ -239,14 +243,11 @@ def engine_guards(device: Device) -> Guards:
 def capture_guards(engine: Engine) -> dict[str, str]:
     """Messages about routes that cannot be captured as R3 does it on CPU."""
     core = engine.llm.llm_engine.engine_core.engine_core
-    (capturer,) = engine.llm.collective_rpc(
-        lambda worker: worker.model_runner.routed_experts_capturer
-    )
     messages = {"slots twice": message_of(lambda: SlotRoutes(engine.llm), AssertionError)}
     core.scheduler.scheduler_config.async_scheduling = True
     messages["slots ahead"] = message_of(lambda: SlotRoutes(engine.llm), AssertionError)
     core.scheduler.scheduler_config.async_scheduling = False
-    messages["no router"] = message_of(capturer.get_device_buffer, AssertionError)
+    messages["no router"] = message_of(lambda: engine._routes.store(1), AssertionError)
     return messages
 
 
