@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -410,7 +412,7 @@ def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: M
         )
 
     use_fused_adam(optimizer)
-    skip_copies_of_one(wrapped)
+    exchange_without_copies(wrapped)
 
     def finalize(model: list[Any], _num_tokens: Any = None, **_kwargs: Any) -> None:
         # Without a token count: the loss is normalised already.
@@ -433,21 +435,47 @@ def in_precision(
     return modules, flat_expert_biases(chunks)
 
 
-def skip_copies_of_one(wrapped: list[Any]) -> None:
-    """Leave out the collectives of parameters that one data-parallel rank has to itself.
+def exchange_without_copies(wrapped: list[Any]) -> None:
+    """Replace Megatron's collectives of gradients and parameters where they copy for nothing.
 
-    With one rank, Megatron still reduces all gradients and gathers all parameters, onto themselves.
-    gloo makes three copies of them per update.
+    Where one data-parallel rank has all of a buffer, Megatron still reduces and gathers it, onto
+    itself: nothing is left to do. On CPU, gloo's reduce-scatter is an all-reduce of a copy, and its
+    all-gather collects into a tensor of its own. The same sums can be made in the gradients, of
+    which a rank reads its own part only, and each rank can send its parameters to where they
+    belong.
     """
-
-    def skip(*_args: Any, **_kwargs: Any) -> None: ...
-
     for chunk in wrapped:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            if group.intra_distributed_optimizer_instance_size == 1:
-                group.start_param_sync = skip
-                if all(bucket.gradient_scaling_factor == 1.0 for bucket in group.buckets):
-                    group.start_grad_sync = skip
+            alone = group.intra_distributed_optimizer_instance_size == 1
+            if alone and all(bucket.gradient_scaling_factor == 1.0 for bucket in group.buckets):
+                group.start_grad_sync = _skip
+            elif not group.buckets[0].grad_data.is_cuda:
+                group.start_grad_sync = partial(_sum_in_place, group)
+            if alone:
+                group.start_param_sync = _skip
+            elif not group.buckets[0].param_data.is_cuda:
+                group.start_param_sync = partial(_send_own_part, group)
+
+
+def _skip(*_args: Any, **_kwargs: Any) -> None: ...
+
+
+def _sum_in_place(group: Any, force_all_reduce: bool | None = False) -> None:
+    """Sum the gradients of a bucket group over its ranks. All of them must call."""
+    for bucket in group.buckets:
+        if bucket.gradient_scaling_factor != 1.0:
+            bucket.grad_data *= bucket.gradient_scaling_factor
+        dist.all_reduce(bucket.grad_data, group=group.intra_distributed_optimizer_instance_group)
+
+
+def _send_own_part(group: Any, force_sync: bool = False) -> None:
+    """Give every rank of a bucket group all parameters. All of them must call."""
+    size = group.intra_distributed_optimizer_instance_size
+    for bucket in group.buckets:
+        for rank, part in enumerate(bucket.param_data.chunk(size)):
+            dist.broadcast(
+                part, group=group.intra_distributed_optimizer_instance_group, group_src=rank
+            )
 
 
 def use_fused_adam(optimizer: Any) -> None:
