@@ -4,8 +4,9 @@
 
 Two engines of one process hold the same weights; only one of them captures routes. Each round runs
 every arm once, in another order, on the same 64 prompts. A ratio is the median over the rounds of
-the two speeds of one round, in sampled tokens per second, so other load on the machine affects both
-sides alike. The script writes generation.json to benchmarks/results/.
+the two speeds of one round, in sampled tokens per second of the one thread's processor time, so
+other load on the machine affects both sides alike. The script writes generation.json to
+benchmarks/results/.
 
 vLLM alone computes norms in its own way; R3 replaces that in its engines on CPU.
 
@@ -24,15 +25,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from benchmarks.against_trl import make_task
+from benchmarks.against_trl import Task, make_task
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
 from r3.config import ReplayConfig
 from r3.data.prompts import prompts_of_step
@@ -87,18 +88,7 @@ def main() -> None:
 def measure(name: str, folder: Path, rounds: int, device: Device) -> dict[str, Any]:
     """Measure all arms with one model."""
     task = make_task(name, folder)
-    config = tiny_config(
-        task.model,
-        engine={"kv_cache_gib": 0.5, "max_num_seqs": SAMPLES, "max_model_len": 320},
-        rollout={"max_response_tokens": task.max_tokens},
-    )
-    read = read_task(config)
-    prompts = prompts_of_step(read.prompts, seed=0, step=0, count=task.prompts)
-    each = [prompt for prompt in prompts for _ in range(SAMPLES // len(prompts))]
-    capturing, plain = (
-        engine_from_disk(replace(config, replay=ReplayConfig(mode=mode)), device, read)
-        for mode in ("r3", "off")
-    )
+    each, (capturing, plain) = engines(task, device, ("r3", "off"))
     arms: dict[str, Callable[[int], int]] = {
         "vllm plain": lambda turn: in_vllm(plain, each, task.max_tokens, turn, alone=True),
         "vllm": lambda turn: in_vllm(plain, each, task.max_tokens, turn, alone=False),
@@ -114,10 +104,10 @@ def measure(name: str, folder: Path, rounds: int, device: Device) -> dict[str, A
         for arm in [*names[start:], *names[:start]]:
             for held in (capturing, plain):
                 held.reset_cache()  # every arm computes the prompts
-            began = time.perf_counter()
+            began = time.process_time()
             tokens = arms[arm](number)
             if number >= 0:
-                speeds[arm].append(tokens / (time.perf_counter() - began))
+                speeds[arm].append(tokens / (time.process_time() - began))
     ratios = {}
     for ratio, (over, under, bar) in BARS.items():
         values = sorted(a / b for a, b in zip(speeds[over], speeds[under], strict=True))
@@ -136,6 +126,24 @@ def measure(name: str, folder: Path, rounds: int, device: Device) -> dict[str, A
         "ratios": ratios,
         "rounds": {arm: [round(value, 1) for value in values] for arm, values in speeds.items()},
     }
+
+
+def engines(
+    task: Task, device: Device, modes: Sequence[Literal["r3", "off"]]
+) -> tuple[list[Prompt], list[Engine]]:
+    """Return the prompts of a task, one for each response, and an engine for each replay mode."""
+    config = tiny_config(
+        task.model,
+        engine={"kv_cache_gib": 0.5, "max_num_seqs": SAMPLES, "max_model_len": 320},
+        rollout={"max_response_tokens": task.max_tokens},
+    )
+    read = read_task(config)
+    prompts = prompts_of_step(read.prompts, seed=0, step=0, count=task.prompts)
+    each = [prompt for prompt in prompts for _ in range(SAMPLES // len(prompts))]
+    return each, [
+        engine_from_disk(replace(config, replay=ReplayConfig(mode=mode)), device, read)
+        for mode in modes
+    ]
 
 
 def in_vllm(engine: Engine, prompts: list[Prompt], limit: int, turn: int, *, alone: bool) -> int:

@@ -3,11 +3,11 @@
     .venv/bin/python -m benchmarks.scaling          25 minutes on two idle cores
 
 Ranks: the same steps of the 52 M model of `against_trl.py` on one rank and on two, one thread each,
-in turns, and bare products in one process and in two. Layouts: steps on two ranks, with an engine
-for each rank or one for both, and with all experts on each rank or divided over both. Cost: forward
-and backward of one step in one process, while one size grows and the others stay. An exponent is
-the slope of log(seconds) over log(size): 1 is linear, 0 is flat. Sizes are run in turns, and each
-takes its fastest round. The script writes scaling.json to benchmarks/results/.
+in turns, and in one process and in two bare products and vLLM alone. Layouts: steps on two ranks,
+with an engine for each rank or one for both, and with all experts on each rank or divided over
+both. Cost: forward and backward of one step in one process, while one size grows and the others
+stay. An exponent is the slope of log(seconds) over log(size): 1 is linear, 0 is flat. Sizes are run
+in turns, and each takes its fastest round. The script writes scaling.json to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.against_trl import in_r3, make_task
+from benchmarks.against_trl import Task, in_r3, make_task
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
 from benchmarks.train_step import MODEL, pack, products, recorded, take_turns
 from r3.config import Config, ModelConfig, TrainConfig
@@ -110,6 +110,7 @@ def over_ranks(rounds: int) -> dict[str, Any]:
     """Return seconds of a step on one and on two ranks, and their ratio."""
     steps: dict[int, list[float]] = {1: [], 2: []}
     train: dict[int, list[float]] = {1: [], 2: []}
+    generation: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory(prefix="r3-scaling-") as name:
         folder = Path(name)
         task = make_task("middle", folder)
@@ -118,18 +119,29 @@ def over_ranks(rounds: int) -> dict[str, Any]:
                 timing = in_r3(task, folder / f"{ranks}-{number}", ranks=ranks)
                 steps[ranks] += timing.step_s
                 train[ranks].append(timing.phases["time/train_s"])
+                generation[ranks].append(timing.phases["time/generate_s"])
                 print(f"round {number + 1} of {rounds}, {ranks} rank(s): {timing}", flush=True)
     medians = {ranks: statistics.median(values) for ranks, values in steps.items()}
     ratio = medians[1] / medians[2]
     print(f"one rank takes {ratio:.2f} times the seconds of two (bar 1.7)")
-    bare = of_machine(rounds)
+    bare = of_machine(time_products, rounds)
     print(f"bare products of two processes at once run at {bare:.2f} times the rate of one")
+    sampling = of_machine(time_vllm, rounds)
+    print(f"vLLM alone samples {sampling:.2f} times as fast with two engines as with one")
+    generate = statistics.median(generation[1])
+    limit = medians[1] / ((medians[1] - generate) / bare + generate / sampling)
+    print(f"a step whose parts all scale like these: {limit:.2f}")
     return {
         "step_s": {str(ranks): [round(value, 2) for value in steps[ranks]] for ranks in steps},
         "ratio": round(ratio, 2),
         "ratio_of_training": round(statistics.median(train[1]) / statistics.median(train[2]), 2),
         "bar": 1.7,
+        "ratio_of_generation": round(
+            statistics.median(generation[1]) / statistics.median(generation[2]), 2
+        ),
         "machine": round(bare, 2),
+        "vllm_alone": round(sampling, 2),
+        "limit": round(limit, 2),
     }
 
 
@@ -168,37 +180,63 @@ def median(runs: list[dict[str, float]], phase: str) -> float:
     return statistics.median(run[phase] for run in runs)
 
 
-def of_machine(rounds: int) -> float:
-    """Return how much more two processes multiply than one, each with the products of a step.
+def of_machine(work: Callable[..., None], rounds: int) -> float:
+    """Return how many times faster two processes do the same work than one.
 
-    Cores share caches, memory and clock: no program on this machine scales better.
+    Cores share caches, memory and clock, and an engine reads all weights in every step, however few
+    its requests: no program on this machine scales better.
+
+    Args:
+        work: does the `count`-th part of it, and puts its median seconds into a queue.
     """
     context = multiprocessing.get_context("spawn")
     best = {}
     with tempfile.TemporaryDirectory(prefix="r3-scaling-") as name:
-        model = make_task("middle", Path(name)).model
+        task = make_task("middle", Path(name))
         for count in (1, 2):
             times: Any = context.Queue()
             barrier = context.Barrier(count)
             started = [
-                context.Process(target=time_products, args=(model, rounds, barrier, times))
+                context.Process(target=work, args=(task, count, rounds, barrier, times))
                 for _ in range(count)
             ]
             for process in started:
                 process.start()
-            best[count] = max(times.get(timeout=300) for _ in started)
+            best[count] = max(times.get(timeout=600) for _ in started)
             for process in started:
                 process.join()
-    return 2 * best[1] / best[2]
+    return best[1] / best[2]
 
 
-def time_products(model: str, rounds: int, barrier: Any, times: Any) -> None:
-    """Put the median seconds of a step's products in `times`; processes measure at once."""
+def time_products(task: Task, count: int, rounds: int, barrier: Any, times: Any) -> None:
+    """Put the median seconds of the products of a part of a step in `times`."""
     import torch
 
     torch.set_num_threads(1)
-    shape = ModelShape.read(model)
-    run = products(shape, pack(shape, [240] * 32))
+    shape = ModelShape.read(task.model)
+    times.put(together(products(shape, pack(shape, [240] * (32 // count))), rounds, barrier))
+
+
+def time_vllm(task: Task, count: int, rounds: int, barrier: Any, times: Any) -> None:
+    """Put the median seconds of `LLM.generate` for a part of the prompts in `times`."""
+    from benchmarks.generation import engines, in_vllm
+
+    device = alone()
+    prompts, (engine,) = engines(task, device, ("off",))
+    part = prompts[: len(prompts) // count]
+
+    def sample() -> None:
+        engine.reset_cache()
+        in_vllm(engine, part, task.max_tokens, 0, alone=True)
+
+    times.put(together(sample, rounds, barrier))
+    times.close()
+    times.join_thread()
+    os._exit(0)  # the engine's process groups need no orderly end
+
+
+def together(run: Callable[[], Any], rounds: int, barrier: Any) -> float:
+    """Return the median seconds of `run` in processes that begin each round at once."""
     run()
     found = []
     for _ in range(max(rounds, 3)):
@@ -206,15 +244,20 @@ def time_products(model: str, rounds: int, barrier: Any, times: Any) -> None:
         began = time.perf_counter()
         run()
         found.append(time.perf_counter() - began)
-    times.put(statistics.median(found))
+    return statistics.median(found)
+
+
+def alone() -> Device:
+    """Make this process a single rank."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(free_port())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # `init_device` hands it to torch
+    return init_device()
 
 
 def over_sizes(rounds: int) -> dict[str, Any]:
     """Return seconds and exponent of every size that grows."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = str(free_port())
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # `init_device` hands it to torch
-    device = init_device()
+    device = alone()
     mesh = build_mesh(device, Config().parallel)
     found = {}
     for name, growth in GROWTHS.items():

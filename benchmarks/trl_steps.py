@@ -71,7 +71,7 @@ def main():
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            model_init_kwargs={"dtype": "float32"},
+            model_init_kwargs={"dtype": task["dtype"]},
             per_device_train_batch_size=task["trl_batch"],
             gradient_accumulation_steps=count // task["trl_batch"],
             num_generations=task["samples"],
