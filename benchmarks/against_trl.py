@@ -194,7 +194,7 @@ def make_task(name: str, folder: Path) -> Task:
         samples=8,
         max_tokens=256,
         reward="letters",
-        steps=7,
+        steps=6,
         lr=1e-5,
         trl_batch=32,
         kv_cache_gib=0.25,

@@ -218,7 +218,7 @@ def keep_freed_memory() -> None:
         # Larger ones still come from the system: a hole in the heap as large as one is costly.
         libc.mallopt(mmap_threshold, 2**30)
         libc.mallopt(trim_threshold, -1)  # -1: never
-        # One heap for all threads: those of gloo copy all gradients, and cannot keep that much.
+        # One heap for all threads: those of other threads cannot keep more than 64 MiB.
         libc.mallopt(arena_max, 1)
 
 
