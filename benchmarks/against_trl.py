@@ -1,6 +1,6 @@
 """Time whole training steps of R3 and of TRL's GRPOTrainer on the same task.
 
-    .venv/bin/python -m benchmarks.against_trl      6 minutes a round on two idle cores
+    .venv/bin/python -m benchmarks.against_trl      15 minutes a round on two idle cores
 
 Both train the same checkpoint in the same precision on the same prompts with the same reward, as
 many samples and tokens, and one update per step. Each uses both cores in the way that is fastest

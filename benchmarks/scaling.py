@@ -1,6 +1,6 @@
 """Time how R3 scales: ranks, and what training costs as a task grows.
 
-    .venv/bin/python -m benchmarks.scaling          25 minutes on two idle cores
+    .venv/bin/python -m benchmarks.scaling          40 minutes on two idle cores
 
 Ranks: the same steps of the 52 M model of `against_trl.py` on one rank and on two, one thread each,
 in turns, and in one process and in two bare products and vLLM alone. Layouts: steps on two ranks,
@@ -183,8 +183,8 @@ def median(runs: list[dict[str, float]], phase: str) -> float:
 def of_machine(work: Callable[..., None], rounds: int) -> float:
     """Return how many times faster two processes do the same work than one.
 
-    Cores share caches, memory and clock, and an engine reads all weights in every step, however few
-    its requests: no program on this machine scales better.
+    Cores share caches, memory and clock, and part of an engine's step does not become less with
+    fewer requests. R3 does the same work and more, so it is not expected to scale better.
 
     Args:
         work: does the `count`-th part of it, and puts its median seconds into a queue.

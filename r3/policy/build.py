@@ -440,7 +440,7 @@ def exchange_without_copies(wrapped: list[Any]) -> None:
 
     Where one data-parallel rank has all of a buffer, Megatron still reduces and gathers it, onto
     itself: nothing is left to do. On CPU, gloo's reduce-scatter is an all-reduce of a copy, and its
-    all-gather collects into a tensor of its own. The same sums can be made in the gradients, of
+    all-gather collects into a second tensor. The same sums can be made in the gradients, of
     which a rank reads its own part only, and each rank can send its parameters to where they
     belong.
     """
@@ -461,7 +461,11 @@ def _skip(*_args: Any, **_kwargs: Any) -> None: ...
 
 
 def _sum_in_place(group: Any, force_all_reduce: bool | None = False) -> None:
-    """Sum the gradients of a bucket group over its ranks. All of them must call."""
+    """Sum the gradients of a bucket group over its ranks. All of them must call.
+
+    Megatron's `start_grad_sync` (param_and_grad_buffer.py) without overlap. It is an all-reduce
+    with either value of the argument.
+    """
     for bucket in group.buckets:
         if bucket.gradient_scaling_factor != 1.0:
             bucket.grad_data *= bucket.gradient_scaling_factor
@@ -469,7 +473,11 @@ def _sum_in_place(group: Any, force_all_reduce: bool | None = False) -> None:
 
 
 def _send_own_part(group: Any, force_sync: bool = False) -> None:
-    """Give every rank of a bucket group all parameters. All of them must call."""
+    """Give every rank of a bucket group all parameters. All of them must call.
+
+    Megatron's `start_param_sync` (param_and_grad_buffer.py) without overlap, where nothing is left
+    to force.
+    """
     size = group.intra_distributed_optimizer_instance_size
     for bucket in group.buckets:
         for rank, part in enumerate(bucket.param_data.chunk(size)):

@@ -247,7 +247,11 @@ def capture_guards(engine: Engine) -> dict[str, str]:
     core.scheduler.scheduler_config.async_scheduling = True
     messages["slots ahead"] = message_of(lambda: SlotRoutes(engine.llm), AssertionError)
     core.scheduler.scheduler_config.async_scheduling = False
-    messages["no router"] = message_of(lambda: engine._routes.store(1), AssertionError)
+    routes = engine._routes
+    assert routes is not None
+    messages["no router"] = message_of(lambda: routes.store(1), AssertionError)
+    routes._chosen.update({layer: torch.zeros(2, 2) for layer in routes._layers})
+    messages["other tokens"] = message_of(lambda: routes.store(1), AssertionError)
     return messages
 
 
