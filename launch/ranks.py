@@ -1,6 +1,10 @@
 """Start the ranks of this machine as torchrun does, without a traceback of the launcher itself.
 
-    python launch/ranks.py --standalone --nproc_per_node 2 train.py PRESET ...
+    python launch/ranks.py --check --preload --standalone --nproc_per_node 2 train.py PRESET ...
+
+With `--check`, mistakes in settings, data or reward end this program before there are ranks, with
+one message and not one per rank. With `--preload` (on CPU), it imports what ranks need, meanwhile,
+and forks them. Other words are torchrun's.
 
 The exit code is that of the rank that failed first. SIGTERM, SIGINT and SIGUSR1 go to the ranks,
 which stop after their step with a checkpoint; the exit code is then 75, or 130 after Ctrl-C.
@@ -11,7 +15,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
 
 # Seconds between a signal and the end by force: for the step and its checkpoint.
 _SHUTDOWN_S = "600"
@@ -21,10 +31,25 @@ _REQUEUE = 75
 
 def launch(argv: list[str]) -> int:
     """Run the ranks to their end; returns the exit code of the first rank that failed, or 0."""
-    print("starting the ranks", flush=True)  # importing torch takes seconds, here and in each rank
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main, parse_args
+    own = list(takewhile(("--check", "--preload").__contains__, argv))
+    argv = argv[len(own) :]
+    check = "--check" in own
+    if not check:
+        print("starting the ranks", flush=True)  # importing torch takes seconds
+    with checked(argv) if check else nullcontext():
+        if "--preload" in own:
+            script = program_of(argv)[0]
+            if script != "-m":  # Python looks in the folder of a script; in this one's until now
+                sys.path[0] = str(Path(script).resolve().parent)
+            from r3.run.forked import fork_ranks, preload
+
+            preload()
+            fork_ranks()
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import main, parse_args
+    if check:
+        print("starting the ranks", flush=True)
 
     # The launcher reports which processes it ends. The rank that failed has printed why.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -47,6 +72,36 @@ def launch(argv: list[str]) -> int:
     except SignalException as error:
         return 130 if error.sigval == signal.SIGINT else _REQUEUE
     return 0
+
+
+def program_of(argv: list[str]) -> list[str]:
+    """The words that torchrun gives to Python: a script or `-m` and a module, and what follows."""
+    return argv[next(i for i, word in enumerate(argv) if word == "-m" or word.endswith(".py")) :]
+
+
+@contextmanager
+def checked(argv: list[str]) -> Iterator[None]:
+    """Check the command line in another process beside the block; exit as it does if it fails.
+
+    If it fails during the block, this process ends at once.
+    """
+    ranks = argv[argv.index("--nproc_per_node") + 1]
+    words = [sys.executable, *program_of(argv), "--check", "--world-size", ranks]
+    check = subprocess.Popen(words)
+
+    def ended(*_: Any) -> None:
+        if check.poll():
+            os._exit(check.returncode)
+
+    signal.signal(signal.SIGCHLD, ended)
+    try:
+        yield
+        check.wait()
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        check.kill()
+    if check.returncode:
+        sys.exit(check.returncode)
 
 
 if __name__ == "__main__":

@@ -116,8 +116,15 @@ def _run_ranks(invocation: Invocation) -> None:
         settings = Path(folder) / "python.yaml"
         settings.write_text(invocation.overrides, encoding="utf-8")
         command = [
-            *(sys.executable, "-m", "r3.runtime.ranks", "--standalone"),
-            *("--nproc_per_node", str(invocation.world_size), "-m", "r3", str(settings)),
+            *(sys.executable, "-m", "r3.run.ranks", *([] if has_gpu() else ["--preload"])),
+            *(
+                "--standalone",
+                "--nproc_per_node",
+                str(invocation.world_size),
+                "-m",
+                "r3",
+                str(settings),
+            ),
             *("--log.dir", invocation.config.log.dir),
         ]
         environment = os.environ | {"R3_RESUME": "the same call of r3.train"}

@@ -96,6 +96,12 @@ def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
         )
 
 
+def import_for_cpu() -> None:
+    """Import what an engine on CPU will import when it is built, but for the model's module."""
+    import vllm.entrypoints.llm
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
 @contextmanager
 def kept_process_state() -> Iterator[None]:
     """Restore what `LLM()` (vLLM 0.30) overwrites.
@@ -168,6 +174,7 @@ def build_llm(
             moe_backend="triton",
         )
     else:
+        _inspect_models_in_this_process()
         arguments |= dict(
             enforce_eager=True,
             # A seeded request whose prefill is split crashes the CPU engine: CPU generators have no
@@ -217,6 +224,17 @@ def require_head_type(llm: LLM, config: Config) -> None:
             f"model.fp32_head {config.model.fp32_head} and engine.dtype {config.engine.dtype} need "
             f"an output layer in {asked}; the engine has {found or 'no logits processor of vLLM'}"
         )
+
+
+def _inspect_models_in_this_process() -> None:
+    """Let vLLM (0.30) ask the class of a model about itself without a process for it.
+
+    That process, which must not initialise CUDA here, imports vLLM again: 8 s for each rank when a
+    machine meets a model for the first time.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda fn: fn()
 
 
 def _unlink_message_queues() -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def die_with_parent(parent: int) -> None:
@@ -25,6 +25,15 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before that line
         os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """Show this process under a name, of up to 15 characters, in top and in the kernel's messages.
+
+    A forked process has the command line of the one that forked it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def die_with_launcher() -> None:

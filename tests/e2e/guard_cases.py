@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,10 +40,12 @@ class Guards:
         fit: for the engine as it was built.
         sleeps: the engine that sleeps and wakes several times.
         norms: its norms against the policy's.
+        inspected_here: whether vLLM's registry inspects a new model in this process.
     """
 
     messages: dict[str, str]
     works: bool
+    inspected_here: bool
     unfit: dict[str, str]
     other_side: str
     fit: str
@@ -228,6 +231,8 @@ def engine_guards(device: Device) -> Guards:
     captures = capture_guards(engine)
     sleeps = several_sleeps(engine, sample, push)
     compared = norms(engine)
+    from vllm.model_executor.models import registry
+
     built = engine.llm.llm_engine.vllm_config
     return Guards(
         messages=messages | captures,
@@ -237,6 +242,7 @@ def engine_guards(device: Device) -> Guards:
         fit=_refusal(built, world.config, capture=True),
         sleeps=sleeps,
         norms=compared,
+        inspected_here=registry._run_in_subprocess(os.getpid) == os.getpid(),
     )
 
 

@@ -119,6 +119,10 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push(guards: Guar
     assert found.fit == NOTHING
 
 
+def test_a_model_that_is_new_to_the_machine_needs_no_process(guards: Guards) -> None:
+    assert guards.inspected_here
+
+
 def test_sleeping_and_waking_twice_changes_and_loses_nothing(guards: Guards) -> None:
     first, *others = guards.sleeps
     asleep, half, awake = "asleep already", "with only the weights awake", "awake already"

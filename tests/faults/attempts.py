@@ -42,7 +42,8 @@ class Attempt:
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            if child.environ().get("RANK") == str(number):
+            # A forked one shows the environment of its launcher, but has a name of its own.
+            if child.name() == f"r3-rank-{number}" or child.environ().get("RANK") == str(number):
                 return child
         raise Unexpected(f"rank {number} does not run")
 
@@ -93,7 +94,7 @@ def launch(
     preset: str = "tiny-smoke",
     restarts: int = 0,
     prefix: tuple[str, ...] = (),
-    ranks: tuple[str, ...] = ("--standalone", "--nproc_per_node", "2"),
+    ranks: tuple[str, ...] = ("--check", "--preload", "--standalone", "--nproc_per_node", "2"),
     program: tuple[str, ...] = ("train.py",),
 ) -> Attempt:
     """Start a run on two ranks, with its output in a file beside its folder.

@@ -1,0 +1,129 @@
+"""Ranks that are forked from a launcher that has imported what they need: `launch/ranks.py` on CPU.
+
+Imports are most of a start, and every rank would make the same ones. CUDA does not survive a fork,
+so ranks with GPUs are programs of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, NoReturn
+
+from r3.runtime.process import importing, name_process
+
+_POLL_S = 0.02
+
+
+def preload() -> None:
+    """Import what a rank on CPU imports. The environment stays as it is.
+
+    Raises:
+        RuntimeError: this machine has a GPU.
+    """
+    environment = dict(os.environ)
+    with importing():
+        import torch
+
+        from r3.runtime.device import has_gpu, prepare_environment
+
+        if has_gpu():
+            raise RuntimeError("leave out --preload: CUDA does not survive a fork")
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+        prepare_environment()  # vLLM reads some of it when it is imported
+        from r3.engine.build import import_for_cpu
+        from r3.run import start  # noqa: F401
+
+        import_for_cpu()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def fork_ranks() -> None:
+    """Let torchrun (torch 2.13) fork ranks from this process where it would start a program."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def popen(self: Any, args: tuple[str, ...], env: dict[str, str]) -> ForkedRank:
+        return ForkedRank(args, env)
+
+    SubprocessHandler._popen = popen
+
+
+class ForkedRank:
+    """A rank, with what torchrun uses of `subprocess.Popen`.
+
+    Attributes:
+        pid: its process, which leads a session of its own.
+        returncode: its exit code, negative for a signal; None while it runs.
+    """
+
+    def __init__(self, args: tuple[str, ...], env: dict[str, str]) -> None:
+        """Fork it. `args` are the interpreter, `-u`, a script or `-m` and a module, its words."""
+        _python, unbuffered, *argv = args
+        assert unbuffered == "-u", f"a rank must be a Python program, not {' '.join(args)}"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            _run(argv, env)
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: after `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"rank of process {self.pid}", timeout or 0.0)
+            time.sleep(_POLL_S)
+        return code
+
+
+def _run(argv: list[str], env: dict[str, str]) -> NoReturn:
+    """Be a rank: run a program as Python does, then end this process."""
+    code: Any = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)  # the launcher has handlers of its own
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(env)
+        name_process(f"r3-rank-{env['RANK']}")
+        sys.argv = argv[1:] if argv[0] == "-m" else argv
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        if argv[0] == "-m":
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except KeyboardInterrupt:
+        code = 130
+    finally:
+        kind, error, trace = sys.exc_info()
+        if kind and error:  # none of the above
+            sys.excepthook(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

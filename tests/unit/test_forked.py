@@ -1,0 +1,129 @@
+"""Ranks that are forked end, print and are ended as programs of their own would be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from r3.run.forked import ForkedRank, preload
+from tests.world import ROOT
+
+pytestmark = pytest.mark.unit
+
+SCRIPT = """
+import json, os, signal, sys
+word, out = sys.argv[1:]
+if word == "facts":
+    facts = {
+        "argv": sys.argv,
+        "name": __name__,
+        "mine": os.environ.get("MINE"),
+        "home": os.environ.get("HOME"),
+        "session": os.getsid(0) == os.getpid(),
+        "term": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+        "shown_as": open("/proc/self/comm").read().strip(),
+    }
+    json.dump(facts, open(out, "w"))
+elif word == "sleep":
+    import time
+    time.sleep(60)
+elif word == "raise":
+    raise KeyError("what went wrong")
+elif word == "interrupt":
+    raise KeyboardInterrupt
+elif word == "leave":
+    os._exit(75)
+else:
+    sys.exit({"two": 2, "none": None, "text": "a last word"}[word])
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def rank(script: Path, word: str, out: str = "") -> ForkedRank:
+    """Fork a rank as torchrun does where it would start a program."""
+    args = (sys.executable, "-u", str(script), word, out)
+    return ForkedRank(args, {"RANK": "3", "MINE": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "said"),
+    [
+        ("two", 2, ""),
+        ("none", 0, ""),
+        ("text", 1, "a last word\n"),
+        ("raise", 1, "KeyError: 'what went wrong'\n"),
+        ("interrupt", 130, ""),
+        ("leave", 75, ""),
+    ],
+)
+def test_exit_codes_and_messages_are_those_of_a_program(
+    word: str, code: int, said: str, script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert rank(script, word).wait(30) == code
+    assert capfd.readouterr().err.endswith(said)
+
+
+def test_a_rank_has_an_environment_session_and_name_of_its_own(
+    script: Path, tmp_path: Path
+) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # as the launcher has one
+    try:
+        assert rank(script, "facts", str(tmp_path / "facts")).wait(30) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert json.loads((tmp_path / "facts").read_text()) == {
+        "argv": [str(script), "facts", str(tmp_path / "facts")],
+        "name": "__main__",
+        "mine": "yes",
+        "home": None,
+        "session": True,
+        "term": True,
+        "shown_as": "r3-rank-3",
+    }
+
+
+def test_waiting_for_a_rank_ends_in_time_and_a_signal_is_its_code(script: Path) -> None:
+    sleeping = rank(script, "sleep")
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeping.wait(0.1)
+    assert sleeping.poll() is None
+    os.killpg(sleeping.pid, signal.SIGKILL)
+    assert sleeping.wait(30) == sleeping.poll() == -signal.SIGKILL
+
+
+def test_a_rank_that_is_no_python_program_is_refused(script: Path) -> None:
+    with pytest.raises(AssertionError, match="must be a Python program, not /bin/sh"):
+        ForkedRank(("/bin/sh", str(script)), {})
+
+
+def test_ranks_with_gpus_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("r3.runtime.device.has_gpu", lambda: True)
+    with pytest.raises(RuntimeError, match="leave out --preload"):
+        preload()
+
+
+def test_a_mistake_ends_the_launcher_while_it_imports(tmp_path: Path) -> None:
+    words = ("tiny", "--train.stepss", "3", "--log.dir", str(tmp_path / "run"))
+    ranks = ("--check", "--preload", "--standalone", "--nproc_per_node", "2", "train.py")
+    done = subprocess.run(
+        [sys.executable, "launch/ranks.py", *ranks, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stdout + done.stderr
+    assert done.stderr.count("did you mean train.steps?") == 1
+    assert not (tmp_path / "run").exists()
