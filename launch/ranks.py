@@ -93,12 +93,18 @@ def checked(argv: list[str]) -> Iterator[None]:
         if check.poll():
             os._exit(check.returncode)
 
+    def interrupted(*_: Any) -> None:  # an error would meet whatever is just being imported
+        check.kill()
+        os._exit(130)
+
     signal.signal(signal.SIGCHLD, ended)
+    signal.signal(signal.SIGINT, interrupted)
     try:
         yield
         check.wait()
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         check.kill()
     if check.returncode:
         sys.exit(check.returncode)

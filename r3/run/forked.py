@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from r3.runtime.process import importing, name_process
+from r3.runtime.process import die_with_parent, importing, name_process
 
 _POLL_S = 0.02
 
@@ -68,9 +70,11 @@ class ForkedRank:
         sys.stdout.flush()
         sys.stderr.flush()
         self.returncode: int | None = None
-        self.pid = os.fork()
-        if not self.pid:
-            _run(argv, env)
+        launcher = os.getpid()
+        with _signals_wait() as (handled, waiting):
+            self.pid = os.fork()
+            if not self.pid:
+                _run(argv, env, launcher, handled, waiting)
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
@@ -94,14 +98,58 @@ class ForkedRank:
         return code
 
 
-def _run(argv: list[str], env: dict[str, str]) -> NoReturn:
-    """Be a rank: run a program as Python does, then end this process."""
+@contextmanager
+def _signals_wait() -> Iterator[tuple[list[int], list[int]]]:
+    """Call the handlers of signals that arrive in the block after it.
+
+    Python drops an error that a handler raises in one of the functions that it calls around a
+    fork: the signal would be lost, and with it the release of logging's lock.
+
+    Yields:
+        The signals that have handlers, and those that have arrived.
+    """
+    handlers: dict[int, Any] = {
+        number: handler
+        for number in signal.valid_signals()
+        if callable(handler := signal.getsignal(number))
+    }
+    arrived: list[int] = []
+    for number in handlers:
+        signal.signal(number, lambda number, _: arrived.append(number))
+    try:
+        yield list(handlers), arrived
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
+
+
+def _run(
+    argv: list[str],
+    env: dict[str, str],
+    launcher: int,
+    handled: list[int],
+    waiting: list[int],
+) -> NoReturn:
+    """Be a rank: run a program as Python does, then end this process.
+
+    Args:
+        argv: a script or `-m` and a module, and its words.
+        env: its environment.
+        launcher: the process that it ends with.
+        handled: signals that the launcher has handlers for.
+        waiting: those that have arrived since they were replaced.
+    """
     code: Any = 1
     try:
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)  # the launcher has handlers of its own
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        die_with_parent(launcher)
+        for number in handled:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+        for each in waiting:
+            signal.raise_signal(each)
         os.environ.clear()
         os.environ.update(env)
         name_process(f"r3-rank-{env['RANK']}")

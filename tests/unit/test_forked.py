@@ -103,6 +103,38 @@ def test_waiting_for_a_rank_ends_in_time_and_a_signal_is_its_code(script: Path) 
     assert sleeping.wait(30) == sleeping.poll() == -signal.SIGKILL
 
 
+IN_FORK = """
+import os, signal, sys
+from r3.run.forked import ForkedRank
+
+class Stop(Exception):
+    pass
+
+def stop(*_):
+    raise Stop
+
+signal.signal(signal.SIGUSR1, stop)
+os.register_at_fork(before=lambda: signal.raise_signal(signal.SIGUSR1))
+try:
+    ForkedRank((sys.executable, "-u", sys.argv[1], "sleep", ""), {"RANK": "0"})
+except Stop:
+    print("stopped")
+pid, status = os.waitpid(-1, 0)
+print(os.waitstatus_to_exitcode(status) == -signal.SIGUSR1)
+"""
+
+
+def test_a_signal_that_arrives_in_the_fork_is_not_lost(script: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_FORK, script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("stopped\nTrue\n", "")
+
+
 def test_a_rank_that_is_no_python_program_is_refused(script: Path) -> None:
     with pytest.raises(AssertionError, match="must be a Python program, not /bin/sh"):
         ForkedRank(("/bin/sh", str(script)), {})
