@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -35,6 +33,7 @@ from r3.models.shape import ModelShape
 from r3.policy.context_parallel import ContextParallelAttention
 from r3.policy.device_experts import DeviceExperts
 from r3.policy.dispatch import TokenDispatcher
+from r3.policy.exchange import exchange_without_copies
 from r3.policy.fused_experts import FusedExperts
 from r3.policy.logprobs import Head, ScoringGPT
 from r3.policy.memory import chained
@@ -371,7 +370,9 @@ class Trainable:
     frozen: list[torch.Tensor]
 
 
-def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: Mesh) -> Trainable:
+def wrap(
+    config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: Mesh, host: str
+) -> Trainable:
     """Add data parallelism and the distributed optimizer. All ranks must call.
 
     Gradients are reduced in float32 and summed over data-parallel ranks, not averaged.
@@ -381,6 +382,7 @@ def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: M
         megatron: the chunks' config; the schedule's functions are set on it.
         chunks: this rank's model chunks.
         mesh: the layout of the ranks.
+        host: identifies this rank's machine.
     """
     half = megatron.params_dtype != torch.float32
     modules, frozen = in_precision(megatron, chunks)
@@ -412,7 +414,7 @@ def wrap(config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: M
         )
 
     use_fused_adam(optimizer)
-    exchange_without_copies(wrapped)
+    exchange_without_copies(wrapped, host)
 
     def finalize(model: list[Any], _num_tokens: Any = None, **_kwargs: Any) -> None:
         # Without a token count: the loss is normalised already.
@@ -433,57 +435,6 @@ def in_precision(
     half = megatron.params_dtype != torch.float32
     modules = [Float16Module(megatron, chunk) for chunk in chunks] if half else chunks
     return modules, flat_expert_biases(chunks)
-
-
-def exchange_without_copies(wrapped: list[Any]) -> None:
-    """Replace Megatron's collectives of gradients and parameters where they copy for nothing.
-
-    Where one data-parallel rank has all of a buffer, Megatron still reduces and gathers it, onto
-    itself: nothing is left to do. On CPU, gloo's reduce-scatter is an all-reduce of a copy, and its
-    all-gather collects into a second tensor. The same sums can be made in the gradients, of
-    which a rank reads its own part only, and each rank can send its parameters to where they
-    belong.
-    """
-    for chunk in wrapped:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            alone = group.intra_distributed_optimizer_instance_size == 1
-            if alone and all(bucket.gradient_scaling_factor == 1.0 for bucket in group.buckets):
-                group.start_grad_sync = _skip
-            elif not group.buckets[0].grad_data.is_cuda:
-                group.start_grad_sync = partial(_sum_in_place, group)
-            if alone:
-                group.start_param_sync = _skip
-            elif not group.buckets[0].param_data.is_cuda:
-                group.start_param_sync = partial(_send_own_part, group)
-
-
-def _skip(*_args: Any, **_kwargs: Any) -> None: ...
-
-
-def _sum_in_place(group: Any, force_all_reduce: bool | None = False) -> None:
-    """Sum the gradients of a bucket group over its ranks. All of them must call.
-
-    Megatron's `start_grad_sync` (param_and_grad_buffer.py) without overlap. It is an all-reduce
-    with either value of the argument.
-    """
-    for bucket in group.buckets:
-        if bucket.gradient_scaling_factor != 1.0:
-            bucket.grad_data *= bucket.gradient_scaling_factor
-        dist.all_reduce(bucket.grad_data, group=group.intra_distributed_optimizer_instance_group)
-
-
-def _send_own_part(group: Any, force_sync: bool = False) -> None:
-    """Give every rank of a bucket group all parameters. All of them must call.
-
-    Megatron's `start_param_sync` (param_and_grad_buffer.py) without overlap, where nothing is left
-    to force.
-    """
-    size = group.intra_distributed_optimizer_instance_size
-    for bucket in group.buckets:
-        for rank, part in enumerate(bucket.param_data.chunk(size)):
-            dist.broadcast(
-                part, group=group.intra_distributed_optimizer_instance_group, group_src=rank
-            )
 
 
 def use_fused_adam(optimizer: Any) -> None:

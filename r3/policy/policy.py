@@ -77,7 +77,7 @@ class Policy(ScoringPolicy):
             plausibility=config.replay.plausibility,
             plan=size_plan(mesh.ep, shape.num_experts // mesh.ep.size) if planned else None,
         )
-        trainable = wrap(config, self.megatron, chunks, mesh)
+        trainable = wrap(config, self.megatron, chunks, mesh, device.host)
         self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
         self._frozen = trainable.frozen
         self.chunks = chunks
