@@ -71,16 +71,13 @@ def read_memory(pid: int, source: int, target: int, size: int) -> None:
         raise OSError(errno.ENOSYS, "memory of other processes is read on Linux only")
     libc, done = ctypes.CDLL(None, use_errno=True), 0
     libc.process_vm_readv.restype = ctypes.c_ssize_t
+    one, no_flags = ctypes.c_ulong(1), ctypes.c_ulong(0)
     while done < size:  # one call copies less than 2 GiB
-        ours, theirs = (_Piece(address + done, size - done) for address in (target, source))
-        copied = libc.process_vm_readv(
-            pid, ctypes.byref(ours), ctypes.c_ulong(1), ctypes.byref(theirs), ctypes.c_ulong(1), 0
-        )
+        to, of = (_Piece(address + done, size - done) for address in (target, source))
+        copied = libc.process_vm_readv(pid, ctypes.byref(to), one, ctypes.byref(of), one, no_flags)
         if copied <= 0:
-            reason = os.strerror(ctypes.get_errno()) if copied else "it ends"
-            raise OSError(
-                ctypes.get_errno(), f"process {os.getpid()}: memory of process {pid}: {reason}"
-            )
+            number = ctypes.get_errno()
+            raise OSError(number, f"memory of process {pid} not read: {os.strerror(number)}")
         done += copied
 
 
