@@ -8,7 +8,7 @@ the two speeds of one round, in sampled tokens per second of the one thread's pr
 other load on the machine affects both sides alike. The script writes generation.json to
 benchmarks/results/.
 
-vLLM alone computes norms in its own way; R3 replaces that in its engines on CPU.
+vLLM alone runs norms, experts and attention in its own way (`r3/engine/layers.py`).
 
     vllm plain   `LLM.generate` as a user would call it: no seeds, no log-probabilities
     vllm         `LLM.generate` with what R3 asks for: a seed per response, log-probabilities
@@ -42,7 +42,7 @@ from r3.rollout.single_turn import sample_single_turn
 from r3.rollout.task import read_task
 from r3.runtime.device import Device, free_port, init_device, settle
 from r3.types import Prompt
-from tests.engines import engine_from_disk
+from tests.engines import engine_from_disk, vllms_own_layers
 from tests.tiny import tiny_config
 
 SAMPLES = 64
@@ -157,7 +157,7 @@ def in_vllm(engine: Engine, prompts: list[Prompt], limit: int, turn: int, *, alo
         else SamplingParams(**asked, seed=seed, logprobs=0, flat_logprobs=True)
         for seed in seeds(prompts, turn)
     ]
-    with own_norms(engine):
+    with own_norms(engine), vllms_own_layers(engine):
         outputs = engine.llm.generate(
             [{"prompt_token_ids": list(prompt.tokens_T)} for prompt in prompts],
             settings,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -112,6 +115,29 @@ def signature(rollouts: list[Rollout]) -> list[str]:
         f"{hashlib.sha256(r.routed_experts.tobytes()).hexdigest()}"
         for r in rollouts
     ]
+
+
+@contextmanager
+def vllms_own_layers(engine: Engine) -> Iterator[Counter[str]]:
+    """Inside, experts and attention on CPU run as in vLLM without R3 (`replace_layers`).
+
+    Yields:
+        How many layers of each class R3 had replaced.
+    """
+    (modules,) = engine.llm.collective_rpc(
+        lambda worker: list(worker.model_runner.get_model().modules())
+    )
+    replaced = {module: vars(module).pop("forward") for module in modules if is_direct(module)}
+    try:
+        yield Counter(type(module).__name__ for module in replaced)
+    finally:
+        for module, forward in replaced.items():
+            module.forward = forward
+
+
+def is_direct(module: Any) -> bool:
+    """Whether R3 replaced how a module of an engine runs."""
+    return "forward" in vars(module)
 
 
 def held_tensors(engine: Engine) -> dict[str, str]:

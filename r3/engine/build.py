@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from r3.engine.layers import replace_layers
 from r3.runtime.device import preserved_random_state
 from r3.runtime.process import importing
 
@@ -196,9 +197,8 @@ def build_llm(
     _unlink_message_queues()
     refuse_unfit(llm.llm_engine.vllm_config, config, capture=capture)
     if not device.is_cuda:
-        llm.collective_rpc(_rotate_slices_in_torch)
         llm.collective_rpc(
-            lambda worker: normalise_in_one_call(worker.model_runner.get_model().modules())
+            lambda worker: replace_layers(list(worker.model_runner.get_model().modules()))
         )
     require_head_type(llm, config)
     return llm
@@ -273,55 +273,3 @@ def _own_shared_memory() -> str:
 
     _CPUSHMDistributed.make_group_name = staticmethod(group_name)
     return prefix
-
-
-def _rotate_slices_in_torch(worker: Any) -> None:
-    """Let torch rotate positions in latent attention, where vLLM 0.30's CPU kernel is wrong.
-
-    Latent attention rotates a slice of each head, and the CPU kernel treats the slice as whole
-    heads, without an error. The CUDA kernel reads strides (vLLM PR 18046); YaRN, which vLLM's own
-    tests use, takes another path. Only latent attention rotates interleaved pairs.
-    """
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    for module in worker.model_runner.get_model().modules():
-        if isinstance(module, RotaryEmbedding) and not module.is_neox_style:
-            module._forward_method = module.forward_native
-
-
-def normalise_in_one_call(modules: Iterable[torch.nn.Module]) -> None:
-    """Let vLLM's CPU kernel compute norms, for which vLLM 0.30 makes six calls of torch or more.
-
-    vLLM registers the kernel for GPUs only. Two things it does otherwise than the policy, and so
-    they are done outside in bfloat16: it multiplies by the weight before it rounds, and in the
-    variant with a residual it normalises the sum before that is rounded. In float32 neither
-    changes a bit. The kernel also reads slices as if their rows followed each other, without an
-    error.
-    """
-    from vllm._custom_ops import fused_add_rms_norm, rms_norm
-    from vllm.model_executor.layers.layernorm import RMSNorm
-
-    def normalising(norm: RMSNorm) -> Callable[..., Any]:
-        ones = torch.ones_like(norm.weight)
-        rounds = ones.dtype != torch.float32
-
-        def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-            if residual is not None:
-                if not rounds and x.is_contiguous() and residual.is_contiguous():
-                    fused_add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
-                    return x, residual  # written in place, as on GPUs
-                x = residual = x + residual
-            normed = torch.empty(x.shape, dtype=x.dtype)
-            weight = ones if rounds else norm.weight
-            rms_norm(normed, x.contiguous(), weight, norm.variance_epsilon)
-            if rounds:
-                normed.mul_(norm.weight)
-            return normed if residual is None else (normed, residual)
-
-        return forward
-
-    for module in modules:
-        # A class of its own, no weight and a part of the row have formulas of their own.
-        plain = type(module) is RMSNorm and module.has_weight
-        if plain and module.variance_size_override is None:
-            module._forward_method = normalising(module)

@@ -16,7 +16,7 @@ from r3.engine.weights import Pushed, push
 from r3.handover.memory import State
 from r3.handover.weights import SyncError, export, prove_sync, prove_weights
 from r3.runtime.device import Device
-from tests.engines import World, engine_from_disk, held_tensors, signature
+from tests.engines import World, engine_from_disk, held_tensors, signature, vllms_own_layers
 from tests.errors import message_of
 from tests.tiny import tiny_config
 
@@ -36,6 +36,8 @@ class PushedFamily:
         fallen, fallen_note: layers whose experts went through the reload while R3 knew no kernel of
             experts, with the reason, and the note about it.
         fallen_equal: the engine sampled the same then.
+        direct: layers by class that R3 runs without vLLM's way to their kernel.
+        own_equal: the engine sampled the same with vLLM's way.
         notes: lines that two weight syncs printed.
         faults: message of the proof by planted fault.
         moved: the push changed what is sampled.
@@ -53,6 +55,8 @@ class PushedFamily:
     fallen: dict[str, str]
     fallen_note: str
     fallen_equal: bool
+    direct: dict[str, int]
+    own_equal: bool
     notes: list[str]
     faults: dict[str, str]
     moved: bool
@@ -86,6 +90,9 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
     by_reload = push(world.engine.llm, world.stream.read(), world.task.shape, copy=False)
     world.engine.reset_cache()
     again = signature(world.collect(1).rollouts)
+    with vllms_own_layers(world.engine) as direct:
+        world.engine.reset_cache()
+        own = signature(world.collect(1).rollouts)
     fallen = unknown_kernels(world)
     return PushedFamily(
         compared=compared,
@@ -98,6 +105,8 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
         fallen={str(layer): why for layer, why in fallen.reloaded.items()},
         fallen_note=fallen.note,
         fallen_equal=signature(world.collect(1).rollouts) == pushed and not fallen.unloaded,
+        direct=dict(direct),
+        own_equal=own == pushed,
         notes=printed.getvalue().splitlines(),
         faults=planted_faults(world),
         moved=before != pushed,

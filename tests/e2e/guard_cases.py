@@ -7,14 +7,16 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from r3.config import Config
 from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch
-from r3.engine.build import normalise_in_one_call, refuse_unfit
+from r3.engine.build import refuse_unfit
 from r3.engine.experts import ExpertBlock
+from r3.engine.layers import has_facts, normalise_in_one_call, plain_attention, plain_experts
 from r3.engine.slots import SlotRoutes
 from r3.handover.memory import ResidencyError, State
 from r3.handover.weights import SyncError, prove_sync
@@ -22,7 +24,7 @@ from r3.policy.modules import _Norm
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.types import Rollout
-from tests.engines import World, held_tensors, signature
+from tests.engines import World, held_tensors, is_direct, signature
 from tests.errors import message_of
 from tests.memory import bytes_of, lock_page, resident_bytes
 from tests.tiny import tiny_config
@@ -41,6 +43,8 @@ class Guards:
         sleeps: the engine that sleeps and wakes several times.
         norms: its norms against the policy's.
         inspected_here: whether vLLM's registry inspects a new model in this process.
+        direct: whether layers of a class call their kernel directly.
+        changed: whether they would with another value of one attribute, by its path.
     """
 
     messages: dict[str, str]
@@ -51,6 +55,8 @@ class Guards:
     fit: str
     sleeps: list[Sleep]
     norms: Norms
+    direct: dict[str, bool]
+    changed: dict[str, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +239,7 @@ def engine_guards(device: Device) -> Guards:
     compared = norms(engine)
     from vllm.model_executor.models import registry
 
+    direct, changed = changed_layers(engine)
     built = engine.llm.llm_engine.vllm_config
     return Guards(
         messages=messages | captures,
@@ -243,7 +250,30 @@ def engine_guards(device: Device) -> Guards:
         sleeps=sleeps,
         norms=compared,
         inspected_here=registry._run_in_subprocess(os.getpid) == os.getpid(),
+        direct=direct,
+        changed=changed,
     )
+
+
+def changed_layers(engine: Engine) -> tuple[dict[str, bool], dict[str, bool]]:
+    """Change each attribute on which it depends whether a layer calls its kernel directly."""
+    (modules,) = engine.llm.collective_rpc(
+        lambda worker: list(worker.model_runner.get_model().modules())
+    )
+    direct, changed = {}, {}
+    for facts in (plain_experts(), plain_attention()):
+        module = next(each for each in modules if type(each) is facts["__class__"])
+        direct[type(module).__name__] = has_facts(module, facts) and is_direct(module)
+        for path, wanted in facts.items():
+            *owners, last = path.split(".")
+            owner = attrgetter(".".join(owners))(module) if owners else module
+            is_class = isinstance(wanted, type)
+            other = type("Other", (wanted,), {}) if is_class else object()
+            object.__setattr__(owner, last, other)
+            still = has_facts(module, facts)
+            object.__setattr__(owner, last, wanted)
+            changed[f"{type(module).__name__} {path}"] = still
+    return direct, changed
 
 
 def capture_guards(engine: Engine) -> dict[str, str]:

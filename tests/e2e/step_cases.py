@@ -12,7 +12,7 @@ from r3.handover.weights import prove_sync
 from r3.metrics.mismatch import mismatch
 from r3.routing.replay import Mode
 from r3.runtime.device import Device
-from tests.engines import World
+from tests.engines import World, is_direct, signature, vllms_own_layers
 from tests.memory import bytes_of
 from tests.tiny import tiny_config
 
@@ -47,6 +47,56 @@ class MemoryMoves:
     optimizer_tensors: int
     restored: bool
     random_state_kept: bool
+    direct: Direct
+
+
+@dataclass(frozen=True, kw_only=True)
+class Direct:
+    """Layers of an engine that call their kernels, against vLLM's way to these kernels.
+
+    Attributes:
+        layers: layers by class.
+        vllms_are_direct: whether one of them was on vLLM's way too.
+        equal: tokens, log-probabilities and routes are the same.
+        mistakes_equal: `equal` with outputs of one class multiplied by 1.5.
+    """
+
+    layers: dict[str, int]
+    vllms_are_direct: bool
+    equal: bool
+    mistakes_equal: dict[str, bool]
+
+
+def direct_layers(world: World, policy_version: int) -> Direct:
+    """Compare what an engine samples, and spoil each kind of layer."""
+    engine = world.engine
+    (modules,) = engine.llm.collective_rpc(
+        lambda worker: list(worker.model_runner.get_model().modules())
+    )
+
+    def sample() -> list[str]:
+        engine.reset_cache()
+        return signature(world.collect(policy_version).rollouts)
+
+    def spoilt(name: str) -> bool:
+        kept = {each: each.forward for each in modules if type(each).__name__ == name}
+        for each, forward in kept.items():
+            each.forward = lambda *given, forward=forward, **named: forward(*given, **named) * 1.5
+        found = sample()
+        for each, forward in kept.items():
+            each.forward = forward
+        return found == expected
+
+    expected = sample()
+    with vllms_own_layers(engine) as layers:
+        vllms_are_direct = any(map(is_direct, modules))
+        vllms = sample()
+    return Direct(
+        layers=dict(layers),
+        vllms_are_direct=vllms_are_direct,
+        equal=vllms == expected,
+        mistakes_equal={name: spoilt(name) for name in layers},
+    )
 
 
 def step_routes(device: Device, *, ep: int, dtype: str = "float32") -> StepRoutes:
@@ -112,7 +162,7 @@ def sampled(device: Device, *, ep: int, **engine: Any) -> dict[str, str]:
 
 def memory_moves(device: Device, *, dtype: str) -> MemoryMoves:
     """Measure memory in each state, and compare the optimizer state before and after."""
-    config = tiny_config(engine={"kv_cache_gib": 0.5}, model={"dtype": dtype})
+    config = tiny_config(engine={"kv_cache_gib": 0.5, "dtype": dtype}, model={"dtype": dtype})
     world = World(device, config)
     policy = world.policy
     random_state = torch.get_rng_state()
@@ -125,6 +175,7 @@ def memory_moves(device: Device, *, dtype: str) -> MemoryMoves:
     )
     collected = world.collect(0)
     neutral = torch.equal(random_state, torch.get_rng_state())
+    direct = direct_layers(world, 0)
     world.residency.move(State.TRAIN)
     asleep_gib = device.used_gib()
     policy.update(world.batch_of(collected, 512), total_updates=4)
@@ -143,4 +194,5 @@ def memory_moves(device: Device, *, dtype: str) -> MemoryMoves:
         optimizer_tensors=len(kept),
         restored=back,
         random_state_kept=neutral,
+        direct=direct,
     )

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e import guard_cases, push_cases, step_cases
 from tests.e2e.guard_cases import Guards
+from tests.e2e.step_cases import Direct
 from tests.errors import NOTHING
 from tests.families import engine_sizes, family_checkpoint
 from tests.world import run_world
@@ -154,6 +155,12 @@ def test_norms_in_one_call_are_the_policys(guards: Guards) -> None:
     assert norms.left_alone == ["gemma", "part of a row", "no weight"]
 
 
+def test_layers_that_differ_in_one_fact_keep_vllms_way(guards: Guards) -> None:
+    assert guards.direct == {"MoERunner": True, "Attention": True}
+    assert len(guards.changed) == 16 + 5
+    assert {path for path, direct in guards.changed.items() if direct} == set()
+
+
 @pytest.mark.parametrize("ep", [1, 2], ids=["dp2", "ep2"])
 def test_captured_routes_are_the_routes_that_were_used(ep: int) -> None:
     for result in run_world(step_cases.step_routes, 2, ep=ep):
@@ -185,3 +192,9 @@ def test_memory_leaves_and_comes_back_bit_for_bit(dtype: str) -> None:
     assert result.optimizer_tensors > 50
     assert result.restored
     assert result.random_state_kept
+    assert result.direct == Direct(
+        layers={"MoERunner": 4, "Attention": 4},
+        vllms_are_direct=False,
+        equal=True,
+        mistakes_equal={"MoERunner": False, "Attention": False},
+    )

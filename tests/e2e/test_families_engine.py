@@ -4,6 +4,7 @@ engine's, bit for bit.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.e2e
     ],
 )
 def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
+    latent = name in ("deepseek_v3", "moonlight")  # attention
     family, tied = name.removesuffix("-tied"), name.endswith("-tied")
     folder = family_checkpoint(tmp_path / name, family, tied=tied, **engine_sizes(family))
     (result,) = run_world(family_cases.pushed_family, 1, model=str(folder), out=str(tmp_path))
@@ -36,7 +38,7 @@ def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
     assert result.tensors_equal, "an engine that began with random weights and a loaded one"
     assert result.reload_equal, "weights copied, and weights through vLLM's reload"
     assert result.reloaded == {}
-    if name in ("deepseek_v3", "moonlight"):  # latent attention
+    if latent:
         assert "is made from other weights" in result.why_reloaded
         (note,) = result.notes  # once in two weight syncs
         assert note.startswith("note: rank 0: weights other than experts go through vLLM's reload")
@@ -56,6 +58,10 @@ def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
     else:
         assert result.fallen == {}, "no experts, no layers to name"
     assert result.fallen_equal, "weights through the reload, experts too"
+    assert Counter(result.direct) == Counter(
+        MoERunner=len(result.fallen), Attention=0 if latent else 3
+    )
+    assert result.own_equal, "experts and attention on vLLM's way to their kernels"
     gates = result.tensors - result.compared
     assert gates == result.gates, "every tensor was compared, gate and up together"
     faults = result.faults

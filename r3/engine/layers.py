@@ -1,0 +1,221 @@
+"""Replace layers of vLLM on CPU that are wrong there, or spend time between them and their kernel.
+
+In a step of a small model, vLLM (0.30) spends an eighth of its time in Python between a layer and
+the kernel that computes it. Layers that are exactly as assumed here call the kernel with the same
+arguments, so that no bit changes. All others keep vLLM's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+
+def replace_layers(modules: Sequence[Any]) -> None:
+    """Replace layers of a built engine: norms, rotation of slices, experts and attention."""
+    rotate_slices_in_torch(modules)
+    normalise_in_one_call(modules)
+    ways = (plain_experts(), direct_experts), (plain_attention(), direct_attention)
+    for facts, direct in ways:
+        for module in modules:
+            if has_facts(module, facts):
+                module.forward = direct(module)
+
+
+def has_facts(module: Any, facts: Mapping[str, object]) -> bool:
+    """Whether a module has these attributes; `__class__` is the first of them."""
+    return all(attrgetter(path)(module) == wanted for path, wanted in facts.items())
+
+
+def plain_experts() -> dict[str, object]:
+    """Return attributes of MoE layers for which vLLM does just what `direct_experts` does."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
+        MoEPrepareAndFinalizeNoDPEPModular,
+    )
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    return {
+        "__class__": MoERunner,
+        "routed_input_transform": None,
+        "routed_output_transform": None,
+        "shared_expert_gate": None,  # vLLM would join its weight with the router's
+        "moe_config.moe_parallel_config.tp_size": 1,
+        "moe_config.moe_parallel_config.ep_size": 1,
+        "moe_config.moe_parallel_config.dp_size": 1,
+        "moe_config.moe_parallel_config.pcp_size": 1,
+        "moe_config.moe_parallel_config.sp_size": 1,
+        # The class by its module: vLLM 0.26 has neither.
+        "router.__module__": "vllm.model_executor.layers.fused_moe.router.cpu_router",
+        "router.eplb_state": None,
+        "routed_experts.apply_router_weight_on_input": False,
+        "routed_experts.quant_method.__class__": UnquantizedFusedMoEMethod,
+        "routed_experts.quant_method.unquantized_backend": UnquantizedMoeBackend.CPU,
+        "routed_experts.quant_method.moe_kernel.prepare_finalize.__class__": (
+            MoEPrepareAndFinalizeNoDPEPModular
+        ),
+        "routed_experts.quant_method.moe_kernel.fused_experts._use_zentorch": False,
+    }
+
+
+def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
+    """Return `MoERunner.forward` of a layer without what it does for other layers."""
+    from vllm._custom_ops import cpu_fused_moe
+
+    experts, router, gate = runner.routed_experts, runner.router, runner.gate
+    kernel = experts.quant_method.moe_kernel.fused_experts
+    shared = runner.shared_experts and runner.shared_experts._layer
+    scale, activation = runner.routed_scaling_factor, experts.activation.value
+
+    def forward(
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if gate is not None:
+            router_logits, _ = gate(hidden_states)
+        of_shared = shared(hidden_states) if shared else None
+        weights, ids = router.select_experts(hidden_states, router_logits, input_ids=input_ids)
+        output = torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
+        cpu_fused_moe(
+            output,
+            hidden_states,
+            experts.w13_weight,  # replaced by every weight sync
+            experts.w2_weight,
+            kernel.w1_bias,
+            kernel.w2_bias,
+            weights,
+            ids,
+            activation,
+            kernel.isa,
+        )
+        if scale != 1.0:
+            output *= scale
+        return output if of_shared is None else of_shared + output
+
+    return forward
+
+
+def plain_attention() -> dict[str, object]:
+    """Return attributes of attention layers for which vLLM does just what `direct_attention` does.
+
+    `refuse_unfit` excludes what concerns all layers: transferred caches, half batches.
+    """
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    return {
+        "__class__": Attention,
+        "query_quant": None,
+        "kv_sharing_target_layer_name": None,
+        "impl.__class__": CPUAttentionBackendImpl,
+        "impl.attn_type": "decoder",
+    }
+
+
+def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
+    """Return `Attention.forward` of a layer without the custom operations that call it again.
+
+    They exist for compiled models, of which they would be the parts that are not compiled.
+    """
+    from vllm._custom_ops import cpu_attention_with_kv_cache, cpu_attn_reshape_and_cache
+    from vllm.forward_context import get_forward_context
+
+    vllms, impl, name = layer.forward, layer.impl, layer.layer_name
+    of_query = -1, layer.num_heads, layer.head_size
+    of_key, of_value = ((-1, layer.num_kv_heads, n) for n in (layer.head_size, layer.head_size_v))
+
+    def forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
+    ) -> torch.Tensor:
+        context, rows = get_forward_context(), len(query)
+        batch = context.attn_metadata and context.attn_metadata[name]  # None in a trial run
+        if batch is None or batch.num_actual_tokens != rows or more:
+            return vllms(query, key, value, **more)
+        blocks, heads, size, _ = layer.kv_cache.shape
+        keys, values = layer.kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
+        scales = layer._k_scale_float, layer._v_scale_float, impl.kv_cache_dtype
+        slots = context.slot_mapping[name]
+        cpu_attn_reshape_and_cache(
+            key.view(of_key), value.view(of_value), keys, values, slots, layer.isa, *scales
+        )
+        output = torch.empty(rows, layer.num_heads, layer.head_size_v, dtype=query.dtype)
+        cpu_attention_with_kv_cache(
+            query.view(of_query),
+            keys,
+            values,
+            output,
+            batch.query_start_loc,
+            batch.seq_lens,
+            impl.scale,
+            batch.causal,
+            impl.alibi_slopes,
+            impl.sliding_window,
+            batch.block_table,
+            impl.logits_soft_cap,
+            batch.scheduler_metadata,
+            impl.sinks,
+            batch.dynamic_causal,
+            *scales,
+        )
+        return output.view(rows, -1)
+
+    return forward
+
+
+def rotate_slices_in_torch(modules: Iterable[Any]) -> None:
+    """Let torch rotate positions in latent attention, where vLLM 0.30's CPU kernel is wrong.
+
+    Latent attention rotates a slice of each head, and the CPU kernel treats the slice as whole
+    heads, without an error. The CUDA kernel reads strides (vLLM PR 18046); YaRN, which vLLM's own
+    tests use, takes another path. Only latent attention rotates interleaved pairs.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    for module in modules:
+        if isinstance(module, RotaryEmbedding) and not module.is_neox_style:
+            module._forward_method = module.forward_native
+
+
+def normalise_in_one_call(modules: Iterable[torch.nn.Module]) -> None:
+    """Let vLLM's CPU kernel compute norms, for which vLLM 0.30 makes six calls of torch or more.
+
+    vLLM registers the kernel for GPUs only. Two things it does otherwise than the policy, and so
+    they are done outside in bfloat16: it multiplies by the weight before it rounds, and in the
+    variant with a residual it normalises the sum before that is rounded. In float32 neither
+    changes a bit. The kernel also reads slices as if their rows followed each other, without an
+    error.
+    """
+    from vllm._custom_ops import fused_add_rms_norm, rms_norm
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    def normalising(norm: RMSNorm) -> Callable[..., Any]:
+        ones = torch.ones_like(norm.weight)
+        rounds = ones.dtype != torch.float32
+
+        def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+            if residual is not None:
+                if not rounds and x.is_contiguous() and residual.is_contiguous():
+                    fused_add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+                    return x, residual  # written in place, as on GPUs
+                x = residual = x + residual
+            normed = torch.empty(x.shape, dtype=x.dtype)
+            weight = ones if rounds else norm.weight
+            rms_norm(normed, x.contiguous(), weight, norm.variance_epsilon)
+            if rounds:
+                normed.mul_(norm.weight)
+            return normed if residual is None else (normed, residual)
+
+        return forward
+
+    for module in modules:
+        # A class of its own, no weight and a part of the row have formulas of their own.
+        plain = type(module) is RMSNorm and module.has_weight
+        if plain and module.variance_size_override is None:
+            module._forward_method = normalising(module)
