@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3.cli.checks import allocator_problems, cpu_engine_problems, cuda_expert_problems
+from r3.cli.step_time import RANKS_PER_MACHINE
 from r3.cli.verdict import host_problems, memory_problems, read_gpu
 from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
@@ -71,10 +72,9 @@ def _tokenizer_fault(tokenizer: Any, shape: ModelShape) -> str:
     return ""
 
 
-def _unfit(config: Config, shape: ModelShape) -> list[Problem]:
+def _unfit(config: Config, shape: ModelShape, world_size: int) -> list[Problem]:
     """What of the plan exceeds this rank's device, or its machine."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(min(world_size, RANKS_PER_MACHINE))))
     problems, _ = host_problems(
         config, shape, world_size, host_gib(), ranks=ranks, on_gpu=has_gpu()
     )
@@ -118,8 +118,12 @@ def _teacher_problems(config: Config, tokenizer: Any) -> list[Problem]:
     return problems
 
 
-def read_task(config: Config) -> Task:
+def read_task(config: Config, world_size: int | None = None) -> Task:
     """Read and check model, tokenizer, data, environments and rewards. Touches no device.
+
+    Args:
+        config: the settings.
+        world_size: ranks of the run; None: those that the launcher has started, or 1.
 
     Raises:
         ConfigError: a setting does not fit; names field, value, rule and fix.
@@ -134,7 +138,9 @@ def read_task(config: Config) -> Task:
         problems := allocator_problems(os.environ) + cuda_expert_problems(config, shape)
     ):
         raise ConfigError(problems)
-    if problems := _unfit(config, shape):
+    if world_size is None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if problems := _unfit(config, shape, world_size):
         raise ConfigError(problems)
     tokenizer = _read_tokenizer("model.path", config.model.path)
     if rule := _tokenizer_fault(tokenizer, shape):

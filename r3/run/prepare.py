@@ -75,7 +75,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
     run_dir = RunDir(Path(config.log.dir))
     with ExitStack() as undo:
         with stage("reading model facts, data and rewards"):
-            task = read_task(config)
+            task = read_task(config, invocation.world_size)
         undo.callback(task.close)
         if check:
             require_free(run_dir.path)

@@ -87,6 +87,12 @@ def test_check_calls_the_reward_on_the_reference_answer(check: Callable[..., Che
     assert re.fullmatch(f" *heldout: {rewarded}", heldout)
 
 
+def test_check_plans_for_the_ranks_that_are_asked_for(check: Callable[..., Checked]) -> None:
+    layout = ("--parallel.ep", "1", "--parallel.tp", "2")  # no rank alone can have it
+    done = check(*layout, "--world-size", "2")
+    assert done.code == 0, done.stderr
+
+
 def test_check_finds_a_reward_that_fails(check: Callable[..., Checked], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def mine(response, prompt):\n    return 1 / 0\n")
     done = check("--reward.function", f"{tmp_path}/mine.py:mine", "--reward.retries", "0")
