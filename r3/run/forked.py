@@ -169,9 +169,11 @@ def _run(
     except KeyboardInterrupt:
         code = 130
     finally:
-        kind, error, trace = sys.exc_info()
-        if kind and error:  # none of the above
-            sys.excepthook(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            kind, error, trace = sys.exc_info()
+            if kind and error:  # none of the above
+                sys.excepthook(kind, error, trace)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # an error of a closed stream must not enter the launcher's code
+            os._exit(code)

@@ -37,6 +37,12 @@ elif word == "raise":
     raise KeyError("what went wrong")
 elif word == "interrupt":
     raise KeyboardInterrupt
+elif word == "closed":
+    class Closed:
+        def flush(self):
+            raise BrokenPipeError
+    sys.stdout = Closed()
+    sys.exit(3)
 elif word == "leave":
     os._exit(75)
 else:
@@ -66,6 +72,7 @@ def rank(script: Path, word: str, out: str = "") -> ForkedRank:
         ("raise", 1, "KeyError: 'what went wrong'\n"),
         ("interrupt", 130, ""),
         ("leave", 75, ""),
+        ("closed", 3, ""),
     ],
 )
 def test_exit_codes_and_messages_are_those_of_a_program(
