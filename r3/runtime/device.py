@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
+from r3.runtime.gloo import share_gloo_thread
+
 GIB = 2**30
 KEPT_SHARE = 1 / 4
 """Of the machine's memory: what its processes keep of the memory they free, on CPU."""
@@ -193,6 +195,7 @@ def init_device(*, timeout_s: float = 1800.0) -> Device:
     if not is_cuda:
         keep_freed_memory()
     if not dist.is_initialized():
+        share_gloo_thread()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=timeout_s)
         )

@@ -1,0 +1,169 @@
+"""Gloo groups of a rank share one thread, and otherwise know nothing of each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from r3.config import ParallelConfig
+from r3.runtime.device import Device
+from r3.runtime.gloo import share_gloo_thread
+from r3.runtime.mesh import build_mesh
+from tests.world import ROOT, run_world
+
+pytestmark = pytest.mark.ranks
+
+LIMIT_S = 2.0
+FORKED = """
+import os
+from datetime import timedelta
+import torch.distributed as dist
+from r3.runtime.gloo import share_gloo_thread
+from tests.ranks.test_gloo import gloo_threads
+
+share_gloo_thread()
+limit = timedelta(seconds=30)
+groups = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=limit) for _ in range(2)]
+before = gloo_threads()
+child = os.fork()
+if child == 0:
+    gone = gloo_threads()
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=limit)
+    print(before, gone, gloo_threads(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+os._exit(0)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """What one rank sees.
+
+    Attributes:
+        alone: threads that a group with its own gloo device adds.
+        groups: gloo groups that share a device, most of them Megatron's.
+        threads: threads of all these groups together.
+        sums: of three groups whose collectives run at the same time, in order.
+        error: of a group in which a rank is missing.
+        seconds: until that was raised.
+        later: what another group sums afterwards.
+        limits_s: time limits of two groups.
+    """
+
+    alone: int
+    groups: int
+    threads: int
+    sums: list[list[float]]
+    error: str
+    seconds: float
+    later: float
+    limits_s: list[float]
+
+
+def gloo_threads() -> int:
+    """Gloo's threads of this process."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("gloo_tcp") for name in names)
+
+
+def observed(device: Device) -> Groups:
+    """Make groups as a run does, use several at once, and let one of them fail."""
+    before = gloo_threads()
+    # Explicit options: the group gets the device that they name.
+    own = dist.ProcessGroupGloo._Options()
+    own._devices = [dist.ProcessGroupGloo.create_default_device()]
+    own._timeout = timedelta(seconds=30)
+    plain = dist.ProcessGroupGloo(
+        dist.PrefixStore("own", dist.distributed_c10d._get_default_store()),
+        device.rank,
+        device.world_size,
+        own,
+    )
+    alone = gloo_threads() - before
+    del plain, own
+    build_mesh(device, ParallelConfig())
+    groups = [
+        dist.new_group(timeout=timedelta(seconds=limit_s)) for limit_s in (30.0, 31.0, LIMIT_S)
+    ]
+    limits_s = [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in groups[:2]
+    ]
+    threads = gloo_threads()
+    sums: list[list[float]] = [[], [], []]
+
+    def add(number: int) -> None:
+        for value in range(50):
+            tensor = torch.full((1000,), float(value * (number + 1)))
+            dist.all_reduce(tensor, group=groups[number])
+            sums[number].append(tensor.unique().item())
+
+    at_once = [threading.Thread(target=add, args=(number,)) for number in range(3)]
+    for thread in at_once:
+        thread.start()
+    for thread in at_once:
+        thread.join()
+    began = time.monotonic()
+    error = ""
+    if device.rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=groups[2])
+        except RuntimeError as raised:
+            error = str(raised)
+    seconds = time.monotonic() - began
+    later = torch.ones(1)
+    dist.all_reduce(later, group=groups[0])
+    return Groups(
+        alone=alone,
+        groups=len(dist.distributed_c10d._world.pg_map),
+        threads=threads,
+        sums=sums,
+        error=error,
+        seconds=seconds,
+        later=later.item(),
+        limits_s=limits_s,
+    )
+
+
+def test_all_groups_share_one_thread_and_nothing_else() -> None:
+    for rank, found in enumerate(run_world(observed, 2)):
+        # `alone` is 1: the test does count threads, and explicit options are respected.
+        assert (found.alone, found.threads) == (1, 1), found
+        assert found.groups > 20, found.groups
+        # Sums of small whole numbers are exact.
+        expected = [[2.0 * value * (number + 1) for value in range(50)] for number in range(3)]
+        assert found.sums == expected
+        assert found.limits_s == [30.0, 31.0]
+        assert found.later == 2.0
+        if rank == 0:
+            assert "Timed out" in found.error, found.error
+            assert LIMIT_S * 0.9 < found.seconds < LIMIT_S + 20
+
+
+def test_sharing_twice_changes_nothing() -> None:
+    before = dist.ProcessGroupGloo.__init__
+    share_gloo_thread()
+    once = dist.ProcessGroupGloo.__init__
+    share_gloo_thread()
+    try:
+        assert dist.ProcessGroupGloo.__init__ is once
+    finally:
+        dist.ProcessGroupGloo.__init__ = before
+
+
+def test_a_forked_process_starts_its_own_thread() -> None:
+    # The thread of the parent's device does not exist in the child: a group that used this device
+    # would wait forever.
+    command = [sys.executable, "-c", FORKED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["1", "0", "1"], done.stderr
