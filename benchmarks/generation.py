@@ -115,10 +115,15 @@ def measure(name: str, folder: Path, rounds: int, device: Device) -> dict[str, A
         ratios[ratio] = {
             "median": round(middle, 3),
             "range": [round(values[0], 3), round(values[-1], 3)],
+            "of_fastest": round(fastest(speeds[over]) / fastest(speeds[under]), 3),
             "bar": round(bar, 3),
             "reached": middle >= bar,
         }
-        print(f"{name:7} {ratio:16} {middle:.3f}  {ratios[ratio]['range']}  bar {bar:.3f}")
+        found = ratios[ratio]
+        print(
+            f"{name:7} {ratio:16} {middle:.3f} {found['range']}, of the fastest rounds "
+            f"{found['of_fastest']:.3f}, bar {bar:.3f}"
+        )
     medians = {arm: round(statistics.median(values), 1) for arm, values in speeds.items()}
     return {
         "load_average_before": round(load, 1),
@@ -144,6 +149,12 @@ def engines(
         engine_from_disk(replace(config, replay=ReplayConfig(mode=mode)), device, read)
         for mode in modes
     ]
+
+
+def fastest(speeds: list[float]) -> float:
+    """Mean speed of the fastest eighth of the rounds, which other programs disturbed least."""
+    count = -(-len(speeds) // 8)
+    return statistics.fmean(sorted(speeds)[-count:])
 
 
 def in_vllm(engine: Engine, prompts: list[Prompt], limit: int, turn: int, *, alone: bool) -> int:
