@@ -33,8 +33,8 @@ class Run:
     Attributes:
         built_engine: the engine; None if nothing is sampled (`Config.uses_engine`).
         folder: where the run writes.
-        start: the checkpoint that the run continues from, if any.
         stop: whether a signal asked the run to end.
+        start: the checkpoint that the run continues from, if any.
         background: writes checkpoints beside the training.
         proved: policy versions whose sync was proved.
     """
@@ -50,8 +50,8 @@ class Run:
     meter: Meter
     watchdog: Watchdog
     folder: RunDir
+    stop: StopRequest
     start: Start = field(default_factory=Start)
-    stop: StopRequest = field(default_factory=StopRequest)
     background: Background = field(default_factory=Background)
     proved: set[int] = field(default_factory=set)
 
@@ -195,5 +195,6 @@ def build_run(
         meter=meter,
         watchdog=watchdog,
         folder=folder,
+        stop=StopRequest(folder.first_failure),
         start=start,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 
 from r3.runtime.mesh import Axis
@@ -21,12 +22,18 @@ class StoppedEarly(Exception):
 
 
 class StopRequest:
-    """Listens for SIGTERM, SIGINT and SIGUSR1: `with StopRequest() as stop:`.
+    """Listens for SIGTERM, SIGINT and SIGUSR1: `with StopRequest(first_failure) as stop:`.
 
     The first signal asks for an end after the current step. A second SIGINT interrupts at once.
+
+    Args:
+        first_failure: the file that the first rank that fails makes. If it is there, the launcher
+            sent the signal because of that rank: the run does not stop after its step, and its
+            failure stays the last thing on the console.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_failure: Path) -> None:
+        self._first_failure = first_failure
         self._name = ""
         self._previous: dict[signal.Signals, object] = {}
 
@@ -46,7 +53,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._name and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self._name and os.environ.get("RANK", "0") == "0":
+        speaks = os.environ.get("RANK", "0") == "0" and not self._first_failure.exists()
+        if not self._name and speaks:
             # os.write: the handler may run in the middle of a print.
             text = f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint"
             os.write(sys.stderr.fileno(), f"{text}\n".encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.scored import DroppedError
 from r3.rollout.step import NoSignalError
 from r3.run.failures import FailureReport, failure_text, resume_command
+from r3.run.folder import RunDir
 from r3.run.sound import UnsoundError
+from r3.run.stop import StopRequest
 from r3.run.writing import SaveError
 
 pytestmark = pytest.mark.unit
@@ -137,6 +140,16 @@ def test_only_the_first_rank_speaks(tmp_path: Path) -> None:
     assert second.stderr == "" and second.stdout == ""
     assert "this broke" in (tmp_path / "errors" / "rank_00001.txt").read_text()
     assert "connection closed" in (tmp_path / "errors" / "rank_00002.txt").read_text()
+
+
+def test_the_launchers_signal_adds_nothing_after_a_failure(tmp_path: Path) -> None:
+    def ended_by_launcher() -> None:
+        with StopRequest(RunDir(tmp_path).first_failure):
+            signal.raise_signal(signal.SIGTERM)
+
+    assert "stopping after this step" in run(tmp_path, 2, ended_by_launcher).stderr
+    run(tmp_path, 1, breaks("this broke"))
+    assert run(tmp_path, 2, ended_by_launcher).stderr == ""
 
 
 def test_the_next_run_speaks_again(tmp_path: Path) -> None:
