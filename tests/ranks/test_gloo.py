@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,12 +34,12 @@ from tests.ranks.test_gloo import gloo_threads
 share_gloo_thread()
 limit = timedelta(seconds=30)
 groups = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=limit) for _ in range(2)]
-before = gloo_threads()
+before = gloo_threads(1)
 child = os.fork()
 if child == 0:
     gone = gloo_threads()
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=limit)
-    print(before, gone, gloo_threads(), flush=True)
+    print(before, gone, gloo_threads(1), flush=True)
     os._exit(0)
 os.waitpid(child, 0)
 os._exit(0)
@@ -70,15 +71,26 @@ class Groups:
     limits_s: list[float]
 
 
-def gloo_threads() -> int:
-    """Gloo's threads of this process."""
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum(name.startswith("gloo_tcp") for name in names)
+def gloo_threads(expected: int = 0) -> int:
+    """Gloo's threads of this process, when they are as many as expected or 10 seconds have passed.
+
+    A thread names itself when it first runs, which may be after its group is made.
+    """
+    end = time.monotonic() + 10
+    while True:
+        names = []
+        for path in Path("/proc/self/task").glob("*/comm"):
+            with suppress(OSError):  # the thread has ended
+                names.append(path.read_text())
+        found = sum(name.startswith("gloo_tcp") for name in names)
+        if found == expected or time.monotonic() > end:
+            return found
+        time.sleep(0.01)
 
 
 def observed(device: Device) -> Groups:
     """Make groups as a run does, use several at once, and let one of them fail."""
-    before = gloo_threads()
+    before = gloo_threads(1)  # of the default group
     # Explicit options: the group gets the device that they name.
     own = dist.ProcessGroupGloo._Options()
     own._devices = [dist.ProcessGroupGloo.create_default_device()]
@@ -89,7 +101,7 @@ def observed(device: Device) -> Groups:
         device.world_size,
         own,
     )
-    alone = gloo_threads() - before
+    alone = gloo_threads(before + 1) - before
     del plain, own
     build_mesh(device, ParallelConfig())
     groups = [
@@ -99,7 +111,7 @@ def observed(device: Device) -> Groups:
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         for group in groups[:2]
     ]
-    threads = gloo_threads()
+    threads = gloo_threads(1)
     sums: list[list[float]] = [[], [], []]
 
     def add(number: int) -> None:
