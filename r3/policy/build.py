@@ -46,6 +46,7 @@ from r3.policy.modules import (
     QueryHeadsNorm,
     decoder_spec,
 )
+from r3.policy.products import use_product
 from r3.policy.rope import inverse_frequencies
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names, install
@@ -295,7 +296,9 @@ def _build_chunk(
             )
     _mark_shards(model)
     _set_rope(model, shape)
-    return model.to(device.torch)
+    model.to(device.torch)
+    use_product(model)
+    return model
 
 
 def rounded_gating(

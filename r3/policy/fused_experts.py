@@ -18,6 +18,7 @@ from torch import nn
 
 from r3.policy.dispatch import Slots
 from r3.policy.modules import GroupedExperts
+from r3.policy.products import is_by_onednn, product
 
 
 class FusedExperts(GroupedExperts):
@@ -54,22 +55,23 @@ class _Experts(torch.autograd.Function):
         w2: nn.Parameter,
     ) -> torch.Tensor:
         dtype, wide = tokens_ND.dtype, gates_NK.dtype
-        slots_S, rows_S, sizes = _parts(experts_NK, len(w1), multiple=_MULTIPLES.get(dtype, 1))
+        slots_S, rows_S, sizes = _parts(experts_NK, len(w1), multiple=_multiple(tokens_ND))
         gates_S1 = F.pad(gates_NK.flatten(), (0, 1)).index_select(0, slots_S)[:, None]
-        saved_SF = tokens_ND.new_empty(len(slots_S), w1.shape[1])
+        saved = []
         out_ND = torch.zeros_like(tokens_ND, dtype=wide)
-        for expert, rows, gates, both in _each(sizes, rows_S, gates_S1, saved_SF):
-            torch.mm(tokens_ND.index_select(0, rows), w1[expert].t(), out=both)
+        for expert, rows, gates in _each(sizes, rows_S, gates_S1):
+            both = product(tokens_ND.index_select(0, rows), w1[expert].t())
+            saved.append(both)
             gate, up = both.to(wide).chunk(2, -1)
             inner = F.silu(gate).mul_(up).mul_(gates)
-            out_ND.index_add_(0, rows, (inner.to(dtype) @ w2[expert].t()).to(wide))
-        ctx.save_for_backward(tokens_ND, gates_S1, saved_SF, slots_S, rows_S)
+            out_ND.index_add_(0, rows, product(inner.to(dtype), w2[expert].t()).to(wide))
+        ctx.save_for_backward(tokens_ND, gates_S1, slots_S, rows_S, *saved)
         ctx.sizes, ctx.weights, ctx.shape = sizes, (w1, w2), gates_NK.shape
         return out_ND.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        tokens_ND, gates_S1, saved_SF, slots_S, rows_S = ctx.saved_tensors
+        tokens_ND, gates_S1, slots_S, rows_S, *saved = ctx.saved_tensors
         (d_out_ND,), (w1, w2) = upstream, ctx.weights
         dtype, wide = tokens_ND.dtype, gates_S1.dtype
         d_tokens_ND, d_gates_S1 = (
@@ -80,17 +82,16 @@ class _Experts(torch.autograd.Function):
             _WeightGradient(weight) if needed else None
             for weight, needed in zip((w1, w2), ctx.needs_input_grad[3:], strict=True)
         )
-        for expert, rows, gates, both, d_gates in _each(
-            ctx.sizes, rows_S, gates_S1, saved_SF, d_gates_S1
-        ):
+        parts = _each(ctx.sizes, rows_S, gates_S1, d_gates_S1)
+        for both, (expert, rows, gates, d_gates) in zip(saved, parts, strict=True):
             gate, up = both.to(wide).chunk(2, -1)
             d_outputs = d_out_ND.index_select(0, rows)
-            d_inner = (d_outputs @ w2[expert]).to(wide)
+            d_inner = product(d_outputs, w2[expert]).to(wide)
             swish = F.silu(gate)
-            product = swish * up
-            torch.sum(d_inner * product, -1, keepdim=True, out=d_gates)
+            inner = swish * up
+            torch.sum(d_inner * inner, -1, keepdim=True, out=d_gates)
             if w2_gradient:
-                w2_gradient.add(expert, d_outputs.t(), product.mul_(gates).to(dtype))
+                w2_gradient.add(expert, d_outputs.t(), inner.mul_(gates).to(dtype))
             d_product = d_inner.mul_(gates)
             d_both = torch.empty_like(both, dtype=wide)
             d_gate, d_up = d_both.chunk(2, -1)
@@ -99,7 +100,7 @@ class _Experts(torch.autograd.Function):
             d_both = d_both.to(dtype)
             if w1_gradient:
                 w1_gradient.add(expert, d_both.t(), tokens_ND.index_select(0, rows))
-            d_tokens_ND.index_add_(0, rows, (d_both @ w1[expert]).to(wide))
+            d_tokens_ND.index_add_(0, rows, product(d_both, w1[expert]).to(wide))
         d_gates = d_gates_S1.new_zeros(ctx.shape.numel() + 1)
         d_gates[slots_S] = d_gates_S1[:, 0]
         return (
@@ -111,9 +112,15 @@ class _Experts(torch.autograd.Function):
         )
 
 
-# oneDNN prepares a product of bfloat16 anew for every number of rows that it has not seen lately,
-# which takes longer than a small product. Rounded up, the numbers repeat.
-_MULTIPLES = {torch.bfloat16: 64}
+def _multiple(tokens_ND: torch.Tensor) -> int:
+    """What the number of an expert's rows is rounded up to.
+
+    oneDNN prepares a product anew for every number of rows that it has not seen lately, which takes
+    longer than a small product. Rounded up, the numbers repeat.
+    """
+    if tokens_ND.dtype == torch.bfloat16:
+        return 64
+    return 64 if is_by_onednn(tokens_ND) else 1
 
 
 def _parts(
@@ -165,10 +172,10 @@ class _WeightGradient:
     def add(self, expert: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add left @ right to the gradient of one expert."""
         total = self._total[expert]
-        if total.dtype == left.dtype:
+        if total.dtype == left.dtype and not is_by_onednn(left):
             total.addmm_(left, right)
         else:
-            total += left @ right
+            total += product(left, right)
 
     def result(self) -> torch.Tensor:
         """What backward returns for the weight."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from r3.policy.products import product
 from r3.runtime.mesh import Axis
 
 # A logit whose probability is exactly 0 after the softmax. Unlike infinity, 0 times it is 0.
@@ -71,7 +72,7 @@ class Head:
         if self.is_mixed(weight_VD):
             logits_NV = torch.mm(hidden_ND, weight_VD.t(), out_dtype=torch.float32)
         else:
-            logits_NV = self.operand(hidden_ND) @ weight_VD.t()
+            logits_NV = product(self.operand(hidden_ND), weight_VD.t())
         scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         if self.temperature != 1:
             scaled_NV.mul_(1.0 / self.temperature)
@@ -161,8 +162,8 @@ class _HeadLogprobs(torch.autograd.Function):
                 -1, index_N1[rows], torch.where(mine_N[rows], grad_N[rows], 0.0).unsqueeze(-1)
             )
             grad_NV = grad_NV.to(weight.dtype)
-            grad_hidden_ND[rows] = grad_NV @ weight
-            part_VD = grad_NV.t() @ hidden
+            grad_hidden_ND[rows] = product(grad_NV, weight)
+            part_VD = product(grad_NV.t(), hidden)
             # Chunks are summed in float32, and the sum is rounded once.
             if grad_weight_VD is None:
                 grad_weight_VD = part_VD.to(torch.promote_types(part_VD.dtype, torch.float32))

@@ -1,0 +1,74 @@
+"""Policies compute large float32 products on CPU by oneDNN, where there is AVX-512."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from r3.runtime.device import Device
+from tests.policies import batches_of, build
+from tests.tiny import tiny_config
+from tests.world import run_world
+
+pytestmark = pytest.mark.ranks
+
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """What one rank's policy consists of.
+
+    Attributes:
+        linear: linear layers of Megatron.
+        by_product: of these, those that compute by R3's product.
+        products, others: calls of oneDNN's and of torch's product in a forward and backward pass.
+    """
+
+    linear: int
+    by_product: int
+    products: int
+    others: int
+
+
+def layers(device: Device, dtype: str, tp: int) -> Layers:
+    """Build a policy and run it once."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from r3.policy.products import _linear
+
+    config = tiny_config(
+        parallel={"tp": tp},
+        model={"dtype": dtype},
+        train={"micro_batch_tokens": 2048, "steps": 1},
+    )
+    mesh, policy = build(device, config)
+    (batch,) = batches_of(mesh, policy.shape, (250,) * 8, micro_batch_tokens=2048)
+    with torch.profiler.profile() as profile:
+        policy.forward_backward(batch)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    found = [
+        module
+        for chunk in policy.chunks
+        for module in chunk.modules()
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+    ]
+    return Layers(
+        linear=len(found),
+        by_product=sum(vars(module).get("_forward_impl") is _linear for module in found),
+        products=calls.get("mkldnn::_linear_pointwise", 0),
+        others=calls.get("aten::mm", 0),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tp"), [("float32", 1), ("bfloat16", 1), ("float32", 2)])
+def test_large_float32_products_are_by_onednn(dtype: str, tp: int) -> None:
+    for found in run_world(layers, tp, dtype=dtype, tp=tp):
+        assert found.linear > 4, found
+        by_product = HAS_AVX512 and dtype == "float32" and tp == 1
+        assert found.by_product == (found.linear if by_product else 0), found
+        # Experts do so with tensor parallelism, too.
+        assert (found.products > 0) == (HAS_AVX512 and dtype == "float32"), found
+        assert found.others > 0, found  # routers, and all that is small
