@@ -411,10 +411,11 @@ def training_floor(task: Task, response_tokens: float, rounds: int) -> dict[str,
     import torch.nn.functional as F
     from transformers import AutoTokenizer
 
-    from benchmarks.train_step import pack, products
+    from benchmarks.train_step import expect_bare_products, pack, products
     from r3.models.shape import ModelShape
 
     torch.set_num_threads(1)
+    expect_bare_products()
     tokenizer, shape = AutoTokenizer.from_pretrained(task.model), ModelShape.read(task.model)
     rows = assets.WORD_PROBLEMS_TRAIN.read_text().splitlines()[:200]
     prompt = statistics.fmean(len(tokenizer(json.loads(row)["question"]).input_ids) for row in rows)

@@ -31,7 +31,14 @@ import numpy as np
 
 from benchmarks.against_trl import Task, in_r3, make_task
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
-from benchmarks.train_step import MODEL, pack, products, recorded, take_turns
+from benchmarks.train_step import (
+    MODEL,
+    expect_bare_products,
+    pack,
+    products,
+    recorded,
+    take_turns,
+)
 from r3.config import Config, ModelConfig, TrainConfig
 from r3.models.shape import ModelShape
 from r3.policy import Policy
@@ -216,6 +223,7 @@ def time_products(task: Task, count: int, rounds: int, barrier: Any, times: Any)
     import torch
 
     torch.set_num_threads(1)
+    expect_bare_products()
     shape = ModelShape.read(task.model)
     times.put(together(products(shape, pack(shape, [240] * (32 // count))), rounds, barrier))
 
