@@ -118,9 +118,7 @@ def _multiple(tokens_ND: torch.Tensor) -> int:
     oneDNN prepares a product anew for every number of rows that it has not seen lately, which takes
     longer than a small product. Rounded up, the numbers repeat.
     """
-    if tokens_ND.dtype == torch.bfloat16:
-        return 64
-    return 64 if is_by_onednn(tokens_ND) else 1
+    return 64 if tokens_ND.dtype == torch.bfloat16 or is_by_onednn(tokens_ND) else 1
 
 
 def _parts(
