@@ -229,6 +229,7 @@ def hardware() -> dict[str, Any]:
     flags = facts.get("flags", "").split()
     return {
         "cpu": facts.get("model name", platform.processor()),
+        "cpu_family_and_model": [facts.get("cpu family", ""), facts.get("model", "")],
         "cores": os.cpu_count(),
         "memory_gib": round(pages / 2**30, 1),
         "simd": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags],
