@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from r3.config import ConfigError, RewardConfig
+from r3.engine.sampler import Sampled, Sampler
 from r3.envs.chat import Chat, Renderer
 from r3.rewards.scorer import make_scorer
 from r3.runtime.device import Device
@@ -150,6 +155,19 @@ class Facts:
     refused: str
 
 
+@contextmanager
+def slow_steps(seconds: float) -> Iterator[None]:
+    """Inside, each step of the engine waits before it begins."""
+    step = Sampler.step
+
+    def waiting(sampler: Sampler) -> list[Sampled]:
+        time.sleep(seconds)
+        return step(sampler)
+
+    with patch.object(Sampler, "step", waiting):
+        yield
+
+
 def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
     """Sample every kind of episode, and compare each sequence with transformers."""
     file = Path(folder) / f"mine_{device.rank}.py"
@@ -199,7 +217,8 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
     )
     scorer = make_scorer(judged, renderer=Renderer(tokenizer, {}))
     found["judged"] = of("Unrewarded", scorer=scorer)
-    found["impatient"] = of("Impatient")  # the next round needs an engine without requests
+    with slow_steps(0.05):  # so that no call is answered before it is given up
+        found["impatient"] = of("Impatient")  # the next round needs an engine without requests
     tokenizer.chat_template = REASONING
     found["reasoning"] = of("Turns")
     refused = ""
