@@ -230,10 +230,10 @@ def time_products(task: Task, count: int, rounds: int, barrier: Any, times: Any)
 
 def time_vllm(task: Task, count: int, rounds: int, barrier: Any, times: Any) -> None:
     """Put the median seconds of `LLM.generate` for a part of the prompts in `times`."""
-    from benchmarks.generation import engines, in_vllm
+    from benchmarks.generation import engine_of, in_vllm
 
     device = alone()
-    prompts, (engine,) = engines(task, device, ("off",))
+    prompts, engine = engine_of(task, device, "off")
     part = prompts[: len(prompts) // count]
 
     def sample() -> None:

@@ -135,6 +135,33 @@ def vllms_own_layers(engine: Engine) -> Iterator[Counter[str]]:
             module.forward = forward
 
 
+@contextmanager
+def without_capture(engine: Engine) -> Iterator[None]:
+    """Inside, an engine on CPU runs as one that was built to capture no routes."""
+    routes = engine._routes
+    assert routes is not None, "this engine captures no routes on CPU"
+    scheduler: Any = routes._scheduler
+    hooks = {
+        name: vars(scheduler).pop(name)
+        for name in ("update_from_output", "_free_request", "_preempt_request")
+    }
+    (modules,) = engine.llm.collective_rpc(
+        lambda worker: list(worker.model_runner.get_model().modules())
+    )
+    routers = [module.router for module in modules if hasattr(module, "router")]
+    captures = [router.capture_fn for router in routers]
+    for router in routers:
+        router.set_capture_fn(None)
+    engine.capture, engine._routes = False, None
+    try:
+        yield
+    finally:
+        engine.capture, engine._routes = True, routes
+        for router, capture in zip(routers, captures, strict=True):
+            router.set_capture_fn(capture)
+        vars(scheduler).update(hooks)
+
+
 def is_direct(module: Any) -> bool:
     """Whether R3 replaced how a module of an engine runs."""
     return "forward" in vars(module)
