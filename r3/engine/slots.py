@@ -36,6 +36,17 @@ class SlotRoutes:
         self._rows: dict[str, list[np.ndarray]] = {}
         self._chosen: dict[int, torch.Tensor] = {}  # layer -> its choices in this step
         self._layers = _capture(cpu_runner.get_model().modules(), self._chosen)
+        # Views of vLLM's buffers, made once: what a step does here counts in a small model.
+        manager, self._batch = scheduler.routed_experts_mgr, cpu_runner.input_batch
+        self._group, slots = manager.attn_gid, manager.routed_experts_by_slot
+        self._slots_N = self._batch.block_table[self._group].slot_mapping.gpu.numpy()
+        self._by_block = slots.reshape(-1, manager.block_size, *slots.shape[1:])
+        self._by_slot = slots.reshape(len(slots), -1)
+        of_layers = np.arange(self._by_slot.shape[1]).reshape(slots.shape[1:])[self._layers].ravel()
+        first, last = of_layers[0], of_layers[-1]
+        self._columns: np.ndarray | None = None if last - first + 1 == len(of_layers) else of_layers
+        if self._columns is None:  # a slice takes a quarter of the time
+            self._by_slot = self._by_slot[:, first : last + 1]
         update, free, preempt = (
             scheduler.update_from_output,
             scheduler._free_request,
@@ -76,36 +87,31 @@ class SlotRoutes:
         slots."""
         if not num_tokens:
             return
-        assert sorted(self._chosen) == self._layers, (
-            f"routers of layers {sorted(self._chosen)} chose experts in this step, not those of "
+        assert self._runner.input_batch is self._batch, "vLLM made another table of slots"
+        assert list(self._chosen) == self._layers, (
+            f"routers of layers {list(self._chosen)} chose experts in this step, not those of "
             f"{self._layers}"
         )
-        # NumPy, because torch's calls take longer for so few numbers.
-        chosen = np.concatenate([self._chosen.pop(layer).numpy() for layer in self._layers], axis=1)
+        chosen = torch.cat(tuple(self._chosen.values()), 1).numpy()  # [N, L * K]
+        self._chosen.clear()
         assert len(chosen) == num_tokens, (
             f"routers chose experts of {len(chosen)} tokens in a step of {num_tokens}"
         )
-        manager = self._scheduler.routed_experts_mgr
-        mapping = self._runner.input_batch.block_table[manager.attn_gid].slot_mapping
-        slots_N = mapping.gpu.numpy()[:num_tokens]
-        first, last = self._layers[0], self._layers[-1]
-        if len(self._layers) == last + 1 - first:  # a slice takes a quarter of the time
-            at: Any = slots_N, slice(first, last + 1)
+        slots_N = self._slots_N[:num_tokens]
+        if self._columns is None:
+            self._by_slot[slots_N] = chosen
         else:
-            at = slots_N[:, None], self._layers
-        manager.routed_experts_by_slot[at] = chosen.reshape(num_tokens, len(self._layers), -1)
+            self._by_slot[slots_N[:, None], self._columns] = chosen
 
     def _read(self, request: Any) -> None:
         """Keep the rows of a request that its blocks hold and that are not kept yet."""
         rows = self._rows.setdefault(request.request_id, [])
         first = request.sampling_params.routed_experts_prompt_start or 0
-        manager = self._scheduler.routed_experts_mgr
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id)
-        numbers = blocks.get_block_ids()[manager.attn_gid]
-        slots = manager.routed_experts_by_slot
-        of_blocks = slots.reshape(-1, manager.block_size, *slots.shape[1:])[numbers]  # a copy
+        of_blocks = self._by_block[blocks.get_block_ids()[self._group]]  # a copy
+        of_tokens = of_blocks.reshape(-1, *of_blocks.shape[2:])
         computed = request.num_tokens - 1  # not the token that was sampled last
-        rows.append(of_blocks.reshape(-1, *slots.shape[1:])[first + sum(map(len, rows)) : computed])
+        rows.append(of_tokens[first + sum(map(len, rows)) : computed])
 
 
 def _capture(modules: Any, chosen: dict[int, torch.Tensor]) -> list[int]:

@@ -286,6 +286,9 @@ def capture_guards(engine: Engine) -> dict[str, str]:
     routes = engine._routes
     assert routes is not None
     messages["no router"] = message_of(lambda: routes.store(1), AssertionError)
+    batch, routes._batch = routes._batch, None
+    messages["another table"] = message_of(lambda: routes.store(1), AssertionError)
+    routes._batch = batch
     routes._chosen.update({layer: torch.zeros(2, 2) for layer in routes._layers})
     messages["other tokens"] = message_of(lambda: routes.store(1), AssertionError)
     return messages
