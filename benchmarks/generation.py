@@ -1,6 +1,6 @@
 """Time generation: R3 with and without captured routes, and vLLM alone on the same prompts.
 
-    .venv/bin/python -m benchmarks.generation        one process, seven minutes on one core
+    .venv/bin/python -m benchmarks.generation        one process, five minutes on one core
 
 Each round runs every arm once, in another order, on the same 64 prompts. A ratio is the median over
 the rounds of the two speeds of one round, in sampled tokens per second of the one thread's
@@ -8,7 +8,7 @@ processor time, so other load on the machine affects both sides alike. The scrip
 generation.json to benchmarks/results/.
 
 All arms use one engine, which captures routes in the last arm only. Two engines that are built
-alike differ by up to 1.5 %, as much as capture costs.
+alike differ by up to 1.5 %, half of what capture may cost.
 
 vLLM alone runs norms, experts and attention in its own way (`r3/engine/layers.py`).
 
