@@ -2,13 +2,13 @@
 
     .venv/bin/python -m benchmarks.generation        one process, five minutes on one core
 
-Each round runs every arm once, in another order, on the same 64 prompts. A ratio is the median over
+Each round runs every arm once, in random order, on the same 64 prompts. A ratio is the median over
 the rounds of the two speeds of one round, in sampled tokens per second of the one thread's
 processor time, so other load on the machine affects both sides alike. The script writes
 generation.json to benchmarks/results/.
 
-All arms use one engine, which captures routes in the last arm only. Two engines that are built
-alike differ by up to 1.5 %, half of what capture may cost.
+All arms use one engine, which captures routes in the last arm only. Two engines without capture
+differed by up to 1 %, a third of what capture may cost.
 
 vLLM alone runs norms, experts and attention in its own way (`r3/engine/layers.py`).
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -101,10 +102,10 @@ def measure(name: str, folder: Path, rounds: int, device: Device) -> dict[str, A
     settle()  # as a run does
     load = os.getloadavg()[0]
     speeds: dict[str, list[float]] = {arm: [] for arm in arms}
-    names = list(arms)
     for number in range(-1, rounds):
-        start = number % len(names)
-        for arm in [*names[start:], *names[:start]]:
+        # At random: an arm is slower after one that runs other code. In turn, each arm would
+        # always follow the same one.
+        for arm in random.Random(number).sample(list(arms), len(arms)):
             engine.reset_cache()  # every arm computes the prompts
             with nullcontext() if arm == "r3" else without_capture(engine):
                 began = time.process_time()
