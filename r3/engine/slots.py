@@ -36,7 +36,8 @@ class SlotRoutes:
         self._rows: dict[str, list[np.ndarray]] = {}
         self._chosen: dict[int, torch.Tensor] = {}  # layer -> its choices in this step
         self._layers = _capture(cpu_runner.get_model().modules(), self._chosen)
-        # Views of vLLM's buffers, made once: what a step does here counts in a small model.
+        assert self._layers, "no router of this engine captures its choices"
+        # Views of vLLM's buffers, made once, because each call of a step counts in a small model.
         manager, self._batch = scheduler.routed_experts_mgr, cpu_runner.input_batch
         self._group, slots = manager.attn_gid, manager.routed_experts_by_slot
         self._slots_N = self._batch.block_table[self._group].slot_mapping.gpu.numpy()
@@ -87,7 +88,9 @@ class SlotRoutes:
         slots."""
         if not num_tokens:
             return
-        assert self._runner.input_batch is self._batch, "vLLM made another table of slots"
+        assert self._runner.input_batch is self._batch, (
+            "vLLM replaced its input batch: routes would be stored by the slots of the old one"
+        )
         assert list(self._chosen) == self._layers, (
             f"routers of layers {list(self._chosen)} chose experts in this step, not those of "
             f"{self._layers}"

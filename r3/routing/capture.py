@@ -99,7 +99,8 @@ def check_routes(
     # With K = 1 no id can repeat, so a capture that does not work shows only as equal rows. A few
     # rows may be equal by chance; if every token goes to all experts, all rows are equal.
     chooses = topk < num_experts and routes.shape[0] >= 64
-    # Two rows tell almost always; comparing all takes as long as the sort.
+    # In a working layer the first and the last row nearly always differ. Comparing all rows takes
+    # as long as the sort.
     chooses = chooses and bool((ordered[0] == ordered[-1]).all(-1).any())
     if chooses and (constant := (ordered == ordered[:1]).all(axis=(0, 2))).any():
         dead = int(np.argmax(constant))

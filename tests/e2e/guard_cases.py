@@ -24,7 +24,7 @@ from r3.policy.modules import _Norm
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.types import Rollout
-from tests.engines import World, held_tensors, is_direct, signature
+from tests.engines import World, held_tensors, is_direct, signature, without_capture
 from tests.errors import message_of
 from tests.memory import bytes_of, lock_page, resident_bytes
 from tests.tiny import tiny_config
@@ -283,11 +283,15 @@ def capture_guards(engine: Engine) -> dict[str, str]:
     core.scheduler.scheduler_config.async_scheduling = True
     messages["slots ahead"] = message_of(lambda: SlotRoutes(engine.llm), AssertionError)
     core.scheduler.scheduler_config.async_scheduling = False
+    with without_capture(engine):
+        core.scheduler.enable_return_routed_experts = True
+        messages["no layers"] = message_of(lambda: SlotRoutes(engine.llm), AssertionError)
+        core.scheduler.enable_return_routed_experts = False
     routes = engine._routes
     assert routes is not None
     messages["no router"] = message_of(lambda: routes.store(1), AssertionError)
     batch, routes._batch = routes._batch, None
-    messages["another table"] = message_of(lambda: routes.store(1), AssertionError)
+    messages["another batch"] = message_of(lambda: routes.store(1), AssertionError)
     routes._batch = batch
     routes._chosen.update({layer: torch.zeros(2, 2) for layer in routes._layers})
     messages["other tokens"] = message_of(lambda: routes.store(1), AssertionError)

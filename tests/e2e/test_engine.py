@@ -105,7 +105,8 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push(guards: Guar
         "stale": "does not have the policy's weights",
         "slots twice": "this engine captures no routes",
         "slots ahead": "would write to slots of another request",
-        "another table": "vLLM made another table of slots",
+        "another batch": "vLLM replaced its input batch",
+        "no layers": "no router of this engine captures its choices",
         "other tokens": "routers chose experts of 2 tokens in a step of 1",
         "no router": "routers of layers [] chose experts in this step, not those of [0, 1, 2, 3]",
     }

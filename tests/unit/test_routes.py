@@ -178,6 +178,12 @@ def test_short_answer_may_route_alike_by_chance() -> None:
         check(_constant(routes_of(len(MOE_LAYERS), rows=64), 1), num_tokens=65)
 
 
+def test_layer_whose_first_and_last_rows_agree_is_no_dead_layer() -> None:
+    routes = routes_of(len(MOE_LAYERS), rows=64)
+    routes[-1] = routes[0]
+    np.testing.assert_array_equal(check(routes, num_tokens=65), routes)
+
+
 def test_model_that_sends_every_token_to_all_experts_is_no_dead_layer() -> None:
     routes = routes_of(len(MOE_LAYERS), topk=EXPERTS)
     np.testing.assert_array_equal(check(routes, topk=EXPERTS), routes)
