@@ -1,13 +1,14 @@
 """Time how R3 scales: ranks, and what training costs as a task grows.
 
-    .venv/bin/python -m benchmarks.scaling          40 minutes on two idle cores
+    .venv/bin/python -m benchmarks.scaling          50 minutes on two idle cores
 
 Ranks: the same steps of the 52 M model of `against_trl.py` on one rank and on two, one thread each,
-in turns, and in one process and in two bare products and vLLM alone. Layouts: steps on two ranks,
-with an engine for each rank or one for both, and with all experts on each rank or divided over
-both. Cost: forward and backward of one step in one process, while one size grows and the others
-stay. An exponent is the slope of log(seconds) over log(size): 1 is linear, 0 is flat. Sizes are run
-in turns, and each takes its fastest round. The script writes scaling.json to benchmarks/results/.
+and steps of half the prompts on one rank that has the machine to itself. Besides, bare products and
+vLLM alone, in one process and in two. Layouts: steps on two ranks, with an engine for each rank or
+one for both, and with all experts on each rank or divided over both. Cost: forward and backward of
+one step in one process, while one size grows and the others stay. An exponent is the slope of
+log(seconds) over log(size): 1 is linear, 0 is flat. Sizes are run in turns, and each takes its
+fastest round. The script writes scaling.json to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.against_trl import Task, in_r3, make_task
+from benchmarks.against_trl import Task, Timing, in_r3, make_task
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
 from benchmarks.train_step import (
     MODEL,
@@ -114,43 +116,60 @@ def main() -> None:
 
 
 def over_ranks(rounds: int) -> dict[str, Any]:
-    """Return seconds of a step on one and on two ranks, and their ratio."""
-    steps: dict[int, list[float]] = {1: [], 2: []}
-    train: dict[int, list[float]] = {1: [], 2: []}
-    generation: dict[int, list[float]] = {1: [], 2: []}
+    """Return seconds of a step on one and on two ranks, of half a step on one, and ratios."""
+    timings: dict[str, list[Timing]] = {"1": [], "2": [], "half": []}
     with tempfile.TemporaryDirectory(prefix="r3-scaling-") as name:
         folder = Path(name)
         task = make_task("middle", folder)
+        half = replace(task, prompts=task.prompts // 2)
+        runs = {"1": (task, 1), "2": (task, 2), "half": (half, 1)}
         for number in range(rounds):
-            for ranks in (1, 2) if number % 2 == 0 else (2, 1):
-                timing = in_r3(task, folder / f"{ranks}-{number}", ranks=ranks)
-                steps[ranks] += timing.step_s
-                train[ranks].append(timing.phases["time/train_s"])
-                generation[ranks].append(timing.phases["time/generate_s"])
-                print(f"round {number + 1} of {rounds}, {ranks} rank(s): {timing}", flush=True)
+            for arm in random.sample(sorted(runs), len(runs)):
+                work, ranks = runs[arm]
+                timing = in_r3(work, folder / f"{arm}-{number}", ranks=ranks)
+                timings[arm].append(timing)
+                print(f"round {number + 1} of {rounds}, {arm}: {timing}", flush=True)
+    steps = {arm: [s for timing in found for s in timing.step_s] for arm, found in timings.items()}
+
+    def scaling(arm: str, phase: str = "") -> float:
+        """How many times the seconds of `arm` one rank takes."""
+        one, other = (
+            statistics.median(timing.phases[f"time/{phase}_s"] for timing in timings[each])
+            if phase
+            else statistics.median(steps[each])
+            for each in ("1", arm)
+        )
+        return round(one / other, 2)
+
     # A step has the same tokens on any number of ranks, but for rounding; steps differ in tokens.
-    ratio = statistics.median(one / two for one, two in zip(steps[1], steps[2], strict=True))
-    of_medians = statistics.median(steps[1]) / statistics.median(steps[2])
+    ratio = statistics.median(one / two for one, two in zip(steps["1"], steps["2"], strict=True))
     print(f"one rank takes {ratio:.2f} times the seconds of two (bar 1.7)")
-    bare = of_machine(time_products, rounds)
-    print(f"bare products of two processes at once run at {bare:.2f} times the rate of one")
-    sampling = of_machine(time_vllm, rounds)
-    print(f"vLLM alone samples {sampling:.2f} times as fast with two engines as with one")
-    generate = statistics.median(generation[1])
-    whole = statistics.median(steps[1])
+    print(f"and {scaling('half'):.2f} times those of half a step on one")
+    bare, bare_alone = of_machine(time_products, rounds)
+    print(f"half of the products take {bare:.2f} times less ({bare_alone:.2f} if alone)")
+    sampling, sampling_alone = of_machine(time_vllm, rounds)
+    print(f"half of the prompts, vLLM alone: {sampling:.2f} times less ({sampling_alone:.2f})")
+    generate = statistics.median(timing.phases["time/generate_s"] for timing in timings["1"])
+    whole = statistics.median(steps["1"])
     limit = whole / ((whole - generate) / bare + generate / sampling)
     print(f"a step whose parts all scale like these: {limit:.2f}")
     return {
-        "step_s": {str(ranks): [round(value, 2) for value in steps[ranks]] for ranks in steps},
+        "step_s": {arm: [round(value, 2) for value in steps[arm]] for arm in steps},
+        "phases_s": {arm: [timing.phases for timing in found] for arm, found in timings.items()},
         "ratio": round(ratio, 2),
-        "ratio_of_medians": round(of_medians, 2),
-        "ratio_of_training": round(statistics.median(train[1]) / statistics.median(train[2]), 2),
+        "ratio_of_medians": scaling("2"),
+        "ratio_of_training": scaling("2", "train"),
+        "ratio_of_generation": scaling("2", "generate"),
+        "half": {
+            "step": scaling("half"),
+            "training": scaling("half", "train"),
+            "generation": scaling("half", "generate"),
+        },
         "bar": 1.7,
-        "ratio_of_generation": round(
-            statistics.median(generation[1]) / statistics.median(generation[2]), 2
-        ),
         "machine": round(bare, 2),
+        "machine_half_alone": round(bare_alone, 2),
         "vllm_alone": round(sampling, 2),
+        "vllm_half_alone": round(sampling_alone, 2),
         "limit": round(limit, 2),
     }
 
@@ -190,32 +209,36 @@ def median(runs: list[dict[str, float]], phase: str) -> float:
     return statistics.median(run[phase] for run in runs)
 
 
-def of_machine(work: Callable[..., None], rounds: int) -> float:
-    """Return how many times faster two processes do the same work than one.
+def of_machine(work: Callable[..., None], rounds: int) -> tuple[float, float]:
+    """Return how many times less half of some work takes than all of it: (at once, alone).
 
-    Cores share caches, memory and clock, and part of an engine's step does not become less with
-    fewer requests. R3 does the same work and more, so it is not expected to scale better.
+    "At once" is with another process that does the other half: cores share caches, memory and
+    clock. "Alone" is on an idle machine: part of an engine's step does not become less with fewer
+    requests. R3 does the same work and more, so it is not expected to scale better.
 
     Args:
         work: does the `count`-th part of it, and puts its median seconds into a queue.
     """
     context = multiprocessing.get_context("spawn")
-    best = {}
     with tempfile.TemporaryDirectory(prefix="r3-scaling-") as name:
         task = make_task("middle", Path(name))
-        for count in (1, 2):
+
+        def seconds(count: int, processes: int) -> float:
             times: Any = context.Queue()
-            barrier = context.Barrier(count)
+            barrier = context.Barrier(processes)
             started = [
                 context.Process(target=work, args=(task, count, rounds, barrier, times))
-                for _ in range(count)
+                for _ in range(processes)
             ]
             for process in started:
                 process.start()
-            best[count] = max(times.get(timeout=600) for _ in started)
+            slowest = max(times.get(timeout=600) for _ in started)
             for process in started:
                 process.join()
-    return best[1] / best[2]
+            return slowest
+
+        whole = seconds(1, 1)
+        return whole / seconds(2, 2), whole / seconds(2, 1)
 
 
 def time_products(task: Task, count: int, rounds: int, barrier: Any, times: Any) -> None:

@@ -64,6 +64,13 @@ def restored(kind: Any, value: Any) -> Any:
     return value
 
 
+def ranks_read_each_other() -> bool:
+    """Whether the system lets ranks of these tests, which have different parents, read each other's
+    memory."""
+    yama = Path("/proc/sys/kernel/yama/ptrace_scope")
+    return not yama.exists() or yama.read_text().strip() == "0"
+
+
 class Rank:
     """One rank of a world, forked from the process that is kept for its number."""
 

@@ -423,8 +423,11 @@ def _next(values_T: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
 def sorted_experts(routes: np.ndarray) -> np.ndarray:
     """Sort over the last axis, of K numbers.
 
-    Two to five times faster than `np.sort` for small K: each comparison is of whole columns.
+    Large arrays take a half to a fifteenth of the time of `np.sort`: each comparison is of whole
+    columns. In small ones the K^2 calls take longer than the comparisons.
     """
+    if routes.size < 256 * routes.shape[-1] ** 2:
+        return np.sort(routes, -1)
     axes = range(routes.ndim - 1)  # transposed by hand: np.moveaxis takes as long as the sort
     columns = routes.transpose(-1, *axes).copy()
     # Odd-even transposition sort: sorted after K turns.

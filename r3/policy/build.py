@@ -292,7 +292,7 @@ def _build_chunk(
             module.gating = rounded_gating(module.gating, _DTYPES[config.engine.dtype])
         elif isinstance(module, MoELayer) and kind == "fused":
             module.token_dispatcher = TokenDispatcher(
-                module.num_local_experts, megatron, mesh.megatron, module.router
+                module.num_local_experts, megatron, mesh.megatron, module.router, mesh.ep
             )
     _mark_shards(model)
     _set_rope(model, shape)

@@ -9,6 +9,9 @@ With it, the host must know how many rows ranks exchange. Replayed routes are kn
 micro-batch's forward, so that all layers' sizes are exchanged and read at once. A token whose route
 is not known, such as the last one of a sequence, then goes to every rank, of which those without
 its experts add zero. Where all routes are live, ranks exchange and read sizes per layer and pass.
+
+On CPU, ranks of one machine read tokens, gates and experts from each other's memory, in one
+exchange.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from r3.policy import kernels  # noqa: F401  (defines torch.ops.r3)
 from r3.runtime.mesh import Axis
+from r3.runtime.peers import Peers
 
 
 class Slots(NamedTuple):
@@ -92,22 +96,26 @@ def size_plan(ep: Axis, local: int) -> Callable[[Sequence[torch.Tensor]], list[S
             ]
         )
         # The only wait for the device in a micro-batch
-        sent_LR, received_LR, slots_L = _exchanged(sizes_LR2, ep.group)
+        sent_LR, received_LR, slots_L = _exchanged(sizes_LR2, ep)
         return list(map(Sizes, sent_LR, received_LR, slots_L, sizes_LR2, unknown_LN))
 
     return plan
 
 
 def _exchanged(
-    sizes_LR2: torch.Tensor, group: Any
+    sizes_LR2: torch.Tensor, ep: Axis
 ) -> tuple[list[list[int]], list[list[int]], list[int]]:
     """Tell every rank how much it gets; returns tokens to and from each rank, and slots, by layer.
 
     The host waits for the device.
     """
     sent_RL2 = sizes_LR2.transpose(0, 1).contiguous()
-    received_RL2 = torch.empty_like(sent_RL2)
-    torch.distributed.all_to_all_single(received_RL2, sent_RL2, group=group)
+    if ep.peers:
+        each = [1] * ep.size
+        (received_RL2,) = ep.peers.all_to_all_rows([sent_RL2], each, each)
+    else:
+        received_RL2 = torch.empty_like(sent_RL2)
+        torch.distributed.all_to_all_single(received_RL2, sent_RL2, group=ep.group)
     slots_L = received_RL2[:, :, 1].sum(0)
     tokens_2LR = torch.stack([sent_RL2, received_RL2])[..., 0].transpose(1, 2)
     # One transfer
@@ -155,6 +163,30 @@ class SumRows(torch.autograd.Function):
         return upstream[0][ctx.rows.tokens_M], None
 
 
+class ExchangeRows(torch.autograd.Function):
+    """Rows of tensors, to and from the ranks that read them; backward brings gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, peers: Peers, sent: list[int], received: list[int], *rows: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.peers, ctx.sent, ctx.received = peers, sent, received
+        results = tuple(peers.all_to_all_rows(rows, sent, received))
+        ctx.has_gradient = [each.is_floating_point() for each in rows]
+        ctx.mark_non_differentiable(*(one for one in results if not one.is_floating_point()))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows = [
+            one.contiguous()
+            for one, counts in zip(upstream, ctx.has_gradient, strict=True)
+            if counts
+        ]
+        found = iter(ctx.peers.all_to_all_rows(rows, ctx.received, ctx.sent))
+        return (None, None, None, *(next(found) if counts else None for counts in ctx.has_gradient))
+
+
 class TokenDispatcher(MoETokenDispatcher):
     """Sends every token once to each expert-parallel rank that has one of its experts.
 
@@ -162,10 +194,11 @@ class TokenDispatcher(MoETokenDispatcher):
     """
 
     def __init__(
-        self, num_local_experts: int, config: Any, pg_collection: Any, router: Any
+        self, num_local_experts: int, config: Any, pg_collection: Any, router: Any, ep: Axis
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         assert self.tp_size == 1, f"experts are divided over {self.tp_size} ranks (etp)"
+        self._ep = ep
         self._router = router  # its tap has the planned sizes
         self._local, self._topk = num_local_experts, config.moe_router_topk
         self._slots = Slots(torch.empty(0), 0)
@@ -203,9 +236,13 @@ class TokenDispatcher(MoETokenDispatcher):
         elsewhere_MK = (experts_MK < 0) | (experts_MK >= self._local)
         experts_MK.masked_fill_(elsewhere_MK, -1)
         # A gate of another rank's expert travels with the token, and no expert reads it there.
-        self._slots = Slots(self._exchange(experts_MK), self._sizes.num_local)
-        gates_MK = self._exchange(GatherRows.apply(probs, self._rows))
-        return self._exchange(GatherRows.apply(hidden_states, self._rows)), gates_MK
+        values_MD, gates_MK, experts_MK = self._exchange(
+            GatherRows.apply(hidden_states, self._rows),
+            GatherRows.apply(probs, self._rows),
+            experts_MK,
+        )
+        self._slots = Slots(experts_MK, self._sizes.num_local)
+        return values_MD, gates_MK
 
     def _sizes_of(self, owned_RNK: torch.Tensor) -> Sizes:
         """The planned sizes of this forward, compared with its own; without a plan, exchange them.
@@ -230,13 +267,18 @@ class TokenDispatcher(MoETokenDispatcher):
         """Tell every rank how much it gets, and wait for the device."""
         unknown_N = owned_RNK.new_zeros(owned_RNK.shape[1])
         sizes_R2 = sizes_by_rank(owned_RNK, unknown_N, self._local)
-        (sent,), (received,), (slots,) = _exchanged(sizes_R2[None], self.ep_group)
+        (sent,), (received,), (slots,) = _exchanged(sizes_R2[None], self._ep)
         return Sizes(sent, received, slots, sizes_R2, unknown_N)
 
-    def _exchange(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-        out, into = self._sizes.sent, self._sizes.received
-        sizes = (out, into) if back else (into, out)
-        return all_to_all(self.ep_group, rows.contiguous(), *sizes)
+    def _exchange(self, *rows: torch.Tensor, back: bool = False) -> Sequence[torch.Tensor]:
+        """Bring rows to the ranks of their experts, or back."""
+        sent, received = self._sizes.sent, self._sizes.received
+        if back:
+            sent, received = received, sent
+        rows = tuple(each.contiguous() for each in rows)
+        if self._ep.peers:
+            return ExchangeRows.apply(self._ep.peers, sent, received, *rows)
+        return [all_to_all(self.ep_group, each, received, sent) for each in rows]
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -252,7 +294,7 @@ class TokenDispatcher(MoETokenDispatcher):
         """Bring the sums back to the ranks of their tokens, and add those of all ranks."""
         if self.ep_size == 1:
             return hidden_states
-        return SumRows.apply(self._exchange(hidden_states, back=True), self._rows)
+        return SumRows.apply(*self._exchange(hidden_states, back=True), self._rows)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return outputs in the shape that the tokens came in."""

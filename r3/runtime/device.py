@@ -172,6 +172,18 @@ def host_gib() -> float:
     return min(total, int(text) if text.isdecimal() else total) / GIB
 
 
+def host_processors(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
+    """Number of processors that this process may use, on Linux: those of its affinity, or fewer if
+    the job has a quota.
+
+    Args:
+        limit: file with the quota and its period in microseconds (cgroup version 2).
+    """
+    allowed = float(len(os.sched_getaffinity(0)))
+    quota, *period = limit.read_text().split() if limit.exists() else ["max"]
+    return min(allowed, int(quota) / int(period[0])) if quota.isdecimal() else allowed
+
+
 def select_device() -> None:
     """Make this rank's GPU the current device of this thread; new threads start on device 0."""
     if has_gpu():

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_PTRACER = 1, 15, 0x59616D61
 
@@ -69,8 +70,7 @@ def read_memory(pid: int, source: int, target: int, size: int) -> None:
     """
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, "memory of other processes is read on Linux only")
-    libc, done = ctypes.CDLL(None, use_errno=True), 0
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    libc, done = _libc(), 0
     one, no_flags = ctypes.c_ulong(1), ctypes.c_ulong(0)
     while done < size:  # one call copies less than 2 GiB
         to, of = (_Piece(address + done, size - done) for address in (target, source))
@@ -79,6 +79,13 @@ def read_memory(pid: int, source: int, target: int, size: int) -> None:
             number = ctypes.get_errno()
             raise OSError(number, f"memory of process {pid} not read: {os.strerror(number)}")
         done += copied
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    return libc
 
 
 @contextmanager

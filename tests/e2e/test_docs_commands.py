@@ -11,7 +11,7 @@ from tests.pages import ROOT, blocks, checkout, pages, pages_with_blocks, run
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("page", pages_with_blocks(pages()))
+@pytest.mark.parametrize("page", list(pages_with_blocks(pages())))
 def test_blocks_of_a_page_run(page: str, tmp_path: Path) -> None:
     folder = checkout(tmp_path / "r3")
     for block in blocks(page, (ROOT / page).read_text(encoding="utf-8")):

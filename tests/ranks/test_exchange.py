@@ -6,25 +6,21 @@ import ctypes
 import errno
 import platform
 import struct
-import time
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from r3.policy.exchange import Peers, exchange_without_copies
+from r3.policy.exchange import exchange_without_copies
 from r3.runtime.device import Device
+from r3.runtime.peers import Peers
 from tests.policies import build
 from tests.tiny import tiny_config
-from tests.world import run_world
+from tests.world import ranks_read_each_other, run_world
 
 pytestmark = pytest.mark.ranks
-
-YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,40 +127,6 @@ def forbid_reading() -> None:
     assert libc.prctl(set_filter, mode, program, 0, 0) == 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Missed:
-    """How a rank misses another one.
-
-    Attributes:
-        at_end: error if the other one does not finish reading.
-        at_begin: error if it does not come.
-        seconds: until both were raised.
-    """
-
-    at_end: str
-    at_begin: str
-    seconds: float
-
-
-def missed(device: Device, limit_s: float) -> Missed:
-    """Let rank 1 stay in one meeting, and away from another one."""
-    groups = [dist.new_group(timeout=timedelta(seconds=limit_s)) for _ in range(2)]
-    slow, absent = (Peers(group=group, pids=(0, 0)) for group in groups)
-    began = time.monotonic()
-    at_end = _error_of(slow, busy_s=4 * limit_s * device.rank)
-    at_begin = _error_of(absent) if device.rank == 0 else ""
-    return Missed(at_end=at_end, at_begin=at_begin, seconds=time.monotonic() - began)
-
-
-def _error_of(peers: Peers, *, busy_s: float = 0.0) -> str:
-    try:
-        with peers.meeting([torch.zeros(1)]):
-            time.sleep(busy_s)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def _contents(group: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return (
         [bucket.grad_data.clone() for bucket in group.buckets],
@@ -192,11 +154,6 @@ def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def _reading_is_allowed() -> bool:
-    """Whether ranks of these tests, which have different parents, may read each other."""
-    return not YAMA.exists() or YAMA.read_text().strip() == "0"
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (2, 2), (3, 1), (4, 2)])
 def test_exchange_is_megatrons(ranks: int, ep: int, dtype: str) -> None:
@@ -211,12 +168,5 @@ def test_exchange_is_megatrons(ranks: int, ep: int, dtype: str) -> None:
         assert found.summed == found.gathered == (found.size > 1), found
         # All ranks of a group make the same choice. One that cannot read decides for all.
         possible = found.size > 1 and not (found.with_first and found.way != "one host")
-        assert found.reads == (possible and _reading_is_allowed()), found
+        assert found.reads == (possible and ranks_read_each_other()), found
     assert any(found.size > 1 for found in groups[0])
-
-
-def test_meeting_waits_for_the_groups_time_limit_only() -> None:
-    first, other = run_world(missed, 2, limit_s=1.0)
-    assert "Timed out" in first.at_end and "Timed out" in first.at_begin, first
-    assert 2.0 <= first.seconds < 3.9, first
-    assert other.at_end, "a rank that comes back late must not go on alone"

@@ -46,8 +46,11 @@ def in_groups_of(size: int, count: int) -> list[int]:
 def test_experts_of_a_row_are_sorted_as_numpy_sorts() -> None:
     rng = np.random.default_rng(0)
     for topk in (1, 2, 5, 8):
-        routes = rng.integers(-1, 128, (31, 3, topk)).astype(np.int16)
-        assert np.array_equal(sorted_experts(routes), np.sort(routes, axis=-1))
+        for tokens in (31, 3000):  # below and above the size from which columns are compared
+            routes = rng.integers(-1, 128, (tokens, 3, topk)).astype(np.int16)
+            before = routes.copy()
+            assert np.array_equal(sorted_experts(routes), np.sort(routes, axis=-1))
+            assert np.array_equal(routes, before)
     assert sorted_experts(routes[:0]).shape == (0, 3, 8)
 
 
