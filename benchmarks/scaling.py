@@ -1,9 +1,10 @@
 """Time how R3 scales: ranks, and what training costs as a task grows.
 
-    .venv/bin/python -m benchmarks.scaling          50 minutes on two idle cores
+    .venv/bin/python -m benchmarks.scaling          an hour on two idle cores
 
-Ranks: the same steps of the 52 M model of `against_trl.py` on one rank and on two, one thread each,
-and steps of half the prompts on one rank that has the machine to itself. Besides, bare products and
+Ranks: the same steps of the 52 M model of `against_trl.py` on one rank and on two, one thread each;
+steps of half the prompts on one rank that has the machine to itself; and steps of twice the prompts
+on two ranks, so that a rank has as much to do as the single one. Besides, bare products and
 vLLM alone, in one process and in two. Layouts: steps on two ranks, with an engine for each rank or
 one for both, and with all experts on each rank or divided over both. Cost: forward and backward of
 one step in one process, while one size grows and the others stay. An exponent is the slope of
@@ -116,13 +117,13 @@ def main() -> None:
 
 
 def over_ranks(rounds: int) -> dict[str, Any]:
-    """Return seconds of a step on one and on two ranks, of half a step on one, and ratios."""
-    timings: dict[str, list[Timing]] = {"1": [], "2": [], "half": []}
+    """Return seconds of steps on one and on two ranks, of half and of twice a step, and ratios."""
+    timings: dict[str, list[Timing]] = {"1": [], "2": [], "half": [], "twice": []}
     with tempfile.TemporaryDirectory(prefix="r3-scaling-") as name:
         folder = Path(name)
         task = make_task("middle", folder)
-        half = replace(task, prompts=task.prompts // 2)
-        runs = {"1": (task, 1), "2": (task, 2), "half": (half, 1)}
+        half, twice = (replace(task, prompts=int(task.prompts * part)) for part in (0.5, 2))
+        runs = {"1": (task, 1), "2": (task, 2), "half": (half, 1), "twice": (twice, 2)}
         for number in range(rounds):
             for arm in random.sample(sorted(runs), len(runs)):
                 work, ranks = runs[arm]
@@ -132,7 +133,7 @@ def over_ranks(rounds: int) -> dict[str, Any]:
     steps = {arm: [s for timing in found for s in timing.step_s] for arm, found in timings.items()}
 
     def scaling(arm: str, phase: str = "") -> float:
-        """How many times the seconds of `arm` one rank takes."""
+        """How many times the seconds of `arm` one rank takes for the step."""
         one, other = (
             statistics.median(timing.phases[f"time/{phase}_s"] for timing in timings[each])
             if phase
@@ -141,10 +142,17 @@ def over_ranks(rounds: int) -> dict[str, Any]:
         )
         return round(one / other, 2)
 
+    def throughput(arm: str) -> float:
+        """Sampled tokens per second; random models stop where they like."""
+        tokens = statistics.fmean(timing.tokens for timing in timings[arm]) * task.samples
+        return tokens * runs[arm][0].prompts / statistics.median(steps[arm])
+
     # A step has the same tokens on any number of ranks, but for rounding; steps differ in tokens.
     ratio = statistics.median(one / two for one, two in zip(steps["1"], steps["2"], strict=True))
     print(f"one rank takes {ratio:.2f} times the seconds of two (bar 1.7)")
     print(f"and {scaling('half'):.2f} times those of half a step on one")
+    of_twice = throughput("twice") / throughput("1")
+    print(f"twice the responses on two ranks: {of_twice:.2f} times the tokens per second of one")
     bare, bare_alone = of_machine(time_products, rounds)
     print(f"half of the products take {bare:.2f} times less ({bare_alone:.2f} if alone)")
     sampling, sampling_alone = of_machine(time_vllm, rounds)
@@ -164,6 +172,12 @@ def over_ranks(rounds: int) -> dict[str, Any]:
             "step": scaling("half"),
             "training": scaling("half", "train"),
             "generation": scaling("half", "generate"),
+        },
+        "twice_on_two": {
+            "tokens_per_s": round(of_twice, 2),
+            "step": round(2 * scaling("twice"), 2),
+            "training": round(2 * scaling("twice", "train"), 2),
+            "generation": round(2 * scaling("twice", "generate"), 2),
         },
         "bar": 1.7,
         "machine": round(bare, 2),

@@ -1,16 +1,18 @@
 """Time the forward and backward pass of one optimizer step.
 
-    .venv/bin/python -m benchmarks.train_step                one process, five minutes on one core
+    .venv/bin/python -m benchmarks.train_step                one process, ten minutes on one core
 
 The arms are replay on and off, packed and padded sequences, and the ways to run experts. For
 comparison there are transformers, and the bare matrix products and attention of the same shapes.
 
 All arms compute the loss and all gradients of the same tokens with the same random Qwen3-MoE of 64
-experts. Every round runs each arm once, in another order. A ratio is the median over the rounds of
-the two times of one round, so other load on the machine affects both sides alike. The report also
-has the ratio of the fastest times. Replayed routes are the live choices, recorded beforehand, so
-both arms send equally many tokens to every expert. The script writes train_step.json to
-benchmarks/results/.
+experts and 28 M parameters. Then precisions and bare products are compared once more with the 52 M
+model of `against_trl.py`, on one of two ranks' share of its step.
+
+Every round runs each arm once, in another order. A ratio is the median over the rounds of the two
+times of one round, so other load on the machine affects both sides alike. The report also has the
+ratio of the fastest times. Replayed routes are the live choices, recorded beforehand, so both arms
+send equally many tokens to every expert. The script writes train_step.json to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ from r3.config import Config, ModelConfig, ReplayConfig, TrainConfig
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.products import product
-from r3.runtime.device import free_port, init_device, keep_freed_memory
-from r3.runtime.mesh import build_mesh
+from r3.runtime.device import Device, free_port, init_device, keep_freed_memory
+from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch, MicroBatch, Rollout
 
 MODEL = dict(
@@ -59,6 +61,10 @@ MODEL = dict(
     max_position_embeddings=2048,
     tie_word_embeddings=False,
 )
+# 52 million parameters; the embedded tokenizer has 512 tokens.
+MIDDLE = MODEL | dict(vocab_size=512, num_hidden_layers=8, eos_token_id=2, pad_token_id=0)
+MIDDLE_LENGTHS = [240] * 32  # half of 64 responses of 210 tokens, with prompts of 30
+Arms = dict[str, Callable[[], Any]]
 BARS: dict[str, tuple[str, str, float | None]] = {
     # name -> (numerator, denominator, target for the ratio of their times)
     "live / replay": ("live", "replay", 0.98),  # replay costs at most 2 %
@@ -96,14 +102,24 @@ def main() -> None:
     expect_bare_products()
     device = init_device()
 
+    mesh = build_mesh(device, Config().parallel)
+    models = {"28 M": small_model(device, mesh), "52 M": middle_model(device, mesh)}
+    found = {
+        name: (lengths, take_turns(arms, words.rounds)) for name, (lengths, arms) in models.items()
+    }
+    report(words.out, found)
+    os._exit(0)
+
+
+def small_model(device: Device, mesh: Mesh) -> tuple[list[int], Arms]:
+    """Lengths of the sequences and all arms, with the 28 M model."""
     with tempfile.TemporaryDirectory(prefix="r3-train-step-") as folder:
-        hf = random_model(Path(folder))
+        hf = random_model(MODEL, Path(folder))
         config = Config(
             model=ModelConfig(path=folder, dtype="float32"),
             train=TrainConfig(micro_batch_tokens=8192),
         )
         shape = ModelShape.read(folder)
-        mesh = build_mesh(device, config.parallel)
         live = Policy(replace(config, replay=ReplayConfig(mode="off")), device, mesh, shape)
         fused, grouped, sequential = (
             Policy(replace(config, model=replace(config.model, experts=kind)), device, mesh, shape)
@@ -118,28 +134,47 @@ def main() -> None:
     packed = recorded(fused, pack(shape, ragged))
     padded = recorded(fused, pack(shape, ragged, pad_to=max(ragged)))
     equal = recorded(fused, pack(shape, even))
-    arms: dict[str, Callable[[], Any]] = {
-        "packed": lambda: fused.forward_backward(packed),
+    agree(hf, equal, fused)
+    return ragged, precisions(shape, packed, fused, bfloat16) | {
         "padded": lambda: fused.forward_backward(padded),
         "grouped": lambda: grouped.forward_backward(packed),
         "sequential": lambda: sequential.forward_backward(packed),
-        "bfloat16": lambda: bfloat16.forward_backward(packed),
         "replay": lambda: fused.forward_backward(packed),
         "live": lambda: live.forward_backward(packed),
         "equal": lambda: fused.forward_backward(equal),
         "transformers": lambda: in_transformers(hf, equal),
-        "products": products(shape, packed),
-        "torch's products": products(shape, packed, by=torch.mm),
-        "bfloat16 products": products(shape, packed, dtype=torch.bfloat16, multiple=64),
-        "attention": attention(shape, packed),
     }
-    agree(hf, equal, fused)
-    seconds = take_turns(arms, words.rounds)
-    report(words.out, seconds, ragged, even)
-    os._exit(0)
 
 
-def random_model(folder: Path) -> Any:
+def middle_model(device: Device, mesh: Mesh) -> tuple[list[int], Arms]:
+    """Lengths of the sequences and the arms of `precisions`, with the 52 M model."""
+    with tempfile.TemporaryDirectory(prefix="r3-train-step-") as folder:
+        random_model(MIDDLE, Path(folder))
+        shape = ModelShape.read(folder)
+        policies = []
+        for dtype in ("float32", "bfloat16"):
+            config = Config(
+                model=ModelConfig(path=folder, dtype=dtype),
+                train=TrainConfig(micro_batch_tokens=8192),
+            )
+            policies.append(Policy(config, device, mesh, shape))
+    packed = recorded(policies[0], pack(shape, MIDDLE_LENGTHS))
+    return MIDDLE_LENGTHS, precisions(shape, packed, *policies)
+
+
+def precisions(shape: ModelShape, batch: Batch, float32: Policy, bfloat16: Policy) -> Arms:
+    """Return the arms that compare precisions with each other and with bare products."""
+    return {
+        "packed": lambda: float32.forward_backward(batch),
+        "bfloat16": lambda: bfloat16.forward_backward(batch),
+        "products": products(shape, batch),
+        "torch's products": products(shape, batch, by=torch.mm),
+        "bfloat16 products": products(shape, batch, dtype=torch.bfloat16, multiple=64),
+        "attention": attention(shape, batch),
+    }
+
+
+def random_model(sizes: dict[str, Any], folder: Path) -> Any:
     """Build a random Qwen3-MoE in transformers, and save it for the policy too.
 
     Its experts run one after the other ("eager").
@@ -147,7 +182,7 @@ def random_model(folder: Path) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).float()
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).float()
     model.set_experts_implementation("eager")
     model.set_attn_implementation("sdpa")
     model.save_pretrained(folder)
@@ -345,7 +380,7 @@ def agree(hf: Any, batch: Batch, policy: Policy) -> None:
     assert difference < 1e-4, f"gradients of the two differ by {difference:.1e}"
 
 
-def take_turns(arms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def take_turns(arms: Arms, rounds: int) -> dict[str, list[float]]:
     """Return the processor seconds of every arm in every round, without a first warm-up round.
 
     Each round starts with another arm. Arms have one thread, so nothing waits.
@@ -363,12 +398,36 @@ def take_turns(arms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, lis
     return seconds
 
 
-def report(
-    out: Path, seconds: dict[str, list[float]], ragged: Sequence[int], even: Sequence[int]
-) -> None:
-    """Write ratios with their spread, tokens per second and whether each target is reached."""
+def report(out: Path, measured: dict[str, tuple[list[int], dict[str, list[float]]]]) -> None:
+    """Write figures of every model: lengths of its sequences, and seconds of its arms."""
+    found = {
+        "what": "forward and backward of a step, random Qwen3-MoE, 64 experts, one thread",
+        "made_by": "python -m benchmarks.train_step " + " ".join(sys.argv[1:]),
+        "date": date.today().isoformat(),
+        "source": source(),
+        "hardware": hardware(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
+        "load_average_after": round(os.getloadavg()[0], 1),
+        "models": {
+            name: {"sizes": sizes, "lengths": lengths} | figures(name, seconds)
+            for (name, (lengths, seconds)), sizes in zip(
+                measured.items(), (MODEL, MIDDLE), strict=True
+            )
+        },
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "train_step.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def figures(model: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Print and return ratios with their spread and whether each target is reached."""
     ratios: dict[str, Any] = {}
     for name, (over, under, bar) in BARS.items():
+        if over not in seconds or under not in seconds:
+            continue
         each = sorted(a / b for a, b in zip(seconds[over], seconds[under], strict=True))
         middle = statistics.median(each)
         fastest = min(seconds[over]) / min(seconds[under])
@@ -378,7 +437,7 @@ def report(
             "quartiles": [round(each[len(each) // 4], 3), round(each[-1 - len(each) // 4], 3)],
         } | ({} if bar is None else {"bar": bar, "reached": middle >= bar})
         verdict = "" if bar is None else f"(bar {bar}){' NOT REACHED' if middle < bar else ''}"
-        print(f"{name:28} {middle:.3f}, of the fastest {fastest:.3f}  {verdict}")
+        print(f"{model} {name:28} {middle:.3f}, of the fastest {fastest:.3f}  {verdict}")
     # With bfloat16 products and everything else as in float32; and with half the time for that, as
     # for half the bytes, attention aside.
     limits: dict[str, list[float]] = {"products": [], "all but attention": []}
@@ -390,33 +449,15 @@ def report(
         limits["products"].append(packed / (half + attend + rest))
         limits["all but attention"].append(packed / (half + attend + rest / 2))
     limit = {name: round(statistics.median(values), 3) for name, values in limits.items()}
-    print(f"float32 / bfloat16 if only these became faster: {limit}")
-    load = os.getloadavg()[0]
-    tokens = {
-        name: sum(even) if name in ("equal", "transformers") else sum(ragged) for name in seconds
-    }
-    found = {
-        "what": "forward and backward of a step, random Qwen3-MoE, 64 experts, float32, one thread",
-        "made_by": "python -m benchmarks.train_step " + " ".join(sys.argv[1:]),
-        "date": date.today().isoformat(),
-        "source": source(),
-        "hardware": hardware(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in PACKAGES},
-        },
-        "model": MODEL,
-        "ragged_lengths": list(ragged),
-        "load_average_after": round(load, 1),
+    print(f"{model} float32 / bfloat16 if only these became faster: {limit}")
+    return {
         "ratios": ratios,
         "float32 / bfloat16 if only these became faster": limit,
-        "tokens_per_s": {
-            name: round(tokens[name] / statistics.median(times)) for name, times in seconds.items()
+        "median_seconds": {
+            name: round(statistics.median(times), 3) for name, times in seconds.items()
         },
         "seconds": {name: [round(value, 3) for value in times] for name, times in seconds.items()},
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "train_step.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
