@@ -153,10 +153,11 @@ def trl_python(folder: Path) -> Path:
     python, stamp = folder / "bin" / "python", folder / f"trl-{TRL}"
     if not stamp.exists():
         venv.create(folder, with_pip=True, clear=True)
-        packages = [f"trl=={TRL}"]
-        packages += [f"{name}=={version(name)}" for name in ("torch", "transformers")]
-        command = [python, "-m", "pip", "install", "-q", "--extra-index-url", TORCH_INDEX]
-        subprocess.run([*command, *packages], check=True)
+        pip = [python, "-m", "pip", "install", "-q"]
+        index = ["--extra-index-url", TORCH_INDEX, "--retries", "0"]
+        subprocess.run([*pip, *index, f"torch=={version('torch')}"], check=True)
+        others = [f"trl=={TRL}", f"transformers=={version('transformers')}"]
+        subprocess.run([*pip, *others], check=True)
         stamp.touch()
     return python
 

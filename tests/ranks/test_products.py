@@ -1,4 +1,4 @@
-"""Policies compute large float32 products on CPU by oneDNN, where there is AVX-512."""
+"""Policies compute large float32 products on CPU by oneDNN, where that is faster."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from tests.tiny import tiny_config
 from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
-
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +31,13 @@ class Layers:
     others: int
 
 
-def layers(device: Device, dtype: str, tp: int) -> Layers:
-    """Build a policy and run it once."""
+def layers(device: Device, dtype: str, tp: int, by_onednn: bool) -> Layers:
+    """Build a policy and run it once, as on a processor where oneDNN is faster or not."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from r3.policy.products import _linear
+    from r3.policy import products
 
+    products._BY_ONEDNN = by_onednn
     config = tiny_config(
         parallel={"tp": tp},
         model={"dtype": dtype},
@@ -57,18 +56,26 @@ def layers(device: Device, dtype: str, tp: int) -> Layers:
     ]
     return Layers(
         linear=len(found),
-        by_product=sum(vars(module).get("_forward_impl") is _linear for module in found),
+        by_product=sum(vars(module).get("_forward_impl") is products._linear for module in found),
         products=calls.get("mkldnn::_linear_pointwise", 0),
         others=calls.get("aten::mm", 0),
     )
 
 
-@pytest.mark.parametrize(("dtype", "tp"), [("float32", 1), ("bfloat16", 1), ("float32", 2)])
-def test_large_float32_products_are_by_onednn(dtype: str, tp: int) -> None:
-    for found in run_world(layers, tp, dtype=dtype, tp=tp):
+@pytest.mark.parametrize(
+    ("dtype", "tp", "by_onednn"),
+    [
+        ("float32", 1, True),
+        ("float32", 1, False),
+        ("bfloat16", 1, True),
+        ("float32", 2, True),
+    ],
+)
+def test_large_float32_products_are_by_onednn(dtype: str, tp: int, by_onednn: bool) -> None:
+    for found in run_world(layers, tp, dtype=dtype, tp=tp, by_onednn=by_onednn):
         assert found.linear > 4, found
-        by_product = HAS_AVX512 and dtype == "float32" and tp == 1
-        assert found.by_product == (found.linear if by_product else 0), found
+        replaced = by_onednn and dtype == "float32" and tp == 1
+        assert found.by_product == (found.linear if replaced else 0), found
         # Experts do so with tensor parallelism, too.
-        assert (found.products > 0) == (HAS_AVX512 and dtype == "float32"), found
+        assert (found.products > 0) == (by_onednn and dtype == "float32"), found
         assert found.others > 0, found  # routers, and all that is small

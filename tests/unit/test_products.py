@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3.policy import products
 from r3.policy.products import SMALLEST, is_by_onednn, product
+from r3.runtime.device import processor
 
 pytestmark = pytest.mark.unit
 
 LARGE, SMALL = (200, 96, 128), (20, 16, 24)  # M, K, N on both sides of SMALLEST
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@pytest.fixture(params=[True, False], ids=["onednn", "torch"])
+def by_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether this processor is one on which oneDNN is faster."""
+    monkeypatch.setattr(products, "_BY_ONEDNN", request.param)
+    return request.param
 
 
 class Called(TorchDispatchMode):
@@ -43,6 +51,7 @@ def _operands(sizes: tuple[int, int, int], layout: str) -> tuple[torch.Tensor, t
 
 @pytest.mark.parametrize("sizes", [LARGE, SMALL])
 @pytest.mark.parametrize("layout", ["rows", "left transposed", "right transposed"])
+@pytest.mark.usefixtures("by_onednn")
 def test_a_product_is_that_of_float64(sizes: tuple[int, int, int], layout: str) -> None:
     left, right = _operands(sizes, layout)
     exact = left.double() @ right.double()
@@ -51,10 +60,10 @@ def test_a_product_is_that_of_float64(sizes: tuple[int, int, int], layout: str) 
     assert 0 < error <= 1e-6
 
 
-def test_large_float32_products_are_by_onednn_and_no_others() -> None:
+def test_large_float32_products_are_by_onednn_and_no_others(by_onednn: bool) -> None:
     assert LARGE[0] * LARGE[1] * LARGE[2] >= SMALLEST > SMALL[0] * SMALL[1] * SMALL[2]
     for sizes, dtype, expected in (
-        (LARGE, torch.float32, HAS_AVX512),
+        (LARGE, torch.float32, by_onednn),
         (SMALL, torch.float32, False),
         (LARGE, torch.bfloat16, False),
         (LARGE, torch.float64, False),
@@ -66,8 +75,35 @@ def test_large_float32_products_are_by_onednn_and_no_others() -> None:
         assert ("mm" in called.names) != expected
 
 
-def test_tensors_of_other_devices_are_not_by_onednn() -> None:
-    assert is_by_onednn(torch.ones(1)) == HAS_AVX512
+@pytest.mark.parametrize(
+    ("vendor", "family", "expected"),
+    [
+        ("AuthenticAMD", 26, True),
+        ("AuthenticAMD", 27, True),
+        ("AuthenticAMD", 25, False),
+        ("GenuineIntel", 6, False),
+        ("", 0, False),
+    ],
+)
+def test_onednn_is_for_processors_where_mkl_uses_half_of_a_register(
+    vendor: str, family: int, expected: bool
+) -> None:
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    assert products._is_onednn_faster(vendor, family) == (expected and has_avx512)
+
+
+def test_vendor_and_family_are_read(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    assert processor(info) == ("", 0)
+    info.write_text("processor\t: 0\nBogoMIPS\t: 50.00\nCPU part\t: 0xd0c\n")  # another kind
+    assert processor(info) == ("", 0)
+    each = "processor\t: {}\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n\n"
+    info.write_text(each.format(0) + each.format(1))
+    assert processor(info) == ("AuthenticAMD", 26)
+
+
+def test_tensors_of_other_devices_are_not_by_onednn(by_onednn: bool) -> None:
+    assert is_by_onednn(torch.ones(1)) == by_onednn
     assert not is_by_onednn(torch.ones(1, device="meta"))
 
 
@@ -87,6 +123,7 @@ def _by_product(*operands: torch.Tensor) -> torch.Tensor:
     return products._linear(*operands, allreduce_dgrad=False, sequence_parallel=False)
 
 
+@pytest.mark.usefixtures("by_onednn")
 def test_a_linear_layer_has_torchs_output_and_gradients() -> None:
     exact = _gradients(F.linear, torch.float64)
     for found, expected in zip(_gradients(_by_product, torch.float32), exact, strict=True):
