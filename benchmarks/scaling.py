@@ -142,10 +142,13 @@ def over_ranks(rounds: int) -> dict[str, Any]:
         )
         return round(one / other, 2)
 
+    # Random models stop where they like.
+    tokens = {arm: statistics.fmean(timing.tokens for timing in timings[arm]) for arm in timings}
+
     def throughput(arm: str) -> float:
-        """Sampled tokens per second; random models stop where they like."""
-        tokens = statistics.fmean(timing.tokens for timing in timings[arm]) * task.samples
-        return tokens * runs[arm][0].prompts / statistics.median(steps[arm])
+        """Sampled tokens per second."""
+        sampled = tokens[arm] * task.samples * runs[arm][0].prompts
+        return sampled / statistics.median(steps[arm])
 
     # A step has the same tokens on any number of ranks, but for rounding; steps differ in tokens.
     ratio = statistics.median(one / two for one, two in zip(steps["1"], steps["2"], strict=True))
@@ -163,6 +166,7 @@ def over_ranks(rounds: int) -> dict[str, Any]:
     print(f"a step whose parts all scale like these: {limit:.2f}")
     return {
         "step_s": {arm: [round(value, 2) for value in steps[arm]] for arm in steps},
+        "tokens_of_a_response": {arm: round(value, 1) for arm, value in tokens.items()},
         "phases_s": {arm: [timing.phases for timing in found] for arm, found in timings.items()},
         "ratio": round(ratio, 2),
         "ratio_of_medians": scaling("2"),
