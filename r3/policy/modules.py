@@ -228,7 +228,7 @@ class CausalAttention(MegatronModule):
                 query, key, value, borders, borders, longest, longest, scale=self.scale
             )
         grouped = query.shape[-2] != key.shape[-2]
-        # The processor's bfloat16 attention is slower than its float32 one, and rounds more.
+        # The processor's bfloat16 attention rounds more, and is slower for short sequences.
         dtype = torch.promote_types(query.dtype, torch.float32)
         parts = (
             x.to(dtype).transpose(0, 1)[None].split(packed.lengths, 2) for x in (query, key, value)
