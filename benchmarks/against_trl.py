@@ -154,6 +154,7 @@ def trl_python(folder: Path) -> Path:
     if not stamp.exists():
         venv.create(folder, with_pip=True, clear=True)
         pip = [python, "-m", "pip", "install", "-q"]
+        # Retries would take minutes where that index cannot be reached and another one has torch.
         index = ["--extra-index-url", TORCH_INDEX, "--retries", "0"]
         subprocess.run([*pip, *index, f"torch=={version('torch')}"], check=True)
         others = [f"trl=={TRL}", f"transformers=={version('transformers')}"]

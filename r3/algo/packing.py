@@ -423,8 +423,8 @@ def _next(values_T: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
 def sorted_experts(routes: np.ndarray) -> np.ndarray:
     """Sort over the last axis, of K numbers.
 
-    Large arrays take a half to a fifteenth of the time of `np.sort`: each comparison is of whole
-    columns. In small ones the K^2 calls take longer than the comparisons.
+    Large arrays are sorted 2 to 15 times faster than by `np.sort`, because whole columns are
+    compared at once. Small arrays go to `np.sort`: K^2 calls would take longer.
     """
     if routes.size < 256 * routes.shape[-1] ** 2:
         return np.sort(routes, -1)

@@ -1,9 +1,9 @@
 """Matrix products of the policy: large float32 ones by oneDNN where that is faster, else by torch.
 
-torch leaves float32 products on CPU to MKL, which on processors of AMD uses half of what a register
-of AVX-512 holds. Those of family 26 and later compute all of it at once, and products by oneDNN
-take half the time there. On family 25 both take the same time, but oneDNN prepares a product anew
-for every number of rows. MKL uses all of a register on processors of Intel: not measured here.
+torch leaves float32 products on CPU to MKL, which uses half of an AVX-512 register on AMD
+processors. AMD processors of family 26 and later compute a whole register at once, and oneDNN takes
+half of MKL's time there. On family 25 both take the same time, but oneDNN needs preparation for
+every new number of rows. Processors of other vendors, which were not measured, keep MKL.
 """
 
 from __future__ import annotations

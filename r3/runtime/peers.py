@@ -1,9 +1,9 @@
 """Ranks of one machine that read each other's memory instead of sending messages, on CPU.
 
-gloo wakes a thread in each rank, and sends everything through sockets. A barrier takes 0.15 ms so,
-and on a virtual machine, whose idle processors are given away, a few milliseconds more now and
-then. Here a rank counts its arrivals in memory that the others see, and does not sleep while it
-waits briefly. What others need stays where it is: they copy it from there.
+gloo wakes a thread in each rank and sends everything through sockets. A barrier takes 0.15 ms, and
+sometimes a few milliseconds more on a virtual machine whose host takes idle processors away. Here a
+rank counts its arrivals in memory that the other ranks see, and does not sleep in the first 10 ms
+of waiting. Ranks copy data directly from the memory of the rank that has it.
 """
 
 from __future__ import annotations
@@ -197,10 +197,10 @@ class SharedBarrier:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, pids: Sequence[int]) -> SharedBarrier | None:
-        """Make one for ranks of one machine. All of them must call.
+        """Create the barrier of ranks on one machine. All of them must call.
 
         Returns:
-            None on all ranks, if the processor is another one or the system forbids it.
+            None on all ranks, if the processor is not x86-64 or the system forbids it.
         """
         descriptor = -1
         if sys.platform == "linux" and platform.machine() == "x86_64":
