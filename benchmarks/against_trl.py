@@ -40,7 +40,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
+from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from benchmarks.train_step import MIDDLE
 from r3 import assets
 
@@ -319,7 +319,7 @@ def write(out: Path, found: dict[str, Any]) -> None:
     """Write the figures and their picture."""
     result = {
         "what": "seconds of a training step, R3 and TRL's GRPOTrainer",
-        "made_by": " ".join(["python -m benchmarks.against_trl", *sys.argv[1:]]),
+        "made_by": made_by("python -m benchmarks.against_trl"),
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),
@@ -375,7 +375,7 @@ def roofline(out: Path, names: list[str], rounds: int) -> None:
             }
     found = {
         "what": "least seconds of the parts of a step, two ranks of one thread",
-        "made_by": " ".join(["python -m benchmarks.against_trl", *sys.argv[1:]]),
+        "made_by": made_by("python -m benchmarks.against_trl"),
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.against_trl import Task, make_task
-from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
+from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from r3.config import ReplayConfig
 from r3.data.prompts import prompts_of_step
 from r3.engine import Engine, sampling_seed
@@ -76,7 +76,7 @@ def main() -> None:
             found[name] = measure(name, Path(folder), words.rounds or ROUNDS[name], device)
     result = {
         "what": "sampled tokens per second, one engine on one core, 64 requests at once",
-        "made_by": " ".join(["python -m benchmarks.generation", *sys.argv[1:]]),
+        "made_by": made_by("python -m benchmarks.generation"),
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),

@@ -100,7 +100,7 @@ def main() -> None:
         }
     found = {
         "what": "preset `tiny`: held-out greedy accuracy, reward, mismatch of engine and policy",
-        "made_by": shlex.join(["python", "benchmarks/learning_curve.py", *sys.argv[1:]]),
+        "made_by": made_by("python benchmarks/learning_curve.py"),
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),
@@ -219,6 +219,22 @@ def source() -> dict[str, Any]:
             git("status", "--porcelain", "--", "train.py", "r3", "configs").splitlines()
         ),
     }
+
+
+def made_by(script: str) -> str:
+    """Return the command that ran, without the folder that it wrote to.
+
+    Args:
+        script: the command without arguments.
+    """
+    words = iter(sys.argv[1:])
+    kept = []
+    for word in words:
+        if word == "--out":
+            next(words)
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return shlex.join([*script.split(), *kept])
 
 
 def hardware() -> dict[str, Any]:

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.against_trl import Task, Timing, in_r3, make_task
-from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
+from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from benchmarks.train_step import (
     MODEL,
     expect_bare_products,
@@ -103,7 +103,7 @@ def main() -> None:
         found["cost"] = over_sizes(words.rounds)
     result = {
         "what": "how steps scale with ranks, and training with sizes",
-        "made_by": " ".join(["python -m benchmarks.scaling", *sys.argv[1:]]),
+        "made_by": made_by("python -m benchmarks.scaling"),
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware() | {"load_average_before": round(load, 1)},

@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
+from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 
 RANKS = ("--standalone", "--nproc_per_node", "2", "train.py", "tiny", "--train.steps", "1")
 QUIET = ("--eval.path", "", "--eval.every", "0", "--checkpoint.export", "false")
@@ -69,7 +69,7 @@ def main() -> None:
         }
     result = {
         "what": "seconds from the command until the policy is built, preset tiny, two CPU ranks",
-        "made_by": " ".join(["python -m benchmarks.start", *sys.argv[1:]]),
+        "made_by": made_by("python -m benchmarks.start"),
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),

@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
+from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from r3.algo import packing
 from r3.config import Config, ModelConfig, ReplayConfig, TrainConfig
 from r3.models.shape import ModelShape
@@ -402,7 +401,7 @@ def report(out: Path, measured: dict[str, tuple[list[int], dict[str, list[float]
     """Write figures of every model: lengths of its sequences, and seconds of its arms."""
     found = {
         "what": "forward and backward of a step, random Qwen3-MoE, 64 experts, one thread",
-        "made_by": "python -m benchmarks.train_step " + " ".join(sys.argv[1:]),
+        "made_by": made_by("python -m benchmarks.train_step"),
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),
