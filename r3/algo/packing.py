@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -149,14 +150,25 @@ def _plan_update(
 
 
 def _bins(ids: Sequence[int], lengths_R: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """LPT (Graham 1969): each sequence, longest first, goes into the bin with the fewest tokens."""
+    """LPT (Graham 1969): each sequence, longest first, goes into the bin with the fewest tokens.
+
+    A bin has its sequences in the order of their indices, those of equal length after the first of
+    them: attention on CPU takes neighbours of equal length together.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]
     for i in sorted(ids, key=lambda i: (-lengths_R[i], i)):
         load, number = heap[0]
         bins[number].append(i)
         heapq.heapreplace(heap, (load + lengths_R[i], number))
-    return [tuple(sorted(members)) for members in bins]
+    return [_equal_lengths_together(sorted(members), lengths_R) for members in bins]
+
+
+def _equal_lengths_together(members: Sequence[int], lengths_R: Sequence[int]) -> tuple[int, ...]:
+    by_length: dict[int, list[int]] = {}
+    for i in members:
+        by_length.setdefault(lengths_R[i], []).append(i)
+    return tuple(chain.from_iterable(by_length.values()))
 
 
 def _tokens(ids: Iterable[int], lengths_R: Sequence[int]) -> int:

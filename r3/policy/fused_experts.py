@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from r3.policy import cpu_kernels, kernels
 from r3.policy.dispatch import Slots
 from r3.policy.modules import GroupedExperts
 from r3.policy.products import is_by_onednn, product
@@ -56,53 +58,45 @@ class _Experts(torch.autograd.Function):
     ) -> torch.Tensor:
         dtype, wide = tokens_ND.dtype, gates_NK.dtype
         slots_S, rows_S, sizes = _parts(experts_NK, len(w1), multiple=_multiple(tokens_ND))
-        gates_S1 = F.pad(gates_NK.flatten(), (0, 1)).index_select(0, slots_S)[:, None]
-        saved = []
+        gates_S = F.pad(gates_NK.flatten(), (0, 1)).index_select(0, slots_S)
+        saved, between = [], _between(tokens_ND)
         out_ND = torch.zeros_like(tokens_ND, dtype=wide)
-        for expert, rows, gates in _each(sizes, rows_S, gates_S1):
+        for expert, rows, gates in _each(sizes, rows_S, gates_S):
             both = product(tokens_ND.index_select(0, rows), w1[expert].t())
             saved.append(both)
-            gate, up = both.to(wide).chunk(2, -1)
-            inner = F.silu(gate).mul_(up).mul_(gates)
-            out_ND.index_add_(0, rows, product(inner.to(dtype), w2[expert].t()).to(wide))
-        ctx.save_for_backward(tokens_ND, gates_S1, slots_S, rows_S, *saved)
+            inner = between.weighted_swiglu(both, gates)
+            between.add_rows(out_ND, rows, product(inner, w2[expert].t()))
+        ctx.save_for_backward(tokens_ND, gates_S, slots_S, rows_S, *saved)
         ctx.sizes, ctx.weights, ctx.shape = sizes, (w1, w2), gates_NK.shape
         return out_ND.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        tokens_ND, gates_S1, slots_S, rows_S, *saved = ctx.saved_tensors
+        tokens_ND, gates_S, slots_S, rows_S, *saved = ctx.saved_tensors
         (d_out_ND,), (w1, w2) = upstream, ctx.weights
-        dtype, wide = tokens_ND.dtype, gates_S1.dtype
-        d_tokens_ND, d_gates_S1 = (
+        dtype, wide = tokens_ND.dtype, gates_S.dtype
+        d_tokens_ND, d_gates_S = (
             torch.zeros_like(tokens_ND, dtype=wide),
-            torch.empty_like(gates_S1),
+            torch.empty_like(gates_S),
         )
         w1_gradient, w2_gradient = (
             _WeightGradient(weight) if needed else None
             for weight, needed in zip((w1, w2), ctx.needs_input_grad[3:], strict=True)
         )
-        parts = _each(ctx.sizes, rows_S, gates_S1, d_gates_S1)
+        between = _between(tokens_ND)
+        parts = _each(ctx.sizes, rows_S, gates_S, d_gates_S)
         for both, (expert, rows, gates, d_gates) in zip(saved, parts, strict=True):
-            gate, up = both.to(wide).chunk(2, -1)
             d_outputs = d_out_ND.index_select(0, rows)
-            d_inner = product(d_outputs, w2[expert]).to(wide)
-            swish = F.silu(gate)
-            inner = swish * up
-            torch.sum(d_inner * inner, -1, keepdim=True, out=d_gates)
+            inner, d_both, d_gates[:] = between.weighted_swiglu_backward(
+                both, gates, product(d_outputs, w2[expert])
+            )
             if w2_gradient:
-                w2_gradient.add(expert, d_outputs.t(), inner.mul_(gates).to(dtype))
-            d_product = d_inner.mul_(gates)
-            d_both = torch.empty_like(both, dtype=wide)
-            d_gate, d_up = d_both.chunk(2, -1)
-            torch.mul(d_product, swish, out=d_up)
-            torch.ops.aten.silu_backward.grad_input(d_product.mul_(up), gate, grad_input=d_gate)
-            d_both = d_both.to(dtype)
+                w2_gradient.add(expert, d_outputs.t(), inner)
             if w1_gradient:
                 w1_gradient.add(expert, d_both.t(), tokens_ND.index_select(0, rows))
-            d_tokens_ND.index_add_(0, rows, product(d_both, w1[expert]).to(wide))
-        d_gates = d_gates_S1.new_zeros(ctx.shape.numel() + 1)
-        d_gates[slots_S] = d_gates_S1[:, 0]
+            between.add_rows(d_tokens_ND, rows, product(d_both, w1[expert]))
+        d_gates = d_gates_S.new_zeros(ctx.shape.numel() + 1)
+        d_gates[slots_S] = d_gates_S
         return (
             d_tokens_ND.to(dtype),
             d_gates[:-1].view(ctx.shape),
@@ -110,6 +104,11 @@ class _Experts(torch.autograd.Function):
             w1_gradient and w1_gradient.result(),
             w2_gradient and w2_gradient.result(),
         )
+
+
+def _between(tokens_ND: torch.Tensor) -> ModuleType:
+    """The module whose functions compute what lies between products."""
+    return cpu_kernels if cpu_kernels.is_faster(tokens_ND) else kernels
 
 
 def _multiple(tokens_ND: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from r3.policy import cpu_kernels
 from r3.policy.rope import Rotation
 from r3.runtime.mesh import Axis
 
@@ -74,29 +76,50 @@ class RMSNorm(nn.Module):
 class _Norm(torch.autograd.Function):
     """weight * x / sqrt(mean(x^2) + eps), with a backward in few passes that saves only its inputs.
 
-    With n = x / sqrt(...) and d = gradient * weight: dx = (d - n mean(d n)) / sqrt(...).
+    Rows of the last dimension are normed, in one pass over memory on CPU.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        x32 = x.float()
-        length = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
-        scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x32 * scale).to(x.dtype).mul_(weight)
+        norm = cpu_kernels.norm if cpu_kernels.is_faster(x) else plain_norm
+        out_ND, scale_N = norm(x.flatten(0, -2), weight, eps)
+        ctx.save_for_backward(x, weight, scale_N)
+        return out_ND.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        (gradient,) = upstream
-        normed = x.float() * scale
-        product = gradient.float() * normed
-        d_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
-        # mean(d n) = mean(gradient n weight)
-        mean = (product @ weight.float()).div_(x.shape[-1]).unsqueeze(-1)
-        d_normed = product.copy_(gradient).mul_(weight)
-        dx = d_normed.addcmul_(normed, mean, value=-1).mul_(scale)
-        return dx.to(x.dtype), d_weight, None
+        x, weight, scale_N = ctx.saved_tensors
+        backward = cpu_kernels.norm_backward if cpu_kernels.is_faster(x) else plain_norm_backward
+        d_x_ND, d_weight = backward(x.flatten(0, -2), weight, scale_N, upstream[0].flatten(0, -2))
+        return d_x_ND.view(x.shape), d_weight, None
+
+
+def plain_norm(
+    x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `cpu_kernels.norm` with torch's operators."""
+    x32 = x_ND.float()
+    length_N1 = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
+    scale_N1 = length_N1.square_().div_(x_ND.shape[-1]).add_(eps).rsqrt_()
+    return (x32 * scale_N1).to(x_ND.dtype).mul_(weight_D), scale_N1[:, 0]
+
+
+def plain_norm_backward(
+    x_ND: torch.Tensor, weight_D: torch.Tensor, scale_N: torch.Tensor, gradient_ND: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `cpu_kernels.norm_backward` with torch's operators.
+
+    With n = x * scale and d = gradient * weight: dx = (d - n mean(d n)) * scale.
+    """
+    scale_N1 = scale_N[:, None]
+    normed = x_ND.float() * scale_N1
+    product = gradient_ND.float() * normed
+    d_weight_D = product.sum(0).to(weight_D.dtype)
+    # mean(d n) = mean(gradient n weight)
+    mean_N1 = (product @ weight_D.float()).div_(x_ND.shape[-1]).unsqueeze(-1)
+    d_normed = product.copy_(gradient_ND).mul_(weight_D)
+    d_x_ND = d_normed.addcmul_(normed, mean_N1, value=-1).mul_(scale_N1)
+    return d_x_ND.to(x_ND.dtype), d_weight_D
 
 
 class LatentNorm(RMSNorm):
@@ -159,8 +182,8 @@ class CausalAttention(MegatronModule):
 
     Tokens attend within their sequence only. Queries and keys are rotated here, except those of
     latent attention. CUDA half precision uses torch's variable-length flash attention. Otherwise
-    each sequence uses torch's attention for CPU on its own, which is several times faster than
-    padding.
+    torch's attention for CPU runs once for all neighbours of equal length, which `r3.algo.packing`
+    puts next to each other, without padding or copies.
 
     Attributes:
         inverse_frequencies: of the rotation, float32 [d / 2]; None: Megatron rotates.
@@ -230,16 +253,21 @@ class CausalAttention(MegatronModule):
         grouped = query.shape[-2] != key.shape[-2]
         # The processor's bfloat16 attention rounds more, and is slower for short sequences.
         dtype = torch.promote_types(query.dtype, torch.float32)
-        parts = (
-            x.to(dtype).transpose(0, 1)[None].split(packed.lengths, 2) for x in (query, key, value)
-        )
+        runs = [(length, len(list(run))) for length, run in groupby(packed.lengths)]
+        sizes = [length * count for length, count in runs]
+        parts = (x.to(dtype).split(sizes) for x in (query, key, value))
         out = [
             F.scaled_dot_product_attention(
-                *qkv, is_causal=True, scale=self.scale, enable_gqa=grouped
-            ).transpose(1, 2)
-            for qkv in zip(*parts, strict=True)
+                *(x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv),
+                is_causal=True,
+                scale=self.scale,
+                enable_gqa=grouped,
+            )
+            .transpose(1, 2)
+            .flatten(0, 1)
+            for (length, count), *qkv in zip(runs, *parts, strict=True)
         ]
-        return torch.cat(out, 1)[0].to(query.dtype)
+        return torch.cat(out).to(query.dtype)
 
 
 def causal_varlen(

@@ -305,7 +305,11 @@ def test_every_rollout_once_groups_whole_within_the_limit(
         assert len({len(rank) for rank in update.micro_batches}) == 1
         assert (-(-sizes(update, lengths) // multiple) * multiple <= micro_batch_tokens).all()
         for rank in update.micro_batches:
-            assert all(list(ids) == sorted(ids) for ids in rank)
+            for ids in rank:
+                of_length = {lengths[i]: [j for j in ids if lengths[j] == lengths[i]] for i in ids}
+                # by index, and equal lengths together
+                together = sorted(map(sorted, of_length.values()))
+                assert list(ids) == [i for members in together for i in members]
         assert (
             np.diff(sizes(update, lengths), axis=1) <= 0
         ).all()  # the large ones of all ranks run together

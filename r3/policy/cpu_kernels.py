@@ -1,0 +1,279 @@
+"""What lies between two products of an expert, in one pass over memory: kernels for CPU.
+
+torch has an operator for each step of it (conversion, silu, product, sum), and an expert's numbers
+leave the processor's cache between two operators. Here Numba, which vLLM brings, compiles one loop
+for all steps. It does so when a loop is first called, in about a second, and keeps the result on
+disk for the next process.
+
+As in `r3.policy.kernels`, everything is computed in float32 at least and rounded once at the end.
+Every sum has a fixed order: the same row has the same bits in any batch. One thread runs a loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, types
+from numba.extending import overload
+
+
+def compiled(loop: Callable[..., None]) -> Callable[..., None]:
+    """Return the loop as machine code, kept on disk if any folder for it can be written."""
+    options = dict(nogil=True, error_model="numpy")
+    try:
+        return njit(cache=True, **options)(loop)
+    except RuntimeError:  # neither beside this file nor in the user's cache folder
+        return njit(**options)(loop)
+
+
+# --- bfloat16, which NumPy does not have: its bits as uint16 ------------------------------------
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _wide(value: Any) -> Any:
+    """Return the number as float32 or float64."""
+
+
+def _like(value: Any, stored: Any) -> Any:
+    """Return the number in the form of `stored`, rounded to nearest even."""
+
+
+@overload(_wide, strict=False)
+def _wide_compiled(value: Any) -> Any:
+    if value != types.uint16:
+        return lambda value: value
+    return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+
+
+@overload(_like, strict=False)
+def _like_compiled(value: Any, stored: Any) -> Any:
+    if stored != types.uint16:
+        return lambda value, stored: value
+
+    def rounded(value: Any, stored: Any) -> Any:
+        bits = np.float32(value).view(np.uint32)
+        is_odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+        half = np.uint32(np.uint32(0x7FFF) + is_odd)
+        # Rounding would carry the bits of a NaN over into the sign.
+        quiet = np.uint32(bits | np.uint32(0x400000))
+        kept = np.uint32(bits + half) if value == value else quiet
+        return np.uint16(np.uint32(kept) >> np.uint32(16))
+
+    return rounded
+
+
+# --- the logistic function ----------------------------------------------------------------------
+
+
+def _sigmoids(value: Any) -> Any:
+    """Return 1 / (1 + exp(-value)) and 1 minus that."""
+
+
+@overload(_sigmoids, strict=False)
+def _sigmoids_compiled(value: Any) -> Any:
+    if value == types.float64:
+
+        def exact(value: Any) -> Any:
+            sigmoid = 1.0 / (1.0 + math.exp(-value))
+            return sigmoid, 1.0 - sigmoid
+
+        return exact
+
+    # A call of the C library's exp would keep the loop from working on many numbers at once.
+    # exp(x) = 2^n exp(r) with |r| <= log(2) / 2, and Taylor's series for exp(r): the rest after
+    # r^7 / 7! is below 2^-27.
+    one, half, log2_e = np.float32(1), np.float32(0.5), np.float32(1 / math.log(2))
+    # log(2) in two parts: n times the first is exact.
+    high = np.float32(0.693359375)
+    low = np.float32(math.log(2) - 0.693359375)
+    largest, bias, shift = np.float32(87), np.int32(127), np.int32(23)
+    c2, c3, c4, c5, c6, c7 = (np.float32(1 / math.factorial(k)) for k in range(2, 8))
+
+    def fast(value: Any) -> Any:
+        x = min(max(-value, -largest), largest)
+        n = np.floor(x * log2_e + half)
+        r = (x - n * high) - n * low
+        series = ((((c7 * r + c6) * r + c5) * r + c4) * r + c3) * r + c2
+        power = np.int32((np.int32(n) + bias) << shift).view(np.float32)
+        sigmoid = one / (one + (series * r * r + r + one) * power)
+        return sigmoid, one - sigmoid
+
+    return fast
+
+
+# --- the loops ----------------------------------------------------------------------------------
+
+
+@compiled
+def _weighted_swiglu(both: Any, gates: Any, inner: Any) -> None:
+    rows, width = inner.shape
+    for row in range(rows):
+        weight = gates[row]
+        for column in range(width):
+            gate, up = _wide(both[row, column]), _wide(both[row, width + column])
+            swish = gate * _sigmoids(gate)[0]
+            inner[row, column] = _like(swish * up * weight, inner[row, column])
+
+
+@njit(fastmath={"reassoc"})
+def _sum(values: Any) -> Any:
+    """Add numbers in an order in which the processor adds several at once, always the same."""
+    total = values.dtype.type(0)
+    for value in values:
+        total += value
+    return total
+
+
+@compiled
+def _weighted_swiglu_backward(
+    both: Any, gates: Any, d_inner: Any, inner: Any, d_both: Any, d_gates: Any
+) -> None:
+    rows, width = inner.shape
+    terms = np.empty(width, gates.dtype)
+    for row in range(rows):
+        weight = gates[row]
+        for column in range(width):
+            gate, up = _wide(both[row, column]), _wide(both[row, width + column])
+            upstream = _wide(d_inner[row, column])
+            sigmoid, rest = _sigmoids(gate)
+            swish = gate * sigmoid
+            product = swish * up
+            terms[column] = upstream * product
+            d_product = upstream * weight
+            # d silu = sigmoid * (1 + gate * (1 - sigmoid)) = sigmoid + swish * (1 - sigmoid)
+            d_gate = d_product * up * (sigmoid + swish * rest)
+            inner[row, column] = _like(product * weight, inner[row, column])
+            d_both[row, column] = _like(d_gate, d_both[row, column])
+            d_both[row, width + column] = _like(d_product * swish, d_both[row, column])
+        d_gates[row] = _sum(terms)
+
+
+@compiled
+def _norm(x: Any, weight: Any, eps: Any, out: Any, scale: Any) -> None:
+    rows, width = x.shape
+    squares = np.empty(width, scale.dtype)
+    count, one = scale.dtype.type(width), scale.dtype.type(1)
+    for row in range(rows):
+        for column in range(width):
+            value = _wide(x[row, column])
+            squares[column] = value * value
+        factor = one / np.sqrt(_sum(squares) / count + eps[0])
+        scale[row] = factor
+        for column in range(width):
+            normed = _wide(_like(_wide(x[row, column]) * factor, x[row, column]))
+            out[row, column] = _like(normed * _wide(weight[column]), x[row, column])
+
+
+@compiled
+def _norm_backward(x: Any, weight: Any, scale: Any, gradient: Any, d_x: Any, d_weight: Any) -> None:
+    rows, width = x.shape
+    terms = np.empty(width, scale.dtype)
+    count = scale.dtype.type(width)
+    for row in range(rows):
+        factor = scale[row]
+        for column in range(width):
+            product = _wide(gradient[row, column]) * (_wide(x[row, column]) * factor)
+            d_weight[column] += product
+            terms[column] = product * _wide(weight[column])
+        mean = _sum(terms) / count
+        for column in range(width):
+            normed = _wide(x[row, column]) * factor
+            d_normed = _wide(gradient[row, column]) * _wide(weight[column])
+            d_x[row, column] = _like((d_normed - normed * mean) * factor, x[row, column])
+
+
+@compiled
+def _rotate(x: Any, cos: Any, sin: Any, way: Any, out: Any) -> None:
+    tokens, heads, width = x.shape
+    half = width // 2
+    for token in range(tokens):
+        for head in range(heads):
+            for column in range(half):
+                one, other = x[token, head, column], x[token, head, half + column]
+                for at, value, swapped in ((column, one, other), (half + column, other, one)):
+                    first = _wide(_like(_wide(value) * _wide(cos[token, 0, at]), value))
+                    second = way[0] * _wide(swapped) * _wide(sin[token, 0, at])
+                    out[token, head, at] = _like(first + second, value)
+
+
+@compiled
+def _add_rows(total: Any, rows: Any, values: Any) -> None:
+    count, width = values.shape
+    for i in range(count):
+        row = rows[i]
+        for column in range(width):
+            total[row, column] += _wide(values[i, column])
+
+
+# --- the same for tensors -----------------------------------------------------------------------
+
+
+def is_faster(tensor: torch.Tensor) -> bool:
+    """Whether these functions are to be used: on CPU with one thread; torch's operators use all."""
+    return tensor.device.type == "cpu" and torch.get_num_threads() == 1
+
+
+def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tensor:
+    """Compute `kernels.weighted_swiglu`."""
+    inner_SF = both_SF.new_empty(len(both_SF), both_SF.shape[1] // 2)
+    _weighted_swiglu(*map(_array, (both_SF, gates_S, inner_SF)))
+    return inner_SF
+
+
+def weighted_swiglu_backward(
+    both_SF: torch.Tensor, gates_S: torch.Tensor, d_inner_SF: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute `kernels.weighted_swiglu_backward`."""
+    inner_SF, d_both_SF = torch.empty_like(d_inner_SF), torch.empty_like(both_SF)
+    d_gates_S = torch.empty_like(gates_S)
+    tensors = (both_SF, gates_S, d_inner_SF, inner_SF, d_both_SF, d_gates_S)
+    _weighted_swiglu_backward(*map(_array, tensors))
+    return inner_SF, d_both_SF, d_gates_S
+
+
+def add_rows(total_ND: torch.Tensor, rows_S: torch.Tensor, values_SD: torch.Tensor) -> None:
+    """Compute `kernels.add_rows`."""
+    _add_rows(*map(_array, (total_ND, rows_S, values_SD)))
+
+
+def norm(
+    x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weight * x / sqrt(mean(x^2) + eps), and 1 / sqrt(...) of each row, [N]."""
+    x_ND, out_ND = x_ND.contiguous(), torch.empty(x_ND.shape, dtype=x_ND.dtype)
+    dtype = torch.promote_types(x_ND.dtype, torch.float32)
+    scale_N, eps_1 = torch.empty(len(x_ND), dtype=dtype), torch.tensor([eps], dtype=dtype)
+    _norm(*map(_array, (x_ND, weight_D, eps_1, out_ND, scale_N)))
+    return out_ND, scale_N
+
+
+def norm_backward(
+    x_ND: torch.Tensor, weight_D: torch.Tensor, scale_N: torch.Tensor, gradient_ND: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x and of the weight, for what `norm` returned."""
+    x_ND, gradient_ND = x_ND.contiguous(), gradient_ND.contiguous()
+    d_x_ND = torch.empty_like(x_ND)
+    d_weight_D = torch.zeros(len(weight_D), dtype=torch.float64)  # of as many terms as rows
+    _norm_backward(*map(_array, (x_ND, weight_D, scale_N, gradient_ND, d_x_ND, d_weight_D)))
+    return d_x_ND, d_weight_D.to(weight_D.dtype)
+
+
+def rotate(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, way: int) -> torch.Tensor:
+    """Return x * cos + way * (x with swapped halves) * sin; the first product is rounded.
+
+    Args:
+        x_Nhd: heads of tokens.
+        cos, sin: [N, 1, d].
+        way: 1, or -1 to turn back.
+    """
+    x_Nhd, signs = x_Nhd.contiguous(), torch.tensor([way], dtype=torch.float32)
+    out_Nhd = torch.empty_like(x_Nhd)
+    _rotate(*map(_array, (x_Nhd, cos, sin, signs, out_Nhd)))
+    return out_Nhd
