@@ -473,3 +473,10 @@ def test_a_part_larger_than_its_micro_batch_is_the_whole() -> None:
     whole = of_lengths(8, 4)
     part, _ = part_of(whole, 100, multiple=4, turn=3)
     assert part.cu_seqlens == whole.cu_seqlens and part.rollout_ids == whole.rollout_ids
+
+
+def test_sequences_of_equal_length_are_neighbours_in_a_micro_batch() -> None:
+    (update,) = plan_updates(
+        [7, 5, 9, 5, 7, 3, 5], [0] * 7, num_updates=1, num_ranks=1, micro_batch_tokens=41
+    )
+    assert update.micro_batches == (((0, 4, 1, 3, 6, 2, 5),),)

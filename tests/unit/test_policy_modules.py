@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from r3.policy.build import rounded_gating
-from r3.policy.modules import _Norm, grouped_heads
+from r3.policy.modules import CausalAttention, _Norm, grouped_heads, packed_params
 from r3.policy.rope import Rotation
 
 pytestmark = pytest.mark.unit
@@ -107,3 +108,38 @@ def test_rotation_and_its_gradient_turn_pairs(dtype: torch.dtype, tolerance: flo
     for one, exact in ((out, turned(x, turns)), (found, turned(gradient, turns.conj()))):
         assert one.dtype == dtype
         assert (one.double() - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neighbours_of_equal_length_attend_in_one_call_with_the_same_bits(
+    dtype: torch.dtype,
+) -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0
+    )
+    attention = CausalAttention(config)
+    lengths = [5, 70, 70, 70, 3, 70]
+    borders = [0, *itertools.accumulate(lengths)]
+    generator = torch.Generator().manual_seed(0)
+    gradient, *qkv = (
+        torch.randn(borders[-1], heads, 8, generator=generator).to(dtype) for heads in (4, 4, 2, 2)
+    )
+    leaves = [one.requires_grad_() for one in qkv]
+
+    def results(rows: slice, borders: list[int]) -> list[torch.Tensor]:
+        inputs = [leaf[rows] for leaf in leaves]
+        out = attention(*inputs, None, packed_params(borders, torch.device("cpu")))
+        return [out, *torch.autograd.grad(out, inputs, gradient[rows].flatten(1)[:, None])]
+
+    with torch.profiler.profile() as profile:
+        packed = results(slice(None), borders)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::scaled_dot_product_attention"] == 4  # 5; 70, 70, 70; 3; 70
+    for first, last in itertools.pairwise(borders):
+        alone = results(slice(first, last), [0, last - first])
+        assert all(torch.equal(x[first:last], y) for x, y in zip(packed, alone, strict=True))
+    # A sequence that saw its neighbour would differ.
+    together = results(slice(5, 145), [0, 140])
+    assert not torch.equal(together[0][70:], packed[0][75:145])

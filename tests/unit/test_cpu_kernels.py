@@ -1,0 +1,226 @@
+"""Compiled loops for CPU compute what torch's operators compute, and round as torch rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numba.core.caching
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from r3.policy import cpu_kernels, kernels, rope
+from r3.policy.modules import _Norm, plain_norm, plain_norm_backward
+
+pytestmark = pytest.mark.unit
+
+# A result is rounded once, to nearest: by half of the last of 24 or 8 bits, or of 53.
+HALF = {torch.float64: 2**-53, torch.float32: 2**-24, torch.bfloat16: 2**-9}
+ALL = pytest.mark.parametrize("dtype", list(HALF))
+S, F, D, HEADS, HEAD = 21, 40, 48, 3, 16
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _numbers(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def _expert(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gate beside up, weights of slots, gradient."""
+    gates_S = _numbers(S, dtype=torch.promote_types(dtype, torch.float32), seed=1).abs()
+    both_SF = _numbers(S, 2 * F, dtype=dtype, seed=0, scale=3.0)
+    return both_SF, gates_S, _numbers(S, F, dtype=dtype, seed=2)
+
+
+def _compare(found: Any, exact: Any, roundings: float, dtype: torch.dtype) -> None:
+    """The largest difference is within so many roundings of the largest value, and not always 0."""
+    for one, other in zip(found, exact, strict=True):
+        kind = dtype if one.dtype == dtype else torch.promote_types(dtype, torch.float32)
+        assert one.dtype == kind and one.shape == other.shape
+        error = (one.double() - other).abs().max() / other.abs().max()
+        assert error <= roundings * HALF[kind], (error, kind)
+
+
+@ALL
+def test_an_activation_and_its_gradients_equal_the_formula_in_float64(dtype: torch.dtype) -> None:
+    """A float32 result has about ten roundings behind it, a bfloat16 one a single one more."""
+    inputs = _expert(dtype)
+    exact = [one.double() for one in inputs]
+    roundings = 2.0 if dtype == torch.bfloat16 else 12.0
+    found = [cpu_kernels.weighted_swiglu(*inputs[:2])]
+    _compare(found, [kernels.weighted_swiglu(*exact[:2])], roundings, dtype)
+    found = list(cpu_kernels.weighted_swiglu_backward(*inputs))
+    # A gate's gradient is a float32 sum of F terms, also of bfloat16 numbers.
+    _compare(found[:2], kernels.weighted_swiglu_backward(*exact)[:2], roundings, dtype)
+    _compare(found[2:], kernels.weighted_swiglu_backward(*exact)[2:], F, dtype)
+    # The check sees a gradient that is 1 % too small.
+    wrong = found[1] * 0.99
+    with pytest.raises(AssertionError):
+        _compare([wrong], kernels.weighted_swiglu_backward(*exact)[1:2], roundings, dtype)
+
+
+@ALL
+def test_rows_are_added_with_the_bits_of_torch(dtype: torch.dtype) -> None:
+    wide = torch.promote_types(dtype, torch.float32)
+    rows_S = torch.tensor([4, 0, 4, 4, 1] * 4 + [0])
+    values_SD = _numbers(S, D, dtype=dtype, seed=3)
+    totals = [_numbers(6, D, dtype=wide, seed=4) for _ in range(2)]
+    before = totals[0].clone()
+    cpu_kernels.add_rows(totals[0], rows_S, values_SD)
+    kernels.add_rows(totals[1], rows_S, values_SD)
+    assert torch.equal(*totals) and not torch.equal(totals[0], before)
+    # In another order the sums round differently: the comparison would see it.
+    cpu_kernels.add_rows(before, rows_S.flip(0), values_SD.flip(0))
+    assert not torch.equal(totals[0], before)
+
+
+@ALL
+def test_a_norm_and_its_gradients_equal_the_formula_in_float64(dtype: torch.dtype) -> None:
+    """bfloat16 rounds twice, before and after the weight; float32 has some roundings of sums."""
+    x_ND, gradient_ND = (_numbers(S, D, dtype=dtype, seed=seed) for seed in (5, 6))
+    weight_D = 1 + _numbers(D, dtype=dtype, seed=7)
+    exact = [one.to(torch.float64, copy=True) for one in (x_ND, weight_D)]
+    length_N1 = exact[0].square().mean(-1, keepdim=True).add(1e-2).sqrt()
+    out_ND, scale_N = cpu_kernels.norm(x_ND, weight_D, 1e-2)
+    roundings = 4.0 if dtype == torch.bfloat16 else 12.0
+    _compare([out_ND], [exact[1] * exact[0] / length_N1], roundings, dtype)
+    _compare([scale_N], [1 / length_N1[:, 0]], 12.0, scale_N.dtype)
+    leaves = [one.requires_grad_() for one in exact]
+    again = torch.nn.functional.rms_norm(leaves[0], (D,), leaves[1], 1e-2)
+    expected = torch.autograd.grad(again, leaves, gradient_ND.double())
+    found = cpu_kernels.norm_backward(x_ND, weight_D, scale_N, gradient_ND)
+    _compare(found, expected, roundings, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_equals_the_one_of_torchs_operators(dtype: torch.dtype) -> None:
+    """Theirs is what CUDA uses. Both round what differs in the last bits of float32."""
+    x_ND, gradient_ND = (_numbers(S, D, dtype=dtype, seed=seed) for seed in (5, 6))
+    weight_D = 1 + _numbers(D, dtype=dtype, seed=7)
+    (out_ND, scale_N), plain = (
+        cpu_kernels.norm(x_ND, weight_D, 1e-6),
+        plain_norm(x_ND, weight_D, 1e-6),
+    )
+    found = (out_ND, scale_N, *cpu_kernels.norm_backward(x_ND, weight_D, scale_N, gradient_ND))
+    theirs = (*plain, *plain_norm_backward(x_ND, weight_D, plain[1], gradient_ND))
+    _compare(found, [one.double() for one in theirs], 12.0, dtype)
+
+
+@ALL
+def test_heads_are_turned_with_the_bits_of_two_products_and_a_sum(dtype: torch.dtype) -> None:
+    """As transformers writes it in float32 and float64; in bfloat16 as torch's addcmul rounds."""
+    x_Nhd = _numbers(S, HEADS, HEAD, dtype=dtype, seed=8)
+    turned = rope.Rotation(torch.arange(S), torch.rand(HEAD // 2), dtype)
+    swapped = x_Nhd.roll(HEAD // 2, -1)
+    for way in (1, -1):
+        found = cpu_kernels.rotate(x_Nhd, turned.cos, turned.sin, way=way)
+        expected = x_Nhd * turned.cos
+        if dtype == torch.bfloat16:
+            expected = expected.addcmul(swapped, turned.sin, value=way)
+        else:
+            expected = expected + way * (swapped * turned.sin)
+        assert torch.equal(found, expected)
+    parts = x_Nhd.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not parts.is_contiguous()
+    assert torch.equal(cpu_kernels.rotate(parts, turned.cos, turned.sin, way=-1), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    both_SF, gates_S, d_inner_SF = _expert(dtype)
+    whole = cpu_kernels.weighted_swiglu_backward(both_SF, gates_S, d_inner_SF)
+    some = cpu_kernels.weighted_swiglu_backward(both_SF[7:9], gates_S[7:9], d_inner_SF[7:9])
+    assert all(torch.equal(one[7:9], other) for one, other in zip(whole, some, strict=True))
+    weight = torch.rand(2 * F).to(dtype)
+    whole, some = (cpu_kernels.norm(x, weight, 1e-6) for x in (both_SF, both_SF[7:9]))
+    assert all(torch.equal(one[7:9], other) for one, other in zip(whole, some, strict=True))
+
+
+@njit
+def _round(values: Any, out: Any) -> None:
+    for i in range(len(values)):
+        out[i] = cpu_kernels._like(values[i], out[i])
+
+
+@njit
+def _both_sigmoids(values: Any, sigmoids: Any, rests: Any) -> None:
+    for i in range(len(values)):
+        sigmoids[i], rests[i] = cpu_kernels._sigmoids(values[i])
+
+
+def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
+    """All exponents and signs with bits around ties; infinities, denormals and NaNs among them."""
+    high = torch.arange(2**16, dtype=torch.int64)[:, None] << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    values = (high + low).flatten().to(torch.uint32).view(torch.float32)
+    out = torch.empty(len(values), dtype=torch.uint16)
+    _round(values.numpy(), out.numpy())
+    found, expected = out.view(torch.bfloat16), values.bfloat16()
+    is_nan = values.isnan()
+    assert is_nan.sum() > 1000 and found[is_nan].isnan().all()
+    # As integers, because a comparison of numbers takes -0 for 0.
+    assert torch.equal(found[~is_nan].view(torch.int16), expected[~is_nan].view(torch.int16))
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_the_logistic_function_is_exact_to_a_few_last_bits(kind: Any) -> None:
+    values = np.linspace(-80, 80, 100_001).astype(kind)
+    sigmoids, rests = np.empty_like(values), np.empty_like(values)
+    _both_sigmoids(values, sigmoids, rests)
+    exact = 1 / (1 + np.exp(-values.astype(np.longdouble)))
+    # Four roundings of half a last bit; an exponential of 80 also takes its argument's rounding.
+    bound = 8 * np.finfo(kind).eps if kind == np.float32 else 64 * np.finfo(kind).eps
+    assert 0 < (abs(sigmoids - exact) / exact).max() <= bound
+    assert abs(rests - (1 - exact)).max() <= 2 * np.finfo(kind).eps
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_that_are_not_finite_stay_visible(dtype: torch.dtype, value: float) -> None:
+    both_SF, gates_S, d_inner_SF = _expert(dtype)
+    both_SF[3, 5] = value
+    inner_SF = cpu_kernels.weighted_swiglu(both_SF, gates_S)
+    assert inner_SF.isfinite().sum() == inner_SF.numel() - 1 and not inner_SF[3, 5].isfinite()
+    _, d_both_SF, d_gates_S = cpu_kernels.weighted_swiglu_backward(both_SF, gates_S, d_inner_SF)
+    assert not d_both_SF[3, 5].isfinite() and not d_gates_S[3].isfinite()
+    assert d_both_SF[4:].isfinite().all() and d_gates_S[4:].isfinite().all()
+    out_SF, _ = cpu_kernels.norm(both_SF, torch.ones(2 * F).to(dtype), 1e-6)
+    assert not out_SF[3].isfinite().all() and out_SF[4:].isfinite().all()
+
+
+def test_torchs_operators_run_where_they_have_several_threads() -> None:
+    """They give other bits, so that a choice that is ignored would show."""
+    x, weight = _numbers(64, 256, dtype=torch.float32, seed=9), torch.rand(256)
+    assert cpu_kernels.is_faster(x) and not cpu_kernels.is_faster(x.to("meta"))
+    compiled, plain = cpu_kernels.norm(x, weight, 1e-6)[0], plain_norm(x, weight, 1e-6)[0]
+    assert not torch.equal(compiled, plain)
+    assert torch.equal(_Norm.apply(x, weight, 1e-6), compiled)
+    torch.set_num_threads(2)
+    assert not cpu_kernels.is_faster(x)
+    assert torch.equal(_Norm.apply(x, weight, 1e-6), plain_norm(x, weight, 1e-6)[0])
+
+
+def test_without_a_folder_for_compiled_code_a_loop_is_compiled_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(numba.core.caching.CompileResultCacheImpl, "_locator_classes", [])
+
+    def double(values: Any) -> None:
+        for i in range(len(values)):
+            values[i] *= 2
+
+    with pytest.raises(RuntimeError, match="cannot cache"):
+        njit(cache=True)(double)
+    values = np.ones(3)
+    cpu_kernels.compiled(double)(values)
+    assert values.tolist() == [2, 2, 2]
