@@ -30,6 +30,7 @@ from megatron.core.transformer.moe.router import Router
 from r3.config import Config, TrainConfig
 from r3.models.hf_config import yarn_mscale
 from r3.models.shape import ModelShape
+from r3.policy import cpu_kernels
 from r3.policy.context_parallel import ContextParallelAttention
 from r3.policy.device_experts import DeviceExperts
 from r3.policy.dispatch import TokenDispatcher
@@ -298,6 +299,8 @@ def _build_chunk(
     _set_rope(model, shape)
     model.to(device.torch)
     use_product(model)
+    if not device.is_cuda:
+        cpu_kernels.prepare(megatron.params_dtype)
     return model
 
 

@@ -220,6 +220,23 @@ def is_faster(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and torch.get_num_threads() == 1
 
 
+def prepare(dtype: torch.dtype) -> None:
+    """Compile the loops for a model's data type, or load them from disk.
+
+    Otherwise the first step would. Called before `r3.runtime.device.settle`, so that no later
+    search for garbage looks at the compiler's objects.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    both_SF, gates_S = torch.zeros(1, 4, dtype=dtype), torch.zeros(1, dtype=wide)
+    inner_SF = weighted_swiglu(both_SF, gates_S)
+    weighted_swiglu_backward(both_SF, gates_S, inner_SF)
+    add_rows(torch.zeros(1, 4, dtype=wide), torch.zeros(1, dtype=torch.int64), both_SF)
+    weight_D = both_SF[0]
+    _, scale_N = norm(both_SF, weight_D, 1.0)
+    norm_backward(both_SF, weight_D, scale_N, both_SF)
+    rotate(both_SF[None], both_SF[None], both_SF[None], way=1)
+
+
 def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tensor:
     """Compute `kernels.weighted_swiglu`."""
     inner_SF = both_SF.new_empty(len(both_SF), both_SF.shape[1] // 2)
