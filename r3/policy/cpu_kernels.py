@@ -33,8 +33,31 @@ def compiled(loop: Callable[..., None]) -> Callable[..., None]:
 # --- bfloat16, which NumPy does not have: its bits as uint16 ------------------------------------
 
 
+_FORMS = {torch.float64: "<f8", torch.float32: "<f4", torch.bfloat16: "<u2", torch.int64: "<i8"}
+
+
+class _Memory:
+    """A tensor's memory, as NumPy asks for it.
+
+    `Tensor.numpy` would forbid resizing that memory for ever, and Megatron resizes what it will
+    recompute.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        assert tensor.is_contiguous(), f"a tensor with strides {tensor.stride()}"
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": _FORMS[tensor.dtype],
+        }
+
+
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    """View a tensor, which must outlive the array."""
+    if not tensor.numel():  # has no address
+        return np.empty(tensor.shape, _FORMS[tensor.dtype])
+    return np.asarray(_Memory(tensor))
 
 
 def _wide(value: Any) -> Any:

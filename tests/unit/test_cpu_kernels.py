@@ -224,3 +224,20 @@ def test_without_a_folder_for_compiled_code_a_loop_is_compiled_each_time(
     values = np.ones(3)
     cpu_kernels.compiled(double)(values)
     assert values.tolist() == [2, 2, 2]
+
+
+def test_memory_that_a_loop_has_seen_can_still_be_resized() -> None:
+    """Megatron frees outputs that it will recompute; `Tensor.numpy` would keep it from that."""
+    out_ND, _ = cpu_kernels.norm(torch.ones(3, 4), torch.ones(4), 1e-6)
+    out_ND.untyped_storage().resize_(0)
+    other = torch.ones(3)
+    other.numpy()
+    with pytest.raises(RuntimeError, match="not resizable"):
+        other.untyped_storage().resize_(0)
+
+
+def test_a_tensor_with_gaps_is_refused_and_one_without_numbers_is_not() -> None:
+    both_SF, gates_S, _ = _expert(torch.float32)
+    with pytest.raises(AssertionError, match="strides"):
+        cpu_kernels.weighted_swiglu(both_SF[:, ::2], gates_S)
+    assert cpu_kernels.weighted_swiglu(both_SF[:0], gates_S[:0]).shape == (0, F)
