@@ -1,12 +1,16 @@
-"""What lies between two products of an expert, in one pass over memory: kernels for CPU.
+"""Kernels for CPU in one pass over memory: norms, rotations, what an expert does between products.
 
-torch has an operator for each step of it (conversion, silu, product, sum), and an expert's numbers
-leave the processor's cache between two operators. Here Numba, which vLLM brings, compiles one loop
-for all steps. It does so when a loop is first called, in about a second, and keeps the result on
+torch has an operator for each step (conversion, silu, product, sum), and the numbers leave the
+processor's cache between two operators. Here Numba, which vLLM installs, compiles one loop for all
+steps. It compiles a loop at its first call, in less than a second, and keeps the machine code on
 disk for the next process.
 
-As in `r3.policy.kernels`, everything is computed in float32 at least and rounded once at the end.
-Every sum has a fixed order: the same row has the same bits in any batch. One thread runs a loop.
+As in `r3.policy.kernels`, loops compute in float32 or float64 and round results once. Norms and
+rotations round their first product too, as transformers does. Every sum has a fixed order: the same
+row has the same bits in any batch. One thread runs a loop.
+
+The loops check no index, so that the functions at the end of this file check shapes, and
+`_add_rows` its rows.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ def compiled(loop: Callable[..., None]) -> Callable[..., None]:
         return njit(**options)(loop)
 
 
-# --- bfloat16, which NumPy does not have: its bits as uint16 ------------------------------------
+# --- tensors as NumPy arrays; NumPy has no bfloat16, whose bits are uint16 here -----------------
 
 
 _FORMS = {torch.float64: "<f8", torch.float32: "<f4", torch.bfloat16: "<u2", torch.int64: "<i8"}
@@ -231,6 +235,8 @@ def _add_rows(total: Any, rows: Any, values: Any) -> None:
     count, width = values.shape
     for i in range(count):
         row = rows[i]
+        if row < 0 or row >= len(total):
+            raise IndexError("a row that the total does not have")
         for column in range(width):
             total[row, column] += _wide(values[i, column])
 
@@ -239,7 +245,7 @@ def _add_rows(total: Any, rows: Any, values: Any) -> None:
 
 
 def is_faster(tensor: torch.Tensor) -> bool:
-    """Whether these functions are to be used: on CPU with one thread; torch's operators use all."""
+    """Whether to use these functions: on CPU with one thread. torch's operators use all threads."""
     return tensor.device.type == "cpu" and torch.get_num_threads() == 1
 
 
@@ -262,6 +268,7 @@ def prepare(dtype: torch.dtype) -> None:
 
 def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tensor:
     """Compute `kernels.weighted_swiglu`."""
+    assert gates_S.shape == both_SF.shape[:1], (gates_S.shape, both_SF.shape)
     inner_SF = both_SF.new_empty(len(both_SF), both_SF.shape[1] // 2)
     _weighted_swiglu(*map(_array, (both_SF, gates_S, inner_SF)))
     return inner_SF
@@ -271,6 +278,8 @@ def weighted_swiglu_backward(
     both_SF: torch.Tensor, gates_S: torch.Tensor, d_inner_SF: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute `kernels.weighted_swiglu_backward`."""
+    shapes = gates_S.shape, both_SF.shape, d_inner_SF.shape
+    assert shapes[1:] == ((*shapes[0], 2 * shapes[2][1]), (*shapes[0], shapes[2][1])), shapes
     inner_SF, d_both_SF = torch.empty_like(d_inner_SF), torch.empty_like(both_SF)
     d_gates_S = torch.empty_like(gates_S)
     tensors = (both_SF, gates_S, d_inner_SF, inner_SF, d_both_SF, d_gates_S)
@@ -279,7 +288,13 @@ def weighted_swiglu_backward(
 
 
 def add_rows(total_ND: torch.Tensor, rows_S: torch.Tensor, values_SD: torch.Tensor) -> None:
-    """Compute `kernels.add_rows`."""
+    """Compute `kernels.add_rows`.
+
+    Raises:
+        IndexError: a row is not in the total.
+    """
+    shapes = total_ND.shape, rows_S.shape, values_SD.shape
+    assert shapes[2] == (*shapes[1], shapes[0][1]), shapes
     _add_rows(*map(_array, (total_ND, rows_S, values_SD)))
 
 
@@ -287,8 +302,10 @@ def norm(
     x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight * x / sqrt(mean(x^2) + eps), and 1 / sqrt(...) of each row, [N]."""
+    assert weight_D.shape == x_ND.shape[1:], (weight_D.shape, x_ND.shape)
     x_ND, out_ND = x_ND.contiguous(), torch.empty(x_ND.shape, dtype=x_ND.dtype)
     dtype = torch.promote_types(x_ND.dtype, torch.float32)
+    # An array, because Numba would compute in float64 with a number of Python.
     scale_N, eps_1 = torch.empty(len(x_ND), dtype=dtype), torch.tensor([eps], dtype=dtype)
     _norm(*map(_array, (x_ND, weight_D, eps_1, out_ND, scale_N)))
     return out_ND, scale_N
@@ -298,6 +315,9 @@ def norm_backward(
     x_ND: torch.Tensor, weight_D: torch.Tensor, scale_N: torch.Tensor, gradient_ND: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of x and of the weight, for what `norm` returned."""
+    assert gradient_ND.shape == x_ND.shape == (*scale_N.shape, *weight_D.shape), (
+        f"{gradient_ND.shape}, {x_ND.shape}, {scale_N.shape}, {weight_D.shape}"
+    )
     x_ND, gradient_ND = x_ND.contiguous(), gradient_ND.contiguous()
     d_x_ND = torch.empty_like(x_ND)
     d_weight_D = torch.zeros(len(weight_D), dtype=torch.float64)  # of as many terms as rows
@@ -313,6 +333,8 @@ def rotate(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, way: in
         cos, sin: [N, 1, d].
         way: 1, or -1 to turn back.
     """
+    tokens, _, width = x_Nhd.shape
+    assert cos.shape == sin.shape == (tokens, 1, width), (cos.shape, sin.shape, x_Nhd.shape)
     x_Nhd, signs = x_Nhd.contiguous(), torch.tensor([way], dtype=torch.float32)
     out_Nhd = torch.empty_like(x_Nhd)
     _rotate(*map(_array, (x_Nhd, cos, sin, signs, out_Nhd)))

@@ -2,8 +2,9 @@
 
 Megatron's dispatcher writes one copy of a token per chosen expert, sorted, and one per output.
 Here experts take their rows from the tokens and add their outputs to them one expert after the
-other, so that what an expert works on stays in the processor's cache. The order of a sum is that of
-the experts, whatever the batch: forward and recomputation give the same bits.
+other. With one thread, a compiled loop does all that lies between two products (`cpu_kernels`);
+with several, torch's operators do (`kernels`). The order of a sum is that of the experts, whatever
+the batch: forward and recomputation give the same bits.
 """
 
 from __future__ import annotations

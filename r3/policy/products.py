@@ -3,7 +3,7 @@
 torch leaves float32 products on CPU to MKL, which uses half of an AVX-512 register on AMD
 processors. AMD processors of family 26 and later compute a whole register at once, and oneDNN takes
 half of MKL's time there. On family 25 both take the same time, but oneDNN needs preparation for
-every new number of rows. Processors of other vendors, which were not measured, keep MKL.
+every new number of rows. Processors of other vendors keep MKL; oneDNN was not measured there.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _expert(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def _compare(found: Any, exact: Any, roundings: float, dtype: torch.dtype) -> None:
-    """The largest difference is within so many roundings of the largest value, and not always 0."""
+    """Assert that the largest difference is within so many roundings of the largest value."""
     for one, other in zip(found, exact, strict=True):
         kind = dtype if one.dtype == dtype else torch.promote_types(dtype, torch.float32)
         assert one.dtype == kind and one.shape == other.shape
@@ -234,6 +234,29 @@ def test_memory_that_a_loop_has_seen_can_still_be_resized() -> None:
     other.numpy()
     with pytest.raises(RuntimeError, match="not resizable"):
         other.untyped_storage().resize_(0)
+
+
+def test_shapes_and_rows_that_do_not_fit_are_refused() -> None:
+    """The loops would read and write memory of other tensors."""
+    both_SF, gates_S, d_inner_SF = _expert(torch.float32)
+    weight, scale_S = torch.ones(2 * F), torch.ones(S)
+    cos = torch.ones(S, 1, HEAD)
+    x_Nhd = _numbers(S, HEADS, HEAD, dtype=torch.float32, seed=8)
+    for call in (
+        lambda: cpu_kernels.weighted_swiglu(both_SF, gates_S[1:]),
+        lambda: cpu_kernels.weighted_swiglu_backward(both_SF, gates_S, d_inner_SF[:, 1:]),
+        lambda: cpu_kernels.weighted_swiglu_backward(both_SF, gates_S[1:], d_inner_SF),
+        lambda: cpu_kernels.add_rows(both_SF, torch.zeros(3, dtype=torch.int64), both_SF),
+        lambda: cpu_kernels.norm(both_SF, weight[1:], 1e-6),
+        lambda: cpu_kernels.norm_backward(both_SF, weight, scale_S[1:], both_SF),
+        lambda: cpu_kernels.norm_backward(both_SF, weight, scale_S, both_SF[1:]),
+        lambda: cpu_kernels.rotate(x_Nhd, cos[1:], cos[1:], way=1),
+    ):
+        with pytest.raises(AssertionError):
+            call()
+    for row in (-1, S):
+        with pytest.raises(IndexError, match="does not have"):
+            cpu_kernels.add_rows(both_SF, torch.tensor([row]), both_SF[:1].clone())
 
 
 def test_a_tensor_with_gaps_is_refused_and_one_without_numbers_is_not() -> None:
