@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from r3.engine import cpu_experts
+
 
 def replace_layers(modules: Sequence[Any]) -> None:
     """Replace layers of a built engine: norms, rotation of slices, experts and attention."""
@@ -65,11 +67,20 @@ def plain_experts() -> dict[str, object]:
 
 
 def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
-    """Return `MoERunner.forward` of a layer without what it does for other layers."""
+    """Return `MoERunner.forward` of a layer without what it does for other layers.
+
+    With one thread and AVX-512, `cpu_experts` computes what vLLM's portable kernel would.
+    """
     from vllm._custom_ops import cpu_fused_moe
 
     experts, router, gate = runner.routed_experts, runner.router, runner.gate
     kernel = experts.quant_method.moe_kernel.fused_experts
+    is_plain = (experts.activation.value, kernel.isa) == ("silu", "vec")
+    has_bias = kernel.w1_bias is not None or kernel.w2_bias is not None
+    dtype = experts.w13_weight.dtype
+    is_own = is_plain and not has_bias and cpu_experts.can_compute(dtype)
+    if is_own:
+        cpu_experts.prepare(dtype)
     shared = runner.shared_experts and runner.shared_experts._layer
     scale, activation = runner.routed_scaling_factor, experts.activation.value
 
@@ -82,19 +93,15 @@ def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
             router_logits, _ = gate(hidden_states)
         of_shared = shared(hidden_states) if shared else None
         weights, ids = router.select_experts(hidden_states, router_logits, input_ids=input_ids)
-        output = torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
-        cpu_fused_moe(
-            output,
-            hidden_states,
-            experts.w13_weight,  # replaced by every weight sync
-            experts.w2_weight,
-            kernel.w1_bias,
-            kernel.w2_bias,
-            weights,
-            ids,
-            activation,
-            kernel.isa,
-        )
+        w13, w2 = experts.w13_weight, experts.w2_weight  # replaced by every weight sync
+        if is_own:
+            output = cpu_experts.experts(hidden_states, w13, w2, weights, ids)
+        else:
+            output = torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
+            biases = kernel.w1_bias, kernel.w2_bias
+            cpu_fused_moe(
+                output, hidden_states, w13, w2, *biases, weights, ids, activation, kernel.isa
+            )
         if scale != 1.0:
             output *= scale
         return output if of_shared is None else of_shared + output

@@ -16,7 +16,6 @@ The loops check no index, so that the functions at the end of this file check sh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,76 +23,7 @@ import torch
 from numba import njit, types
 from numba.extending import overload
 
-
-def compiled(loop: Callable[..., None]) -> Callable[..., None]:
-    """Return the loop as machine code, kept on disk if any folder for it can be written."""
-    options = dict(nogil=True, error_model="numpy")
-    try:
-        return njit(cache=True, **options)(loop)
-    except RuntimeError:  # neither beside this file nor in the user's cache folder
-        return njit(**options)(loop)
-
-
-# --- tensors as NumPy arrays; NumPy has no bfloat16, whose bits are uint16 here -----------------
-
-
-_FORMS = {torch.float64: "<f8", torch.float32: "<f4", torch.bfloat16: "<u2", torch.int64: "<i8"}
-
-
-class _Memory:
-    """A tensor's memory, as NumPy asks for it.
-
-    `Tensor.numpy` would forbid resizing that memory for ever, and Megatron resizes what it will
-    recompute.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        assert tensor.is_contiguous(), f"a tensor with strides {tensor.stride()}"
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "typestr": _FORMS[tensor.dtype],
-        }
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    """View a tensor, which must outlive the array."""
-    if not tensor.numel():  # has no address
-        return np.empty(tensor.shape, _FORMS[tensor.dtype])
-    return np.asarray(_Memory(tensor))
-
-
-def _wide(value: Any) -> Any:
-    """Return the number as float32 or float64."""
-
-
-def _like(value: Any, stored: Any) -> Any:
-    """Return the number in the form of `stored`, rounded to nearest even."""
-
-
-@overload(_wide, strict=False)
-def _wide_compiled(value: Any) -> Any:
-    if value != types.uint16:
-        return lambda value: value
-    return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
-
-
-@overload(_like, strict=False)
-def _like_compiled(value: Any, stored: Any) -> Any:
-    if stored != types.uint16:
-        return lambda value, stored: value
-
-    def rounded(value: Any, stored: Any) -> Any:
-        bits = np.float32(value).view(np.uint32)
-        is_odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-        half = np.uint32(np.uint32(0x7FFF) + is_odd)
-        # Rounding would carry the bits of a NaN over into the sign.
-        quiet = np.uint32(bits | np.uint32(0x400000))
-        kept = np.uint32(bits + half) if value == value else quiet
-        return np.uint16(np.uint32(kept) >> np.uint32(16))
-
-    return rounded
+from r3.runtime.compiled import array, compiled, like, wide
 
 
 # --- the logistic function ----------------------------------------------------------------------
@@ -144,9 +74,9 @@ def _weighted_swiglu(both: Any, gates: Any, inner: Any) -> None:
     for row in range(rows):
         weight = gates[row]
         for column in range(width):
-            gate, up = _wide(both[row, column]), _wide(both[row, width + column])
+            gate, up = wide(both[row, column]), wide(both[row, width + column])
             swish = gate * _sigmoids(gate)[0]
-            inner[row, column] = _like(swish * up * weight, inner[row, column])
+            inner[row, column] = like(swish * up * weight, inner[row, column])
 
 
 @njit(fastmath={"reassoc"})
@@ -167,8 +97,8 @@ def _weighted_swiglu_backward(
     for row in range(rows):
         weight = gates[row]
         for column in range(width):
-            gate, up = _wide(both[row, column]), _wide(both[row, width + column])
-            upstream = _wide(d_inner[row, column])
+            gate, up = wide(both[row, column]), wide(both[row, width + column])
+            upstream = wide(d_inner[row, column])
             sigmoid, rest = _sigmoids(gate)
             swish = gate * sigmoid
             product = swish * up
@@ -176,9 +106,9 @@ def _weighted_swiglu_backward(
             d_product = upstream * weight
             # d silu = sigmoid * (1 + gate * (1 - sigmoid)) = sigmoid + swish * (1 - sigmoid)
             d_gate = d_product * up * (sigmoid + swish * rest)
-            inner[row, column] = _like(product * weight, inner[row, column])
-            d_both[row, column] = _like(d_gate, d_both[row, column])
-            d_both[row, width + column] = _like(d_product * swish, d_both[row, column])
+            inner[row, column] = like(product * weight, inner[row, column])
+            d_both[row, column] = like(d_gate, d_both[row, column])
+            d_both[row, width + column] = like(d_product * swish, d_both[row, column])
         d_gates[row] = _sum(terms)
 
 
@@ -189,13 +119,13 @@ def _norm(x: Any, weight: Any, eps: Any, out: Any, scale: Any) -> None:
     count, one = scale.dtype.type(width), scale.dtype.type(1)
     for row in range(rows):
         for column in range(width):
-            value = _wide(x[row, column])
+            value = wide(x[row, column])
             squares[column] = value * value
         factor = one / np.sqrt(_sum(squares) / count + eps[0])
         scale[row] = factor
         for column in range(width):
-            normed = _wide(_like(_wide(x[row, column]) * factor, x[row, column]))
-            out[row, column] = _like(normed * _wide(weight[column]), x[row, column])
+            normed = wide(like(wide(x[row, column]) * factor, x[row, column]))
+            out[row, column] = like(normed * wide(weight[column]), x[row, column])
 
 
 @compiled
@@ -206,14 +136,14 @@ def _norm_backward(x: Any, weight: Any, scale: Any, gradient: Any, d_x: Any, d_w
     for row in range(rows):
         factor = scale[row]
         for column in range(width):
-            product = _wide(gradient[row, column]) * (_wide(x[row, column]) * factor)
+            product = wide(gradient[row, column]) * (wide(x[row, column]) * factor)
             d_weight[column] += product
-            terms[column] = product * _wide(weight[column])
+            terms[column] = product * wide(weight[column])
         mean = _sum(terms) / count
         for column in range(width):
-            normed = _wide(x[row, column]) * factor
-            d_normed = _wide(gradient[row, column]) * _wide(weight[column])
-            d_x[row, column] = _like((d_normed - normed * mean) * factor, x[row, column])
+            normed = wide(x[row, column]) * factor
+            d_normed = wide(gradient[row, column]) * wide(weight[column])
+            d_x[row, column] = like((d_normed - normed * mean) * factor, x[row, column])
 
 
 @compiled
@@ -225,9 +155,9 @@ def _rotate(x: Any, cos: Any, sin: Any, way: Any, out: Any) -> None:
             for column in range(half):
                 one, other = x[token, head, column], x[token, head, half + column]
                 for at, value, swapped in ((column, one, other), (half + column, other, one)):
-                    first = _wide(_like(_wide(value) * _wide(cos[token, 0, at]), value))
-                    second = way[0] * _wide(swapped) * _wide(sin[token, 0, at])
-                    out[token, head, at] = _like(first + second, value)
+                    first = wide(like(wide(value) * wide(cos[token, 0, at]), value))
+                    second = way[0] * wide(swapped) * wide(sin[token, 0, at])
+                    out[token, head, at] = like(first + second, value)
 
 
 @compiled
@@ -238,7 +168,7 @@ def _add_rows(total: Any, rows: Any, values: Any) -> None:
         if row < 0 or row >= len(total):
             raise IndexError("a row that the total does not have")
         for column in range(width):
-            total[row, column] += _wide(values[i, column])
+            total[row, column] += wide(values[i, column])
 
 
 # --- the same for tensors -----------------------------------------------------------------------
@@ -270,7 +200,7 @@ def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tenso
     """Compute `kernels.weighted_swiglu`."""
     assert gates_S.shape == both_SF.shape[:1], (gates_S.shape, both_SF.shape)
     inner_SF = both_SF.new_empty(len(both_SF), both_SF.shape[1] // 2)
-    _weighted_swiglu(*map(_array, (both_SF, gates_S, inner_SF)))
+    _weighted_swiglu(*map(array, (both_SF, gates_S, inner_SF)))
     return inner_SF
 
 
@@ -283,7 +213,7 @@ def weighted_swiglu_backward(
     inner_SF, d_both_SF = torch.empty_like(d_inner_SF), torch.empty_like(both_SF)
     d_gates_S = torch.empty_like(gates_S)
     tensors = (both_SF, gates_S, d_inner_SF, inner_SF, d_both_SF, d_gates_S)
-    _weighted_swiglu_backward(*map(_array, tensors))
+    _weighted_swiglu_backward(*map(array, tensors))
     return inner_SF, d_both_SF, d_gates_S
 
 
@@ -295,7 +225,7 @@ def add_rows(total_ND: torch.Tensor, rows_S: torch.Tensor, values_SD: torch.Tens
     """
     shapes = total_ND.shape, rows_S.shape, values_SD.shape
     assert shapes[2] == (*shapes[1], shapes[0][1]), shapes
-    _add_rows(*map(_array, (total_ND, rows_S, values_SD)))
+    _add_rows(*map(array, (total_ND, rows_S, values_SD)))
 
 
 def norm(
@@ -307,7 +237,7 @@ def norm(
     dtype = torch.promote_types(x_ND.dtype, torch.float32)
     # An array, because Numba would compute in float64 with a number of Python.
     scale_N, eps_1 = torch.empty(len(x_ND), dtype=dtype), torch.tensor([eps], dtype=dtype)
-    _norm(*map(_array, (x_ND, weight_D, eps_1, out_ND, scale_N)))
+    _norm(*map(array, (x_ND, weight_D, eps_1, out_ND, scale_N)))
     return out_ND, scale_N
 
 
@@ -321,7 +251,7 @@ def norm_backward(
     x_ND, gradient_ND = x_ND.contiguous(), gradient_ND.contiguous()
     d_x_ND = torch.empty_like(x_ND)
     d_weight_D = torch.zeros(len(weight_D), dtype=torch.float64)  # of as many terms as rows
-    _norm_backward(*map(_array, (x_ND, weight_D, scale_N, gradient_ND, d_x_ND, d_weight_D)))
+    _norm_backward(*map(array, (x_ND, weight_D, scale_N, gradient_ND, d_x_ND, d_weight_D)))
     return d_x_ND, d_weight_D.to(weight_D.dtype)
 
 
@@ -337,5 +267,5 @@ def rotate(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, way: in
     assert cos.shape == sin.shape == (tokens, 1, width), (cos.shape, sin.shape, x_Nhd.shape)
     x_Nhd, signs = x_Nhd.contiguous(), torch.tensor([way], dtype=torch.float32)
     out_Nhd = torch.empty_like(x_Nhd)
-    _rotate(*map(_array, (x_Nhd, cos, sin, signs, out_Nhd)))
+    _rotate(*map(array, (x_Nhd, cos, sin, signs, out_Nhd)))
     return out_Nhd
