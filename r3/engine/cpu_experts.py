@@ -93,9 +93,7 @@ def _multiply(
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         _, tokens, inputs, weights, sums, width, ahead, _ = values
         kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-        fused = cgutils.get_or_insert_function(
-            builder.module, kind, f"llvm.fma.v{LANES}f32"
-        )
+        fused = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
         kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), _INT32, _INT32, _INT32])
         fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         # To read, into the second-level cache, of data
@@ -135,9 +133,7 @@ def _multiply(
         added = []
         for row in range(count):
             offset = builder.add(builder.mul(inputs, number(row)), step)
-            value = builder.load(
-                pointer(tokens, builder.mul(offset, number(4)), _FLOAT), align=4
-            )
+            value = builder.load(pointer(tokens, builder.mul(offset, number(4)), _FLOAT), align=4)
             value = builder.insert_element(nothing, value, ir.Constant(_INT32, 0))
             value = builder.shuffle_vector(value, nothing, same)
             for factor, total in zip(factors, totals[2 * row : 2 * row + 2], strict=True):
@@ -149,9 +145,7 @@ def _multiply(
         builder.position_at_end(after)
         for i, total in enumerate(added):
             offset = builder.add(builder.mul(width, number(i // 2)), number(i % 2 * LANES))
-            builder.store(
-                total, pointer(sums, builder.mul(offset, number(4)), _VECTOR), align=4
-            )
+            builder.store(total, pointer(sums, builder.mul(offset, number(4)), _VECTOR), align=4)
         return context.get_dummy_value()
 
     return signature, build
@@ -254,6 +248,8 @@ def _experts(addresses: Any, sizes: Any, similar: Any) -> None:
     """
     at_tokens, w13, w2, at_gates, at_chosen, at_out = addresses
     N, K, E, D, F = sizes
+    if not N:
+        return
     tokens, out = carray(_at(at_tokens, similar), (N, D)), carray(_at(at_out, similar), (N, D))
     rows = np.empty((N, D), np.float32)
     both = np.empty((N, 2 * F), np.float32)

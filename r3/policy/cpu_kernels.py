@@ -25,7 +25,6 @@ from numba.extending import overload
 
 from r3.runtime.compiled import array, compiled, like, wide
 
-
 # --- the logistic function ----------------------------------------------------------------------
 
 

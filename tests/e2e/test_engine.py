@@ -8,8 +8,9 @@ import mmap
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.e2e import guard_cases, push_cases, step_cases
+from tests.e2e import expert_cases, guard_cases, push_cases, step_cases
 from tests.e2e.guard_cases import Guards
 from tests.e2e.step_cases import Direct
 from tests.errors import NOTHING
@@ -200,3 +201,10 @@ def test_memory_leaves_and_comes_back_bit_for_bit(dtype: str) -> None:
         equal=True,
         mistakes_equal={"MoERunner": False, "Attention": False},
     )
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512")
+def test_experts_have_the_bits_of_vllms_kernel() -> None:
+    (found,) = run_world(expert_cases.same_bits, 1)
+    assert len(found) == 24
+    assert not [name for name, equal in found.items() if not equal]

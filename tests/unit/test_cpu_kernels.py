@@ -13,6 +13,7 @@ from numba import njit
 
 from r3.policy import cpu_kernels, kernels, rope
 from r3.policy.modules import _Norm, plain_norm, plain_norm_backward
+from r3.runtime.compiled import compiled, like
 
 pytestmark = pytest.mark.unit
 
@@ -149,7 +150,7 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
 @njit
 def _round(values: Any, out: Any) -> None:
     for i in range(len(values)):
-        out[i] = cpu_kernels._like(values[i], out[i])
+        out[i] = like(values[i], out[i])
 
 
 @njit
@@ -202,9 +203,9 @@ def test_torchs_operators_run_where_they_have_several_threads() -> None:
     """They give other bits, so that a choice that is ignored would show."""
     x, weight = _numbers(64, 256, dtype=torch.float32, seed=9), torch.rand(256)
     assert cpu_kernels.is_faster(x) and not cpu_kernels.is_faster(x.to("meta"))
-    compiled, plain = cpu_kernels.norm(x, weight, 1e-6)[0], plain_norm(x, weight, 1e-6)[0]
-    assert not torch.equal(compiled, plain)
-    assert torch.equal(_Norm.apply(x, weight, 1e-6), compiled)
+    in_loop, plain = cpu_kernels.norm(x, weight, 1e-6)[0], plain_norm(x, weight, 1e-6)[0]
+    assert not torch.equal(in_loop, plain)
+    assert torch.equal(_Norm.apply(x, weight, 1e-6), in_loop)
     torch.set_num_threads(2)
     assert not cpu_kernels.is_faster(x)
     assert torch.equal(_Norm.apply(x, weight, 1e-6), plain_norm(x, weight, 1e-6)[0])
@@ -222,7 +223,7 @@ def test_without_a_folder_for_compiled_code_a_loop_is_compiled_each_time(
     with pytest.raises(RuntimeError, match="cannot cache"):
         njit(cache=True)(double)
     values = np.ones(3)
-    cpu_kernels.compiled(double)(values)
+    compiled(double)(values)
     assert values.tolist() == [2, 2, 2]
 
 
