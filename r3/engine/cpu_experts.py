@@ -251,11 +251,8 @@ def _experts(addresses: Any, sizes: Any, similar: Any) -> None:
     if not N:
         return
     tokens, out = carray(_at(at_tokens, similar), (N, D)), carray(_at(at_out, similar), (N, D))
-    rows = np.empty((N, D), np.float32)
-    both = np.empty((N, 2 * F), np.float32)
-    inner = np.empty((N, F), np.float32)
     outputs = np.empty((N * K, D), np.float32)  # in the order of experts
-    gates = carray(_at(at_gates, rows), (N, K))
+    gates = carray(_at(at_gates, outputs), (N, K))
     slots, places = np.empty(N * K, np.int32), np.empty((N, K), np.int32)
     ends = np.zeros(E + 1, np.int32)
     chosen = carray(_at(at_chosen, ends), (N, K))
@@ -266,6 +263,9 @@ def _experts(addresses: Any, sizes: Any, similar: Any) -> None:
             if chosen[n, k] < 0 or chosen[n, k] >= E:
                 raise IndexError("an expert that the layer does not have")
             ends[chosen[n, k] + 1] += 1
+    most = ends.max()  # slots of one expert
+    rows = np.empty((most, D), np.float32)
+    both, inner = np.empty((most, 2 * F), np.float32), np.empty((most, F), np.float32)
     for expert in range(E):
         ends[expert + 1] += ends[expert]
     for n in range(N):

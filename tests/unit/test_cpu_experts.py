@@ -106,6 +106,15 @@ def test_a_number_that_is_not_one_stays_visible() -> None:
     assert found[4].isnan().all() and not found[:4].isnan().any()
 
 
+def test_a_token_may_have_an_expert_twice() -> None:
+    """An expert then has more slots than there are tokens."""
+    tokens, w13, w2, gates, chosen = _layer(torch.float32)
+    twice = chosen[:, 1:2].expand(N, K).contiguous()
+    found = _run((tokens, w13, w2, gates, twice))
+    once = _run((tokens, w13, w2, gates.sum(1, keepdim=True), twice[:, :1].contiguous()))
+    torch.testing.assert_close(found, once, rtol=1e-5, atol=1e-5)  # sums of three float32 numbers
+
+
 @pytest.mark.parametrize("expert", [-1, E])
 def test_an_expert_that_the_layer_does_not_have_is_refused(expert: int) -> None:
     """Its weights would be the memory of something else."""
