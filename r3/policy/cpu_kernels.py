@@ -10,7 +10,7 @@ rotations round their first product too, as transformers does. Every sum has a f
 row has the same bits in any batch. One thread runs a loop.
 
 The loops check no index, so that the functions at the end of this file check shapes, and
-`_add_rows` its rows.
+`_add_rows` and `_take_rows` their rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from numba import njit, types
 from numba.extending import overload
 
-from r3.runtime.compiled import array, compiled, like, wide
+from r3.runtime.compiled import array, compiled, fetch, like, wide
 
 # --- the logistic function ----------------------------------------------------------------------
 
@@ -159,15 +159,42 @@ def _rotate(x: Any, cos: Any, sin: Any, way: Any, out: Any) -> None:
                     out[token, head, at] = like(first + second, value)
 
 
+AHEAD = 4
+"""Rows that lie anywhere are asked for so many rows before they are used."""
+
+
+@compiled
+def _fetch_row(values: Any, rows: Any, i: Any) -> None:
+    """Ask for the i-th of the rows, if there is one."""
+    if i < len(rows):
+        size = values.shape[1] * values.itemsize
+        begin = values.ctypes.data + rows[i] * size
+        for offset in range(0, size, 64):
+            fetch(begin + offset)
+
+
 @compiled
 def _add_rows(total: Any, rows: Any, values: Any) -> None:
     count, width = values.shape
     for i in range(count):
+        _fetch_row(total, rows, i + AHEAD)
         row = rows[i]
         if row < 0 or row >= len(total):
             raise IndexError("a row that the total does not have")
         for column in range(width):
             total[row, column] += wide(values[i, column])
+
+
+@compiled
+def _take_rows(values: Any, rows: Any, out: Any) -> None:
+    count, width = out.shape
+    for i in range(count):
+        _fetch_row(values, rows, i + AHEAD)
+        row = rows[i]
+        if row < 0 or row >= len(values):
+            raise IndexError("a row that the values do not have")
+        for column in range(width):
+            out[i, column] = values[row, column]
 
 
 # --- the same for tensors -----------------------------------------------------------------------
@@ -188,7 +215,8 @@ def prepare(dtype: torch.dtype) -> None:
     both_SF, gates_S = torch.zeros(1, 4, dtype=dtype), torch.zeros(1, dtype=wide)
     inner_SF = weighted_swiglu(both_SF, gates_S)
     weighted_swiglu_backward(both_SF, gates_S, inner_SF)
-    add_rows(torch.zeros(1, 4, dtype=wide), torch.zeros(1, dtype=torch.int64), both_SF)
+    rows_S = torch.zeros(1, dtype=torch.int64)
+    add_rows(torch.zeros(1, 4, dtype=wide), rows_S, take_rows(both_SF, rows_S))
     weight_D = both_SF[0]
     _, scale_N = norm(both_SF, weight_D, 1.0)
     norm_backward(both_SF, weight_D, scale_N, both_SF)
@@ -225,6 +253,18 @@ def add_rows(total_ND: torch.Tensor, rows_S: torch.Tensor, values_SD: torch.Tens
     shapes = total_ND.shape, rows_S.shape, values_SD.shape
     assert shapes[2] == (*shapes[1], shapes[0][1]), shapes
     _add_rows(*map(array, (total_ND, rows_S, values_SD)))
+
+
+def take_rows(values_ND: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
+    """Compute `kernels.take_rows`.
+
+    Raises:
+        IndexError: the values have no such row.
+    """
+    values_ND = values_ND.contiguous()
+    out_SD = values_ND.new_empty(len(rows_S), values_ND.shape[1])
+    _take_rows(*map(array, (values_ND, rows_S, out_SD)))
+    return out_SD
 
 
 def norm(

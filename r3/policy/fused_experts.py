@@ -63,7 +63,7 @@ class _Experts(torch.autograd.Function):
         saved, between = [], _between(tokens_ND)
         out_ND = torch.zeros_like(tokens_ND, dtype=wide)
         for expert, rows, gates in _each(sizes, rows_S, gates_S):
-            both = product(tokens_ND.index_select(0, rows), w1[expert].t())
+            both = product(between.take_rows(tokens_ND, rows), w1[expert].t())
             saved.append(both)
             inner = between.weighted_swiglu(both, gates)
             between.add_rows(out_ND, rows, product(inner, w2[expert].t()))
@@ -87,14 +87,14 @@ class _Experts(torch.autograd.Function):
         between = _between(tokens_ND)
         parts = _each(ctx.sizes, rows_S, gates_S, d_gates_S)
         for both, (expert, rows, gates, d_gates) in zip(saved, parts, strict=True):
-            d_outputs = d_out_ND.index_select(0, rows)
+            d_outputs = between.take_rows(d_out_ND, rows)
             inner, d_both, d_gates[:] = between.weighted_swiglu_backward(
                 both, gates, product(d_outputs, w2[expert])
             )
             if w2_gradient:
                 w2_gradient.add(expert, d_outputs.t(), inner)
             if w1_gradient:
-                w1_gradient.add(expert, d_both.t(), tokens_ND.index_select(0, rows))
+                w1_gradient.add(expert, d_both.t(), between.take_rows(tokens_ND, rows))
             between.add_rows(d_tokens_ND, rows, product(d_both, w1[expert]))
         d_gates = d_gates_S.new_zeros(ctx.shape.numel() + 1)
         d_gates[slots_S] = d_gates_S

@@ -75,6 +75,11 @@ def add_rows(total_ND: torch.Tensor, rows_S: torch.Tensor, values_SD: torch.Tens
     total_ND.index_add_(0, rows_S, values_SD.to(total_ND.dtype))
 
 
+def take_rows(values_ND: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
+    """Return rows of values, [S, D]. On CPU only."""
+    return values_ND.index_select(0, rows_S)
+
+
 def _wide(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 

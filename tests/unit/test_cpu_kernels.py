@@ -86,6 +86,19 @@ def test_rows_are_added_with_the_bits_of_torch(dtype: torch.dtype) -> None:
 
 
 @ALL
+def test_rows_are_taken_wherever_they_lie(dtype: torch.dtype) -> None:
+    """Also the first and the last ones, after which there are none to ask for."""
+    values_SD = _numbers(S, D, dtype=dtype, seed=3)
+    for rows in ([], [S - 1], [0, S - 1, 7, 7], [*range(S)][::-1]):
+        rows_S = torch.tensor(rows, dtype=torch.int64)
+        found = cpu_kernels.take_rows(values_SD, rows_S)
+        assert found.dtype == dtype and torch.equal(found, kernels.take_rows(values_SD, rows_S))
+    # Rows with gaps between their numbers
+    slices, rows_S = values_SD[:, ::2], torch.tensor([2, 20])
+    assert torch.equal(cpu_kernels.take_rows(slices, rows_S), slices[rows_S])
+
+
+@ALL
 def test_a_norm_and_its_gradients_equal_the_formula_in_float64(dtype: torch.dtype) -> None:
     """bfloat16 rounds twice, before and after the weight; float32 has some roundings of sums."""
     x_ND, gradient_ND = (_numbers(S, D, dtype=dtype, seed=seed) for seed in (5, 6))
@@ -258,6 +271,8 @@ def test_shapes_and_rows_that_do_not_fit_are_refused() -> None:
     for row in (-1, S):
         with pytest.raises(IndexError, match="does not have"):
             cpu_kernels.add_rows(both_SF, torch.tensor([row]), both_SF[:1].clone())
+        with pytest.raises(IndexError, match="do not have"):
+            cpu_kernels.take_rows(both_SF, torch.tensor([row]))
 
 
 def test_a_tensor_with_gaps_is_refused_and_one_without_numbers_is_not() -> None:
