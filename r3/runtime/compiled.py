@@ -7,7 +7,9 @@ for the next process. NumPy has no bfloat16: its bits are uint16 in a loop, whic
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,15 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+_VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+
 
 def compiled(loop: Callable[..., None]) -> Callable[..., None]:
     """Return the loop as machine code, kept on disk if any folder for it can be written."""
     options = dict(nogil=True, error_model="numpy")
+    # Machine code contains functions of this file too, but Numba compares only the loop's file with
+    # what is on disk. It finds that by this name.
+    loop.__qualname__ += f"_{_VERSION}"
     try:
         return njit(cache=True, **options)(loop)
     except RuntimeError:  # neither beside this file nor in the user's cache folder

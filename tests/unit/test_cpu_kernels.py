@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numba.core.caching
@@ -13,6 +16,7 @@ from numba import njit
 
 from r3.policy import cpu_kernels, kernels, rope
 from r3.policy.modules import _Norm, plain_norm, plain_norm_backward
+from r3.runtime import compiled as runtime_compiled
 from r3.runtime.compiled import compiled, like
 
 pytestmark = pytest.mark.unit
@@ -238,6 +242,28 @@ def test_without_a_folder_for_compiled_code_a_loop_is_compiled_each_time(
     values = np.ones(3)
     compiled(double)(values)
     assert values.tolist() == [2, 2, 2]
+
+
+def test_machine_code_on_disk_is_not_used_after_its_functions_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numba itself compares only the file of the loop, which stays the same here."""
+    (tmp_path / "halving.py").write_text(
+        "from r3.runtime.compiled import wide\n"
+        "def halve(values):\n"
+        "    for i in range(len(values)):\n"
+        "        values[i] = wide(values[i]) / 2\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def uses_of_disk(version: str) -> int:
+        monkeypatch.setattr(runtime_compiled, "_VERSION", version)
+        monkeypatch.delitem(sys.modules, "halving", raising=False)
+        loop: Any = compiled(importlib.import_module("halving").halve)
+        loop(np.ones(3))
+        return sum(loop.stats.cache_hits.values())
+
+    assert [uses_of_disk(version) for version in ("one", "one", "two")] == [0, 1, 0]
 
 
 def test_memory_that_a_loop_has_seen_can_still_be_resized() -> None:
