@@ -130,7 +130,7 @@ def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) ->
     (tmp_path / "judge.txt").write_text("{question} {response}")
     judge = ["--reward.prompt_file", str(tmp_path / "judge.txt"), "--reward.max_tokens", "8"]
     judge += ["--reward.function", "env", "self_judge", "--reward.pattern", r"(\d)"]
-    judge += ["--algo.teacher", str(assets.TINY_MOE_TIES), "--algo.teacher_coef", "0.01"]
+    judge += ["--algo.teacher", str(TEACHER), "--algo.teacher_coef", "0.01"]
     run(
         tmp_path / "run",
         *("--model.path", str(model), "--env.path", f"{file}:Agent"),
@@ -169,8 +169,7 @@ def _kl(rollouts: Sequence[Rollout]) -> float:
     """Mean of log policy - log teacher over the sampled tokens."""
     from transformers import AutoModelForCausalLM
 
-    path = assets.TINY_MOE_TIES
-    teacher: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    teacher: Any = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32)
     total, count = 0.0, 0
     for rollout in rollouts:
         ids = torch.from_numpy(rollout.tokens_T)
@@ -181,6 +180,9 @@ def _kl(rollouts: Sequence[Rollout]) -> float:
     return total / count
 
 
+# Its routers are decided. With near ties, rounding would choose other experts in transformers than
+# in the policy, on some processors.
+TEACHER = assets.TINY_MOE_TOOLS
 AGENT = '''
 def user(text):
     return {"role": "user", "content": text}
