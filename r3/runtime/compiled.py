@@ -101,7 +101,7 @@ def _like_compiled(value: Any, stored: Any) -> Any:
 
 @intrinsic
 def fetch(typingctx: Any, address: Any) -> Any:
-    """Bring the 64 bytes around an address into the first-level cache; no address is an error."""
+    """Bring the 64 bytes around an address into the first-level cache. Any address is allowed."""
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
