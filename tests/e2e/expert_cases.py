@@ -6,6 +6,8 @@ import torch
 
 from r3.engine import cpu_experts
 from r3.runtime.device import Device
+from tests.engines import World
+from tests.tiny import tiny_config
 
 # Experts, of a token, hidden size, width: as in `tiny`, many small ones, one width above a tile
 SIZES = ((8, 2, 128, 64), (64, 8, 256, 128), (4, 1, 96, 160))
@@ -38,3 +40,21 @@ def same_bits(_device: Device) -> dict[str, bool]:
                 ours.view(torch.int16)[0, 0] += 1
                 assert not torch.equal(ours, vllms)
     return found
+
+
+def calls_while_sampling(device: Device) -> int:
+    """How often an engine calls the loop while it samples one round."""
+    world, calls, loop = World(device, tiny_config()), 0, cpu_experts.experts
+    world.sync(0)
+
+    def counted(*tensors: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return loop(*tensors)
+
+    cpu_experts.experts = counted
+    try:
+        world.collect(0)
+    finally:
+        cpu_experts.experts = loop
+    return calls

@@ -208,3 +208,9 @@ def test_experts_have_the_bits_of_vllms_kernel() -> None:
     (found,) = run_world(expert_cases.same_bits, 1)
     assert len(found) == 24
     assert not [name for name, equal in found.items() if not equal]
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512")
+def test_an_engine_computes_its_experts_by_the_loop() -> None:
+    (calls,) = run_world(expert_cases.calls_while_sampling, 1)
+    assert calls > 0 and calls % 4 == 0  # four layers in each pass
