@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from r3.engine import cpu_experts
+from r3.engine import cpu_attention, cpu_experts, cpu_tiles
 
 
 def replace_layers(modules: Sequence[Any]) -> None:
@@ -78,7 +78,7 @@ def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
     is_plain = (experts.activation.value, kernel.isa) == ("silu", "vec")
     has_bias = kernel.w1_bias is not None or kernel.w2_bias is not None
     dtype = experts.w13_weight.dtype
-    is_own = is_plain and not has_bias and cpu_experts.can_compute(dtype)
+    is_own = is_plain and not has_bias and cpu_tiles.can_compute(dtype)
     if is_own:
         cpu_experts.prepare(dtype)
     shared = runner.shared_experts and runner.shared_experts._layer
@@ -126,10 +126,22 @@ def plain_attention() -> dict[str, object]:
     }
 
 
+# Attributes of attention layers for which `cpu_attention` computes what vLLM's kernel does.
+_NO_EXTRAS = {
+    "isa": "vec",
+    "impl.kv_cache_dtype": "auto",
+    "impl.alibi_slopes": None,
+    "impl.sliding_window": -1,
+    "impl.logits_soft_cap": 0,
+    "impl.sinks": None,
+}
+
+
 def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     """Return `Attention.forward` of a layer without the custom operations that call it again.
 
-    They exist for compiled models, of which they would be the parts that are not compiled.
+    They exist for compiled models, of which they would be the parts that are not compiled. With one
+    thread and AVX-512, `cpu_attention` computes steps that have no prompt.
     """
     from vllm._custom_ops import cpu_attention_with_kv_cache, cpu_attn_reshape_and_cache
     from vllm.forward_context import get_forward_context
@@ -137,6 +149,10 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     vllms, impl, name = layer.forward, layer.impl, layer.layer_name
     of_query = -1, layer.num_heads, layer.head_size
     of_key, of_value = ((-1, layer.num_kv_heads, n) for n in (layer.head_size, layer.head_size_v))
+    is_own = has_facts(layer, _NO_EXTRAS) and cpu_tiles.can_compute(layer.dtype)
+    is_own = is_own and layer.head_size == layer.head_size_v
+    if is_own:
+        cpu_attention.prepare(layer.dtype)
 
     def forward(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
@@ -145,10 +161,14 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
         batch = context.attn_metadata and context.attn_metadata[name]  # None in a trial run
         if batch is None or batch.num_actual_tokens != rows or more:
             return vllms(query, key, value, **more)
+        slots, has_prompt = context.slot_mapping[name], batch.max_query_len > 1
+        if is_own and not has_prompt and batch.max_seq_len <= cpu_attention.MOST_TOKENS:
+            where = slots, batch.block_table, batch.seq_lens
+            tensors = query.view(of_query), key.view(of_key), value.view(of_value), layer.kv_cache
+            return cpu_attention.attend(*tensors, *where, impl.scale).view(rows, -1)
         blocks, heads, size, _ = layer.kv_cache.shape
         keys, values = layer.kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
         scales = layer._k_scale_float, layer._v_scale_float, impl.kv_cache_dtype
-        slots = context.slot_mapping[name]
         cpu_attn_reshape_and_cache(
             key.view(of_key), value.view(of_value), keys, values, slots, layer.isa, *scales
         )

@@ -8,7 +8,8 @@ for the next process. NumPy has no bfloat16: its bits are uint16 in a loop, whic
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,25 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-_VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
-
-def compiled(loop: Callable[..., None]) -> Callable[..., None]:
+def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """Return the loop as machine code, kept on disk if any folder for it can be written."""
     options = dict(nogil=True, error_model="numpy")
-    # Machine code contains functions of this file too, but Numba compares only the loop's file with
-    # what is on disk. It finds that by this name.
-    loop.__qualname__ += f"_{_VERSION}"
+    # Machine code contains functions of other files too, but Numba compares only the loop's own
+    # file with what is on disk. It finds that by this name.
+    loop.__qualname__ += f"_{_version(loop.__globals__)}"
     try:
         return njit(cache=True, **options)(loop)
     except RuntimeError:  # neither beside this file nor in the user's cache folder
         return njit(**options)(loop)
+
+
+def _version(names: Mapping[str, Any]) -> str:
+    """Return a digest of this file and of the files of R3 that the names come from."""
+    modules = {getattr(value, "__module__", None) or "" for value in names.values()} | {__name__}
+    own = sorted(name for name in modules if name.startswith("r3."))
+    files = (Path(sys.modules[name].__file__ or "") for name in own)
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
 
 
 # --- tensors as NumPy arrays; NumPy has no bfloat16, whose bits are uint16 here -----------------

@@ -5,12 +5,14 @@ Megatron.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.e2e import expert_cases, guard_cases, push_cases, step_cases
+from r3.runtime.device import Device
+from tests.e2e import guard_cases, loop_cases, push_cases, step_cases
 from tests.e2e.guard_cases import Guards
 from tests.e2e.step_cases import Direct
 from tests.errors import NOTHING
@@ -204,13 +206,17 @@ def test_memory_leaves_and_comes_back_bit_for_bit(dtype: str) -> None:
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512")
-def test_experts_have_the_bits_of_vllms_kernel() -> None:
-    (found,) = run_world(expert_cases.same_bits, 1)
-    assert len(found) == 24
+@pytest.mark.parametrize(("loop", "cases"), [(loop_cases.experts, 24), (loop_cases.attention, 8)])
+def test_loops_have_the_bits_of_vllms_kernels(
+    loop: Callable[[Device], dict[str, bool]], cases: int
+) -> None:
+    (found,) = run_world(loop, 1)
+    assert len(found) == cases
     assert not [name for name, equal in found.items() if not equal]
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512")
-def test_an_engine_computes_its_experts_by_the_loop() -> None:
-    (calls,) = run_world(expert_cases.calls_while_sampling, 1)
-    assert calls > 0 and calls % 4 == 0  # four layers in each pass
+def test_an_engine_computes_experts_and_attention_by_the_loops() -> None:
+    ((of_experts, of_attention),) = run_world(loop_cases.calls_while_sampling, 1)
+    assert 0 < of_attention < of_experts  # steps with prompts have attention of vLLM
+    assert of_experts % 4 == of_attention % 4 == 0  # four layers in each pass

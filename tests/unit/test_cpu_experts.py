@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
-from numba import njit
 
-from r3.engine import cpu_experts
-from r3.engine.cpu_experts import TILE, experts
+from r3.engine.cpu_experts import experts
+from r3.engine.cpu_tiles import TILE
 
 pytestmark = [
     pytest.mark.unit,
@@ -82,23 +80,6 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
         assert torch.equal(_run((tokens[rows], w13, w2, gates[rows], chosen[rows])), whole[rows])
 
 
-def test_the_exponential_is_near_the_exact_one_at_all_sizes() -> None:
-    """Its series has an error of 2e-7 of the value, and its products round."""
-
-    @njit
-    def of_all(values: np.ndarray, found: np.ndarray) -> None:
-        for i in range(len(values)):
-            found[i] = cpu_experts._exponential(values[i])
-
-    values = np.array([*np.linspace(-86, 88, 10001), -1e4, -200, 200, 1e4, np.nan], np.float32)
-    found = np.empty_like(values)
-    of_all(values, found)
-    exact = np.exp(values[:10001].astype(np.float64))
-    np.testing.assert_allclose(found[:10001], exact, rtol=1e-6)
-    assert found[-5:-3].tolist() == [0, 0]
-    assert (found[-3:-1] > 3e38).all()  # vLLM's ends at the largest number or infinity, too
-
-
 def test_a_number_that_is_not_one_stays_visible() -> None:
     tokens, *layer = _layer(torch.float32)
     tokens[4, 7] = torch.nan
@@ -140,10 +121,3 @@ def test_tensors_that_do_not_belong_together_are_refused() -> None:
     ):
         with pytest.raises(AssertionError, match=message):
             experts(*wrong)
-
-
-def test_vllms_kernel_computes_with_several_threads_and_in_other_types() -> None:
-    assert cpu_experts.can_compute(torch.float32) and cpu_experts.can_compute(torch.bfloat16)
-    assert not cpu_experts.can_compute(torch.float16)
-    torch.set_num_threads(2)
-    assert not cpu_experts.can_compute(torch.float32)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numba import njit
 
+from r3.engine import cpu_experts, cpu_tiles
 from r3.policy import cpu_kernels, kernels, rope
 from r3.policy.modules import _Norm, plain_norm, plain_norm_backward
 from r3.runtime import compiled as runtime_compiled
@@ -257,13 +258,28 @@ def test_machine_code_on_disk_is_not_used_after_its_functions_changed(
     monkeypatch.syspath_prepend(tmp_path)
 
     def uses_of_disk(version: str) -> int:
-        monkeypatch.setattr(runtime_compiled, "_VERSION", version)
+        monkeypatch.setattr(runtime_compiled, "_version", lambda _names: version)
         monkeypatch.delitem(sys.modules, "halving", raising=False)
         loop: Any = compiled(importlib.import_module("halving").halve)
         loop(np.ones(3))
         return sum(loop.stats.cache_hits.values())
 
     assert [uses_of_disk(version) for version in ("one", "one", "two")] == [0, 1, 0]
+
+
+def test_machine_code_is_of_the_files_that_its_functions_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop for experts contains functions of `cpu_tiles`, and both those of `compiled`."""
+    names = vars(cpu_experts)
+    found = {runtime_compiled._version(names)}
+    other = tmp_path / "changed.py"
+    other.write_text("")
+    for module in (cpu_tiles, runtime_compiled, cpu_kernels):
+        with monkeypatch.context() as context:
+            context.setattr(module, "__file__", str(other))
+            found.add(runtime_compiled._version(names))
+    assert len(found) == 3  # the loop does not use `cpu_kernels`
 
 
 def test_memory_that_a_loop_has_seen_can_still_be_resized() -> None:

@@ -1,0 +1,84 @@
+"""Rows times a tile of weights, of which an engine's experts and attention on CPU are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from r3.engine import cpu_tiles
+from r3.engine.cpu_tiles import SIMILAR, TILE, multiply
+
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("count", [0, *range(1, 10), 17])
+def test_products_equal_those_in_float64(count: int, is_packed: bool, dtype: torch.dtype) -> None:
+    """Both layouts: 16 columns of all inputs before the other 16, and rows of 32 with a gap."""
+    random, inputs = np.random.default_rng(0), 7
+    rows = random.standard_normal((count, inputs + 2), np.float32)
+    weights = torch.from_numpy(random.standard_normal((inputs, TILE), np.float32)).to(dtype)
+    if is_packed:
+        stored, step, half = weights.view(inputs, 2, 16).transpose(0, 1).contiguous(), 16, 7 * 16
+    else:
+        stored, step, half = torch.nn.functional.pad(weights, (0, 8)), TILE + 8, 16
+    for adds in (False, True):
+        sums = random.standard_normal((count, TILE + 3), np.float32)
+        before = sums.copy()
+        # Memory that is asked for may be anyone's: nothing is read there.
+        multiply(
+            count,
+            (rows.ctypes.data, rows.shape[1]),
+            inputs,
+            (stored.data_ptr(), step, half),
+            (sums.ctypes.data, sums.shape[1]),
+            adds,
+            (0, TILE),
+            SIMILAR[dtype],
+        )
+        exact = rows[:, :inputs].astype(np.float64) @ weights.double().numpy()
+        exact += before[:, :TILE] if adds else 0
+        # Sums of 7 or 8 numbers of size 1 in float32; each of 8 roundings is 2^-24 of at most 16.
+        np.testing.assert_allclose(sums[:, :TILE], exact, rtol=0, atol=8e-6)
+        np.testing.assert_array_equal(sums[:, TILE:], before[:, TILE:])
+
+
+def test_the_exponential_is_near_the_exact_one_at_all_sizes() -> None:
+    """Its series has an error of 2e-7 of the value, and its products round."""
+
+    @njit
+    def of_all(values: Any, found: Any) -> None:
+        for i in range(len(values)):
+            found[i] = cpu_tiles.exponential(values[i])
+
+    values = np.array([*np.linspace(-86, 88, 10001), -1e4, -200, 200, 1e4, np.nan], np.float32)
+    found = np.empty_like(values)
+    of_all(values, found)
+    exact = np.exp(values[:10001].astype(np.float64))
+    np.testing.assert_allclose(found[:10001], exact, rtol=1e-6)
+    assert found[-5:-3].tolist() == [0, 0]
+    assert (found[-3:-1] > 3e38).all()  # vLLM's ends at the largest number or infinity, too
+
+
+def test_vllms_kernels_compute_with_several_threads_and_in_other_types() -> None:
+    assert cpu_tiles.can_compute(torch.float32) and cpu_tiles.can_compute(torch.bfloat16)
+    assert not cpu_tiles.can_compute(torch.float16)
+    torch.set_num_threads(2)
+    assert not cpu_tiles.can_compute(torch.float32)
