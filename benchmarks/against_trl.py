@@ -29,7 +29,7 @@ import tempfile
 import time
 import venv
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -121,6 +121,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of each run, instead of the task's")
     parser.add_argument("--tasks", nargs="+", default=["middle", "middle-bfloat16", "tiny"])
     parser.add_argument("--trl-env", type=Path, default=ROOT / "runs" / "trl-env")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
@@ -135,6 +136,8 @@ def main() -> None:
         folder = Path(name)
         for task_name in words.tasks:
             task = make_task(task_name, folder)
+            if words.steps:
+                task = replace(task, steps=words.steps)
             load = os.getloadavg()[0]
             turns: dict[str, list[Timing]] = {"r3": [], "trl": []}
             for number in range(words.rounds):
