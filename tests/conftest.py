@@ -29,3 +29,14 @@ def tokenizer() -> Any:
     from r3 import assets
 
     return AutoTokenizer.from_pretrained(assets.TINY_MOE)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread, for which R3 has compiled loops on CPU."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

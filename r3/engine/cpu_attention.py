@@ -30,7 +30,7 @@ _AHEAD = 8
 def _reading_order(
     cache: Any, table: Any, lengths: Any, key_heads: Any, D: Any, block: Any, size: Any
 ) -> Any:
-    """Return where the tiles are, in the order in which they are read, and how they lie there.
+    """List the tiles in the order in which they are read.
 
     Args:
         cache: address.
@@ -39,7 +39,7 @@ def _reading_order(
         size: bytes of a number.
 
     Returns:
-        Addresses, and distances between the 32 numbers of one row and those of the next.
+        Address of each tile, and the distance from the 32 numbers of one of its rows to the next.
     """
     of_head, count = 2 * block * D, 0
     for length in lengths:
@@ -106,6 +106,8 @@ def _attend(addresses: Any, distances: Any, sizes: Any, scale: Any, similar: Any
     at_query, at_key, at_value, at_cache, at_slots, at_table, at_lengths, at_out = addresses
     of_query, of_key, of_value, of_table = distances
     N, heads, key_heads, D, blocks, block = sizes
+    if not N:
+        return
     group, size = heads // key_heads, similar.itemsize
     ints, longs = np.empty(0, np.int32), np.empty(0, np.int64)
     lengths, slots = carray(at(at_lengths, ints), N), carray(at(at_slots, longs), N)
@@ -117,10 +119,10 @@ def _attend(addresses: Any, distances: Any, sizes: Any, scale: Any, similar: Any
     for n in range(N):
         longest = max(longest, lengths[n])
         if lengths[n] < 1 or lengths[n] > of_table * block or slots[n] >= blocks * block:
-            raise IndexError("a conversation that has no place in the cache")
+            raise IndexError("the length or slot of a conversation is outside the cache")
         for b in range(-(-lengths[n] // block)):
             if table[n, b] < 0 or table[n, b] >= blocks:
-                raise IndexError("a block that the cache does not have")
+                raise IndexError("a block number of a conversation is outside the cache")
     longest = -(-longest // TILE) * TILE
     tiles, between = _reading_order(at_cache, table, lengths, key_heads, D, block, size)
 
@@ -202,7 +204,7 @@ def attend(
 
     Raises:
         AssertionError: sizes, types or strides are not these.
-        IndexError: a conversation has more tokens than blocks, or a block that the cache has not.
+        IndexError: a length, a slot or a block number is outside the cache.
     """
     (N, H, D), (blocks, G, block, both), dtype = query_NHD.shape, cache.shape, cache.dtype
     out_NHD, row = torch.empty(N, H, D, dtype=dtype), (N, G, D)

@@ -2,7 +2,8 @@
 
 In a step of a small model, vLLM (0.30) spends an eighth of its time in Python between a layer and
 the kernel that computes it. Layers that are exactly as assumed here call the kernel with the same
-arguments, or a loop with the same bits (`cpu_experts`). All others keep vLLM's way.
+arguments, or a loop with the same bits (`cpu_experts`, `cpu_attention`). All others keep vLLM's
+way.
 """
 
 from __future__ import annotations

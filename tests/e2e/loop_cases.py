@@ -124,8 +124,14 @@ def _attention_of_vllm(
     return out
 
 
-def calls_while_sampling(device: Device) -> tuple[int, int]:
-    """How often an engine calls the loops for experts and attention while it samples a round."""
+def calls_while_sampling(
+    device: Device, most_tokens: int = cpu_attention.MOST_TOKENS
+) -> tuple[int, int]:
+    """How often an engine calls the loops for experts and attention while it samples a round.
+
+    Args:
+        most_tokens: of a conversation whose attention the loop computes.
+    """
     world = World(device, tiny_config())
     world.sync(0)
     places, calls = ((cpu_experts, "experts"), (cpu_attention, "attend")), []
@@ -140,9 +146,11 @@ def calls_while_sampling(device: Device) -> tuple[int, int]:
 
     for place, loop in zip(places, loops, strict=True):
         setattr(*place, counted(loop))
+    before, cpu_attention.MOST_TOKENS = cpu_attention.MOST_TOKENS, most_tokens
     try:
         world.collect(0)
     finally:
+        cpu_attention.MOST_TOKENS = before
         for place, loop in zip(places, loops, strict=True):
             setattr(*place, loop)
     of_experts, of_attention = map(calls.count, loops)

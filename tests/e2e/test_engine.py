@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from r3.runtime.device import Device
 from tests.e2e import guard_cases, loop_cases, push_cases, step_cases
@@ -17,6 +16,7 @@ from tests.e2e.guard_cases import Guards
 from tests.e2e.step_cases import Direct
 from tests.errors import NOTHING
 from tests.families import engine_sizes, family_checkpoint
+from tests.processor import needs_avx512
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -205,7 +205,7 @@ def test_memory_leaves_and_comes_back_bit_for_bit(dtype: str) -> None:
     )
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512")
+@needs_avx512
 @pytest.mark.parametrize(("loop", "cases"), [(loop_cases.experts, 24), (loop_cases.attention, 8)])
 def test_loops_have_the_bits_of_vllms_kernels(
     loop: Callable[[Device], dict[str, bool]], cases: int
@@ -215,8 +215,14 @@ def test_loops_have_the_bits_of_vllms_kernels(
     assert not [name for name, equal in found.items() if not equal]
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512")
+@needs_avx512
 def test_an_engine_computes_experts_and_attention_by_the_loops() -> None:
     ((of_experts, of_attention),) = run_world(loop_cases.calls_while_sampling, 1)
     assert 0 < of_attention < of_experts  # steps with prompts have attention of vLLM
     assert of_experts % 4 == of_attention % 4 == 0  # four layers in each pass
+
+
+@needs_avx512
+def test_longer_conversations_than_the_loop_takes_keep_vllms_attention() -> None:
+    ((of_experts, of_attention),) = run_world(loop_cases.calls_while_sampling, 1, most_tokens=1)
+    assert of_experts and not of_attention

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from r3.engine.cpu_attention import attend
+from tests.processor import needs_avx512
 
-pytestmark = [
-    pytest.mark.unit,
-    pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512"),
-]
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_avx512]
 
 H, G = 6, 2
 LENGTHS = (1, 31, 32, 33, 64, 100, 150)
 N, BLOCKS, SCALE = len(LENGTHS), 40, 0.2
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -99,9 +88,7 @@ def test_each_new_token_looks_at_all_tokens_before_it(
 
 
 @BOTH
-def test_new_keys_and_values_are_stored_in_their_place_only(
-    dtype: torch.dtype,
-) -> None:
+def test_new_keys_and_values_are_stored_in_their_place_only(dtype: torch.dtype) -> None:
     step = _step(dtype)
     before = step.cache.clone()
     _run(step)

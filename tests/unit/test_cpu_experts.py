@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from r3.engine.cpu_experts import experts
 from r3.engine.cpu_tiles import TILE
+from tests.processor import needs_avx512
 
-pytestmark = [
-    pytest.mark.unit,
-    pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512"),
-]
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_avx512]
 
 N, K, E, D, F = 21, 3, 5, 64, 32
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,12 @@ from r3.policy.modules import _Norm, plain_norm, plain_norm_backward
 from r3.runtime import compiled as runtime_compiled
 from r3.runtime.compiled import compiled, like
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
 # A result is rounded once, to nearest: by half of the last of 24 or 8 bits, or of 53.
 HALF = {torch.float64: 2**-53, torch.float32: 2**-24, torch.bfloat16: 2**-9}
 ALL = pytest.mark.parametrize("dtype", list(HALF))
 S, F, D, HEADS, HEAD = 21, 40, 48, 3, 16
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _numbers(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> torch.Tensor:

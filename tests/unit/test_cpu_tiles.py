@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,9 @@ from numba import njit
 
 from r3.engine import cpu_tiles
 from r3.engine.cpu_tiles import SIMILAR, TILE, multiply
+from tests.processor import needs_avx512
 
-pytestmark = [
-    pytest.mark.unit,
-    pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_avx512]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
