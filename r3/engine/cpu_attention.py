@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numba import carray
 
-from r3.engine.cpu_tiles import LANES, SIMILAR, TILE, at, exponential, multiply
 from r3.runtime.compiled import compiled, like, wide
+from r3.runtime.cpu_tiles import LANES, SIMILAR, TILE, at, exponential, multiply
 
 MOST_TOKENS = 4096
 """Of a conversation. vLLM's kernel divides longer ones, by the size of the processor's cache."""

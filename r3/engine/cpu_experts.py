@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numba import carray
 
-from r3.engine.cpu_tiles import LANES, SIMILAR, TILE, at, exponential, fused, multiply
 from r3.runtime.compiled import compiled, like, wide
+from r3.runtime.cpu_tiles import LANES, SIMILAR, TILE, at, exponential, fused, multiply
 
 
 @compiled

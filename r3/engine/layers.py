@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from r3.engine import cpu_attention, cpu_experts, cpu_tiles
+from r3.engine import cpu_attention, cpu_experts
+from r3.runtime import cpu_tiles
 
 
 def replace_layers(modules: Sequence[Any]) -> None:

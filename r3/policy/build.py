@@ -30,7 +30,7 @@ from megatron.core.transformer.moe.router import Router
 from r3.config import Config, TrainConfig
 from r3.models.hf_config import yarn_mscale
 from r3.models.shape import ModelShape
-from r3.policy import cpu_kernels
+from r3.policy import cpu_attention, cpu_experts, cpu_kernels
 from r3.policy.context_parallel import ContextParallelAttention
 from r3.policy.device_experts import DeviceExperts
 from r3.policy.dispatch import TokenDispatcher
@@ -299,8 +299,13 @@ def _build_chunk(
     _set_rope(model, shape)
     model.to(device.torch)
     use_product(model)
-    if cpu_kernels.is_faster(next(model.parameters())):
+    first = next(model.parameters())
+    if cpu_kernels.is_faster(first):
         cpu_kernels.prepare(megatron.params_dtype)
+    if cpu_attention.is_faster(first, longest=1):
+        cpu_attention.prepare()
+        if megatron.params_dtype == torch.float32:
+            cpu_experts.prepare()
     return model
 
 

@@ -10,7 +10,7 @@ rotations round their first product too, as transformers does. Every sum has a f
 row has the same bits in any batch. One thread runs a loop.
 
 The loops check no index, so that the functions at the end of this file check shapes, and
-`_add_rows` and `_take_rows` their rows.
+`add_rows_loop` and `take_rows_loop` their rows.
 """
 
 from __future__ import annotations
@@ -25,22 +25,17 @@ from numba.extending import overload
 
 from r3.runtime.compiled import array, compiled, fetch, like, wide
 
-# --- the logistic function ----------------------------------------------------------------------
+# --- exponential and logistic function ----------------------------------------------------------
 
 
-def _sigmoids(value: Any) -> Any:
-    """Return 1 / (1 + exp(-value)) and 1 minus that."""
+def exponential(value: Any) -> Any:
+    """Return exp(value), in float32 for values from -87 to 87; others count as these."""
 
 
-@overload(_sigmoids, strict=False)
-def _sigmoids_compiled(value: Any) -> Any:
+@overload(exponential, strict=False)
+def _exponential_compiled(value: Any) -> Any:
     if value == types.float64:
-
-        def exact(value: Any) -> Any:
-            sigmoid = 1.0 / (1.0 + math.exp(-value))
-            return sigmoid, 1.0 - sigmoid
-
-        return exact
+        return lambda value: math.exp(value)
 
     # A call of the C library's exp would keep the loop from working on many numbers at once.
     # exp(x) = 2^n exp(r) with |r| <= log(2) / 2, and Taylor's series for exp(r): the rest after
@@ -53,42 +48,56 @@ def _sigmoids_compiled(value: Any) -> Any:
     c2, c3, c4, c5, c6, c7 = (np.float32(1 / math.factorial(k)) for k in range(2, 8))
 
     def fast(value: Any) -> Any:
-        x = min(max(-value, -largest), largest)
+        x = min(max(value, -largest), largest)
         n = np.floor(x * log2_e + half)
         r = (x - n * high) - n * low
         series = ((((c7 * r + c6) * r + c5) * r + c4) * r + c3) * r + c2
         power = np.int32((np.int32(n) + bias) << shift).view(np.float32)
-        sigmoid = one / (one + (series * r * r + r + one) * power)
-        return sigmoid, one - sigmoid
+        return (series * r * r + r + one) * power
 
     return fast
+
+
+def sigmoids(value: Any) -> Any:
+    """Return 1 / (1 + exp(-value)) and 1 minus that."""
+
+
+@overload(sigmoids, strict=False)
+def _sigmoids_compiled(value: Any) -> Any:
+    one = np.float64(1) if value == types.float64 else np.float32(1)
+
+    def sigmoids(value: Any) -> Any:
+        sigmoid = one / (one + exponential(-value))
+        return sigmoid, one - sigmoid
+
+    return sigmoids
 
 
 # --- the loops ----------------------------------------------------------------------------------
 
 
 @compiled
-def _weighted_swiglu(both: Any, gates: Any, inner: Any) -> None:
+def weighted_swiglu_loop(both: Any, gates: Any, inner: Any) -> None:
     rows, width = inner.shape
     for row in range(rows):
         weight = gates[row]
         for column in range(width):
             gate, up = wide(both[row, column]), wide(both[row, width + column])
-            swish = gate * _sigmoids(gate)[0]
+            swish = gate * sigmoids(gate)[0]
             inner[row, column] = like(swish * up * weight, inner[row, column])
 
 
 @njit(fastmath={"reassoc"})
-def _sum(values: Any) -> Any:
+def sum_of(values: Any) -> Any:
     """Add numbers in an order in which the processor adds several at once, always the same."""
     total = values.dtype.type(0)
-    for value in values:
-        total += value
+    for i in range(len(values)):
+        total += values[i]
     return total
 
 
 @compiled
-def _weighted_swiglu_backward(
+def weighted_swiglu_backward_loop(
     both: Any, gates: Any, d_inner: Any, inner: Any, d_both: Any, d_gates: Any
 ) -> None:
     rows, width = inner.shape
@@ -98,7 +107,7 @@ def _weighted_swiglu_backward(
         for column in range(width):
             gate, up = wide(both[row, column]), wide(both[row, width + column])
             upstream = wide(d_inner[row, column])
-            sigmoid, rest = _sigmoids(gate)
+            sigmoid, rest = sigmoids(gate)
             swish = gate * sigmoid
             product = swish * up
             terms[column] = upstream * product
@@ -108,7 +117,7 @@ def _weighted_swiglu_backward(
             inner[row, column] = like(product * weight, inner[row, column])
             d_both[row, column] = like(d_gate, d_both[row, column])
             d_both[row, width + column] = like(d_product * swish, d_both[row, column])
-        d_gates[row] = _sum(terms)
+        d_gates[row] = sum_of(terms)
 
 
 @compiled
@@ -120,7 +129,7 @@ def _norm(x: Any, weight: Any, eps: Any, out: Any, scale: Any) -> None:
         for column in range(width):
             value = wide(x[row, column])
             squares[column] = value * value
-        factor = one / np.sqrt(_sum(squares) / count + eps[0])
+        factor = one / np.sqrt(sum_of(squares) / count + eps[0])
         scale[row] = factor
         for column in range(width):
             normed = wide(like(wide(x[row, column]) * factor, x[row, column]))
@@ -138,7 +147,7 @@ def _norm_backward(x: Any, weight: Any, scale: Any, gradient: Any, d_x: Any, d_w
             product = wide(gradient[row, column]) * (wide(x[row, column]) * factor)
             d_weight[column] += product
             terms[column] = product * wide(weight[column])
-        mean = _sum(terms) / count
+        mean = sum_of(terms) / count
         for column in range(width):
             normed = wide(x[row, column]) * factor
             d_normed = wide(gradient[row, column]) * wide(weight[column])
@@ -164,7 +173,7 @@ AHEAD = 4
 
 
 @compiled
-def _fetch_row(values: Any, rows: Any, i: Any) -> None:
+def fetch_row(values: Any, rows: Any, i: Any) -> None:
     """Ask for the i-th of the rows, if there is one."""
     if i < len(rows):
         size = values.shape[1] * values.itemsize
@@ -174,10 +183,10 @@ def _fetch_row(values: Any, rows: Any, i: Any) -> None:
 
 
 @compiled
-def _add_rows(total: Any, rows: Any, values: Any) -> None:
+def add_rows_loop(total: Any, rows: Any, values: Any) -> None:
     count, width = values.shape
     for i in range(count):
-        _fetch_row(total, rows, i + AHEAD)
+        fetch_row(total, rows, i + AHEAD)
         row = rows[i]
         if row < 0 or row >= len(total):
             raise IndexError("a row that the total does not have")
@@ -186,10 +195,10 @@ def _add_rows(total: Any, rows: Any, values: Any) -> None:
 
 
 @compiled
-def _take_rows(values: Any, rows: Any, out: Any) -> None:
-    count, width = out.shape
+def take_rows_loop(values: Any, rows: Any, out: Any) -> None:
+    count, width = len(out), values.shape[1]
     for i in range(count):
-        _fetch_row(values, rows, i + AHEAD)
+        fetch_row(values, rows, i + AHEAD)
         row = rows[i]
         if row < 0 or row >= len(values):
             raise IndexError("a row that the values do not have")
@@ -227,7 +236,7 @@ def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tenso
     """Compute `kernels.weighted_swiglu`."""
     assert gates_S.shape == both_SF.shape[:1], (gates_S.shape, both_SF.shape)
     inner_SF = both_SF.new_empty(len(both_SF), both_SF.shape[1] // 2)
-    _weighted_swiglu(*map(array, (both_SF, gates_S, inner_SF)))
+    weighted_swiglu_loop(*map(array, (both_SF, gates_S, inner_SF)))
     return inner_SF
 
 
@@ -240,7 +249,7 @@ def weighted_swiglu_backward(
     inner_SF, d_both_SF = torch.empty_like(d_inner_SF), torch.empty_like(both_SF)
     d_gates_S = torch.empty_like(gates_S)
     tensors = (both_SF, gates_S, d_inner_SF, inner_SF, d_both_SF, d_gates_S)
-    _weighted_swiglu_backward(*map(array, tensors))
+    weighted_swiglu_backward_loop(*map(array, tensors))
     return inner_SF, d_both_SF, d_gates_S
 
 
@@ -252,7 +261,7 @@ def add_rows(total_ND: torch.Tensor, rows_S: torch.Tensor, values_SD: torch.Tens
     """
     shapes = total_ND.shape, rows_S.shape, values_SD.shape
     assert shapes[2] == (*shapes[1], shapes[0][1]), shapes
-    _add_rows(*map(array, (total_ND, rows_S, values_SD)))
+    add_rows_loop(*map(array, (total_ND, rows_S, values_SD)))
 
 
 def take_rows(values_ND: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
@@ -263,7 +272,7 @@ def take_rows(values_ND: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
     """
     values_ND = values_ND.contiguous()
     out_SD = values_ND.new_empty(len(rows_S), values_ND.shape[1])
-    _take_rows(*map(array, (values_ND, rows_S, out_SD)))
+    take_rows_loop(*map(array, (values_ND, rows_S, out_SD)))
     return out_SD
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from r3.policy import cpu_kernels, kernels
+from r3.policy import cpu_experts, cpu_kernels, kernels
 from r3.policy.dispatch import Slots
 from r3.policy.modules import GroupedExperts
 from r3.policy.products import is_by_onednn, product
@@ -37,7 +37,45 @@ class FusedExperts(GroupedExperts):
             slots: experts of the tokens.
             gates_NK: weights of the slots, float32.
         """
+        if cpu_experts.is_faster(tokens_ND, self.w1, self.w2):
+            slots_S, rows_S, sizes = _parts(slots.experts_NK, len(self.w1), multiple=1)
+            gates_S = gates_NK.flatten().index_select(0, slots_S)
+            return _InCache.apply(tokens_ND, gates_S, rows_S, sizes, self.w1, self.w2), None
         return _Experts.apply(tokens_ND, gates_NK, slots.experts_NK, self.w1, self.w2), None
+
+
+class _InCache(torch.autograd.Function):
+    """The sum of `_Experts`, by `cpu_experts`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens_ND: torch.Tensor,
+        gates_S: torch.Tensor,
+        rows_S: torch.Tensor,
+        sizes: list[int],
+        w1: nn.Parameter,
+        w2: nn.Parameter,
+    ) -> torch.Tensor:
+        out_ND, both_SF = cpu_experts.forward(tokens_ND, gates_S, rows_S, sizes, w1, w2)
+        ctx.save_for_backward(tokens_ND, gates_S, rows_S, both_SF)
+        ctx.sizes, ctx.weights = sizes, (w1, w2)
+        return out_ND
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        tokens_ND, gates_S, rows_S, both_SF = ctx.saved_tensors
+        gradients = [
+            _WeightGradient(weight) if needed else None
+            for weight, needed in zip(ctx.weights, ctx.needs_input_grad[4:], strict=True)
+        ]
+        (upstream_ND,), weights = upstream, ctx.weights
+        d_w1, d_w2 = (gradient and gradient.total for gradient in gradients)
+        d_tokens_ND, d_gates_S = cpu_experts.backward(
+            tokens_ND, gates_S, rows_S, ctx.sizes, *weights, both_SF, upstream_ND, d_w1, d_w2
+        )
+        results = (gradient and gradient.result() for gradient in gradients)
+        return d_tokens_ND, d_gates_S, None, None, *results
 
 
 class _Experts(torch.autograd.Function):
@@ -161,15 +199,18 @@ class _WeightGradient:
 
     Megatron's own layers do the same under gradient_accumulation_fusion: they set
     `grad_added_to_main_grad` and return a tensor whose values nobody reads, so that hooks run.
+
+    Attributes:
+        total: what gradients are added to.
     """
 
     def __init__(self, weight: nn.Parameter) -> None:
         self._weight, self._direct = weight, hasattr(weight, "main_grad")
-        self._total = weight.main_grad if self._direct else torch.zeros_like(weight)
+        self.total = weight.main_grad if self._direct else torch.zeros_like(weight)
 
     def add(self, expert: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add left @ right to the gradient of one expert."""
-        total = self._total[expert]
+        total = self.total[expert]
         if total.dtype == left.dtype and not is_by_onednn(left):
             total.addmm_(left, right)
         else:
@@ -178,6 +219,6 @@ class _WeightGradient:
     def result(self) -> torch.Tensor:
         """What backward returns for the weight."""
         if not self._direct:
-            return self._total
+            return self.total
         self._weight.grad_added_to_main_grad = True
         return torch.empty_like(self._weight)

@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from r3.policy import cpu_kernels
+from r3.policy import cpu_attention, cpu_kernels
 from r3.policy.rope import Rotation
 from r3.runtime.mesh import Axis
 
@@ -181,9 +181,10 @@ class CausalAttention(MegatronModule):
     """Causal core attention, packed [t, h, d] or dense [s, b, h, d].
 
     Tokens attend within their sequence only. Queries and keys are rotated here, except those of
-    latent attention. CUDA half precision uses torch's variable-length flash attention. Otherwise
-    torch's attention for CPU runs once for all neighbours of equal length, which `r3.algo.packing`
-    puts next to each other, without padding or copies.
+    latent attention. CUDA half precision uses torch's variable-length flash attention. On CPU with
+    one thread and AVX-512, a compiled loop goes over sequences of thousands of tokens at most
+    (`cpu_attention`). Otherwise torch's attention for CPU runs once for all neighbours of equal
+    length, which `r3.algo.packing` puts next to each other, without padding or copies.
 
     Attributes:
         inverse_frequencies: of the rotation, float32 [d / 2]; None: Megatron rotates.
@@ -250,6 +251,8 @@ class CausalAttention(MegatronModule):
             return causal_varlen(
                 query, key, value, borders, borders, longest, longest, scale=self.scale
             )
+        if cpu_attention.is_faster(query, max(packed.lengths)):
+            return cpu_attention.attend(query, key, value, packed.lengths, self.scale)
         grouped = query.shape[-2] != key.shape[-2]
         # The processor's bfloat16 attention rounds more, and is slower for short sequences.
         dtype = torch.promote_types(query.dtype, torch.float32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from r3.engine.cpu_experts import experts
-from r3.engine.cpu_tiles import TILE
+from r3.runtime.cpu_tiles import TILE
 from tests.processor import needs_avx512
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_avx512]

@@ -13,10 +13,11 @@ import pytest
 import torch
 from numba import njit
 
-from r3.engine import cpu_experts, cpu_tiles
+from r3.engine import cpu_experts
 from r3.policy import cpu_kernels, kernels, rope
 from r3.policy.modules import _Norm, plain_norm, plain_norm_backward
 from r3.runtime import compiled as runtime_compiled
+from r3.runtime import cpu_tiles
 from r3.runtime.compiled import compiled, like
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
@@ -165,7 +166,7 @@ def _round(values: Any, out: Any) -> None:
 @njit
 def _both_sigmoids(values: Any, sigmoids: Any, rests: Any) -> None:
     for i in range(len(values)):
-        sigmoids[i], rests[i] = cpu_kernels._sigmoids(values[i])
+        sigmoids[i], rests[i] = cpu_kernels.sigmoids(values[i])
 
 
 def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from numba import njit
 
-from r3.engine import cpu_tiles
-from r3.engine.cpu_tiles import SIMILAR, TILE, multiply
+from r3.runtime import cpu_tiles
+from r3.runtime.cpu_tiles import SIMILAR, TILE, multiply
 from tests.processor import needs_avx512
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_avx512]

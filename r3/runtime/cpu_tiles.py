@@ -3,7 +3,8 @@
 An engine that samples multiplies a few tokens by all weights and by all keys and values of their
 conversations, and mostly waits for these. vLLM's kernels read them when they need them. Here the
 processor brings the next tile into its cache while rows are multiplied by this one. Sums have the
-terms and the order of vLLM's, so that the bits are the same.
+terms and the order of vLLM's, so that the bits are the same. The policy's attention is made of
+such products too (`r3.policy.cpu_attention`), and reads tiles that are in the cache already.
 
 One thread runs the loops, on processors with AVX-512: vLLM's build for others has another
 exponential function.
@@ -113,14 +114,16 @@ def _multiply(
     if not isinstance(count, types.IntegerLiteral):
         return None
     number_of_rows, is_float = count.literal_value, similar.dtype == types.float32
+    is_asking, is_stepping = ahead != types.none, len(rows) == 3
     size = 4 if is_float else 2
     two, three = (types.UniTuple(types.intp, n) for n in (2, 3))
-    signature = types.void(count, two, types.intp, three, two, types.boolean, two, similar)
+    of_rows, asked = three if is_stepping else two, two if is_asking else types.none
+    signature = types.void(count, of_rows, types.intp, three, two, types.boolean, asked, similar)
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         _, rows, inputs, tile, sums, adds, ahead, _ = values
-        (row, width), (column, step, half), (total, wide), (fetched, stride) = (
-            cgutils.unpack_tuple(builder, each) for each in (rows, tile, sums, ahead)
+        (row, width, *between), (column, step, half), (total, wide) = (
+            cgutils.unpack_tuple(builder, each) for each in (rows, tile, sums)
         )
         kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
         multiplied = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
@@ -161,8 +164,10 @@ def _multiply(
         factors = []
         stored = _VECTOR if is_float else ir.VectorType(ir.IntType(16), LANES)
         for lane in (0, 1):
-            asked = builder.add(builder.mul(index, stride), number(lane * LANES))
-            builder.call(fetch, [pointer(fetched, asked, ir.IntType(8), size), *how])
+            if is_asking:
+                fetched, stride = cgutils.unpack_tuple(builder, ahead)
+                asked = builder.add(builder.mul(index, stride), number(lane * LANES))
+                builder.call(fetch, [pointer(fetched, asked, ir.IntType(8), size), *how])
             place = builder.add(builder.mul(index, step), builder.mul(half, number(lane)))
             loaded = builder.load(pointer(column, place, stored, size), align=size)
             if not is_float:  # bfloat16 is the upper half of a float32
@@ -172,8 +177,9 @@ def _multiply(
             factors.append(loaded)
         nothing, same = ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_BITS, [0] * LANES)
         added = []
+        at_input = builder.mul(index, *between) if is_stepping else index
         for i in range(number_of_rows):
-            place = builder.add(builder.mul(width, number(i)), index)
+            place = builder.add(builder.mul(width, number(i)), at_input)
             value = builder.load(pointer(row, place, _FLOAT, 4), align=4)
             value = builder.insert_element(nothing, value, ir.Constant(_INT32, 0))
             value = builder.shuffle_vector(value, nothing, same)
@@ -201,18 +207,20 @@ def multiply(
 
     Args:
         count: number of rows.
-        rows: address of their float32 numbers, and distance from one row to the next.
+        rows: address of their float32 numbers, distance from one row to the next, and from one
+            number of a row to the next; if that is left out, 1.
         inputs: numbers of a row, at least 1.
         tile: address, distance from one input's weights to the next, and from the first 16 of its
             weights to the other 16.
         sums: address of the float32 results, 32 for each row, and distance from row to row.
         adds: whether to add to them what they are.
         ahead: address of the memory to ask for, 32 numbers per input, and distance between these.
+            None: nothing is asked for.
         similar: array of the weights' type.
     """
-    (row, width), (total, wide) = rows, sums
+    row, (total, wide) = rows[0], sums
     for left in range(count, 0, -ROWS):
-        of, to = (row, width), (total, wide)
+        of, to = (row, *rows[1:]), (total, wide)
         if left >= ROWS:
             _multiply(8, of, inputs, tile, to, adds, ahead, similar)
         elif left == 1:
@@ -229,5 +237,5 @@ def multiply(
             _multiply(6, of, inputs, tile, to, adds, ahead, similar)
         else:
             _multiply(7, of, inputs, tile, to, adds, ahead, similar)
-        row += ROWS * width * 4
+        row += ROWS * rows[1] * 4
         total += ROWS * wide * 4
