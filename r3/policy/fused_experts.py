@@ -69,10 +69,10 @@ class _InCache(torch.autograd.Function):
             _WeightGradient(weight) if needed else None
             for weight, needed in zip(ctx.weights, ctx.needs_input_grad[4:], strict=True)
         ]
-        (upstream_ND,), weights = upstream, ctx.weights
+        (upstream_ND,), (w1, w2) = upstream, ctx.weights
         d_w1, d_w2 = (gradient and gradient.total for gradient in gradients)
         d_tokens_ND, d_gates_S = cpu_experts.backward(
-            tokens_ND, gates_S, rows_S, ctx.sizes, *weights, both_SF, upstream_ND, d_w1, d_w2
+            tokens_ND, gates_S, rows_S, ctx.sizes, w1, w2, both_SF, upstream_ND, d_w1, d_w2
         )
         results = (gradient and gradient.result() for gradient in gradients)
         return d_tokens_ND, d_gates_S, None, None, *results
