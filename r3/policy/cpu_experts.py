@@ -2,7 +2,7 @@
 
 Between `fused_experts`' products lie results of hundreds of rows, which leave the cache before the
 next loop reads them. Here a block of an expert's rows goes through all of them at once: what lies
-between stays in the second-level cache. Products are those of `r3.runtime.cpu_tiles`.
+between stays in the second-level cache. Products are those of `cpu_products`.
 
 One thread runs the loops, on processors with AVX-512. The result of a row depends on no other row:
 forward and recomputation have the same bits.
@@ -23,68 +23,13 @@ from r3.policy.cpu_kernels import (
     weighted_swiglu_backward_loop,
     weighted_swiglu_loop,
 )
+from r3.policy.cpu_products import columns_loop, products_loop, tiles_loop
 from r3.runtime import cpu_tiles
 from r3.runtime.compiled import array, compiled
-from r3.runtime.cpu_tiles import LANES, TILE, multiply
+from r3.runtime.cpu_tiles import LANES, TILE
 
 BLOCK = 128
 """Rows that are in the cache together."""
-DEEP = 256
-"""Terms of a sum that are added at once: a tile of so many rows stays in the first-level cache."""
-
-
-@compiled
-def _columns(weights: Any, out: Any) -> None:
-    """Arrange rows of weights [n, k] as the columns of tiles [n / 32, k, 32]."""
-    for n in range(weights.shape[0]):
-        tile, column = out[n // TILE], n % TILE
-        for k in range(weights.shape[1]):
-            tile[k, column] = weights[n, k]
-
-
-@compiled
-def _tiles(weights: Any, out: Any) -> None:
-    """Arrange weights [k, n] as tiles [n / 32, k, 32]."""
-    for k in range(weights.shape[0]):
-        for t in range(len(out)):
-            part, tile = weights[k, t * TILE : (t + 1) * TILE], out[t, k]
-            for n in range(TILE):
-                tile[n] = part[n]
-
-
-@compiled
-def _products(
-    rows: Any,
-    distance: Any,
-    step: Any,
-    count: Any,
-    terms: Any,
-    tiles: Any,
-    out: Any,
-    wide: Any,
-    adds: Any,
-) -> None:
-    """Multiply rows by all tiles.
-
-    Args:
-        rows: address of float32 numbers, of which a row has `terms`.
-        distance: from one row to the next.
-        step: from one number of a row to the next.
-        count: number of rows.
-        tiles: [tiles, terms or more, 32].
-        out: address of the results, 32 per row and tile.
-        wide: distance from one row of results to the next.
-        adds: whether to add to what is there.
-    """
-    of_tile = tiles.shape[1] * TILE * 4
-    similar = tiles
-    for first in range(0, terms, DEEP):
-        deep = min(DEEP, terms - first)
-        of = rows + first * step * 4, distance, step
-        for t in range(len(tiles)):
-            tile = tiles.ctypes.data + t * of_tile + first * TILE * 4, TILE, LANES
-            to = out + t * TILE * 4, wide
-            multiply(count, of, deep, tile, to, adds or first > 0, None, similar)
 
 
 @compiled
@@ -119,16 +64,16 @@ def _forward(
         begin, end = end, end + sizes[expert]
         if begin == end:
             continue
-        _columns(w1[expert], up)
-        _columns(w2[expert], down)
+        columns_loop(w1[expert], up)
+        columns_loop(w2[expert], down)
         for first in range(begin, end, BLOCK):
             last = min(first + BLOCK, end)
             count = last - first
             take_rows_loop(tokens, rows[first:last], x[:count])
             at_both = both.ctypes.data + first * double * 4
-            _products(at_x, D, 1, count, D, up, at_both, double, False)
+            products_loop(at_x, D, 1, count, D, up, at_both, double, False)
             weighted_swiglu_loop(both[first:last], gates[first:last], inner[:count])
-            _products(at_inner, F, 1, count, F, down, at_outputs, D, False)
+            products_loop(at_inner, F, 1, count, F, down, at_outputs, D, False)
             add_rows_loop(out, rows[first:last], outputs[:count])
 
 
@@ -166,24 +111,24 @@ def _backward(
         begin, end = end, end + sizes[expert]
         if begin == end:
             continue
-        _tiles(w1[expert], up)
-        _tiles(w2[expert], down)
+        tiles_loop(w1[expert], up)
+        tiles_loop(w2[expert], down)
         for first in range(begin, end, BLOCK):
             last = min(first + BLOCK, end)
             count = last - first
             take_rows_loop(upstream, rows[first:last], ups[:count])
-            _products(at_ups, wide, 1, count, D, down, d_inner.ctypes.data, F, False)
+            products_loop(at_ups, wide, 1, count, D, down, d_inner.ctypes.data, F, False)
             of_block = both[first:last], gates[first:last], d_inner[:count]
             weighted_swiglu_backward_loop(*of_block, inner[:count], d_both, d_gates[first:last])
             if len(d_w2):
-                _tiles(inner[:count], inner_tiles)
+                tiles_loop(inner[:count], inner_tiles)
                 at_w2 = d_w2[expert].ctypes.data
-                _products(at_ups, 1, wide, D, count, inner_tiles, at_w2, F, True)
+                products_loop(at_ups, 1, wide, D, count, inner_tiles, at_w2, F, True)
             if len(d_w1):
                 _take_tiles(tokens, rows[first:last], x_tiles)
                 at_w1 = d_w1[expert].ctypes.data
-                _products(at_d_both, 1, wider, double, count, x_tiles, at_w1, D, True)
-            _products(at_d_both, wider, 1, count, double, up, at_d_x, D, False)
+                products_loop(at_d_both, 1, wider, double, count, x_tiles, at_w1, D, True)
+            products_loop(at_d_both, wider, 1, count, double, up, at_d_x, D, False)
             add_rows_loop(d_tokens, rows[first:last], d_x[:count])
 
 

@@ -1,9 +1,11 @@
-"""Matrix products of the policy: large float32 ones by oneDNN where that is faster, else by torch.
+"""Matrix products of the policy: large float32 ones by what is fastest on the processor.
 
 torch leaves float32 products on CPU to MKL, which uses half of an AVX-512 register on AMD
 processors. AMD processors of family 26 and later compute a whole register at once, and oneDNN takes
 half of MKL's time there. On family 25 both take the same time, but oneDNN needs preparation for
-every new number of rows. Processors of other vendors keep MKL; oneDNN was not measured there.
+every new number of rows, and loops of R3's own take a seventh less (`cpu_products`). Processors of
+other vendors keep MKL; nothing else was measured there. Experts in float32 have their products in
+`cpu_experts`, on all of these.
 """
 
 from __future__ import annotations
@@ -14,19 +16,26 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import nn
 
+from r3.policy import cpu_products
 from r3.runtime.device import processor
 
 SMALLEST = 2**20
-"""Multiplications from which on oneDNN computes a product. It takes longer to begin."""
+"""Multiplications from which on anything but torch computes a product: it takes longer to begin."""
+
+
+_HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _is_onednn_faster(vendor: str, family: int) -> bool:
-    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     is_whole = vendor == "AuthenticAMD" and family >= 26
-    return torch.backends.mkldnn.is_available() and has_avx512 and is_whole
+    return torch.backends.mkldnn.is_available() and _HAS_AVX512 and is_whole
 
 
-_BY_ONEDNN = _is_onednn_faster(*processor())
+def _are_tiles_faster(vendor: str, family: int) -> bool:
+    return _HAS_AVX512 and vendor == "AuthenticAMD" and family == 25
+
+
+_BY_ONEDNN, _BY_TILES = _is_onednn_faster(*processor()), _are_tiles_faster(*processor())
 
 
 def is_by_onednn(tensor: torch.Tensor) -> bool:
@@ -39,7 +48,11 @@ def product(left_MK: torch.Tensor, right_KN: torch.Tensor) -> torch.Tensor:
 
     Source: torch/_inductor/mkldnn_ir.py (LinearUnary), which calls the same operator.
     """
-    if not is_by_onednn(left_MK) or left_MK.numel() * right_KN.shape[1] < SMALLEST:
+    if left_MK.numel() * right_KN.shape[1] < SMALLEST:
+        return left_MK @ right_KN
+    if _BY_TILES and cpu_products.can_compute(left_MK, right_KN):
+        return cpu_products.product(left_MK, right_KN)
+    if not is_by_onednn(left_MK):
         return left_MK @ right_KN
     return torch.ops.mkldnn._linear_pointwise(left_MK, right_KN.t(), None, "none", [], "")
 
@@ -52,8 +65,12 @@ def use_product(model: nn.Module) -> None:
     Args:
         model: a chunk of Megatron's GPTModel, on its device.
     """
-    if model.config.tensor_model_parallel_size > 1 or not is_by_onednn(next(model.parameters())):
+    first = next(model.parameters())
+    by_tiles = _BY_TILES and cpu_products.can_compute(first, first.new_empty(0, 0))
+    if model.config.tensor_model_parallel_size > 1 or not (by_tiles or is_by_onednn(first)):
         return
+    if by_tiles:
+        cpu_products.prepare()
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             module._forward_impl = _linear

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from r3.policy import cpu_experts, fused_experts
-from r3.policy.cpu_experts import BLOCK, DEEP
+from r3.policy.cpu_experts import BLOCK
+from r3.policy.cpu_products import DEEP
 from tests.processor import needs_avx512
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_avx512]

@@ -1,4 +1,4 @@
-"""Products by oneDNN are those of torch's operator, forward and backward."""
+"""Products by oneDNN and by R3's loops are those of torch's operator, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3.policy import products
+from r3.policy import cpu_products, products
 from r3.policy.products import SMALLEST, is_by_onednn, product
 from r3.runtime.device import processor
+from tests.processor import needs_avx512
 
 pytestmark = pytest.mark.unit
 
 LARGE, SMALL = (200, 96, 128), (20, 16, 24)  # M, K, N on both sides of SMALLEST
 
 
-@pytest.fixture(params=[True, False], ids=["onednn", "torch"])
-def by_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether this processor is one on which oneDNN is faster."""
-    monkeypatch.setattr(products, "_BY_ONEDNN", request.param)
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+WAYS = ["onednn", "torch", pytest.param("tiles", marks=needs_avx512)]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> str:
+    """What is fastest on this processor."""
+    monkeypatch.setattr(products, "_BY_ONEDNN", request.param == "onednn")
+    monkeypatch.setattr(products, "_BY_TILES", request.param == "tiles")
     return request.param
 
 
@@ -51,7 +57,7 @@ def _operands(sizes: tuple[int, int, int], layout: str) -> tuple[torch.Tensor, t
 
 @pytest.mark.parametrize("sizes", [LARGE, SMALL])
 @pytest.mark.parametrize("layout", ["rows", "left transposed", "right transposed"])
-@pytest.mark.usefixtures("by_onednn")
+@pytest.mark.usefixtures("way")
 def test_a_product_is_that_of_float64(sizes: tuple[int, int, int], layout: str) -> None:
     left, right = _operands(sizes, layout)
     exact = left.double() @ right.double()
@@ -60,36 +66,68 @@ def test_a_product_is_that_of_float64(sizes: tuple[int, int, int], layout: str) 
     assert 0 < error <= 1e-6
 
 
-def test_large_float32_products_are_by_onednn_and_no_others(by_onednn: bool) -> None:
+def test_large_float32_products_are_by_what_is_fastest_and_no_others(way: str) -> None:
     assert LARGE[0] * LARGE[1] * LARGE[2] >= SMALLEST > SMALL[0] * SMALL[1] * SMALL[2]
     for sizes, dtype, expected in (
-        (LARGE, torch.float32, by_onednn),
-        (SMALL, torch.float32, False),
-        (LARGE, torch.bfloat16, False),
-        (LARGE, torch.float64, False),
+        (LARGE, torch.float32, way),
+        (SMALL, torch.float32, "torch"),
+        (LARGE, torch.bfloat16, "torch"),
+        (LARGE, torch.float64, "torch"),
     ):
         left, right = (side.to(dtype) for side in _operands(sizes, "rows"))
         with Called() as called:
             product(left, right)
-        assert ("_linear_pointwise" in called.names) == expected, (sizes, dtype, called.names)
-        assert ("mm" in called.names) != expected
+        assert ("_linear_pointwise" in called.names) == (expected == "onednn"), called.names
+        assert ("mm" in called.names) == (expected == "torch"), (sizes, dtype, called.names)
+
+
+@needs_avx512
+@pytest.mark.usefixtures("one_thread")
+def test_loops_are_for_one_thread_whole_tiles_and_rows_in_their_order() -> None:
+    left, right = _operands(LARGE, "rows")
+    assert cpu_products.can_compute(left, right)
+    assert not cpu_products.can_compute(left, right[:, :31])
+    assert not cpu_products.can_compute(left.t(), right)
+    assert not cpu_products.can_compute(left.double(), right.double())
+    assert not cpu_products.can_compute(left.to("meta"), right)
+    torch.set_num_threads(2)
+    assert not cpu_products.can_compute(left, right)
+
+
+@needs_avx512
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [1, cpu_products.BLOCK + 1])
+@pytest.mark.parametrize("terms", [1, cpu_products.DEEP, 2 * cpu_products.DEEP + 3])
+def test_loops_multiply_any_number_of_rows_and_terms(
+    terms: int, rows: int, transposed: bool
+) -> None:
+    left, right = _operands((rows, terms, 64), "right transposed" if transposed else "rows")
+    found = cpu_products.product(left, right)
+    exact = left.double() @ right.double()
+    # sums of 515 products at most, each rounded by 2^-24
+    assert (found.double() - exact).norm() <= 1e-6 * exact.norm()
+    assert torch.equal(found[-1:], cpu_products.product(left[-1:], right))
+    with pytest.raises(AssertionError):
+        cpu_products.product(left, right[1:])
 
 
 @pytest.mark.parametrize(
-    ("vendor", "family", "expected"),
+    ("vendor", "family", "by_onednn", "by_tiles"),
     [
-        ("AuthenticAMD", 26, True),
-        ("AuthenticAMD", 27, True),
-        ("AuthenticAMD", 25, False),
-        ("GenuineIntel", 6, False),
-        ("", 0, False),
+        ("AuthenticAMD", 26, True, False),
+        ("AuthenticAMD", 27, True, False),
+        ("AuthenticAMD", 25, False, True),
+        ("AuthenticAMD", 23, False, False),
+        ("GenuineIntel", 6, False, False),
+        ("", 0, False, False),
     ],
 )
-def test_onednn_is_for_processors_where_mkl_uses_half_of_a_register(
-    vendor: str, family: int, expected: bool
+def test_mkl_is_replaced_where_it_uses_half_of_a_register(
+    vendor: str, family: int, by_onednn: bool, by_tiles: bool
 ) -> None:
-    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    assert products._is_onednn_faster(vendor, family) == (expected and has_avx512)
+    assert products._is_onednn_faster(vendor, family) == (by_onednn and HAS_AVX512)
+    assert products._are_tiles_faster(vendor, family) == (by_tiles and HAS_AVX512)
 
 
 def test_vendor_and_family_are_read(tmp_path: Path) -> None:
@@ -102,8 +140,8 @@ def test_vendor_and_family_are_read(tmp_path: Path) -> None:
     assert processor(info) == ("AuthenticAMD", 26)
 
 
-def test_tensors_of_other_devices_are_not_by_onednn(by_onednn: bool) -> None:
-    assert is_by_onednn(torch.ones(1)) == by_onednn
+def test_tensors_of_other_devices_are_not_by_onednn(way: str) -> None:
+    assert is_by_onednn(torch.ones(1)) == (way == "onednn")
     assert not is_by_onednn(torch.ones(1, device="meta"))
 
 
@@ -123,7 +161,7 @@ def _by_product(*operands: torch.Tensor) -> torch.Tensor:
     return products._linear(*operands, allreduce_dgrad=False, sequence_parallel=False)
 
 
-@pytest.mark.usefixtures("by_onednn")
+@pytest.mark.usefixtures("way")
 def test_a_linear_layer_has_torchs_output_and_gradients() -> None:
     exact = _gradients(F.linear, torch.float64)
     for found, expected in zip(_gradients(_by_product, torch.float32), exact, strict=True):
