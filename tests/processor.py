@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from llvmlite.binding import get_host_cpu_features
 
 needs_avx512 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512"
+)
+needs_pairs = pytest.mark.skipif(
+    not get_host_cpu_features().get("avx512bf16", False)
+    or get_host_cpu_features().get("amx-bf16", False),
+    reason="needs AVX-512 with bfloat16 products, and no AMX, which is faster",
 )

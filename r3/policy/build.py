@@ -303,9 +303,8 @@ def _build_chunk(
     if cpu_kernels.is_faster(first):
         cpu_kernels.prepare(megatron.params_dtype)
     if cpu_attention.is_faster(first, longest=1):
-        cpu_attention.prepare()
-        if megatron.params_dtype == torch.float32:
-            cpu_experts.prepare()
+        cpu_attention.prepare(megatron.params_dtype)
+        cpu_experts.prepare(megatron.params_dtype)
     return model
 
 

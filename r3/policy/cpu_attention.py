@@ -3,7 +3,7 @@
 torch's attention for CPU is made for long sequences: with the hundreds of tokens of a response it
 reaches a quarter of the speed of products. Here scores of 32 tokens and all tokens before them stay
 in the processor's cache from the product that makes them to the one that uses them, and parts that
-the mask would remove are not computed. Everything is float32.
+the mask would remove are not computed. Everything between inputs and results is float32.
 
 One thread runs the loops, on processors with AVX-512. The result of a token depends on its own
 sequence only, not on the batch: forward and recomputation have the same bits. The backward pass
@@ -22,7 +22,7 @@ from numba import njit
 
 from r3.policy.cpu_kernels import exponential, sum_of
 from r3.runtime import cpu_tiles
-from r3.runtime.compiled import array, compiled
+from r3.runtime.compiled import array, compiled, like, wide
 from r3.runtime.cpu_tiles import LANES, TILE, multiply
 
 MOST_TOKENS = 4096
@@ -43,10 +43,10 @@ def _copy(row: Any, factor: Any, out: Any) -> None:
     """Copy a row times a factor to the beginning of another."""
     if len(row) == TILE:  # a length that the compiler knows: no loop over single numbers
         for d in range(TILE):
-            out[d] = row[d] * factor
+            out[d] = like(wide(row[d]) * factor, out[d])
     else:
         for d in range(len(row)):
-            out[d] = row[d] * factor
+            out[d] = like(wide(row[d]) * factor, out[d])
 
 
 @compiled
@@ -72,7 +72,7 @@ def _take_columns(values: Any, start: Any, count: Any, head: Any, out: Any) -> N
         tile, here = out[t // TILE], min(TILE, count - t)
         for i in range(here):
             for d in range(values.shape[2]):
-                tile[d, i] = values[start + t + i, head, d]
+                tile[d, i] = wide(values[start + t + i, head, d])
         tile[:, here:] = 0
 
 
@@ -246,7 +246,7 @@ class _Causal(torch.autograd.Function):
         scale: torch.Tensor,
     ) -> torch.Tensor:
         out = query.new_empty(*query.shape[:2], value.shape[2])
-        lse = query.new_empty(query.shape[:2])
+        lse = torch.empty(query.shape[:2])
         _forward(*map(array, (query, key, value, borders, scale, out, lse)))
         ctx.save_for_backward(query, key, value, borders, scale, out, lse)
         return out
@@ -266,9 +266,9 @@ def is_faster(query: torch.Tensor, longest: int) -> bool:
     return is_here and longest <= MOST_TOKENS
 
 
-def prepare() -> None:
-    """Compile the loops, or load them from disk. Otherwise the first step would."""
-    tokens = torch.zeros(1, 1, TILE, requires_grad=True)
+def prepare(dtype: torch.dtype) -> None:
+    """Compile the loops for a data type, or load them. Otherwise the first step would."""
+    tokens = torch.zeros(1, 1, TILE, dtype=dtype, requires_grad=True)
     attend(tokens, tokens, tokens, [1], 1.0).sum().backward()
 
 
@@ -293,8 +293,9 @@ def attend(
     assert key.shape[::2] == (tokens, size) and value.shape[:2] == key.shape[:2], shapes
     assert heads % key.shape[1] == 0, shapes
     assert sum(lengths) == tokens and min(lengths) >= 0, (lengths, tokens)
-    wide = (x.to(torch.float32).contiguous() for x in (query, key, value))
+    assert query.dtype == key.dtype == value.dtype, (query.dtype, key.dtype, value.dtype)
     borders = torch.tensor([0, *accumulate(lengths)])
     # An array, because Numba would compute in float64 with a number of Python.
     factor = torch.tensor([scale], dtype=torch.float32)
-    return _Causal.apply(*wide, borders, factor).to(query.dtype)
+    qkv = (x.contiguous() for x in (query, key, value))
+    return _Causal.apply(*qkv, borders, factor)

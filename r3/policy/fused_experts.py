@@ -60,7 +60,7 @@ class _InCache(torch.autograd.Function):
         out_ND, both_SF = cpu_experts.forward(tokens_ND, gates_S, rows_S, sizes, w1, w2)
         ctx.save_for_backward(tokens_ND, gates_S, rows_S, both_SF)
         ctx.sizes, ctx.weights = sizes, (w1, w2)
-        return out_ND
+        return out_ND.to(tokens_ND.dtype)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
@@ -75,7 +75,7 @@ class _InCache(torch.autograd.Function):
             tokens_ND, gates_S, rows_S, ctx.sizes, w1, w2, both_SF, upstream_ND, d_w1, d_w2
         )
         results = (gradient and gradient.result() for gradient in gradients)
-        return d_tokens_ND, d_gates_S, None, None, *results
+        return d_tokens_ND.to(tokens_ND.dtype), d_gates_S, None, None, *results
 
 
 class _Experts(torch.autograd.Function):
@@ -206,7 +206,8 @@ class _WeightGradient:
 
     def __init__(self, weight: nn.Parameter) -> None:
         self._weight, self._direct = weight, hasattr(weight, "main_grad")
-        self.total = weight.main_grad if self._direct else torch.zeros_like(weight)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.total = weight.main_grad if self._direct else torch.zeros_like(weight, dtype=wide)
 
     def add(self, expert: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add left @ right to the gradient of one expert."""
@@ -219,6 +220,6 @@ class _WeightGradient:
     def result(self) -> torch.Tensor:
         """What backward returns for the weight."""
         if not self._direct:
-            return self.total
+            return self.total.to(self._weight.dtype)
         self._weight.grad_added_to_main_grad = True
         return torch.empty_like(self._weight)

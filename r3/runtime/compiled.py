@@ -44,7 +44,13 @@ def _version(names: Mapping[str, Any]) -> str:
 # --- tensors as NumPy arrays; NumPy has no bfloat16, whose bits are uint16 here -----------------
 
 
-_FORMS = {torch.float64: "<f8", torch.float32: "<f4", torch.bfloat16: "<u2", torch.int64: "<i8"}
+_FORMS = {
+    torch.float64: "<f8",
+    torch.float32: "<f4",
+    torch.bfloat16: "<u2",
+    torch.int64: "<i8",
+    torch.int32: "<i4",
+}
 
 
 class _Memory:

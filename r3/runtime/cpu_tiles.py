@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
@@ -32,15 +33,40 @@ ROWS = 8
 
 SIMILAR = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16)}
 """Array of each type that a tile may have."""
+PAIRS = np.empty(0, np.int32)
+"""Array of a further type: two bfloat16 numbers, the first in the lower half. Rows and tiles have
+such pairs as their inputs, and both products of a pair are added in one instruction."""
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat16, which llvmlite does not have."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
 
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR, _BITS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
+_HALVES = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def can_compute(dtype: torch.dtype) -> bool:
     """Whether loops compute with such tiles here: one thread, AVX-512."""
     is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return is_wide and torch.get_num_threads() == 1 and dtype in SIMILAR
+
+
+def can_pair() -> bool:
+    """Whether loops multiply pairs of bfloat16 here, and nothing on the processor is faster."""
+    has = get_host_cpu_features()
+    is_fastest = has.get("avx512bf16", False) and not has.get("amx-bf16", False)
+    return bool(is_fastest) and can_compute(torch.bfloat16)
 
 
 @intrinsic
@@ -113,9 +139,10 @@ def _multiply(
     """Compute `multiply` for a number of rows that is a literal."""
     if not isinstance(count, types.IntegerLiteral):
         return None
-    number_of_rows, is_float = count.literal_value, similar.dtype == types.float32
+    number_of_rows, is_paired = count.literal_value, similar.dtype == types.int32
+    is_float = similar.dtype == types.float32
     is_asking, is_stepping = ahead != types.none, len(rows) == 3
-    size = 4 if is_float else 2
+    size = 4 if is_float or is_paired else 2
     two, three = (types.UniTuple(types.intp, n) for n in (2, 3))
     of_rows, asked = three if is_stepping else two, two if is_asking else types.none
     signature = types.void(count, of_rows, types.intp, three, two, types.boolean, asked, similar)
@@ -125,8 +152,12 @@ def _multiply(
         (row, width, *between), (column, step, half), (total, wide) = (
             cgutils.unpack_tuple(builder, each) for each in (rows, tile, sums)
         )
-        kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-        multiplied = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+        if is_paired:
+            kind = ir.FunctionType(_VECTOR, [_VECTOR, _HALVES, _HALVES])
+            name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        else:
+            kind, name = ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
+        multiplied = cgutils.get_or_insert_function(builder.module, kind, name)
         kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), _INT32, _INT32, _INT32])
         fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         # To read, into the second-level cache, of data
@@ -162,7 +193,8 @@ def _multiply(
         for phi, start in zip(totals, starts, strict=True):
             phi.add_incoming(start, before)
         factors = []
-        stored = _VECTOR if is_float else ir.VectorType(ir.IntType(16), LANES)
+        stored = {4: _BITS, 2: ir.VectorType(ir.IntType(16), LANES)}[size]
+        stored = _VECTOR if is_float else stored
         for lane in (0, 1):
             if is_asking:
                 fetched, stride = cgutils.unpack_tuple(builder, ahead)
@@ -170,21 +202,26 @@ def _multiply(
                 builder.call(fetch, [pointer(fetched, asked, ir.IntType(8), size), *how])
             place = builder.add(builder.mul(index, step), builder.mul(half, number(lane)))
             loaded = builder.load(pointer(column, place, stored, size), align=size)
-            if not is_float:  # bfloat16 is the upper half of a float32
+            if is_paired:
+                loaded = builder.bitcast(loaded, _HALVES)
+            elif not is_float:  # bfloat16 is the upper half of a float32
                 bits = builder.zext(loaded, _BITS)
                 bits = builder.shl(bits, ir.Constant(_BITS, [16] * LANES))
                 loaded = builder.bitcast(bits, _VECTOR)
             factors.append(loaded)
-        nothing, same = ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_BITS, [0] * LANES)
+        kind, many = (_INT32, _BITS) if is_paired else (_FLOAT, _VECTOR)
+        nothing, same = ir.Constant(many, ir.Undefined), ir.Constant(_BITS, [0] * LANES)
         added = []
         at_input = builder.mul(index, *between) if is_stepping else index
         for i in range(number_of_rows):
             place = builder.add(builder.mul(width, number(i)), at_input)
-            value = builder.load(pointer(row, place, _FLOAT, 4), align=4)
+            value = builder.load(pointer(row, place, kind, 4), align=4)
             value = builder.insert_element(nothing, value, ir.Constant(_INT32, 0))
             value = builder.shuffle_vector(value, nothing, same)
+            value = builder.bitcast(value, _HALVES) if is_paired else value
             for factor, phi in zip(factors, totals[2 * i : 2 * i + 2], strict=True):
-                added.append(builder.call(multiplied, [value, factor, phi]))
+                terms = [phi, value, factor] if is_paired else [value, factor, phi]
+                added.append(builder.call(multiplied, terms))
         following = builder.add(index, number(1))
         for phi, value in ((index, following), *zip(totals, added, strict=True)):
             phi.add_incoming(value, loop)
@@ -207,8 +244,8 @@ def multiply(
 
     Args:
         count: number of rows.
-        rows: address of their float32 numbers, distance from one row to the next, and from one
-            number of a row to the next; if that is left out, 1.
+        rows: address of their numbers, distance from one row to the next, and from one number of a
+            row to the next; if that is left out, 1.
         inputs: numbers of a row, at least 1.
         tile: address, distance from one input's weights to the next, and from the first 16 of its
             weights to the other 16.
@@ -216,7 +253,7 @@ def multiply(
         adds: whether to add to them what they are.
         ahead: address of the memory to ask for, 32 numbers per input, and distance between these.
             None: nothing is asked for.
-        similar: array of the weights' type.
+        similar: array of the weights' type, or `PAIRS`: rows consist of pairs too, else of float32.
     """
     row, (total, wide) = rows[0], sums
     for left in range(count, 0, -ROWS):

@@ -10,8 +10,8 @@ import torch
 from numba import njit
 
 from r3.runtime import cpu_tiles
-from r3.runtime.cpu_tiles import SIMILAR, TILE, multiply
-from tests.processor import needs_avx512
+from r3.runtime.cpu_tiles import PAIRS, SIMILAR, TILE, multiply
+from tests.processor import needs_avx512, needs_pairs
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_avx512]
 
@@ -47,6 +47,35 @@ def test_products_equal_those_in_float64(count: int, is_packed: bool, dtype: tor
         # Sums of 7 or 8 numbers of size 1 in float32; each of 8 roundings is 2^-24 of at most 16.
         np.testing.assert_allclose(sums[:, :TILE], exact, rtol=0, atol=8e-6)
         np.testing.assert_array_equal(sums[:, TILE:], before[:, TILE:])
+
+
+@needs_pairs
+@pytest.mark.parametrize("count", [1, 8, 9, 17])
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_of_pairs_equal_those_in_float64(count: int, turned: bool) -> None:
+    """Rows of pairs, or the columns of an array of pairs; nothing is asked for."""
+    random, pairs = torch.Generator().manual_seed(0), 7
+    rows, weights = (
+        torch.randn(size, pairs, 2, generator=random).bfloat16() for size in (count, TILE)
+    )
+    tile = weights.view(torch.int32).squeeze(2).t().contiguous()  # [pairs, 32]
+    of = rows.view(torch.int32).squeeze(2)
+    of = of.t().contiguous() if turned else of.contiguous()
+    distances = (1, count) if turned else (pairs, 1)
+    sums = np.zeros((count, TILE), np.float32)
+    multiply(
+        count,
+        (of.data_ptr(), *distances),
+        pairs,
+        (tile.data_ptr(), TILE, 16),
+        (sums.ctypes.data, TILE),
+        False,
+        None,
+        PAIRS,
+    )
+    exact = torch.einsum("npk,mpk->nm", rows.double(), weights.double()).numpy()
+    # Products of bfloat16 are exact in float32; 14 sums round by 2^-24 of 16 each.
+    np.testing.assert_allclose(sums, exact, rtol=0, atol=1.4e-5)
 
 
 def test_the_exponential_is_near_the_exact_one_at_all_sizes() -> None:
