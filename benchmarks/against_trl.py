@@ -410,10 +410,9 @@ def training_floor(task: Task, response_tokens: float, rounds: int) -> dict[str,
     """Measure the least seconds of a rank's share of the training of one step, by part."""
     import numpy as np
     import torch
-    import torch.nn.functional as F
     from transformers import AutoTokenizer
 
-    from benchmarks.train_step import expect_bare_products, pack, products
+    from benchmarks.train_step import expect_bare_products, one_attention, pack, products
     from r3.models.shape import ModelShape
 
     torch.set_num_threads(1)
@@ -432,13 +431,6 @@ def training_floor(task: Task, response_tokens: float, rounds: int) -> dict[str,
             times.append(time.process_time() - began)
         return min(times[1:])
 
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    qkv = [torch.randn(1, each, length, shape.head_dim, requires_grad=True) for each in heads]
-
-    def attend() -> None:
-        out = F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
-        torch.autograd.grad(out, qkv, torch.ones_like(out))
-
     values = torch.randn(2**26), torch.empty(2**26)
     per_byte = least(lambda: values[1].copy_(values[0])) / (2 * 4 * 2**26)
     # Floats that cross the memory per token and layer, if each operation reads its inputs and
@@ -455,7 +447,7 @@ def training_floor(task: Task, response_tokens: float, rounds: int) -> dict[str,
         "matrix products, at their rate in these shapes": least(
             products(shape, pack(shape, [length] * sequences))
         ),
-        "attention kernel": least(attend) * sequences * layers,
+        "attention kernel": least(one_attention(shape, length)) * sequences * layers,
         "other operations, one pass over memory each": 4 * floats * tokens * layers * per_byte,
         "optimizer and exchange of gradients": 4 * update * per_byte,
     }

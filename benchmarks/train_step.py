@@ -39,7 +39,7 @@ from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from r3.algo import packing
 from r3.config import Config, ModelConfig, ReplayConfig, TrainConfig
 from r3.models.shape import ModelShape
-from r3.policy import Policy
+from r3.policy import Policy, cpu_attention
 from r3.policy.products import product
 from r3.runtime.device import Device, free_port, init_device, keep_freed_memory
 from r3.runtime.mesh import Mesh, build_mesh
@@ -72,12 +72,12 @@ BARS: dict[str, tuple[str, str, float | None]] = {
     "grouped / fused": ("grouped", "packed", 1.0),
     "sequential / fused": ("sequential", "packed", 1.0),
     "float32 / bfloat16": ("packed", "bfloat16", 1.6),
-    # Share of the time that the matrix products alone need, as fast as R3 computes them.
+    # Share of the time that the matrix products alone need, as fast as `product` computes them.
     "products / fused": ("products", "packed", 0.6),
     # The same, as fast as torch's own operator is.
     "torch's products / fused": ("torch's products", "packed", None),
     "torch's products / products": ("torch's products", "products", None),
-    # What bfloat16 can bring to products at most, with row counts as R3 rounds them.
+    # What bfloat16 brings to oneDNN's products, with row counts that repeat.
     "products, float32 / bfloat16": ("products", "bfloat16 products", None),
 }
 
@@ -316,22 +316,36 @@ def products(
 
 
 def attention(shape: ModelShape, batch: Batch) -> Callable[[], None]:
-    """Return a function that runs only torch's attention, forward and backward, in float32.
+    """Return a function that runs only attention, forward and backward, in float32.
 
     R3 computes it in float32 for bfloat16 models too.
     """
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     sequences = [
-        [torch.randn(1, each, length, shape.head_dim, requires_grad=True) for each in heads]
+        one_attention(shape, length)
         for micro_batch in batch.micro_batches
         for length in np.diff(micro_batch.cu_seqlens).tolist()
     ]
 
     def run() -> None:
         for _ in range(shape.num_layers):
-            for qkv in sequences:
-                out = F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
-                torch.autograd.grad(out, qkv, torch.ones_like(out))
+            for attend in sequences:
+                attend()
+
+    return run
+
+
+def one_attention(shape: ModelShape, length: int) -> Callable[[], None]:
+    """Return a function that runs attention of one sequence in one layer, as R3 does on CPU."""
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    qkv = [torch.randn(length, each, shape.head_dim, requires_grad=True) for each in heads]
+
+    def run() -> None:
+        if cpu_attention.is_faster(qkv[0], length):
+            out = cpu_attention.attend(*qkv, [length], shape.head_dim**-0.5)  # type: ignore[misc]
+        else:
+            turned = (one.transpose(0, 1)[None] for one in qkv)
+            out = F.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(out, qkv, torch.ones_like(out))
 
     return run
 
