@@ -8,8 +8,8 @@ In bfloat16, products multiply numbers in pairs and add in float32; what a produ
 bfloat16, and so are the outputs of `w1`.
 
 One thread runs the loops, on processors with AVX-512, and for bfloat16 with its products and
-without faster ones (AMX). The result of a row depends on no other row:
-forward and recomputation have the same bits.
+without faster ones (AMX). The result of a row depends on no other row: forward and recomputation
+have the same bits.
 """
 
 from __future__ import annotations

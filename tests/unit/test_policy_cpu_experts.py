@@ -148,7 +148,7 @@ def test_a_nan_of_one_token_reaches_its_own_sum_only() -> None:
     assert out_ND[3].isnan().all() and not out_ND[:3].isnan().any() and not out_ND[4:].isnan().any()
 
 
-def test_the_loops_are_for_processors_types_and_sizes_that_they_can_compute() -> None:
+def test_loops_are_for_what_they_can_compute() -> None:
     tokens_ND, _, _, w1, w2 = _inputs(1)
     assert cpu_experts.is_faster(tokens_ND, w1, w2)
     halves = tokens_ND.bfloat16(), w1.bfloat16(), w2.bfloat16()
