@@ -1,4 +1,4 @@
-"""Policies compute large float32 products on CPU by oneDNN, where that is faster."""
+"""Policies compute large float32 products on CPU by oneDNN or R3's loops, where that is faster."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from r3.runtime.device import Device
 from tests.policies import batches_of, build
+from tests.processor import needs_avx512
 from tests.tiny import tiny_config
 from tests.world import run_world
 
@@ -31,13 +32,13 @@ class Layers:
     others: int
 
 
-def layers(device: Device, dtype: str, tp: int, by_onednn: bool) -> Layers:
-    """Build a policy and run it once, as on a processor where oneDNN is faster or not."""
+def layers(device: Device, dtype: str, tp: int, way: str) -> Layers:
+    """Build a policy and run it once, as on a processor where `way` is fastest."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from r3.policy import products
 
-    products._BY_ONEDNN = by_onednn
+    products._BY_ONEDNN, products._BY_TILES = way == "onednn", way == "tiles"
     config = tiny_config(
         parallel={"tp": tp},
         model={"dtype": dtype},
@@ -63,19 +64,21 @@ def layers(device: Device, dtype: str, tp: int, by_onednn: bool) -> Layers:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tp", "by_onednn"),
+    ("dtype", "tp", "way"),
     [
-        ("float32", 1, True),
-        ("float32", 1, False),
-        ("bfloat16", 1, True),
-        ("float32", 2, True),
+        ("float32", 1, "onednn"),
+        ("float32", 1, "torch"),
+        pytest.param("float32", 1, "tiles", marks=needs_avx512),
+        ("bfloat16", 1, "onednn"),
+        pytest.param("bfloat16", 1, "tiles", marks=needs_avx512),
+        ("float32", 2, "onednn"),
     ],
 )
-def test_large_float32_products_are_by_onednn(dtype: str, tp: int, by_onednn: bool) -> None:
-    for found in run_world(layers, tp, dtype=dtype, tp=tp, by_onednn=by_onednn):
+def test_large_float32_products_are_by_what_is_fastest(dtype: str, tp: int, way: str) -> None:
+    for found in run_world(layers, tp, dtype=dtype, tp=tp, way=way):
         assert found.linear > 4, found
-        replaced = by_onednn and dtype == "float32" and tp == 1
+        replaced = way != "torch" and dtype == "float32" and tp == 1
         assert found.by_product == (found.linear if replaced else 0), found
-        # Experts do so with tensor parallelism, too.
-        assert (found.products > 0) == (by_onednn and dtype == "float32"), found
+        # The output layer does so with tensor parallelism, too.
+        assert (found.products > 0) == (way == "onednn" and dtype == "float32"), found
         assert found.others > 0, found  # routers, and all that is small
