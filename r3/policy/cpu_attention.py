@@ -1,4 +1,4 @@
-"""Causal attention of packed sequences on CPU, forward and backward in one pass over them.
+"""Causal attention of packed sequences on CPU, forward and backward, by compiled loops.
 
 torch's attention for CPU is made for long sequences: with the hundreds of tokens of a response it
 reaches a quarter of the speed of products. Here scores of 32 tokens and all tokens before them stay
@@ -89,7 +89,7 @@ def _products(rows: Any, count: Any, columns: Any, tokens: Any, out: Any) -> Non
 
 @compiled
 def _weigh(weights: Any, count: Any, terms: Any, rows: Any, out: Any, adds: Any) -> None:
-    """Sum rows by weights, given as (address, distance of results, distance of terms)."""
+    """Compute weighted sums of rows. weights: address, distances between results and terms."""
     width, similar = rows.shape[1], rows
     for column in range(0, width, TILE):
         tile = rows.ctypes.data + column * 4, width, LANES

@@ -286,6 +286,8 @@ def backward(
         totals.append(total)
     shapes = upstream_ND.shape, tokens_ND.shape, both_SF.shape
     assert shapes == (shapes[1], shapes[1], (len(rows_S), w1.shape[1])), shapes
+    dtypes = upstream_ND.dtype, tokens_ND.dtype, both_SF.dtype
+    assert dtypes == (dtypes[1],) * 3, dtypes
     d_tokens_ND, d_gates_S = torch.zeros(tokens_ND.shape), torch.empty_like(gates_S)
     inputs = tokens_ND.contiguous(), rows_S, gates_S, torch.tensor(sizes), w1, w2
     outputs = both_SF, upstream_ND.contiguous(), d_tokens_ND, d_gates_S, *totals

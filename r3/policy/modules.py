@@ -182,9 +182,9 @@ class CausalAttention(MegatronModule):
 
     Tokens attend within their sequence only. Queries and keys are rotated here, except those of
     latent attention. CUDA half precision uses torch's variable-length flash attention. On CPU with
-    one thread and AVX-512, a compiled loop goes over sequences of thousands of tokens at most
-    (`cpu_attention`). Otherwise torch's attention for CPU runs once for all neighbours of equal
-    length, which `r3.algo.packing` puts next to each other, without padding or copies.
+    one thread and AVX-512, a compiled loop computes batches whose longest sequence has at most
+    `cpu_attention.MOST_TOKENS`. Otherwise torch's attention for CPU runs once for all neighbours of
+    equal length, which `r3.algo.packing` puts next to each other, without padding or copies.
 
     Attributes:
         inverse_frequencies: of the rotation, float32 [d / 2]; None: Megatron rotates.

@@ -4,8 +4,8 @@ torch leaves float32 products on CPU to MKL, which uses half of an AVX-512 regis
 processors. AMD processors of family 26 and later compute a whole register at once, and oneDNN takes
 half of MKL's time there. On family 25 both take the same time, but oneDNN needs preparation for
 every new number of rows, and loops of R3's own take a seventh less (`cpu_products`). Processors of
-other vendors keep MKL; nothing else was measured there. Experts in float32 have their products in
-`cpu_experts`, on all of these.
+other vendors keep MKL; nothing else was measured there. Experts do not use these products where
+`cpu_experts` computes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from r3.policy import cpu_products
 from r3.runtime.device import processor
 
 SMALLEST = 2**20
-"""Multiplications from which on anything but torch computes a product: it takes longer to begin."""
+"""Multiplications of a product; torch computes smaller ones. Other ways take longer to begin."""
 
 
 _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -3,8 +3,10 @@
 An engine that samples multiplies a few tokens by all weights and by all keys and values of their
 conversations, and mostly waits for these. vLLM's kernels read them when they need them. Here the
 processor brings the next tile into its cache while rows are multiplied by this one. Sums have the
-terms and the order of vLLM's, so that the bits are the same. The policy's attention is made of
-such products too (`r3.policy.cpu_attention`), and reads tiles that are in the cache already.
+terms and the order of vLLM's, so that the bits are the same.
+
+The policy computes attention, experts and some linear layers with the same products
+(`r3.policy.cpu_attention`, `cpu_experts`, `cpu_products`), on tiles that are in the cache already.
 
 One thread runs the loops, on processors with AVX-512: vLLM's build for others has another
 exponential function.

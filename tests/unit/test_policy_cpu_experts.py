@@ -193,8 +193,11 @@ def test_shapes_and_types_that_do_not_belong_together_are_refused() -> None:
     both_SF, upstream_ND = torch.zeros(2, 64), torch.zeros_like(tokens_ND)
     with pytest.raises(AssertionError):
         cpu_experts.backward(*right, both_SF[1:], upstream_ND, None, None)
+    for upstream in (upstream_ND[1:], upstream_ND.bfloat16()):
+        with pytest.raises(AssertionError):
+            cpu_experts.backward(*right, both_SF, upstream, None, None)
     with pytest.raises(AssertionError):
-        cpu_experts.backward(*right, both_SF, upstream_ND[1:], None, None)
+        cpu_experts.backward(*right, both_SF.bfloat16(), upstream_ND, None, None)
     for total in (w2, w1[1:], w1.bfloat16()):
         with pytest.raises(AssertionError):
             cpu_experts.backward(*right, both_SF, upstream_ND, total, None)
