@@ -6,6 +6,8 @@ The preset is `tiny`. All arms check the command line; the time runs until the p
 
     forked      `launch/local.sh`: the launcher imports what ranks need while another process checks
     programs    the same check, then ranks that import for themselves, as on GPUs
+    older       with `--beside FOLDER`, a clone of a commit before `launch/ranks.py`: a check, then
+                torchrun, as its `launch/local.sh` does
 
 Rounds take turns. The script writes start.json to benchmarks/results/.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import statistics
@@ -37,7 +40,12 @@ ARMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("launch/ranks.py", *RANKS),
     ),
 }
-BUILT = "building the policy ..."  # what rank 0 prints last
+# What `launch/local.sh` did before it had `launch/ranks.py`.
+OLDER = (
+    ("train.py", "tiny", "--check", "--world-size", "2"),
+    ("-m", "torch.distributed.run", *RANKS),
+)
+BUILT = ("building the policy ...", "folder ")  # what rank 0 prints then, now and formerly
 
 
 def main() -> None:
@@ -47,12 +55,16 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--beside", type=Path, help="a clone of another commit, an arm of its own")
     words = parser.parse_args()
     load = os.getloadavg()[0]
-    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
+    commands = {arm: (ARMS[arm], ROOT) for arm in ARMS}
+    if words.beside:
+        commands["older"] = OLDER, words.beside.resolve()
+    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in commands}
     for number in range(-1, words.rounds):  # the first one fills the system's caches
-        for arm in ARMS if number % 2 else reversed(ARMS):
-            timing = start(ARMS[arm])
+        for arm in commands if number % 2 else reversed(commands):
+            timing = start(*commands[arm])
             if number >= 0:
                 found[arm].append(timing)
                 print(f"{arm:9} {timing[0]:5.1f} s, {timing[1]:5.1f} s of processor", flush=True)
@@ -79,12 +91,27 @@ def main() -> None:
         "ratio": round(arms["programs"]["seconds"] / arms["forked"]["seconds"], 2),
     }
     print(f"forked ranks start {result['ratio']} times as fast")
+    if words.beside:
+        by_round = zip(found["older"], found["forked"], strict=True)
+        ratios = [round(older / forked, 2) for (older, _), (forked, _) in by_round]
+        result |= {
+            "commit_of_older": commit(words.beside),
+            "older_to_forked": round(statistics.median(ratios), 2),
+            "older_to_forked_by_round": ratios,
+        }
+        print(f"commit {result['commit_of_older']} takes {result['older_to_forked']} times as long")
     words.out.mkdir(parents=True, exist_ok=True)
     (words.out / "start.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
-def start(commands: tuple[tuple[str, ...], ...]) -> tuple[float, float]:
-    """Run the commands of an arm one after the other.
+def commit(folder: Path) -> str:
+    """Return the short name of the commit of a clone."""
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def start(commands: tuple[tuple[str, ...], ...], folder: Path) -> tuple[float, float]:
+    """Run the commands of an arm, programs for Python, one after the other in a clone.
 
     Returns:
         Seconds until the policy is built, and processor seconds of everything.
@@ -96,13 +123,13 @@ def start(commands: tuple[tuple[str, ...], ...]) -> tuple[float, float]:
 
     passive = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1"}
     built = float("nan")
-    with tempfile.TemporaryDirectory(prefix="r3-start-") as folder:
+    with tempfile.TemporaryDirectory(prefix="r3-start-") as made:
         began, used = time.perf_counter(), cpu()
         for command in commands:
-            flags = (*QUIET, "--log.dir", f"{folder}/run")
+            flags = (*QUIET, "--log.dir", f"{made}/run")
             process = subprocess.Popen(
                 [sys.executable, *command, *flags],
-                cwd=ROOT,
+                cwd=folder,
                 env=os.environ | passive,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -111,7 +138,7 @@ def start(commands: tuple[tuple[str, ...], ...]) -> tuple[float, float]:
             said = ""
             for line in process.stdout or ():
                 said += line
-                if line.startswith(BUILT):
+                if line.startswith(BUILT) and math.isnan(built):
                     built = time.perf_counter() - began
             if process.wait(timeout=300):
                 sys.exit(f"{said}\n{command}\nended with exit code {process.returncode}")
