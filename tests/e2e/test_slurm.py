@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +106,22 @@ def test_a_job_that_loses_a_node_is_requeued(slurm: Cluster) -> None:
     log = (slurm.folder / "log" / "slurmctld.log").read_text()
     assert f"requeue job JobId={job} due to failure of node n2" in log
     assert slurm.facts(job)["JobState"] in ("COMPLETING", "PENDING")
+
+
+def test_a_cluster_that_does_not_come_up_is_tried_twice_and_leaves_nothing(tmp_path: Path) -> None:
+    def bridges() -> set[str]:
+        command = ["ip", "-brief", "link", "show", "type", "bridge"]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return {line.split()[0] for line in printed.splitlines()}
+
+    before = bridges()
+    with socket.create_server(("", 0)) as taken:
+        settings = {"MINI_PORT": str(taken.getsockname()[1])}
+        with (
+            pytest.warns(UserWarning, match="the cluster is started again"),
+            pytest.raises(AssertionError, match="Address already in use"),
+            cluster(tmp_path, settings),
+        ):
+            pytest.fail("two programs listen at one port")
+    assert bridges() == before
+    assert not (tmp_path / "state").exists()

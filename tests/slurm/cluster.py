@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,10 +103,19 @@ class Cluster:
 def cluster(
     folder: Path, environment: dict[str, str], *, limit_s: float = 90.0
 ) -> Iterator[Cluster]:
-    """A cluster whose jobs get these variables."""
+    """A cluster whose jobs get these variables.
+
+    One that does not come up is ended, and another is tried once: in one of some hundred starts no
+    packet passed between controller and nodes, for a cause that was not found.
+    """
     made = Cluster(folder, environment, limit_s)
-    made.call("up", "2", "4", "2")
     try:
+        try:
+            made.call("up", "2", "4", "2")
+        except AssertionError as error:
+            warnings.warn(f"the cluster is started again: {error}", stacklevel=2)
+            made.call("down")
+            made.call("up", "2", "4", "2")
         yield made
     finally:
         made.call("down")

@@ -25,7 +25,7 @@ verb=$1 dir=$(mkdir -p "$2" && realpath "$2")
 shift 2
 state=$dir/state # sourced: id, net, nodes, cpus, gpus
 export SLURM_CONF=$dir/slurm.conf
-# Ports of nodes are in their own namespaces: a second cluster needs another MINI_PORT only.
+# Ports of nodes are in their own namespaces.
 NODE_BASE_PORT=17000
 
 start_node() { # NODE: slurmd with its own network, host name, processes, /dev/shm and hosts file
@@ -56,7 +56,30 @@ wait_for() { # SECONDS COMMAND...
   done
 }
 
-all_idle() { [ "$(sinfo -h -N -p main -o %T | grep -c '^idle$')" = "$nodes" ]; }
+all_idle() { [ "$(timeout 2 sinfo -h -N -p main -o %T | grep -c '^idle$')" = "$nodes" ]; }
+
+all_idle_or_dead() { ! kill -0 "$controller" || all_idle; }
+
+free_network() { # an N whose 10.N.0.0/24 has no route here, as a cluster that was not ended has one
+  local n=$((BASHPID % 200 + 20))
+  while [ -n "$(ip -4 route show root "10.$n.0.0/16")" ]; do n=$((n == 219 ? 20 : n + 1)); done
+  echo "$n"
+}
+
+free_port() {
+  local port=16817
+  while (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done
+  echo "$port"
+}
+
+report() { # what is known of a cluster that does not come up
+  timeout 2 sinfo -N -l || true
+  ip -d link show type bridge || true
+  ip link show type veth || true
+  ip -4 route || true
+  ip neigh || true
+  tail -n 5 "$dir"/log/*
+}
 
 kill_file() { # PIDFILE
   local pid
@@ -66,7 +89,7 @@ kill_file() { # PIDFILE
 case $verb in
 up)
   nodes=${1:-2} cpus=${2:-8} gpus=${3:-2}
-  id=$((BASHPID % 10000)) net=$((BASHPID % 200 + 20))
+  id=$((BASHPID % 10000)) net=$(free_network)
   mkdir -p "$dir"/{ctl,spool,munge,log}
   chmod 755 "$dir"; chmod 700 "$dir/munge"
   echo "id=$id net=$net nodes=$nodes cpus=$cpus gpus=$gpus" >"$state"
@@ -97,7 +120,7 @@ up)
   cat >"$SLURM_CONF" <<CONF
 ClusterName=mini
 SlurmctldHost=ctl(10.$net.0.254)
-SlurmctldPort=${MINI_PORT:-16817}
+SlurmctldPort=${MINI_PORT:-$(free_port)}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -158,8 +181,9 @@ CONF
   setsid unshare --mount --uts --propagation private bash -c '
     hostname ctl; mount --bind "$1" /etc/hosts; shift; exec "$@"' _ "$dir/hosts" \
     slurmctld -D -c -f "$SLURM_CONF" </dev/null >"$dir/log/slurmctld.out" 2>&1 &
+  controller=$!
   for k in $(seq "$nodes"); do start_node "n$k"; done
-  wait_for 20 all_idle || { sinfo -N -l >&2 || true; tail -n 5 "$dir"/log/* >&2; exit 1; }
+  wait_for 20 all_idle_or_dead && all_idle || { report >&2; exit 1; }
   ;;
 run)
   . "$state"
