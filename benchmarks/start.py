@@ -45,7 +45,7 @@ OLDER = (
     ("train.py", "tiny", "--check", "--world-size", "2"),
     ("-m", "torch.distributed.run", *RANKS),
 )
-BUILT = ("building the policy ...", "folder ")  # what rank 0 prints then, now and formerly
+BUILT = ("building the policy ...", "folder ")  # what rank 0 prints then; "folder" in older commits
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--beside", type=Path, help="a clone of another commit, an arm of its own")
+    parser.add_argument("--beside", type=Path, help="the arm `older`: the folder of that clone")
     words = parser.parse_args()
     load = os.getloadavg()[0]
     commands = {arm: (ARMS[arm], ROOT) for arm in ARMS}
@@ -81,7 +81,7 @@ def main() -> None:
         }
     result = {
         "what": "seconds from the command until the policy is built, preset tiny, two CPU ranks",
-        "made_by": made_by("python -m benchmarks.start"),
+        "made_by": made_by("python -m benchmarks.start").replace(str(words.beside), "CLONE"),
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),
@@ -142,6 +142,8 @@ def start(commands: tuple[tuple[str, ...], ...], folder: Path) -> tuple[float, f
                     built = time.perf_counter() - began
             if process.wait(timeout=300):
                 sys.exit(f"{said}\n{command}\nended with exit code {process.returncode}")
+        if math.isnan(built):
+            sys.exit(f"{said}\n{folder} cannot be timed: no line begins with any of {BUILT}")
         return built, cpu() - used
 
 
