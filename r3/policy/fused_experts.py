@@ -21,7 +21,7 @@ from torch import nn
 from r3.policy import cpu_experts, cpu_kernels, kernels
 from r3.policy.dispatch import Slots
 from r3.policy.modules import GroupedExperts
-from r3.policy.products import is_by_onednn, product
+from r3.policy.products import is_by_float32, is_by_onednn, product
 
 
 class FusedExperts(GroupedExperts):
@@ -156,8 +156,8 @@ def _multiple(tokens_ND: torch.Tensor) -> int:
     oneDNN prepares a product anew for every number of rows that it has not seen lately, which takes
     longer than a small product. Rounded up, the numbers repeat.
     """
-    return 64 if tokens_ND.dtype == torch.bfloat16 or is_by_onednn(tokens_ND) else 1
-
+    is_bfloat16 = tokens_ND.dtype == torch.bfloat16 and not is_by_float32(tokens_ND)
+    return 64 if is_bfloat16 or is_by_onednn(tokens_ND) else 1
 
 def _parts(
     experts_NK: torch.Tensor, num_experts: int, *, multiple: int
@@ -212,6 +212,8 @@ class _WeightGradient:
     def add(self, expert: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add left @ right to the gradient of one expert."""
         total = self.total[expert]
+        if is_by_float32(left):
+            left, right = left.to(total.dtype), right.to(total.dtype)
         if total.dtype == left.dtype and not is_by_onednn(left):
             total.addmm_(left, right)
         else:

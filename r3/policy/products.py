@@ -1,4 +1,4 @@
-"""Matrix products of the policy: large float32 ones by what is fastest on the processor.
+"""Matrix products of the policy on CPU: by what is fastest on the processor.
 
 torch leaves float32 products on CPU to MKL, which uses half of an AVX-512 register on AMD
 processors. AMD processors of family 26 and later compute a whole register at once, and oneDNN takes
@@ -6,6 +6,10 @@ half of MKL's time there. On family 25 both take the same time, but oneDNN needs
 every new number of rows, and loops of R3's own take a seventh less (`cpu_products`). Processors of
 other vendors keep MKL; nothing else was measured there. Experts do not use these products where
 `cpu_experts` computes them.
+
+oneDNN multiplies bfloat16 with AVX-512 only. Without it torch falls back to a plain loop, which
+takes 80 times as long as MKL with float32, so that such products are computed in float32 and
+rounded.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ def _are_tiles_faster(vendor: str, family: int) -> bool:
 
 
 _BY_ONEDNN, _BY_TILES = _is_onednn_faster(*processor()), _are_tiles_faster(*processor())
+_HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def is_by_onednn(tensor: torch.Tensor) -> bool:
@@ -43,11 +48,18 @@ def is_by_onednn(tensor: torch.Tensor) -> bool:
     return _BY_ONEDNN and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
+def is_by_float32(tensor: torch.Tensor) -> bool:
+    """Whether products with this tensor are computed in float32: bfloat16 on CPU without them."""
+    return not _HAS_BFLOAT16 and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
+
+
 def product(left_MK: torch.Tensor, right_KN: torch.Tensor) -> torch.Tensor:
     """Return left @ right, [M, N], without a gradient. The right side may be transposed at no cost.
 
     Source: torch/_inductor/mkldnn_ir.py (LinearUnary), which calls the same operator.
     """
+    if is_by_float32(left_MK):
+        return (left_MK.float() @ right_KN.float()).to(left_MK.dtype)
     if left_MK.numel() * right_KN.shape[1] < SMALLEST:
         return left_MK @ right_KN
     if _BY_TILES and cpu_products.can_compute(left_MK, right_KN):
@@ -67,7 +79,8 @@ def use_product(model: nn.Module) -> None:
     """
     first = next(model.parameters())
     by_tiles = _BY_TILES and cpu_products.can_compute(first, first.new_empty(0, 0))
-    if model.config.tensor_model_parallel_size > 1 or not (by_tiles or is_by_onednn(first)):
+    is_other = by_tiles or is_by_onednn(first) or is_by_float32(first)
+    if model.config.tensor_model_parallel_size > 1 or not is_other:
         return
     if by_tiles:
         cpu_products.prepare()
