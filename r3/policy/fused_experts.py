@@ -159,6 +159,7 @@ def _multiple(tokens_ND: torch.Tensor) -> int:
     is_bfloat16 = tokens_ND.dtype == torch.bfloat16 and not is_by_float32(tokens_ND)
     return 64 if is_bfloat16 or is_by_onednn(tokens_ND) else 1
 
+
 def _parts(
     experts_NK: torch.Tensor, num_experts: int, *, multiple: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

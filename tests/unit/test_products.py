@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3.policy import cpu_products, products
-from r3.policy.products import SMALLEST, is_by_onednn, product
+from r3.policy.products import SMALLEST, is_by_float32, is_by_onednn, product
 from r3.runtime.device import processor
 from tests.processor import needs_avx512
 
@@ -29,18 +29,23 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, one_thr
     """What is fastest on this processor."""
     monkeypatch.setattr(products, "_BY_ONEDNN", request.param == "onednn")
     monkeypatch.setattr(products, "_BY_TILES", request.param == "tiles")
+    monkeypatch.setattr(products, "_HAS_BFLOAT16", True)
     return request.param
 
 
 class Called(TorchDispatchMode):
-    """Names of the operators that are called in the block."""
+    """Names of the operators that are called in the block, and dtypes of products' operands."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
+        name = func.overloadpacket.__name__
+        self.names.add(name)
+        if name in ("mm", "addmm", "addmm_"):
+            self.dtypes |= {value.dtype for value in args if isinstance(value, torch.Tensor)}
         return func(*args, **(kwargs or {}))
 
 
@@ -79,6 +84,23 @@ def test_large_float32_products_are_by_what_is_fastest_and_no_others(way: str) -
             product(left, right)
         assert ("_linear_pointwise" in called.names) == (expected == "onednn"), called.names
         assert ("mm" in called.names) == (expected == "torch"), (sizes, dtype, called.names)
+
+
+@pytest.mark.parametrize("sizes", [LARGE, SMALL])
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_bfloat16_is_multiplied_in_float32_where_the_processor_has_no_such_products(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int], has_bfloat16: bool
+) -> None:
+    monkeypatch.setattr(products, "_HAS_BFLOAT16", has_bfloat16)
+    left, right = (side.bfloat16() for side in _operands(sizes, "right transposed"))
+    with Called() as called:
+        found = product(left, right)
+    assert called.dtypes == {torch.bfloat16 if has_bfloat16 else torch.float32}
+    assert found.dtype == torch.bfloat16
+    # rounded once to 8 bits, after sums that are exact beside that
+    assert torch.allclose(found.double(), left.double() @ right.double(), rtol=2**-8, atol=1e-4)
+    assert not is_by_float32(left.to("meta"))
+    assert not is_by_float32(left.float())
 
 
 @needs_avx512
