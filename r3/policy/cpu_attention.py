@@ -1,12 +1,13 @@
 """Causal attention of packed sequences on CPU, forward and backward, by compiled loops.
 
 torch's attention for CPU is made for long sequences: with the hundreds of tokens of a response it
-reaches a quarter of the speed of products. Here scores of 32 tokens and all tokens before them stay
-in the processor's cache from the product that makes them to the one that uses them, and parts that
-the mask would remove are not computed. Everything between inputs and results is float32.
+reaches a quarter of the speed of products. Here scores of 32 tokens (with AVX2 of 16) and all
+tokens before them stay in the processor's cache from the product that makes them to the one that
+uses them, and parts that the mask would remove are not computed. Everything between inputs and
+results is float32.
 
-One thread runs the loops, on processors with AVX-512. The result of a token depends on its own
-sequence only, not on the batch: forward and recomputation have the same bits. The backward pass
+One thread runs the loops, on processors with AVX-512 or AVX2. The result of a token depends on its
+own sequence only, not on the batch: forward and recomputation have the same bits. The backward pass
 computes the scores again, as in FlashAttention (arXiv 2205.14135).
 """
 

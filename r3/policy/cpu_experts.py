@@ -7,9 +7,9 @@ between stays in the second-level cache. Products are those of `cpu_products`.
 In bfloat16, products multiply numbers in pairs and add in float32; what a product reads is
 bfloat16, and so are the outputs of `w1`.
 
-One thread runs the loops, on processors with AVX-512, and for bfloat16 with its products and
-without faster ones (AMX). The result of a row depends on no other row: forward and recomputation
-have the same bits.
+One thread runs the loops, on processors with AVX-512 or AVX2, and for bfloat16 with its products
+and without faster ones (AMX). The result of a row depends on no other row: forward and
+recomputation have the same bits.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from r3.policy.cpu_kernels import (
 from r3.policy.cpu_products import columns_loop, products_loop, tiles_loop
 from r3.runtime import cpu_tiles
 from r3.runtime.compiled import array, compiled, like
-from r3.runtime.cpu_tiles import LANES, PAIRS, SIMILAR, TILE
+from r3.runtime.cpu_tiles import LANES, PAIRS, ROWS, SIMILAR, TILE
 
-BLOCK = 128
+BLOCK = 128 // ROWS * ROWS
 """Rows that are in the cache together."""
 
 

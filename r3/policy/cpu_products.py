@@ -1,7 +1,7 @@
 """Matrix products of float32 numbers on CPU, by the tiles of `r3.runtime.cpu_tiles`.
 
 MKL, which torch calls, uses half of an AVX-512 register on AMD processors. These loops use all of
-it. One thread runs them.
+it. One thread runs them. Where the processor has AVX2 only, tiles have 16 columns instead of 32.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 from r3.runtime import cpu_tiles
 from r3.runtime.compiled import array, compiled
-from r3.runtime.cpu_tiles import LANES, TILE, multiply
+from r3.runtime.cpu_tiles import LANES, ROWS, TILE, multiply
 
 DEEP = 256
 """Terms of a sum that are added at once: a tile of so many rows stays in the first-level cache."""
-BLOCK = 128
+BLOCK = 128 // ROWS * ROWS
 """Rows that meet all tiles before the next rows do: they stay in the second-level cache."""
 
 
@@ -94,7 +94,7 @@ def _product(left: Any, right: Any, is_transposed: Any, out: Any) -> None:
 
 
 def can_compute(left_MK: torch.Tensor, right_KN: torch.Tensor) -> bool:
-    """Whether `product` has loops for these: float32 on CPU, one thread, AVX-512, whole tiles.
+    """Whether `product` has loops for these: float32 on CPU, one thread, AVX, whole tiles.
 
     Not for a transposed left side, a sum over all tokens: torch adds parts of it before their sums,
     and rounds less.

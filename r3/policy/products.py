@@ -3,9 +3,9 @@
 torch leaves float32 products on CPU to MKL, which uses half of an AVX-512 register on AMD
 processors. AMD processors of family 26 and later compute a whole register at once, and oneDNN takes
 half of MKL's time there. On family 25 both take the same time, but oneDNN needs preparation for
-every new number of rows, and loops of R3's own take a seventh less (`cpu_products`). Processors of
-other vendors keep MKL; nothing else was measured there. Experts do not use these products where
-`cpu_experts` computes them.
+every new number of rows, and loops of R3's own take a seventh less (`cpu_products`), with AVX-512
+and on older models with AVX2. Processors of other vendors keep MKL; nothing else was measured
+there. Experts do not use these products where `cpu_experts` computes them.
 
 oneDNN multiplies bfloat16 with AVX-512 only. Without it torch falls back to a plain loop, which
 takes 80 times as long as MKL with float32, so that such products are computed in float32 and
@@ -36,7 +36,7 @@ def _is_onednn_faster(vendor: str, family: int) -> bool:
 
 
 def _are_tiles_faster(vendor: str, family: int) -> bool:
-    return _HAS_AVX512 and vendor == "AuthenticAMD" and family == 25
+    return vendor == "AuthenticAMD" and family == 25
 
 
 _BY_ONEDNN, _BY_TILES = _is_onednn_faster(*processor()), _are_tiles_faster(*processor())

@@ -11,6 +11,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,21 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 def _version(names: Mapping[str, Any]) -> str:
     """Return a digest of this file and of the files of R3 that the names come from."""
-    modules = {getattr(value, "__module__", None) or "" for value in names.values()} | {__name__}
-    own = sorted(name for name in modules if name.startswith("r3."))
-    files = (Path(sys.modules[name].__file__ or "") for name in own)
+    files = sorted(Path(sys.modules[name].__file__ or "") for name in _modules(names))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
+
+
+def _modules(names: Mapping[str, Any]) -> set[str]:
+    """Return this module and those of R3 that the names come from, directly or through others."""
+    found, left = {__name__}, [names]
+    while left:
+        for value in list(left.pop().values()):
+            is_module = isinstance(value, ModuleType)
+            name = value.__name__ if is_module else getattr(value, "__module__", None) or ""
+            if name.startswith("r3.") and name not in found:
+                found.add(name)
+                left.append(vars(sys.modules[name]))
+    return found
 
 
 # --- tensors as NumPy arrays; NumPy has no bfloat16, whose bits are uint16 here -----------------

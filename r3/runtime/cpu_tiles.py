@@ -8,8 +8,8 @@ terms and the order of vLLM's, so that the bits are the same.
 The policy computes attention, experts and some linear layers with the same products
 (`r3.policy.cpu_attention`, `cpu_experts`, `cpu_products`), on tiles that are in the cache already.
 
-One thread runs the loops, on processors with AVX-512: vLLM's build for others has another
-exponential function.
+One thread runs the loops, on processors with AVX-512 or AVX2. Engines ask for AVX-512: vLLM's build
+for others has another exponential function and another layout of weights.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ from numba.extending import intrinsic, overload
 
 from r3.runtime.compiled import compiled
 
-LANES = 16
+IS_WIDE: bool = get_host_cpu_features().get("avx512f", False)
+"""Whether the processor has AVX-512: registers of 16 numbers instead of 8, and 32 of them instead
+of 16. Not whether torch uses it: machine code on disk is found again by the processor alone."""
+IS_USED = torch.backends.cpu.get_cpu_capability() == ("AVX512" if IS_WIDE else "AVX2")
+"""Whether torch uses all of it: not on processors without AVX2, nor with ATEN_CPU_CAPABILITY."""
+LANES = 16 if IS_WIDE else 8
 """Numbers in a register."""
 TILE = 2 * LANES
 """Columns of a tile."""
-ROWS = 8
+ROWS = 8 if IS_WIDE else 6
 """Rows that are multiplied by a tile at once: two registers of sums each."""
 
 SIMILAR = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16)}
@@ -59,16 +64,20 @@ _HALVES = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def can_compute(dtype: torch.dtype) -> bool:
-    """Whether loops compute with such tiles here: one thread, AVX-512."""
-    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return is_wide and torch.get_num_threads() == 1 and dtype in SIMILAR
+    """Whether loops compute with such tiles here: one thread, AVX-512 or AVX2."""
+    return IS_USED and torch.get_num_threads() == 1 and dtype in SIMILAR
+
+
+def has_bits_of_vllm(dtype: torch.dtype) -> bool:
+    """Whether loops compute here with the bits of vLLM's kernels: one thread, AVX-512."""
+    return IS_WIDE and can_compute(dtype)
 
 
 def can_pair() -> bool:
     """Whether loops multiply pairs of bfloat16 here, and nothing on the processor is faster."""
     has = get_host_cpu_features()
     is_fastest = has.get("avx512bf16", False) and not has.get("amx-bf16", False)
-    return bool(is_fastest) and can_compute(torch.bfloat16)
+    return bool(is_fastest) and IS_WIDE and can_compute(torch.bfloat16)
 
 
 @intrinsic
@@ -242,6 +251,8 @@ def multiply(
 ) -> None:
     """Multiply rows by a tile of `inputs` times 32 weights, and ask for memory meanwhile.
 
+    With AVX2, read 16 for 32 and 8 for 16 here, in `cpu_products` and in `cpu_experts`.
+
     Distances are in numbers, addresses in bytes.
 
     Args:
@@ -261,7 +272,7 @@ def multiply(
     for left in range(count, 0, -ROWS):
         of, to = (row, *rows[1:]), (total, wide)
         if left >= ROWS:
-            _multiply(8, of, inputs, tile, to, adds, ahead, similar)
+            _multiply(ROWS, of, inputs, tile, to, adds, ahead, similar)
         elif left == 1:
             _multiply(1, of, inputs, tile, to, adds, ahead, similar)
         elif left == 2:

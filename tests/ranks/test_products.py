@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3.runtime.device import Device
 from tests.policies import batches_of, build
-from tests.processor import needs_avx512
+from tests.processor import needs_tiles
 from tests.tiny import tiny_config
 from tests.world import run_world
 
@@ -89,9 +89,9 @@ def layers(device: Device, dtype: str, tp: int, way: str) -> Layers:
     [
         ("float32", 1, "onednn"),
         ("float32", 1, "torch"),
-        pytest.param("float32", 1, "tiles", marks=needs_avx512),
+        pytest.param("float32", 1, "tiles", marks=needs_tiles),
         ("bfloat16", 1, "onednn"),
-        pytest.param("bfloat16", 1, "tiles", marks=needs_avx512),
+        pytest.param("bfloat16", 1, "tiles", marks=needs_tiles),
         ("bfloat16", 1, "float32"),
         ("float32", 1, "float32"),
         ("float32", 2, "onednn"),

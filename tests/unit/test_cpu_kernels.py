@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numba.core.caching
@@ -14,7 +15,8 @@ import torch
 from numba import njit
 
 from r3.engine import cpu_experts
-from r3.policy import cpu_kernels, kernels, rope
+from r3.policy import cpu_attention, cpu_kernels, cpu_products, kernels, rope
+from r3.policy import cpu_experts as policy_cpu_experts
 from r3.policy.modules import _Norm, plain_norm, plain_norm_backward
 from r3.runtime import compiled as runtime_compiled
 from r3.runtime import cpu_tiles
@@ -259,19 +261,26 @@ def test_machine_code_on_disk_is_not_used_after_its_functions_changed(
     assert [uses_of_disk(version) for version in ("one", "one", "two")] == [0, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ("loops", "files"),
+    [
+        (cpu_experts, {cpu_tiles, runtime_compiled}),
+        # those of `cpu_products`, which has those of `cpu_tiles`
+        (policy_cpu_experts, {cpu_tiles, runtime_compiled, cpu_kernels, cpu_products}),
+    ],
+)
 def test_machine_code_is_of_the_files_that_its_functions_come_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loops: ModuleType, files: set[ModuleType]
 ) -> None:
-    """The loop for experts contains functions of `cpu_tiles`, and both those of `compiled`."""
-    names = vars(cpu_experts)
+    names = vars(loops)
     found = {runtime_compiled._version(names)}
     other = tmp_path / "changed.py"
     other.write_text("")
-    for module in (cpu_tiles, runtime_compiled, cpu_kernels):
+    for module in (cpu_tiles, runtime_compiled, cpu_kernels, cpu_products, cpu_attention):
         with monkeypatch.context() as context:
             context.setattr(module, "__file__", str(other))
             found.add(runtime_compiled._version(names))
-    assert len(found) == 3  # the loop does not use `cpu_kernels`
+    assert len(found) == 1 + len(files)
 
 
 def test_memory_that_a_loop_has_seen_can_still_be_resized() -> None:

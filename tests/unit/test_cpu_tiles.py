@@ -10,24 +10,25 @@ import torch
 from numba import njit
 
 from r3.runtime import cpu_tiles
-from r3.runtime.cpu_tiles import PAIRS, SIMILAR, TILE, multiply
-from tests.processor import needs_avx512, needs_pairs
+from r3.runtime.cpu_tiles import IS_WIDE, LANES, PAIRS, SIMILAR, TILE, multiply
+from tests.processor import needs_pairs, needs_tiles
 
-pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_avx512]
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("count", [0, *range(1, 10), 17])
 def test_products_equal_those_in_float64(count: int, is_packed: bool, dtype: torch.dtype) -> None:
-    """Both layouts: 16 columns of all inputs before the other 16, and rows of 32 with a gap."""
+    """Both layouts: half a tile of all inputs before the other half, and rows of it with a gap."""
     random, inputs = np.random.default_rng(0), 7
     rows = random.standard_normal((count, inputs + 2), np.float32)
     weights = torch.from_numpy(random.standard_normal((inputs, TILE), np.float32)).to(dtype)
     if is_packed:
-        stored, step, half = weights.view(inputs, 2, 16).transpose(0, 1).contiguous(), 16, 7 * 16
+        stored = weights.view(inputs, 2, LANES).transpose(0, 1).contiguous()
+        step, half = LANES, 7 * LANES
     else:
-        stored, step, half = torch.nn.functional.pad(weights, (0, 8)), TILE + 8, 16
+        stored, step, half = torch.nn.functional.pad(weights, (0, 8)), TILE + 8, LANES
     for adds in (False, True):
         sums = random.standard_normal((count, TILE + 3), np.float32)
         before = sums.copy()
@@ -67,7 +68,7 @@ def test_products_of_pairs_equal_those_in_float64(count: int, turned: bool) -> N
         count,
         (of.data_ptr(), *distances),
         pairs,
-        (tile.data_ptr(), TILE, 16),
+        (tile.data_ptr(), TILE, LANES),
         (sums.ctypes.data, TILE),
         False,
         None,
@@ -95,8 +96,14 @@ def test_the_exponential_is_near_the_exact_one_at_all_sizes() -> None:
     assert (found[-3:-1] > 3e38).all()  # vLLM's ends at the largest number or infinity, too
 
 
-def test_vllms_kernels_compute_with_several_threads_and_in_other_types() -> None:
+def test_loops_are_for_one_thread_two_types_and_processors_with_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert cpu_tiles.can_compute(torch.float32) and cpu_tiles.can_compute(torch.bfloat16)
+    assert cpu_tiles.has_bits_of_vllm(torch.float32) == IS_WIDE
     assert not cpu_tiles.can_compute(torch.float16)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_tiles, "IS_USED", False)
+        assert not cpu_tiles.can_compute(torch.float32)
     torch.set_num_threads(2)
     assert not cpu_tiles.can_compute(torch.float32)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from r3.policy import cpu_attention
 from r3.policy.cpu_attention import attend
-from tests.processor import needs_avx512
+from tests.processor import needs_tiles
 
-pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_avx512]
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]
 
 LENGTHS = (1, 31, 32, 33, 1, 100)
 SHAPES = pytest.mark.parametrize(

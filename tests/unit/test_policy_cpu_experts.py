@@ -10,9 +10,9 @@ from r3.policy import cpu_experts, fused_experts
 from r3.policy.cpu_experts import BLOCK
 from r3.policy.cpu_products import DEEP
 from r3.runtime import cpu_tiles
-from tests.processor import needs_avx512, needs_pairs
+from tests.processor import needs_pairs, needs_tiles
 
-pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_avx512]
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]
 
 Inputs = list[torch.Tensor]
 BOTH = pytest.mark.parametrize(
