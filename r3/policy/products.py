@@ -14,6 +14,7 @@ rounded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,21 +73,41 @@ def product(left_MK: torch.Tensor, right_KN: torch.Tensor) -> torch.Tensor:
 def use_product(model: nn.Module) -> None:
     """Let Megatron's linear layers compute by `product`, where that makes a difference.
 
-    Not with tensor parallelism: there, layers also gather their input and sum its gradient.
+    With tensor parallelism, layers also gather their input and sum its gradient. There, they only
+    compute in float32 what the processor cannot in bfloat16.
 
     Args:
         model: a chunk of Megatron's GPTModel, on its device.
     """
     first = next(model.parameters())
-    by_tiles = _BY_TILES and cpu_products.can_compute(first, first.new_empty(0, 0))
-    is_other = by_tiles or is_by_onednn(first) or is_by_float32(first)
-    if model.config.tensor_model_parallel_size > 1 or not is_other:
+    linear = [
+        module
+        for module in model.modules()
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+    ]
+    if model.config.tensor_model_parallel_size > 1:
+        if is_by_float32(first):
+            for module in linear:
+                module._forward_impl = _in_float32(module._forward_impl)
         return
+    by_tiles = _BY_TILES and cpu_products.can_compute(first, first.new_empty(0, 0))
     if by_tiles:
         cpu_products.prepare()
-    for module in model.modules():
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+    if by_tiles or is_by_onednn(first) or is_by_float32(first):
+        for module in linear:
             module._forward_impl = _linear
+
+
+def _in_float32(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Let a layer's forward, and its backward, compute in float32."""
+
+    def wide(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor:
+        bias = None if bias is None else bias.float()
+        return forward(input.float(), weight.float(), bias, **options).to(input.dtype)
+
+    return wide
 
 
 def _linear(

@@ -93,6 +93,7 @@ def layers(device: Device, dtype: str, tp: int, way: str) -> Layers:
         ("bfloat16", 1, "onednn"),
         pytest.param("bfloat16", 1, "tiles", marks=needs_tiles),
         ("bfloat16", 1, "float32"),
+        ("bfloat16", 2, "float32"),
         ("float32", 1, "float32"),
         ("float32", 2, "onednn"),
     ],
@@ -100,10 +101,8 @@ def layers(device: Device, dtype: str, tp: int, way: str) -> Layers:
 def test_products_are_by_what_is_fastest(dtype: str, tp: int, way: str) -> None:
     for found in run_world(layers, tp, dtype=dtype, tp=tp, way=way):
         assert found.linear > 4, found
-        if way == "float32":
-            replaced = dtype == "bfloat16"
-        else:
-            replaced = way != "torch" and dtype == "float32" and tp == 1
+        replaced = tp == 1 and dtype == ("bfloat16" if way == "float32" else "float32")
+        replaced = replaced and way != "torch"
         assert found.by_product == (found.linear if replaced else 0), found
         # The output layer does so with tensor parallelism, too.
         assert (found.products > 0) == (way == "onednn" and dtype == "float32"), found
