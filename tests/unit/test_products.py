@@ -88,7 +88,7 @@ def test_large_float32_products_are_by_what_is_fastest_and_no_others(way: str) -
 
 @pytest.mark.parametrize("sizes", [LARGE, SMALL])
 @pytest.mark.parametrize("has_bfloat16", [False, True])
-def test_bfloat16_is_multiplied_in_float32_where_the_processor_has_no_such_products(
+def test_bfloat16_is_multiplied_in_float32_where_the_processor_cannot(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int], has_bfloat16: bool
 ) -> None:
     monkeypatch.setattr(products, "_HAS_BFLOAT16", has_bfloat16)
