@@ -41,7 +41,9 @@ def _are_tiles_faster(vendor: str, family: int) -> bool:
 
 
 _BY_ONEDNN, _BY_TILES = _is_onednn_faster(*processor()), _are_tiles_faster(*processor())
-_HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+_HAS_BFLOAT16 = (
+    torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
 
 
 def is_by_onednn(tensor: torch.Tensor) -> bool:
