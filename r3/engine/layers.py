@@ -219,14 +219,26 @@ def normalise_in_one_call(modules: Iterable[torch.nn.Module]) -> None:
     they are done outside in bfloat16: it multiplies by the weight before it rounds, and in the
     variant with a residual it normalises the sum before that is rounded. In float32 neither
     changes a bit. The kernel also reads slices as if their rows followed each other, without an
-    error.
+    error. And vLLM's build for processors without AVX-512 cuts bits off where it should round to
+    the nearest bfloat16: there, the kernel computes in float32 and torch rounds.
     """
     from vllm._custom_ops import fused_add_rms_norm, rms_norm
     from vllm.model_executor.layers.layernorm import RMSNorm
 
+    def rounds_to_nearest() -> bool:
+        """Whether the kernel's result for the row 1, 2, 3, ... is rounded as torch rounds it."""
+        row = torch.arange(1.0, 65.0).bfloat16()
+        found, exact = torch.empty_like(row), torch.empty(64)
+        rms_norm(found, row, torch.ones_like(row), 1e-6)
+        rms_norm(exact, row.float(), torch.ones(64), 1e-6)
+        return torch.equal(found, exact.bfloat16())
+
     def normalising(norm: RMSNorm) -> Callable[..., Any]:
         ones = torch.ones_like(norm.weight)
         rounds = ones.dtype != torch.float32
+        is_wide = ones.dtype == torch.bfloat16 and not rounds_to_nearest()
+        if is_wide:
+            ones = ones.float()
 
         def forward(x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
             if residual is not None:
@@ -234,11 +246,11 @@ def normalise_in_one_call(modules: Iterable[torch.nn.Module]) -> None:
                     fused_add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
                     return x, residual  # written in place, as on GPUs
                 x = residual = x + residual
-            normed = torch.empty(x.shape, dtype=x.dtype)
-            weight = ones if rounds else norm.weight
-            rms_norm(normed, x.contiguous(), weight, norm.variance_epsilon)
+            dtype = torch.float32 if is_wide else x.dtype
+            normed, weight = torch.empty(x.shape, dtype=dtype), ones if rounds else norm.weight
+            rms_norm(normed, x.to(dtype).contiguous(), weight, norm.variance_epsilon)
             if rounds:
-                normed.mul_(norm.weight)
+                normed = normed.to(x.dtype).mul_(norm.weight)
             return normed if residual is None else (normed, residual)
 
         return forward
