@@ -38,7 +38,7 @@ def make_docs() -> Any:
 def texts() -> Iterator[tuple[str, str]]:
     """Every page that a user reads, by its name."""
     names = ("README.md", "CONTRIBUTING.md", "launch/README.md", "requirements/README.md")
-    files = [ROOT / name for name in names]
+    files = [*(ROOT / name for name in names), *ROOT.glob("benchmarks/*.md")]
     for file in sorted([*files, *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]):
         yield str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
 
@@ -119,12 +119,23 @@ def long_lines(page: str, text: str) -> Iterator[str]:
             yield f"{page}:{number} has {len(line)} columns"
 
 
+def uneven_tables(page: str, text: str) -> Iterator[str]:
+    """Every row of a table has as many cells as the row above it."""
+    above = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith(("|", "> |")) else 0
+        if above and cells not in (0, above):
+            yield f"{page}:{number} has {cells - 1} cells, the row above has {above - 1}"
+        above = cells
+
+
 RULES: tuple[Callable[[str, str], Iterator[str]], ...] = (
     unknown_settings,
     unknown_metrics,
     missing_files,
     broken_links,
     long_lines,
+    uneven_tables,
 )
 WRONG = {
     "unknown_settings": "use `train.learning_rate` or `--model.pathh x`",
@@ -132,6 +143,7 @@ WRONG = {
     "missing_files": "see `r3/no_such_file.py`",
     "broken_links": "[here](no-such-page.md)",
     "long_lines": "a" * 101,
+    "uneven_tables": "| a | b |\n|---|---|\n| 1 |",
 }
 
 
