@@ -222,7 +222,7 @@ def source() -> dict[str, Any]:
 
 
 def made_by(script: str) -> str:
-    """Return the command that ran, without the folder that it wrote to.
+    """Return the command that ran, without folders of this machine.
 
     Args:
         script: the command without arguments.
@@ -232,6 +232,9 @@ def made_by(script: str) -> str:
     for word in words:
         if word == "--out":
             next(words)
+        elif word == "--beside":
+            next(words)
+            kept += [word, "CLONE"]
         elif not word.startswith("--out="):
             kept.append(word)
     return shlex.join([*script.split(), *kept])

@@ -81,7 +81,7 @@ def main() -> None:
         }
     result = {
         "what": "seconds from the command until the policy is built, preset tiny, two CPU ranks",
-        "made_by": made_by("python -m benchmarks.start").replace(str(words.beside), "CLONE"),
+        "made_by": made_by("python -m benchmarks.start"),
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),

@@ -33,7 +33,7 @@ from r3.runtime.compiled import array, compiled, like
 from r3.runtime.cpu_tiles import LANES, PAIRS, ROWS, SIMILAR, TILE
 
 BLOCK = 128 // ROWS * ROWS
-"""Rows that are in the cache together."""
+"""Rows that are in the cache together. They are whole calls of the product, which takes ROWS."""
 
 
 # --- bfloat16 numbers in pairs; float32 numbers are used as they are ----------------------------

@@ -18,7 +18,8 @@ from r3.runtime.cpu_tiles import LANES, ROWS, TILE, multiply
 DEEP = 256
 """Terms of a sum that are added at once: a tile of so many rows stays in the first-level cache."""
 BLOCK = 128 // ROWS * ROWS
-"""Rows that meet all tiles before the next rows do: they stay in the second-level cache."""
+"""Rows that meet all tiles before the next rows do: they stay in the second-level cache. They are
+whole calls of the product, which takes ROWS at once."""
 
 
 @compiled
@@ -94,7 +95,7 @@ def _product(left: Any, right: Any, is_transposed: Any, out: Any) -> None:
 
 
 def can_compute(left_MK: torch.Tensor, right_KN: torch.Tensor) -> bool:
-    """Whether `product` has loops for these: float32 on CPU, one thread, AVX, whole tiles.
+    """Whether `product` has loops for these: float32 on CPU, one thread, AVX2, whole tiles.
 
     Not for a transposed left side, a sum over all tokens: torch adds parts of it before their sums,
     and rounds less.

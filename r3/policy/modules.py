@@ -182,7 +182,7 @@ class CausalAttention(MegatronModule):
 
     Tokens attend within their sequence only. Queries and keys are rotated here, except those of
     latent attention. CUDA half precision uses torch's variable-length flash attention. On CPU with
-    one thread and AVX, a compiled loop computes batches whose longest sequence has at most
+    one thread and AVX2, a compiled loop computes batches whose longest sequence has at most
     `cpu_attention.MOST_TOKENS`. Otherwise torch's attention for CPU runs once for all neighbours of
     equal length, which `r3.algo.packing` puts next to each other, without padding or copies.
 

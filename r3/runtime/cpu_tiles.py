@@ -9,7 +9,7 @@ The policy computes attention, experts and some linear layers with the same prod
 (`r3.policy.cpu_attention`, `cpu_experts`, `cpu_products`), on tiles that are in the cache already.
 
 One thread runs the loops, on processors with AVX-512 or AVX2. Engines ask for AVX-512: vLLM's build
-for others has another exponential function and another layout of weights.
+for others has another exponential function.
 """
 
 from __future__ import annotations
