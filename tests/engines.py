@@ -13,6 +13,7 @@ import torch
 from r3.config import Config
 from r3.data.prompts import prompts_of_step
 from r3.engine import Engine, Sampling
+from r3.engine.layers import direct_attention, direct_experts
 from r3.handover.memory import State
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.handover.weights import sync_weights
@@ -21,6 +22,7 @@ from r3.rollout.collected import CollectedRollouts
 from r3.rollout.scored import gather_rewards, score_all
 from r3.rollout.task import Task, read_task
 from r3.run.build import build_run
+from r3.runtime import cpu_tiles
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch, Rollout
@@ -131,6 +133,25 @@ def vllms_own_layers(engine: Engine) -> Iterator[Counter[str]]:
     try:
         yield Counter(type(module).__name__ for module in replaced)
     finally:
+        for module, forward in replaced.items():
+            module.forward = forward
+
+
+@contextmanager
+def without_loops(engine: Engine) -> Iterator[None]:
+    """Inside, layers that R3 replaced call vLLM's kernels, and none of R3's loops."""
+    (modules,) = engine.llm.collective_rpc(
+        lambda worker: list(worker.model_runner.get_model().modules())
+    )
+    replaced = {module: vars(module).pop("forward") for module in modules if is_direct(module)}
+    before, cpu_tiles.IS_USED = cpu_tiles.IS_USED, False
+    try:
+        for module in replaced:
+            is_attention = type(module).__name__ == "Attention"
+            module.forward = (direct_attention if is_attention else direct_experts)(module)
+        yield
+    finally:
+        cpu_tiles.IS_USED = before
         for module, forward in replaced.items():
             module.forward = forward
 

@@ -8,9 +8,8 @@ from llvmlite.binding import get_host_cpu_features
 
 from r3.runtime.cpu_tiles import IS_USED
 
-needs_avx512 = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512"
-)
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
 needs_tiles = pytest.mark.skipif(not IS_USED, reason="needs AVX-512 or AVX2, used by torch")
 needs_pairs = pytest.mark.skipif(
     not get_host_cpu_features().get("avx512bf16", False)

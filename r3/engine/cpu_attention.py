@@ -6,7 +6,8 @@ what is done otherwise here. New keys and values are stored in the same pass. St
 and attention with a window, sinks or other extras, keep vLLM's kernels.
 
 The cache is vLLM's. For each block and key head it has the keys as [size of a head, tokens], and
-then the values as [tokens, size of a head]. A tile is the part of either that 32 tokens have.
+then the values as [tokens, size of a head]. A tile is the part of either that 32 tokens have, and
+with AVX2 16.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _reading_order(
         size: bytes of a number.
 
     Returns:
-        Address of each tile, and the distance from the 32 numbers of one of its rows to the next.
+        Address of each tile, and the distance from one of its rows to the next.
     """
     of_head, count = 2 * block * D, 0
     for length in lengths:
@@ -65,8 +66,8 @@ def _softmax(scores: Any, length: Any, lanes: Any) -> Any:
     """Replace scores by exp(score - largest), those from `length` on by 0; return their sum.
 
     Args:
-        scores: a multiple of 16.
-        lanes: memory of 16 numbers.
+        scores: a multiple of `LANES`.
+        lanes: memory of `LANES` numbers.
     """
     for t in range(length, len(scores)):
         scores[t] = -np.inf
@@ -86,9 +87,11 @@ def _softmax(scores: Any, length: Any, lanes: Any) -> Any:
     for t in range(0, len(scores), LANES):
         for lane in range(LANES):
             lanes[lane] += scores[t + lane]
-    for half in (8, 4, 2, 1):
+    half = LANES // 2
+    while half:
         for lane in range(half):
             lanes[lane] += lanes[lane + half]
+        half //= 2
     return lanes[0]
 
 

@@ -16,6 +16,8 @@ from numba import carray
 from r3.runtime.compiled import compiled, like, wide
 from r3.runtime.cpu_tiles import LANES, SIMILAR, TILE, at, exponential, fused, multiply
 
+_PACKED = 16  # weights of an input that follow each other, whatever the processor's registers are
+
 
 @compiled
 def _product(
@@ -35,7 +37,8 @@ def _product(
     size = TILE * inputs * similar.itemsize
     for column in range(0, width, TILE):
         ahead = weights + size if column + TILE < width else following
-        tile, of_sums = (weights, LANES, LANES * inputs), (sums + column * 4, width)
+        half = _PACKED * inputs if LANES == _PACKED else LANES
+        tile, of_sums = (weights, _PACKED, half), (sums + column * 4, width)
         multiply(count, (tokens, inputs), inputs, tile, of_sums, False, (ahead, TILE), similar)
         weights += size
 

@@ -2,8 +2,7 @@
 
 In a step of a small model, vLLM (0.30) spends an eighth of its time in Python between a layer and
 the kernel that computes it. Layers that are exactly as assumed here call the kernel with the same
-arguments, or a loop with the same bits (`cpu_experts`, `cpu_attention`). All others keep vLLM's
-way.
+arguments, or a loop of R3's own (`cpu_experts`, `cpu_attention`). All others keep vLLM's way.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def plain_experts() -> dict[str, object]:
 def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
     """Return `MoERunner.forward` of a layer without what it does for other layers.
 
-    With one thread and AVX-512, `cpu_experts` computes what vLLM's portable kernel would.
+    With one thread, `cpu_experts` computes what vLLM's portable kernel would.
     """
     from vllm._custom_ops import cpu_fused_moe
 
@@ -80,7 +79,7 @@ def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
     is_plain = (experts.activation.value, kernel.isa) == ("silu", "vec")
     has_bias = kernel.w1_bias is not None or kernel.w2_bias is not None
     dtype = experts.w13_weight.dtype
-    is_own = is_plain and not has_bias and cpu_tiles.has_bits_of_vllm(dtype)
+    is_own = is_plain and not has_bias and cpu_tiles.can_compute(dtype)
     if is_own:
         cpu_experts.prepare(dtype)
     shared = runner.shared_experts and runner.shared_experts._layer
@@ -143,7 +142,7 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     """Return `Attention.forward` of a layer without the custom operations that call it again.
 
     They exist for compiled models, of which they would be the parts that are not compiled. With one
-    thread and AVX-512, `cpu_attention` computes steps that have no prompt.
+    thread, `cpu_attention` computes steps that have no prompt.
     """
     from vllm._custom_ops import cpu_attention_with_kv_cache, cpu_attn_reshape_and_cache
     from vllm.forward_context import get_forward_context
@@ -151,7 +150,7 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     vllms, impl, name = layer.forward, layer.impl, layer.layer_name
     of_query = -1, layer.num_heads, layer.head_size
     of_key, of_value = ((-1, layer.num_kv_heads, n) for n in (layer.head_size, layer.head_size_v))
-    is_own = has_facts(layer, _NO_EXTRAS) and cpu_tiles.has_bits_of_vllm(layer.dtype)
+    is_own = has_facts(layer, _NO_EXTRAS) and cpu_tiles.can_compute(layer.dtype)
     is_own = is_own and layer.head_size == layer.head_size_v
     if is_own:
         cpu_attention.prepare(layer.dtype)

@@ -2,14 +2,15 @@
 
 An engine that samples multiplies a few tokens by all weights and by all keys and values of their
 conversations, and mostly waits for these. vLLM's kernels read them when they need them. Here the
-processor brings the next tile into its cache while rows are multiplied by this one. Sums have the
-terms and the order of vLLM's, so that the bits are the same.
+processor brings the next tile into its cache while rows are multiplied by this one. With AVX-512,
+sums have the terms and the order of vLLM's, so that the bits are the same. vLLM's kernels for other
+processors have another exponential function and cut results off where these loops round them to the
+nearest bfloat16.
 
 The policy computes attention, experts and some linear layers with the same products
 (`r3.policy.cpu_attention`, `cpu_experts`, `cpu_products`), on tiles that are in the cache already.
 
-One thread runs the loops, on processors with AVX-512 or AVX2. Engines ask for AVX-512: vLLM's build
-for others has another exponential function.
+One thread runs the loops, on processors with AVX-512 or AVX2.
 """
 
 from __future__ import annotations
@@ -68,11 +69,6 @@ def can_compute(dtype: torch.dtype) -> bool:
     return IS_USED and torch.get_num_threads() == 1 and dtype in SIMILAR
 
 
-def has_bits_of_vllm(dtype: torch.dtype) -> bool:
-    """Whether loops compute here with the bits of vLLM's kernels: one thread, AVX-512."""
-    return IS_WIDE and can_compute(dtype)
-
-
 def can_pair() -> bool:
     """Whether loops multiply pairs of bfloat16 here, and nothing on the processor is faster."""
     has = get_host_cpu_features()
@@ -105,7 +101,7 @@ def fused(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def exponential(value: Any) -> Any:
-    """Return exp(value) with the bits that vLLM's kernels have."""
+    """Return exp(value) with the bits that vLLM's kernels for AVX-512 have."""
 
 
 @overload(exponential, strict=False)
@@ -207,7 +203,7 @@ def _multiply(
         stored = {4: _BITS, 2: ir.VectorType(ir.IntType(16), LANES)}[size]
         stored = _VECTOR if is_float else stored
         for lane in (0, 1):
-            if is_asking:
+            if is_asking and (IS_WIDE or lane == 0):  # at most 64 bytes with AVX2: one line
                 fetched, stride = cgutils.unpack_tuple(builder, ahead)
                 asked = builder.add(builder.mul(index, stride), number(lane * LANES))
                 builder.call(fetch, [pointer(fetched, asked, ir.IntType(8), size), *how])

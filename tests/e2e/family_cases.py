@@ -16,7 +16,14 @@ from r3.engine.weights import Pushed, push
 from r3.handover.memory import State
 from r3.handover.weights import SyncError, export, prove_sync, prove_weights
 from r3.runtime.device import Device
-from tests.engines import World, engine_from_disk, held_tensors, signature, vllms_own_layers
+from tests.engines import (
+    World,
+    engine_from_disk,
+    held_tensors,
+    signature,
+    vllms_own_layers,
+    without_loops,
+)
 from tests.errors import message_of
 from tests.tiny import tiny_config
 
@@ -37,7 +44,8 @@ class PushedFamily:
             experts, with the reason, and the note about it.
         fallen_equal: the engine sampled the same then.
         direct: layers by class that R3 runs without vLLM's way to their kernel.
-        own_equal: the engine sampled the same with vLLM's way.
+        own_equal: vLLM's kernels sampled the same by R3's way to them and by vLLM's.
+        loops_equal: R3's loops sampled the same as vLLM's kernels.
         notes: lines that two weight syncs printed.
         faults: message of the proof by planted fault.
         moved: the push changed what is sampled.
@@ -57,6 +65,7 @@ class PushedFamily:
     fallen_equal: bool
     direct: dict[str, int]
     own_equal: bool
+    loops_equal: bool
     notes: list[str]
     faults: dict[str, str]
     moved: bool
@@ -90,6 +99,9 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
     by_reload = push(world.engine.llm, world.stream.read(), world.task.shape, copy=False)
     world.engine.reset_cache()
     again = signature(world.collect(1).rollouts)
+    with without_loops(world.engine):
+        world.engine.reset_cache()
+        by_kernels = signature(world.collect(1).rollouts)
     with vllms_own_layers(world.engine) as direct:
         world.engine.reset_cache()
         own = signature(world.collect(1).rollouts)
@@ -106,7 +118,8 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
         fallen_note=fallen.note,
         fallen_equal=signature(world.collect(1).rollouts) == pushed and not fallen.unloaded,
         direct=dict(direct),
-        own_equal=own == pushed,
+        own_equal=own == by_kernels,
+        loops_equal=by_kernels == pushed,
         notes=printed.getvalue().splitlines(),
         faults=planted_faults(world),
         moved=before != pushed,

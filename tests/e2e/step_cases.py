@@ -12,7 +12,7 @@ from r3.handover.weights import prove_sync
 from r3.metrics.mismatch import mismatch
 from r3.routing.replay import Mode
 from r3.runtime.device import Device
-from tests.engines import World, is_direct, signature, vllms_own_layers
+from tests.engines import World, is_direct, signature, vllms_own_layers, without_loops
 from tests.memory import bytes_of
 from tests.tiny import tiny_config
 
@@ -57,13 +57,15 @@ class Direct:
     Attributes:
         layers: layers by class.
         vllms_are_direct: whether one of them was on vLLM's way too.
-        equal: tokens, log-probabilities and routes are the same.
-        mistakes_equal: `equal` with outputs of one class multiplied by 1.5.
+        equal: tokens, log-probabilities and routes are the same, by vLLM's kernels on both ways.
+        loops_equal: they are the same by R3's loops, too.
+        mistakes_equal: whether they are with outputs of one class multiplied by 1.5.
     """
 
     layers: dict[str, int]
     vllms_are_direct: bool
     equal: bool
+    loops_equal: bool
     mistakes_equal: dict[str, bool]
 
 
@@ -88,13 +90,16 @@ def direct_layers(world: World, policy_version: int) -> Direct:
         return found == expected
 
     expected = sample()
+    with without_loops(engine):
+        by_kernels = sample()
     with vllms_own_layers(engine) as layers:
         vllms_are_direct = any(map(is_direct, modules))
         vllms = sample()
     return Direct(
         layers=dict(layers),
         vllms_are_direct=vllms_are_direct,
-        equal=vllms == expected,
+        equal=vllms == by_kernels,
+        loops_equal=expected == by_kernels,
         mistakes_equal={name: spoilt(name) for name in layers},
     )
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e import family_cases
 from tests.families import MOE_FAMILIES, engine_sizes, family_checkpoint
+from tests.processor import HAS_AVX512
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -62,6 +63,7 @@ def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
         MoERunner=len(result.fallen), Attention=0 if latent else 3
     )
     assert result.own_equal, "experts and attention on vLLM's way to their kernels"
+    assert result.loops_equal or not HAS_AVX512, "loops with the bits of vLLM's kernels"
     gates = result.tensors - result.compared
     assert gates == result.gates, "every tensor was compared, gate and up together"
     faults = result.faults

@@ -1,4 +1,4 @@
-"""The loop for an engine's attention on CPU; tests/e2e compares its bits with vLLM's kernels."""
+"""The loop for an engine's attention on CPU; tests/e2e compares it with vLLM's kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from r3.engine.cpu_attention import attend
-from tests.processor import needs_avx512
+from r3.runtime.cpu_tiles import TILE
+from tests.processor import needs_tiles
 
-pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_avx512]
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]
 
 H, G = 6, 2
 LENGTHS = (1, 31, 32, 33, 64, 100, 150)
@@ -168,7 +169,7 @@ def test_tensors_that_do_not_belong_together_are_refused() -> None:
         ({"lengths": step.lengths[1:]}, "sizes"),
         ({"table": step.table[1:]}, "sizes"),
         ({"cache": step.cache[..., :-2]}, "sizes"),
-        ({"cache": step.cache[:, :, :-1].contiguous()}, "multiple of 32"),
+        ({"cache": step.cache[:, :, :-1].contiguous()}, f"multiple of {TILE}"),
         ({"query": step.query.bfloat16()}, "types"),
         ({"slots": step.slots.int()}, "types"),
         ({"table": step.table.long()}, "types"),

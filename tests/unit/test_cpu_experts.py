@@ -1,4 +1,4 @@
-"""The loop that computes an engine's experts; tests/e2e compares its bits with vLLM's kernel."""
+"""The loop that computes an engine's experts; tests/e2e compares it with vLLM's kernel."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 
 from r3.engine.cpu_experts import experts
 from r3.runtime.cpu_tiles import TILE
-from tests.processor import needs_avx512
+from tests.processor import needs_tiles
 
-pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_avx512]
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]
 
 N, K, E, D, F = 21, 3, 5, 64, 32
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ import torch
 from numba import njit
 
 from r3.runtime import cpu_tiles
-from r3.runtime.cpu_tiles import IS_WIDE, LANES, PAIRS, SIMILAR, TILE, multiply
+from r3.runtime.cpu_tiles import LANES, PAIRS, SIMILAR, TILE, multiply
 from tests.processor import needs_pairs, needs_tiles
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]
@@ -100,7 +100,6 @@ def test_loops_are_for_one_thread_two_types_and_processors_with_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert cpu_tiles.can_compute(torch.float32) and cpu_tiles.can_compute(torch.bfloat16)
-    assert cpu_tiles.has_bits_of_vllm(torch.float32) == IS_WIDE
     assert not cpu_tiles.can_compute(torch.float16)
     with monkeypatch.context() as patch:
         patch.setattr(cpu_tiles, "IS_USED", False)

@@ -13,14 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from r3.policy import cpu_products, products
 from r3.policy.products import SMALLEST, is_by_float32, is_by_onednn, product
 from r3.runtime.device import processor
-from tests.processor import needs_tiles
+from tests.processor import HAS_AVX512, needs_tiles
 
 pytestmark = pytest.mark.unit
 
 LARGE, SMALL = (200, 96, 128), (20, 16, 24)  # M, K, N on both sides of SMALLEST
 
-
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 WAYS = ["onednn", "torch", pytest.param("tiles", marks=needs_tiles)]
 
 
