@@ -172,6 +172,27 @@ def _attend(addresses: Any, distances: Any, sizes: Any, scale: Any, similar: Any
                     out[n, head * group + g, d] = like(found[g, d] * inverse, query[0, 0])
 
 
+def each_token_last(
+    starts: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Treat every new token as the last one of a conversation, so that `attend` takes prompts.
+
+    It stores a token's key and value before the next token looks at them.
+
+    Args:
+        starts: first new token of each conversation, and after the last their number, int32.
+        lengths: tokens of each conversation, int32.
+        table: blocks of each conversation.
+
+    Returns:
+        Table and lengths, of each new token.
+    """
+    counts = starts.diff()
+    of_N = torch.arange(len(lengths)).repeat_interleave(counts)
+    after = starts[1:][of_N] - torch.arange(len(of_N), dtype=torch.int32) - 1
+    return table[of_N], lengths[of_N] - after
+
+
 def prepare(dtype: torch.dtype) -> None:
     """Compile the loop for a data type, or load it from disk. Otherwise the first step would."""
     row, cache = (

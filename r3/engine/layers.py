@@ -8,6 +8,7 @@ arguments, or a loop of R3's own (`cpu_experts`, `cpu_attention`). All others ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +21,7 @@ from r3.runtime import cpu_tiles
 def replace_layers(modules: Sequence[Any]) -> None:
     """Replace layers of a built engine: norms, rotation of slices, experts and attention."""
     rotate_slices_in_torch(modules)
+    rotate_to_nearest(modules)
     normalise_in_one_call(modules)
     ways = (plain_experts(), direct_experts), (plain_attention(), direct_attention)
     for facts, direct in ways:
@@ -142,7 +144,8 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     """Return `Attention.forward` of a layer without the custom operations that call it again.
 
     They exist for compiled models, of which they would be the parts that are not compiled. With one
-    thread, `cpu_attention` computes steps that have no prompt.
+    thread, `cpu_attention` computes steps that have no prompt. It computes prompts too where vLLM's
+    kernel would cut bfloat16 off.
     """
     from vllm._custom_ops import cpu_attention_with_kv_cache, cpu_attn_reshape_and_cache
     from vllm.forward_context import get_forward_context
@@ -154,6 +157,7 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     is_own = is_own and layer.head_size == layer.head_size_v
     if is_own:
         cpu_attention.prepare(layer.dtype)
+    takes_prompts = layer.dtype == torch.bfloat16 and cuts_off()
 
     def forward(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
@@ -163,8 +167,13 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
         if batch is None or batch.num_actual_tokens != rows or more:
             return vllms(query, key, value, **more)
         slots, has_prompt = context.slot_mapping[name], batch.max_query_len > 1
-        if is_own and not has_prompt and batch.max_seq_len <= cpu_attention.MOST_TOKENS:
-            where = slots, batch.block_table, batch.seq_lens
+        is_short = batch.max_seq_len <= cpu_attention.MOST_TOKENS
+        if is_own and is_short and (takes_prompts or not has_prompt):
+            table, lengths = batch.block_table, batch.seq_lens
+            if has_prompt:
+                starts = batch.query_start_loc
+                table, lengths = cpu_attention.each_token_last(starts, lengths, table)
+            where = slots, table, lengths
             tensors = query.view(of_query), key.view(of_key), value.view(of_value), layer.kv_cache
             return cpu_attention.attend(*tensors, *where, impl.scale).view(rows, -1)
         blocks, heads, size, _ = layer.kv_cache.shape
@@ -197,6 +206,50 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     return forward
 
 
+@cache
+def cuts_off() -> bool:
+    """Whether vLLM's kernels cut results off where they should round to the nearest bfloat16.
+
+    Its build for processors without AVX-512 does. Asked of one kernel; all convert in one place.
+    """
+    from vllm._custom_ops import rms_norm
+
+    row = torch.arange(1.0, 65.0).bfloat16()
+    found, exact = torch.empty_like(row), torch.empty(64)
+    rms_norm(found, row, torch.ones_like(row), 1e-6)
+    rms_norm(exact, row.float(), torch.ones(64), 1e-6)
+    return not torch.equal(found, exact.bfloat16())
+
+
+def rotate_to_nearest(modules: Iterable[Any]) -> None:
+    """Let vLLM's kernel rotate positions in float32 where it would cut bfloat16 off."""
+    from vllm._custom_ops import rotary_embedding
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    def rotating(rotary: RotaryEmbedding) -> Callable[..., tuple[torch.Tensor, Any]]:
+        vllms = rotary._forward_method
+
+        def forward(
+            positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, Any]:
+            if query.dtype != torch.bfloat16:
+                return vllms(positions, query, key)
+            angles = rotary._match_cos_sin_cache_dtype(query).float()
+            wide = query.float(), None if key is None else key.float()
+            rotary_embedding(positions, *wide, rotary.head_size, angles, rotary.is_neox_style)
+            for stored, exact in zip((query, key), wide, strict=True):
+                if stored is not None:
+                    stored.copy_(exact)
+            return query, key
+
+        return forward
+
+    for module in modules:
+        kernel = type(module).forward_cpu if isinstance(module, RotaryEmbedding) else None
+        if kernel is RotaryEmbedding.forward_cpu and module.is_neox_style and cuts_off():
+            module._forward_method = rotating(module)
+
+
 def rotate_slices_in_torch(modules: Iterable[Any]) -> None:
     """Let torch rotate positions in latent attention, where vLLM 0.30's CPU kernel is wrong.
 
@@ -218,24 +271,15 @@ def normalise_in_one_call(modules: Iterable[torch.nn.Module]) -> None:
     they are done outside in bfloat16: it multiplies by the weight before it rounds, and in the
     variant with a residual it normalises the sum before that is rounded. In float32 neither
     changes a bit. The kernel also reads slices as if their rows followed each other, without an
-    error. And vLLM's build for processors without AVX-512 cuts bits off where it should round to
-    the nearest bfloat16: there, the kernel computes in float32 and torch rounds.
+    error. Where it would cut bfloat16 off (`cuts_off`), it computes in float32 and torch rounds.
     """
     from vllm._custom_ops import fused_add_rms_norm, rms_norm
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    def rounds_to_nearest() -> bool:
-        """Whether the kernel's result for the row 1, 2, 3, ... is rounded as torch rounds it."""
-        row = torch.arange(1.0, 65.0).bfloat16()
-        found, exact = torch.empty_like(row), torch.empty(64)
-        rms_norm(found, row, torch.ones_like(row), 1e-6)
-        rms_norm(exact, row.float(), torch.ones(64), 1e-6)
-        return torch.equal(found, exact.bfloat16())
-
     def normalising(norm: RMSNorm) -> Callable[..., Any]:
         ones = torch.ones_like(norm.weight)
         rounds = ones.dtype != torch.float32
-        is_wide = ones.dtype == torch.bfloat16 and not rounds_to_nearest()
+        is_wide = ones.dtype == torch.bfloat16 and cuts_off()
         if is_wide:
             ones = ones.float()
 

@@ -16,7 +16,13 @@ from r3.config import Config
 from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch
 from r3.engine.build import refuse_unfit
 from r3.engine.experts import ExpertBlock
-from r3.engine.layers import has_facts, normalise_in_one_call, plain_attention, plain_experts
+from r3.engine.layers import (
+    has_facts,
+    normalise_in_one_call,
+    plain_attention,
+    plain_experts,
+    rotate_to_nearest,
+)
 from r3.engine.slots import SlotRoutes
 from r3.handover.memory import ResidencyError, State
 from r3.handover.weights import SyncError, prove_sync
@@ -42,6 +48,8 @@ class Guards:
         fit: for the engine as it was built.
         sleeps: the engine that sleeps and wakes several times.
         norms: its norms against the policy's.
+        rotated: share of rotated numbers that are the exact ones, rounded to the nearest bfloat16.
+        rotated_by_vllm: the same without R3.
         inspected_here: whether vLLM's registry inspects a new model in this process.
         direct: whether layers of a class call their kernel directly.
         changed: whether they would with another value of one attribute, by its path.
@@ -55,6 +63,8 @@ class Guards:
     fit: str
     sleeps: list[Sleep]
     norms: Norms
+    rotated: float
+    rotated_by_vllm: float
     direct: dict[str, bool]
     changed: dict[str, bool]
 
@@ -164,6 +174,32 @@ def norms(engine: Engine) -> Norms:
         )
 
 
+def rotations(engine: Engine) -> tuple[float, float]:
+    """Share of rotated numbers that are the nearest bfloat16, with R3's layer and with vLLM's."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    sizes: dict[str, Any] = {"rotary_dim": 32, "max_position_embeddings": 128, "base": 10000}
+    with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
+        rotary = RotaryEmbedding(32, is_neox_style=True, dtype=torch.bfloat16, **sizes)
+    random, positions = torch.Generator().manual_seed(0), torch.arange(100)
+    query, key = (torch.randn(100, n * 32, generator=random).bfloat16() for n in (4, 2))
+    cos, sin = rotary.cos_sin_cache[:100].bfloat16().double()[:, None].chunk(2, dim=-1)
+
+    def share() -> float:
+        found = [*rotary(positions, query.clone(), key.clone())]
+        equal = []
+        for heads, rows in zip((query, key), found, strict=True):
+            x, y = heads.double().view(100, -1, 32).chunk(2, dim=-1)
+            exact = torch.cat([x * cos - y * sin, y * cos + x * sin], -1).bfloat16()
+            equal.append((rows.view(100, -1, 32) == exact).double().mean())
+        return float(min(equal))
+
+    by_vllm = share()
+    rotate_to_nearest([rotary])
+    return share(), by_vllm
+
+
 def engine_guards(device: Device) -> Guards:
     """Make every mistake that the engine must refuse, then use it as usual."""
     world = World(device, tiny_config())
@@ -237,6 +273,7 @@ def engine_guards(device: Device) -> Guards:
     captures = capture_guards(engine)
     sleeps = several_sleeps(engine, sample, push)
     compared = norms(engine)
+    rotated, by_vllm = rotations(engine)
     from vllm.model_executor.models import registry
 
     direct, changed = changed_layers(engine)
@@ -249,6 +286,8 @@ def engine_guards(device: Device) -> Guards:
         fit=_refusal(built, world.config, capture=True),
         sleeps=sleeps,
         norms=compared,
+        rotated=rotated,
+        rotated_by_vllm=by_vllm,
         inspected_here=registry._run_in_subprocess(os.getpid) == os.getpid(),
         direct=direct,
         changed=changed,

@@ -160,6 +160,13 @@ def test_norms_in_one_call_are_the_policys(guards: Guards) -> None:
     assert norms.left_alone == ["gemma", "part of a row", "no weight"]
 
 
+def test_rotated_numbers_are_rounded_to_the_nearest_bfloat16(guards: Guards) -> None:
+    """But for sums that float32 rounds to a tie. A kernel that cuts off is right in half of them,
+    which vLLM's is without AVX-512."""
+    assert guards.rotated > 0.999
+    assert HAS_AVX512 or 0.3 < guards.rotated_by_vllm < 0.7
+
+
 def test_layers_that_differ_in_one_fact_keep_vllms_way(guards: Guards) -> None:
     assert guards.direct == {"MoERunner": True, "Attention": True}
     assert len(guards.changed) == 16 + 5

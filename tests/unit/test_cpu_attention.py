@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from r3.engine.cpu_attention import attend
+from r3.engine.cpu_attention import attend, each_token_last
 from r3.runtime.cpu_tiles import TILE
 from tests.processor import needs_tiles
 
@@ -120,6 +120,35 @@ def test_a_conversation_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> No
             for name in ("query", "key", "value", "slots", "table", "lengths")
         }
         assert torch.equal(_run(replace(step, **part)), whole[rows])
+
+
+@BOTH
+def test_each_token_of_a_prompt_looks_at_those_before_it(dtype: torch.dtype) -> None:
+    """New tokens of a conversation as rows have the bits that they have one step after another."""
+    step, news = _step(dtype), (1, 4, 2, 33, 1, 7, 0)  # of each conversation; the last has none
+    random = torch.Generator().manual_seed(1)
+    starts = torch.tensor([0, *news]).cumsum(0).int()
+    rows = int(starts[-1])
+    tokens = torch.randn(rows, (H + 2 * G) * 32, generator=random).to(dtype)
+    query, key, value = (each.view(rows, -1, 32) for each in tokens.split([H * 32, 64, 64], dim=1))
+    table, lengths = each_token_last(starts, step.lengths, step.table)
+    assert lengths[:6].tolist() == [1, 28, 29, 30, 31, 31]
+    last = lengths.long() - 1
+    slots = table.long().gather(1, last[:, None] // 32).squeeze(1) * 32 + last % 32
+    at_once = replace(
+        step, query=query, key=key, value=value, cache=step.cache.clone(), slots=slots,
+        table=table, lengths=lengths,
+    )  # fmt: skip
+    one = replace(at_once, cache=step.cache.clone())
+    by_step = []
+    for n in range(rows):
+        part = {
+            name: getattr(one, name)[n : n + 1]
+            for name in ("query", "key", "value", "slots", "table", "lengths")
+        }
+        by_step.append(_run(replace(one, **part)))
+    assert torch.equal(_run(at_once), torch.cat(by_step))
+    assert torch.equal(at_once.cache.view(torch.uint8), one.cache.view(torch.uint8))
 
 
 def test_no_conversation_is_no_error() -> None:
