@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.learning_curve import PACKAGES, ROOT, hardware, source
+from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from r3 import assets
 from r3.handover.memory import State
 from r3.runtime.device import Device
@@ -248,7 +248,7 @@ def write(out: Path, rows: list[dict[str, Any]], dtype: str) -> None:
     """Write weight_sync.json."""
     found = {
         "what": f"weight sync against a plain copy and repacking, {dtype}, one thread per rank",
-        "made_by": "python -m benchmarks.weight_sync",
+        "made_by": made_by("python -m benchmarks.weight_sync"),
         "date": date.today().isoformat(),
         "source": source(),
         "hardware": hardware(),
