@@ -168,7 +168,7 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
             return vllms(query, key, value, **more)
         slots, has_prompt = context.slot_mapping[name], batch.max_query_len > 1
         is_short = batch.max_seq_len <= cpu_attention.MOST_TOKENS
-        if is_own and is_short and (takes_prompts or not has_prompt):
+        if is_own and is_short and (not has_prompt or (takes_prompts and batch.causal)):
             table, lengths = batch.block_table, batch.seq_lens
             if has_prompt:
                 starts = batch.query_start_loc
@@ -234,9 +234,11 @@ def rotate_to_nearest(modules: Iterable[Any]) -> None:
         ) -> tuple[torch.Tensor, Any]:
             if query.dtype != torch.bfloat16:
                 return vllms(positions, query, key)
-            angles = rotary._match_cos_sin_cache_dtype(query).float()
+            # Only the rows that are used: there is one for each position of the longest context.
+            angles = rotary._match_cos_sin_cache_dtype(query)[positions].float()
             wide = query.float(), None if key is None else key.float()
-            rotary_embedding(positions, *wide, rotary.head_size, angles, rotary.is_neox_style)
+            rows = torch.arange(len(positions))
+            rotary_embedding(rows, *wide, rotary.head_size, angles, rotary.is_neox_style)
             for stored, exact in zip((query, key), wide, strict=True):
                 if stored is not None:
                     stored.copy_(exact)

@@ -182,9 +182,10 @@ def rotations(engine: Engine) -> tuple[float, float]:
     sizes: dict[str, Any] = {"rotary_dim": 32, "max_position_embeddings": 128, "base": 10000}
     with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
         rotary = RotaryEmbedding(32, is_neox_style=True, dtype=torch.bfloat16, **sizes)
-    random, positions = torch.Generator().manual_seed(0), torch.arange(100)
+    random = torch.Generator().manual_seed(0)
+    positions = torch.randint(0, 128, (100,), generator=random)
     query, key = (torch.randn(100, n * 32, generator=random).bfloat16() for n in (4, 2))
-    cos, sin = rotary.cos_sin_cache[:100].bfloat16().double()[:, None].chunk(2, dim=-1)
+    cos, sin = rotary.cos_sin_cache[positions].bfloat16().double()[:, None].chunk(2, dim=-1)
 
     def share() -> float:
         found = [*rotary(positions, query.clone(), key.clone())]

@@ -133,14 +133,14 @@ def _attention_of_vllm(
 
 
 def calls_while_sampling(
-    device: Device, most_tokens: int = cpu_attention.MOST_TOKENS
+    device: Device, dtype: str = "float32", most_tokens: int = cpu_attention.MOST_TOKENS
 ) -> tuple[int, int]:
     """How often an engine calls the loops for experts and attention while it samples a round.
 
     Args:
         most_tokens: of a conversation whose attention the loop computes.
     """
-    world = World(device, tiny_config())
+    world = World(device, tiny_config(model={"dtype": dtype}, engine={"dtype": dtype}))
     world.sync(0)
     places, calls = ((cpu_experts, "experts"), (cpu_attention, "attend")), []
     loops = [getattr(*place) for place in places]
