@@ -19,7 +19,7 @@ from r3.runtime import cpu_tiles
 
 
 def replace_layers(modules: Sequence[Any]) -> None:
-    """Replace layers of a built engine: norms, rotation of slices, experts and attention."""
+    """Replace layers of a built engine: rotations, norms, experts and attention."""
     rotate_slices_in_torch(modules)
     rotate_to_nearest(modules)
     normalise_in_one_call(modules)
