@@ -144,8 +144,8 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     """Return `Attention.forward` of a layer without the custom operations that call it again.
 
     They exist for compiled models, of which they would be the parts that are not compiled. With one
-    thread, `cpu_attention` computes steps that have no prompt. It computes prompts too where vLLM's
-    kernel would cut bfloat16 off.
+    thread, `cpu_attention` computes steps that have no prompt. Without
+    AVX-512 it computes all, because vLLM's kernels have other bits.
     """
     from vllm._custom_ops import cpu_attention_with_kv_cache, cpu_attn_reshape_and_cache
     from vllm.forward_context import get_forward_context
@@ -157,7 +157,7 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     is_own = is_own and layer.head_size == layer.head_size_v
     if is_own:
         cpu_attention.prepare(layer.dtype)
-    takes_prompts = layer.dtype == torch.bfloat16 and cuts_off()
+    takes_all = not cpu_tiles.IS_WIDE  # bits of a token must not depend on who computes it
 
     def forward(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
@@ -167,8 +167,8 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
         if batch is None or batch.num_actual_tokens != rows or more:
             return vllms(query, key, value, **more)
         slots, has_prompt = context.slot_mapping[name], batch.max_query_len > 1
-        is_short = batch.max_seq_len <= cpu_attention.MOST_TOKENS
-        if is_own and is_short and (not has_prompt or (takes_prompts and batch.causal)):
+        is_plain = batch.max_seq_len <= cpu_attention.MOST_TOKENS and not has_prompt
+        if is_own and (is_plain or takes_all):
             table, lengths = batch.block_table, batch.seq_lens
             if has_prompt:
                 starts = batch.query_start_loc
