@@ -23,7 +23,10 @@ from r3.runtime.compiled import compiled, like, wide
 from r3.runtime.cpu_tiles import LANES, SIMILAR, TILE, at, exponential, multiply
 
 MOST_TOKENS = 4096
-"""Of a conversation. vLLM's kernel divides longer ones, by the size of the processor's cache."""
+"""Of a conversation, with AVX-512. vLLM's kernel divides longer ones, by the size of the
+processor's cache, and then has other bits."""
+_ROWS_AT_ONCE = 256
+"""New tokens of prompts in one call. The list of tiles has an entry per token, head and tile."""
 _AHEAD = 8
 """Tiles from the one that is used to the one that is asked for."""
 
@@ -173,27 +176,6 @@ def _attend(addresses: Any, distances: Any, sizes: Any, scale: Any, similar: Any
                     out[n, head * group + g, d] = like(found[g, d] * inverse, query[0, 0])
 
 
-def each_token_last(
-    starts: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Treat every new token as the last one of a conversation, so that `attend` takes prompts.
-
-    It stores a token's key and value before the next token looks at them.
-
-    Args:
-        starts: first new token of each conversation, and after the last their number, int32.
-        lengths: tokens of each conversation, int32.
-        table: blocks of each conversation.
-
-    Returns:
-        Table and lengths, of each new token.
-    """
-    counts = starts.diff()
-    of_N = torch.arange(len(lengths)).repeat_interleave(counts)
-    after = starts[1:][of_N] - torch.arange(len(of_N), dtype=torch.int32) - 1
-    return table[of_N], lengths[of_N] - after
-
-
 def prepare(dtype: torch.dtype) -> None:
     """Compile the loop for a data type, or load it from disk. Otherwise the first step would."""
     row, cache = (
@@ -255,3 +237,39 @@ def attend(
         SIMILAR[dtype],
     )
     return out_NHD
+
+
+def attend_prompts(
+    query_NHD: torch.Tensor,
+    key_NGD: torch.Tensor,
+    value_NGD: torch.Tensor,
+    cache: torch.Tensor,
+    slots_N: torch.Tensor,
+    starts: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Compute `attend` of conversations that have any number of new tokens each.
+
+    Each new token counts as the last one of a conversation of its own. Its key and value are stored
+    before the next token looks at them, so that its result has the bits of a sampled token's.
+
+    Args:
+        query_NHD, key_NGD, value_NGD, slots_N: of all new tokens, one conversation after another.
+        cache, scale: as `attend`.
+        starts: first new token of each conversation, and after the last the number of all, int32.
+        table: blocks of each conversation, int32.
+        lengths: tokens of each conversation, the new ones included, int32.
+
+    Raises:
+        AssertionError, IndexError: as `attend`.
+    """
+    conversations = torch.arange(len(lengths)).repeat_interleave(starts.diff())
+    after_N = starts[1:][conversations] - torch.arange(1, len(slots_N) + 1, dtype=torch.int32)
+    lengths_N, parts = lengths[conversations] - after_N, [query_NHD[:0]]
+    for first in range(0, len(slots_N), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        new = query_NHD[rows], key_NGD[rows], value_NGD[rows], cache, slots_N[rows]
+        parts.append(attend(*new, table[conversations[rows]], lengths_N[rows], scale))
+    return torch.cat(parts)

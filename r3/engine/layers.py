@@ -144,8 +144,9 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     """Return `Attention.forward` of a layer without the custom operations that call it again.
 
     They exist for compiled models, of which they would be the parts that are not compiled. With one
-    thread, `cpu_attention` computes steps that have no prompt. Without
-    AVX-512 it computes all, because vLLM's kernels have other bits.
+    thread, `cpu_attention` computes steps that have no prompt. Without AVX-512, vLLM's kernels have
+    other bits, and `cpu_attention` computes prompts and long conversations too: a token must have
+    the same bits in a prompt and as a sample.
     """
     from vllm._custom_ops import cpu_attention_with_kv_cache, cpu_attn_reshape_and_cache
     from vllm.forward_context import get_forward_context
@@ -157,7 +158,6 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     is_own = is_own and layer.head_size == layer.head_size_v
     if is_own:
         cpu_attention.prepare(layer.dtype)
-    takes_all = not cpu_tiles.IS_WIDE  # bits of a token must not depend on who computes it
 
     def forward(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
@@ -167,15 +167,15 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
         if batch is None or batch.num_actual_tokens != rows or more:
             return vllms(query, key, value, **more)
         slots, has_prompt = context.slot_mapping[name], batch.max_query_len > 1
-        is_plain = batch.max_seq_len <= cpu_attention.MOST_TOKENS and not has_prompt
-        if is_own and (is_plain or takes_all):
-            table, lengths = batch.block_table, batch.seq_lens
-            if has_prompt:
-                starts = batch.query_start_loc
-                table, lengths = cpu_attention.each_token_last(starts, lengths, table)
-            where = slots, table, lengths
-            tensors = query.view(of_query), key.view(of_key), value.view(of_value), layer.kv_cache
-            return cpu_attention.attend(*tensors, *where, impl.scale).view(rows, -1)
+        is_short = batch.max_seq_len <= cpu_attention.MOST_TOKENS
+        is_causal = batch.causal and batch.dynamic_causal is None
+        tensors = query.view(of_query), key.view(of_key), value.view(of_value), layer.kv_cache
+        where = batch.block_table, batch.seq_lens, impl.scale
+        if is_own and not has_prompt and (is_short or not cpu_tiles.IS_WIDE):
+            return cpu_attention.attend(*tensors, slots, *where).view(rows, -1)
+        if is_own and is_causal and not cpu_tiles.IS_WIDE:
+            starts = batch.query_start_loc
+            return cpu_attention.attend_prompts(*tensors, slots, starts, *where).view(rows, -1)
         blocks, heads, size, _ = layer.kv_cache.shape
         keys, values = layer.kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
         scales = layer._k_scale_float, layer._v_scale_float, impl.kv_cache_dtype
@@ -210,7 +210,8 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
 def cuts_off() -> bool:
     """Whether vLLM's kernels cut results off where they should round to the nearest bfloat16.
 
-    Its build for processors without AVX-512 does. Asked of one kernel; all convert in one place.
+    Its build for processors without AVX-512 does. One kernel is asked here. Those for rotations,
+    experts and attention were measured and did the same.
     """
     from vllm._custom_ops import rms_norm
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -204,11 +205,13 @@ def test_memory_leaves_and_comes_back_bit_for_bit(dtype: str) -> None:
     assert result.optimizer_tensors > 50
     assert result.restored
     assert result.random_state_kept
-    assert result.direct == Direct(
+    # vLLM's kernels for other processors have other bits.
+    assert result.direct.loops_equal or not HAS_AVX512
+    assert replace(result.direct, loops_equal=True) == Direct(
         layers={"MoERunner": 4, "Attention": 4},
         vllms_are_direct=False,
         equal=True,
-        loops_equal=HAS_AVX512 or result.direct.loops_equal,
+        loops_equal=True,
         mistakes_equal={"MoERunner": False, "Attention": False},
     )
 
@@ -219,13 +222,13 @@ def test_loops_compute_what_vllms_kernels_do_with_avx512_bit_for_bit(
     loop: Callable[[Device], dict[str, float]], cases: int
 ) -> None:
     """With AVX2, vLLM has another exponential function, and cuts bfloat16 off: the activation and
-    the result, each by up to 2^-7 of itself. In float32, scores of up to 1,000 have errors of
-    2^-24 of themselves, to which their exponentials are equal in proportion. A layout of weights or
-    of the cache that is not vLLM's changes results by their own size."""
+    the result, each by up to 2^-7 of itself; the loops round both, by up to 2^-8. In float32, a
+    score of 1,000 is rounded by 6e-5, and its exponential changes by as large a part; 1.4e-5 was
+    seen. A layout of weights or cache that is not vLLM's changes results by their own size."""
     (found,) = run_world(loop, 1)
     assert len(found) == cases
     for name, difference in found.items():
-        near = 2**-5 if "bfloat16" in name else 1e-3
+        near = 3 * 2**-7 if "bfloat16" in name else 1e-4
         assert difference <= (0 if HAS_AVX512 else near), name
 
 
@@ -240,7 +243,7 @@ def test_an_engine_computes_experts_and_attention_by_the_loops(dtype: str) -> No
 
 
 @needs_tiles
-def test_longer_conversations_than_the_loop_takes_keep_vllms_attention() -> None:
+def test_long_conversations_keep_vllms_attention_where_the_loop_has_its_bits() -> None:
     ((of_experts, of_attention),) = run_world(loop_cases.calls_while_sampling, 1, most_tokens=1)
     assert of_experts
-    assert of_attention == (0 if HAS_AVX512 else of_experts)  # only with the same bits
+    assert of_attention == (0 if HAS_AVX512 else of_experts)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from r3.engine.cpu_attention import attend, each_token_last
+from r3.engine import cpu_attention
+from r3.engine.cpu_attention import attend, attend_prompts
 from r3.runtime.cpu_tiles import TILE
 from tests.processor import needs_tiles
 
@@ -123,32 +124,36 @@ def test_a_conversation_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> No
 
 
 @BOTH
-def test_each_token_of_a_prompt_looks_at_those_before_it(dtype: torch.dtype) -> None:
-    """New tokens of a conversation as rows have the bits that they have one step after another."""
+def test_tokens_of_a_prompt_have_the_bits_of_tokens_one_after_another(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call and in calls of 7 rows, which divide prompts."""
     step, news = _step(dtype), (1, 4, 2, 33, 1, 7, 0)  # of each conversation; the last has none
     random = torch.Generator().manual_seed(1)
     starts = torch.tensor([0, *news]).cumsum(0).int()
     rows = int(starts[-1])
     tokens = torch.randn(rows, (H + 2 * G) * 32, generator=random).to(dtype)
     query, key, value = (each.view(rows, -1, 32) for each in tokens.split([H * 32, 64, 64], dim=1))
-    table, lengths = each_token_last(starts, step.lengths, step.table)
-    assert lengths[:6].tolist() == [1, 28, 29, 30, 31, 31]
-    last = lengths.long() - 1
-    slots = table.long().gather(1, last[:, None] // 32).squeeze(1) * 32 + last % 32
-    at_once = replace(
-        step, query=query, key=key, value=value, cache=step.cache.clone(), slots=slots,
-        table=table, lengths=lengths,
-    )  # fmt: skip
-    one = replace(at_once, cache=step.cache.clone())
-    by_step = []
+    of_N = torch.arange(N).repeat_interleave(torch.tensor(news))
+    lengths = torch.cat(
+        [torch.arange(length - new, length) for length, new in zip(LENGTHS, news, strict=True)]
+    ).int()
+    slots = step.table[of_N, lengths // 32].long() * 32 + lengths % 32
+
+    one, by_step = step.cache.clone(), []
     for n in range(rows):
-        part = {
-            name: getattr(one, name)[n : n + 1]
-            for name in ("query", "key", "value", "slots", "table", "lengths")
-        }
-        by_step.append(_run(replace(one, **part)))
-    assert torch.equal(_run(at_once), torch.cat(by_step))
-    assert torch.equal(at_once.cache.view(torch.uint8), one.cache.view(torch.uint8))
+        row, table = slice(n, n + 1), step.table[of_N[n : n + 1]]
+        new = query[row], key[row], value[row], one, slots[row], table, lengths[row] + 1
+        by_step.append(attend(*new, SCALE))
+    for most in (256, 7):
+        monkeypatch.setattr(cpu_attention, "_ROWS_AT_ONCE", most)
+        cache = step.cache.clone()
+        where = slots, starts, step.table, step.lengths
+        found = attend_prompts(query, key, value, cache, *where, SCALE)
+        assert torch.equal(found, torch.cat(by_step))
+        assert torch.equal(cache.view(torch.uint8), one.view(torch.uint8))
+    no_tokens = query[:0], key[:0], value[:0], one, slots[:0], torch.zeros_like(starts)
+    assert attend_prompts(*no_tokens, step.table, step.lengths, SCALE).shape == (0, H, 32)
 
 
 def test_no_conversation_is_no_error() -> None:
