@@ -243,7 +243,7 @@ def test_an_engine_computes_experts_and_attention_by_the_loops(dtype: str) -> No
 
 
 @needs_tiles
-def test_long_conversations_keep_vllms_attention_where_the_loop_has_its_bits() -> None:
+def test_long_conversations_keep_vllms_attention_where_bits_agree() -> None:
     ((of_experts, of_attention),) = run_world(loop_cases.calls_while_sampling, 1, most_tokens=1)
     assert of_experts
     assert of_attention == (0 if HAS_AVX512 else of_experts)
