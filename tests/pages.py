@@ -18,6 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from r3.runtime.device import has_gpu
+from tests.warm import write_stand_in
+
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = "<!-- runnable -->"
 _FENCE = "```bash"
@@ -75,15 +78,22 @@ def pages_with_blocks(names: Sequence[str]) -> Iterator[str]:
             yield name
 
 
-def checkout(folder: Path) -> Path:
+def checkout(folder: Path, *, is_warm: bool = False) -> Path:
     """A folder that looks like the repository to a command that runs in it, and keeps what it
     writes.
+
+    Args:
+        is_warm: whether its interpreter is the one of `tests.warm`, where there is no GPU.
     """
     folder.mkdir(parents=True)
     for entry in ROOT.iterdir():
         if entry.name not in (".git", "runs") and not entry.name.startswith(".venv"):
             (folder / entry.name).symlink_to(entry)
-    (folder / ".venv").symlink_to(sys.prefix)
+    if is_warm and not has_gpu():
+        (folder / ".venv" / "bin").mkdir(parents=True)
+        write_stand_in(folder / ".venv" / "bin" / "python")
+    else:
+        (folder / ".venv").symlink_to(sys.prefix)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Runs of `torchrun train.py` as a user starts them, for tests that look at what they leave."""
+"""Runs of `train.py` as a user starts them, for tests that look at what they leave."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from r3.metrics.glossary import is_wall_clock
+from r3.runtime.device import has_gpu
 from tests.world import QUIET_THREADS, ROOT
 
 
@@ -24,20 +25,24 @@ def start(
     ranks: int = 2,
     launcher: tuple[str, ...] = (),
     prefix: tuple[str, ...] = (),
+    is_forked: bool = True,
 ) -> subprocess.Popen[str]:
     """Start a run in its own process group; its output goes to a pipe.
 
     Args:
         launcher: further flags of torchrun.
+        is_forked: whether ranks are forked, as `launch/local.sh` does on CPU, or are programs that
+            torchrun starts.
         prefix: a command that runs torchrun.
     """
     environment = os.environ | QUIET_THREADS
     if "--max_restarts" in launcher:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/ sets it
+    is_forked = is_forked and not has_gpu()
+    program = ["launch/ranks.py", "--preload"] if is_forked else ["-m", "torch.distributed.run"]
     command = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
+        *program,
         "--standalone",
         "--nproc_per_node",
         str(ranks),

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -132,17 +132,16 @@ def _run(
     handled: list[int],
     waiting: list[int],
 ) -> NoReturn:
-    """Be a rank: run a program as Python does, then end this process.
+    """Be a rank.
 
     Args:
-        argv: a script or `-m` and a module, and its words.
-        env: its environment.
+        argv, env: of `run_program`.
         launcher: the process that it ends with.
         handled: signals that the launcher has handlers for.
         waiting: those that have arrived since they were replaced.
     """
-    code: Any = 1
-    try:
+
+    def begin() -> None:
         os.setsid()
         die_with_parent(launcher)
         for number in handled:
@@ -150,9 +149,24 @@ def _run(
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
         for each in waiting:
             signal.raise_signal(each)
+        name_process(f"r3-rank-{env['RANK']}")
+
+    run_program(argv, env, begin)
+
+
+def run_program(argv: list[str], env: dict[str, str], begin: Callable[[], None]) -> NoReturn:
+    """Run a program as Python does, then end this process, which is forked.
+
+    Args:
+        argv: a script or `-m` and a module, and its words.
+        env: its environment.
+        begin: what this process does before.
+    """
+    code: Any = 1
+    try:
+        begin()
         os.environ.clear()
         os.environ.update(env)
-        name_process(f"r3-rank-{env['RANK']}")
         sys.argv = argv[1:] if argv[0] == "-m" else argv
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]

@@ -123,7 +123,7 @@ CLAIMS: dict[str, Callable[[Path, str], None]] = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs_and_does_what_it_claims(name: str, tmp_path: Path) -> None:
-    folder = checkout(tmp_path / "r3")
+    folder = checkout(tmp_path / "r3", is_warm=True)
     page = f"examples/{name}/README.md"
     found = blocks(page, (ROOT / page).read_text(encoding="utf-8"))
     assert found, f"{page} has no block to run"

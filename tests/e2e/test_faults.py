@@ -78,7 +78,7 @@ class Signalled:
 def signalled(tmp_path_factory: pytest.TempPathFactory) -> Signalled:
     folder = tmp_path_factory.mktemp("signalled")
     flags = ("--eval.path", "", "--checkpoint.every", "1", "--train.steps", "100")
-    process = start(folder, *flags)
+    process = start(folder, *flags, is_forked=False)
     wait_for_row(process, folder, rows=2)
     ranks = psutil.Process(process.pid).children(recursive=True)
     for rank in ranks:
@@ -122,7 +122,7 @@ def test_damage_falls_back_and_ranks_end_with_their_launcher(signalled: Signalle
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    process = start(folder, *signalled.flags)
+    process = start(folder, *signalled.flags, is_forked=False)
     wait_for_row(process, folder, rows=step + 1)
     ranks = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
@@ -256,6 +256,7 @@ def test_step_that_fails_twice_ends_the_restarts(tmp_path: Path) -> None:
         *(*flags, "--checkpoint.every", "1", "--parallel.ep", "1", "--train.steps", "3"),
         ranks=1,
         launcher=("--max_restarts", "3"),
+        is_forked=False,
     )
     output = finish(process)
     assert process.returncode != 0

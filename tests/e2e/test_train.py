@@ -1,4 +1,4 @@
-"""`torchrun train.py`, as a user runs it: learning, being killed, resuming, exporting."""
+"""`train.py`, as a user runs it: learning, being killed, resuming, exporting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ FLAGS = ("--checkpoint.every", "2", "--train.warmup_updates", "3", "--train.lr_s
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps that nothing interrupts."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
-    output = run(folder, *FLAGS, "--debug.profile", "3", "--debug.prove_sync_every", "2")
+    debug = ("--debug.profile", "3", "--debug.prove_sync_every", "2")
+    output = run(folder, *FLAGS, *debug, is_forked=False)
     (folder / "output.txt").write_text(output)
     return folder
 

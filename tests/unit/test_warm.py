@@ -1,0 +1,83 @@
+"""The stand-in for an interpreter starts programs as the interpreter would, only sooner."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from r3.runtime.device import has_gpu
+from tests.warm import write_stand_in
+
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.skipif(has_gpu(), reason="CUDA does not survive a fork"),
+]
+
+_PROGRAM = """
+import os, sys
+print(sys.argv[1:], os.getcwd(), os.environ["SAID"], sys.stdin.read(), "vllm" in sys.modules)
+print(os.path.samefile(sys.path[0], os.path.dirname(__file__)), __name__)
+if "wait" in sys.argv:
+    open("waits", "w").write(str(os.getpid()))
+    import time
+    time.sleep(100)
+if "die" in sys.argv:
+    os.kill(os.getpid(), 15)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_stand_in(tmp_path / "python")
+    (tmp_path / "programs").mkdir()
+    for name in ("train.py", "another.py"):
+        (tmp_path / "programs" / name).write_text(_PROGRAM)
+    return tmp_path
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["./python", *words],
+        cwd=folder,
+        env=os.environ | {"SAID": "so"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(("name", "imported"), [("train.py", True), ("another.py", False)])
+def test_words_folder_variables_streams_and_exit_code_are_the_same(
+    folder: Path, name: str, imported: bool
+) -> None:
+    program = start(folder, f"programs/{name}", "--a", "b")
+    output, _ = program.communicate("read", timeout=60)
+    assert output == f"['--a', 'b'] {folder} so read {imported}\nTrue __main__\n"
+    assert program.returncode == 3
+
+
+def test_a_signal_that_ends_the_program_ends_the_stand_in(folder: Path) -> None:
+    program = start(folder, "programs/train.py", "die")
+    program.communicate("", timeout=60)
+    assert program.returncode == -15
+
+
+def test_the_program_ends_with_its_stand_in(folder: Path) -> None:
+    program = start(folder, "programs/train.py", "wait")
+    assert program.stdin is not None
+    program.stdin.close()
+    until = time.monotonic() + 60
+    while not (pid := (folder / "waits").read_text() if (folder / "waits").exists() else ""):
+        assert time.monotonic() < until and program.poll() is None
+        time.sleep(0.02)
+    program.kill()
+    program.wait()
+    while psutil.pid_exists(int(pid)):
+        assert time.monotonic() < until, "the program goes on"
+        time.sleep(0.02)
