@@ -10,6 +10,9 @@ PYTEST_ARGS ?= -m "not gpu" --durations=40 --numprocesses 2 --dist loadfile
 # Ranks and tests share few cores; spinning OpenMP threads would slow each other down several times.
 test: export OMP_NUM_THREADS := 1
 
+# Many container images set it: each process would then compile R3 again, which takes seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo compare test lint fmt docs lock resolve signatures clean
 
