@@ -31,9 +31,9 @@ def start(
 
     Args:
         launcher: further flags of torchrun.
-        is_forked: whether ranks are forked, as `launch/local.sh` does on CPU, or are programs that
-            torchrun starts.
         prefix: a command that runs torchrun.
+        is_forked: whether ranks are forked, as `launch/local.sh` does on CPU, or are programs that
+            torchrun starts, as with GPUs.
     """
     environment = os.environ | QUIET_THREADS
     if "--max_restarts" in launcher:

@@ -1,8 +1,8 @@
 """A stand-in for the interpreter of a checkout that starts runs with everything imported.
 
-Imports take a start of R3 most of its time, and tests of pages and examples make many starts. The
-programs that the stand-in knows are forked from a process that has imported what `launch/ranks.py`
-imports for its ranks, and has done nothing else. For all other words it becomes the interpreter.
+Imports are most of a start of R3, and tests of pages and examples make many starts. `ranks.py` and
+`train.py` are forked from a process that has imported what `launch/ranks.py`
+imports for its ranks, and has done nothing else. All other programs run in the real interpreter.
 Without a GPU only: CUDA does not survive a fork.
 """
 
@@ -45,7 +45,7 @@ def _address() -> str:
     """Start the process that forks; returns the name of its socket."""
     name = f"\0r3-tests-{os.getpid()}"  # Linux: no file
     words = [sys.executable, "-m", "tests.warm", name[1:]]
-    # One thread, as pages set it. What a test has set for ranks must not reach the imports.
+    # One thread, as `tests.pages.run` sets it
     process = subprocess.Popen(
         words,
         cwd=_ROOT,

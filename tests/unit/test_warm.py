@@ -79,5 +79,5 @@ def test_the_program_ends_with_its_stand_in(folder: Path) -> None:
     program.kill()
     program.wait()
     while psutil.pid_exists(int(pid)):
-        assert time.monotonic() < until, "the program goes on"
+        assert time.monotonic() < until, "the program still runs"
         time.sleep(0.02)
