@@ -29,6 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tests.warm import interpreter
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "tests/fake_cuda.cpp"
 
@@ -52,17 +54,29 @@ def library() -> Path:
     return built
 
 
+def preload() -> None:
+    """Import what the cases import."""
+    # Torch asks once whether it has CUDA, when it is imported.
+    ctypes.CDLL(str(library()))
+    importlib.import_module("tests.unit.rehearsal_cases")
+
+
 def rehearse(case: Callable[..., Any], **arguments: Any) -> Any:
     """Run a case in a process of its own, on the fake device, and return its result.
+
+    Without a GPU it is forked from a process that has imported the cases.
 
     Raises:
         AssertionError: the case failed; the message ends with its output.
     """
+    from r3.runtime.device import has_gpu  # imports torch
+
     name = f"{case.__module__}:{case.__name__}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("TORCHDYNAMO_DISABLE", None)  # set on CPU only
+    python = sys.executable if has_gpu() else interpreter("tests.fake_cuda:preload")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fake_cuda", name, json.dumps(arguments)],
+        [python, "-m", "tests.fake_cuda", name, json.dumps(arguments)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -380,8 +394,7 @@ def _streams(order: Order) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # Torch asks once whether it has CUDA, when it is imported.
-    ctypes.CDLL(str(library()))
+    preload()
     module, case = sys.argv[1].split(":")
     result = getattr(importlib.import_module(module), case)(**json.loads(sys.argv[2]))
     sys.stdout.write(f"\n{json.dumps(result)}\n")

@@ -15,6 +15,7 @@ import pytest
 
 from r3.metrics.glossary import is_wall_clock
 from r3.runtime.device import has_gpu
+from tests.warm import interpreter
 from tests.world import QUIET_THREADS, ROOT
 
 
@@ -26,6 +27,7 @@ def start(
     launcher: tuple[str, ...] = (),
     prefix: tuple[str, ...] = (),
     is_forked: bool = True,
+    is_warm: bool = False,
 ) -> subprocess.Popen[str]:
     """Start a run in its own process group; its output goes to a pipe.
 
@@ -34,14 +36,17 @@ def start(
         prefix: a command that runs torchrun.
         is_forked: whether ranks are forked, as `launch/local.sh` does on CPU, or are programs that
             torchrun starts, as with GPUs.
+        is_warm: whether torchrun is forked too (`tests.warm`). Such a run can be killed, and gets
+            no other signals.
     """
     environment = os.environ | QUIET_THREADS
     if "--max_restarts" in launcher:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/ sets it
     is_forked = is_forked and not has_gpu()
+    assert is_forked or not is_warm or has_gpu(), "programs of their own import for themselves"
     program = ["launch/ranks.py", "--preload"] if is_forked else ["-m", "torch.distributed.run"]
     command = [
-        sys.executable,
+        interpreter() if is_forked and is_warm else sys.executable,
         *program,
         "--standalone",
         "--nproc_per_node",
@@ -83,7 +88,8 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> str:
 
 def run(log_dir: Path, *flags: str, **kwargs: object) -> str:
     """Run to the end, which must be a good one."""
-    process = start(log_dir, *flags, **kwargs)  # type: ignore[arg-type]
+    is_warm = kwargs.get("is_forked", True)
+    process = start(log_dir, *flags, **{"is_warm": is_warm, **kwargs})  # type: ignore[arg-type]
     output = finish(process)
     assert process.returncode == 0, output[-4000:]
     return output

@@ -1,13 +1,13 @@
-"""A stand-in for the interpreter of a checkout that starts runs with everything imported.
+"""Stand-ins for the interpreter that start programs with everything imported.
 
-Imports are most of a start of R3, and tests of pages and examples make many starts. `ranks.py` and
-`train.py` are forked from a process that has imported what `launch/ranks.py`
-imports for its ranks, and has done nothing else. All other programs run in the real interpreter.
-Without a GPU only: CUDA does not survive a fork.
+Imports are most of a start of R3, and tests make many starts. A stand-in asks a process that has
+imported what a program imports, and has done nothing else, to fork the program. Programs that it
+does not know run in the real interpreter. Without a GPU only: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -18,10 +18,16 @@ import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 _ROOT = Path(__file__).resolve().parent.parent
-_PROGRAMS = ("ranks.py", "train.py")
+_PROGRAMS = {
+    "r3.run.forked:preload": ("ranks.py", "train.py"),
+    "tests.fake_cuda:preload": ("tests.fake_cuda",),
+}
+"""Scripts and modules that are forked from a process that has called a function."""
+_RUNS = "r3.run.forked:preload"
 _SHEBANG = """\
 #!{python} -IS
 import sys
@@ -29,27 +35,52 @@ import sys
 sys.path.insert(0, {root!r})
 from tests.warm import stand_in
 
-stand_in({python!r}, {address!r})
+stand_in({python!r}, {address!r}, {programs!r})
 """
 
 
-def write_stand_in(path: Path) -> None:
-    """Write the program. The process that it talks to lives as long as this one."""
-    text = _SHEBANG.format(python=sys.executable, root=str(_ROOT), address=_address())
+def write_stand_in(path: Path, prepare: str = _RUNS) -> None:
+    """Write the program. The process that it talks to lives as long as this one.
+
+    Args:
+        path: where to.
+        prepare: what that process calls first, a key of `_PROGRAMS`.
+    """
+    text = _SHEBANG.format(
+        python=sys.executable,
+        root=str(_ROOT),
+        address=_address(prepare),
+        programs=_PROGRAMS[prepare],
+    )
     path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
 
 
+def interpreter(prepare: str = _RUNS) -> str:
+    """A stand-in that lives as long as this process."""
+    path = Path(_folder().name) / prepare
+    if not path.exists():
+        write_stand_in(path, prepare)
+    return str(path)
+
+
 @cache
-def _address() -> str:
+def _folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="r3-tests-")
+
+
+@cache
+def _address(prepare: str) -> str:
     """Start the process that forks; returns the name of its socket."""
-    name = f"\0r3-tests-{os.getpid()}"  # Linux: no file
-    words = [sys.executable, "-m", "tests.warm", name[1:]]
-    # One thread, as `tests.pages.run` sets it
+    name = f"\0r3-tests-{os.getpid()}-{prepare}"  # Linux: no file
+    words = [sys.executable, "-m", "tests.warm", name[1:], prepare]
+    # One thread, as in all programs that tests start. Torch reads the last one when it is imported.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+    environment.pop("TORCHDYNAMO_DISABLE", None)
     process = subprocess.Popen(
         words,
         cwd=_ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)},
+        env=environment,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -63,10 +94,11 @@ def _address() -> str:
 # --- in the place of the interpreter ------------------------------------------------------------
 
 
-def stand_in(python: str, address: str) -> NoReturn:
+def stand_in(python: str, address: str, programs: tuple[str, ...]) -> NoReturn:
     """Run this process's words as `python` would, with its exit code."""
     words = sys.argv[1:]
-    if not words or Path(words[0]).name not in _PROGRAMS:
+    program = words[1:2] if words[:1] == ["-m"] else [Path(word).name for word in words[:1]]
+    if not program or program[0] not in programs:
         os.execv(python, [python, *words])
     job = {"words": words, "environment": dict(os.environ), "folder": os.getcwd()}
     job["executable"] = sys.argv[0]
@@ -84,13 +116,13 @@ def stand_in(python: str, address: str) -> NoReturn:
 # --- the process that forks ---------------------------------------------------------------------
 
 
-def _serve(name: str) -> None:
+def _serve(name: str, prepare: str) -> None:
     """Import, then fork a process for every connection."""
-    from r3.run.forked import preload
     from r3.runtime.process import die_with_parent
 
     die_with_parent(os.getppid())
-    preload()
+    module, function = prepare.split(":")
+    getattr(importlib.import_module(module), function)()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"\0{name}")
         server.listen()
@@ -135,10 +167,11 @@ def _be(job: dict[str, Any], descriptors: list[int]) -> NoReturn:
             os.close(descriptor)
         os.chdir(job["folder"])
         sys.executable = job["executable"]
-        sys.path[0] = str(Path(job["words"][0]).resolve().parent)
+        is_module = job["words"][0] == "-m"
+        sys.path[0] = job["folder"] if is_module else str(Path(job["words"][0]).resolve().parent)
 
     run_program(job["words"], job["environment"], begin)
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(*sys.argv[1:])

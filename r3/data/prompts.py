@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -18,6 +19,7 @@ from r3.data.template import EndlessTemplate, TemplateFault, apply_template
 from r3.types import Prompt
 
 _MAX_NAMED = 10
+_BATCH = 256  # rows that the tokenizer gets at once
 
 
 class Tokenizer(Protocol):
@@ -116,8 +118,8 @@ def load_prompts(
         rows, bad = read_rows(source, columns)
         good: list[Prompt] = []
         long = twice = 0
-        for row in rows:
-            found = _prompt(row, label, tokenizer, columns, tools, template_kwargs, finder)
+        found_in_rows = _prompts(rows, label, tokenizer, columns, tools, template_kwargs, finder)
+        for row, found in zip(rows, found_in_rows, strict=True):
             if isinstance(found, RowProblem):
                 bad.append(found)
             elif (tokens := len(found.tokens_T)) > max_prompt_tokens:
@@ -231,46 +233,72 @@ def _draw(prompts: Sequence[Prompt], seed: list[int], start: int, stop: int) -> 
     return drawn
 
 
-def _prompt(
-    row: Row,
+def _prompts(
+    rows: Sequence[Row],
     label: str,
     tokenizer: Tokenizer,
     columns: Columns,
     tools: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any],
     finder: SpanFinder | None,
-) -> Prompt | RowProblem:
-    offered = list(row.tools or tools) or None
-    spans: list[tuple[int, int]] = []
-    try:
-        if finder is not None:
-            tokens, spans = finder.find(row.messages, row.answer, offered)
-        else:
-            tokens = apply_template(
+) -> Iterator[Prompt | RowProblem]:
+    """Tokenise rows, many in one call where they show the model the same tools."""
+    for batch in _batches(rows):
+        offered = list(batch[0].tools or tools) or None
+
+        def render(messages: Sequence[Any], offered: Any = offered) -> Any:
+            return apply_template(
                 tokenizer,
-                row.messages,
+                messages,
                 tools=offered,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
                 **template_kwargs,
             )["input_ids"]
-    except TemplateFault as error:
-        rule = f"is refused by the model's chat template ({error})"
-        fix = "use roles in the order the template takes, or correct the template"
-        problem = _bad(row, columns.prompt, rule, fix)
-        if isinstance(error, EndlessTemplate):  # all other rows would take as long
-            raise DataError([problem]) from None
-        return problem
-    return Prompt(
-        id=f"{label}:{row.number}",
-        messages=row.messages,
-        tokens_T=tuple(tokens),
-        answer=row.answer,
-        metadata=row.columns,
-        spans=tuple(spans),
-        tools=tuple(offered or ()),
-    )
+
+        together: Sequence[Any] = ()
+        if finder is None and len(batch) > 1:
+            # After a fault, one by one: the row that is refused must be named.
+            with suppress(TemplateFault):
+                together = render([list(row.messages) for row in batch])
+        for index, row in enumerate(batch):
+            spans: list[tuple[int, int]] = []
+            try:
+                if finder is not None:
+                    tokens, spans = finder.find(row.messages, row.answer, offered)
+                else:
+                    tokens = together[index] if together else render(row.messages)
+            except TemplateFault as error:
+                rule = f"is refused by the model's chat template ({error})"
+                fix = "use roles in the order the template takes, or correct the template"
+                problem = _bad(row, columns.prompt, rule, fix)
+                if isinstance(error, EndlessTemplate):  # all other rows would take as long
+                    raise DataError([problem]) from None
+                yield problem
+                continue
+            yield Prompt(
+                id=f"{label}:{row.number}",
+                messages=row.messages,
+                tokens_T=tuple(tokens),
+                answer=row.answer,
+                metadata=row.columns,
+                spans=tuple(spans),
+                tools=tuple(offered or ()),
+            )
+
+
+def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Neighbours with the same tools. The first row is alone: a template may never end."""
+    start = 0
+    while start < len(rows):
+        end = start + 1
+        while start > 0 and end < min(start + _BATCH, len(rows)):
+            if rows[end].tools != rows[start].tools:
+                break
+            end += 1
+        yield rows[start:end]
+        start = end
 
 
 def source_labels(sources: Sequence[str]) -> list[str]:

@@ -151,8 +151,8 @@ def families(folders: dict[str, str]) -> dict[str, int]:
     return counts
 
 
-def settings(changes: list[dict[str, dict[str, Any]]]) -> int:
-    """A step of the shipped model with each of several changes of the settings."""
+def settings(path: str, changes: list[dict[str, dict[str, Any]]]) -> int:
+    """A step with each of several changes of the settings."""
     with fake_world(topk=2):
         device = cuda(0, 1)
         mesh = build_mesh(device, tiny_config().parallel)
@@ -164,7 +164,7 @@ def settings(changes: list[dict[str, dict[str, Any]]]) -> int:
                 | {n: tuple(v) if isinstance(v, list) else v for n, v in fields.items()}
                 for key, fields in change.items()
             }
-            config = tiny_config(**SECTIONS | sections)
+            config = tiny_config(path, **SECTIONS | sections)
             step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
     return len(changes)
 
@@ -368,7 +368,7 @@ def order_of_streams() -> dict[str, int]:
     return found
 
 
-def layout(rank: int, parallel: dict[str, int], experts: str = "auto") -> bool:
+def layout(path: str, rank: int, parallel: dict[str, int], experts: str = "auto") -> bool:
     """A step as one of two ranks that share every sequence, the experts or the layers."""
 
     def of_rank(item: Any, other: int) -> Any:
@@ -380,7 +380,7 @@ def layout(rank: int, parallel: dict[str, int], experts: str = "auto") -> bool:
     with fake_world(topk=2, rank=rank, size=2, of_rank=of_rank):
         device = cuda(rank, 2)
         sections = SECTIONS | {"model": SECTIONS["model"] | {"experts": experts}}
-        config = tiny_config(**sections, parallel=parallel)
+        config = tiny_config(path, **sections, parallel=parallel)
         mesh = build_mesh(device, config.parallel)
         step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
     return True

@@ -21,6 +21,13 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint with no more layers than a pipeline of two ranks needs."""
+    folder = tmp_path_factory.mktemp("rehearsal") / "model"
+    return str(random_checkpoint(folder, num_hidden_layers=2, num_experts_per_tok=2))
+
+
 def test_families_train_and_stream_their_weights(tmp_path: Path) -> None:
     # One per kind of attention, norm, router and expert.
     names = ("qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "qwen3")
@@ -31,7 +38,7 @@ def test_families_train_and_stream_their_weights(tmp_path: Path) -> None:
     }
 
 
-def test_settings_with_a_path_of_their_own_on_cuda(tmp_path: Path) -> None:
+def test_settings_with_a_path_of_their_own_on_cuda(two_layers: str, tmp_path: Path) -> None:
     dense = str(family_checkpoint(tmp_path / "dense", "qwen3"))
     changes: list[dict[str, dict[str, Any]]] = [
         {
@@ -47,7 +54,7 @@ def test_settings_with_a_path_of_their_own_on_cuda(tmp_path: Path) -> None:
         # Dense: torch refuses fake grouped products in float32, which its kernels take.
         {"model": {"path": dense, "dtype": "float32"}, "algo": {"loss": "gspo"}},
     ]
-    assert rehearse(cases.settings, changes=changes) == len(changes)
+    assert rehearse(cases.settings, path=two_layers, changes=changes) == len(changes)
 
 
 def test_experiments_for_the_first_gpu() -> None:
@@ -78,13 +85,13 @@ def test_a_layer_of_fused_experts_never_waits_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2, "etp": 1}, {"cp": 2}])
-def test_ranks_that_share_sequences(parallel: dict[str, int]) -> None:
-    assert rehearse(cases.layout, rank=1, parallel=parallel)
+def test_ranks_that_share_sequences(two_layers: str, parallel: dict[str, int]) -> None:
+    assert rehearse(cases.layout, path=two_layers, rank=1, parallel=parallel)
 
 
 @pytest.mark.parametrize("experts", ["grouped", "fused"])
-def test_ranks_that_exchange_tokens(experts: str) -> None:
-    assert rehearse(cases.layout, rank=1, parallel={"ep": 2}, experts=experts)
+def test_ranks_that_exchange_tokens(two_layers: str, experts: str) -> None:
+    assert rehearse(cases.layout, path=two_layers, rank=1, parallel={"ep": 2}, experts=experts)
 
 
 def test_streamed_optimizer_needs_each_of_its_waits_and_no_other() -> None:
@@ -94,8 +101,8 @@ def test_streamed_optimizer_needs_each_of_its_waits_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_are_stages(rank: int) -> None:
-    assert rehearse(cases.layout, rank=rank, parallel={"pp": 2})
+def test_ranks_that_are_stages(two_layers: str, rank: int) -> None:
+    assert rehearse(cases.layout, path=two_layers, rank=rank, parallel={"pp": 2})
 
 
 def test_mistakes_are_found(tmp_path: Path) -> None:
