@@ -104,17 +104,14 @@ def timeless(row: dict[str, float]) -> dict[str, float]:
 
 
 def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a program on so many ranks, with the root of the repository as its folder."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-    ]
+    """Run a program on so many ranks, with the root of the repository as its folder.
+
+    Without a GPU, launcher and ranks are forked (`tests.warm`).
+    """
+    program = ["-m", "torch.distributed.run"] if has_gpu() else ["launch/ranks.py", "--preload"]
+    python = sys.executable if has_gpu() else interpreter()
     return subprocess.run(
-        [*launcher, *command],
+        [python, *program, "--standalone", "--nproc_per_node", str(ranks), *command],
         cwd=ROOT,
         env=os.environ | QUIET_THREADS,
         stdout=subprocess.PIPE,

@@ -168,6 +168,7 @@ def test_what_cannot_be_scored_is_said_at_once(
 def test_refusal_is_one_message_and_exit_code_2(run_dir: Path) -> None:
     flags = ("--step", "2", "--parallel.ep", "1", "--train.lr", "3")
     done = torchrun(1, "-m", "r3.rescore", str(run_dir), *flags)
-    assert "exitcode  : 2" in done.stdout  # as torchrun reports how its process ended
+    # With a GPU, torchrun reports how its process ended.
+    assert done.returncode == 2 or "exitcode  : 2" in done.stdout
     assert "config: 2 problems" in done.stdout
     assert str(ROOT / "r3") not in done.stdout, "a user's mistake is no traceback"
