@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,41 @@ def test_what_a_row_may_be(tokenizer: Any, tmp_path: Path) -> None:
     ]  # blank lines count
     assert dataset.prompts[1].messages == tuple(chat)
     assert dataset.prompts[1].metadata == {"level": 3}
+
+
+def test_rows_that_are_tokenised_together_get_the_tokens_of_each(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    rows: list[dict[str, Any]] = [{"question": f"Add {n} and é.", "answer": ""} for n in range(600)]
+    for number in (1, 2, 300):
+        rows[number]["tools"] = [tool]
+    path = write(tmp_path, *map(json.dumps, rows))
+    options = OPTIONS | {"columns": Columns(tools="tools"), "max_prompt_tokens": 300}
+    prompts = load_prompts(path, tokenizer, **options).prompts
+    assert [prompt.id for prompt in prompts] == [f"rows.jsonl:{n + 1}" for n in range(600)]
+    for row, prompt in zip(rows, prompts, strict=True):
+        alone = tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["question"]}],
+            tools=row.get("tools"),
+            add_generation_prompt=True,
+            return_dict=True,
+        )["input_ids"]
+        assert prompt.tokens_T == tuple(alone), prompt.id
+
+
+def test_only_the_rows_that_a_template_refuses_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    refusing = copy.deepcopy(tokenizer)
+    refusing.chat_template = (
+        "{% if 'no' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
+        + tokenizer.chat_template
+    )
+    texts = ["a", "b", "no", "c", "d", "no", "e"]
+    lines = [json.dumps({"question": text, "answer": ""}) for text in texts]
+    with pytest.raises(DataError) as caught:
+        load_prompts(write(tmp_path, *lines), refusing, **OPTIONS)
+    assert [problem.line for problem in caught.value.problems] == [3, 6]
+    assert all("not this" in problem.rule for problem in caught.value.problems)
 
 
 def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
