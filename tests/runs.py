@@ -36,23 +36,13 @@ def start(
         prefix: a command that runs torchrun.
         is_forked: whether ranks are forked, as `launch/local.sh` does on CPU, or are programs that
             torchrun starts, as with GPUs.
-        is_warm: whether torchrun is forked too (`tests.warm`). Such a run can be killed, and gets
-            no other signals.
+        is_warm: whether the launcher of forked ranks is forked too (`tests.warm`). Such a run can
+            be killed, and gets no other signals.
     """
     environment = os.environ | QUIET_THREADS
     if "--max_restarts" in launcher:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/ sets it
-    is_forked = is_forked and not has_gpu()
-    assert is_forked or not is_warm or has_gpu(), "programs of their own import for themselves"
-    program = ["launch/ranks.py", "--preload"] if is_forked else ["-m", "torch.distributed.run"]
-    command = [
-        interpreter() if is_forked and is_warm else sys.executable,
-        *program,
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-        *launcher,
-    ]
+    command = [*_launcher(ranks, is_forked=is_forked, is_warm=is_warm), *launcher]
     command += ["train.py", preset, "--log.dir", str(log_dir), *flags]
     return subprocess.Popen(
         [*prefix, *command],
@@ -88,8 +78,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> str:
 
 def run(log_dir: Path, *flags: str, **kwargs: object) -> str:
     """Run to the end, which must be a good one."""
-    is_warm = kwargs.get("is_forked", True)
-    process = start(log_dir, *flags, **{"is_warm": is_warm, **kwargs})  # type: ignore[arg-type]
+    process = start(log_dir, *flags, **{"is_warm": True, **kwargs})  # type: ignore[arg-type]
     output = finish(process)
     assert process.returncode == 0, output[-4000:]
     return output
@@ -108,10 +97,8 @@ def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
 
     Without a GPU, launcher and ranks are forked (`tests.warm`).
     """
-    program = ["-m", "torch.distributed.run"] if has_gpu() else ["launch/ranks.py", "--preload"]
-    python = sys.executable if has_gpu() else interpreter()
     return subprocess.run(
-        [python, *program, "--standalone", "--nproc_per_node", str(ranks), *command],
+        [*_launcher(ranks, is_forked=True, is_warm=True), *command],
         cwd=ROOT,
         env=os.environ | QUIET_THREADS,
         stdout=subprocess.PIPE,
@@ -119,3 +106,12 @@ def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=180,
     )
+
+
+def _launcher(ranks: int, *, is_forked: bool, is_warm: bool) -> list[str]:
+    """The words that start ranks, before those of their program. CUDA does not survive a fork."""
+    if not is_forked or has_gpu():
+        words = [sys.executable, "-m", "torch.distributed.run"]
+    else:
+        words = [interpreter() if is_warm else sys.executable, "launch/ranks.py", "--preload"]
+    return [*words, "--standalone", "--nproc_per_node", str(ranks)]

@@ -74,7 +74,8 @@ def _address(prepare: str) -> str:
     """Start the process that forks; returns the name of its socket."""
     name = f"\0r3-tests-{os.getpid()}-{prepare}"  # Linux: no file
     words = [sys.executable, "-m", "tests.warm", name[1:], prepare]
-    # One thread, as in all programs that tests start. Torch reads the last one when it is imported.
+    # One thread, as in all programs that tests start. Torch reads TORCHDYNAMO_DISABLE when it is
+    # imported, and the cases of CUDA run without.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
     environment.pop("TORCHDYNAMO_DISABLE", None)
     process = subprocess.Popen(

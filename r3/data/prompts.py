@@ -19,7 +19,7 @@ from r3.data.template import EndlessTemplate, TemplateFault, apply_template
 from r3.types import Prompt
 
 _MAX_NAMED = 10
-_BATCH = 256  # rows that the tokenizer gets at once
+_BATCH = 64  # rows that the tokenizer gets at once; all share the time limit of one
 
 
 class Tokenizer(Protocol):
@@ -246,7 +246,7 @@ def _prompts(
     for batch in _batches(rows):
         offered = list(batch[0].tools or tools) or None
 
-        def render(messages: Sequence[Any], offered: Any = offered) -> Any:
+        def tokenise(messages: Any, offered: Any = offered) -> Any:
             return apply_template(
                 tokenizer,
                 messages,
@@ -261,14 +261,14 @@ def _prompts(
         if finder is None and len(batch) > 1:
             # After a fault, one by one: the row that is refused must be named.
             with suppress(TemplateFault):
-                together = render([list(row.messages) for row in batch])
+                together = tokenise([list(row.messages) for row in batch])
         for index, row in enumerate(batch):
             spans: list[tuple[int, int]] = []
             try:
                 if finder is not None:
                     tokens, spans = finder.find(row.messages, row.answer, offered)
                 else:
-                    tokens = together[index] if together else render(row.messages)
+                    tokens = together[index] if together else tokenise(row.messages)
             except TemplateFault as error:
                 rule = f"is refused by the model's chat template ({error})"
                 fix = "use roles in the order the template takes, or correct the template"

@@ -26,12 +26,16 @@ class EndlessTemplate(TemplateFault):
 
 def apply_template(
     tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
     *,
     limit_s: float = _LIMIT_S,
     **options: Any,
 ) -> Any:
     """Return what `tokenizer.apply_chat_template` returns for these messages and options.
+
+    Args:
+        messages: a conversation, or several, each a list.
+        limit_s: seconds for all of them.
 
     Raises:
         TemplateFault: the template refuses the messages or fails.
