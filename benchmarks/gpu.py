@@ -174,7 +174,7 @@ def layer() -> Figures:
     """One MoE layer of the size of Qwen3-30B-A3B on 8 ranks: fused experts, and grouped ones."""
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-    from r3.policy.device_experts import _Experts
+    from r3.policy.device_experts import _Experts, deferred
 
     rows, experts, hidden, width, topk = 65536, 16, 2048, 768, 8
     count, half = rows // topk, dict(device="cuda", dtype=torch.bfloat16)
@@ -196,7 +196,7 @@ def layer() -> Figures:
         return F.grouped_mm(inner, w2.transpose(1, 2), offs=ends)
 
     def fused() -> torch.Tensor:
-        return _Experts.apply(tokens, gates, chosen, rows, w1, w2)
+        return _Experts.apply(tokens, gates, chosen, rows, *deferred(w1, w2))
 
     def grouped() -> torch.Tensor:
         probs = torch.zeros(count, experts, device="cuda").scatter(1, chosen, gates)

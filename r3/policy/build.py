@@ -292,9 +292,7 @@ def _build_chunk(
         elif isinstance(module, Router) and config.model.router_logits == "engine":
             module.gating = rounded_gating(module.gating, _DTYPES[config.engine.dtype])
         elif isinstance(module, MoELayer) and kind == "fused":
-            module.token_dispatcher = TokenDispatcher(
-                module.num_local_experts, megatron, mesh.megatron, module.router, mesh.ep
-            )
+            module.token_dispatcher = TokenDispatcher(module, mesh.megatron, mesh.ep)
     _mark_shards(model)
     _set_rope(model, shape)
     model.to(device.torch)

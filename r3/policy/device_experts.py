@@ -3,7 +3,7 @@
 The experts of all tokens are known, so that their slots are sorted once. Rows are gathered in that
 order, go through torch's grouped products, and each token adds up its own rows in float32: there is
 no atomic sum, and forward and recomputation give the same bits. Backward runs the same way in the
-other direction.
+other direction. Gradients of weights come last, while those of tokens travel.
 
 No GPU has run it. On CPU tensors it runs with plain torch, for tests; `r3.policy.fused_experts` is
 what CPU runs use.
@@ -11,6 +11,7 @@ what CPU runs use.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,61 @@ from r3.policy.modules import GroupedExperts
 class DeviceExperts(GroupedExperts):
     """Experts as in `GroupedExperts`, on tokens that `r3.policy.dispatch` hands over unsorted."""
 
+    _weights: Weights | None = None  # of the next forward
+
+    def defer_weight_gradients(self) -> None:
+        """Place the weights' gradients in the next forward's graph.
+
+        Backward computes them after that of all nodes that are made from now on, such as those
+        that bring tokens here and, in backward, start to send gradients back.
+        """
+        self._weights = deferred(self.w1, self.w2)
+
     def forward(
         self, tokens_ND: torch.Tensor, slots: Slots, gates_NK: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Return every token's sum over this rank's experts, [N, D]; see `FusedExperts`."""
-        return _Experts.apply(tokens_ND, gates_NK, *slots, self.w1, self.w2), None
+        weights, self._weights = self._weights or deferred(self.w1, self.w2), None
+        return _Experts.apply(tokens_ND, gates_NK, *slots, *weights), None
+
+
+class Weights(NamedTuple):
+    """Experts' weights for one forward.
+
+    Attributes:
+        w1, w2: the weights.
+        todo: `_Experts` leaves here how to compute their gradients, if they need some.
+    """
+
+    w1: torch.Tensor
+    w2: torch.Tensor
+    todo: list[Callable[[bool, bool], Any]]
+
+
+def deferred(w1: nn.Parameter, w2: nn.Parameter) -> Weights:
+    """Weights whose gradients are computed by a node of their own, which is made here.
+
+    Autograd runs the backward of the node that was made last first, if that of both can run.
+    """
+    todo: list[Callable[[bool, bool], Any]] = []
+    w1, w2 = _WeightGradients.apply(todo, w1, w2)
+    return Weights(w1, w2, todo)
+
+
+class _WeightGradients(torch.autograd.Function):
+    """Experts' weights; backward computes their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, todo: list[Callable[[bool, bool], Any]], w1: nn.Parameter, w2: nn.Parameter
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.todo = todo
+        return w1.view_as(w1), w2.view_as(w2)
+
+    @staticmethod
+    def backward(ctx: Any, *_placeholders: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = ctx.todo.pop()
+        return None, *gradients(*ctx.needs_input_grad[1:])
 
 
 class _Order(NamedTuple):
@@ -70,9 +121,11 @@ class _Experts(torch.autograd.Function):
         gates_NK: torch.Tensor,
         experts_NK: torch.Tensor,
         count: int,
-        w1: nn.Parameter,
-        w2: nn.Parameter,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        todo: list[Callable[[bool, bool], Any]],
     ) -> torch.Tensor:
+        ctx.todo = todo
         order = _sorted(experts_NK, len(w1), count)
         rows_S = order.slots_S // experts_NK.shape[1]
         both_SF = _products(tokens_ND[rows_S], w1.transpose(1, 2), order)
@@ -93,16 +146,31 @@ class _Experts(torch.autograd.Function):
         d_gates = torch.zeros_like(gates_NK).flatten().scatter_(0, order.slots_S, d_gates_S)
         is_elsewhere = order.places_NK.flatten() >= len(order.slots_S)
         d_tokens_ND = torch.ops.r3.sum_rows(_products(d_both_SF, w1, order), order.places_NK)
-        # Megatron's hook adds a weight's gradient to its buffer.
-        w1_needed, w2_needed = ctx.needs_input_grad[4:]
+
+        def weight_gradients(w1_needed: bool, w2_needed: bool) -> Any:
+            # Megatron's hook adds a weight's gradient to its buffer.
+            return (
+                _weight_gradient(d_both_SF, tokens_ND[rows_S], w1, order) if w1_needed else None,
+                _weight_gradient(d_outputs_SD, inner_SF, w2, order) if w2_needed else None,
+            )
+
+        w1_counts, w2_counts = ctx.needs_input_grad[4:6]
+        if w1_counts or w2_counts:
+            ctx.todo.append(weight_gradients)
         return (
             d_tokens_ND,
             d_gates.masked_fill_(is_elsewhere, 0.0).view_as(gates_NK),
             None,
             None,
-            _weight_gradient(d_both_SF, tokens_ND[rows_S], w1, order) if w1_needed else None,
-            _weight_gradient(d_outputs_SD, inner_SF, w2, order) if w2_needed else None,
+            _placeholder(w1) if w1_counts else None,
+            _placeholder(w2) if w2_counts else None,
+            None,
         )
+
+
+def _placeholder(weight: torch.Tensor) -> torch.Tensor:
+    """What `_Experts` returns as the gradient of a weight: nobody reads its values."""
+    return weight.new_zeros(()).expand(weight.shape)
 
 
 def _products(rows_SD: torch.Tensor, matrices: torch.Tensor, order: _Order) -> torch.Tensor:

@@ -10,8 +10,11 @@ micro-batch's forward, so that all layers' sizes are exchanged and read at once.
 is not known, such as the last one of a sequence, then goes to every rank, of which those without
 its experts add zero. Where all routes are live, ranks exchange and read sizes per layer and pass.
 
-On CPU, ranks of one machine read tokens, gates and experts from each other's memory, in one
-exchange.
+With NCCL (and gloo) rows travel while ranks compute. Forward: shared experts run while the sums of
+the other experts come back. Backward: gradients of shared experts are computed while those of the
+sums travel, and gradients of the experts' weights while those of tokens travel. On CPU, ranks of
+one machine read tokens, gates and experts from each other's memory, in one exchange, and compute
+nothing meanwhile, because a rank copies by itself.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.tensor_parallel.mappings import all_to_all
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from r3.policy import kernels  # noqa: F401  (defines torch.ops.r3)
 from r3.runtime.mesh import Axis
-from r3.runtime.peers import Peers
 
 
 class Slots(NamedTuple):
@@ -115,7 +118,7 @@ def _exchanged(
         (received_RL2,) = ep.peers.all_to_all_rows([sent_RL2], each, each)
     else:
         received_RL2 = torch.empty_like(sent_RL2)
-        torch.distributed.all_to_all_single(received_RL2, sent_RL2, group=ep.group)
+        dist.all_to_all_single(received_RL2, sent_RL2, group=ep.group)
     slots_L = received_RL2[:, :, 1].sum(0)
     tokens_2LR = torch.stack([sent_RL2, received_RL2])[..., 0].transpose(1, 2)
     # One transfer
@@ -163,46 +166,98 @@ class SumRows(torch.autograd.Function):
         return upstream[0][ctx.rows.tokens_M], None
 
 
-class ExchangeRows(torch.autograd.Function):
-    """Rows of tensors, to and from the ranks that read them; backward brings gradients back."""
+class Transfer:
+    """Rows on their way between the ranks of ep: there in forward, their gradients in backward.
 
-    @staticmethod
-    def forward(
-        ctx: Any, peers: Peers, sent: list[int], received: list[int], *rows: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.peers, ctx.sent, ctx.received = peers, sent, received
-        results = tuple(peers.all_to_all_rows(rows, sent, received))
-        ctx.has_gradient = [each.is_floating_point() for each in rows]
-        ctx.mark_non_differentiable(*(one for one in results if not one.is_floating_point()))
+    All ranks of ep must call both methods, in the same order as those of other transfers.
+
+    Args:
+        ep: the ranks.
+        sent, received: number of rows to and from each of them, in forward.
+    """
+
+    def __init__(self, ep: Axis, sent: list[int], received: list[int]) -> None:
+        self._ep, self._sent, self._received = ep, sent, received
+        self._results: list[torch.Tensor] = []
+        self._pending: list[Any] = []
+
+    def start(self, rows: Sequence[torch.Tensor], *, back: bool = False) -> None:
+        """Send rows of tensors, ordered by rank."""
+        sent, received = (self._received, self._sent) if back else (self._sent, self._received)
+        rows = [each.contiguous() for each in rows]
+        if self._ep.peers:
+            self._results = self._ep.peers.all_to_all_rows(rows, sent, received)
+            return
+        self._results = [each.new_empty(sum(received), *each.shape[1:]) for each in rows]
+        self._pending = [
+            dist.all_to_all_single(
+                result, each, received, sent, group=self._ep.group, async_op=True
+            )
+            for result, each in zip(self._results, rows, strict=True)
+        ]
+
+    def finish(self) -> list[torch.Tensor]:
+        """Return the rows that came. On CUDA, the current stream waits for them, not the host."""
+        for each in self._pending:
+            each.wait()
+        results, self._results, self._pending = self._results, [], []
         return results
 
+
+class Depart(torch.autograd.Function):
+    """Starts a transfer, and returns an empty tensor for `Arrive`; backward ends the transfer."""
+
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows = [
-            one.contiguous()
-            for one, counts in zip(upstream, ctx.has_gradient, strict=True)
-            if counts
-        ]
-        found = iter(ctx.peers.all_to_all_rows(rows, ctx.received, ctx.sent))
-        return (None, None, None, *(next(found) if counts else None for counts in ctx.has_gradient))
+    def forward(ctx: Any, transfer: Transfer, *rows: torch.Tensor) -> torch.Tensor:
+        ctx.transfer, ctx.has_gradient = transfer, [each.is_floating_point() for each in rows]
+        transfer.start(rows)
+        return rows[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_empty: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = iter(ctx.transfer.finish())
+        return (None, *(next(found) if counts else None for counts in ctx.has_gradient))
+
+
+class Arrive(torch.autograd.Function):
+    """Ends a transfer, and returns the rows that came; backward starts that of their gradients.
+
+    What runs between `Depart` and `Arrive`, in forward or backward, runs while rows travel. In
+    backward, that are the nodes made between the two: autograd runs the last one first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, transfer: Transfer, _empty: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.transfer, results = transfer, transfer.finish()
+        ctx.mark_non_differentiable(*(one for one in results if not one.is_floating_point()))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[None, torch.Tensor]:
+        gradients = [each for each in upstream if each is not None and each.is_floating_point()]
+        ctx.transfer.start(gradients, back=True)
+        return None, gradients[0].new_empty(0)
 
 
 class TokenDispatcher(MoETokenDispatcher):
     """Sends every token once to each expert-parallel rank that has one of its experts.
 
-    All ranks of ep must call. Experts are not divided over tensor-parallel ranks (etp 1).
+    It also runs the layer's shared experts. All ranks of ep must call. Experts are not divided over
+    tensor-parallel ranks (etp 1).
     """
 
-    def __init__(
-        self, num_local_experts: int, config: Any, pg_collection: Any, router: Any, ep: Axis
-    ) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, layer: MoELayer, pg_collection: Any, ep: Axis) -> None:
+        super().__init__(config=layer.config, pg_collection=pg_collection)
         assert self.tp_size == 1, f"experts are divided over {self.tp_size} ranks (etp)"
         self._ep = ep
-        self._router = router  # its tap has the planned sizes
-        self._local, self._topk = num_local_experts, config.moe_router_topk
+        self._router = layer.router  # its tap has the planned sizes
+        self._experts, self._shared = layer.experts, layer.shared_experts
+        layer.shared_expert_overlap = True  # the layer leaves shared experts to its dispatcher
+        self._local, self._topk = layer.num_local_experts, layer.config.moe_router_topk
         self._slots = Slots(torch.empty(0), 0)
-        self._shape = torch.Size()
+        # Of the forward that runs: the layer's input, and its shared experts' output
+        self._tokens: torch.Tensor | None = None
+        self._shared_output: torch.Tensor | None = None
         # Expert parallelism only: what is sent, and how many rows to and from each rank.
         self._rows = Rows(torch.empty(0), torch.empty(0))
         self._sizes = Sizes([], [], 0, torch.empty(0), torch.empty(0))
@@ -211,7 +266,7 @@ class TokenDispatcher(MoETokenDispatcher):
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens [N, D] and the gate weights of their experts [N, K]."""
-        self._shape = tokens.shape
+        self._tokens = tokens
         experts_NK = chosen_experts(routing_map, self._topk)
         self._slots = Slots(experts_NK, experts_NK.numel())
         return tokens.view(-1, tokens.shape[-1]), probs.gather(1, experts_NK)
@@ -235,12 +290,16 @@ class TokenDispatcher(MoETokenDispatcher):
         experts_MK = experts_NK[self._rows.tokens_M] - first_expert_M[:, None]
         elsewhere_MK = (experts_MK < 0) | (experts_MK >= self._local)
         experts_MK.masked_fill_(elsewhere_MK, -1)
+        transfer = Transfer(self._ep, self._sizes.sent, self._sizes.received)
         # A gate of another rank's expert travels with the token, and no expert reads it there.
-        values_MD, gates_MK, experts_MK = self._exchange(
+        departed = Depart.apply(
+            transfer,
             GatherRows.apply(hidden_states, self._rows),
             GatherRows.apply(probs, self._rows),
             experts_MK,
         )
+        self._experts.defer_weight_gradients()
+        values_MD, gates_MK, experts_MK = Arrive.apply(transfer, departed)
         self._slots = Slots(experts_MK, self._sizes.num_local)
         return values_MD, gates_MK
 
@@ -270,16 +329,6 @@ class TokenDispatcher(MoETokenDispatcher):
         (sent,), (received,), (slots,) = _exchanged(sizes_R2[None], self._ep)
         return Sizes(sent, received, slots, sizes_R2, unknown_N)
 
-    def _exchange(self, *rows: torch.Tensor, back: bool = False) -> Sequence[torch.Tensor]:
-        """Bring rows to the ranks of their experts, or back."""
-        sent, received = self._sizes.sent, self._sizes.received
-        if back:
-            sent, received = received, sent
-        rows = tuple(each.contiguous() for each in rows)
-        if self._ep.peers:
-            return ExchangeRows.apply(self._ep.peers, sent, received, *rows)
-        return [all_to_all(self.ep_group, each, received, sent) for each in rows]
-
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, Slots, torch.Tensor]:
@@ -293,12 +342,26 @@ class TokenDispatcher(MoETokenDispatcher):
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Bring the sums back to the ranks of their tokens, and add those of all ranks."""
         if self.ep_size == 1:
+            self._run_shared_experts()
             return hidden_states
-        return SumRows.apply(*self._exchange(hidden_states, back=True), self._rows)
+        transfer = Transfer(self._ep, self._sizes.received, self._sizes.sent)
+        departed = Depart.apply(transfer, hidden_states)
+        self._run_shared_experts()
+        return SumRows.apply(*Arrive.apply(transfer, departed), self._rows)
+
+    def _run_shared_experts(self) -> None:
+        if self._shared is not None:
+            self._shared_output = self._shared(self._tokens)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return outputs in the shape that the tokens came in."""
-        return hidden_states.view(self._shape)
+        """Return outputs in the shape of the layer's input, with those of shared experts."""
+        assert self._tokens is not None
+        output = hidden_states.view(self._tokens.shape)
+        if self._shared_output is not None:
+            output = output + self._shared_output
+        # They would live until the next forward.
+        self._tokens = self._shared_output = None
+        return output
 
 
 def owned_by_rank(experts_NK: torch.Tensor, ranks: int, local: int) -> torch.Tensor:

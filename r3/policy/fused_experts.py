@@ -27,6 +27,9 @@ from r3.policy.products import is_by_float32, is_by_onednn, product
 class FusedExperts(GroupedExperts):
     """Experts as in `GroupedExperts`, on tokens that are neither copied nor sorted before."""
 
+    def defer_weight_gradients(self) -> None:
+        """Do nothing: backward computes all gradients of an expert while its rows are in cache."""
+
     def forward(
         self, tokens_ND: torch.Tensor, slots: Slots, gates_NK: torch.Tensor
     ) -> tuple[torch.Tensor, None]:

@@ -34,7 +34,8 @@ def _sorted(
 ) -> torch.Tensor:
     """What CUDA runs use, here with plain torch in place of the Triton kernels."""
     count = int((experts_NK >= 0).sum()) + 2  # ranks may know only how many there are at most
-    return device_experts._Experts.apply(tokens_ND, gates_NK, experts_NK, count, *weights)
+    deferred = device_experts.deferred(*weights)
+    return device_experts._Experts.apply(tokens_ND, gates_NK, experts_NK, count, *deferred)
 
 
 BOTH = pytest.mark.parametrize("experts", [_in_a_loop, _sorted])
@@ -131,8 +132,8 @@ def test_rows_behind_the_last_expert_are_never_used(monkeypatch: pytest.MonkeyPa
     tokens_ND, gates_NK, experts_NK, w1, w2 = inputs = _inputs(torch.float32)
 
     def exactly(*_inputs: torch.Tensor) -> torch.Tensor:
-        count = int((experts_NK >= 0).sum())
-        return device_experts._Experts.apply(tokens_ND, gates_NK, experts_NK, count, w1, w2)
+        count, deferred = int((experts_NK >= 0).sum()), device_experts.deferred(w1, w2)
+        return device_experts._Experts.apply(tokens_ND, gates_NK, experts_NK, count, *deferred)
 
     torch.use_deterministic_algorithms(True)  # memory that nobody wrote is NaN
     try:
