@@ -92,6 +92,9 @@ def rehearse(case: Callable[..., Any], **arguments: Any) -> Any:
 class Order:
     """What orders the work on several streams, and accesses to memory that nothing orders.
 
+    Collectives run on a stream of their own, as with NCCL. It waits for the current one, which
+    waits for a collective when its work is waited for.
+
     Clocks are those of torch's own sanitizer for CUDA. Memory is that of whole storages. As in
     torch's allocator, memory that is freed belongs to the stream it was made on, which may use it
     again at once.
@@ -105,7 +108,10 @@ class Order:
         from torch.cuda._sanitizer import StreamSynchronizations
 
         self.clocks = StreamSynchronizations()
+        self.numbers = itertools.count(1)  # of streams and events
         self.stream = 0
+        self._collectives = next(self.numbers)
+        self.clocks.create_stream(self._collectives)
         self.races: list[str] = []
         self._now = 0
         self._blocks: dict[int, int] = {}  # storage -> its block
@@ -113,6 +119,7 @@ class Order:
         self._free: dict[tuple[int, int], list[int]] = {}  # (stream, bytes) -> blocks
         self._writes: dict[int, tuple[int, int]] = {}  # block -> (stream, time)
         self._reads: dict[int, list[tuple[int, int]]] = {}
+        self._works: list[Any] = []
 
     def made(self, storage: Any) -> int:
         """A storage has new memory, made on the current stream."""
@@ -129,6 +136,28 @@ class Order:
             key = (self._made_on[block], storage.nbytes())
             self._free.setdefault(key, []).append(block)
 
+    def collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A collective was queued; returns its work. It fills its first argument."""
+        from torch.distributed import Work
+
+        clocks, began, ended = self.clocks, next(self.numbers), next(self.numbers)
+        for event in (began, ended):
+            clocks.create_event(event)
+        clocks.record_state(began, self.stream)
+        before, self.stream = self.stream, self._collectives
+        clocks.stream_wait_for_event(self.stream, began)
+        self.ran(func, args, kwargs, ())
+        clocks.record_state(ended, self.stream)
+        self.stream = before
+
+        class Collective(Work):
+            def wait(work, timeout: Any = None) -> bool:
+                clocks.stream_wait_for_event(self.stream, ended)
+                return True
+
+        self._works.append(Collective())  # C++ does not keep what is of Python
+        return self._works[-1].boxed()
+
     def ran(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         """An operation was queued on the current stream."""
         from torch.cuda._sanitizer import zip_arguments
@@ -143,14 +172,16 @@ class Order:
                 if hasattr(leaf, "fake_device") and (leaf.is_cuda or copies):
                     yield leaf.untyped_storage()
 
-        for argument, value in zip_arguments(func._schema, args, kwargs):
+        is_collective = func.namespace == "c10d"
+        for number, (argument, value) in enumerate(zip_arguments(func._schema, args, kwargs)):
             alias = argument.alias_info
+            is_filled = is_collective and number == 0
             for storage in storages(value):
                 given.add(storage._cdata)
                 block = self._blocks.get(storage._cdata)
                 block = self.made(storage) if block is None else block
-                if alias is None or alias.is_write:
-                    (read if alias is None else written).add(block)
+                if is_filled or alias is None or alias.is_write:
+                    (written if is_filled or alias else read).add(block)
         written |= {self.made(one) for one in storages(results) if one._cdata not in given}
         self._now += 1
         self.clocks.update_seq_num(self.stream, self._now)
@@ -216,7 +247,11 @@ def fake_world(
                 return args[0].new_empty(args[1].shape[-1] * topk)
             if func.namespace == "c10d":  # nothing arrives, and results have the given buffers
                 only_work = [each.type.kind() for each in func._schema.returns] == ["ClassType"]
-                return FakeWork().boxed() if only_work else (args[0], FakeWork().boxed())
+                if order is None:
+                    work = FakeWork().boxed()
+                else:
+                    work = order.collective(func, args, kwargs or {})
+                return work if only_work else (args[0], work)
             results = func(*args, **(kwargs or {}))
             if order is not None:
                 order.ran(func, args, kwargs or {}, results)
@@ -328,11 +363,9 @@ def _streams(order: Order) -> dict[str, Any]:
 
     from r3.runtime.device_cpu import _Event, _Stream
 
-    count = itertools.count(1)
-
     class Event(_Event):
         def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-            self.number = next(count)
+            self.number = next(order.numbers)
             order.clocks.create_event(self.number)
 
         def record(self, stream: Any = None) -> None:
@@ -348,7 +381,7 @@ def _streams(order: Order) -> dict[str, Any]:
 
     class Stream(_Stream):
         def __init__(self, *_args: Any, number: int | None = None, **_kwargs: Any) -> None:
-            self.number = next(count) if number is None else number
+            self.number = next(order.numbers) if number is None else number
             order.clocks.create_stream(self.number)
 
         def record_event(self, event: Any = None) -> Any:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from r3.runtime import peers as module
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis
 from r3.runtime.peers import Peers, SharedBarrier
-from tests.policies import batches_of, build
+from tests.families import family_checkpoint
+from tests.policies import batches_of, build, experts_as_on_cuda
 from tests.tiny import tiny_config
 from tests.world import ranks_read_each_other, run_world
 from tests.wrong_routes import patched
@@ -216,9 +218,10 @@ class Trained:
     moved: bool
 
 
-def trained(device: Device, dtype: str) -> Trained:
-    """The same pass with tokens from memory and by gloo."""
-    config = tiny_config(parallel={"ep": 2}, model={"dtype": dtype, "experts": "fused"})
+def trained(device: Device, model: str, dtype: str, experts: str) -> Trained:
+    """The same pass with tokens from memory, and by gloo while ranks compute."""
+    sections = {"dtype": dtype, "experts": experts_as_on_cuda(experts)}
+    config = tiny_config(model, parallel={"ep": 2}, model=sections)
     mesh, policy = build(device, config)
     (batch,) = batches_of(mesh, policy.shape)
     calls = {"memory": 0, "gloo": 0}
@@ -261,9 +264,12 @@ def trained(device: Device, dtype: str) -> Trained:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tokens_from_memory_give_the_bits_of_gloo(dtype: str) -> None:
-    for found in run_world(trained, 2, dtype=dtype):
+@pytest.mark.parametrize(
+    ("dtype", "experts"), [("float32", "fused"), ("bfloat16", "fused"), ("float32", "sorted")]
+)
+def test_tokens_from_memory_give_the_bits_of_gloo(dtype: str, experts: str, tmp_path: Path) -> None:
+    model = str(family_checkpoint(tmp_path / "model", "qwen2_moe"))  # it has shared experts
+    for found in run_world(trained, 2, model=model, dtype=dtype, experts=experts):
         assert found.peers and found.same and found.moved, found
         # Values, gates and experts go together.
         assert 0 < found.by_memory < found.by_gloo, found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from r3.handover.weights import WeightStream
 from r3.models.shape import ModelShape
 from r3.policy import Policy, kernels, memory, scoring
 from r3.policy.device_experts import DeviceExperts
+from r3.policy.dispatch import Transfer
 from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.updates import train_on
 from r3.rewards.model import Batches
@@ -38,7 +40,9 @@ from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch
 from tests.fake_cuda import Order, fake_world
+from tests.policies import in_backward
 from tests.tiny import random_rollouts, tiny_config
+from tests.wrong_routes import patched
 
 # What a step of a large run sets: everything that has a path of its own on CUDA.
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -366,6 +370,78 @@ def order_of_streams() -> dict[str, int]:
                 delattr(stream, method)
             found[f"without {name}"] = len(order.races)
     return found
+
+
+class Beside(TorchDispatchMode):
+    """Lists matrix products that are queued while rows travel between ranks.
+
+    Args:
+        pending: transfers that have been started and not finished.
+
+    Attributes:
+        found: direction of the pass, and name of the operation.
+    """
+
+    def __init__(self, pending: list[Transfer]) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._pending = pending
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.endswith("mm") and self._pending:
+            self.found.append(f"{'backward' if in_backward() else 'forward'} {name}")
+        return func(*args, **(kwargs or {}))
+
+
+def order_of_transfers(path: str) -> dict[str, Any]:
+    """A pass of divided experts: races as it is and without waits, and products beside transfers.
+
+    Args:
+        path: a checkpoint with shared experts.
+    """
+    order = Order()
+    found: dict[str, Any] = {}
+    with fake_world(topk=2, rank=1, size=2, order=order):
+        device = cuda(1, 2)
+        config = tiny_config(path, **SECTIONS, parallel={"ep": 2})
+        mesh = build_mesh(device, config.parallel)
+        trained = Policy(config, device, mesh, ModelShape.read(path))
+        batch = batches_of(mesh, trained.shape)[0]
+
+        def run(skipped: Callable[[], bool]) -> tuple[int, dict[str, int]]:
+            """Races and products of a pass, which leaves out some waits."""
+            order.races.clear()
+            torch.cuda.synchronize()
+            pending: list[Transfer] = []
+
+            def starts(transfer: Transfer, *args: Any, **kwargs: Any) -> None:
+                START(transfer, *args, **kwargs)
+                pending.append(transfer)
+
+            def finishes(transfer: Transfer) -> list[torch.Tensor]:
+                pending.remove(transfer)
+                if skipped():
+                    transfer._pending.clear()
+                return FINISH(transfer)
+
+            with (
+                patched(Transfer, "start", lambda _: starts),
+                patched(Transfer, "finish", lambda _: finishes),
+                Beside(pending) as beside,
+                cuda_type_names(),
+            ):
+                trained.forward_backward(batch)
+            return len(order.races), dict(Counter(beside.found))
+
+        found["races"], found["products"] = run(lambda: False)
+        found["races without waits in forward"], _ = run(lambda: not in_backward())
+        found["races without waits in backward"], _ = run(in_backward)
+        found["layers"] = len(trained.shape.moe_layers) * len(batch.micro_batches)
+    return found
+
+
+START, FINISH = Transfer.start, Transfer.finish
 
 
 def layout(path: str, rank: int, parallel: dict[str, int], experts: str = "auto") -> bool:

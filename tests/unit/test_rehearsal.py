@@ -94,6 +94,18 @@ def test_ranks_that_exchange_tokens(two_layers: str, experts: str) -> None:
     assert rehearse(cases.layout, path=two_layers, rank=1, parallel={"ep": 2}, experts=experts)
 
 
+def test_ranks_compute_while_tokens_travel_and_wait_before_they_use_them(tmp_path: Path) -> None:
+    model = str(family_checkpoint(tmp_path / "model", "qwen2_moe"))
+    found = rehearse(cases.order_of_transfers, path=model)
+    assert found["races"] == 0
+    assert found["races without waits in forward"] > 0
+    assert found["races without waits in backward"] > 0
+    # Two matrices and a gate of the shared experts; two of the others. A gradient of a product's
+    # input is a product, and so is that of its weight.
+    each = {"forward mm": 3, "backward mm": 6, "backward _grouped_mm": 2}
+    assert found["products"] == {name: count * found["layers"] for name, count in each.items()}
+
+
 def test_streamed_optimizer_needs_each_of_its_waits_and_no_other() -> None:
     races = rehearse(cases.order_of_streams)
     assert races.pop("a step") == races.pop("without nothing") == 0
