@@ -6,7 +6,8 @@ over that rank's experts. Without expert parallelism nothing is copied, and noth
 device.
 
 With it, the host must know how many rows ranks exchange. Replayed routes are known before a
-micro-batch's forward, so that all layers' sizes are exchanged and read at once. A token whose route
+micro-batch's forward, so that all layers' sizes are exchanged and read at once, and the order of
+rows is the same for every pass over the micro-batch. A token whose route
 is not known, such as the last one of a sequence, then goes to every rank, of which those without
 its experts add zero. Where all routes are live, ranks exchange and read sizes per layer and pass.
 
@@ -63,20 +64,49 @@ def first_set(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
     return routing_map.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :topk]
 
 
+class Rows(NamedTuple):
+    """Which tokens are sent, rank by rank, and for a rank token by token.
+
+    Attributes:
+        tokens_M: number of the token in each row.
+        firsts_M: number of the first expert of the rank that gets the row.
+        places_NR: row of each token for each rank; M or more: none.
+    """
+
+    tokens_M: torch.Tensor
+    firsts_M: torch.Tensor
+    places_NR: torch.Tensor
+
+
+class Needs(NamedTuple):
+    """What the routes of a layer ask for.
+
+    Attributes:
+        sizes_R2: tokens and slots that every rank gets. Of a token whose route is not known, that
+            is the token, and as many slots as it can have.
+        needed_RN: whether a rank gets a token.
+    """
+
+    sizes_R2: torch.Tensor
+    needed_RN: torch.Tensor
+
+
 class Sizes(NamedTuple):
     """What the ranks of ep exchange in one layer and pass.
 
     Attributes:
         sent, received: tokens to and from each rank.
         num_local: most slots of this rank's experts in what it receives.
-        sizes_R2: tokens and slots for each rank, on the device.
-        unknown_N: whether a token's route was not known. Such tokens go to every rank.
+        rows: the tokens that it sends.
+        needs: what it was made from.
+        unknown_N: whether a token's route was not known. Every rank gets such tokens.
     """
 
     sent: list[int]
     received: list[int]
     num_local: int
-    sizes_R2: torch.Tensor
+    rows: Rows
+    needs: Needs
     unknown_N: torch.Tensor
 
 
@@ -91,18 +121,26 @@ def size_plan(ep: Axis, local: int) -> Callable[[Sequence[torch.Tensor]], list[S
         return None
 
     def plan(routes: Sequence[torch.Tensor]) -> list[Sizes]:
-        unknown_LN = torch.stack([routes_NK[:, 0] < 0 for routes_NK in routes])
-        sizes_LR2 = torch.stack(
-            [
-                sizes_by_rank(owned_by_rank(routes_NK, ep.size, local), unknown_N, local)
-                for routes_NK, unknown_N in zip(routes, unknown_LN, strict=True)
-            ]
-        )
-        # The only wait for the device in a micro-batch
-        sent_LR, received_LR, slots_L = _exchanged(sizes_LR2, ep)
-        return list(map(Sizes, sent_LR, received_LR, slots_L, sizes_LR2, unknown_LN))
+        unknown = [routes_NK[:, 0] < 0 for routes_NK in routes]
+        needs = [
+            needs_of(owned_by_rank(routes_NK, ep.size, local), unknown_N, local)
+            for routes_NK, unknown_N in zip(routes, unknown, strict=True)
+        ]
+        return _sizes(needs, unknown, ep, local)
 
     return plan
+
+
+def _sizes(
+    needs: Sequence[Needs], unknown: Sequence[torch.Tensor], ep: Axis, local: int
+) -> list[Sizes]:
+    """Tell every rank what it gets in each layer, and wait for the device, once."""
+    sent_LR, received_LR, slots_L = _exchanged(torch.stack([each.sizes_R2 for each in needs]), ep)
+    rows = [
+        rows_by_rank(each.needed_RN, sum(sent), local)
+        for each, sent in zip(needs, sent_LR, strict=True)
+    ]
+    return list(map(Sizes, sent_LR, received_LR, slots_L, rows, needs, unknown))
 
 
 def _exchanged(
@@ -126,18 +164,6 @@ def _exchanged(
     layers, ranks = sizes_LR2.shape[:2]
     rows = [numbers[i : i + ranks] for i in range(0, 2 * layers * ranks, ranks)]
     return rows[:layers], rows[layers:], numbers[2 * layers * ranks :]
-
-
-class Rows(NamedTuple):
-    """Which tokens are sent, ordered by the rank that gets them.
-
-    Attributes:
-        tokens_M: number of the token in each row.
-        places_NR: row of each token for each rank; M or more: none.
-    """
-
-    tokens_M: torch.Tensor
-    places_NR: torch.Tensor
 
 
 class GatherRows(torch.autograd.Function):
@@ -258,9 +284,8 @@ class TokenDispatcher(MoETokenDispatcher):
         # Of the forward that runs: the layer's input, and its shared experts' output
         self._tokens: torch.Tensor | None = None
         self._shared_output: torch.Tensor | None = None
-        # Expert parallelism only: what is sent, and how many rows to and from each rank.
-        self._rows = Rows(torch.empty(0), torch.empty(0))
-        self._sizes = Sizes([], [], 0, torch.empty(0), torch.empty(0))
+        # Expert parallelism only
+        self._sizes: Sizes | None = None
 
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -278,56 +303,52 @@ class TokenDispatcher(MoETokenDispatcher):
         if self.ep_size == 1:
             return hidden_states, probs
         experts_NK = self._slots.experts_NK
-        owned_RNK = owned_by_rank(experts_NK, self.ep_size, self._local)
-        self._sizes = self._sizes_of(owned_RNK)
-        needed_RN = owned_RNK.any(-1) | self._sizes.unknown_N
-        count, tokens = sum(self._sizes.sent), len(experts_NK)
-        # Rank by rank, and in a rank token by token
-        order_M = needed_RN.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:count]
-        places = (needed_RN.flatten().cumsum(0) - 1).view(-1, tokens)
-        self._rows = Rows(order_M % tokens, places.masked_fill(~needed_RN, count).t().contiguous())
-        first_expert_M = order_M // tokens * self._local
-        experts_MK = experts_NK[self._rows.tokens_M] - first_expert_M[:, None]
+        self._sizes = sizes = self._sizes_of(experts_NK)
+        experts_MK = experts_NK[sizes.rows.tokens_M] - sizes.rows.firsts_M[:, None]
         elsewhere_MK = (experts_MK < 0) | (experts_MK >= self._local)
         experts_MK.masked_fill_(elsewhere_MK, -1)
-        transfer = Transfer(self._ep, self._sizes.sent, self._sizes.received)
+        transfer = Transfer(self._ep, sizes.sent, sizes.received)
         # A gate of another rank's expert travels with the token, and no expert reads it there.
         departed = Depart.apply(
             transfer,
-            GatherRows.apply(hidden_states, self._rows),
-            GatherRows.apply(probs, self._rows),
+            GatherRows.apply(hidden_states, sizes.rows),
+            GatherRows.apply(probs, sizes.rows),
             experts_MK,
         )
         self._experts.defer_weight_gradients()
         values_MD, gates_MK, experts_MK = Arrive.apply(transfer, departed)
-        self._slots = Slots(experts_MK, self._sizes.num_local)
+        self._slots = Slots(experts_MK, sizes.num_local)
         return values_MD, gates_MK
 
-    def _sizes_of(self, owned_RNK: torch.Tensor) -> Sizes:
-        """The planned sizes of this forward, compared with its own; without a plan, exchange them.
+    def _sizes_of(self, experts_NK: torch.Tensor) -> Sizes:
+        """What was planned for this forward, compared with its routes; exchanged without a plan.
 
         Raises:
             AssertionError: the routes are not those that were planned. On CUDA, the device does.
         """
+        owned_RNK = owned_by_rank(experts_NK, self.ep_size, self._local)
         planned: Sizes | None = getattr(self._router.router_replay, "sizes", None)
         if planned is None:
             return self._exchange_sizes(owned_RNK)
-        sizes_R2 = sizes_by_rank(owned_RNK, planned.unknown_N, self._local)
-        are_equal = (sizes_R2 == planned.sizes_R2).all()
+        needs = needs_of(owned_RNK, planned.unknown_N, self._local)
+        are_equal = (needs.needed_RN == planned.needs.needed_RN).all()
+        are_equal &= (needs.sizes_R2 == planned.needs.sizes_R2).all()
         layer = self._router.layer_number - 1
-        message = f"layer {layer}: tokens and slots for each rank are not those that were planned"
-        if sizes_R2.is_cuda:
+        message = f"layer {layer}: what each rank gets is not what was planned"
+        if experts_NK.is_cuda:
             torch._assert_async(are_equal, message)
         else:
-            assert are_equal, f"{message}: {sizes_R2.tolist()}, not {planned.sizes_R2.tolist()}"
+            assert are_equal, (
+                f"{message}: other tokens; numbers of tokens and slots are "
+                f"{needs.sizes_R2.tolist()}, planned were {planned.needs.sizes_R2.tolist()}"
+            )
         return planned
 
     def _exchange_sizes(self, owned_RNK: torch.Tensor) -> Sizes:
         """Tell every rank how much it gets, and wait for the device."""
         unknown_N = owned_RNK.new_zeros(owned_RNK.shape[1])
-        sizes_R2 = sizes_by_rank(owned_RNK, unknown_N, self._local)
-        (sent,), (received,), (slots,) = _exchanged(sizes_R2[None], self._ep)
-        return Sizes(sent, received, slots, sizes_R2, unknown_N)
+        needs = needs_of(owned_RNK, unknown_N, self._local)
+        return _sizes([needs], [unknown_N], self._ep, self._local)[0]
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -344,10 +365,11 @@ class TokenDispatcher(MoETokenDispatcher):
         if self.ep_size == 1:
             self._run_shared_experts()
             return hidden_states
+        assert self._sizes is not None
         transfer = Transfer(self._ep, self._sizes.received, self._sizes.sent)
         departed = Depart.apply(transfer, hidden_states)
         self._run_shared_experts()
-        return SumRows.apply(*Arrive.apply(transfer, departed), self._rows)
+        return SumRows.apply(*Arrive.apply(transfer, departed), self._sizes.rows)
 
     def _run_shared_experts(self) -> None:
         if self._shared is not None:
@@ -370,12 +392,21 @@ def owned_by_rank(experts_NK: torch.Tensor, ranks: int, local: int) -> torch.Ten
     return experts_NK // local == numbers_R[:, None, None]
 
 
-def sizes_by_rank(owned_RNK: torch.Tensor, unknown_N: torch.Tensor, local: int) -> torch.Tensor:
-    """Tokens and slots that every rank gets, [R, 2].
+def rows_by_rank(needed_RN: torch.Tensor, count: int, local: int) -> Rows:
+    """Order tokens by the ranks that need them. `count` are all rows, `local` experts per rank."""
+    ranks, tokens = needed_RN.shape
+    order_M = needed_RN.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:count]
+    places_RN = (needed_RN.flatten().cumsum(0) - 1).view(ranks, tokens)
+    return Rows(
+        tokens_M=order_M % tokens,
+        firsts_M=order_M // tokens * local,
+        places_NR=places_RN.masked_fill(~needed_RN, count).t().contiguous(),
+    )
 
-    Of a token whose route is not known, that is the token, and as many slots as it can have.
-    """
-    topk = owned_RNK.shape[2]
-    tokens_R = (owned_RNK.any(-1) | unknown_N).sum(-1)
+
+def needs_of(owned_RNK: torch.Tensor, unknown_N: torch.Tensor, local: int) -> Needs:
+    """What every rank gets, if it has `local` experts and `owned_by_rank` is as given."""
+    needed_RN = owned_RNK.any(-1) | unknown_N
     known_R = (owned_RNK & ~unknown_N[:, None]).sum((1, 2))
-    return torch.stack([tokens_R, known_R + unknown_N.sum() * min(topk, local)], -1)
+    slots_R = known_R + unknown_N.sum() * min(owned_RNK.shape[2], local)
+    return Needs(torch.stack([needed_RN.sum(-1), slots_R], -1), needed_RN)

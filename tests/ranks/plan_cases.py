@@ -26,6 +26,7 @@ class Plans:
         exchanges: exchanges of the sizes of a layer in one pass, by kind of pass.
         same: whether loss and gradients are the same bits with and without a plan.
         message: error of a pass whose plan has the sizes of other layers.
+        other_tokens: error of one whose plan is made of the same routes, but those of other tokens.
     """
 
     micro_batches: int
@@ -33,6 +34,7 @@ class Plans:
     exchanges: dict[str, int]
     same: bool
     message: str
+    other_tokens: str
 
 
 def plans(device: Device, *, model: str, experts: str) -> Plans:
@@ -71,13 +73,23 @@ def plans(device: Device, *, model: str, experts: str) -> Plans:
     unplanned = count("replay without a plan", gradients)
     policy.replay.plan = lambda routes: plan(routes)[::-1]
     message = message_of(lambda: policy.forward_backward(batch), AssertionError)
+    policy.replay.plan = lambda routes: plan(list(map(_in_other_order, routes)))
+    other_tokens = message_of(lambda: policy.forward_backward(batch), AssertionError)
     return Plans(
         micro_batches=len(batch.micro_batches),
         layers=len(policy.replay.layers),
         exchanges=exchanges,
         same=all(torch.equal(one, other) for one, other in zip(planned, unplanned, strict=True)),
         message=message,
+        other_tokens=other_tokens,
     )
+
+
+def _in_other_order(routes_NK: torch.Tensor) -> torch.Tensor:
+    """The last token's route first, but for tokens without a route."""
+    changed_NK, known_N = routes_NK.clone(), routes_NK[:, 0] >= 0
+    changed_NK[known_N] = routes_NK[known_N].flip(0)
+    return changed_NK
 
 
 def _rows_lost(batch: Batch) -> Batch:

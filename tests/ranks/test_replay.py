@@ -6,6 +6,7 @@ The numbers of the experiments are those of tests/README.md.
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -399,7 +400,9 @@ def test_replayed_layers_exchange_no_sizes_of_their_own(experts: str, other_mode
             "replay without a plan": 2 * layers * micro_batches,
         }
         assert found.same
-        assert "layer 0: tokens and slots for each rank are not those" in found.message
+        assert "layer 0: what each rank gets is not what was planned" in found.message
+        counts = re.search(r"slots are (.*), planned were (.*)", found.other_tokens)
+        assert counts and counts[1] == counts[2], found.other_tokens
 
 
 # ------------------------------------------------------------------------------------------------

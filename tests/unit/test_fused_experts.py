@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from r3.policy import device_experts, fused_experts
-from r3.policy.dispatch import chosen_experts, first_set, owned_by_rank, sizes_by_rank
+from r3.policy.dispatch import (
+    chosen_experts,
+    first_set,
+    needs_of,
+    owned_by_rank,
+    rows_by_rank,
+)
 
 N, K, E, D, WIDTH = 37, 3, 6, 16, 24
 
@@ -213,7 +219,12 @@ def test_sizes_count_the_tokens_and_slots_of_every_rank() -> None:
     experts_NK = torch.tensor([[0, 1], [2, 5], [1, 4], [4, 5]])
     owned_RNK = owned_by_rank(experts_NK, ranks=3, local=2)
     every = torch.zeros(4, dtype=torch.bool)
-    assert sizes_by_rank(owned_RNK, every, 2).tolist() == [[2, 3], [1, 1], [3, 4]]
+    assert needs_of(owned_RNK, every, 2).sizes_R2.tolist() == [[2, 3], [1, 1], [3, 4]]
     # The third token's route is not known: it goes to every rank, with two slots at most.
     unknown = torch.tensor([False, False, True, False])
-    assert sizes_by_rank(owned_RNK, unknown, 2).tolist() == [[2, 4], [2, 3], [3, 5]]
+    needs = needs_of(owned_RNK, unknown, 2)
+    assert needs.sizes_R2.tolist() == [[2, 4], [2, 3], [3, 5]]
+    rows = rows_by_rank(needs.needed_RN, 7, 2)
+    assert rows.tokens_M.tolist() == [0, 2, 1, 2, 1, 2, 3]
+    assert rows.firsts_M.tolist() == [0, 0, 2, 2, 4, 4, 4]
+    assert rows.places_NR.tolist() == [[0, 7, 7], [7, 2, 4], [1, 3, 5], [7, 7, 6]]
