@@ -7,9 +7,9 @@ device.
 
 With it, the host must know how many rows ranks exchange. Replayed routes are known before a
 micro-batch's forward, so that all layers' sizes are exchanged and read at once, and the order of
-rows is the same for every pass over the micro-batch. A token whose route
-is not known, such as the last one of a sequence, then goes to every rank, of which those without
-its experts add zero. Where all routes are live, ranks exchange and read sizes per layer and pass.
+rows is the same in every pass over the micro-batch. A token whose route is not known, such as the
+last one of a sequence, then goes to every rank, of which those without its experts add zero. Where
+all routes are live, ranks exchange and read sizes per layer and pass.
 
 With NCCL (and gloo) rows travel while ranks compute. Forward: shared experts run while the sums of
 the other experts come back. Backward: gradients of shared experts are computed while those of the
