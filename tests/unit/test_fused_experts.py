@@ -134,6 +134,22 @@ def test_a_token_has_the_same_bits_in_any_batch(experts: Any) -> None:
     )
 
 
+@BOTH
+@pytest.mark.parametrize("frozen", [(3,), (4,), (3, 4)], ids=["w1", "w2", "both"])
+def test_gradients_are_the_same_bits_beside_frozen_weights(
+    frozen: tuple[int, ...], experts: Any
+) -> None:
+    _, *expected = _results(experts, _inputs(torch.float32))  # of tokens, gates, w1 and w2
+    inputs = _inputs(torch.float32)
+    for number in frozen:
+        inputs[number].requires_grad_(False)
+        expected[number - 1] = torch.empty(0)
+    _, *found = _results(experts, inputs)
+    assert len(found) == 4 - len(frozen)
+    kept = [gradient for gradient in expected if gradient.numel()]
+    assert all(torch.equal(one, other) for one, other in zip(found, kept, strict=True))
+
+
 def test_rows_behind_the_last_expert_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens_ND, gates_NK, experts_NK, w1, w2 = inputs = _inputs(torch.float32)
 
