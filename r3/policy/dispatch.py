@@ -193,9 +193,9 @@ class SumRows(torch.autograd.Function):
 
 
 class Transfer:
-    """Rows on their way between the ranks of ep: there in forward, their gradients in backward.
+    """Rows that travel between the ranks of ep in forward, and whose gradients return in backward.
 
-    All ranks of ep must call both methods, in the same order as those of other transfers.
+    All ranks of ep must call both methods, and start and finish transfers in the same order.
 
     Args:
         ep: the ranks.
@@ -223,7 +223,7 @@ class Transfer:
         ]
 
     def finish(self) -> list[torch.Tensor]:
-        """Return the rows that came. On CUDA, the current stream waits for them, not the host."""
+        """Return the received rows. On CUDA, the current stream waits for them, not the host."""
         for each in self._pending:
             each.wait()
         results, self._results, self._pending = self._results, [], []
@@ -246,10 +246,10 @@ class Depart(torch.autograd.Function):
 
 
 class Arrive(torch.autograd.Function):
-    """Ends a transfer, and returns the rows that came; backward starts that of their gradients.
+    """Ends a transfer, and returns the received rows; backward starts that of their gradients.
 
-    What runs between `Depart` and `Arrive`, in forward or backward, runs while rows travel. In
-    backward, that are the nodes made between the two: autograd runs the last one first.
+    What forward computes between `Depart` and `Arrive` runs while rows travel. So do, in backward,
+    the nodes made between the two: of the nodes that can run, autograd takes the last one made.
     """
 
     @staticmethod
