@@ -150,13 +150,10 @@ def _exchanged(
 
     The host waits for the device.
     """
-    sent_RL2 = sizes_LR2.transpose(0, 1).contiguous()
-    if ep.peers:
-        each = [1] * ep.size
-        (received_RL2,) = ep.peers.all_to_all_rows([sent_RL2], each, each)
-    else:
-        received_RL2 = torch.empty_like(sent_RL2)
-        dist.all_to_all_single(received_RL2, sent_RL2, group=ep.group)
+    sent_RL2 = sizes_LR2.transpose(0, 1)
+    transfer = Transfer(ep, [1] * ep.size, [1] * ep.size)
+    transfer.start([sent_RL2])
+    (received_RL2,) = transfer.finish()
     slots_L = received_RL2[:, :, 1].sum(0)
     tokens_2LR = torch.stack([sent_RL2, received_RL2])[..., 0].transpose(1, 2)
     # One transfer
@@ -334,13 +331,13 @@ class TokenDispatcher(MoETokenDispatcher):
         are_equal = (needs.needed_RN == planned.needs.needed_RN).all()
         are_equal &= (needs.sizes_R2 == planned.needs.sizes_R2).all()
         layer = self._router.layer_number - 1
-        message = f"layer {layer}: what each rank gets is not what was planned"
+        message = f"layer {layer}: the tokens for each rank are not those that were planned"
         if experts_NK.is_cuda:
             torch._assert_async(are_equal, message)
         else:
             assert are_equal, (
-                f"{message}: other tokens; numbers of tokens and slots are "
-                f"{needs.sizes_R2.tolist()}, planned were {planned.needs.sizes_R2.tolist()}"
+                f"{message}; tokens and slots per rank: {needs.sizes_R2.tolist()}, "
+                f"planned: {planned.needs.sizes_R2.tolist()}"
             )
         return planned
 

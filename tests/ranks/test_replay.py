@@ -400,8 +400,8 @@ def test_replayed_layers_exchange_no_sizes_of_their_own(experts: str, other_mode
             "replay without a plan": 2 * layers * micro_batches,
         }
         assert found.same
-        assert "layer 0: what each rank gets is not what was planned" in found.message
-        counts = re.search(r"slots are (.*), planned were (.*)", found.other_tokens)
+        assert "layer 0: the tokens for each rank are not those that were planned" in found.message
+        counts = re.search(r"per rank: (.*), planned: (.*)", found.other_tokens)
         assert counts and counts[1] == counts[2], found.other_tokens
 
 
