@@ -155,7 +155,7 @@ class Order:
                 clocks.stream_wait_for_event(self.stream, ended)
                 return True
 
-        self._works.append(Collective())  # C++ does not keep what is of Python
+        self._works.append(Collective())  # C++ keeps no reference to the Python object
         return self._works[-1].boxed()
 
     def ran(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
