@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 # KV cache on CPU when the config does not say: enough for a small model, small enough for a laptop.
 DEFAULT_CPU_KV_CACHE_BYTES = 256 << 20
+# What vLLM 0.30 imports if it is installed, in a fifth of the time that all imports take.
+_UNUSED_ON_CPU = (
+    "cv2",  # videos
+    "opentelemetry",  # traces of requests
+    "pandas",  # tuned products of AMD's GPUs
+    "torch._inductor.lowering",  # vLLM's operators in compiled graphs; here nothing is compiled
+)
 _OVERWRITTEN_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH")
 
 
@@ -99,8 +106,9 @@ def refuse_unfit(built: VllmConfig, config: Config, *, capture: bool) -> None:
 
 def import_for_cpu() -> None:
     """Import what an engine on CPU will import when it is built, but for the model's module."""
-    import vllm.entrypoints.llm
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    with importing(without=_UNUSED_ON_CPU):
+        import vllm.entrypoints.llm
+        import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
 @contextmanager
@@ -142,6 +150,8 @@ def build_llm(
     Raises:
         EngineConfigError: the engine differs from what R3 relies on.
     """
+    if not device.is_cuda:
+        import_for_cpu()
     with importing():
         from vllm import LLM
 

@@ -27,6 +27,7 @@ from r3.run.header import result
 from r3.run.lock import require_free
 from r3.run.resume import ResumeError, Start, open_run
 from r3.runtime.algorithm import AlgorithmError
+from r3.runtime.device import prepare_environment
 from r3.runtime.process import die_with_launcher
 
 _MISTAKES = (
@@ -103,6 +104,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
                 )
             return None
         undo.pop_all()  # `begin` closes them
+    prepare_environment()
     return Prepared(invocation=invocation, task=task, folder=run_dir, start=start, began=began)
 
 

@@ -96,9 +96,10 @@ class Device:
 
 
 def prepare_environment() -> None:
-    """Set the variables that torch, vLLM and OpenMP read once. Call it before vLLM is imported.
+    """Set the variables that torch, vLLM and OpenMP read once.
 
-    vLLM runs in this process, without a child process for the engine.
+    Call it before Megatron-Core or vLLM is imported. vLLM runs in this process, without a child
+    process for the engine.
     """
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -112,6 +113,7 @@ def prepare_environment() -> None:
     }
     if not torch.cuda.is_available():
         # Compiling vLLM's small log-probability kernel takes 7 to 14 s and gains nothing on CPU.
+        # Nor does Megatron-Core then import a compiler for functions that R3 does not call.
         # OpenMP threads that spin make ranks on shared cores ten times slower.
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
         # Triton has no CPU back end. If a CUDA build of torch installed it, importing it only

@@ -147,6 +147,24 @@ def test_a_rank_that_is_no_python_program_is_refused(script: Path) -> None:
         ForkedRank(("/bin/sh", str(script)), {})
 
 
+UNUSED = """
+import sys
+from importlib.util import find_spec
+from r3.run.forked import preload
+from r3.engine.build import _UNUSED_ON_CPU
+
+preload()
+print(sorted(set(_UNUSED_ON_CPU) & set(sys.modules)), all(map(find_spec, _UNUSED_ON_CPU)))
+"""
+
+
+def test_what_vllm_does_not_use_on_cpu_is_not_imported_and_still_can_be() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNUSED], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "[] True\n"), done.stderr
+
+
 def test_ranks_with_gpus_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("r3.runtime.device.has_gpu", lambda: True)
     with pytest.raises(RuntimeError, match="leave out --preload"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 
 from r3 import assets
 from r3.config import parse_value, with_values
@@ -178,6 +180,26 @@ def test_mistakes_show_before_megatron_and_vllm_are_imported() -> None:
     assert done.stdout == "[]\n"
 
 
+PREPARED = """
+import sys
+from r3.cli.parse import parse
+from r3.run.prepare import prepare
+
+prepared = prepare(parse(["tiny", "--parallel.ep", "1", "--log.dir", sys.argv[1]]))
+from r3.run import start
+print("megatron" in sys.modules, "torch._inductor.lowering" in sys.modules)
+prepared.start.lock.release()
+prepared.task.close()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs compile")
+def test_a_rank_on_cpu_imports_no_compiler(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", PREPARED, str(tmp_path / "run")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["True False"], done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_importing_searches_no_garbage_and_leaves_the_switch_alone(enabled: bool) -> None:
     was, frozen = gc.isenabled(), gc.get_freeze_count()
@@ -190,3 +212,12 @@ def test_importing_searches_no_garbage_and_leaves_the_switch_alone(enabled: bool
     finally:
         gc.unfreeze()
         (gc.enable if was else gc.disable)()
+
+
+def test_importing_hides_modules_that_are_not_imported_yet() -> None:
+    sys.modules.pop("this", None)
+    with importing(without=("this", "json")):
+        assert importlib.import_module("json") is json
+        with pytest.raises(ModuleNotFoundError, match="this"):
+            importlib.import_module("this")
+    assert importlib.util.find_spec("this") and "this" not in sys.modules
