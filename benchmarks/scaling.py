@@ -4,12 +4,13 @@
 
 Ranks: the same steps of the 52 M model of `against_trl.py` on one rank and on two, one thread each;
 steps of half the prompts on one rank that has the machine to itself; and steps of twice the prompts
-on two ranks, so that a rank has as much to do as the single one. Besides, bare products and
-vLLM alone, in one process and in two. Layouts: steps on two ranks, with an engine for each rank or
-one for both, and with all experts on each rank or divided over both. Cost: forward and backward of
-one step in one process, while one size grows and the others stay. An exponent is the slope of
-log(seconds) over log(size): 1 is linear, 0 is flat. Sizes are run in turns, and each takes its
-fastest round. The script writes scaling.json to benchmarks/results/.
+on two ranks, so that a rank has as much to do as the single one. Besides, bare products, vLLM
+alone, and the kernels of an engine's step alone, in one process and in two. Layouts: steps on two
+ranks, with an engine for each rank or one for both, and with all experts on each rank or divided
+over both. Cost: forward and backward of one step in one process, while one size grows and the
+others stay. An exponent is the slope of log(seconds) over log(size): 1 is linear, 0 is flat. Sizes
+are run in turns, and each takes its fastest round. The script writes scaling.json to
+benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -160,10 +161,17 @@ def over_ranks(rounds: int) -> dict[str, Any]:
     print(f"half of the products take {bare:.2f} times less ({bare_alone:.2f} if alone)")
     sampling, sampling_alone = of_machine(time_vllm, rounds)
     print(f"half of the prompts, vLLM alone: {sampling:.2f} times less ({sampling_alone:.2f})")
+    kernels, kernels_alone = of_machine(time_kernels, rounds)
+    print(f"half of the requests, an engine's kernels: {kernels:.2f} times less ({kernels_alone:.2f})")
     generate = statistics.median(timing.phases["time/generate_s"] for timing in timings["1"])
     whole = statistics.median(steps["1"])
-    limit = whole / ((whole - generate) / bare + generate / sampling)
-    print(f"a step whose parts all scale like these: {limit:.2f}")
+
+    def limit(of_generation: float) -> float:
+        """How a step scales whose generation does so, and all else like bare products."""
+        return whole / ((whole - generate) / bare + generate / of_generation)
+
+    print(f"a step that scales like products and vLLM: {limit(sampling):.2f}")
+    print(f"a step that scales like products and kernels: {limit(kernels):.2f}")
     return {
         "step_s": {arm: [round(value, 2) for value in steps[arm]] for arm in steps},
         "tokens_of_a_response": {arm: round(value, 1) for arm, value in tokens.items()},
@@ -188,7 +196,10 @@ def over_ranks(rounds: int) -> dict[str, Any]:
         "machine_half_alone": round(bare_alone, 2),
         "vllm_alone": round(sampling, 2),
         "vllm_half_alone": round(sampling_alone, 2),
-        "limit": round(limit, 2),
+        "kernels": round(kernels, 2),
+        "kernels_half_alone": round(kernels_alone, 2),
+        "limit": round(limit(sampling), 2),
+        "limit_of_kernels": round(limit(kernels), 2),
     }
 
 
@@ -285,6 +296,53 @@ def time_vllm(task: Task, count: int, rounds: int, barrier: Any, times: Any) -> 
     times.close()
     times.join_thread()
     os._exit(0)  # the engine's process groups need no orderly end
+
+
+def time_kernels(task: Task, count: int, rounds: int, barrier: Any, times: Any) -> None:
+    """Put the median seconds of the kernels of an engine's step for a part of the requests.
+
+    All requests are running and have half of their tokens: experts and attention by R3's loops,
+    linear layers by torch. Without Python's work between them, and without samples.
+    """
+    import torch
+
+    from r3.engine import cpu_attention, cpu_experts
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shape, requests, block = ModelShape.read(task.model), task.prompts * task.samples, 32
+    N, D, E, F = requests // count, shape.hidden_size, shape.num_experts, shape.moe_ffn_size
+    H, G, head = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    length = task.max_tokens // 2
+    blocks = -(-length // block)
+
+    table = torch.arange(N * blocks, dtype=torch.int32).view(N, blocks)
+    slots = table[:, -1].long() * block + (length - 1) % block
+    context = slots, table, torch.full((N,), length, dtype=torch.int32), head**-0.5
+    chosen = torch.rand(N, E).topk(shape.topk).indices.int()
+    gates, tokens = torch.full(chosen.shape, 1 / shape.topk), torch.randn(N, D)
+    layers = [
+        (
+            torch.randn(D, (H + 2 * G) * head),
+            torch.randn(N * blocks, G, block, 2 * head),
+            torch.randn(H * head, D),
+            torch.randn(D, E),
+            (torch.randn(E, 2 * F, D), torch.randn(E, D, F)),
+        )
+        for _ in range(shape.num_layers)
+    ]
+    output = torch.randn(D, shape.vocab_size)
+
+    def steps() -> None:
+        for _ in range(20):
+            for qkv, cache, out, router, experts in layers:
+                of_heads = (tokens @ qkv).view(N, -1, head).split([H, G, G], dim=1)
+                attended = cpu_attention.attend(*of_heads, cache, *context)
+                _ = attended.view(N, -1) @ out, tokens @ router
+                cpu_experts.experts(tokens, *experts, gates, chosen)
+            _ = tokens @ output
+
+    times.put(together(steps, rounds, barrier))
 
 
 def together(run: Callable[[], Any], rounds: int, barrier: Any) -> float:
