@@ -162,7 +162,7 @@ def over_ranks(rounds: int) -> dict[str, Any]:
     sampling, sampling_alone = of_machine(time_vllm, rounds)
     print(f"half of the prompts, vLLM alone: {sampling:.2f} times less ({sampling_alone:.2f})")
     kernels, kernels_alone = of_machine(time_kernels, rounds)
-    print(f"half of the requests, an engine's kernels: {kernels:.2f} times less ({kernels_alone:.2f})")
+    print(f"half of the requests, kernels alone: {kernels:.2f} times less ({kernels_alone:.2f})")
     generate = statistics.median(timing.phases["time/generate_s"] for timing in timings["1"])
     whole = statistics.median(steps["1"])
 
