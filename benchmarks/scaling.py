@@ -302,7 +302,8 @@ def time_kernels(task: Task, count: int, rounds: int, barrier: Any, times: Any) 
     """Put the median seconds of the kernels of an engine's step for a part of the requests.
 
     All requests are running and have half of their tokens: experts and attention by R3's loops,
-    linear layers by torch. Without Python's work between them, and without samples.
+    linear layers by torch. Not included: vLLM's Python code between them, and sampling. The numbers
+    are random: the time does not depend on how vLLM packs the weights.
     """
     import torch
 

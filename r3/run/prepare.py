@@ -104,7 +104,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
                 )
             return None
         undo.pop_all()  # `begin` closes them
-    prepare_environment()
+    prepare_environment()  # the caller imports Megatron-Core next
     return Prepared(invocation=invocation, task=task, folder=run_dir, start=start, began=began)
 
 

@@ -113,7 +113,7 @@ def prepare_environment() -> None:
     }
     if not torch.cuda.is_available():
         # Compiling vLLM's small log-probability kernel takes 7 to 14 s and gains nothing on CPU.
-        # Nor does Megatron-Core then import a compiler for functions that R3 does not call.
+        # Megatron-Core's decorators would import the compiler, for functions that R3 does not call.
         # OpenMP threads that spin make ranks on shared cores ten times slower.
         defaults |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
         # Triton has no CPU back end. If a CUDA build of torch installed it, importing it only
