@@ -46,8 +46,10 @@ from benchmarks.train_step import (
 from r3.config import Config, ModelConfig, TrainConfig
 from r3.models.shape import ModelShape
 from r3.policy import Policy
+from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device, free_port, init_device
 from r3.runtime.mesh import Mesh, build_mesh
+from r3.types import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,7 @@ def main() -> None:
 def over_ranks(rounds: int) -> dict[str, Any]:
     """Return seconds of steps on one and on two ranks, of half and of twice a step, and ratios."""
     timings: dict[str, list[Timing]] = {"1": [], "2": [], "half": [], "twice": []}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in PARTS}
     with tempfile.TemporaryDirectory(prefix="r3-scaling-") as name:
         folder = Path(name)
         task = make_task("middle", folder)
@@ -131,7 +134,9 @@ def over_ranks(rounds: int) -> dict[str, Any]:
                 timing = in_r3(work, folder / f"{arm}-{number}", ranks=ranks)
                 timings[arm].append(timing)
                 print(f"round {number + 1} of {rounds}, {arm}: {timing}", flush=True)
-    steps = {arm: [s for timing in found for s in timing.step_s] for arm, found in timings.items()}
+            for name, (prepare, count) in PARTS.items():  # the speed of memory changes by the hour
+                found[name] += of_machine(prepare, task, count)
+    steps = {arm: [s for timing in each for s in timing.step_s] for arm, each in timings.items()}
 
     def scaling(arm: str, phase: str = "") -> float:
         """How many times the seconds of `arm` one rank takes for the step."""
@@ -157,25 +162,24 @@ def over_ranks(rounds: int) -> dict[str, Any]:
     print(f"and {scaling('half'):.2f} times those of half a step on one")
     of_twice = throughput("twice") / throughput("1")
     print(f"twice the responses on two ranks: {of_twice:.2f} times the tokens per second of one")
-    bare, bare_alone = of_machine(time_products, rounds)
-    print(f"half of the products take {bare:.2f} times less ({bare_alone:.2f} if alone)")
-    sampling, sampling_alone = of_machine(time_vllm, rounds)
-    print(f"half of the prompts, vLLM alone: {sampling:.2f} times less ({sampling_alone:.2f})")
-    kernels, kernels_alone = of_machine(time_kernels, rounds)
-    print(f"half of the requests, kernels alone: {kernels:.2f} times less ({kernels_alone:.2f})")
+    bare, sampling, kernels = (Machine(found[name]) for name in PARTS)
+    print(f"half of the products take {bare} less")
+    print(f"half of the prompts, vLLM alone: {sampling} less")
+    print(f"half of the requests, kernels alone: {kernels} less")
     generate = statistics.median(timing.phases["time/generate_s"] for timing in timings["1"])
     whole = statistics.median(steps["1"])
 
     def limit(of_generation: float) -> float:
         """How a step scales whose generation does so, and all else like bare products."""
-        return whole / ((whole - generate) / bare + generate / of_generation)
+        return whole / ((whole - generate) / bare.at_once + generate / of_generation)
 
-    print(f"a step that scales like products and vLLM: {limit(sampling):.2f}")
-    print(f"a step that scales like products and kernels: {limit(kernels):.2f}")
+    print(f"a step that scales like products and vLLM: {limit(sampling.at_once):.2f}")
+    low, middle, high = (limit(value) for value in kernels.quartiles)
+    print(f"a step that scales like products and kernels: {middle:.2f} ({low:.2f} to {high:.2f})")
     return {
         "step_s": {arm: [round(value, 2) for value in steps[arm]] for arm in steps},
         "tokens_of_a_response": {arm: round(value, 1) for arm, value in tokens.items()},
-        "phases_s": {arm: [timing.phases for timing in found] for arm, found in timings.items()},
+        "phases_s": {arm: [timing.phases for timing in each] for arm, each in timings.items()},
         "ratio": round(ratio, 2),
         "ratio_of_medians": scaling("2"),
         "ratio_of_training": scaling("2", "train"),
@@ -192,14 +196,17 @@ def over_ranks(rounds: int) -> dict[str, Any]:
             "generation": round(2 * scaling("twice", "generate"), 2),
         },
         "bar": 1.7,
-        "machine": round(bare, 2),
-        "machine_half_alone": round(bare_alone, 2),
-        "vllm_alone": round(sampling, 2),
-        "vllm_half_alone": round(sampling_alone, 2),
-        "kernels": round(kernels, 2),
-        "kernels_half_alone": round(kernels_alone, 2),
-        "limit": round(limit(sampling), 2),
-        "limit_of_kernels": round(limit(kernels), 2),
+        "machine": round(bare.at_once, 2),
+        "machine_half_alone": round(bare.alone, 2),
+        "vllm_alone": round(sampling.at_once, 2),
+        "vllm_half_alone": round(sampling.alone, 2),
+        "kernels": round(kernels.at_once, 2),
+        "kernels_half_alone": round(kernels.alone, 2),
+        "kernels_quartiles": [round(value, 2) for value in kernels.quartiles],
+        "limit": round(limit(sampling.at_once), 2),
+        "limit_of_kernels": round(middle, 2),
+        "limit_of_kernels_quartiles": [round(value, 2) for value in (low, middle, high)],
+        "of_machine_s": found,
     }
 
 
@@ -238,90 +245,144 @@ def median(runs: list[dict[str, float]], phase: str) -> float:
     return statistics.median(run[phase] for run in runs)
 
 
-def of_machine(work: Callable[..., None], rounds: int) -> tuple[float, float]:
-    """Return how many times less half of some work takes than all of it: (at once, alone).
+@dataclass(frozen=True)
+class Machine:
+    """How many times less half of some work takes than all of it.
 
     "At once" is with another process that does the other half: cores share caches, memory and
     clock. "Alone" is on an idle machine: part of an engine's step does not become less with fewer
     requests. R3 does the same work and more, so it is not expected to scale better.
 
+    Attributes:
+        rounds: of each, seconds of "whole", "at once" (the slower process) and "alone".
+    """
+
+    rounds: list[dict[str, float]]
+
+    def __str__(self) -> str:
+        """Both ratios, and where half of the rounds lie."""
+        low, _, high = self.quartiles
+        return f"{self.at_once:.2f} times ({low:.2f} to {high:.2f}; {self.alone:.2f} alone)"
+
+    @property
+    def at_once(self) -> float:
+        """Median over the rounds."""
+        return self.quartiles[1]
+
+    @property
+    def alone(self) -> float:
+        """Median over the rounds."""
+        return statistics.median(each["whole"] / each["alone"] for each in self.rounds)
+
+    @property
+    def quartiles(self) -> list[float]:
+        """Of "at once"."""
+        return statistics.quantiles(
+            (each["whole"] / each["at once"] for each in self.rounds), method="inclusive"
+        )
+
+
+def of_machine(
+    prepare: Callable[[Task], Callable[[int], Any]], task: Task, rounds: int
+) -> list[dict[str, float]]:
+    """Return seconds of all of some work and of half of it, at once and alone (`Machine`).
+
     Args:
-        work: does the `count`-th part of it, and puts its median seconds into a queue.
+        prepare: returns a function that does the `count`-th part of the work.
     """
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="r3-scaling-") as name:
-        task = make_task("middle", Path(name))
-
-        def seconds(count: int, processes: int) -> float:
-            times: Any = context.Queue()
-            barrier = context.Barrier(processes)
-            started = [
-                context.Process(target=work, args=(task, count, rounds, barrier, times))
-                for _ in range(processes)
-            ]
-            for process in started:
-                process.start()
-            slowest = max(times.get(timeout=600) for _ in started)
-            for process in started:
-                process.join()
-            return slowest
-
-        whole = seconds(1, 1)
-        return whole / seconds(2, 2), whole / seconds(2, 1)
+    times: Any = context.Queue()
+    barrier = context.Barrier(2)
+    started = [
+        context.Process(target=take_part, args=(prepare, task, rounds, place, barrier, times))
+        for place in range(2)
+    ]
+    for process in started:
+        process.start()
+    first, second = (times.get(timeout=900) for _ in started)
+    for process in started:
+        process.join()
+    return [
+        {arm: round(max(mine.get(arm, 0.0), others.get(arm, 0.0)), 4) for arm in mine | others}
+        for mine, others in zip(first, second, strict=True)
+    ]
 
 
-def time_products(task: Task, count: int, rounds: int, barrier: Any, times: Any) -> None:
-    """Put the median seconds of the products of a part of a step in `times`."""
+def take_part(
+    prepare: Callable[[Task], Callable[[int], Any]],
+    task: Task,
+    rounds: int,
+    place: int,
+    barrier: Any,
+    times: Any,
+) -> None:
+    """Put the seconds of every arm of every round that this process takes part in in `times`.
+
+    Arms follow each other in random order. The second process waits while the first is alone.
+    """
+    run = prepare(task)
+    run(1)
+    run(2)
+    found = []
+    for number in range(rounds):
+        seconds: dict[str, float] = {}
+        for arm in random.Random(number).sample(["whole", "at once", "alone"], 3):
+            barrier.wait(timeout=600)
+            if place and arm != "at once":
+                continue
+            began = time.perf_counter()
+            run(1 if arm == "whole" else 2)
+            seconds[arm] = time.perf_counter() - began
+        found.append(seconds)
+    times.put(found)
+    times.close()
+    times.join_thread()
+    os._exit(0)  # an engine's process groups need no orderly end
+
+
+def run_products(task: Task) -> Callable[[int], Any]:
+    """Return a function that runs the products of a part of a step."""
     import torch
 
     torch.set_num_threads(1)
     expect_bare_products()
     shape = ModelShape.read(task.model)
-    times.put(together(products(shape, pack(shape, [240] * (32 // count))), rounds, barrier))
+    parts = {count: products(shape, pack(shape, [240] * (32 // count))) for count in (1, 2)}
+    return lambda count: parts[count]()
 
 
-def time_vllm(task: Task, count: int, rounds: int, barrier: Any, times: Any) -> None:
-    """Put the median seconds of `LLM.generate` for a part of the prompts in `times`."""
+def run_vllm(task: Task) -> Callable[[int], Any]:
+    """Return a function that calls `LLM.generate` for a part of the prompts."""
     from benchmarks.generation import engine_of, in_vllm
 
-    device = alone()
-    prompts, engine = engine_of(task, device, "off")
-    part = prompts[: len(prompts) // count]
+    prompts, engine = engine_of(task, alone(), "off")
 
-    def sample() -> None:
+    def sample(count: int) -> None:
         engine.reset_cache()
-        in_vllm(engine, part, task.max_tokens, 0, alone=True)
+        in_vllm(engine, prompts[::count], task.max_tokens, 0, alone=True)
 
-    times.put(together(sample, rounds, barrier))
-    times.close()
-    times.join_thread()
-    os._exit(0)  # the engine's process groups need no orderly end
+    return sample
 
 
-def time_kernels(task: Task, count: int, rounds: int, barrier: Any, times: Any) -> None:
-    """Put the median seconds of the kernels of an engine's step for a part of the requests.
+def run_kernels(task: Task) -> Callable[[int], Any]:
+    """Return a function that runs the kernels of an engine's steps for a part of the requests.
 
-    All requests are running and have half of their tokens: experts and attention by R3's loops,
-    linear layers by torch. Not included: vLLM's Python code between them, and sampling. The numbers
-    are random: the time does not depend on how vLLM packs the weights.
+    Every eighth step of a real generation, with the requests that run in it, their lengths and
+    their experts: experts and attention by R3's loops, linear layers by torch. Not included: vLLM's
+    Python code between them, and sampling. Other numbers are random: the time depends neither on
+    them nor on how vLLM packs the weights.
     """
     import torch
 
     from r3.engine import cpu_attention, cpu_experts
 
-    torch.set_num_threads(1)
+    rollouts = sampled(task)
     torch.manual_seed(0)
-    shape, requests, block = ModelShape.read(task.model), task.prompts * task.samples, 32
-    N, D, E, F = requests // count, shape.hidden_size, shape.num_experts, shape.moe_ffn_size
+    shape, block = ModelShape.read(task.model), 32
+    N, D, E, F = len(rollouts), shape.hidden_size, shape.num_experts, shape.moe_ffn_size
     H, G, head = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    length = task.max_tokens // 2
-    blocks = -(-length // block)
-
+    blocks = -(-max(len(rollout.tokens_T) for rollout in rollouts) // block)
     table = torch.arange(N * blocks, dtype=torch.int32).view(N, blocks)
-    slots = table[:, -1].long() * block + (length - 1) % block
-    context = slots, table, torch.full((N,), length, dtype=torch.int32), head**-0.5
-    chosen = torch.rand(N, E).topk(shape.topk).indices.int()
-    gates, tokens = torch.full(chosen.shape, 1 / shape.topk), torch.randn(N, D)
     layers = [
         (
             torch.randn(D, (H + 2 * G) * head),
@@ -334,28 +395,58 @@ def time_kernels(task: Task, count: int, rounds: int, barrier: Any, times: Any) 
     ]
     output = torch.randn(D, shape.vocab_size)
 
-    def steps() -> None:
-        for _ in range(20):
-            for qkv, cache, out, router, experts in layers:
-                of_heads = (tokens @ qkv).view(N, -1, head).split([H, G, G], dim=1)
+    def steps_of(count: int) -> list[tuple[Any, ...]]:
+        """Return number of requests, arguments of attention, gates and routes of each step."""
+        found = []
+        for place in range(4, task.max_tokens, 8):
+            running = [n for n in range(0, N, count) if rollouts[n].num_response_tokens > place]
+            if not running:
+                break
+            lengths = [
+                len(rollouts[n].tokens_T) - rollouts[n].num_response_tokens + place for n in running
+            ]
+            routes = np.stack(
+                [rollouts[n].routed_experts[t - 1] for n, t in zip(running, lengths, strict=True)]
+            )
+            of_step, last = table[running], torch.tensor(lengths) - 1
+            slots = of_step.gather(1, last[:, None] // block)[:, 0].long() * block + last % block
+            context = slots, of_step, (last + 1).int(), head**-0.5
+            chosen = torch.from_numpy(routes.astype(np.int32)).unbind(1)
+            gates = torch.full(chosen[0].shape, 1 / shape.topk)
+            found.append((len(running), context, gates, [each.contiguous() for each in chosen]))
+        return found
+
+    steps, hidden = {count: steps_of(count) for count in (1, 2)}, torch.randn(N, D)
+
+    def run(count: int) -> None:
+        for n, context, gates, routes in steps[count]:
+            tokens = hidden[:n]
+            for (qkv, cache, out, router, experts), chosen in zip(layers, routes, strict=True):
+                of_heads = (tokens @ qkv).view(n, -1, head).split([H, G, G], dim=1)
                 attended = cpu_attention.attend(*of_heads, cache, *context)
-                _ = attended.view(N, -1) @ out, tokens @ router
+                _ = attended.view(n, -1) @ out, tokens @ router
                 cpu_experts.experts(tokens, *experts, gates, chosen)
             _ = tokens @ output
 
-    times.put(together(steps, rounds, barrier))
+    return run
 
 
-def together(run: Callable[[], Any], rounds: int, barrier: Any) -> float:
-    """Return the median seconds of `run` in processes that begin each round at once."""
-    run()
-    found = []
-    for _ in range(max(rounds, 3)):
-        barrier.wait()
-        began = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+def sampled(task: Task) -> list[Rollout]:
+    """Return a response to each prompt of the task, with its routes."""
+    from benchmarks.generation import engine_of, seeds
+
+    prompts, engine = engine_of(task, alone(), "r3")
+    return sample_single_turn(
+        engine, prompts, seeds=seeds(prompts, 0), policy_version=0, max_tokens=task.max_tokens
+    )
+
+
+# What is measured beside steps, and how often after each of their rounds.
+PARTS: dict[str, tuple[Callable[[Task], Callable[[int], Any]], int]] = {
+    "products": (run_products, 4),
+    "vllm": (run_vllm, 2),
+    "kernels": (run_kernels, 12),
+}
 
 
 def alone() -> Device:
