@@ -169,13 +169,9 @@ def over_ranks(rounds: int) -> dict[str, Any]:
     generate = statistics.median(timing.phases["time/generate_s"] for timing in timings["1"])
     whole = statistics.median(steps["1"])
 
-    def limit(of_generation: float) -> float:
-        """How a step scales whose generation does so, and all else like bare products."""
-        return whole / ((whole - generate) / bare.at_once + generate / of_generation)
-
-    print(f"a step that scales like products and vLLM: {limit(sampling.at_once):.2f}")
-    low, middle, high = (limit(value) for value in kernels.quartiles)
-    print(f"a step that scales like products and kernels: {middle:.2f} ({low:.2f} to {high:.2f})")
+    # A step whose generation scales like vLLM, and all else like products.
+    limit = whole / ((whole - generate) / bare.at_once + generate / sampling.at_once)
+    print(f"a step that scales like products and vLLM: {limit:.2f}")
     return {
         "step_s": {arm: [round(value, 2) for value in steps[arm]] for arm in steps},
         "tokens_of_a_response": {arm: round(value, 1) for arm, value in tokens.items()},
@@ -203,9 +199,7 @@ def over_ranks(rounds: int) -> dict[str, Any]:
         "kernels": round(kernels.at_once, 2),
         "kernels_half_alone": round(kernels.alone, 2),
         "kernels_quartiles": [round(value, 2) for value in kernels.quartiles],
-        "limit": round(limit(sampling.at_once), 2),
-        "limit_of_kernels": round(middle, 2),
-        "limit_of_kernels_quartiles": [round(value, 2) for value in (low, middle, high)],
+        "limit": round(limit, 2),
         "of_machine_s": found,
     }
 
@@ -251,7 +245,8 @@ class Machine:
 
     "At once" is with another process that does the other half: cores share caches, memory and
     clock. "Alone" is on an idle machine: part of an engine's step does not become less with fewer
-    requests. R3 does the same work and more, so it is not expected to scale better.
+    requests. These ratios are no bounds for R3's: kernels without a pause disturb each other more
+    than engines do.
 
     Attributes:
         rounds: of each, seconds of "whole", "at once" (the slower process) and "alone".
