@@ -1,6 +1,6 @@
 """Time how R3 scales: ranks, and what training costs as a task grows.
 
-    .venv/bin/python -m benchmarks.scaling          an hour on two idle cores
+    .venv/bin/python -m benchmarks.scaling          on two idle cores; ranks alone take 43 minutes
 
 Ranks: the same steps of the 52 M model of `against_trl.py` on one rank and on two, one thread each;
 steps of half the prompts on one rank that has the machine to itself; and steps of twice the prompts
@@ -122,7 +122,7 @@ def main() -> None:
 def over_ranks(rounds: int) -> dict[str, Any]:
     """Return seconds of steps on one and on two ranks, of half and of twice a step, and ratios."""
     timings: dict[str, list[Timing]] = {"1": [], "2": [], "half": [], "twice": []}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in PARTS}
+    found: dict[str, list[dict[str, float]]] = {part: [] for part in PARTS}
     with tempfile.TemporaryDirectory(prefix="r3-scaling-") as name:
         folder = Path(name)
         task = make_task("middle", folder)
@@ -134,8 +134,8 @@ def over_ranks(rounds: int) -> dict[str, Any]:
                 timing = in_r3(work, folder / f"{arm}-{number}", ranks=ranks)
                 timings[arm].append(timing)
                 print(f"round {number + 1} of {rounds}, {arm}: {timing}", flush=True)
-            for name, (prepare, count) in PARTS.items():  # the speed of memory changes by the hour
-                found[name] += of_machine(prepare, task, count)
+            for part, (prepare, count) in PARTS.items():  # the speed of memory changes by the hour
+                found[part] += of_machine(prepare, task, count)
     steps = {arm: [s for timing in each for s in timing.step_s] for arm, each in timings.items()}
 
     def scaling(arm: str, phase: str = "") -> float:
@@ -162,7 +162,7 @@ def over_ranks(rounds: int) -> dict[str, Any]:
     print(f"and {scaling('half'):.2f} times those of half a step on one")
     of_twice = throughput("twice") / throughput("1")
     print(f"twice the responses on two ranks: {of_twice:.2f} times the tokens per second of one")
-    bare, sampling, kernels = (Machine(found[name]) for name in PARTS)
+    bare, sampling, kernels = (Machine(found[part]) for part in PARTS)
     print(f"half of the products take {bare} less")
     print(f"half of the prompts, vLLM alone: {sampling} less")
     print(f"half of the requests, kernels alone: {kernels} less")
@@ -243,8 +243,8 @@ def median(runs: list[dict[str, float]], phase: str) -> float:
 class Machine:
     """How many times less half of some work takes than all of it.
 
-    "At once" is with another process that does the other half: cores share caches, memory and
-    clock. "Alone" is on an idle machine: part of an engine's step does not become less with fewer
+    "At once" is with another process that does as much: cores share caches, memory and clock.
+    "Alone" is on an idle machine: part of an engine's step does not become less with fewer
     requests. These ratios are no bounds for R3's: kernels without a pause disturb each other more
     than engines do.
 
