@@ -12,7 +12,8 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from r3.config.rules import Fix, MayChangeOnResume, Rule
+from r3.config.arguments import arguments_fault
+from r3.config.rules import Fix, KeyValue, MayChangeOnResume, Rule
 from r3.config.settings import Config
 
 _Mark = TypeVar("_Mark")
@@ -84,6 +85,8 @@ class Setting:
             return Problem(self.name, value, "must be a finite number", self.fix)
         if self.rule and not all(map(self.rule.accepts, values)):
             return Problem(self.name, value, str(self.rule), self.fix)
+        if isinstance(self.rule, KeyValue) and (fault := arguments_fault(value)):
+            return Problem(self.name, *fault)
         return None
 
 

@@ -116,6 +116,11 @@ class Matches(Rule):
 
 
 @dataclass(frozen=True)
+class KeyValue(Matches):
+    """Each value is key=value, a keyword argument of a user's code (`r3.config.arguments`)."""
+
+
+@dataclass(frozen=True)
 class Fix:
     """What to do when the rule is broken, where "use 1 or more" would say too little."""
 

@@ -21,6 +21,7 @@ from r3.config.rules import (
     AtLeast,
     Between,
     Fix,
+    KeyValue,
     Matches,
     MayChangeOnResume,
     Not,
@@ -142,7 +143,7 @@ class DataConfig:
     """System message added in front of every conversation. Empty: none is added."""
     template_kwargs: Annotated[
         tuple[str, ...],
-        Matches(
+        KeyValue(
             r"(?s)(?!(tools|tokenize|add_generation_prompt|return_dict|conversation)=)[A-Za-z_]\w*=.*",
             "key=value, for a key that the chat template reads",
         ),
@@ -172,8 +173,9 @@ class EnvConfig:
     """A command instead of a class, run once per episode: an agent that calls the model by OpenAI's
     API at OPENAI_BASE_URL and writes its reward to R3_RESULT_FILE (docs/endpoint.md). No shell runs
     it."""
-    args: Annotated[tuple[str, ...], Matches(r"(?s)[A-Za-z_]\w*=.*", "key=value")] = ()
-    """Keyword arguments of your class, each key=value. Values are JSON, else text."""
+    args: Annotated[tuple[str, ...], KeyValue(r"(?s)[A-Za-z_]\w*=.*", "key=value")] = ()
+    """Keyword arguments of your class, each key=value. Values are JSON or Python literals, else
+    text."""
     max_turns: Annotated[int, AtLeast(1)] = 8
     """Maximum model messages per conversation; of a workflow, calls of the model per episode."""
     max_turn_tokens: Annotated[int, AtLeast(0)] = 0
@@ -264,10 +266,10 @@ class RewardConfig:
     """Weights of the functions in the sum, one per function. 0: report the function and leave it
     out of the sum. Empty: all 1."""
     args: Annotated[
-        tuple[str, ...], Matches(r"(?s)(\w+\.)?[A-Za-z_]\w*=.*", "key=value or FUNCTION.key=value")
+        tuple[str, ...], KeyValue(r"(?s)(\w+\.)?[A-Za-z_]\w*=.*", "key=value or FUNCTION.key=value")
     ] = ()
     """Keyword arguments of the functions of your files, each FUNCTION.key=value, or key=value if
-    there is one such function. Values are JSON, else text."""
+    there is one such function. Values are JSON or Python literals, else text."""
     workers: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
     """Worker processes per rank for functions of your files, if they compute. 0: threads, for
     functions that wait. math always has at least one process."""
@@ -356,13 +358,13 @@ class AlgoConfig:
     weight, tokens outside of the clip range masked. Or your own, `path/to/file.py:function`."""
     args: Annotated[
         tuple[str, ...],
-        Matches(
+        KeyValue(
             r"(?s)((loss|advantage)\.)?[A-Za-z_]\w*=.*",
             "key=value, loss.key=value or advantage.key=value",
         ),
     ] = ()
     """Keyword arguments of your loss and advantage, each loss.key=value or advantage.key=value, or
-    key=value if one of the two is your own. Values are JSON, else text."""
+    key=value if one of the two is your own. Values are JSON or Python literals, else text."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """token: mean over all loss tokens of the batch. sequence: mean over sequences of their token
     means. constant: sum over tokens / (sequences * rollout.max_response_tokens)."""
@@ -696,7 +698,7 @@ class EvalConfig:
     """Environments of the sets, as in env.name or env.path. Empty: that of training."""
     env_args: Annotated[
         tuple[str, ...],
-        Matches(r"(?s)([A-Za-z0-9_.-]+\.)?[A-Za-z_]\w*=.*", "key=value or SET.key=value"),
+        KeyValue(r"(?s)([A-Za-z0-9_.-]+\.)?[A-Za-z_]\w*=.*", "key=value or SET.key=value"),
     ] = ()
     """Keyword arguments of the environments, each SET.key=value, or key=value for all sets. They
     are added to env.args, or replace one of them. With eval.env they are the only ones."""

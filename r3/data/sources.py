@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from r3.config import Config, EvalSet
+from r3.config.arguments import argument_value, arguments_fault
 
 _GYM_SIZE = 1000
 
@@ -281,21 +282,21 @@ def _datasets() -> Any:
 def gym_settings(source: str) -> tuple[str, dict[str, Any]]:
     """Parse `gym:TASK,size=N,...` into the task and its settings.
 
-    Values are JSON (numbers, true, false), else text.
+    Values are read as those of arguments are (`r3.config.arguments`).
 
     Raises:
-        SourceError: a setting has no value.
+        SourceError: a setting has no value or a wrong one, or is given twice.
     """
     task, *settings = source.removeprefix("gym:").split(",")
+    if fault := arguments_fault(settings):
+        item, rule, fix = fault
+        raise SourceError(f"{item!r} {rule}", fix)
     values: dict[str, Any] = {"size": _GYM_SIZE, "seed": 0}
     for setting in settings:
-        name, equals, text = setting.partition("=")
-        if not (equals and name and text):
+        name, _, text = setting.partition("=")
+        if not (name and text):
             raise SourceError(f"{setting!r} is not NAME=VALUE", "write gym:TASK,size=1000,seed=0")
-        try:
-            values[name] = json.loads(text)
-        except ValueError:
-            values[name] = text
+        values[name] = argument_value(text)
     return task, values
 
 

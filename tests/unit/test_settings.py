@@ -20,6 +20,7 @@ from r3.config import (
     to_yaml,
     with_values,
 )
+from r3.config.arguments import argument_value
 from r3.config.rules import Above, AtLeast, Between, Matches, Not, Rule, ZeroOr
 from r3.configs import PRESETS
 from tests.settings import TINY
@@ -143,6 +144,54 @@ def test_text_becomes_a_value_of_the_field_type(name: str, text: str, value: obj
 def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse_value(name, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("true", True),
+        ("True", True),
+        ("False", False),
+        ("None", None),
+        ("null", None),
+        ("3", 3),
+        ("+3", 3),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("1e-4", 1e-4),
+        ("[1, 'a']", [1, "a"]),
+        ("{'a': True}", {"a": True}),
+        ('"True"', "True"),
+        ("007", "007"),
+        ("1_0", "1_0"),
+        ("none of these", "none of these"),
+        ("{question}", "{question}"),
+        ("", ""),
+    ],
+)
+def test_an_argument_is_read_as_json_or_python(text: str, value: object) -> None:
+    found = argument_value(text)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("items", "rule"),
+    [
+        (["n=NaN"], "is not a finite number"),
+        (["n=nan"], "is not a finite number"),
+        (["n=-Infinity"], "is not a finite number"),
+        (["n=1e999"], "is not a finite number"),
+        (["n=[1, NaN]"], "is not a finite number"),
+        (['n={"a": 1, "a": 2}'], "has 'a' twice"),
+        (["a=1", "b=2", "a=3"], "a is given twice, before as a=1"),
+    ],
+)
+@pytest.mark.parametrize("name", ["env.args", "reward.args", "algo.args", "eval.env_args"])
+def test_an_argument_without_meaning_is_refused(name: str, items: list[str], rule: str) -> None:
+    problem = SETTINGS[name].problem(tuple(items))
+    assert problem and problem.value == items[-1] and rule in problem.rule
+    assert SETTINGS[name].problem(tuple(items[:-1])) is None
+    assert SETTINGS[name].problem(('n="nan"',)) is None
 
 
 def test_lengths_leave_room_for_the_response() -> None:

@@ -302,6 +302,8 @@ def test_a_procedural_task_is_made_and_scored(tokenizer: Any) -> None:
     for bad in (
         "gym:no_such_task",
         "gym:chain_sum,size",
+        "gym:chain_sum,size=2,size=3",
+        "gym:chain_sum,size=NaN",
         "gym:chain_sum,colour=1",
         "gym:chain_sum,min_terms=0",
     ):
