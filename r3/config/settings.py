@@ -155,7 +155,8 @@ class DataConfig:
     on_too_long: Literal["error", "drop"] = "error"
     """What to do with a longer prompt. error: stop the run. drop: leave it out and count it."""
     drop_duplicates: bool = False
-    """Drop and count rows whose conversation and answer equal those of an earlier row."""
+    """Drop and count rows that equal an earlier row in conversation, answer and every column that
+    a reward may read; functions of your own may read all."""
 
 
 @dataclass(frozen=True, kw_only=True)

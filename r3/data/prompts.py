@@ -81,8 +81,8 @@ def load_prompts(
 
     With `columns.supervised` the tokens are those of the whole conversation, up to the end of its
     last assistant message, and `Prompt.spans` has the assistant messages. Columns other than
-    question and answer become `Prompt.metadata`. A duplicate has the tokens and
-    the answer of an earlier row.
+    question and answer become `Prompt.metadata`. A duplicate has the tokens, the answer and the
+    `columns.compared` of an earlier row.
 
     Args:
         sources: one or several, as in `r3.data.sources`.
@@ -132,10 +132,11 @@ def load_prompts(
                     bad.append(
                         _bad(row, columns.prompt, rule, "shorten it, or --data.on_too_long drop")
                     )
-            elif drop_duplicates and (found.tokens_T, found.answer) in seen:
+            elif drop_duplicates and (compared := _compared(found, columns)) in seen:
                 twice += 1
             else:
-                seen.add((found.tokens_T, found.answer))
+                if drop_duplicates:
+                    seen.add(compared)
                 good.append(found)
         if not good and not bad:
             why = (
@@ -162,6 +163,13 @@ def load_prompts(
         sizes=tuple(sizes) if weights else (),
         weights=tuple(weights),
     )
+
+
+def _compared(prompt: Prompt, columns: Columns) -> tuple[Any, ...]:
+    """What duplicates have in common."""
+    names = prompt.metadata if columns.compared is None else columns.compared
+    read = {name: prompt.metadata[name] for name in sorted(names) if name in prompt.metadata}
+    return prompt.tokens_T, prompt.answer, repr(read)
 
 
 def _are_alike(prompts: Sequence[Prompt]) -> bool:
@@ -302,13 +310,20 @@ def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
 
 
 def source_labels(sources: Sequence[str]) -> list[str]:
-    """Name the sources in prompt ids: by file name, or by full path where file names are equal."""
+    """Name the sources in prompt ids: by file name, or by full path where file names are equal.
+
+    A source that is named twice is counted: rows.jsonl, rows.jsonl#2.
+    """
     names = [
         source if source.startswith(("hub:", "gym:")) else Path(source).name for source in sources
     ]
-    return [
-        source if names.count(name) > 1 else name
+    labels = [
+        source if names.count(name) > sources.count(source) else name
         for source, name in zip(sources, names, strict=True)
+    ]
+    return [
+        f"{label}#{count}" if (count := labels[: place + 1].count(label)) > 1 else label
+        for place, label in enumerate(labels)
     ]
 
 

@@ -26,6 +26,8 @@ from r3.config import Config, EvalSet
 from r3.config.arguments import argument_value, arguments_fault
 
 _GYM_SIZE = 1000
+_GRADERS = ("gsm8k", "exact", "math")  # compare a response with the reference answer
+_READ = ("verifier", "gym", "entry")  # columns that built-in rewards read beside the answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,9 @@ class Columns:
         tools: column of the tools' schemas; "" = rows have none.
         system_prompt: put before every chat that has no system message of its own.
         answer_holds: text that every answer must hold; the reward reads what follows it.
+        graded_by: functions that compare with the answer, which must not be empty.
+        compared: columns in which duplicates are equal too, because a reward reads them; None =
+            all, because users' code may read any.
         verifiers: what a row's column `verifier` may name; () = rows need no such column.
         supervised: rows are learned: each needs an answer or an assistant message.
         section: of the settings that name these columns, for messages.
@@ -48,6 +53,8 @@ class Columns:
     tools: str = ""
     system_prompt: str = ""
     answer_holds: str = ""
+    graded_by: tuple[str, ...] = ()
+    compared: tuple[str, ...] | None = ()
     verifiers: tuple[str, ...] = ()
     supervised: bool = False
     section: str = "data"
@@ -113,12 +120,16 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
     # Other environments may reward every conversation themselves.
     scores = "env" in functions or (env.name != "guess_number" and env.is_built_in)
     scores = scores and not supervised
+    used = (*functions, *(config.reward.row_functions if "row" in functions else ()))
+    users = not env.is_built_in or any(":" in function for function in used)
     return Columns(
         prompt=data.prompt_key,
         answer=data.answer_key,
         tools=data.tools_key,
         system_prompt=data.system_prompt,
         answer_holds="####" if scores and "gsm8k" in functions else "",
+        graded_by=tuple(each for each in _GRADERS if scores and each in functions),
+        compared=None if users and not supervised else _READ,
         verifiers=tuple(spec.rpartition(":")[2] for spec in config.reward.row_functions)
         if scores and "row" in functions
         else (),
@@ -394,6 +405,10 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
             f"is a {type(answer).__name__}, not a string",
             "put the answer in quotes",
         )
+    elif columns.graded_by and not answer.strip():
+        reward = columns.graded_by[0]
+        rule = f"is empty, and the reward {reward} compares responses with it"
+        fault(columns.answer, rule, "correct the row, or use another --reward.function")
     elif columns.answer_holds and columns.answer_holds in answer and not _NUMBER.search(answer):
         rule = f"has no plain number after {columns.answer_holds!r}, which the reward gsm8k reads"
         fault(columns.answer, rule, "correct the row, or use another --reward.function")
@@ -423,6 +438,9 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
             fault(
                 "verifier", "is gym, but the row is not from reasoning-gym", "name gsm8k or exact"
             )
+        elif verifier in _GRADERS and not str(answer).strip():
+            rule = f"is empty, and the verifier {verifier} compares responses with it"
+            fault(columns.answer, rule, "correct the row")
         elif verifier == "gsm8k" and isinstance(answer, str) and "####" not in answer:
             fault(
                 columns.answer, "has no '####'; gsm8k reads the number after it", "correct the row"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from r3.config import Config, DataConfig, EvalConfig, RewardConfig
-from r3.data.prompts import DataError, load_prompts
+from r3.data.prompts import DataError, load_prompts, source_labels
 from r3.data.sources import Columns, columns_of, is_near, read_rows
 from tests.rows import OPTIONS, write
 
@@ -262,7 +262,8 @@ def test_duplicates_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path) -
     path = jsonl(tmp_path, [*ROWS, {**ROWS[0], "level": 7}, other])
     assert len(load_prompts(path, tokenizer, **OPTIONS)) == 5
     dataset = load_prompts([path, path], tokenizer, **OPTIONS | {"drop_duplicates": False})
-    assert len({prompt.id for prompt in dataset.prompts}) == 5 and len(dataset) == 10
+    assert len({prompt.id for prompt in dataset.prompts}) == len(dataset) == 10
+    assert [prompt.id for prompt in dataset.prompts[4:6]] == ["rows.jsonl:5", "rows.jsonl#2:1"]
     dataset = load_prompts(path, tokenizer, **OPTIONS, drop_duplicates=True)
     assert (len(dataset), dataset.dropped_duplicates) == (4, 1)
     assert [prompt.id for prompt in dataset.prompts] == [
@@ -272,6 +273,33 @@ def test_duplicates_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path) -
         DataError, match="no row of 5 remains: 0 exceed 100 tokens, 5 are duplicates"
     ):
         load_prompts([path, path], tokenizer, **OPTIONS, drop_duplicates=True)
+
+
+def test_rows_that_differ_in_what_a_reward_reads_are_no_duplicates(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    path = jsonl(tmp_path, [{**ROWS[0], "tests": "f(1) == 2"}, {**ROWS[0], "tests": "f(2) == 3"}])
+    for function, left in (("gsm8k", 1), ("mine.py:passes", 2)):
+        columns = columns_of(Config(reward=RewardConfig(function=(function,))))
+        options = OPTIONS | {"columns": columns, "drop_duplicates": True}
+        assert len(load_prompts(path, tokenizer, **options)) == left, function
+
+
+@pytest.mark.parametrize("function", ["exact", "gsm8k", "math"])
+def test_an_empty_reference_answer_is_refused(function: str, tmp_path: Path) -> None:
+    """A response without text would equal it."""
+    path = jsonl(tmp_path, [{"question": "a", "answer": " ", "verifier": function}])
+    row = RewardConfig(function=("row",), row_functions=("exact", "gsm8k", "math"))
+    for reward in (RewardConfig(function=(function,)), row):
+        _, problems = read_rows(path, columns_of(Config(reward=reward)))
+        assert problems[0].field == "answer" and "is empty, and the" in problems[0].rule
+    assert not read_rows(path, columns_of(Config(reward=RewardConfig(function=("http",)))))[1]
+
+
+def test_labels_of_sources_differ() -> None:
+    assert source_labels(["a/r.jsonl", "a/r.jsonl", "b/r.jsonl", "c.jsonl"]) == [
+        *("a/r.jsonl", "a/r.jsonl#2", "b/r.jsonl", "c.jsonl"),
+    ]
 
 
 def test_two_files_of_one_name_have_prompts_of_different_names(
