@@ -74,6 +74,9 @@ GLOSSARY: dict[str, Entry] = {
     **_calls("reward", "reward"),
     "reward/dropped": Entry("rollouts left out after a failed reward (reward.on_error)", _COLLECT),
     "reward/zeroed": Entry("rollouts given 0 after a failed reward (reward.on_error)", _COLLECT),
+    "reward/unreported": Entry(
+        "rollouts for which a function of weight 0 failed; their rewards do not change", _COLLECT
+    ),
     "reward/no_verdict_frac": Entry(
         "share of the responses put to self_judge that have no score (reward.no_verdict)",
         "r3/rewards/self_judge.py",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -122,7 +123,9 @@ class RewardResult:
         parts: the value of each component. The function row has its value twice: as row, and as
             row_NAME for the function that the row named.
         metrics: what users' functions reported, by full names.
-        failure: why a component failed; empty if none did.
+        failure: why a component failed; empty if none did. A component of weight 0 does not count:
+            it only reports.
+        unreported: why components of weight 0 failed; empty if none did.
         seconds: time from `submit` to the last component.
     """
 
@@ -131,6 +134,7 @@ class RewardResult:
     parts: Mapping[str, float]
     metrics: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
+    unreported: str = ""
     seconds: float = 0.0
 
 
@@ -142,6 +146,12 @@ class _Case:
     parts: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    unreported: list[str] = field(default_factory=list)
+
+    @property
+    def num_done(self) -> int:
+        """Components that returned or failed."""
+        return len(self.parts) + len(self.failures) + len(self.unreported)
 
     def take(self, name: str, value: float | Score) -> Failure | None:
         """Take what a component returned; fail if another one reported the same metric."""
@@ -167,6 +177,8 @@ class Scorer:
         self.components = tuple(components)
         self.on_error = on_error
         self._choices = [(each.name, choice) for each in components for choice in each.choices]
+        self._only_report = {each.name for each in components if not each.weight}
+        self._shown: set[str] = set()
         self._cases: dict[Hashable, _Case] = {}
 
     @classmethod
@@ -305,8 +317,13 @@ class Scorer:
                     case = self._cases[key]
                     failure = done.failure or case.take(name, value)
                     if failure is not None:
-                        case.failures.append(self._describe(component, failure, case, len(keys)))
-                    if len(case.parts) + len(case.failures) == len(self.components):
+                        text = self._describe(component, failure, case, len(keys))
+                        if name in self._only_report:
+                            case.unreported.append(text)
+                            self._show_once(name, text)
+                        else:
+                            case.failures.append(text)
+                    if case.num_done == len(self.components):
                         del self._cases[key]
                         results.append(self._result(key, case))
         return results
@@ -325,22 +342,41 @@ class Scorer:
             )
         return text
 
+    def _show_once(self, name: str, text: str) -> None:
+        """Print the first failure of a component that does not change the reward."""
+        if name not in self._shown:
+            self._shown.add(name)
+            note = "Its weight is 0, so rewards do not change. reward/unreported counts failures."
+            print(f"{text}\n  {note}", file=sys.stderr, flush=True)
+
     def _result(self, key: Hashable, case: _Case) -> RewardResult:
         seconds = time.monotonic() - case.submitted
+        unreported = "\n".join(case.unreported)
         if case.failures:
-            failure = "\n".join(case.failures)
             return RewardResult(
-                key=key, reward=0.0, parts=case.parts, failure=failure, seconds=seconds
+                key=key,
+                reward=0.0,
+                parts=case.parts,
+                failure="\n".join(case.failures),
+                unreported=unreported,
+                seconds=seconds,
             )
         # In the order of reward.function: components finish in any order, and sums of floats depend
         # on it.
-        parts = {each.name: case.parts[each.name] for each in self.components}
-        reward = sum(each.weight * parts[each.name] for each in self.components)
-        for each in self.components:
+        scored = [each for each in self.components if each.name in case.parts]
+        parts = {each.name: case.parts[each.name] for each in scored}
+        reward = sum(each.weight * parts[each.name] for each in scored)
+        for each in scored:
             if isinstance(each, ByRow):
                 parts[f"{each.name}_{each.of(case.prompt).name}"] = parts[each.name]
-        metrics = dict(sorted(case.metrics.items()))
-        return RewardResult(key=key, reward=reward, parts=parts, metrics=metrics, seconds=seconds)
+        return RewardResult(
+            key=key,
+            reward=reward,
+            parts=parts,
+            metrics=dict(sorted(case.metrics.items())),
+            unreported=unreported,
+            seconds=seconds,
+        )
 
 
 def make_scorer(

@@ -147,7 +147,8 @@ class Rewarding:
         scorer, results = self._scorer, self._results
         counts = scorer.take_counts()
         failed = float(sum(bool(result.failure) for result in results.values()))
-        if scorer.quick and not failed:
+        unreported = float(sum(bool(result.unreported) for result in results.values()))
+        if scorer.quick and not failed and not unreported:
             return {}
         dropped = failed if scorer.on_error == "drop" and not self._keep_failed else 0.0
         return {
@@ -156,6 +157,7 @@ class Rewarding:
             ),
             "reward/dropped": Sum(value=dropped),
             "reward/zeroed": Sum(value=failed - dropped),
+            "reward/unreported": Sum(value=unreported),
             **{f"reward/{name}": Sum(value=float(counts[name])) for name in CALL_COUNTS},
         }
 

@@ -333,6 +333,25 @@ def test_the_reward_is_the_weighted_sum_of_its_components(file: Path) -> None:
     assert found[1].parts == {"gsm8k": 0.0, "length": 1.5, "later": 2.0}
 
 
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_a_function_of_weight_0_that_fails_leaves_the_sum(
+    file: Path, on_error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {"on_error": on_error, "retries": 0}
+    functions = ("gsm8k", f"{file}:crash")
+    with judging(*functions, weights=(1.0, 0.0), **settings) as scorer:
+        found = reward_results(scorer, ["#### 7", "#### 8"])
+    assert [found[0].reward, found[1].reward] == [1.0, 0.0]
+    assert all(
+        not each.failure and "ZeroDivisionError" in each.unreported for each in found.values()
+    )
+    assert found[0].parts == {"gsm8k": 1.0}
+    assert capsys.readouterr().err.count("reward crash failed") == 1, "the first one is shown"
+    with judging(*functions, weights=(1.0, 0.1), **settings) as scorer:
+        found = reward_results(scorer, ["#### 7"])
+    assert found[0].reward == 0.0 and "ZeroDivisionError" in found[0].failure
+
+
 def test_components_of_one_name_are_numbered() -> None:
     assert names_of(["a.py:f", "b.py:f", "gsm8k", "c.py:f"]) == ["f", "f_2", "gsm8k", "f_3"]
 
