@@ -30,8 +30,6 @@ import inspect
 import json
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
-from numbers import Real
 from typing import Any, Protocol, cast
 
 from r3.config import ConfigError, EnvConfig, Problem
@@ -42,6 +40,7 @@ from r3.envs.guess_number import GuessNumber
 from r3.envs.single_turn import SingleTurn
 from r3.envs.workflow import Workflow
 from r3.metrics.users import checked_metrics
+from r3.runtime.exchange import flag, number
 from r3.runtime.user_code import load_for
 from r3.types import Message, Prompt
 
@@ -192,13 +191,20 @@ def checked_step(value: Any) -> Step:
             f"returned {value!r}"
         )
     messages, reward, done, *reported = value
-    # numpy's numbers are Real too; tensors and strings are not.
-    if reward is not None and not (isinstance(reward, Real) and isfinite(reward)):
-        raise TypeError(f"step must return a finite number or None as reward, returned {reward!r}")
+    try:
+        reward = None if reward is None else number(reward)
+    except ValueError as error:
+        raise TypeError(
+            f"step must return a finite number or None as reward, returned {error}"
+        ) from None
+    try:
+        done = flag(done)
+    except ValueError as error:
+        raise TypeError(f"step must return True or False as done, returned {error}") from None
     step = Step(
         checked_messages(messages, "step"),
-        None if reward is None else float(reward),
-        bool(done),
+        reward,
+        done,
         checked_metrics(reported[0], "env") if reported else {},
     )
     if not step.done and not step.messages:

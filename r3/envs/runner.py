@@ -7,7 +7,7 @@ import inspect
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -15,6 +15,7 @@ from typing import Any, cast
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
 from r3.envs import ENVIRONMENTS, Environment, Step, checked_messages, checked_step, find
+from r3.runtime.exchange import own_copy
 from r3.runtime.user_code import load
 from r3.runtime.workers import Failure, Here, Place, Pool, Processes, Threads
 from r3.types import Message, Prompt
@@ -73,9 +74,9 @@ class Environments:
         self.settings = settings
         self._class = cast("type[Environment]", find(settings))
         arguments = keyword_arguments(settings.args)
-        self._factory = partial(self._class, **arguments)
+        self._factory = partial(_created, self._class, arguments)
         self._spec = (settings.path or settings.name, arguments)
-        self.tools: Sequence[Any] = tuple(getattr(self._class, "tools", ()))
+        self.tools: Sequence[Any] = own_copy(tuple(getattr(self._class, "tools", ())))
         self.stop = tuple(dict.fromkeys([*getattr(self._class, "stop", ()), *settings.stop]))
         self.one_turn = self._class is ENVIRONMENTS["single_turn"]
         self._has_close = hasattr(self._class, "close")
@@ -250,6 +251,10 @@ class Environments:
             )
 
 
+def _created(found: Callable[..., Environment], arguments: Mapping[str, Any]) -> Environment:
+    return found(**own_copy(arguments))
+
+
 def _create(factory: Callable[[], Environment]) -> Environment:
     return factory()
 
@@ -261,11 +266,11 @@ def _open(
 
 
 def _reset(environment: Environment, prompt: Prompt) -> tuple[Environment, tuple[Message, ...]]:
-    return environment, checked_messages(_awaited(environment.reset(prompt)), "reset")
+    return environment, checked_messages(_awaited(environment.reset(own_copy(prompt))), "reset")
 
 
 def _step(environment: Environment, message: Message) -> tuple[Environment, Step]:
-    return environment, checked_step(_awaited(environment.step(message)))
+    return environment, checked_step(_awaited(environment.step(own_copy(message))))
 
 
 def _close(environment: Any) -> None:
@@ -289,11 +294,13 @@ async def _open_async(
 async def _reset_async(
     environment: Environment, prompt: Prompt
 ) -> tuple[Environment, tuple[Message, ...]]:
-    return environment, checked_messages(await _settled(environment.reset(prompt)), "reset")
+    return environment, checked_messages(
+        await _settled(environment.reset(own_copy(prompt))), "reset"
+    )
 
 
 async def _step_async(environment: Environment, message: Message) -> tuple[Environment, Step]:
-    return environment, checked_step(await _settled(environment.step(message)))
+    return environment, checked_step(await _settled(environment.step(own_copy(message))))
 
 
 async def _close_async(environment: Any) -> None:
@@ -329,7 +336,7 @@ def _close_in_worker(state: bytes) -> None:
 
 def _factory(spec: _Spec) -> Callable[[], Environment]:
     name, arguments = spec
-    return partial(ENVIRONMENTS[name] if name in ENVIRONMENTS else load(name), **arguments)
+    return partial(_created, ENVIRONMENTS[name] if name in ENVIRONMENTS else load(name), arguments)
 
 
 _ON_LOOP = {_reset: _reset_async, _step: _step_async, _close: _close_async}

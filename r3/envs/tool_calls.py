@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from r3.runtime.exchange import own_copy
+
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -30,9 +32,12 @@ class Parsed:
     reasoning: str | None = None
 
     def fields(self) -> dict[str, Any]:
-        """What a message has beside its content: `tool_calls`, and `reasoning` if there is any."""
+        """What a message has beside its content: `tool_calls`, and `reasoning` if there is any.
+
+        A copy each time: users' code gets messages and may change them.
+        """
         reasoning = {} if self.reasoning is None else {"reasoning": self.reasoning}
-        return {"tool_calls": self.calls, **reasoning}
+        return {"tool_calls": own_copy(self.calls), **reasoning}
 
 
 Parse = Callable[[str, Sequence[int]], Parsed]

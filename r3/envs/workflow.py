@@ -24,15 +24,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from math import isfinite
-from numbers import Real
 from typing import Any, Literal, Protocol
 
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
 from r3.envs.tool_calls import Parsed
 from r3.metrics.users import checked_metrics
+from r3.runtime.exchange import number, own_copy
 from r3.runtime.workers import CallError, CallTimeout, Failure, Pool, Threads
 from r3.types import Message, Prompt
 
@@ -186,15 +184,18 @@ def checked_result(value: Any, num_calls: int) -> Result:
             metrics = checked_metrics(reported, "env")
         except ValueError as error:
             raise CallError(str(error), again=False) from error
+    if getattr(value, "shape", ()):  # arrays of numpy and torch
+        value = value.tolist()
     is_list = isinstance(value, list)
     rewards = value if is_list else [] if value is None else [value]
-    # numpy's numbers are Real too; tensors and strings are not.
-    if not all(isinstance(each, Real) and isfinite(each) for each in rewards):
+    try:
+        rewards = [number(each) for each in rewards]
+    except ValueError:
         raise CallError(
             "run must return a finite number, None, or a list with a number per trained call, and "
             f"may return metrics beside it, (1.0, {{'name': 2}}); it returned {value!r}",
             again=False,
-        )
+        ) from None
     if is_list and len(value) != num_calls:
         raise CallError(
             f"run returned {len(value)} rewards, and the episode has {num_calls} calls with "
@@ -202,8 +203,8 @@ def checked_result(value: Any, num_calls: int) -> Result:
             again=False,
         )
     if is_list:
-        return Result(call_rewards=tuple(map(float, value)), metrics=metrics)
-    return Result(reward=None if value is None else float(value), metrics=metrics)
+        return Result(call_rewards=tuple(rewards), metrics=metrics)
+    return Result(reward=rewards[0] if rewards else None, metrics=metrics)
 
 
 class OwnTime:
@@ -289,11 +290,11 @@ class Workflows:
     def __init__(self, settings: EnvConfig, found: type[Workflow]) -> None:
         """Take a class; the event loop starts with the first episode."""
         self.settings = settings
-        self.tools: Sequence[Any] = tuple(getattr(found, "tools", ()))
+        self.tools: Sequence[Any] = own_copy(tuple(getattr(found, "tools", ())))
         self.stop = tuple(dict.fromkeys([*getattr(found, "stop", ()), *settings.stop]))
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        arguments = keyword_arguments(settings.args)
-        self._factory = partial(found, **arguments | settings.command_arguments)
+        self._class = found
+        self._arguments = keyword_arguments(settings.args) | settings.command_arguments
         # Episodes limit their own time. `env.workers` limits commands; other workflows refuse it.
         place = Threads(settings.workers or None)
         self._pool = Pool(place, timeout_s=float("inf"), retries=settings.retries)
@@ -377,7 +378,8 @@ class Workflows:
         own_time = OwnTime(self.settings.timeout_s)
         model = episode.begin(own_time)
         try:
-            value = await self._factory().run(task, model)
+            workflow = self._class(**own_copy(self._arguments))
+            value = await workflow.run(own_copy(task), model)
             if own_time.expired:  # it caught its cancellation
                 raise asyncio.CancelledError
             return checked_result(value, episode.num_calls), None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
-from numbers import Real
 from typing import Any, Literal
 
 from r3.metrics.glossary import GLOSSARY
 from r3.metrics.reduce import UsersMean
+from r3.runtime.exchange import number
 
 MOST = 32
 """Most metrics that one call may report: each becomes a curve."""
@@ -35,18 +34,19 @@ def checked_metrics(value: Any, area: Literal["env", "reward"]) -> dict[str, flo
     if len(value) > MOST:
         raise ValueError(f"it returned {len(value)} metrics, and {MOST} are the maximum")
     metrics = {}
-    for name, number in value.items():
+    for name, reported in value.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(
                 f"metric {name!r}: a name has letters, digits and '_', begins with a letter and "
                 "has at most 64 characters"
             )
-        # Numbers of numpy are Real too; tensors and strings are not.
-        if not isinstance(number, Real) or not math.isfinite(number):
-            raise ValueError(f"metric {name!r} is {number!r}, not a finite number")
+        try:
+            found = number(reported)
+        except ValueError as error:
+            raise ValueError(f"metric {name!r} is {error}") from None
         if (key := f"{area}/{name}") in GLOSSARY:
             raise ValueError(f"metric {name!r}: {key} is a metric of R3. Use another name")
-        metrics[key] = float(number)
+        metrics[key] = found
     return metrics
 
 

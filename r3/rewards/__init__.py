@@ -17,17 +17,16 @@ policy would be trained on it.
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
 from r3.config import ConfigError, Problem
 from r3.metrics.users import checked_metrics
+from r3.runtime.exchange import number, own_copy
 from r3.runtime.user_code import function_of
 from r3.runtime.workers import CallError
 from r3.types import Prompt
@@ -78,7 +77,7 @@ def gym(response: str, prompt: Prompt) -> float:
 
     found = _FINAL_ANSWER.findall(response)
     answer = next(filter(None, found[-1])) if found else response
-    entry = dict(prompt.metadata["entry"])
+    entry = own_copy(prompt.metadata["entry"])  # the scorers are others' code
     return float(get_score_answer_fn(prompt.metadata["gym"])(answer.strip(), entry))
 
 
@@ -118,19 +117,15 @@ def scores_groups(function: Reward) -> bool:
 
 
 def checked(value: Any) -> float:
-    """Return the result of a reward function as a finite float.
+    """Return the result of a reward function, a number of any library, as a finite float.
 
     Raises:
         CallError: it is not a finite number.
     """
-    # numpy's numbers are Real too; tensors and strings are not.
-    if not isinstance(value, Real):
-        raise CallError(
-            f"it returned {value!r} ({type(value).__name__}), not a number", again=False
-        )
-    if not math.isfinite(value):
-        raise CallError(f"it returned {value}, not a finite number", again=False)
-    return float(value)
+    try:
+        return number(value)
+    except ValueError as error:
+        raise CallError(f"it returned {error}", again=False) from None
 
 
 @dataclass(frozen=True, slots=True)

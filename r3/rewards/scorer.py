@@ -40,6 +40,7 @@ from r3.rewards import (
     wants_messages,
 )
 from r3.rewards.self_judge import SelfJudge
+from r3.runtime.exchange import own_copy
 from r3.runtime.user_code import load
 from r3.runtime.workers import CallError, Failure, Here, Place, Pool, Processes, Threads
 from r3.types import Message, Prompt, Rollout
@@ -447,10 +448,10 @@ def _arguments_by_name(settings: RewardConfig, specs: Sequence[str]) -> dict[str
     return arguments
 
 
-def _conversation(rollout: Rollout, prompt: Prompt) -> tuple[Message, ...]:
+def _conversation(rollout: Rollout, prompt: Prompt) -> list[Message]:
     """Return the whole conversation; a rollout of one turn has only its response."""
     response = {"role": "assistant", "content": rollout.response}
-    return rollout.messages or (*prompt.messages, response)
+    return list(rollout.messages or (*prompt.messages, response))
 
 
 def _component(
@@ -497,9 +498,8 @@ def _component(
         call: Callable[..., Any] = partial(_call_in_worker, spec, dict(arguments), of_group)
     else:
         place = Threads()
-        given = partial(function, **arguments)
         is_async = inspect.iscoroutinefunction(function)
-        call = partial(_call_async if is_async else _call, given, of_group)
+        call = partial(_call_async if is_async else _call, function, arguments, of_group)
     return Component(
         name=name,
         function=call,
@@ -513,9 +513,11 @@ def _component(
 def _here(name: str, function: Callable[..., Any], weight: float = 1.0) -> Component:
     # The caller's own thread has no time limit, and a function that fails once fails again.
     pool = Pool(Here(), timeout_s=float("inf"))
-    return Component(
-        name=name, function=partial(_call, function, False), pool=pool, weight=weight, quick=True
-    )
+
+    def call(argument: Any, prompt: Prompt) -> Score:
+        return checked_score(function(argument, prompt))
+
+    return Component(name=name, function=call, pool=pool, weight=weight, quick=True)
 
 
 def _no_verifier(response: str, prompt: Prompt) -> float:
@@ -534,19 +536,27 @@ def _scores(value: Any, response: Any, of_group: bool) -> Score | tuple[Score, .
 
 
 def _call(
-    function: Callable[..., Any], of_group: bool, response: Any, prompt: Prompt, *messages: Any
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    of_group: bool,
+    response: Any,
+    prompt: Prompt,
+    *messages: Any,
 ) -> Score | tuple[Score, ...]:
-    return _scores(function(response, prompt, **_named(messages)), response, of_group)
+    value = _started(function, arguments, response, prompt, messages)
+    return _scores(value, response, of_group)
 
 
 async def _call_async(
-    function: Callable[..., Any], of_group: bool, response: Any, prompt: Prompt, *messages: Any
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    of_group: bool,
+    response: Any,
+    prompt: Prompt,
+    *messages: Any,
 ) -> Score | tuple[Score, ...]:
-    return _scores(await function(response, prompt, **_named(messages)), response, of_group)
-
-
-def _named(messages: tuple[Any, ...]) -> dict[str, Any]:
-    return {"messages": messages[0]} if messages else {}
+    value = await _started(function, arguments, response, prompt, messages)
+    return _scores(value, response, of_group)
 
 
 def _call_in_worker(
@@ -558,6 +568,18 @@ def _call_in_worker(
     *messages: Any,
 ) -> Score | tuple[Score, ...]:
     """Call a function in a worker process, which has loaded its file already."""
-    value = load(spec)(response, prompt, **arguments, **_named(messages))
+    value = _started(load(spec), arguments, response, prompt, messages)
     value = asyncio.run(value) if inspect.iscoroutine(value) else value
     return _scores(value, response, of_group)
+
+
+def _started(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    response: Any,
+    prompt: Prompt,
+    messages: tuple[Any, ...],
+) -> Any:
+    """Call a user's function with copies: it may change what it gets."""
+    named = {"messages": messages[0]} if messages else {}
+    return function(own_copy(response), own_copy(prompt), **own_copy({**arguments, **named}))

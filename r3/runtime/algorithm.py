@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from functools import cache, partial
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from r3.algo.contract import (
 )
 from r3.algo.loss import LOSSES, Bounds, Loss, LossInputs
 from r3.config import AlgoConfig
+from r3.runtime.exchange import own_copy
 from r3.runtime.user_code import ALGORITHM_PARAMETERS, function_of
 
 
@@ -106,13 +108,11 @@ def _own(algo: AlgoConfig, role: str) -> Callable[..., Any]:
     """Load a user's function; what it raises becomes an `AlgorithmError` that says where."""
     field, spec, arguments = f"algo.{role}", algo.own_functions[role], algo.arguments_of(role)
     file = str(Path(spec.rpartition(":")[0]).resolve())
-    function = partial(
-        function_of(field, spec, ALGORITHM_PARAMETERS[field], arguments), **arguments
-    )
+    function = function_of(field, spec, ALGORITHM_PARAMETERS[field], arguments)
 
     def call(*inputs: Any) -> Any:
         try:
-            return function(*inputs)
+            return function(*map(_own_tensors, inputs), **own_copy(arguments))
         except torch.OutOfMemoryError:
             raise  # it has a message of its own
         except Exception as error:  # users' code may raise anything; the message names the line
@@ -127,3 +127,14 @@ def _own(algo: AlgoConfig, role: str) -> Callable[..., Any]:
             ) from error
 
     return call
+
+
+def _own_tensors(value: Any) -> Any:
+    """Copy the tensors that a user's function gets; gradients flow through the copies."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, LossInputs):
+        return replace(
+            value, **{each.name: _own_tensors(getattr(value, each.name)) for each in fields(value)}
+        )
+    return value

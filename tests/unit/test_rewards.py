@@ -82,7 +82,7 @@ def test_every_built_in_resolves_and_gives_a_number(name: str) -> None:
         (float("-inf"), "-inf, not a finite number"),
         ("1", r"'1' \(str\), not a number"),
         (None, r"None \(NoneType\), not a number"),
-        (torch.tensor(1.0), r"\(Tensor\), not a number"),
+        (torch.tensor([1.0]), r"\(Tensor\), not a number"),
     ],
 )
 def test_what_is_no_finite_number_is_refused(value: Any, rule: str) -> None:
