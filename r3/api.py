@@ -52,7 +52,7 @@ def train(
 
     Args:
         start: settings, or a word of the command line: a preset, a YAML file, file.py:function.
-        settings: values laid over them, by full names such as "train.lr".
+        settings: values laid over them: `{"train.lr": 1e-4}` or `{"train": {"lr": 1e-4}}`.
         ranks: number of ranks; None is 1, or those that torchrun has started.
 
     Raises:

@@ -41,6 +41,10 @@ of an empty preset.
 - A **true or false** setting can stand alone: `--eval.only` means `--eval.only true`.
 - An unknown flag, a value out of range and a wrong combination are errors. All are reported at
   once, with field, value, rule and fix. A setting without effect is a warning.
+- A **path** takes `~`, `$VAR` and `${VAR}`, in YAML and after `=` too. A variable that is not set
+  is an error. A file or folder that exists under the very name is taken as it is.
+- `none`, `None` and `null` are the **empty text**, and a warning says so. They have a meaning of
+  their own where the description names `none`.
 - **Rule** says which values are accepted: "at least 1". Numbers must be finite.
 - **Resume** says whether the setting may change when a run is resumed
   ([Checkpoints and resume](checkpoints-and-resume.md)).
@@ -68,6 +72,15 @@ train: {lr: 1e-4}
 rollout: {group_size: 16}
 YAML
 .venv/bin/python train.py my_run.yaml --dry-run
+```
+
+A section or setting that stands in a file twice is an error. `train.lr: 1e-4` is the same as
+`train: {lr: 1e-4}`. Values are read by YAML 1.2: `010` is ten, `1:30`, `off` and dates are texts. A
+comment begins at ` #`, so put a text with `#` in quotes:
+
+```yaml
+data:
+  system_prompt: "Put the answer after ####."
 ```
 
 Every run writes such a file, `overrides.yaml`, beside its `config.yaml`: share it to let others

@@ -29,6 +29,7 @@ from r3.config import (
     ConfigError,
     Problem,
     dump_yaml,
+    filled_in,
     flatten,
     from_yaml,
     load_yaml,
@@ -55,6 +56,7 @@ class Base:
         root_config: settings of the root.
         values: what YAML files or an earlier run change, by full names.
         log_dir: folder of the run unless a setting names one.
+        notes: what a YAML file says in a way that is seldom meant.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Base:
     root_config: Config
     values: Mapping[str, Any] = field(default_factory=dict)
     log_dir: str
+    notes: tuple[str, ...] = ()
 
     @property
     def config(self) -> Config:
@@ -173,8 +176,9 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
     if path.resolve() in inside:
         rule = "names itself as its base, through the files in between"
         raise ConfigError([Problem("base", str(path), rule, "name a preset")])
+    notes: list[str] = []
     try:
-        tree = load_yaml(path.read_text(encoding="utf-8"), str(path))
+        tree = load_yaml(path.read_text(encoding="utf-8"), str(path), notes)
     except (OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read ({error})"
         raise ConfigError([Problem("PRESET", str(path), rule, "give a YAML file")]) from None
@@ -183,6 +187,10 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
         fix = "write base: tiny"
         raise ConfigError([Problem("base", word, f"{path}: must be text", fix)])
     problems: list[Problem] = []
+    try:
+        word = filled_in(word)
+    except ValueError as error:
+        problems.append(Problem("base", word, f"{path}: {error}", "give the path itself"))
     values: dict[str, Any] = {}
     root = Base(name="", root="", root_config=Config(), log_dir="")
     try:
@@ -193,7 +201,7 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
     except ConfigError as error:
         problems += error.problems
     try:
-        values = values_of(tree)
+        values = values_of(tree, notes)
     except ConfigError as error:
         problems += error.problems
     if problems:
@@ -207,6 +215,7 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
         root_config=root.root_config,
         values={**root.values, **values},
         log_dir=f"runs/{name}",
+        notes=(*root.notes, *notes),
     )
 
 

@@ -1,6 +1,6 @@
 """The command line: `train.py BASE [--section.field value ...]`, `--from RUN_DIR`, `--dry-run`.
 
-tyro finds the flags and their words. Values are read as in YAML (`r3.config.parse_value`), so that
+tyro finds the flags and their words. Values are read as in YAML (`r3.config.read_values`), so that
 everything wrong, from a misspelt flag to a bad row of the data, is reported at once, before
 anything is written. Imports neither torch nor vllm nor megatron.
 """
@@ -42,7 +42,7 @@ from r3.config import (
     flatten,
     from_yaml,
     nearest_settings,
-    parse_value,
+    read_values,
     resume_problems,
     with_values,
 )
@@ -131,7 +131,8 @@ def parse(argv: Sequence[str]) -> Invocation:
     if words.help and base:
         with _reader_may_leave():
             helps.print_settings(base.name, base.config, prints=_is_first_rank())
-    config = _laid_over(base, _values(words.flags, problems))
+    values = read_values(words.flags, problems, words.warnings)
+    config = _laid_over(base, values)
     world_size = _world_size(words, config, problems)
     gpu = _planned("--device-gib", words.device_gib, read_gpu, words, problems)
     host_gib = _planned("--host-gib", words.host_gib, read_host, words, problems)
@@ -155,7 +156,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     if len(problems) > len(needs):
         _leave(2, str(ConfigError(problems)))
     differences = base.describe(config, reasons)
-    warnings = [*words.warnings, *report.warnings]
+    warnings = [*base.notes, *words.warnings, *report.warnings]
     if words.dry_run:
         title = f"{base.name}: dry run on {world_size} rank{'s' if world_size > 1 else ''}"
         assert report.shape is not None, (
@@ -203,24 +204,21 @@ def from_python(
 
     Args:
         start: settings, or a word of the command line: a preset, a YAML file, file.py:function.
-        settings: values laid over them, by full names such as "train.lr".
+        settings: values laid over them, in sections or by full names such as "train.lr".
         world_size: number of ranks.
 
     Raises:
         ConfigError: everything that is wrong with the settings.
     """
     base = find_base(start) if isinstance(start, str) else base_of_config(start)
-    problems = [
-        Problem(name, value, "there is no such setting", nearest_settings(name))
-        for name, value in settings.items()
-        if name not in SETTINGS
-    ]
-    known = {name: value for name, value in settings.items() if name in SETTINGS}
-    config = _laid_over(base, _values(known, problems))
-    config, reasons, report = _examine(config, base, known, world_size, problems)
+    problems: list[Problem] = []
+    notes = list(base.notes)
+    values = read_values(settings, problems, notes)
+    config = _laid_over(base, values)
+    config, reasons, report = _examine(config, base, values, world_size, problems)
     if problems:
         raise ConfigError(problems)
-    for warning in report.warnings:
+    for warning in (*notes, *report.warnings):
         _say(f"warning: {warning}", error=True)
     return Invocation(
         config=config,
@@ -397,18 +395,6 @@ def _base(words: _Words, problems: list[Problem]) -> Base | None:
     except ConfigError as error:
         problems += error.problems
         return None
-
-
-def _values(flags: Mapping[str, object], problems: list[Problem]) -> dict[str, object]:
-    """Values in the types of their settings. Values of a wrong type are reported and left out."""
-    values = {}
-    for name, text in flags.items():
-        try:
-            values[name] = parse_value(name, text)
-        except ValueError as error:
-            fix = SETTINGS[name].fix
-            problems.append(Problem(name, text, str(error), fix))
-    return values
 
 
 def _world_size(words: _Words, config: Config, problems: list[Problem]) -> int:

@@ -6,14 +6,16 @@ import ast
 import difflib
 import inspect
 import math
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from r3.config.arguments import arguments_fault
-from r3.config.rules import Fix, KeyValue, MayChangeOnResume, Rule
+from r3.config.rules import Fix, IsPath, KeyValue, MayChangeOnResume, NoneIsAValue, Rule
 from r3.config.settings import Config
 
 _Mark = TypeVar("_Mark")
@@ -64,6 +66,8 @@ class Setting:
         rule: the rule that its value, or each value of a list, obeys; None without one.
         fix: what to do when the rule is broken.
         resume: how it may change on resume; None if it may not.
+        is_path: `~` and variables of the environment are filled in.
+        none_is_a_value: the word none is not the empty text.
     """
 
     name: str
@@ -72,6 +76,13 @@ class Setting:
     rule: Rule | None
     fix: str
     resume: MayChangeOnResume | None
+    is_path: bool = False
+    none_is_a_value: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it holds a text or a list of them."""
+        return self.kind in (str, tuple[str, ...])
 
     @property
     def is_list(self) -> bool:
@@ -109,6 +120,8 @@ def _settings() -> dict[str, Setting]:
                 fix=fix.text if fix else f"the default is {_as_typed(field.default) or 'empty'}",
                 resume=_mark_of(MayChangeOnResume, marks)
                 or _mark_of(MayChangeOnResume, of_section),
+                is_path=_mark_of(IsPath, marks) is not None,
+                none_is_a_value=_mark_of(NoneIsAValue, marks) is not None,
             )
     return found
 
@@ -138,19 +151,103 @@ SETTINGS = _settings()
 """Every setting by its full name, "section.field"."""
 
 
-def parse_value(name: str, value: object) -> Any:
-    """A value for a setting, from text or YAML, in the type of the setting.
+def read_values(
+    given: Mapping[str, Any], problems: list[Problem], notes: list[str]
+) -> dict[str, Any]:
+    """Settings by their full names, in their types, from sections or full names.
 
-    Text is read as on the command line, so `lr: 1e-4`, which YAML takes for text, is the number. A
-    list setting takes a list, one value as a list of one, and "" as an empty list.
+    Args:
+        given: `{"train": {"lr": "1e-4"}}` and `{"train.lr": "1e-4"}` are the same.
+        problems: gets unknown names, values of a wrong type, and names that come twice.
+        notes: gets what is read in another way than it is written.
+    """
+    values: dict[str, Any] = {}
+    for name, value in _by_full_name(given, problems):
+        if name not in SETTINGS:
+            rule = "there is no such setting"
+            problems.append(Problem(name, value, rule, nearest_settings(name)))
+        elif name in values:
+            rule = "is given twice, in its section and by its full name"
+            problems.append(Problem(name, value, rule, "keep one of the two"))
+        else:
+            try:
+                values[name] = parse_value(name, value)
+            except ValueError as error:
+                problems.append(Problem(name, value, str(error), SETTINGS[name].fix))
+            else:
+                if SETTINGS[name].is_text and _is_none(value) and not values[name]:
+                    notes.append(f"{name} {value}: read as empty, not as the text {str(value)!r}")
+    return values
+
+
+def _by_full_name(given: Mapping[str, Any], problems: list[Problem]) -> Iterator[tuple[str, Any]]:
+    """Values of sections and values beside them, by full names; what is neither is a problem."""
+    sections = [section.name for section in fields(Config)]
+    for name, content in given.items():
+        if "." in str(name):
+            yield name, content
+        elif name not in sections:
+            fix = nearest_settings(str(name))
+            if isinstance(content, Mapping):
+                fix = f"use one of {', '.join(sections)}"
+            problems.append(Problem(str(name), content, "there is no such section", fix))
+        elif isinstance(content, Mapping):
+            yield from ((f"{name}.{key}", value) for key, value in content.items())
+        else:
+            fix = f"write {name}: {{setting: value}}"
+            problems.append(Problem(name, content, "must map settings to values", fix))
+
+
+def parse_value(name: str, value: object) -> Any:
+    """A value for a setting, from text, YAML or Python, in the type of the setting.
+
+    Text is read as on the command line: "1e-4" is a number. A list setting takes a list, one value
+    as a list of one, and "" as an empty list. none, null and Python's None are the empty text,
+    unless none is a value of the setting. `~`, `$VAR` and `${VAR}` in paths are filled in.
 
     Raises:
         ValueError: the value has another type; the message says what was expected.
     """
-    return _parse_as(SETTINGS[name].kind, value)
+    setting = SETTINGS[name]
+    if setting.is_text and _is_none(value):
+        value = "none" if setting.none_is_a_value else ""
+    elif setting.none_is_a_value and isinstance(value, list | tuple):
+        value = ["none" if _is_none(each) else each for each in value]
+    parsed = _parse_as(setting.kind, value)
+    if setting.is_path:
+        return tuple(map(filled_in, parsed)) if setting.is_list else filled_in(parsed)
+    return parsed
+
+
+def _is_none(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+
+
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+
+
+def filled_in(path: str) -> str:
+    """A path with `~` and the variables of the environment; one that exists stays as it is.
+
+    Raises:
+        ValueError: a variable is not set, or a user has no home folder.
+    """
+    if not ("$" in path or path.startswith("~")) or os.path.lexists(path):
+        return path
+    names = [braced or bare for braced, bare in _VARIABLE.findall(path)]
+    if unset := [name for name in names if not os.environ.get(name)]:
+        raise ValueError(f"names the environment variable {unset[0]}, which is not set")
+    if "${" in (found := os.path.expandvars(path)):
+        raise ValueError("has a '${' that is not ${VARIABLE}")
+    found = os.path.expanduser(found) if path.startswith("~") else found
+    if path.startswith("~") and found.startswith("~"):
+        raise ValueError(f"begins with {path.partition('/')[0]}, which has no home folder")
+    return found
 
 
 def _parse_as(kind: Any, value: object) -> Any:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if get_origin(kind) is tuple:
         one = get_args(kind)[0]
         # As in `--eval.path ''`: the way to write no value where a value is expected.
@@ -160,15 +257,16 @@ def _parse_as(kind: Any, value: object) -> Any:
             value = (value,)
         return tuple(_parse_as(one, entry) for entry in value)
     if get_origin(kind) is Literal:
-        text = "off" if value is False else str(value)  # YAML reads a bare `off` as False
+        text = "none" if _is_none(value) else str(value)
         for choice in get_args(kind):
             if text == str(choice):
                 return choice
         raise ValueError(f"must be one of {', '.join(map(str, get_args(kind)))}")
     if kind is bool:
-        if str(value).lower() not in ("true", "false"):
+        text = str(value).lower()
+        if text not in ("true", "yes", "on", "false", "no", "off"):
             raise ValueError("must be True or False")
-        return str(value).lower() == "true"
+        return text in ("true", "yes", "on")
     accepted, expected = {
         str: ((str,), "text"),
         int: ((int, str), "an integer"),
@@ -177,7 +275,8 @@ def _parse_as(kind: Any, value: object) -> Any:
     if type(value) in accepted:  # not isinstance: True is no number
         with suppress(ValueError):
             return kind(value)
-    raise ValueError(f"must be {expected}")
+    in_quotes = kind is str and isinstance(value, bool | int | float)  # of YAML or Python
+    raise ValueError(f"must be {expected}{': put it in quotes' if in_quotes else ''}")
 
 
 def nearest_settings(name: str) -> str:
@@ -221,7 +320,7 @@ class FieldDescription:
 
     Attributes:
         name: full name, "section.field".
-        type: "text", "integer", "list of number", or the choices.
+        type: "text", "path", "integer", "list of number", or the choices.
         default: as one writes it on the command line; "" if empty.
         help: what it is, its unit, and what special values mean.
         rule: the rule that its value obeys, beginning with "must"; "" without one.
@@ -245,7 +344,9 @@ def describe_fields() -> tuple[FieldDescription, ...]:
     return tuple(
         FieldDescription(
             name=name,
-            type=_type_in_words(setting.kind),
+            type=_type_in_words(setting.kind).replace(
+                "text", "path" if setting.is_path else "text"
+            ),
             default=_as_typed(setting.default),
             help=_help_texts(sections[section])[field],
             rule=str(setting.rule or ""),

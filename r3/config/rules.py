@@ -128,6 +128,16 @@ class Fix:
 
 
 @dataclass(frozen=True)
+class IsPath:
+    """The text names files: `~`, `$VAR` and `${VAR}` are filled in."""
+
+
+@dataclass(frozen=True)
+class NoneIsAValue:
+    """The word none has a meaning of its own; for other texts it is the empty text."""
+
+
+@dataclass(frozen=True)
 class MayChangeOnResume:
     """The setting does not shape what is learnt, so a resumed run may change it.
 

@@ -21,9 +21,11 @@ from r3.config.rules import (
     AtLeast,
     Between,
     Fix,
+    IsPath,
     KeyValue,
     Matches,
     MayChangeOnResume,
+    NoneIsAValue,
     Not,
     ZeroOr,
 )
@@ -96,7 +98,7 @@ def _micro_batch_bounds_prompts(config: Config) -> bool:
 class ModelConfig:
     """The initial policy."""
 
-    path: str = ""
+    path: Annotated[str, IsPath()] = ""
     """Folder of a Hugging Face checkpoint: config.json, *.safetensors, and a tokenizer with a chat
     template."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -124,7 +126,7 @@ class ModelConfig:
 class DataConfig:
     """Training prompts."""
 
-    path: tuple[str, ...] = ()
+    path: Annotated[tuple[str, ...], IsPath()] = ()
     """One or several sources of rows: a JSONL file, a .parquet file, FOLDER[:SPLIT] of Hugging Face
     datasets, hub:OWNER/NAME[:CONFIG][:SPLIT], or gym:TASK[,size=N][,seed=N] of reasoning-gym."""
     weights: Annotated[
@@ -166,7 +168,7 @@ class EnvConfig:
     name: Literal["single_turn", "calculator", "guess_number"] = "single_turn"
     """Built-in environment. single_turn: one question, one response. calculator: the same with a
     calculator tool. guess_number: a game of several turns."""
-    path: str = ""
+    path: Annotated[str, IsPath()] = ""
     """Your own environment instead of a built-in one, `path/to/file.py:Class`: a class with reset
     and step (r3/envs/__init__.py), or a workflow, which has run and calls the model itself
     (docs/workflows.md)."""
@@ -255,12 +257,12 @@ class RolloutConfig:
 class RewardConfig:
     """How responses are scored: the weighted sum of one or several reward functions."""
 
-    function: tuple[str, ...] = ("gsm8k",)
+    function: Annotated[tuple[str, ...], IsPath(), NoneIsAValue()] = ("gsm8k",)
     """One or several of: gsm8k; exact; math; gym (reasoning-gym); row (the one that the row's
     column `verifier` names); http (a chat server); self_judge (the policy); model (a reward model);
     env (environment); `path/to/file.py:function`. none: env alone. Without env, functions score
     what the environment did not reward."""
-    row_functions: tuple[str, ...] = ("gsm8k", "exact", "gym")
+    row_functions: Annotated[tuple[str, ...], IsPath()] = ("gsm8k", "exact", "gym")
     """row: functions that a row may name: gsm8k, exact, gym, math, http, self_judge,
     model and `path/to/file.py:function`, which rows name `function`."""
     weights: tuple[float, ...] = ()
@@ -290,7 +292,7 @@ class RewardConfig:
     """http: name of the model on the server."""
     api_key_env: Annotated[str, MayChangeOnResume()] = ""
     """http: environment variable that holds the API key. Empty: no key is sent."""
-    prompt_file: str = ""
+    prompt_file: Annotated[str, IsPath()] = ""
     """http, self_judge: file with the prompt; {question}, {answer} and {response} are filled in.
     Empty: the LLM judge is asked whether the response is right (1) or wrong (0)."""
     pattern: str = ""
@@ -306,7 +308,7 @@ class RewardConfig:
     backoff_s: Annotated[float, AtLeast(0), MayChangeOnResume()] = 1.0
     """http: seconds before the first retry, doubled before each further one. The server may ask for
     more with Retry-After."""
-    model_path: str = ""
+    model_path: Annotated[str, IsPath()] = ""
     """model: folder of a Hugging Face sequence-classification checkpoint with one label, and its
     tokenizer."""
     model_dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -332,7 +334,7 @@ class AlgoConfig:
     pi / pi_old.
     """
 
-    advantage: Annotated[str, _one_of_or_own(ADVANTAGES)] = "grpo"
+    advantage: Annotated[str, IsPath(), _one_of_or_own(ADVANTAGES)] = "grpo"
     """grpo: (R - group mean) / group std. dr_grpo: R - group mean. rloo: R - mean of the group's
     other samples. reinforce_pp: R whitened over the step. reinforce_pp_baseline: R - group mean,
     scaled over the step. Or your own, `path/to/file.py:function`."""
@@ -353,7 +355,7 @@ class AlgoConfig:
     overlong_filter: bool = False
     """Leave truncated responses out of the loss. They still count in the baseline of their
     group."""
-    loss: Annotated[str, _one_of_or_own(LOSSES)] = "ppo_clip"
+    loss: Annotated[str, IsPath(), _one_of_or_own(LOSSES)] = "ppo_clip"
     """ppo_clip: minimum of r A and clipped r A. pg: A log pi. gspo: ppo_clip with the mean ratio of
     the response. cispo: clipped r as a constant weight. minirl: clipped pi / mu as a constant
     weight, tokens outside of the clip range masked. Or your own, `path/to/file.py:function`."""
@@ -420,7 +422,7 @@ class AlgoConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL (joschu.net/blog/kl-approx.html). Use k2 or k3 in the loss, k1 in the
     reward."""
-    teacher: tuple[str, ...] = ()
+    teacher: Annotated[tuple[str, ...], IsPath()] = ()
     """Folders of Hugging Face checkpoints with the policy's tokenizer, of any size: one per path of
     data.path, or one for all. Their log-probabilities of the sampled tokens add to the advantages
     (on-policy distillation). Empty: none."""
@@ -679,7 +681,7 @@ class EvalConfig:
 
     only: bool = False
     """Evaluate the newest checkpoint of log.dir, or model.path if there is none, then end."""
-    path: tuple[str, ...] = ()
+    path: Annotated[tuple[str, ...], IsPath()] = ()
     """Held-out sets, each one source as in data.path. Empty: no evaluation."""
     name: Annotated[
         tuple[str, ...],
@@ -687,15 +689,15 @@ class EvalConfig:
         Fix("heldout; metrics and files have this name"),
     ] = ("heldout",)
     """Names of the sets in metrics and files."""
-    prompt_key: tuple[str, ...] = ()
+    prompt_key: Annotated[tuple[str, ...], NoneIsAValue()] = ()
     """Columns with the question, as in data.prompt_key. Empty: that of training."""
-    answer_key: tuple[str, ...] = ()
+    answer_key: Annotated[tuple[str, ...], NoneIsAValue()] = ()
     """Columns with the reference answer. Empty: that of training. none: rows have none."""
-    tools_key: tuple[str, ...] = ()
+    tools_key: Annotated[tuple[str, ...], NoneIsAValue()] = ()
     """Columns with the tools. Empty: that of training. none: rows have none."""
-    system_prompt: tuple[str, ...] = ()
+    system_prompt: Annotated[tuple[str, ...], NoneIsAValue()] = ()
     """System messages of the sets. Empty: that of training. none: none is added."""
-    env: tuple[str, ...] = ()
+    env: Annotated[tuple[str, ...], IsPath()] = ()
     """Environments of the sets, as in env.name or env.path. Empty: that of training."""
     env_args: Annotated[
         tuple[str, ...],
@@ -703,7 +705,7 @@ class EvalConfig:
     ] = ()
     """Keyword arguments of the environments, each SET.key=value, or key=value for all sets. They
     are added to env.args, or replace one of them. With eval.env they are the only ones."""
-    function: tuple[str, ...] = ()
+    function: Annotated[tuple[str, ...], IsPath(), NoneIsAValue()] = ()
     """Reward functions of the sets, as in reward.function. Empty: those of training."""
     every: Annotated[int, AtLeast(0)] = 10
     """Steps between evaluations. 0: only before the first step and after the last."""
@@ -774,7 +776,7 @@ class CheckpointConfig:
 class LogConfig:
     """What a run writes and shows."""
 
-    dir: str = ""
+    dir: Annotated[str, IsPath()] = ""
     """Folder of the run. Starting again with the same folder resumes from its newest checkpoint.
     Empty: runs/PRESET."""
     rollouts_every: Annotated[int, AtLeast(0)] = 10

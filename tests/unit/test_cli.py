@@ -17,7 +17,7 @@ import yaml
 
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import parse as cli
-from r3.config import SETTINGS, to_yaml, with_values
+from r3.config import SETTINGS, read_values, to_yaml, with_values
 from r3.configs import PRESETS
 from r3.run.folder import RunDir
 from r3.run.resume import open_run
@@ -99,7 +99,7 @@ def test_a_list_field_takes_every_word_up_to_the_next_flag(monkeypatch: pytest.M
     monkeypatch.setitem(SETTINGS, "train.beta1", floats)
 
     def beta1(*words: str) -> object:
-        return cli._values(cli._split(["tiny", *words], []).flags, [])["train.beta1"]
+        return read_values(cli._split(["tiny", *words], []).flags, [], [])["train.beta1"]
 
     assert beta1("--train.beta1", "0.5", "-1", "2", "--train.seed", "1") == (0.5, -1.0, 2.0)
     assert beta1("--train.beta1=0.5", "1") == (0.5, 1.0)
@@ -213,6 +213,19 @@ def test_a_run_writes_its_overrides_and_from_knows_what_they_differ_from() -> No
     Path("run/overrides.yaml").unlink()  # a run of an earlier version
     resumed = cli.parse(["--from", "run", "--train.steps", "50"])
     assert resumed.differences == ("run with 1 difference", "  train.steps = 50 (run: 25)")
+
+
+def test_notes_about_a_yaml_file_and_flags_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HERE", str(tmp_path))
+    prompt = "data:\n  system_prompt: Put the answer after #### please"
+    (tmp_path / "common.yaml").write_text(f"base: tiny\nparallel.ep: 1\n{prompt}")
+    (tmp_path / "my.yaml").write_text("base: ${HERE}/common.yaml\n")
+    cli.parse(["my.yaml", "--eval.path", "none"])
+    cut, empty = capsys.readouterr().err.splitlines()
+    assert cut.startswith(f"warning: {tmp_path}/common.yaml:4: data.system_prompt is 'Put the")
+    assert empty == "warning: eval.path none: read as empty, not as the text 'none'"
 
 
 def test_a_yaml_file_may_build_on_another(tmp_path: Path) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from r3.config import (
     SETTINGS,
     Config,
     ConfigError,
     ParallelConfig,
+    Problem,
     describe_fields,
     flatten,
     from_yaml,
+    load_yaml,
     parse_value,
+    read_values,
     resume_problems,
     to_yaml,
     with_values,
@@ -41,12 +46,108 @@ def test_yaml_writes_every_field_and_absent_ones_keep_their_defaults() -> None:
 
 
 def test_yaml_is_read_as_a_person_means_it() -> None:
-    # YAML 1.1 takes 1e-4 for text and a bare off for False.
+    # YAML 1.1 takes 1e-4 for text, 010 for eight, 1:30 for ninety and a bare off for False.
     config = from_yaml(
-        "train: {lr: 1e-4}\nreplay: {mode: off}\nengine: {sleep_level: 1}\nlog: {progress: no}"
+        "train: {lr: 1e-4, steps: 010}\nreplay: {mode: off}\nengine: {sleep_level: 1}\n"
+        "log: {progress: no, tensorboard: on, project: 2024-01-01}\nreward: {pattern: 1:30}"
     )
-    assert (config.train.lr, config.replay.mode) == (1e-4, "off")
+    assert (config.train.lr, config.train.steps, config.replay.mode) == (1e-4, 10, "off")
     assert (config.engine.sleep_level, config.log.progress) == (1, False)
+    assert (config.log.tensorboard, config.log.project) == (True, "2024-01-01")
+    assert config.reward.pattern == "1:30"
+
+
+def test_sections_and_full_names_are_the_same() -> None:
+    nested, flat = {"train": {"lr": "1e-4"}}, {"train.lr": "1e-4"}
+    assert read_values(nested, [], []) == read_values(flat, [], []) == {"train.lr": 1e-4}
+    assert from_yaml("train.lr: 1e-4\ntrain: {steps: 3}") == with_values(
+        Config(), {"train.lr": 1e-4, "train.steps": 3}
+    )
+    problems: list[Problem] = []
+    read_values({**nested, **flat, "lr": 1, "trian": {}}, problems, [])
+    assert [problem.field for problem in problems] == ["train.lr", "lr", "trian"]
+    assert "given twice" in problems[0].rule and "did you mean train.lr?" in problems[1].fix
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "lines"),
+    [
+        ("train: {lr: 1}\nlog: {}\ntrain: {steps: 2}\n", "train", "1 and 3"),
+        ("train:\n  lr: 1\n  steps: 2\n  lr: 3\n", "train.lr", "2 and 4"),
+        ("train.lr: 1\ntrain:\n  lr: 1\n", "train.lr", "1 and 3"),
+        ("base: tiny\nbase: tiny\n", "base", "1 and 2"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_its_lines(
+    text: str, field: str, lines: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"given twice in my.yaml, in lines {lines}") as error:
+        load_yaml(text, "my.yaml")
+    assert error.value.problems[0].field == field
+    merged = load_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}", "my.yaml")
+    assert merged["b"] == {"x": 3, "y": 2}  # a merge key is there to be replaced
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("data: {}\n{}system_prompt: Answer after #### please", "Answer after"),
+        ("data:\n  system_prompt: #### first", ""),
+        ("env:\n  stop:\n  - ### \n", ""),
+        ("data:\n  path: rows.jsonl  # mine", None),
+        ("data:\n  system_prompt: 'Answer after #### please'  # as gsm8k has it", None),
+        ("train:\n  lr: 1e-4 # as in the paper", None),
+    ],
+)
+def test_a_text_that_a_comment_cuts_is_said(text: str, cut: str | None) -> None:
+    notes: list[str] = []
+    load_yaml(text.replace("{}\n{}", "\n  "), "my.yaml", notes)
+    assert len(notes) == (cut is not None)
+    assert cut is None or f" is {cut!r}: ' #' begins a comment" in notes[0]
+
+
+@pytest.mark.parametrize("none", [None, "none", "None", "null"])
+def test_none_is_the_empty_text_unless_it_is_a_value(none: object) -> None:
+    notes: list[str] = []
+    given = {"data.system_prompt": none, "eval.path": none, "data.answer_key": "answer"}
+    values = read_values(given, [], notes)
+    assert values == {"data.system_prompt": "", "eval.path": (), "data.answer_key": "answer"}
+    assert notes[0] == f"data.system_prompt {none}: read as empty, not as the text '{none}'"
+    assert len(notes) == 2
+    given = {"eval.system_prompt": ["be brief", none], "reward.function": none}
+    notes.clear()
+    values = read_values({**given, "log.tracker": none}, [], notes)
+    assert values.pop("log.tracker") == "none" and not notes
+    assert values == {"eval.system_prompt": ("be brief", "none"), "reward.function": ("none",)}
+    with pytest.raises(ValueError, match="must be text"):
+        parse_value("data.path", ["a.jsonl", None])
+
+
+def test_paths_have_home_and_variables_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("DATA", "/big/data")
+    monkeypatch.setenv("EMPTY", "")
+    paths = ["~/a.jsonl", "$DATA/b", "${DATA}s/c.jsonl:train", "hub:o/n", "gym:chain_sum,size=2"]
+    filled = ("/home/me/a.jsonl", "/big/data/b", "/big/datas/c.jsonl:train", *paths[3:])
+    assert parse_value("data.path", paths) == filled
+    assert parse_value("log.dir", Path("~/runs")) == "/home/me/runs"
+    assert parse_value("reward.function", "~/f.py:g") == ("/home/me/f.py:g",)
+    assert parse_value("data.system_prompt", "~ $DATA") == "~ $DATA"  # no path
+    for wrong in ("$NOT_SET/x", "${EMPTY}/x", "${DATA:-x}", "~nobody-of-this-name/x"):
+        with pytest.raises(ValueError, match=r"not set|is not|no home folder"):
+            parse_value("log.dir", wrong)
+    (tmp_path / "$NOT_SET").mkdir()
+    assert parse_value("log.dir", "$NOT_SET") == "$NOT_SET"  # a folder of this very name
+
+
+@pytest.mark.parametrize("text", ["1e5", "010", "off", "1:30", "0o17", "2024-01-01", "~", "a #b"])
+def test_texts_that_look_like_values_are_written_in_quotes(text: str) -> None:
+    config = with_values(Config(), {"log.project": text})
+    assert from_yaml(to_yaml(config)) == config
+    assert yaml.safe_load(to_yaml(config))["log"]["project"] == text  # YAML 1.1
 
 
 @pytest.mark.parametrize(
