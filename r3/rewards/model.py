@@ -16,10 +16,14 @@ from typing import Any
 import torch
 
 from r3.config import RewardConfig
-from r3.rewards import checked
+from r3.data.template import TemplateFault, apply_template
+from r3.rewards import checked, problem
 from r3.runtime.device import Device, Stash, select_device
 from r3.runtime.workers import CallError, Failure
 from r3.types import Prompt
+
+HEADS = ("value_head", "v_head", "reward_head")
+"""Names that other trainers give to the head, which is `score` in transformers."""
 
 Ended = tuple[int, Any, Failure | None]
 Encoded = list[int]
@@ -34,23 +38,20 @@ class RewardModel:
     """
 
     def __init__(self, settings: RewardConfig) -> None:
-        """Load the model; `r3.cli.checks` has checked its config.json."""
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        """Load the model; `r3.cli.checks` has checked its config.json.
+
+        Raises:
+            ConfigError: the files lack a tensor of the model.
+        """
+        from transformers import AutoTokenizer
 
         self.settings = settings
         self._tokenizer = AutoTokenizer.from_pretrained(settings.model_path, model_max_length=10**9)
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model_dtype]
-        model = AutoModelForSequenceClassification.from_pretrained(
-            settings.model_path, dtype=dtype
-        ).eval()
-        model.requires_grad_(False)
-        # The score is read at the last token that is not padding, so model and tokenizer must agree
-        # on the padding token.
-        if self._tokenizer.pad_token_id is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        model.config.pad_token_id = self._tokenizer.pad_token_id
-        self._longest = getattr(model.config, "max_position_embeddings", None)
-        self._model = model
+        self._model = _loaded(settings)
+        config = self._model.config.get_text_config()
+        self._longest = getattr(config, "max_position_embeddings", None)
+        # transformers reads the score at the last token that is not this one.
+        self._pad_token: int | None = config.pad_token_id
         self._device = torch.device("cpu")
         self._stash: Stash | None = None
 
@@ -93,11 +94,18 @@ class RewardModel:
         """Return the tokens of prompt and response, in the chat template of the reward model.
 
         Raises:
-            CallError: they exceed the context of the reward model. They are never cut: the score
-                would be that of another conversation.
+            CallError: the template refuses them, or they exceed the context of the reward model.
+                They are never cut: the score would be that of another conversation.
         """
         messages = [*prompt.messages, {"role": "assistant", "content": response}]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        try:
+            text = apply_template(
+                self._tokenizer, messages, tools=list(prompt.tools) or None, tokenize=False
+            )
+        except TemplateFault as error:
+            raise CallError(
+                f"the reward model's chat template refuses the conversation: {error}", again=False
+            ) from error
         tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if self._longest and len(tokens) > self._longest:
             raise CallError(
@@ -111,10 +119,17 @@ class RewardModel:
     def score_encoded(self, conversations: Sequence[Encoded]) -> list[float]:
         """Score a batch in one forward pass, padded on the right to the longest conversation.
 
-        Padding is masked and changes a score only by rounding.
+        Padding is masked and changes a score only by rounding. A model that names no padding token
+        is padded with a token that none of the conversations has, so that the score is read at
+        the last token of each.
         """
         longest = max(map(len, conversations))
-        tokens_BT = torch.full((len(conversations), longest), self._tokenizer.pad_token_id)
+        pad_token = self._pad_token
+        if pad_token is None:
+            used = set().union(*conversations)
+            pad_token = next(token for token in range(len(used) + 1) if token not in used)
+            self._model.config.get_text_config().pad_token_id = pad_token
+        tokens_BT = torch.full((len(conversations), longest), pad_token)
         mask_BT = torch.zeros_like(tokens_BT)
         for row, tokens in enumerate(conversations):
             tokens_BT[row, : len(tokens)] = torch.tensor(tokens)
@@ -133,6 +148,32 @@ class RewardModel:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+
+def _loaded(settings: RewardConfig) -> Any:
+    """Load the classifier; its head may have another name in the files.
+
+    Raises:
+        ConfigError: the files lack a tensor, which transformers would fill with random numbers, or
+            have it in another shape.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        settings.model_path,
+        dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model_dtype],
+        key_mapping={rf"^{name}\.weight$": "score.weight" for name in HEADS},
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    wrong = sorted(report["missing_keys"]) or sorted(name for name, *_ in report["mismatched_keys"])
+    if wrong:
+        state = "have no" if report["missing_keys"] else "have another shape of"
+        more = f" and {len(wrong) - 3} more tensors" if len(wrong) > 3 else ""
+        rule = f"its files {state} {', '.join(wrong[:3])}{more}, which would be random"
+        fix = "save the whole classifier again; the head is score.weight, of shape [1, hidden size]"
+        raise problem(settings.model_path, rule, fix, "reward.model_path")
+    return model.eval().requires_grad_(False)
 
 
 class Batches:

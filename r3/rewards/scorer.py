@@ -68,6 +68,8 @@ class Component:
         quick: whether it runs in the caller's thread.
         takes: the first argument: the response, the whole rollout, or the environment's reward.
         wants_messages: whether the whole conversation is a third argument.
+        judges: whether it judges the last message of a conversation: its prompt has the messages
+            before that one, of all turns, and not those of the row.
         of_group: whether it is called once for all samples of a prompt. The first argument is then
             the list of their responses, the third the list of their conversations, and it returns
             as many numbers or `Score`s.
@@ -80,6 +82,7 @@ class Component:
     quick: bool = False
     takes: Literal["response", "rollout", "environment"] = "response"
     wants_messages: bool = False
+    judges: bool = False
     of_group: bool = False
 
     @property
@@ -244,7 +247,8 @@ class Scorer:
             if not component.of_group:
                 messages = (_conversation(rollout, prompt),) if component.wants_messages else ()
                 argument = arguments[component.takes]
-                component.pool.submit(key, component.function, argument, prompt, *messages)
+                asked = _before_response(rollout, prompt) if component.judges else prompt
+                component.pool.submit(key, component.function, argument, asked, *messages)
 
     def complete_group(self, group: int) -> None:
         """Score the submitted conversations of a group together, in order of sample.
@@ -407,7 +411,9 @@ def make_scorer(
             assert renderer is not None, "a policy that judges itself needs its chat template"
             judge = SelfJudge(settings, renderer)
             pool = Pool(judge, timeout_s=float("inf"))
-            return Component(name=name, function=judge.tokens, pool=pool, weight=weight)
+            return Component(
+                name=name, function=judge.tokens, pool=pool, weight=weight, judges=True
+            )
         return _component(spec, name, weight, settings, model, arguments.get(name, {}))
 
     by_name = {name: component(spec, name) for spec, name in zip(rows, names_of(rows), strict=True)}
@@ -454,6 +460,15 @@ def _conversation(rollout: Rollout, prompt: Prompt) -> list[Message]:
     return list(rollout.messages or (*prompt.messages, response))
 
 
+def _before_response(rollout: Rollout, prompt: Prompt) -> Prompt:
+    """Return the prompt with the messages that the last message of the model follows."""
+    roles = [message["role"] for message in rollout.messages]
+    if "assistant" not in roles:
+        return prompt
+    last = len(roles) - 1 - roles[::-1].index("assistant")
+    return replace(prompt, messages=tuple(rollout.messages[:last]))
+
+
 def _component(
     spec: str,
     name: str,
@@ -476,11 +491,16 @@ def _component(
 
         connections = pool(Threads(settings.max_connections), settings.backoff_s)
         return Component(
-            name=name, function=ChatJudge(settings).score, pool=connections, weight=weight
+            name=name,
+            function=ChatJudge(settings).score,
+            pool=connections,
+            weight=weight,
+            judges=True,
         )
     if spec == "model":
         assert model is not None, "the reward model is loaded before its scorers"
-        return Component(name=name, function=model.score, pool=pool(model.batches()), weight=weight)
+        batches = pool(model.batches())
+        return Component(name=name, function=model.score, pool=batches, weight=weight, judges=True)
     if spec == "math":
         from r3.rewards import verify
 

@@ -4,16 +4,22 @@ others' work.
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
 from r3 import assets
-from r3.config import RewardConfig
+from r3.config import ConfigError, RewardConfig
 from r3.models.shape import ModelShape
 from r3.rewards.model import Batches, RewardModel
 from r3.rewards.scorer import RewardError, make_scorer
@@ -89,6 +95,144 @@ def test_dynamic_batches_score_as_one_by_one(settings: RewardConfig, model: Rewa
     with torch.no_grad():
         (expected,) = model._model(input_ids=tokens).logits[0].tolist()
     assert single[3] == pytest.approx(expected, abs=CLASSIFIER_TOLERANCE)
+
+
+PADDING = {
+    "the tokenizer names no padding token": ("", None),
+    "the model names the end token": ("<|im_end|>", 2),
+    "only the tokenizer names one, the end token": ("<|im_end|>", None),
+}
+
+
+@pytest.mark.parametrize("case", PADDING)
+def test_scores_are_those_of_transformers_alone(
+    settings: RewardConfig, tmp_path: Path, case: str
+) -> None:
+    """One conversation per call and no padding there. A template that ends with the padding token
+    is what chat models without a padding token of their own have.
+    """
+    of_tokenizer, of_model = PADDING[case]
+    path = edited(settings, tmp_path, pad_token_id=of_model)
+    facts = json.loads((path / "tokenizer_config.json").read_text())
+    facts.pop("pad_token", None)
+    facts |= {"pad_token": of_tokenizer} if of_tokenizer else {}
+    (path / "tokenizer_config.json").write_text(json.dumps(facts))
+    template = (path / "chat_template.jinja").read_text()
+    (path / "chat_template.jinja").write_text(template.rstrip() + "<|im_end|>")
+    model = RewardModel(replace(settings, model_path=str(path)))
+    alone = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    conversations = [model.encode(each.response, PROMPT) for each in rollouts(7)]
+    assert all(each[-1] == 2 for each in conversations)
+    assert alone.config.pad_token_id == of_model
+    with torch.no_grad():
+        expected = [alone(torch.tensor([each])).logits.item() for each in conversations]
+    for size in (7, 1):
+        batches = [conversations[i : i + size] for i in range(0, 7, size)]
+        scores = [score for batch in batches for score in model.score_encoded(batch)]
+        assert scores == pytest.approx(expected, abs=CLASSIFIER_TOLERANCE)
+    # The score of the token before the last is another one.
+    with torch.no_grad():
+        before = [alone(torch.tensor([each[:-1]])).logits.item() for each in conversations]
+    differs = [abs(a - b) for a, b in zip(before, expected, strict=True)]
+    assert min(differs) > 10 * CLASSIFIER_TOLERANCE or of_model == 2
+
+
+def edited(settings: RewardConfig, folder: Path, **facts: Any) -> Path:
+    """A copy of the model's folder with other facts in config.json."""
+    path = shutil.copytree(settings.model_path, folder / "edited")
+    config = json.loads((path / "config.json").read_text()) | facts
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def renamed(tensors: dict[str, Any]) -> None:
+    tensors["value_head.weight"] = tensors.pop("score.weight")
+
+
+def headless(tensors: dict[str, Any]) -> None:
+    del tensors["score.weight"]
+
+
+def one_layer(tensors: dict[str, Any]) -> None:
+    for name in [name for name in tensors if ".layers.1." in name]:
+        del tensors[name]
+
+
+def two_scores(tensors: dict[str, Any]) -> None:
+    tensors["score.weight"] = tensors["score.weight"].repeat(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (headless, "its files have no score.weight, which would be random"),
+        (one_layer, "layers.1.mlp.gate_proj.weight and 6 more tensors, which would be random"),
+        (two_scores, "its files have another shape of score.weight"),
+    ],
+)
+def test_a_tensor_that_is_not_in_the_files_is_refused(
+    settings: RewardConfig, tmp_path: Path, change: Callable[[dict[str, Any]], None], rule: str
+) -> None:
+    path = edited(settings, tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rule):
+        RewardModel(replace(settings, model_path=str(path)))
+
+
+def test_a_head_of_another_name_is_read(
+    settings: RewardConfig, model: RewardModel, tmp_path: Path
+) -> None:
+    path = edited(settings, tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    renamed(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    same = RewardModel(replace(settings, model_path=str(path)))
+    assert same.score("7", PROMPT) == model.score("7", PROMPT)
+
+
+@pytest.mark.parametrize("on_error", ["zero", "stop"])
+def test_a_template_that_refuses_is_an_error_of_the_sample(
+    settings: RewardConfig, tmp_path: Path, on_error: Any
+) -> None:
+    path = edited(settings, tmp_path)
+    template = (path / "chat_template.jinja").read_text()
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (path / "chat_template.jinja").write_text(refuses + template)
+    settings = replace(settings, model_path=str(path), on_error=on_error, retries=0)
+    scorer = make_scorer(settings, model=RewardModel(settings))
+    system = replace(PROMPT, messages=({"role": "system", "content": "x"}, *PROMPT.messages))
+    text = "the reward model's chat template refuses the conversation: no system"
+    scorer.submit(0, rollouts(1)[0], system)
+    if on_error == "stop":
+        with pytest.raises(RewardError, match=text):
+            scorer.poll(10.0)
+    else:
+        (result,) = scorer.poll(10.0)
+        assert text in result.failure and result.reward == 0.0
+        assert scorer(rollouts(1)[0], PROMPT) != 0.0
+    scorer.close()
+
+
+def test_the_model_sees_the_turns_and_tools_of_the_rollout(
+    settings: RewardConfig, tmp_path: Path
+) -> None:
+    path = edited(settings, tmp_path)
+    shows = "{{ tools | tojson }}{% for m in messages %}[{{ m.role }} {{ m.content }}]{% endfor %}"
+    (path / "chat_template.jinja").write_text(shows)
+    model = RewardModel(replace(settings, model_path=str(path)))
+    tool = {"type": "function", "function": {"name": "f"}}
+    spoken = [("user", "3 + 4?"), ("assistant", "f(3)"), ("tool", "3"), ("assistant", "7")]
+    messages = tuple({"role": role, "content": content} for role, content in spoken)
+    (made,) = rollouts(1)
+    rollout = replace(made, messages=(*messages, {"role": "user", "content": "bye"}), response="7")
+    scorer = make_scorer(settings, model=model)
+    score = scorer(rollout, replace(PROMPT, tools=(tool,)))
+    scorer.close()
+    text = json.dumps([tool]) + "".join(f"[{role} {content}]" for role, content in spoken)
+    tokens = model._tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert score == model.score_encoded([tokens])[0]
 
 
 def test_padding_without_a_mask_changes_scores(

@@ -98,6 +98,9 @@ async def cites_async(response, prompt):
 def letters(response, prompt):
     return 0.5, {"letters": 3}
 
+def endless(response, prompt):
+    return 1.0, {"cites": float("inf")}
+
 def mean(response, prompt):
     return 1.0, {"mean": 1}
 
@@ -214,7 +217,7 @@ def test_a_function_may_report_metrics(file: Path, name: str, workers: int) -> N
 @pytest.mark.parametrize(
     ("functions", "args", "text"),
     [
-        (["cites"], ["value=Infinity"], "metric 'cites' is inf, not a finite number"),
+        (["endless"], [], "metric 'cites' is inf, not a finite number"),
         (["mean"], [], "reward/mean is a metric of R3"),
         (["pair"], [], "metrics must be a dict of numbers by name, returned 2.0"),
         (["cites", "letters"], [], "two functions report reward/letters. Rename one"),
@@ -531,6 +534,15 @@ def served(
 
 def completion(text: Any) -> Answer:
     return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
+
+
+def test_a_judge_sees_the_turns_of_the_rollout() -> None:
+    spoken = [("user", "3 + 4?"), ("assistant", "f(3)"), ("tool", "three"), ("assistant", "7")]
+    messages = tuple({"role": role, "content": content} for role, content in spoken)
+    with served(lambda number, body: completion('{"score": 1}')) as (scorer, server):
+        assert scorer(replace(rollout("7"), messages=messages), PROMPT) == 1.0
+    asked = server.seen[0][1]["messages"][-1]["content"]
+    assert asked.index("f(3)") < asked.index("three") < asked.index("Response:\n7")
 
 
 def test_a_row_names_the_function_that_scores_it(file: Path) -> None:
