@@ -13,9 +13,10 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from r3.data.rendering import ChatTemplate, NotRendered
 from r3.data.sources import Columns, Row, RowProblem, read_rows
 from r3.data.supervised import SpanFinder
-from r3.data.template import EndlessTemplate, TemplateFault, apply_template
+from r3.data.template import EndlessTemplate, TemplateFault
 from r3.types import Prompt
 
 _MAX_NAMED = 10
@@ -28,7 +29,10 @@ class Tokenizer(Protocol):
     chat_template: Any
 
     def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any:
-        """Render and tokenise a conversation."""
+        """Render a conversation."""
+
+    def __call__(self, text: Any, /, **options: Any) -> Any:
+        """Tokenise texts."""
 
 
 class DataError(ValueError):
@@ -101,10 +105,11 @@ def load_prompts(
     if not tokenizer.chat_template:
         fix = "use a model folder with chat_template.jinja"
         raise DataError([_whole(sources[0], "has no chat template", fix, field="tokenizer")])
+    template = ChatTemplate(tokenizer, template_kwargs)
     finder: SpanFinder | None = None
     if columns.supervised:
         try:
-            finder = SpanFinder(tokenizer, template_kwargs)
+            finder = SpanFinder(tokenizer, template)
         except TemplateFault as error:
             rule = f"its chat template hides where an assistant message begins or ends: {error}"
             fix = "use another chat template"
@@ -118,7 +123,7 @@ def load_prompts(
         rows, bad = read_rows(source, columns)
         good: list[Prompt] = []
         long = twice = 0
-        found_in_rows = _prompts(rows, label, tokenizer, columns, tools, template_kwargs, finder)
+        found_in_rows = _prompts(rows, label, tokenizer, columns, tools, template, finder)
         for row, found in zip(rows, found_in_rows, strict=True):
             if isinstance(found, RowProblem):
                 bad.append(found)
@@ -150,10 +155,6 @@ def load_prompts(
         problems += bad
         sizes.append(len(good))
         all_long, all_twice = all_long + long, all_twice + twice
-    if not problems and _are_alike(prompts):
-        rule = f"{len(prompts)} different conversations are rendered as the same text"
-        fix = "use a chat template that shows the messages"
-        problems.append(_whole(sources[0], rule, fix, field="tokenizer"))
     if problems:
         raise DataError(problems)
     return Dataset(
@@ -170,13 +171,6 @@ def _compared(prompt: Prompt, columns: Columns) -> tuple[Any, ...]:
     names = prompt.metadata if columns.compared is None else columns.compared
     read = {name: prompt.metadata[name] for name in sorted(names) if name in prompt.metadata}
     return prompt.tokens_T, prompt.answer, repr(read)
-
-
-def _are_alike(prompts: Sequence[Prompt]) -> bool:
-    """Whether the chat template ignores the messages."""
-    if len({prompt.tokens_T for prompt in prompts}) != 1:
-        return False
-    return len({repr(prompt.messages) for prompt in prompts}) > 1
 
 
 def prompts_of_step(dataset: Dataset, *, seed: int, step: int, count: int) -> list[Prompt]:
@@ -247,39 +241,35 @@ def _prompts(
     tokenizer: Tokenizer,
     columns: Columns,
     tools: Sequence[Mapping[str, Any]],
-    template_kwargs: Mapping[str, Any],
+    template: ChatTemplate,
     finder: SpanFinder | None,
 ) -> Iterator[Prompt | RowProblem]:
     """Tokenise rows, many in one call where they show the model the same tools."""
     for batch in _batches(rows):
-        offered = list(batch[0].tools or tools) or None
+        offered = list(batch[0].tools or tools)
 
-        def tokenise(messages: Any, offered: Any = offered) -> Any:
-            return apply_template(
-                tokenizer,
-                messages,
-                tools=offered,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **template_kwargs,
-            )["input_ids"]
+        def tokenise(some: Sequence[Row], offered: Any = offered) -> list[list[int]]:
+            found = template.render_all([row.messages for row in some], offered)
+            texts = [each.text for each in found]
+            return list(tokenizer(texts, add_special_tokens=False)["input_ids"])
 
-        together: Sequence[Any] = ()
+        together: list[list[int]] = []
         if finder is None and len(batch) > 1:
             # After a fault, one by one: the row that is refused must be named.
             with suppress(TemplateFault):
-                together = tokenise([list(row.messages) for row in batch])
+                together = tokenise(batch)
         for index, row in enumerate(batch):
             spans: list[tuple[int, int]] = []
             try:
                 if finder is not None:
                     tokens, spans = finder.find(row.messages, row.answer, offered)
                 else:
-                    tokens = together[index] if together else tokenise(row.messages)
+                    tokens = together[index] if together else tokenise([row])[0]
             except TemplateFault as error:
                 rule = f"is refused by the model's chat template ({error})"
                 fix = "use roles in the order the template takes, or correct the template"
+                if isinstance(error, NotRendered):
+                    rule, fix = f"does not reach the model as it is: {error}", error.fix
                 problem = _bad(row, columns.prompt, rule, fix)
                 if isinstance(error, EndlessTemplate):  # all other rows would take as long
                     raise DataError([problem]) from None
@@ -292,7 +282,7 @@ def _prompts(
                 answer=row.answer,
                 metadata=row.columns,
                 spans=tuple(spans),
-                tools=tuple(offered or ()),
+                tools=tuple(offered),
             )
 
 

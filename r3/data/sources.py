@@ -17,13 +17,15 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from r3.config import Config, EvalSet
 from r3.config.arguments import argument_value, arguments_fault
+from r3.data.conversation import MessageFault, is_learned, read_messages, read_tools
+from r3.types import Message
 
 _GYM_SIZE = 1000
 _GRADERS = ("gsm8k", "exact", "math")  # compare a response with the reference answer
@@ -71,7 +73,7 @@ class Row:
 
     source: str
     number: int
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[Message, ...]
     answer: str
     tools: tuple[Mapping[str, Any], ...]
     columns: Mapping[str, Any]
@@ -341,6 +343,7 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
     def fault(field: str, rule: str, fix: str) -> None:
         faults.append(RowProblem(file=source, line=number, field=field, rule=rule, fix=fix))
 
+    filled = not isinstance(content, bytes)  # tables have every key in every row
     if isinstance(content, bytes):
         try:
             content = json.loads(content)
@@ -377,14 +380,16 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
         return f"is missing; the row has {', '.join(content) or 'no column'}"
 
     prompt: Any = _look_up(content, columns.prompt)
-    messages: tuple[Mapping[str, Any], ...] = ()
+    messages: tuple[Message, ...] = ()
     if prompt is _ABSENT:
         another = f"add the column, or name another with --{columns.section}.prompt_key"
         fault(columns.prompt, missing(), another)
-    elif isinstance(rule := _messages(prompt), str):
-        fault(columns.prompt, rule, 'write a string, or a list of {"role": ..., "content": ...}')
     else:
-        messages = rule
+        try:
+            messages = read_messages(prompt, filled=filled)
+        except MessageFault as error:
+            fault(columns.prompt, error.rule, error.fix)
+    if messages:
         if columns.system_prompt and messages[0]["role"] == "system":
             rule = f"begins with a system message while {columns.section}.system_prompt is set"
             fix = "keep one of the two"
@@ -417,14 +422,14 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
         fault(columns.answer, rule, "correct the row, or use another --reward.function")
 
     if columns.supervised and not faults:
-        replies = [message for message in messages if message["role"] == "assistant"]
+        replies = any(map(is_learned, messages))
         if columns.answer and not answer.strip():
             fault(columns.answer, "is empty, so there is nothing to learn", "leave the row out")
         elif columns.answer and messages[-1]["role"] == "assistant":
             rule = f"ends with an assistant message, and the column {columns.answer} is another one"
             fault(columns.prompt, rule, "--data.answer_key '' learns the messages alone")
         elif not columns.answer and not replies:
-            rule = "has no assistant message, so there is nothing to learn"
+            rule = "has no assistant message to learn"
             fix = "add one, or name the column of the answer with --data.answer_key"
             fault(columns.prompt, rule, fix)
 
@@ -446,12 +451,14 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
                 columns.answer, "has no '####'; gsm8k reads the number after it", "correct the row"
             )
 
-    tools = _tools(_look_up(content, columns.tools)) if columns.tools else ()
-    if isinstance(tools, str):
-        fault(columns.tools, tools, "write a list of JSON schemas, or leave the column out")
+    tools: tuple[Mapping[str, Any], ...] = ()
+    if columns.tools and (given := _look_up(content, columns.tools)) is not _ABSENT:
+        try:
+            tools = read_tools(given, filled=filled)
+        except MessageFault as error:
+            fault(columns.tools, error.rule, error.fix)
     if faults:
         return faults
-    assert not isinstance(tools, str)
     named = (columns.prompt, columns.answer)
     return Row(
         source=source,
@@ -502,40 +509,6 @@ def _look_up(row: Mapping[str, Any], key: str) -> Any:
             return _ABSENT
         value = value[part]
     return value
-
-
-def _messages(value: Any) -> tuple[Mapping[str, Any], ...] | str:
-    """Return the conversation so far, or the rule that the value breaks."""
-    if isinstance(value, str):
-        return ({"role": "user", "content": value},) if value.strip() else "is empty"
-    if not isinstance(value, list):
-        return f"is a {type(value).__name__}, neither a string nor a list of messages"
-    if not value:
-        return "is an empty list of messages"
-    for index, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            return f"message {index} is a {type(message).__name__}, not an object"
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                return f"message {index} has no {key!r} that is a string"
-    return tuple(value)
-
-
-def _tools(value: Any) -> tuple[Mapping[str, Any], ...] | str:
-    """Return the tool schemas of a row, or the rule that the value breaks.
-
-    Tables without nesting have them as JSON text.
-    """
-    if value is _ABSENT or value is None:
-        return ()
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            return f"is not JSON ({error})"
-    if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
-        return "is not a list of tool schemas"
-    return tuple(value)
 
 
 def _unreadable(path: Path, error: OSError) -> str:

@@ -7,56 +7,48 @@ sees the same tokens before it: the text up to there is the chat template's own 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from r3.data.template import TemplateFault, apply_template
+from r3.data.conversation import is_learned
+from r3.data.rendering import ChatTemplate, NotRendered, Rendered
+from r3.data.template import TemplateFault
 from r3.types import Message
 
-# Stands for a message. No template changes letters and digits.
-_PLACEHOLDER = "R3messageofthemodel"
+_BY_ROW = "leave out what it drops, or write a row per assistant message"
 
 
 class SpanFinder:
-    """Finds assistant messages exactly, or refuses the conversation.
+    """Finds assistant messages exactly, or refuses the conversation."""
 
-    Attributes:
-        end: the text of the token that ends an assistant message.
-    """
-
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
-        """Learn from the chat template which token ends an assistant message.
+    def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
+        """Check that the chat template shows where an assistant message begins and ends.
 
         Raises:
-            TemplateFault: no special token ends it, or the tokenizer gives pieces of a text other
-                tokens than the whole.
+            TemplateFault: it does not, or the tokenizer gives pieces of a text other tokens than
+                the whole.
         """
-        self._tokenizer, self._variables = tokenizer, template_kwargs
-        question = {"role": "user", "content": "a"}
-        whole = self._render([question, _reply(_PLACEHOLDER)], None, opening=False)
-        _, found, after = whole.partition(_PLACEHOLDER)
-        ids = self._tokens(after.lstrip())
-        special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-        if not found or not ids or ids[0] not in special:
-            raise TemplateFault("no special token follows an assistant message")
-        self.end: str = tokenizer.decode(ids[:1])
-        tokens, _ = self.find([question], "b", None)
-        whole = self._render([question, _reply("b")], None, opening=False)
+        self._tokenizer, self._template = tokenizer, template
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = {*tokenizer.all_special_tokens, *(str(each) for each in added)} - {""}
+        chat = [{"role": "user", "content": "a"}, _reply("b")]
+        tokens, _ = self.find(chat, "", ())
+        whole = template.render(chat, opening=False, rule="learned").text
         if self._tokens(whole)[: len(tokens)] != tokens:
             raise TemplateFault("the tokenizer gives pieces of a text other tokens than the whole")
 
     def find(
-        self, messages: Sequence[Message], answer: str, tools: Any
+        self, messages: Sequence[Message], answer: str, tools: Sequence[Any]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokenise a conversation up to the end of its last assistant message.
+        """Tokenise a conversation up to the end of its last assistant message that is learned.
 
         Args:
-            messages: the conversation.
+            messages: the conversation. `train` False leaves an assistant message out.
             answer: a last assistant message; "" = `messages` has it.
-            tools: JSON schemas that the template shows, or None.
+            tools: JSON schemas that the template shows.
 
         Returns:
-            Token ids, and (first, end) of each assistant message. The token that ends a message
+            Token ids, and (first, end) of each message to learn. The token that ends a message
             belongs to it; the generation prompt before it and what the template writes after it
             do not.
 
@@ -65,44 +57,72 @@ class SpanFinder:
                 message says or what precedes it differs from what the model would see.
         """
         messages = [*messages, *([_reply(answer)] if answer else [])]
-        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        whole = self._render(messages[: places[-1] + 1], tools, opening=False)
+        places = [place for place, message in enumerate(messages) if is_learned(message)]
+        if places[0] == 0:
+            rule = "message 0 is of the assistant, and nothing comes before it"
+            raise NotRendered(rule, "put a message of the user before it, or give it train: false")
+
+        def rendered(count: int, *, opening: bool = False) -> Rendered:
+            return self._template.render(messages[:count], tools, opening=opening, rule="learned")
+
+        whole = rendered(places[-1] + 1)
         tokens: list[int] = []
         spans: list[tuple[int, int]] = []
         done = 0  # characters
         for place in places:
-            before = self._render(messages[:place], tools, opening=True)
+            before = rendered(place, opening=True).text
             start = len(before)
-            if start < done or not whole.startswith(before):
-                raise TemplateFault(
-                    f"it renders what precedes message {place} differently once the conversation "
-                    "goes on; write a row per assistant message"
-                )
-            end = whole.find(self.end, start)
-            if end < 0 or str(messages[place]["content"]).strip() not in whole[start:end]:
-                raise TemplateFault(
-                    f"it does not render message {place} unchanged and ended by {self.end!r}; "
-                    "leave out what it drops, or write a row per assistant message"
-                )
-            tokens += self._tokens(whole[done:start])
-            first, done = len(tokens), end + len(self.end)
-            tokens += self._tokens(whole[start:done])
+            if start < done or not whole.text.startswith(before):
+                closed = rendered(place).text
+                raise _moved(place, before, closed, goes_on=not whole.text.startswith(closed))
+            end = self._end(place, whole, whole if place == places[-1] else rendered(place + 1))
+            tokens += self._tokens(whole.text[done:start])
+            first, done = len(tokens), end
+            tokens += self._tokens(whole.text[start:end])
             spans.append((first, len(tokens)))
         return tokens, spans
 
-    def _render(self, messages: Sequence[Message], tools: Any, *, opening: bool) -> str:
-        text: str = apply_template(
-            self._tokenizer,
-            messages,
-            tools=tools,
-            add_generation_prompt=opening,
-            tokenize=False,
-            **self._variables,
-        )
-        return text
+    def _end(self, place: int, whole: Rendered, alone: Rendered) -> int:
+        """Index after the token that ends a message.
+
+        Args:
+            whole: the whole conversation.
+            alone: the conversation up to the message.
+        """
+        if (said := whole.end_of(place)) < 0:
+            raise NotRendered(f"message {place} says nothing that could be learned", "leave it out")
+        after = alone.text[alone.end_of(place) :]
+        ends = [(after.rfind(each) + len(each), each) for each in self._special if each in after]
+        end, token = max(ends, default=(0, ""))
+        if not token or after[end:].strip():
+            raise TemplateFault(f"no special token ends message {place}")
+        if not whole.text.startswith(after[:end], said):
+            rule = f"the chat template ends message {place} differently once the conversation goes"
+            raise NotRendered(f"{rule} on", "write a row per assistant message")
+        if any(token in part.value for part in whole.parts if part.message == place):
+            rule = f"message {place} holds {token!r}, which ends a message"
+            raise NotRendered(rule, "leave it out: the chat template writes it")
+        return said + end
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _moved(place: int, before: str, closed: str, *, goes_on: bool) -> NotRendered:
+    """Why a conversation does not begin with what the model sees before it writes a message."""
+    if goes_on or not before.startswith(closed):
+        rule = (
+            f"the chat template renders what precedes message {place} differently once the "
+            "conversation goes on"
+        )
+        return NotRendered(rule, _BY_ROW)
+    rule = (
+        f"the chat template asks for message {place} with {before[len(closed) :]!r}, and does not "
+        "write that before a message that is there: the model would learn another beginning than "
+        "the one it continues"
+    )
+    fix = "use a chat template that writes both alike (--data.template_kwargs may switch it)"
+    return NotRendered(rule, fix)
 
 
 def _reply(content: str) -> Message:

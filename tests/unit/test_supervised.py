@@ -98,7 +98,7 @@ def test_an_answer_that_begins_with_a_line_end_keeps_the_prompt(
         (
             CHATS,
             {"messages": [CHAT[1], {"role": "assistant", "content": "b<|im_end|>c"}]},
-            "does not render message 1 unchanged",
+            "message 1 holds '<|im_end|>', which ends a message",
         ),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_template_that_drops_reasoning_refuses_rows_that_have_it(tmp_path: Pat
     assert len(row.spans) == 2, "without reasoning in history nothing is dropped"
     chat[1] = {"role": "assistant", "content": "<think>hm</think>7"}
     path = write(tmp_path, json.dumps({"messages": chat}))
-    with pytest.raises(DataError, match="does not render message 1 unchanged"):
+    with pytest.raises(DataError, match="changes the content of message 1"):
         load_prompts(path, tokenizer, **CHATS)
     path = write(tmp_path, json.dumps({"messages": chat[:2]}))
     (row,) = load_prompts(path, tokenizer, **CHATS).prompts

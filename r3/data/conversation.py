@@ -1,0 +1,246 @@
+"""Messages and tools in one form, whoever wrote them: rows, environments, workflows, clients.
+
+    {"role": "assistant", "content": None, "reasoning": "The sum is asked for.",
+     "tool_calls": [{"id": "call00001", "type": "function",
+                     "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}]}
+
+`r3.data.rendering` gives them to the chat template in the form that it takes.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from r3.types import Message
+
+REASONING = ("reasoning", "reasoning_content", "thinking")
+"""Names of what the model thought: vLLM's, those of most templates, and harmony's."""
+
+_WEIGHTS = ("train", "loss", "weight")  # whether a message is learned; weight is OpenAI's
+
+
+class MessageFault(ValueError):
+    """Messages or tools that cannot be shown to a model.
+
+    Attributes:
+        rule: what is wrong, and where.
+        fix: what to do.
+    """
+
+    def __init__(self, rule: str, fix: str) -> None:
+        self.rule, self.fix = rule, fix
+        super().__init__(f"{rule}. Fix: {fix}")
+
+
+def read_messages(value: Any, *, filled: bool = False) -> tuple[Message, ...]:
+    """Return the conversation of a row: a text is one message of the user.
+
+    Args:
+        value: a text, messages, or messages as JSON text, as tables without nesting have them.
+        filled: whether missing keys may have been filled with None, as in tables.
+
+    Raises:
+        MessageFault: it is no conversation.
+    """
+    fix = 'write a string, or a list of {"role": ..., "content": ...}'
+    if isinstance(value, str):
+        decoded = _decoded(value)
+        if decoded is None:
+            if not value.strip():
+                raise MessageFault("is empty", fix)
+            return ({"role": "user", "content": value},)
+        value = decoded
+    elif filled:
+        value = without_none(value)
+    if not isinstance(value, list):
+        kind = type(value).__name__
+        raise MessageFault(f"is a {kind}, neither a string nor a list of messages", fix)
+    if not value:
+        raise MessageFault("is an empty list of messages", fix)
+    messages = []
+    for place, message in enumerate(value):
+        try:
+            messages.append(read_message(message))
+        except MessageFault as fault:
+            raise MessageFault(f"message {place} {fault.rule}", fault.fix) from None
+    return tuple(messages)
+
+
+def read_message(message: Any, *, of_model: bool = False) -> dict[str, Any]:
+    """Return one message in the form above.
+
+    Keys without a value are left out. `train` is False if the message is not to be learned, and
+    not there otherwise. Keys that are not known here stay: a chat template may read them.
+
+    Args:
+        of_model: whether a model may have written the calls: arguments that are no JSON object
+            then stay a text, and a message may be empty.
+
+    Raises:
+        MessageFault: it is no message.
+    """
+    fix = 'write {"role": ..., "content": ...}, both strings'
+    if not isinstance(message, Mapping):
+        raise MessageFault(f"is a {type(message).__name__}, not an object", fix)
+    found = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(found.get("role"), str):
+        raise MessageFault("has no 'role' that is a string", fix)
+    calls = found.pop("tool_calls", None) or []
+    content = _text(found.pop("content", None), fix)
+    if content is None and not calls and not of_model:
+        raise MessageFault("has no 'content' that is a string", fix)
+    # Beside calls, no text and an empty one are the same; templates take one of the two.
+    found["content"] = content or (None if calls else "")
+    thoughts = {name: found.pop(name) for name in REASONING if name in found}
+    if len(set(map(repr, thoughts.values()))) > 1:
+        raise MessageFault(f"has different texts in {' and '.join(thoughts)}", "keep one")
+    if thought := next(iter(thoughts.values()), ""):
+        if not isinstance(thought, str):
+            raise MessageFault(f"has {next(iter(thoughts))!r} that is no string", "write a string")
+        found["reasoning"] = thought
+    if not _is_learned(found):
+        found["train"] = False
+    if calls:
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise MessageFault("has 'tool_calls' that are no list", _CALL_FIX)
+        found["tool_calls"] = [_call(call, of_model=of_model) for call in calls]
+    return found
+
+
+def read_tools(value: Any, *, filled: bool = False) -> tuple[Mapping[str, Any], ...]:
+    """Return the tool schemas of a row; none for None.
+
+    Args:
+        value: a list of JSON schemas, or its JSON text.
+        filled: whether missing keys may have been filled with None, as in tables.
+
+    Raises:
+        MessageFault: it is no list of schemas with names.
+    """
+    fix = "write a list of JSON schemas, or leave the column out"
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise MessageFault(f"is not JSON ({error})", fix) from None
+    elif filled:
+        value = without_none(value)
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
+        raise MessageFault("is not a list of tool schemas", fix)
+    for place, tool in enumerate(value):
+        if not isinstance(tool_name(tool), str):
+            raise MessageFault(f"schema {place} has no function.name", fix)
+    return tuple(value)
+
+
+def tool_name(tool: Mapping[str, Any]) -> Any:
+    """The name in a schema, `{"function": {"name": ...}}` or without the outer object."""
+    inner = tool.get("function", tool)
+    return inner.get("name") if isinstance(inner, Mapping) else None
+
+
+def without_none(value: Any) -> Any:
+    """Leave out every key whose value is None, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: without_none(each) for key, each in value.items() if each is not None}
+    return [without_none(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def is_learned(message: Message) -> bool:
+    """Whether supervised training learns a message."""
+    return message["role"] == "assistant" and message.get("train") is not False
+
+
+def decoded_arguments(arguments: Any) -> Any:
+    """Arguments of a call as an object; what is not the JSON text of one stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _decoded(text: str) -> Any:
+    """The messages that a text holds as JSON; None if it is a text like others."""
+    if not text.lstrip().startswith("[") or "role" not in text:
+        return None
+    try:
+        return found if _are_messages(found := json.loads(text)) else None
+    except (ValueError, RecursionError):
+        pass
+    try:
+        is_python = _are_messages(ast.literal_eval(text.strip()))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    if is_python:
+        rule = "is the text of a Python list of messages, which is no JSON"
+        raise MessageFault(rule, "write the list itself, or json.dumps of it")
+    return None
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, Mapping) and "role" in each for each in value
+    )
+
+
+def _text(content: Any, fix: str) -> str | None:
+    """The text of a content, which may come in parts."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise MessageFault("has no 'content' that is a string", fix)
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise MessageFault(f"has a part of type {kind!r} in its content", "only text is read")
+    return "".join(part["text"] for part in content)
+
+
+def _is_learned(message: dict[str, Any]) -> bool:
+    """Take out the keys that say whether a message is learned."""
+    said = {name: message.pop(name) for name in _WEIGHTS if name in message}
+    for name, value in said.items():
+        if value not in (0, 1):
+            fix = "0 leaves the message out of the loss, 1 learns it"
+            raise MessageFault(f"has {name} = {value!r}", fix)
+    if len(set(map(bool, said.values()))) > 1:
+        raise MessageFault(f"has {' and '.join(said)}, which contradict each other", "keep one")
+    learned = all(said.values())
+    if said and learned and message["role"] != "assistant":
+        rule = f"has {next(iter(said))} = {next(iter(said.values()))!r} and role {message['role']}"
+        raise MessageFault(rule, "only assistant messages are learned; leave the key out")
+    return learned
+
+
+_CALL_FIX = 'write {"function": {"name": ..., "arguments": {...}}} for each call'
+
+
+def _call(call: Any, *, of_model: bool) -> dict[str, Any]:
+    """One tool call; `arguments` are an object where they can be."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise MessageFault(f"has a tool call without a name: {_short(call)}", _CALL_FIX)
+    given = function.get("arguments")
+    arguments = decoded_arguments({} if given is None or given == "" else given)
+    if not isinstance(arguments, dict) and not (of_model and isinstance(arguments, str)):
+        rule = f"calls {function['name']} with arguments that are no JSON object: {_short(given)}"
+        raise MessageFault(rule, _CALL_FIX)
+    name = {"id": call["id"]} if call.get("id") is not None else {}
+    return {
+        **name,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

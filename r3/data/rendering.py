@@ -1,0 +1,460 @@
+"""What a chat template shows of a conversation: each part once and unchanged, or a refusal.
+
+A template may drop what it does not know: a role, a call, the reasoning of an earlier turn. So each
+conversation is rendered twice: as it is, and with a marker in place of every part. The markers show
+which parts the template renders and what it writes between them. With that the parts are found in
+the real text, character for character.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Literal
+
+from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+
+from r3.data.conversation import REASONING, tool_name
+from r3.data.template import TemplateFault, apply_template
+from r3.types import Message
+
+Rule = Literal["learned", "shown", "history"]
+"""What must appear. learned: all of it, character for character. shown: white space at both ends of
+a text may go. history: as shown, but a template may shorten what the model wrote in earlier turns,
+and keys that it does not read are ignored."""
+
+_ROLES = ("system", "user", "assistant", "tool")
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning")
+_MARKER = re.compile(r"R3part\d{4}x")  # no template changes letters and digits
+_MAX_KEPT = 4096  # skeletons; conversations of one data set have few forms
+
+# A call whose pieces no template has by itself.
+_PIECES = ("R3name", "R3key", "R3value", "7531")
+_CALL = {"name": "R3name", "arguments": {"R3key": "R3value", "R3number": 7531}}
+_CALLED: list[Message] = [
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call00001", "type": "function", "function": _CALL}],
+    },
+    {"role": "tool", "name": "R3name", "tool_call_id": "call00001", "content": "b"},
+]
+_TOOL = {"description": "c", "parameters": {"type": "object", "properties": {}}}
+
+
+class NotRendered(TemplateFault):
+    """A chat template does not show a part of a conversation as it is.
+
+    Attributes:
+        fix: what to do.
+    """
+
+    def __init__(self, rule: str, fix: str) -> None:
+        self.fix = fix
+        super().__init__(rule)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A piece of a conversation that is not the template's own.
+
+    Attributes:
+        message: index of its message.
+        kind: "content", "reasoning", "call" (the name) or "argument" (a text in the arguments).
+        value: the text as it was given.
+        start: index of its first character in the rendering.
+        end: index after its last one.
+    """
+
+    message: int
+    kind: str
+    value: str
+    start: int = -1
+    end: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        text: what the chat template made of it.
+        parts: where the conversation's own texts are in it, in this order.
+    """
+
+    text: str
+    parts: tuple[Part, ...]
+
+    def end_of(self, message: int) -> int:
+        """Index after the last part of a message; -1 if the message has none."""
+        return max((part.end for part in self.parts if part.message == message), default=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a template takes messages with calls.
+
+    Attributes:
+        content: beside calls, in place of an empty text.
+        as_text: whether arguments are the text of their JSON.
+    """
+
+    content: str | None
+    as_text: bool
+
+
+class _Generation(Extension):
+    """Reads the block `generation`, which transformers adds to jinja."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        """Return the statements of the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Take a tokenizer that has a chat template.
+
+        Args:
+            variables: further variables of the template.
+        """
+        self._tokenizer, self._variables = tokenizer, dict(variables)
+        self._forms: dict[bool, _Form] = {}
+        self._skeletons: dict[str, tuple[list[str], list[int]]] = {}
+
+    @cached_property
+    def _trees(self) -> list[nodes.Template]:
+        """The syntax trees of the template, or of all that the tokenizer has by name."""
+        found = self._tokenizer.chat_template
+        sources = list(found.values()) if isinstance(found, Mapping) else [found or ""]
+        reader = Environment(extensions=[_Generation, loopcontrols])
+        try:
+            return [reader.parse(source) for source in sources]
+        except TemplateError:
+            return []  # rendering says why
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Every attribute and constant text in the template: the roles and keys that it knows."""
+        constants = (each.value for tree in self._trees for each in tree.find_all(nodes.Const))
+        attributes = (each.attr for tree in self._trees for each in tree.find_all(nodes.Getattr))
+        return frozenset([*attributes, *(each for each in constants if isinstance(each, str))])
+
+    def unread(self) -> list[str]:
+        """Names of further variables that the template does not read."""
+        if not self._trees:
+            return []
+        read = {name for tree in self._trees for name in meta.find_undeclared_variables(tree)}
+        return [name for name in self._variables if name not in read]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        *,
+        opening: bool = True,
+        rule: Rule = "shown",
+    ) -> Rendered:
+        """Render a conversation in which everything that was given appears.
+
+        Args:
+            messages: as `r3.data.conversation` reads them.
+            tools: JSON schemas.
+            opening: whether the text ends with the header of the model's next message.
+            rule: what must appear.
+
+        Raises:
+            NotRendered: a part of the conversation does not appear once and unchanged.
+            TemplateFault: the template refuses the messages.
+        """
+        (found,) = self.render_all([messages], tools, opening=opening, rule=rule)
+        return found
+
+    def render_all(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        tools: Sequence[Any] = (),
+        *,
+        opening: bool = True,
+        rule: Rule = "shown",
+    ) -> list[Rendered]:
+        """Render several conversations with the same tools; see `render`."""
+        for messages in conversations:
+            self._check_names(messages, rule)
+        shown = [self._in_form(messages, self._form(tools)) for messages in conversations]
+        texts = self._apply(shown, tools, opening)
+        return [
+            self._located(text, messages, tools, opening, rule)
+            for text, messages in zip(texts, conversations, strict=True)
+        ]
+
+    def _apply(
+        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Any], opening: bool
+    ) -> list[str]:
+        texts: list[str] = apply_template(
+            self._tokenizer,
+            [list(messages) for messages in conversations],
+            tools=list(tools) or None,
+            add_generation_prompt=opening,
+            tokenize=False,
+            **self._variables,
+        )
+        return texts
+
+    def _check_names(self, messages: Sequence[Message], rule: Rule) -> None:
+        """Refuse roles and keys that mean nothing to the template."""
+        for place, message in enumerate(messages):
+            role = message["role"]
+            if role not in (*_ROLES, "developer") and role not in self.names:
+                meant = {"human": "user", "gpt": "assistant", "function": "tool"}.get(role.lower())
+                meant = meant or (role.lower() if role.lower() in _ROLES else "")
+                fix = f"write {meant}" if meant else f"use one of {', '.join(_ROLES)}"
+                text = f"message {place} has role {role!r}, which the chat template does not know"
+                raise NotRendered(text, fix)
+            unknown = [key for key in message if key not in (*_KEYS, "train")]
+            if rule != "history" and (unread := [key for key in unknown if key not in self.names]):
+                text = f"message {place} has {unread[0]!r}, which the chat template does not read"
+                raise NotRendered(text, "leave the key out")
+
+    def _in_form(self, messages: Sequence[Message], form: _Form) -> list[dict[str, Any]]:
+        """Messages as this template takes them."""
+        return [self._message(message, form) for message in messages]
+
+    def _message(self, message: Message, form: _Form) -> dict[str, Any]:
+        shown = {key: value for key, value in message.items() if key != "train"}
+        if shown["role"] == "developer" and "developer" not in self.names:
+            shown["role"] = "system"
+        if thought := shown.pop("reasoning", None):
+            shown |= {name: thought for name in REASONING if name in self.names}
+        if calls := shown.get("tool_calls"):
+            shown["content"] = shown["content"] or form.content
+            if form.as_text:
+                shown["tool_calls"] = [
+                    _with_arguments(call, _as_text(call["function"]["arguments"])) for call in calls
+                ]
+        return shown
+
+    def _form(self, tools: Sequence[Any]) -> _Form:
+        """The form in which the template shows a call completely, found by trying."""
+        if (kept := self._forms.get(bool(tools))) is not None:
+            return kept
+        tools = [_renamed({"type": "function", "function": _TOOL}, "R3tool")] if tools else []
+        forms = [_Form(content, as_text) for as_text in (False, True) for content in (None, "")]
+        found = (
+            form
+            for messages in (_CALLED, _CALLED[:2])
+            for form in forms
+            if self._shows_calls(messages, tools, form)
+        )
+        return self._forms.setdefault(bool(tools), next(found, forms[0]))
+
+    def _shows_calls(self, messages: Sequence[Message], tools: Sequence[Any], form: _Form) -> bool:
+        """Whether a call appears with all of its arguments as JSON, or as texts of their own."""
+        try:
+            before, text = (
+                self._apply([self._in_form(each, form)], tools, False)[0]
+                for each in (messages[:1], messages)
+            )
+        except TemplateFault:
+            return False
+        is_changed = any(text.count(each) > before.count(each) for each in ('\\"', "None", "{'"))
+        return not is_changed and all(each in text for each in _PIECES)
+
+    def _located(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        opening: bool,
+        rule: Rule,
+    ) -> Rendered:
+        """Find every part of a conversation in its rendering."""
+        parts: list[Part] = []
+        marked = [_marked(message, place, parts) for place, message in enumerate(messages)]
+        key = repr((marked, tools, opening))
+        is_new = key not in self._skeletons
+        if is_new:
+            if len(self._skeletons) >= _MAX_KEPT:
+                self._skeletons.clear()
+            self._skeletons[key] = self._skeleton(marked, tools, opening)
+        glue, order = self._skeletons[key]
+        for number, part in enumerate(parts):
+            message = messages[part.message]
+            may_go = rule == "history" and message["role"] == "assistant"
+            if (count := order.count(number)) != 1 and not (may_go and part.kind == "reasoning"):
+                raise _not_shown(part, message, count)
+        between = _Between(text, glue, rule, self.names)
+        try:
+            return Rendered(text, between.locate(messages, [parts[number] for number in order]))
+        except NotRendered:
+            if is_new:
+                raise
+        # A template may write the day.
+        del self._skeletons[key]
+        return self._located(text, messages, tools, opening, rule)
+
+    def _skeleton(
+        self, marked: Sequence[Message], tools: Sequence[Any], opening: bool
+    ) -> tuple[list[str], list[int]]:
+        """What the template writes between markers, and the numbers of the markers in order."""
+        names = [str(tool_name(tool)) for tool in tools]
+        named = [_renamed(tool, f"R3tool{number:04d}x") for number, tool in enumerate(tools)]
+        (text,) = self._apply([self._in_form(marked, self._form(tools))], named, opening)
+        for number, name in enumerate(names):
+            if (marker := f"R3tool{number:04d}x") not in text:
+                rule = f"the chat template does not show the tool {name!r}"
+                raise NotRendered(rule, "use a template that shows tools, or leave them out")
+            text = text.replace(marker, name)
+        return _MARKER.split(text), [int(each[6:10]) for each in _MARKER.findall(text)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """A rendering, and what its template writes between the parts."""
+
+    text: str
+    glue: Sequence[str]
+    rule: Rule
+    names: frozenset[str]
+
+    def locate(self, messages: Sequence[Message], parts: Sequence[Part]) -> tuple[Part, ...]:
+        """Give every part its place, in the order of the text.
+
+        Raises:
+            NotRendered: one is not where the template shows such a part, or is changed.
+        """
+        at = 0
+        located: list[Part] = []
+        for part, before, after in zip(parts, self.glue, self.glue[1:], strict=False):
+            at += 0 if located else len(before)
+            ends = (
+                at + len(text)
+                for text in self._forms_of(part, messages[part.message])
+                if self.text.startswith(text + after, at)
+            )
+            if (end := next(ends, -1)) < 0:
+                return self._searched(messages, parts, part, at)
+            located.append(replace(part, start=at, end=end))
+            at = end + len(after)
+        return tuple(located)
+
+    def _searched(
+        self, messages: Sequence[Message], parts: Sequence[Part], first: Part, differs: int
+    ) -> tuple[Part, ...]:
+        """Find the parts one after the other where the template looks into their texts.
+
+        Args:
+            first: the first part that is not where it is in other conversations.
+            differs: its place there.
+        """
+        looks = any(self._is_looked_into(part.value) for part in parts)
+        at, located = 0, []
+        for part in parts:
+            message = messages[part.message]
+            places = [
+                (place, place + len(text))
+                for text in self._forms_of(part, message)
+                if (place := self.text.find(text, at)) >= 0
+            ]
+            may_go = self.rule == "history" and message["role"] == "assistant"
+            if not may_go and (not places or (part is first and not looks)):
+                written = self.text[differs : differs + 40]
+                rule = f"the chat template changes the {_named(part, message)}: it writes"
+                fix = "leave out what it changes"
+                if message["role"] == "assistant":
+                    fix += ", or write a row per assistant message"
+                raise NotRendered(f"{rule} {written!r}", fix)
+            start, at = min(places, default=(at, at))
+            located.append(replace(part, start=start, end=at))
+        return tuple(located)
+
+    def _is_looked_into(self, value: str) -> bool:
+        """Whether a text holds something that the template may look for, such as </think>."""
+        marks = (name.strip() for name in self.names)
+        return any(len(mark) > 2 and not mark.isidentifier() and mark in value for mark in marks)
+
+    def _forms_of(self, part: Part, message: Message) -> Iterator[str]:
+        """The texts that a part may have in the rendering."""
+        yield part.value
+        if part.kind == "argument":  # inside JSON
+            yield from (json.dumps(part.value, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+        elif part.kind == "reasoning":
+            yield part.value.strip()
+        elif self.rule != "learned" or message["role"] != "assistant":
+            yield from (part.value.strip(), part.value.rstrip(), part.value.lstrip())
+
+
+def _marked(message: Message, place: int, parts: list[Part]) -> dict[str, Any]:
+    """A message with a marker for every part, which is added to `parts`."""
+
+    def marker(kind: str, value: str) -> str:
+        parts.append(Part(message=place, kind=kind, value=value))
+        return f"R3part{len(parts) - 1:04d}x"
+
+    def arguments(value: Any) -> Any:
+        if isinstance(value, str):
+            return marker("argument", value) if value else value
+        if isinstance(value, Mapping):
+            return {key: arguments(each) for key, each in value.items()}
+        return [arguments(each) for each in value] if isinstance(value, list) else value
+
+    marked = dict(message)
+    for kind in ("reasoning", "content"):
+        if message.get(kind):
+            marked[kind] = marker(kind, message[kind])
+    if calls := message.get("tool_calls"):
+        marked["tool_calls"] = [
+            _with_arguments(
+                {**call, "function": {"name": marker("call", call["function"]["name"])}},
+                arguments(call["function"]["arguments"]),
+            )
+            for call in calls
+        ]
+    return marked
+
+
+def _with_arguments(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _renamed(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if isinstance(tool.get("function"), Mapping):
+        return {**tool, "function": {**tool["function"], "name": name}}
+    return {**tool, "name": name}
+
+
+def _named(part: Part, message: Message) -> str:
+    """A part in words."""
+    kinds = {
+        "call": f"call of {part.value!r}",
+        "argument": f"argument {part.value[:40]!r}",
+    }
+    return f"{kinds.get(part.kind, part.kind)} of message {part.message} ({message['role']})"
+
+
+def _not_shown(part: Part, message: Message, count: int) -> NotRendered:
+    times = f"shows it {count} times" if count else "leaves it out"
+    fixes = {
+        "reasoning": "leave it out, or write a row per assistant message",
+        "call": "use a chat template that shows calls, or write the call into the content",
+        "argument": "use a chat template that shows calls, or write the call into the content",
+    }
+    fix = fixes.get(part.kind, "use roles that the template shows, in an order that it takes")
+    if message["role"] in ("system", "developer"):
+        fix = "put it into the first message of the user"
+    return NotRendered(f"the {_named(part, message)}: the chat template {times}", fix)
