@@ -320,7 +320,7 @@ def test_a_template_that_shows_no_message_is_refused(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(assets.TINY_MOE, model)
     (model / "chat_template.jinja").write_text("hello")
-    with pytest.raises(DataError, match="content of message 0 .*leaves it out"):
+    with pytest.raises(DataError, match=r"content of message 0 .*leaves it out"):
         read_task(small_task(model))
 
 
