@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from r3.engine import Engine, Sampling
 from r3.engine.layers import direct_attention, direct_experts
 from r3.handover.memory import State
 from r3.handover.rollouts import PackingSpec, distribute
-from r3.handover.weights import sync_weights
+from r3.handover.weights import export, sync_weights
+from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.collect import Collector
 from r3.rollout.collected import CollectedRollouts
 from r3.rollout.scored import gather_rewards, score_all
@@ -62,6 +64,12 @@ class World:
         scored = score_all(collected, rewards, self.config)
         (batch,), _ = distribute(scored, self.mesh, self.task.shape, spec)
         return batch
+
+    def export(self, folder: Path) -> None:
+        """Write the policy beside the small files of its starting model."""
+        small_files = read_small_files(self.config.model.path)
+        where = (folder, self.stream, self.policy, self.device, self.mesh)
+        export(*where, small_files=small_files, metadata={})
 
     def perturb(self, seed: int = 0) -> None:
         """Change the policy's weights, the same way on every replica of a tensor."""

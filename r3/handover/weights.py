@@ -8,10 +8,10 @@ has travel over the network, as broadcasts. The same stream feeds the Hugging Fa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,8 +41,8 @@ def export(
     device: Device,
     mesh: Mesh,
     *,
-    like: str,
-    step: int,
+    small_files: Mapping[str, bytes],
+    metadata: Mapping[str, Any],
 ) -> None:
     """Write the policy as a Hugging Face checkpoint, completely or not at all.
 
@@ -54,15 +54,15 @@ def export(
         policy: gives the type of the weights.
         device: this rank's device.
         mesh: the layout of the ranks.
-        like: checkpoint whose config and tokenizer are copied.
-        step: training steps behind the weights, for the metadata.
+        small_files: config, tokenizer and templates, from `read_small_files`; rank 0 needs them.
+        metadata: where the weights come from, for `r3.json`.
     """
     device.synchronize()
     mesh.world.barrier()
     if mesh.world.rank == 0:
         dtype = policy.megatron.params_dtype
         write_checkpoint(
-            folder, stream.read(), like=like, dtype=dtype, metadata={"step": step, "from": like}
+            folder, stream.read(), small_files=small_files, dtype=dtype, metadata=metadata
         )
     elif stream.crosses_network:
         for _ in stream.read():

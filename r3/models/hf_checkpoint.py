@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from r3.models.shape import ModelShape
+from r3.models.shape import ModelShape, ShapeError, weight_files
 
-# What a loader needs beside the weights.
+# What loaders read beside config.json and weights, by name: tokenizer, chat templates, their code.
 _COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
+    *("config.json", "generation_config.json"),
+    *("*token*.json", "tekken.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    *("chat_template*", "*.jinja", "additional_chat_templates/*.jinja", "*.py"),
 )
 # Faults of a checkpoint that an error lists; the others are counted.
 _SHOWN_FAULTS = 12
@@ -47,12 +40,11 @@ class CheckpointReader:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        files = sorted(self.folder.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(
-                f"{self.folder} has no *.safetensors file. Set model.path to the folder of a "
-                "Hugging Face checkpoint"
-            )
+        try:
+            files = weight_files(self.folder)
+        except ShapeError as error:
+            fix = "Set model.path to the folder of a Hugging Face checkpoint"
+            raise CheckpointError(f"{self.folder}: {error}. {fix}") from None
         self._file_of: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.bytes_read = self.largest_read = 0
@@ -107,11 +99,56 @@ class CheckpointReader:
         return piece
 
 
+def read_small_files(folder: str | Path) -> dict[str, bytes]:
+    """Return what a loader needs beside the weights: config, tokenizer, chat templates, code.
+
+    Names are relative to the folder.
+    """
+    folder = Path(folder)
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted({path for pattern in _COPIED for path in folder.glob(pattern)})
+        if path.is_file()
+    }
+
+
+def _for_export(small_files: Mapping[str, bytes], dtype: torch.dtype) -> dict[str, bytes]:
+    """The small files as they belong to the trained weights."""
+    files = dict(small_files)
+    for name in ("config.json", "tokenizer_config.json"):
+        if name not in files:
+            continue
+        values = json.loads(files[name])
+        if not _has_code(values.get("auto_map"), files):
+            values.pop("auto_map", None)
+        if name == "config.json":
+            values["dtype"] = str(dtype).removeprefix("torch.")
+            values.pop("torch_dtype", None)
+            if values.get("num_nextn_predict_layers"):
+                # Multi-token-prediction layers are not exported.
+                values["num_nextn_predict_layers"] = 0
+        elif values == json.loads(files[name]):
+            continue  # byte for byte as it was
+        files[name] = json.dumps(values, indent=2).encode()
+    return files
+
+
+def _has_code(auto_map: Any, files: Collection[str]) -> bool:
+    """Whether every class that `auto_map` names is in a file that is there, or in a repository."""
+    classes = auto_map.values() if isinstance(auto_map, dict) else ()
+    names = [name for each in classes for name in (each if isinstance(each, list) else [each])]
+    return all(
+        "--" in name or f"{name.partition('.')[0]}.py" in files
+        for name in names
+        if name is not None
+    )
+
+
 def write_checkpoint(
     folder: Path,
     weights: Iterable[tuple[str, torch.Tensor]],
     *,
-    like: str | Path,
+    small_files: Mapping[str, bytes],
     dtype: torch.dtype,
     metadata: Mapping[str, Any],
     bytes_per_file: int = 4 << 30,
@@ -121,7 +158,7 @@ def write_checkpoint(
     Args:
         folder: replaced if it exists.
         weights: names and full tensors. Tensors keep their types.
-        like: checkpoint whose config and tokenizer are copied.
+        small_files: of the starting model, from `read_small_files`.
         dtype: type for config.json, that of nearly all tensors (expert biases are float32).
         metadata: written to `r3.json`: where the weights come from.
         bytes_per_file: largest file, and the host memory that is needed.
@@ -138,7 +175,10 @@ def write_checkpoint(
         if pending:
             files += 1
             name = f"model-{files:05d}.safetensors"
+            (partial / name).touch()  # with the mode that the umask says; safetensors' own is 0600
+            mode = (partial / name).stat().st_mode
             save_file(pending, str(partial / name), metadata={"format": "pt"})
+            (partial / name).chmod(mode)
             file_of.update(dict.fromkeys(pending, name))
             pending, pending_bytes = {}, 0
 
@@ -152,16 +192,9 @@ def write_checkpoint(
     flush()
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
     (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for name in _COPIED:
-        if (source := Path(like) / name).exists():
-            shutil.copyfile(source, partial / name)
-    config = json.loads((partial / "config.json").read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    config.pop("torch_dtype", None)
-    if config.get("num_nextn_predict_layers"):
-        # Multi-token-prediction layers are not exported.
-        config["num_nextn_predict_layers"] = 0
-    (partial / "config.json").write_text(json.dumps(config, indent=2))
+    for name, content in _for_export(small_files, dtype).items():
+        (partial / name).parent.mkdir(exist_ok=True)
+        (partial / name).write_bytes(content)
     (partial / "r3.json").write_text(json.dumps(dict(metadata), indent=2))
     replace_folder(partial, folder)
 

@@ -6,8 +6,9 @@ Reads JSON only, so that settings are checked and a run is planned without torch
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -30,6 +31,10 @@ BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 # Data types in safetensors files that weights may have. Packed and integer types are quantised.
 _WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
+_WHOLE = "model.safetensors"
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
+_SHOWN_SHARDS = 3
+_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,25 +301,20 @@ class ModelShape:
 def checkpoint_tensors(
     folder: str | Path, *, only_weights: bool = True
 ) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors in a folder, from the headers of its safetensors files.
+    """Return name -> shape of the tensors in a folder, from the headers of its `weight_files`.
 
     Args:
         only_weights: refuse tensors that are not floating-point numbers of 16 bits or more.
 
     Raises:
-        ShapeError: the folder has no safetensors file, a file is truncated (or a git-lfs pointer),
-            a file that the index lists is missing, two files have the same tensor, or a tensor
-            has a data type that cannot be loaded.
+        ShapeError: as `weight_files`; or a file is truncated (or a git-lfs pointer), two files have
+            the same tensor, or a tensor has a data type that cannot be loaded.
     """
     folder = Path(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ShapeError("there are no *.safetensors files")
-    _require_shards(folder, {file.name for file in files})
     shapes: dict[str, tuple[int, ...]] = {}
     file_of: dict[str, str] = {}
-    for file in files:
-        for name, entry in _header(file).items():
+    for file in weight_files(folder):
+        for name, entry in header_of(file)[0].items():
             if name in shapes:
                 raise ShapeError(f"tensor {name} is in {file_of[name]} and in {file.name}")
             if only_weights and entry["dtype"] not in _WEIGHT_TYPES:
@@ -326,22 +326,100 @@ def checkpoint_tensors(
     return shapes
 
 
-def _require_shards(folder: Path, names: set[str]) -> None:
-    """Raise ShapeError if a file that the index lists is missing."""
+def weight_files(folder: str | Path) -> list[Path]:
+    """Return the files that hold a model's weights, as transformers and vLLM choose them.
+
+    The index decides, where there is one. Without it, `model.safetensors` is the model; without
+    that, every safetensors file is a part of it.
+
+    Raises:
+        ShapeError: there is no such file, a shard is missing, or readers would choose differently.
+    """
+    folder = Path(folder)
+    names = {file.name for file in folder.glob("*.safetensors")}
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return
-    try:
-        wanted = set(json.loads(index.read_bytes())["weight_map"].values())
-        absent = sorted(wanted - names)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ShapeError(f"{index.name} has no readable weight_map") from None
+    if index.is_file():
+        try:
+            wanted = set(json.loads(index.read_bytes())["weight_map"].values())
+            absent = sorted(wanted - names)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ShapeError(f"{index.name} has no readable weight_map") from None
+        _require_all(absent, len(wanted))
+        if _WHOLE in names - wanted:
+            raise ShapeError(
+                f"{_WHOLE} is not in {index.name}: transformers reads the one, vLLM the other. "
+                "Remove one of them"
+            )
+        return [folder / name for name in sorted(wanted)]
+    if not names:
+        raise ShapeError("there are no *.safetensors files")
+    if _WHOLE in names:
+        return [folder / _WHOLE]
+    for name in names:
+        if match := _SHARD.fullmatch(name):
+            stem, count = match[1], int(match[2])
+            shards = [f"{stem}-{i:05}-of-{match[2]}.safetensors" for i in range(1, count + 1)]
+            _require_all([each for each in shards if each not in names], count)
+    return [folder / name for name in sorted(names)]
+
+
+def _require_all(absent: Sequence[str], count: int) -> None:
     if absent:
-        raise ShapeError(f"{len(absent)} of {len(wanted)} shards are missing, {absent[0]} first")
+        shown = ", ".join(absent[:_SHOWN_SHARDS])
+        more = f" and {len(absent) - _SHOWN_SHARDS} more" if len(absent) > _SHOWN_SHARDS else ""
+        raise ShapeError(f"{len(absent)} of {count} shards are missing: {shown}{more}")
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """The entries of a safetensors file: data type, shape and place of each tensor."""
+def checkpoint_faults(folder: str | Path, shape: ModelShape) -> list[str]:
+    """Compare a folder's tensors with the model's: one line per fault, empty if they match.
+
+    Headers are read, and of the weights only an output head that should be the embedding.
+
+    Raises:
+        ShapeError: as `checkpoint_tensors`.
+    """
+    tensors = checkpoint_tensors(folder)
+    faults = shape.faults(tensors)
+    if not faults and shape.tied and "lm_head.weight" in tensors and _has_own_head(folder):
+        faults.append(
+            "tie_word_embeddings is true and lm_head.weight differs from "
+            "model.embed_tokens.weight; set it to false, or remove lm_head.weight from the files"
+        )
+    return faults
+
+
+def _has_own_head(folder: str | Path) -> bool:
+    """Whether `lm_head.weight` differs from the embedding. Reads up to the first difference."""
+    found: list[tuple[str, Path, int, int]] = []
+    for file in weight_files(folder):
+        entries, start = header_of(file)
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            if entry := entries.get(name):
+                first, end = entry["data_offsets"]
+                found.append((entry["dtype"], file, start + first, end - first))
+    if len(found) < 2:
+        return False
+    (kind, file, at, size), (other_kind, other_file, other_at, other_size) = found
+    if (kind, size) != (other_kind, other_size):
+        return True
+    with file.open("rb") as one, other_file.open("rb") as other:
+        one.seek(at)
+        other.seek(other_at)
+        for begin in range(0, size, _BLOCK):
+            count = min(_BLOCK, size - begin)
+            if one.read(count) != other.read(count):
+                return True
+    return False
+
+
+def header_of(file: Path) -> tuple[dict[str, Any], int]:
+    """Return the entries of a safetensors file, and the offset of its first tensor.
+
+    An entry has data type, shape and place of a tensor.
+
+    Raises:
+        ShapeError: it is no safetensors file, or not a whole one.
+    """
     if not file.is_file():
         raise ShapeError(f"{file.name} is a folder, a device or a broken link, not a file")
     try:
@@ -368,4 +446,4 @@ def _header(file: Path) -> dict[str, Any]:
             f"{file.name} has {file.stat().st_size} bytes, its header says {end}: "
             "an unfinished download?"
         )
-    return dict(header)
+    return dict(header), 8 + size

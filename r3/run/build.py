@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from r3.config import Config
 from r3.engine import Engine
@@ -37,6 +38,8 @@ class Run:
         start: the checkpoint that the run continues from, if any.
         background: writes checkpoints beside the training.
         proved: policy versions whose sync was proved.
+        small_files: config, tokenizer and templates of the starting model, as they were at the
+            start; on rank 0.
     """
 
     config: Config
@@ -54,6 +57,7 @@ class Run:
     start: Start = field(default_factory=Start)
     background: Background = field(default_factory=Background)
     proved: set[int] = field(default_factory=set)
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def engine(self) -> Engine:
@@ -140,6 +144,7 @@ def build_run(
     hosts: Sequence[str] | None = None,
     stage: Callable[[str], AbstractContextManager[None]] | None = None,
     tracker: Tracker | None = None,
+    small_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Run:
     """Build engine and policy on this rank, in memory state TRAIN. All ranks must call.
 
@@ -151,6 +156,7 @@ def build_run(
         hosts: overrides the machine of each rank (see `WeightStream`).
         stage: entered with a text around each part that takes seconds to build.
         tracker: gets metrics and samples.
+        small_files: of the starting model, for exports; rank 0 needs them.
     """
     start = start or Start()
     stage = stage or (lambda _: nullcontext())
@@ -197,4 +203,5 @@ def build_run(
         folder=folder,
         stop=StopRequest(folder.first_failure),
         start=start,
+        small_files=small_files,
     )

@@ -106,14 +106,15 @@ def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Ite
 
     Args:
         durable: wait until the disk has it, so that not even a power cut leaves an empty file.
-        private: only its owner may read it.
+        private: only its owner may read it; others get the mode that the umask says.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.touch(mode=0o600 if private else 0o666)
+        mode = temporary.stat().st_mode
         yield temporary
-        if private:
-            temporary.chmod(0o600)
+        temporary.chmod(mode)  # a library's writer may make a new file, with a mode of its own
         if durable:
             sync_to_disk(temporary)
         os.replace(temporary, path)
@@ -126,7 +127,6 @@ def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Ite
 def write_text(path: Path, text: str, *, durable: bool = True, private: bool = False) -> None:
     """Write a whole text file or change nothing; see `replacing`."""
     with replacing(path, durable=durable, private=private) as temporary:
-        temporary.touch(mode=0o600 if private else 0o666)
         temporary.write_bytes(text.encode())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from r3.cli.parse import Invocation
 from r3.config import Config, ConfigError, Problem
 from r3.data.prompts import DataError
 from r3.metrics.console import stage
-from r3.models.hf_checkpoint import CheckpointError
+from r3.models.hf_checkpoint import CheckpointError, read_small_files
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
@@ -45,6 +45,7 @@ class Prepared:
     folder: RunDir
     start: Start
     began: float  # time.perf_counter()
+    small_files: Mapping[str, bytes]  # of the starting model, for exports; on rank 0
 
 
 @contextmanager
@@ -78,6 +79,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
         with stage("reading model facts, data and rewards"):
             task = read_task(config, invocation.world_size)
         undo.callback(task.close)
+        small_files = read_small_files(config.model.path) if is_leader() else {}
         if check:
             require_free(run_dir.path)
         writes = is_leader() and not config.eval.only and not check
@@ -105,7 +107,14 @@ def prepare(invocation: Invocation) -> Prepared | None:
             return None
         undo.pop_all()  # `begin` closes them
     prepare_environment()  # the caller imports Megatron-Core next
-    return Prepared(invocation=invocation, task=task, folder=run_dir, start=start, began=began)
+    return Prepared(
+        invocation=invocation,
+        task=task,
+        folder=run_dir,
+        start=start,
+        began=began,
+        small_files=small_files,
+    )
 
 
 def _is_finished(config: Config, run_dir: RunDir, step: int) -> bool:

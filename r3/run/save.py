@@ -117,7 +117,8 @@ def export_weights(run: Run) -> None:
     Raises:
         SaveError: on the rank that writes: the disk is full or cannot be written.
     """
-    folder = run.folder.hf(run.config.train.steps)
+    step = run.config.train.steps
+    folder = run.folder.hf(step)
     if not run.config.checkpoint.export or folder.exists():
         return
     require_sound(run.policy, run.mesh.world, "at the export")
@@ -129,8 +130,8 @@ def export_weights(run: Run) -> None:
                 run.policy,
                 run.device,
                 run.mesh,
-                like=run.config.model.path,
-                step=run.config.train.steps,
+                small_files=run.small_files,
+                metadata={"step": step, "from": run.config.model.path},
             )
     except (OSError, SafetensorError) as error:
         raise SaveError(

@@ -122,6 +122,7 @@ def _build(prepared: Prepared, watch: Watchdog) -> Run:
         start=start,
         writes=True,
         stage=watched,
+        small_files=prepared.small_files,
         tracker=start_tracker(config, folder),
     )
     if start.found:

@@ -14,7 +14,7 @@ import torch
 from r3.engine import experts
 from r3.engine.weights import Pushed, push
 from r3.handover.memory import State
-from r3.handover.weights import SyncError, export, prove_sync, prove_weights
+from r3.handover.weights import SyncError, prove_sync, prove_weights
 from r3.runtime.device import Device
 from tests.engines import (
     World,
@@ -91,7 +91,7 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
     rollouts = world.collect(1).rollouts
     pushed = signature(rollouts)
     folder = Path(out) / "export"
-    export(folder, world.stream, world.policy, device, world.mesh, like=model, step=1)
+    world.export(folder)
     config = replace(world.config, model=replace(world.config.model, path=str(folder)))
     fresh = engine_from_disk(config, device, world.task, policy_version=1)
     equal = pushed == signature(world.collect(1, engine=fresh).rollouts)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from r3.handover.memory import State
-from r3.handover.weights import SyncError, export, prove_weights
+from r3.handover.weights import SyncError, prove_weights
 from r3.rollout.task import read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
@@ -85,9 +85,7 @@ def push_equals_fresh_engine(
     pushed = signature(world.collect(1).rollouts)
     again = signature(world.collect(1).rollouts)  # now with every prompt in the prefix cache
     folder = Path(out) / "export"
-    export(
-        folder, world.stream, world.policy, device, world.mesh, like=world.config.model.path, step=1
-    )
+    world.export(folder)
     config = replace(world.config, model=replace(world.config.model, path=str(folder)))
     fresh = engine_from_disk(config, device, world.task, policy_version=1)
     loaded = signature(world.collect(1, engine=fresh).rollouts)
@@ -163,8 +161,7 @@ def pushed(device: Device, *, out: str, dtype: str) -> Pushed:
         world.residency.move(State.TRAIN)
         world.sync(1)
         slept.append(signature(world.collect(1).rollouts))
-    like = world.config.model.path
-    export(Path(out), world.stream, world.policy, device, world.mesh, like=like, step=1)
+    world.export(Path(out))
     return Pushed(before=before, after=after, cached=cached, slept=slept, compared=compared)
 
 

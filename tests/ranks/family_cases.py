@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from r3.config import Config
 from r3.engine.experts import ExpertBlock
 from r3.handover.weights import WeightStream, export
-from r3.models.hf_checkpoint import CheckpointError
+from r3.models.hf_checkpoint import CheckpointError, read_small_files
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.modules import packed_params
@@ -127,7 +127,7 @@ def contract(
     stream = WeightStream(policy, device, mesh)
     require_whole(stream, policy.shape, mesh)
     mesh.world.barrier()
-    export(out, stream, policy, device, mesh, like=folder, step=0)
+    export(out, stream, policy, device, mesh, small_files=read_small_files(folder), metadata={})
     order = [
         int(name.split(".")[2]) for name, _ in stream.read() if name.startswith("model.layers.")
     ]
@@ -173,7 +173,7 @@ def pipeline_contract(
     stream = WeightStream(policy, device, mesh)
     require_whole(stream, policy.shape, mesh)
     mesh.world.barrier()
-    export(out, stream, policy, device, mesh, like=folder, step=0)
+    export(out, stream, policy, device, mesh, small_files=read_small_files(folder), metadata={})
     (batch,) = batches_of(mesh, policy.shape)
     reference = transformers_model(folder)
     theirs: list[torch.Tensor] = []
@@ -411,7 +411,15 @@ def expert_biases(device: Device, *, folder: str, out: str) -> ExpertBiases:
     mesh.world.barrier()
     checkpoint.load(Found(folder=saved, step=2), policy, device, mesh)
     resumed = same()
-    export(Path(out) / "export", stream, policy, device, mesh, like=folder, step=2)
+    export(
+        Path(out) / "export",
+        stream,
+        policy,
+        device,
+        mesh,
+        small_files=read_small_files(folder),
+        metadata={},
+    )
     exported = {
         name: str(tensor.dtype) for name, tensor in tensors_of(Path(out) / "export").items()
     }

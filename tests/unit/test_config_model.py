@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from r3.assets import TINY_MOE
 from r3.cli import checks
@@ -16,7 +18,15 @@ from r3.config import (
     with_values,
 )
 from r3.configs import KNOWN_SHAPES
-from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
+from r3.models.hf_checkpoint import CheckpointError, CheckpointReader
+from r3.models.shape import (
+    ModelShape,
+    ShapeError,
+    checkpoint_faults,
+    checkpoint_tensors,
+    weight_files,
+)
+from tests.families import family_checkpoint
 from tests.settings import TINY, found
 
 pytestmark = pytest.mark.unit
@@ -75,7 +85,7 @@ def write(name: str, content: bytes) -> Callable[[Path], object]:
                 "model.safetensors.index.json",
                 b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
             ),
-            "1 of 1 shards are missing, model-00001-of-00002.safetensors first",
+            "1 of 1 shards are missing: model-00001-of-00002.safetensors",
         ),
     ],
 )
@@ -88,6 +98,73 @@ def test_a_broken_checkpoint_is_refused(
     problems = checks.problems(with_values(TINY, {"model.path": str(folder)}), 2)
     assert [problem.field for problem in problems] == ["model.path"]
     assert rule in str(problems[0])
+
+
+def shards(*numbers: int) -> Callable[[Path], object]:
+    """The weights under the names of these shards of three, without an index."""
+
+    def split(folder: Path) -> None:
+        for number in numbers:
+            name = f"model-{number:05}-of-00003.safetensors"
+            shutil.copy(folder / "model.safetensors", folder / name)
+        (folder / "model.safetensors").unlink()
+
+    return split
+
+
+def index_of_another(folder: Path) -> None:
+    """An index that does not name the file transformers would read."""
+    shutil.copy(folder / "model.safetensors", folder / "one.safetensors")
+    write("model.safetensors.index.json", b'{"weight_map": {"a": "one.safetensors"}}')(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (shards(1, 3), "1 of 3 shards are missing: model-00002-of-00003.safetensors"),
+        (index_of_another, "model.safetensors is not in model.safetensors.index.json"),
+    ],
+)
+def test_files_that_are_no_whole_model_are_named(
+    tmp_path: Path, make: Callable[[Path], object], rule: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_MOE, folder)
+    make(folder)
+    with pytest.raises(ShapeError, match=re.escape(rule)):
+        checkpoint_tensors(folder)
+    with pytest.raises(CheckpointError, match=re.escape(rule)):
+        CheckpointReader(folder)
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_weights_of_others_beside_the_model_are_left_out(tmp_path: Path, has_index: bool) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_MOE, folder)
+    whole = folder / "model.safetensors"
+    for name in ("consolidated.safetensors", "adapter_model.safetensors"):
+        shutil.copy(whole, folder / name)
+    if has_index:
+        whole = whole.rename(folder / "model-00001-of-00001.safetensors")
+        index = {"weight_map": dict.fromkeys(ModelShape.read(folder).tensor_shapes, whole.name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_files(folder) == [whole]
+    assert found({"model.path": str(folder)}) == {}
+    with CheckpointReader(folder) as reader:
+        reader.require(ModelShape.read(folder))
+
+
+def test_an_output_head_of_its_own_in_a_tied_model_is_refused(tmp_path: Path) -> None:
+    folder = family_checkpoint(tmp_path, "qwen3", tied=True)
+    shape = ModelShape.read(folder)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    assert checkpoint_faults(folder, shape) == []  # an equal copy
+    head[-1, -1] += 0.5
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    (fault,) = checkpoint_faults(folder, shape)
+    assert "tie_word_embeddings is true and lm_head.weight differs" in fault
 
 
 def test_a_chat_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:

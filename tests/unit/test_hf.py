@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3 import assets
-from r3.models.hf_checkpoint import CheckpointReader, write_checkpoint
+from r3.models.hf_checkpoint import CheckpointReader, read_small_files, write_checkpoint
 from r3.models.rules import Kind
 from r3.policy.weights import HeadLayout, Slot, join_shards, load, split
 
@@ -122,6 +123,84 @@ def test_reading_a_cut_takes_no_more_memory_than_the_cut(dim: int, tmp_path: Pat
         assert _memory("RssAnon") - before <= 24 * MIB
 
 
+def exported(folder: Path, **config: object) -> Path:
+    """An export of one tensor beside the small files of `folder`, which is then deleted."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    small_files, out = read_small_files(folder), folder.with_name("export")
+    shutil.rmtree(folder)  # an export depends on nothing that may have changed since the start
+    weights = [("model.norm.weight", torch.ones(4, dtype=torch.bfloat16))]
+    write_checkpoint(
+        out, iter(weights), small_files=small_files, dtype=torch.bfloat16, metadata={"step": 2}
+    )
+    return out
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(assets.TINY_MOE, folder)
+    return folder
+
+
+def test_an_export_renders_prompts_as_its_starting_model(model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    own = (model / "chat_template.jinja").read_text()
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("TOOLS " + own)
+    for name in ("vocab.txt", "tiktoken.model", "tekken.json", "extra_special_tokens.json"):
+        (model / name).write_text("{}")
+    for name in ("adapter_config.json", "pytorch_model.bin", "r3.json", "README.md"):
+        (model / name).write_text("{}")
+    asked = [{"role": "user", "content": "3+4?"}]
+    call = {"type": "function", "function": {"name": "calc", "parameters": {}}}
+
+    def rendered(folder: Path) -> list[str]:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return [
+            tokenizer.apply_chat_template(asked, tools=tools, tokenize=False)
+            for tools in (None, [call])
+        ]
+
+    before = rendered(model)
+    names = {path.name for path in model.iterdir()}
+    out = exported(model)
+    assert rendered(out) == before and before[1].startswith("TOOLS")
+    left_out = {"adapter_config.json", "pytorch_model.bin", "README.md", "model.safetensors"}
+    assert {path.name for path in out.iterdir()} == (names - left_out) | {
+        "model-00001.safetensors",
+        "model.safetensors.index.json",
+    }
+    assert json.loads((out / "r3.json").read_text()) == {"step": 2}
+
+
+@pytest.mark.parametrize("has_code", [True, False])
+def test_auto_map_is_kept_with_its_files_or_dropped(model: Path, has_code: bool) -> None:
+    from transformers import AutoConfig
+
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModel": "them/repo--m.Model"}
+    if has_code:
+        (model / "configuration_own.py").write_text(
+            "from transformers import Qwen3MoeConfig\nclass OwnConfig(Qwen3MoeConfig): pass\n"
+        )
+    out = exported(model, auto_map=auto_map)
+    name = type(AutoConfig.from_pretrained(out, trust_remote_code=True)).__name__
+    assert name == ("OwnConfig" if has_code else "Qwen3MoeConfig")
+    assert type(AutoConfig.from_pretrained(out)).__name__ == "Qwen3MoeConfig"
+    assert ("auto_map" in json.loads((out / "config.json").read_text())) == has_code
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_of_an_export_have_the_mode_of_the_umask(model: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        out = exported(model)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o666 & ~umask}
+
+
 def test_writing_holds_one_file_of_tensors_and_not_the_model(tmp_path: Path) -> None:
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for i in range(8):  # 36 MiB each: what is larger than 32, malloc gives back at once
@@ -133,7 +212,7 @@ def test_writing_holds_one_file_of_tensors_and_not_the_model(tmp_path: Path) -> 
     write_checkpoint(
         out,
         stream(),
-        like=assets.TINY_MOE,
+        small_files=read_small_files(assets.TINY_MOE),
         dtype=torch.float32,
         metadata={},
         bytes_per_file=72 * MIB,

@@ -9,7 +9,7 @@ from pathlib import Path
 from r3.cli.checks.findings import Findings
 from r3.config import Config, ConfigError
 from r3.models.freeze import frozen_tensors
-from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
+from r3.models.shape import ModelShape, ShapeError, checkpoint_faults
 
 _SHOWN_TENSORS = 5  # of a checkpoint that does not fit
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -64,11 +64,11 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
         found.add("model.path", str(error), fix)
         return None
     try:
-        tensors = checkpoint_tensors(folder)
+        faults = checkpoint_faults(folder, shape)
     except ShapeError as error:
         found.add("model.path", str(error), "download or export the checkpoint again")
         return shape
-    if faults := shape.faults(tensors):
+    if faults:
         shown = "; ".join(faults[:_SHOWN_TENSORS])
         more = f"; and {len(faults) - _SHOWN_TENSORS} more" if len(faults) > _SHOWN_TENSORS else ""
         found.add(

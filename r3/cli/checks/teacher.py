@@ -8,7 +8,7 @@ from r3.cli.checks.findings import Findings
 from r3.cli.checks.layout import check_layout
 from r3.cli.checks.model import is_folder
 from r3.config import Config
-from r3.models.shape import ModelShape, ShapeError, checkpoint_tensors
+from r3.models.shape import ModelShape, ShapeError, checkpoint_faults
 
 
 def check_teacher(
@@ -41,7 +41,7 @@ def _fault(
         return "there is no such folder"
     try:
         teacher = ModelShape.read(path)
-        faults = teacher.faults(checkpoint_tensors(Path(path)))
+        faults = checkpoint_faults(path, teacher)
     except OSError:
         return "the folder has no config.json"
     except ShapeError as error:
