@@ -142,6 +142,9 @@ def parse(argv: Sequence[str]) -> Invocation:
         _plan_for(words, config, base, problems)
 
     config, reasons, report = _examine(config, base, words.flags, world_size, problems)
+    others = _resume_problems(config, problems)
+    if not words.dry_run:  # which starts nothing in the folder
+        problems += others
     doubts: list[str] = []
     unfit: list[Problem] = []
     if report.shape and not problems:
@@ -166,6 +169,9 @@ def parse(argv: Sequence[str]) -> Invocation:
         verdict = [dry_run.device_verdict(config, report.shape, world_size, gpu)] if gpu else []
         text = [title, *verdict, _indented("settings", differences), described]
         text += [f"warning: {warning}" for warning in warnings]
+        if others:
+            header = f"note: {config.log.dir} has another run, so a start there would be refused"
+            text.append(_indented(header, [f"- {other}" for other in others]))
         if needs:
             header = "needs (not here yet; the files in configs/ say where to get it)"
             text.append(_indented(header, [f"- {need}" for need in needs]))
@@ -216,6 +222,7 @@ def from_python(
     values = read_values(settings, problems, notes)
     config = _laid_over(base, values)
     config, reasons, report = _examine(config, base, values, world_size, problems)
+    problems += _resume_problems(config, problems)
     if problems:
         raise ConfigError(problems)
     for warning in (*notes, *report.warnings):
@@ -258,8 +265,6 @@ def _examine(
         for problem in report.problems
         if problem.field not in at_fault
     ]
-    if not any(problem.field == "log.dir" for problem in problems):
-        problems += _resume_problems(config)
     return config, reasons, report
 
 
@@ -502,15 +507,20 @@ def _resolve(
     return config, reasons, report
 
 
-def _resume_problems(config: Config) -> list[Problem]:
-    """Settings that differ from those of the run to resume in log.dir, although they must not."""
-    folder = Path(config.log.dir)
-    if not any(_CHECKPOINT.fullmatch(path.name) for path in folder.glob("checkpoints/step_*")):
+def _resume_problems(config: Config, known: Sequence[Problem]) -> list[Problem]:
+    """Settings that differ from those of the run to resume in log.dir, although they must not.
+
+    Args:
+        known: what else is wrong. A setting that is wrong by itself is not compared.
+    """
+    folder, at_fault = Path(config.log.dir), {problem.field for problem in known}
+    is_run = any(_CHECKPOINT.fullmatch(path.name) for path in folder.glob("checkpoints/step_*"))
+    if not is_run or "log.dir" in at_fault:
         return []
     try:
-        return resume_problems(
-            from_yaml((folder / "config.yaml").read_text(encoding="utf-8")), config
-        )
+        before = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+        found = resume_problems(before, config)
+        return [problem for problem in found if problem.field not in at_fault]
     except (OSError, UnicodeDecodeError):
         rule = "has checkpoints, but no config.yaml to compare with"
         fix = "restore its config.yaml, or give another --log.dir"

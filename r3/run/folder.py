@@ -35,6 +35,11 @@ class RunDir:
         return self.path / "overrides.yaml"
 
     @property
+    def sources(self) -> Path:
+        """Digests of what shapes the run beside its settings (`r3.run.sources`)."""
+        return self.path / "sources.json"
+
+    @property
     def metrics(self) -> Path:
         """One object per step."""
         return self.path / "metrics.jsonl"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from r3.cli.parse import Invocation
@@ -26,6 +27,7 @@ from r3.run.folder import RunDir
 from r3.run.header import result
 from r3.run.lock import require_free
 from r3.run.resume import ResumeError, Start, open_run
+from r3.run.sources import sources_of
 from r3.runtime.algorithm import AlgorithmError
 from r3.runtime.device import prepare_environment
 from r3.runtime.process import die_with_launcher
@@ -83,7 +85,13 @@ def prepare(invocation: Invocation) -> Prepared | None:
         if check:
             require_free(run_dir.path)
         writes = is_leader() and not config.eval.only and not check
-        start = open_run(run_dir, config, writes=writes, overrides=invocation.overrides)
+        start = open_run(
+            run_dir,
+            config,
+            writes=writes,
+            overrides=invocation.overrides,
+            sources=partial(sources_of, config, task, small_files) if is_leader() else None,
+        )
         if start.lock is not None:
             undo.callback(start.lock.release)
         if check:
@@ -96,7 +104,8 @@ def prepare(invocation: Invocation) -> Prepared | None:
                 if start.found
                 else f"{config.model.path}: {run_dir.path} has no checkpoint"
             )
-            start = replace(start, notes=(f"evaluating {what}; no training",))
+            changed = start.notes[1:] if start.found else ()
+            start = replace(start, notes=(f"evaluating {what}; no training", *changed))
         elif start.found is not None and _is_finished(config, run_dir, start.found.step):
             if is_leader():
                 print(

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from r3.cli.base import OVERRIDES
-from r3.config import Config, ConfigError, from_yaml, resume_problems, to_yaml
+from r3.config import (
+    Config,
+    ConfigError,
+    Problem,
+    from_yaml,
+    resume_problems,
+    to_yaml,
+    with_values,
+)
+from r3.models.hf_checkpoint import replace_folder
 from r3.run.folder import RunDir, read_jsonl_and_notes, truncate_metrics, write_text
 from r3.run.identity import is_automatic, new_identity, read_identity, write_identity
 from r3.run.lock import RunLock, hold, unusable
 from r3.run.manifest import DamageError, read_manifest
+from r3.run.sources import Sources, require_same_sources, write_sources
 
 _STEP = re.compile(r"step_(\d{6,})")
 _FRUITLESS_RESTARTS = 1
 _FAILURES_OF_A_STEP = 1  # the same failure twice is no accident
-_ASIDE = ("metrics.jsonl", "tensorboard", "rollouts", "eval", "config.yaml", OVERRIDES, "hf")
+_ASIDE = (
+    "metrics.jsonl",
+    "tensorboard",
+    "rollouts",
+    "eval",
+    "config.yaml",
+    OVERRIDES,
+    "hf",
+    "sources.json",
+)
 
 
 class ResumeError(ValueError):
@@ -122,7 +142,14 @@ def _last_error(run_dir: RunDir) -> str:
         return "none was written: a process was killed, or hung"
 
 
-def open_run(run_dir: RunDir, config: Config, *, writes: bool, overrides: str = "") -> Start:
+def open_run(
+    run_dir: RunDir,
+    config: Config,
+    *,
+    writes: bool,
+    overrides: str = "",
+    sources: Callable[[], Sources] | None = None,
+) -> Start:
     """Look at the run's folder and make it ready to start or to resume.
 
     All ranks must call; one of them (`writes`) changes files. With a checkpoint, settings that may
@@ -134,10 +161,11 @@ def open_run(run_dir: RunDir, config: Config, *, writes: bool, overrides: str = 
         config: settings of the run, for config.yaml.
         writes: whether this rank changes files.
         overrides: differences from the base, for overrides.yaml; "" writes no such file.
+        sources: returns what shapes the run beside its settings; None compares nothing.
 
     Raises:
-        ConfigError: a setting changed that may not, another run writes to the folder, or nobody
-            can.
+        ConfigError: a setting, rows, tokenizer, template or a model changed that may not, the
+            checkpoint is beyond train.steps, another run writes to the folder, or nobody can.
         ResumeError: launchers restart the run again and again without progress, or
             metrics.jsonl is damaged before its last line.
     """
@@ -146,32 +174,45 @@ def open_run(run_dir: RunDir, config: Config, *, writes: bool, overrides: str = 
         if lock is not None:
             on_failure.callback(lock.release)
         try:
-            start = _open(run_dir, config, writes=writes, overrides=overrides)
+            start = _open(run_dir, config, sources, writes=writes, overrides=overrides)
         except OSError as error:  # a full disk
             raise unusable(run_dir.path, error) from None
         on_failure.pop_all()
     return replace(start, lock=lock)
 
 
-def _open(run_dir: RunDir, config: Config, *, writes: bool, overrides: str) -> Start:
+def _open(
+    run_dir: RunDir,
+    config: Config,
+    sources: Callable[[], Sources] | None,
+    *,
+    writes: bool,
+    overrides: str,
+) -> Start:
     rows = _rows(run_dir)
     if writes:
         register_start(run_dir, reached=int(rows[-1]["step"]) if rows else 0)
     found = find_latest(run_dir.checkpoints)
     if found is not None:
-        if run_dir.config.exists() and (
-            problems := resume_problems(from_yaml(run_dir.config.read_text()), config)
-        ):
+        problems = _beyond(config, run_dir, found)
+        if run_dir.config.exists():
+            problems += resume_problems(from_yaml(run_dir.config.read_text()), config)
+        if problems:
             raise ConfigError(problems)
         notes = [resume_note(found)]
+        if sources is not None:
+            now = sources()
+            notes += require_same_sources(run_dir, now, config, refuse=not config.eval.only)
         if writes:
-            notes += truncate_metrics(run_dir, found.step + 1)
+            notes += drop_after(run_dir, found.step)
             _write_settings(run_dir, config, overrides)
+            if sources is not None:
+                write_sources(run_dir, now)
         return Start(found=found, notes=tuple(notes))
     notes = []
     if writes:
         left = [run_dir.path / name for name in _ASIDE if (run_dir.path / name).exists()]
-        if rows:
+        if rows or run_dir.hf(0).parent.exists():
             number = 1 + len(list(run_dir.path.glob("aborted_*")))
             aside = run_dir.path / f"aborted_{number:03d}"
             aside.mkdir()
@@ -182,10 +223,43 @@ def _open(run_dir: RunDir, config: Config, *, writes: bool, overrides: str) -> S
                 "starting a new run"
             )
         _write_settings(run_dir, config, overrides)
+        if sources is not None:
+            write_sources(run_dir, sources())
     return Start(found=None, notes=tuple(notes))
 
 
+def _beyond(config: Config, run_dir: RunDir, found: Found) -> list[Problem]:
+    """A run that should end before its newest checkpoint: its result would be another step's."""
+    steps = config.train.steps
+    if steps >= found.step or config.eval.only:
+        return []
+    return [
+        Problem(
+            "train.steps",
+            steps,
+            f"the newest checkpoint is of step {found.step}, so the run would end with its weights",
+            f"set at least {found.step}; an earlier checkpoint that is kept becomes a model folder "
+            f"with: python -m r3.export {run_dir.path} --step {steps}",
+        )
+    ]
+
+
+def drop_after(run_dir: RunDir, step: int) -> list[str]:
+    """Drop what an attempt wrote after `step`, whose steps are made again; return notes.
+
+    Rows of metrics are dropped. Exported models get another name.
+    """
+    notes = truncate_metrics(run_dir, step + 1)
+    for later, folder in step_folders(run_dir.hf(0).parent):
+        if later > step:
+            aside = folder.with_name(f"abandoned_{folder.name}")
+            replace_folder(folder, aside)
+            notes.append(f"{folder} is of the attempt that is given up: renamed to {aside.name}")
+    return notes
+
+
 def _write_settings(run_dir: RunDir, config: Config, overrides: str) -> None:
+    config = with_values(config, {"checkpoint.allow_changed": ()})  # it holds for one start
     write_text(run_dir.config, to_yaml(config))
     if overrides:
         write_text(run_dir.path / OVERRIDES, overrides)

@@ -22,6 +22,7 @@ from r3.run.header import closing, header
 from r3.run.identity import read_identity
 from r3.run.prepare import Prepared, is_leader
 from r3.run.resume import ResumeError, Start
+from r3.run.sources import users_files
 from r3.run.stop import REQUEUE, StoppedEarly
 from r3.run.verify import newest_whole
 from r3.run.watchdog import Watchdog
@@ -160,7 +161,7 @@ def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> 
             f"{p.id} {len(p.tokens_T)} {p.answer}" for prompts in sets for p in prompts
         ),
         "sizes of the model": task.shape,
-        "your Python files": _digest(map(_source, _users_files(config))),
+        "your Python files": _digest(map(_source, users_files(config))),
     }
     everybody = world.all_gather_object(mine)
     for what, value in everybody[0].items():
@@ -171,13 +172,6 @@ def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> 
                     "machines see the same folders "
                     "(log.dir, data, model)?"
                 )
-
-
-def _users_files(config: Config) -> list[str]:
-    """Files that hold functions and classes of this run, as the settings name them."""
-    specs = [config.env.path, *config.reward.function, *config.algo.own_functions.values()]
-    specs += [*config.eval.env, *config.eval.function]
-    return [file for file, colon, _ in (spec.rpartition(":") for spec in specs) if colon]
 
 
 def _source(file: str) -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from r3.config import Config
 from r3.rollout.partial import FILE_PREFIX
-from r3.run.folder import RunDir, truncate_metrics
+from r3.run.folder import RunDir
 from r3.run.identity import read_identity
 from r3.run.manifest import DamageError, Manifest, faults, read_manifest
 from r3.run.plain import require_plain_metadata
-from r3.run.resume import Found, ResumeError, Start, resume_note, step_folders
+from r3.run.resume import Found, ResumeError, Start, drop_after, resume_note, step_folders
 from r3.runtime.mesh import Axis
 
 _SHOWN = 3
@@ -42,7 +42,7 @@ def newest_whole(
             if not notes:
                 return start
             if writes and world.rank == 0:
-                notes += truncate_metrics(run_dir, step + 1)
+                notes += drop_after(run_dir, step)
             where = resume_note(found)
             if config.eval.only:
                 where = f"evaluating checkpoint {folder}, after step {step}; no training"

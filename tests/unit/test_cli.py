@@ -618,6 +618,22 @@ def test_a_dry_run_shows_changed_settings_and_warnings(capsys: pytest.CaptureFix
     assert "warning: train.min_lr = 1e-06 has no effect" in text
 
 
+def test_a_dry_run_notes_another_run_in_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    started_run(Path("runs/tiny"))
+    text = printed(capsys, "tiny", "--dry-run", "--train.seed", "1")
+    assert "note: runs/tiny has another run, so a start there would be refused" in text
+    assert "- train.seed = 1: the run was started with 0" in text
+    assert "another run" not in printed(capsys, "tiny", "--dry-run")
+
+
+def test_a_setting_that_is_wrong_itself_is_not_compared_with_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    started_run(Path("runs/tiny"))
+    message = refusal(capsys, "tiny", "--parallel.ep", "1", "--rollout.group_size", "0")
+    assert "config: 1 problem\n" in message and "the run was started with" not in message
+
+
 def test_a_dry_run_excuses_only_what_the_preset_itself_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

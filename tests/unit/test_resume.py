@@ -1,0 +1,215 @@
+"""What a run depends on beside its settings is compared when it resumes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from r3 import assets
+from r3.config import ConfigError, from_yaml
+from r3.models.hf_checkpoint import read_small_files
+from r3.rollout.task import read_task
+from r3.run.folder import RunDir
+from r3.run.resume import Start, open_run
+from r3.run.sources import read_sources, sources_of
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+REWARD = "def right(response, prompt):\n    return 1.0\n"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run's folder, and what it depends on."""
+
+    root: Path
+
+    def start(self, *allowed: str, writes: bool = True, **sections: dict[str, Any]) -> Start:
+        """Start or resume the run; the lock is released."""
+        config = tiny_config(
+            self.root / "model",
+            data={"path": (str(self.root / "rows.jsonl"),)},
+            reward={"function": (f"{self.root}/mine.py:right",)},
+            algo={"teacher": (str(self.root / "teacher"),)},
+            checkpoint={"allow_changed": allowed},
+            **sections,
+        )
+        with_task = read_task(config)
+        sources = partial(sources_of, config, with_task, read_small_files(config.model.path))
+        try:
+            start = open_run(RunDir(self.root / "run"), config, writes=writes, sources=sources)
+        finally:
+            with_task.close()
+        if start.lock is not None:
+            start.lock.release()
+        return start
+
+    def save(self, step: int) -> None:
+        """A checkpoint, as far as `open_run` looks at it."""
+        run_dir = RunDir(self.root / "run")
+        run_dir.checkpoint(step).mkdir(parents=True)
+        run_dir.metrics.write_text("".join(f'{{"step": {i}}}\n' for i in range(1, step + 1)))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    for name in ("model", "teacher"):
+        shutil.copytree(assets.TINY_MOE, tmp_path / name)
+    rows = assets.WORD_PROBLEMS_TRAIN.read_text().splitlines()[:20]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "mine.py").write_text(REWARD)
+    place = Place(tmp_path)
+    assert place.start().notes == ()
+    place.save(1)
+    return place
+
+
+def retrained(folder: Path) -> None:
+    """Other weights of the same shapes."""
+    tensors = load_file(folder / "model.safetensors")
+    changed = {name: tensor + 0.01 * torch.ones_like(tensor) for name, tensor in tensors.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def swap_rows(root: Path) -> None:
+    first, second, *others = (root / "rows.jsonl").read_text().splitlines()
+    (root / "rows.jsonl").write_text("\n".join([second, first, *others]))
+
+
+def append_row(root: Path) -> None:
+    with (root / "rows.jsonl").open("a") as file:
+        file.write('{"question": "3+4?", "answer": "#### 7"}\n')
+
+
+def end_of_turn(root: Path) -> None:
+    edit_json(root / "model" / "generation_config.json", eos_token_id=[2, 0])
+
+
+def template(root: Path) -> None:
+    path = root / "model" / "chat_template.jinja"
+    path.write_text(path.read_text().replace("<|im_start|>assistant", "<|im_start|>user", 1) + " ")
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a row more": (append_row, "data.path .* the rows changed since .*allow_changed data$"),
+    "rows in another order": (swap_rows, "the rows changed since .*allow_changed data$"),
+    "template": (template, "model.path .* the chat template changed .*allow_changed template$"),
+    "tokenizer": (
+        lambda root: edit_json(root / "model" / "tokenizer_config.json", add_prefix_space=True),
+        "the tokenizer changed since .*allow_changed tokenizer$",
+    ),
+    "weights": (
+        lambda root: retrained(root / "model"),
+        "the model's weights changed since .*allow_changed model$",
+    ),
+    "end of a turn": (end_of_turn, "the model's end tokens changed since"),
+    "config.json": (
+        lambda root: edit_json(root / "model" / "config.json", rms_norm_eps=1e-5),
+        "the model's config.json changed since",
+    ),
+    "teacher": (
+        lambda root: retrained(root / "teacher"),
+        "algo.teacher .* the teacher .*/teacher changed since .*allow_changed teacher$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_what_shapes_learning_is_refused_once(name: str, place: Place) -> None:
+    change, message = CHANGES[name]
+    before = read_sources(RunDir(place.root / "run"))
+    change(place.root)
+    with pytest.raises(ConfigError, match=f"config: 1 problem\n(.|\n)*{message}") as refused:
+        place.start()
+    assert read_sources(RunDir(place.root / "run")) == before
+    (group,) = re.findall(r"allow_changed (\w+)", str(refused.value))
+    with pytest.raises(ConfigError):  # the preflight says it, too
+        place.start(writes=False)
+    _, note = place.start(group).notes
+    assert note.startswith("changed since the last start: ")
+    # The permission was for that start, and what it allowed is what the run now depends on.
+    config = from_yaml((place.root / "run" / "config.yaml").read_text())
+    assert config.checkpoint.allow_changed == ()
+    assert len(place.start().notes) == 1
+
+
+def test_all_changes_are_named_at_once_with_one_flag(place: Place) -> None:
+    append_row(place.root)
+    template(place.root)
+    retrained(place.root / "model")
+    with pytest.raises(ConfigError, match="config: 3 problems") as refused:
+        place.start("teacher")
+    assert str(refused.value).count("allow_changed teacher data template model") == 3
+    assert len(place.start("data", "template", "model").notes) == 2
+
+
+def test_code_and_versions_are_noted_and_the_run_goes_on(place: Place) -> None:
+    (place.root / "mine.py").write_text(REWARD.replace("1.0", "0.5"))
+    run_dir = RunDir(place.root / "run")
+    content = json.loads(run_dir.sources.read_text())
+    content["versions"]["torch"] = "1.0"
+    content["evaluation"] = {}
+    run_dir.sources.write_text(json.dumps(content))
+    _, note = place.start().notes
+    assert note == (
+        f"changed since the last start: {place.root}/mine.py, held-out set heldout, "
+        f"torch 1.0 -> {torch.__version__}"
+    )
+    assert len(place.start().notes) == 1  # said once
+
+
+def test_files_written_anew_with_the_same_content_change_nothing(place: Place) -> None:
+    model = place.root / "model"
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    reordered = dict(reversed(settings.items()))
+    (model / "tokenizer_config.json").write_text(json.dumps(reordered, indent=4))
+    edit_json(model / "generation_config.json", temperature=0.3)  # has no effect on a run
+    (model / "README.md").write_text("More words.")
+    assert len(place.start().notes) == 1
+
+
+def test_a_run_of_an_older_version_resumes_with_a_note(place: Place) -> None:
+    (place.root / "run" / "sources.json").unlink()
+    _, note = place.start().notes
+    assert note.startswith("sources.json is missing: data, tokenizer and models were not compared")
+    assert len(place.start().notes) == 1
+
+
+def test_evaluation_alone_notes_a_change(place: Place) -> None:
+    template(place.root)
+    start = place.start(writes=False, eval={"only": True})
+    assert start.notes[1:] == ("changed since the last start: the chat template",)
+
+
+def test_fewer_steps_than_the_checkpoint_has_are_refused(place: Place) -> None:
+    place.save(3)
+    with pytest.raises(ConfigError, match=r"train\.steps = 2: .*of step 3.*r3\.export .*--step 2"):
+        place.start()
+    assert place.start(train={"steps": 3}).found.step == 3  # type: ignore[union-attr]
+
+
+def test_the_model_of_an_abandoned_attempt_loses_its_name(place: Place) -> None:
+    run_dir = RunDir(place.root / "run")
+    for step in (1, 2):
+        run_dir.hf(step).mkdir(parents=True)
+    (run_dir.hf(2) / "r3.json").write_text("{}")
+    _, note = place.start().notes  # from the checkpoint of step 1: step 2 is made again
+    assert note.endswith("hf/step_000002 is of the attempt that is given up: renamed to "
+                         "abandoned_step_000002")  # fmt: skip
+    assert run_dir.hf(1).exists() and not run_dir.hf(2).exists()
+    assert (run_dir.hf(2).with_name("abandoned_step_000002") / "r3.json").exists()
