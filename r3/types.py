@@ -101,7 +101,8 @@ class Rollout:
         metrics: what its environment and its reward functions reported, by full names.
         sequence: index among the sequences of its episode, in the order in which they began.
         own_reward: whether its reward is of this sequence alone (a workflow that rewards each
-            call), and not of its whole episode.
+            call), and not of its whole episode. None if a workflow's episode is unfinished or
+            failed: then it is as in the other episodes of the step.
     """
 
     prompt_id: str
@@ -119,7 +120,7 @@ class Rollout:
     turn_rewards: tuple[float | None, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     sequence: int = 0
-    own_reward: bool = False
+    own_reward: bool | None = False
 
     def __post_init__(self) -> None:
         tokens = len(self.tokens_T)
@@ -135,11 +136,6 @@ class Rollout:
         """Prompt, sample and, after the first, sequence, for messages."""
         sequence = f"/{self.sequence}" if self.sequence else ""
         return f"{self.prompt_id}/{self.sample_index}{sequence}"
-
-    @property
-    def unit(self) -> tuple[int, int, int]:
-        """Names what has one reward and one advantage: the episode, or this sequence of it."""
-        return self.group, self.sample_index, self.sequence if self.own_reward else 0
 
     @classmethod
     def unsampled(

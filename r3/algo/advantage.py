@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Keeps a group whose rewards differ by rounding alone from being blown up to unit variance.
+from r3.algo.sums import TOLERANCE
+
+# Of the papers; rewards that differ by rounding alone are equal before it matters.
 STD_EPSILON = 1e-6
 
 
@@ -23,7 +25,7 @@ class _Groups(NamedTuple):
 
     Attributes:
         rewards_R: the rewards in float64, so that statistics do not depend on the rollouts' order.
-        flat_R: all rollouts of the group have the same reward: nothing to learn from it.
+        flat_R: the rewards of the group differ by rounding at most: nothing to learn from it.
     """
 
     rewards_R: Tensor
@@ -53,11 +55,12 @@ def _groups(rewards_R: Tensor, groups_R: Tensor) -> _Groups:
     mean_R = (zeros.index_add(0, index_R, rewards_R) / sizes)[index_R]
     squares = zeros.index_add(0, index_R, (rewards_R - mean_R).square())
     std_R = (squares / (sizes - 1).clamp(min=1)).sqrt()[index_R]
-    # From the rewards themselves: the mean of three 0.1 is not exactly 0.1, and rounding must not
-    # become an advantage.
+    # From the rewards themselves, as `sums.are_equal`: the mean of three 0.1 is not exactly 0.1,
+    # and rounding must not become an advantage.
     low = zeros.scatter_reduce(0, index_R, rewards_R, "amin", include_self=False)
     high = zeros.scatter_reduce(0, index_R, rewards_R, "amax", include_self=False)
-    return _Groups(rewards_R, mean_R, std_R, sizes[index_R], (low == high)[index_R])
+    flat = high - low <= TOLERANCE * torch.maximum(low.abs(), high.abs()).clamp(min=1.0)
+    return _Groups(rewards_R, mean_R, std_R, sizes[index_R], flat[index_R])
 
 
 def grpo(rewards_R: Tensor, groups_R: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from math import lcm
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from r3.config.arguments import keyword_arguments
+from r3.config.names import names_of
 from r3.config.rules import (
     Above,
     AtLeast,
@@ -268,6 +269,9 @@ class RewardConfig:
     weights: tuple[float, ...] = ()
     """Weights of the functions in the sum, one per function. 0: report the function and leave it
     out of the sum. Empty: all 1."""
+    correct: str = ""
+    """Name of the function that decides whether a response is right, as in metrics: it returns at
+    least 1. Accuracy, pass@k and algo.dynamic_sampling count by it. Empty: the first function."""
     args: Annotated[
         tuple[str, ...], KeyValue(r"(?s)(\w+\.)?[A-Za-z_]\w*=.*", "key=value or FUNCTION.key=value")
     ] = ()
@@ -324,6 +328,11 @@ class RewardConfig:
     model_tokens: Annotated[int, AtLeast(1), MayChangeOnResume()] = 16384
     """model: maximum padded tokens per batch. A single conversation may have more."""
 
+    @property
+    def deciding(self) -> str:
+        """Name of the function that decides whether a response is right."""
+        return self.correct or names_of(self.function)[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
@@ -344,7 +353,11 @@ class AlgoConfig:
     GRPO)."""
     dynamic_sampling: Annotated[int, AtLeast(0)] = 0
     """Maximum additional rounds of prompts per step, until rollout.prompts_per_step groups have
-    rewards that differ (DAPO). Other groups are not trained on. 0: off."""
+    signal (DAPO). Other groups are not trained on. 0: off."""
+    dynamic_sampling_metric: Literal["correct", "reward"] = "correct"
+    """Which groups have signal. correct: those in which the function that decides what is right
+    (reward.correct) gives different values: in DAPO, neither all responses right nor all wrong.
+    reward: those with different rewards, weights and overlong penalty included."""
     overlong_buffer: Annotated[int, AtLeast(0)] = 0
     """Soft overlong penalty (DAPO): the reward falls linearly over this many last tokens before
     rollout.max_response_tokens, which counts observations too. 0: off."""
@@ -428,6 +441,11 @@ class AlgoConfig:
     (on-policy distillation). Empty: none."""
     teacher_coef: Annotated[float, Above(0), Fix("1.0; without algo.teacher there is none")] = 1.0
     """Weight of log pi_teacher - log pi_old in the advantage of a token."""
+
+    @property
+    def takes_kl_from_reward(self) -> bool:
+        """Whether the KL penalty is subtracted from rewards before advantages."""
+        return self.kl_coef > 0 and self.kl_in == "reward"
 
     @property
     def own_functions(self) -> dict[str, str]:

@@ -20,6 +20,8 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from r3.metrics.glossary import headlines
+
 _TITLES_EVERY = 20  # rows between two repetitions of the column titles
 _MAX_WIDTH = 160
 _LOG_WIDTH = 100  # of samples in log files
@@ -69,7 +71,7 @@ class Column:
         return next((self.show(row[key]) for key in self.keys if key in row), "")
 
 
-_EVAL = "eval/"  # stands for the first accuracy of the row
+_EVAL = "eval/"  # stands for the figure of the first held-out set
 COLUMNS = (
     Column(("reward/mean",), "reward", "{:.3f}".format, 6, 0),
     Column((_EVAL,), "eval", "{:.3f}".format, 5, 0),
@@ -108,24 +110,22 @@ def _step_cell(text: str, width: int) -> str:
 
 
 def with_evaluation(row: Mapping[str, float]) -> dict[str, float]:
-    """The row with the accuracy of its first held-out set under `eval/`."""
-    accuracies = [
-        row[key] for key in sorted(row) if key.startswith(_EVAL) and key.endswith("/accuracy")
-    ]
-    return dict(row) | ({_EVAL: accuracies[0]} if accuracies else {})
+    """The row with the figure of its first held-out set under `eval/`."""
+    first = next(iter(headlines(row).values()), None)
+    return dict(row) | ({_EVAL: row[first]} if first else {})
 
 
 def notes(row: Mapping[str, float]) -> list[str]:
     """What a person should know of a row and the table does not show."""
     coverage = row.get("routing/coverage", 1.0)
     found = [] if coverage == 1.0 else [f"coverage {share_text(coverage)}: routes are missing"]
-    others = [key for key in sorted(row) if key.startswith(_EVAL) and key != _EVAL]
-    first = next((key for key in others if key.endswith("/accuracy")), None)
-    found += [
-        f"{key.removeprefix(_EVAL).removesuffix('/accuracy').replace('/', ' ')} {row[key]:.3f}"
-        for key in others
-        if key != first
-    ]
+    figures = list(headlines(row).values())
+    for key in sorted(row):
+        if key.startswith(_EVAL) and key not in (_EVAL, *figures[:1]):
+            name = key.removeprefix(_EVAL)
+            # The accuracy of a set is named only where another figure stands for the set.
+            name = name.removesuffix("/accuracy") if key in figures else name
+            found.append(f"{name.replace('/', ' ')} {row[key]:.3f}")
     return found
 
 

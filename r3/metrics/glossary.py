@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -30,6 +31,7 @@ LAYER_AGREEMENT = "routing/agreement_layer/"
 _R3 = "arXiv 2510.11370"
 _ROUND = "r3/rollout/round.py"
 _COLLECT = "r3/rollout/collect.py"
+_SCORED = "r3/rollout/scored.py"
 _STEP = "r3/rollout/step.py"
 _WORKERS = "r3/runtime/workers.py"
 _MISMATCH = "r3/metrics/mismatch.py"
@@ -58,11 +60,15 @@ def _calls(who: str, setting: str) -> dict[str, Entry]:
 GLOSSARY: dict[str, Entry] = {
     "reward/mean": Entry(
         "mean reward per rollout; of workflows per episode, or per sequence if calls are rewarded",
-        _COLLECT,
+        _SCORED,
     ),
-    "reward/std": Entry("standard deviation of the rewards", _COLLECT),
-    "reward/shaped_mean": Entry("mean reward minus the overlong penalty", "r3/rollout/scored.py"),
-    "reward/group_zero_std_frac": Entry("share of groups whose rewards are all equal", _COLLECT),
+    "reward/std": Entry("standard deviation of the rewards", _SCORED),
+    "reward/shaped_mean": Entry("mean reward minus the overlong penalty", _SCORED),
+    "reward/group_zero_std_frac": Entry(
+        "share of groups without signal: equal rewards (after the overlong penalty), no token with "
+        "loss, or left out by algo.dynamic_sampling_metric",
+        _SCORED,
+    ),
     "reward/COMPONENT/mean": Entry("mean of one reward function, before its weight", _COLLECT),
     "reward/by_environment_frac": Entry(
         "share of conversations that their environment rewarded", _COLLECT
@@ -86,7 +92,16 @@ GLOSSARY: dict[str, Entry] = {
     ),
     "reward/NAME": Entry("mean of what your reward function reports, over rollouts", _COLLECT),
     "time/judge_mean_s": Entry("mean seconds from the end of a rollout to its reward", _COLLECT),
-    "eval/SET/accuracy": Entry("share of responses with reward >= 1", "r3/rollout/evaluate.py"),
+    "eval/SET/accuracy": Entry(
+        "share of right responses: the first of reward.function, or reward.correct, gave at least "
+        "1; if no function was called, the reward is at least 1",
+        "r3/rollout/evaluate.py",
+    ),
+    "eval/SET/reward": Entry(
+        "mean reward; reported if the function that decides what is right gave other values than 0 "
+        "and 1, and then the figure of the set on the console",
+        "r3/rollout/evaluate.py",
+    ),
     "eval/SET/unjudged": Entry("responses given 0 after a failed reward", "r3/rollout/evaluate.py"),
     "eval/SET/avg_at_K": Entry("mean reward of K responses per question", "r3/rollout/evaluate.py"),
     "eval/SET/pass_at_K": Entry(
@@ -105,7 +120,7 @@ GLOSSARY: dict[str, Entry] = {
     ),
     "rollout/rounds": Entry("rounds of prompts in the step (algo.dynamic_sampling)", _STEP),
     "rollout/groups_sampled": Entry("groups sampled in all rounds", _STEP),
-    "rollout/groups_trained": Entry("groups with different rewards, which are trained on", _STEP),
+    "rollout/groups_trained": Entry("groups with signal, which are trained on", _STEP),
     "rollout/carried": Entry(
         "conversations suspended by rollout.step_token_budget that the next step resumes", _STEP
     ),
@@ -311,6 +326,17 @@ def explain(key: str, *, users: bool = True) -> Entry:
     near = difflib.get_close_matches(key, GLOSSARY, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "give it a line in r3.metrics.GLOSSARY"
     raise UnknownMetricError(f"unknown metric {key!r}: {hint}")
+
+
+def headlines(keys: Iterable[str]) -> dict[str, str]:
+    """The figure of each held-out set: its mean reward where there is one, else its accuracy."""
+    found: dict[str, str] = {}
+    for key in sorted(keys):  # accuracy before reward
+        section, _, rest = key.partition("/")
+        name, _, figure = rest.rpartition("/")
+        if section == "eval" and figure in ("accuracy", "reward") and "/" not in name:
+            found[name] = key
+    return found
 
 
 def is_wall_clock(key: str) -> bool:

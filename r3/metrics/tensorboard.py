@@ -15,7 +15,7 @@ def tensorboard_layout(eval_names: Sequence[str]) -> dict[str, dict[str, list[An
         "1 health": {
             "reward and evaluation": [
                 "reward/mean",
-                *(f"eval/{name}/accuracy" for name in eval_names),
+                *(f"eval/{name}/{what}" for name in eval_names for what in ("accuracy", "reward")),
             ],
             "mismatch k3": ["mismatch/k3"],
             "mismatch tail": ["mismatch/f2", "mismatch/abs_p99", "mismatch/abs_max"],

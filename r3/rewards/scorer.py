@@ -27,6 +27,7 @@ from typing import Any, Literal, cast
 
 from r3.config import RewardConfig
 from r3.config.arguments import keyword_arguments
+from r3.config.names import ENVIRONMENT, names_of
 from r3.data.sources import verifier_of
 from r3.envs.chat import Renderer
 from r3.rewards import (
@@ -44,10 +45,6 @@ from r3.runtime.exchange import own_copy
 from r3.runtime.user_code import load
 from r3.runtime.workers import CallError, Failure, Here, Place, Pool, Processes, Threads
 from r3.types import Message, Prompt, Rollout
-
-# Names in `reward.function` that stand for the environment's own reward. `none` says that there is
-# no reward function beside it.
-ENVIRONMENT = ("env", "none")
 
 _POLL_INTERVAL_S = 0.01  # between looks at components that are all waited for
 
@@ -175,11 +172,19 @@ class Scorer:
         components: Sequence[Component | ByRow],
         *,
         on_error: Literal["stop", "zero", "drop"] = "stop",
+        deciding: str = "",
     ) -> None:
+        """Combine components.
+
+        Args:
+            deciding: name of the component that decides whether a response is right; empty: the
+                first.
+        """
         names = [component.name for component in components]
         assert len(set(names)) == len(names) > 0, f"components {names}"
         self.components = tuple(components)
         self.on_error = on_error
+        self.deciding = deciding or names[0]
         self._choices = [(each.name, choice) for each in components for choice in each.choices]
         self._only_report = {each.name for each in components if not each.weight}
         self._shown: set[str] = set()
@@ -423,23 +428,8 @@ def make_scorer(
         else component(spec, name, weight)
         for spec, name, weight in zip(specs, names_of(specs), weights, strict=True)
     ]
-    return Scorer(components, on_error=settings.on_error)
-
-
-def names_of(specs: Sequence[str]) -> list[str]:
-    """Return the names of components in metrics and dumps.
-
-    The built-in's name or the function's, numbered if two are the same.
-    """
-    names: list[str] = []
-    for spec in specs:
-        name = base = "env" if spec in ENVIRONMENT else spec.rpartition(":")[2]
-        number = 1
-        while name in names:
-            number += 1
-            name = f"{base}_{number}"
-        names.append(name)
-    return names
+    decides = "" if functions else settings.deciding
+    return Scorer(components, on_error=settings.on_error, deciding=decides)
 
 
 def _arguments_by_name(settings: RewardConfig, specs: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -89,6 +89,7 @@ def encode(items: Sequence[Scored], layers: Sequence[int] | None = None) -> byte
             "index": item.index,
             "advantage": float(item.advantage).hex(),
             "reward": float(item.reward).hex(),
+            "shaped_reward": float(item.shaped_reward).hex(),
             "parts": {name: float(part).hex() for name, part in item.parts.items()},
             "trains": item.trains,
             "checksums": checksums(item.rollout.tokens_T, rows),
@@ -111,6 +112,8 @@ def decode(message: bytes) -> list[Scored]:
             index=fact["index"],
             advantage=float.fromhex(fact["advantage"]),
             reward=float.fromhex(fact["reward"]),
+            # Older checkpoints of partial rollouts have none, and nothing reads it from them.
+            shaped_reward=float.fromhex(fact.get("shaped_reward", "0x0p+0")),
             parts={name: float.fromhex(part) for name, part in fact["parts"].items()},
             trains=fact["trains"],
             checksums=tuple(fact["checksums"]),

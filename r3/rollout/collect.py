@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from r3.engine import Engine, Sampling
-from r3.metrics.reduce import Mean, StandardDeviation, Sum
+from r3.metrics.reduce import Mean, Sum
 from r3.metrics.users import means
 from r3.rewards.scorer import Scorer
 from r3.rollout.collected import CollectedRollouts
@@ -144,29 +144,17 @@ class Collector:
 
 
 def rollout_metrics(collected: CollectedRollouts) -> dict[str, Any]:
-    """Partials of reward/*, rollout/* and users' metrics of this rank's rollouts."""
+    """Partials of reward/COMPONENT/*, rollout/* and users' metrics of this rank's rollouts."""
     rollouts, count = collected.rollouts, float(len(collected.rollouts))
-    # Sequences of an episode that share their reward count once.
-    by_unit = dict(zip((each.unit for each in rollouts), collected.rewards, strict=True))
-    rewards = list(by_unit.values())
-    by_group: dict[int, list[float]] = {}
-    for (group, _, _), reward in by_unit.items():
-        by_group.setdefault(group, []).append(reward)
-    groups = list(by_group.values())
     by_component: dict[str, list[float]] = {}
     for parts in collected.parts.values():
         for name, part in parts.items():
             by_component.setdefault(name, []).append(part)
     return {
-        "reward/mean": Mean(total=sum(rewards), count=float(len(rewards))),
-        "reward/std": StandardDeviation(tuple(rewards)),
         **{
             f"reward/{name}/mean": Mean(total=sum(values), count=float(len(values)))
             for name, values in by_component.items()
         },
-        "reward/group_zero_std_frac": Mean(
-            total=float(sum(max(group) == min(group) for group in groups)), count=float(len(groups))
-        ),
         "rollout/response_tokens_mean": Mean(
             total=float(sum(rollout.num_response_tokens for rollout in rollouts)), count=count
         ),

@@ -19,7 +19,7 @@ class CollectedRollouts:
 
     Attributes:
         rewards: one per rollout.
-        parts: rewards of each component by (group, sample_index), where functions were called.
+        parts: values of each component by (group, sample_index), where functions were called.
         metrics: partials of the conversations themselves.
         suspended: conversations that the token budget interrupted.
     """
@@ -29,6 +29,16 @@ class CollectedRollouts:
     parts: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     suspended: tuple[SuspendedConversation, ...] = ()
+
+    def values_of(self, component: str) -> list[float]:
+        """Return the value of a component for each rollout; its reward where there is none.
+
+        An environment or a workflow may reward a conversation itself.
+        """
+        return [
+            self.parts.get((rollout.group, rollout.sample_index), {}).get(component, reward)
+            for rollout, reward in zip(self.rollouts, self.rewards, strict=True)
+        ]
 
     @classmethod
     def joined(cls, rounds: Sequence[CollectedRollouts]) -> CollectedRollouts:

@@ -142,7 +142,8 @@ class Episode(ABC):
             "error"; "suspended" if the token budget interrupted it; empty while it runs.
         failure: why it counts as failed; empty if it does not.
         reward: what its environment or workflow gave for all of it; None if nothing.
-        rewards_calls: whether rewards are those of its calls, one by one.
+        rewards_calls: whether rewards are those of its calls, one by one; None if a workflow did
+            not say, because it is unfinished or failed.
         metrics: what its environment or workflow reported, by full names.
     """
 
@@ -160,7 +161,7 @@ class Episode(ABC):
     outcome: str = ""
     failure: str = ""
     reward: float | None = None
-    rewards_calls: bool = False
+    rewards_calls: bool | None = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @abstractmethod
@@ -224,7 +225,7 @@ class Episode(ABC):
     def fail(self, why: str) -> None:
         """End it as failed: what it reported does not count."""
         self.failure, self.outcome = why, "error"
-        self.rewards_calls, self.metrics = False, {}
+        self.rewards_calls, self.metrics = None, {}
 
     def rollouts(self) -> list[Rollout]:
         """Return the trained sequences of an episode that is over.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from typing import Any
 
+from r3.algo.sums import are_equal, reaches
 from r3.config import Config, EvalSet
 from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean
@@ -53,10 +55,12 @@ class Evaluation:
     Attributes:
         metrics: partials of this rank.
         rows: one per sample, of all ranks.
+        note: why the accuracy may not be what was meant; empty if nothing speaks against it.
     """
 
     metrics: dict[str, Any]
     rows: list[dict[str, Any]]
+    note: str = ""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -68,17 +72,24 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def accuracy_metrics(
-    name: str, rewards: Sequence[float], samples: int, pass_at: Sequence[int] = ()
+    name: str,
+    rewards: Sequence[float],
+    samples: int,
+    pass_at: Sequence[int] = (),
+    *,
+    deciding: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Return the partials of eval/NAME/*. A sample is right if its reward is at least 1.
+    """Return the partials of eval/NAME/*.
 
     Args:
         rewards: complete groups of `samples` rewards, one group after the other.
         samples: samples per prompt. With several, avg@k is their mean reward.
         pass_at: the k of pass@k; those above `samples` are left out. Empty is `samples` alone.
+        deciding: values in the order of the rewards; a sample is right if its value is at least 1.
+            None: the rewards themselves.
     """
     count = float(len(rewards))
-    right = [reward >= 1.0 for reward in rewards]
+    right = [reaches(value) for value in (rewards if deciding is None else deciding)]
     metrics: dict[str, Any] = {f"eval/{name}/accuracy": Mean(total=float(sum(right)), count=count)}
     if samples > 1:
         metrics[f"eval/{name}/avg_at_{samples}"] = Mean(total=float(sum(rewards)), count=count)
@@ -133,8 +144,12 @@ def evaluate(
         (each[-1][0], sum(reward for _, reward in each) if each[0][0].own_reward else each[-1][1])
         for each in episodes.values()
     ]
+    rewards = [reward for _, reward in samples]
+    decides = heldout.scorer.deciding
+    last = [rollout for rollout, _ in samples]
+    deciding = replace(collected, rollouts=last, rewards=rewards).values_of(decides)
     metrics = accuracy_metrics(
-        settings.name, [reward for _, reward in samples], settings.samples, config.eval.pass_at
+        settings.name, rewards, settings.samples, config.eval.pass_at, deciding=deciding
     )
     if "reward/zeroed" in collected.metrics:  # a reward function that may fail
         metrics[f"eval/{settings.name}/unjudged"] = collected.metrics["reward/zeroed"]
@@ -148,15 +163,26 @@ def evaluate(
             "response": rollout.response,
             **readable(rollout, prompts[rollout.group]),
             "reward": reward,
+            "right": reaches(value),
             "rewards": dict(collected.parts.get((rollout.group, rollout.sample_index), {})),
             "metrics": dict(rollout.metrics),
             "finish_reason": rollout.finish_reason,
             "response_tokens": rollout.num_response_tokens,
         }
-        for rollout, reward in samples
+        for (rollout, reward), value in zip(samples, deciding, strict=True)
     ]
-    gathered = mesh.world.all_gather_object(rows)
+    gathered = mesh.world.all_gather_object((rows, deciding))
     merged = sorted(
-        (row for part in gathered for row in part), key=lambda row: (row["place"], row["sample"])
+        (row for part, _ in gathered for row in part), key=lambda row: (row["place"], row["sample"])
     )
-    return Evaluation(metrics=metrics, rows=merged)
+    values = [value for _, part in gathered for value in part]
+    note = ""
+    if not all(are_equal((value, 0.0)) or are_equal((value, 1.0)) for value in values):
+        metrics[f"eval/{settings.name}/reward"] = Mean(math.fsum(rewards), float(len(rewards)))
+        if not any(row["right"] for row in merged):
+            note = (
+                f"{settings.name}: no response is right: {decides} gave at most "
+                f"{max(values):.4g}, and a right response has at least 1. The figure of the "
+                "evaluation is the mean reward. --reward.correct names the function that decides"
+            )
+    return Evaluation(metrics=metrics, rows=merged, note=note)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from r3.algo.advantage import overlong_penalty, per_unit
+from r3.algo.sums import are_equal
 from r3.config import Config
-from r3.metrics.reduce import Mean
+from r3.metrics.reduce import Mean, StandardDeviation
 from r3.rollout.collected import CollectedRollouts
 from r3.runtime.algorithm import advantage_of
 from r3.runtime.mesh import Axis
@@ -23,7 +25,10 @@ class Scored:
 
     Attributes:
         index: its place among all rollouts of the step.
-        parts: the reward of each component.
+        reward: as reward functions and environments gave it.
+        shaped_reward: what its advantage is made of: the reward minus the overlong penalty and,
+            with algo.kl_in reward, minus the KL.
+        parts: the value of each component.
         trains: False if it counts for its group's baseline and gets no loss
             (`algo.overlong_filter`).
         checksums: one per layer of its routes, over tokens and rows, if it came from another rank.
@@ -33,6 +38,7 @@ class Scored:
     rollout: Rollout
     advantage: float
     reward: float = 0.0
+    shaped_reward: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     trains: bool = True
     checksums: tuple[int, ...] | None = None
@@ -45,6 +51,10 @@ class Rewards:
     Attributes:
         rewards_R: rewards minus the overlong penalty, float64; equal for all sequences of an
             episode that has one reward.
+        given_R: rewards as they were given, float64.
+        deciding_R: values that decide about signal beside the rewards
+            (`algo.dynamic_sampling_metric`), float64; None: rewards alone do.
+        trains_R: whether the rollout has tokens with loss, bool.
         groups_R: group of each rollout.
         baselines_R: label of what its reward is compared with (`algo.baseline`): its group, or the
             rewarded sequences of the group that have its index in their episodes.
@@ -55,6 +65,9 @@ class Rewards:
     """
 
     rewards_R: torch.Tensor
+    given_R: torch.Tensor
+    deciding_R: torch.Tensor | None = None
+    trains_R: torch.Tensor
     groups_R: torch.Tensor
     baselines_R: torch.Tensor
     names_R: tuple[tuple[int, int, int], ...]
@@ -62,18 +75,40 @@ class Rewards:
 
     @property
     def groups_with_signal(self) -> list[int]:
-        """Groups in which compared rewards differ, ascending. Others have no gradient."""
-        compared: dict[tuple[int, int], set[float]] = {}
-        rows = (self.groups_R.tolist(), self.baselines_R.tolist(), self.rewards_R.tolist())
-        for group, baseline, reward in zip(*rows, strict=True):
-            compared.setdefault((group, baseline), set()).add(reward)
-        return sorted({group for (group, _), found in compared.items() if len(found) > 1})
+        """Groups in which compared rewards differ and some rollout has loss, ascending.
+
+        Others have no gradient.
+        """
+        columns = [self.rewards_R.tolist()]
+        columns += [] if self.deciding_R is None else [self.deciding_R.tolist()]
+        compared: dict[tuple[int, int], list[int]] = {}
+        labels = zip(self.groups_R.tolist(), self.baselines_R.tolist(), strict=True)
+        for index, label in enumerate(labels):
+            compared.setdefault(label, []).append(index)
+        return sorted(
+            {
+                group
+                for (group, _), members in compared.items()
+                if bool(self.trains_R[members].any())
+                and not any(are_equal([column[i] for i in members]) for column in columns)
+            }
+        )
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Partial of reward/shaped_mean, the same on all ranks."""
-        by_unit = dict(zip(self.units_R.tolist(), self.rewards_R.tolist(), strict=True))
-        return {"reward/shaped_mean": Mean(sum(by_unit.values()), float(len(by_unit)))}
+        """Partials of the rewards of all ranks: one rank reports them."""
+        units = self.units_R.tolist()
+        given = list(dict(zip(units, self.given_R.tolist(), strict=True)).values())
+        shaped = list(dict(zip(units, self.rewards_R.tolist(), strict=True)).values())
+        num_groups = len(self.groups_R.unique())
+        return {
+            "reward/mean": Mean(math.fsum(given), float(len(given))),
+            "reward/std": StandardDeviation(tuple(given)),
+            "reward/shaped_mean": Mean(math.fsum(shaped), float(len(shaped))),
+            "reward/group_zero_std_frac": Mean(
+                float(num_groups - len(self.groups_with_signal)), float(num_groups)
+            ),
+        }
 
 
 class DroppedError(RuntimeError):
@@ -104,10 +139,11 @@ def gather_rewards(collected: CollectedRollouts, world: Axis, config: Config) ->
     All ranks must call. Advantages may need statistics of the whole step.
     """
     length, algo = config.rollout.max_response_tokens, config.algo
+    values = collected.values_of(config.reward.deciding)
     own = [
         (
             (rollout.group, rollout.sample_index, rollout.sequence),
-            rollout.unit,
+            rollout.own_reward,
             reward,
             algo.overlong_penalty
             * overlong_penalty(
@@ -115,48 +151,95 @@ def gather_rewards(collected: CollectedRollouts, world: Axis, config: Config) ->
                 max_response_tokens=length,
                 buffer=algo.overlong_buffer,
             ),
+            value,
+            trains(rollout, config) and rollout.num_response_tokens > 0,
         )
-        for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True)
+        for rollout, reward, value in zip(
+            collected.rollouts, collected.rewards, values, strict=True
+        )
     ]
-    everybody = sorted(item for part in world.all_gather_object(own) for item in part)
+    everybody = sorted(
+        (item for part in world.all_gather_object(own) for item in part), key=lambda item: item[0]
+    )
+    names = [name for name, *_ in everybody]
+    # An unfinished episode of a workflow that rewards calls: its sequences count by themselves, as
+    # those of the other episodes do.
+    by_call = any(own for _, own, *_ in everybody)
+    units = [
+        (*name[:2], name[2] if own or (own is None and by_call) else 0)
+        for name, own, *_ in everybody
+    ]
     # An episode has the penalty of its longest sequence.
     penalties: dict[tuple[int, int, int], float] = {}
-    for _, unit, _, penalty in everybody:
+    for unit, (*_, penalty, _, _) in zip(units, everybody, strict=True):
         penalties[unit] = min(penalty, penalties.get(unit, penalty))
     number_of = {unit: number for number, unit in enumerate(penalties)}
     # The last part of a unit is the index of a sequence that has a reward of its own, else 0.
     by_step = algo.baseline == "step"
-    compared = [(name[0], unit[2] if by_step else 0) for name, unit, *_ in everybody]
+    compared = [(unit[0], unit[2] if by_step else 0) for unit in units]
     label_of = {each: label for label, each in enumerate(dict.fromkeys(compared))}
+    decides = algo.dynamic_sampling > 0 and algo.dynamic_sampling_metric == "correct"
+
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
     return Rewards(
-        rewards_R=torch.tensor(
-            [reward + penalties[unit] for _, unit, reward, _ in everybody], dtype=torch.float64
+        rewards_R=column(
+            [item[2] + penalties[unit] for unit, item in zip(units, everybody, strict=True)]
         ),
-        groups_R=torch.tensor([name[0] for name, *_ in everybody], dtype=torch.int64),
+        given_R=column([item[2] for item in everybody]),
+        deciding_R=column([item[4] for item in everybody]) if decides else None,
+        trains_R=torch.tensor([item[5] for item in everybody], dtype=torch.bool),
+        groups_R=torch.tensor([name[0] for name in names], dtype=torch.int64),
         baselines_R=torch.tensor([label_of[each] for each in compared], dtype=torch.int64),
-        names_R=tuple(name for name, *_ in everybody),
-        units_R=torch.tensor([number_of[unit] for _, unit, *_ in everybody], dtype=torch.int64),
+        names_R=tuple(names),
+        units_R=torch.tensor([number_of[unit] for unit in units], dtype=torch.int64),
     )
 
 
+def trains(rollout: Rollout, config: Config) -> bool:
+    """Whether `algo.overlong_filter` leaves a rollout its loss."""
+    return not (config.algo.overlong_filter and rollout.finish_reason == "length")
+
+
 def score_all(collected: CollectedRollouts, rewards: Rewards, config: Config) -> list[Scored]:
-    """Return this rank's rollouts with advantages and indices; `rewards` are those of all ranks."""
-    advantages_R = per_unit(
-        advantage_of(config.algo), rewards.rewards_R, rewards.baselines_R, rewards.units_R
-    ).tolist()
+    """Return this rank's rollouts with advantages and indices; `rewards` are those of all ranks.
+
+    With algo.kl_in reward the advantages are 0 here: the training makes them, once, of rewards
+    minus KL.
+    """
+    advantages_R = torch.zeros(len(rewards.rewards_R))
+    if not config.algo.takes_kl_from_reward:
+        advantages_R = per_unit(
+            advantage_of(config.algo), rewards.rewards_R, rewards.baselines_R, rewards.units_R
+        )
     index_of = {name: index for index, name in enumerate(rewards.names_R)}
     scored = []
     for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True):
         index = index_of[rollout.group, rollout.sample_index, rollout.sequence]
-        trains = not (config.algo.overlong_filter and rollout.finish_reason == "length")
         scored.append(
             Scored(
                 index=index,
                 rollout=rollout,
-                advantage=advantages_R[index],
+                advantage=float(advantages_R[index]),
                 reward=reward,
+                shaped_reward=float(rewards.rewards_R[index]),
                 parts=collected.parts.get((rollout.group, rollout.sample_index), {}),
-                trains=trains,
+                trains=trains(rollout, config),
             )
         )
     return scored
+
+
+def rescored(
+    scored: Sequence[Scored], rewards_R: torch.Tensor, advantages_R: torch.Tensor
+) -> list[Scored]:
+    """Return rollouts with other shaped rewards and advantages, by index."""
+    return [
+        replace(
+            item,
+            shaped_reward=float(rewards_R[item.index]),
+            advantage=float(advantages_R[item.index]),
+        )
+        for item in scored
+    ]

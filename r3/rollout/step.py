@@ -1,16 +1,19 @@
 """The rollouts that a step trains on: one round of conversations, or several.
 
-With dynamic sampling new prompts are sampled until enough groups have rewards that differ. With a
+With dynamic sampling new prompts are sampled until enough groups have signal. With a
 token budget groups that earlier steps began are continued (`r3.rollout.partial`).
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from r3.algo.sums import are_equal
 from r3.config import Config
 from r3.data.prompts import prompts_from, prompts_of_step
 from r3.engine import Engine, Sampling
@@ -22,12 +25,15 @@ from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint,
 from r3.rollout.scored import Rewards, gather_rewards, require_groups
 from r3.rollout.task import Task
 from r3.runtime.mesh import Mesh
+from r3.types import Prompt
 
 _DROPPED = "rollout/dropped_by_budget"
+_TAKEN = "prompts_taken.json"  # in checkpoints of runs with dynamic sampling
+_MANY_STEPS = 10  # steps in a row without signal after which it is said again
 
 
 class NoSignalError(RuntimeError):
-    """Too few groups have rewards that differ: there is nothing to learn from."""
+    """Too few groups have signal: there is nothing to learn from."""
 
 
 class BudgetError(RuntimeError):
@@ -62,6 +68,8 @@ class RolloutSource:
         self._task, self._config, self._mesh = task, config, mesh
         self._is_leader = engine.is_leader
         self._partial = PartialRollouts()
+        self._prompts_taken = 0  # with dynamic sampling, on all ranks
+        self._flat_steps, self._said_flat = 0, False
         self._collector = Collector(
             engine=engine,
             mesh=mesh,
@@ -93,24 +101,23 @@ class RolloutSource:
         if self._config.algo.dynamic_sampling:
             return self._until_signal(step, on_rollout)
         if self._config.rollout.step_token_budget:
-            return self._within_budget(step, on_rollout)
-        collected = self._round(step, 0, self._config.rollout.prompts_per_step, on_rollout)
-        rewards = gather_rewards(collected, self._mesh.world, self._config)
-        require_groups(
-            rewards,
-            step=step,
-            sampled=self._config.rollout.prompts_per_step,
-            needed=self._config.train.updates_per_step,
-        )
-        metrics = (collected.metrics, rollout_metrics(collected), rewards.metrics)
-        return StepRollouts(rollouts=collected, rewards=rewards, metrics=metrics)
+            made = self._within_budget(step, on_rollout)
+        else:
+            made = self._one_round(step, on_rollout)
+        self._warn_without_signal(step, made.rewards)
+        return made
 
     def state_files(self) -> dict[str, bytes]:
-        """Return checkpoint files that hold the partial rollouts of this rank's engine."""
+        """Return checkpoint files of this rank: partial rollouts, or the place in the data."""
+        if self._config.algo.dynamic_sampling:
+            taken = json.dumps({"prompts_taken": self._prompts_taken}).encode()
+            return {} if self._mesh.world.rank else {_TAKEN: taken}
         return to_files(self._partial, self._mesh.engine_dp.rank, is_leader=self._is_leader)
 
     def restore(self, checkpoint: Path) -> None:
-        """Continue with the partial rollouts of a checkpoint folder."""
+        """Continue with the partial rollouts and the place in the data of a checkpoint folder."""
+        if (file := checkpoint / _TAKEN).exists():
+            self._prompts_taken = int(json.loads(file.read_bytes())["prompts_taken"])
         if self._config.rollout.step_token_budget:
             self._partial = from_checkpoint(
                 checkpoint,
@@ -120,25 +127,58 @@ class RolloutSource:
                 is_leader=self._is_leader,
             )
 
+    def _warn_without_signal(self, step: int, rewards: Rewards) -> None:
+        """Say once that a step had no signal, and again when it stays so."""
+        algo, train = self._config.algo, self._config.train
+        if algo.teacher or train.objective != "rl":
+            return
+        # Others compare the rewards of the whole step, and a user's function may.
+        in_groups = algo.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+        flat = not rewards.groups_with_signal
+        if not in_groups:
+            flat = not bool(rewards.trains_R.any()) or are_equal(rewards.rewards_R.tolist())
+        self._flat_steps = self._flat_steps + 1 if flat else 0
+        again = self._flat_steps % _MANY_STEPS == 0
+        if not flat or (self._said_flat and not again) or self._mesh.world.rank:
+            return
+        self._said_flat = True
+        since = f", as in the {self._flat_steps - 1} steps before" if again else ""
+        groups = len(rewards.groups_R.unique())
+        print(
+            f"step {step}: all {groups} groups have equal rewards{since}: rewards taught nothing. "
+            "The questions are all solved or all out of reach, or the reward function gives one "
+            "value. See reward/group_zero_std_frac, the samples (python -m r3.show), and "
+            "algo.dynamic_sampling",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _one_round(self, step: int, on_rollout: Callable[[], None]) -> StepRollouts:
+        """Sample the prompts of the step, and train on all of them."""
+        config, count = self._config, self._config.rollout.prompts_per_step
+        prompts = prompts_of_step(
+            self._task.prompts, seed=config.train.seed, step=step - 1, count=count
+        )
+        collected = self._round(step, prompts, on_rollout)
+        rewards = gather_rewards(collected, self._mesh.world, config)
+        require_groups(rewards, step=step, sampled=count, needed=config.train.updates_per_step)
+        metrics = (collected.metrics, rollout_metrics(collected), self._reported(rewards))
+        return StepRollouts(rollouts=collected, rewards=rewards, metrics=metrics)
+
+    def _reported(self, rewards: Rewards) -> dict[str, Any]:
+        """Partials of rewards, which all ranks have, on the rank that reports them."""
+        return {} if self._mesh.world.rank else rewards.metrics
+
     def _round(
         self,
         step: int,
-        number: int,
-        count: int,
+        prompts: Sequence[Prompt],
         on_rollout: Callable[[], None],
         first_group: int = 0,
     ) -> CollectedRollouts:
-        """Sample the first `count` prompts of round `number`."""
-        # Each refill takes the prompts in another order; the first round is that of a run without
-        # refills.
-        prompts = prompts_of_step(
-            self._task.prompts,
-            seed=self._config.train.seed + (number << 32),
-            step=step - 1,
-            count=self._config.rollout.prompts_per_step,
-        )
+        """Sample responses to prompts."""
         return self._collector.collect(
-            prompts[:count],
+            prompts,
             policy_version=step - 1,
             seed_step=step,
             first_group=first_group,
@@ -155,28 +195,37 @@ class RolloutSource:
         return len(dropped)
 
     def _until_signal(self, step: int, on_rollout: Callable[[], None]) -> StepRollouts:
-        """Sample until enough groups have rewards that differ (DAPO, arXiv 2503.14476, 3.2).
+        """Sample until enough groups have signal (DAPO, arXiv 2503.14476, 3.2).
 
         Groups without signal are left out, and as many new prompts are sampled, for at most
-        `algo.dynamic_sampling` further rounds. The prompts of a round depend only on seed, step
-        and round, so a resumed run takes the same ones on any layout. If the rounds run out, fewer
-        than `rollout.prompts_per_step` groups are trained on.
+        `algo.dynamic_sampling` further rounds. Each round takes the next prompts of the epoch, so
+        nothing repeats before all were drawn. How many were drawn is part of the checkpoint. If the
+        rounds run out, fewer than `rollout.prompts_per_step` groups are trained on.
         """
         config, mesh = self._config, self._mesh
         wanted, sampled = config.rollout.prompts_per_step, 0
+        # Older checkpoints do not hold the number.
+        taken = self._prompts_taken or (step - 1) * wanted
         rounds: list[CollectedRollouts] = []
+        gathered: list[Rewards] = []
         chosen: list[int] = []
-        for number in range(1 + config.algo.dynamic_sampling):
+        for _ in range(1 + config.algo.dynamic_sampling):
             missing = wanted - len(chosen)
-            rounds.append(self._round(step, number, missing, on_rollout, first_group=sampled))
+            prompts = prompts_from(
+                self._task.prompts, seed=config.train.seed, start=taken + sampled, count=missing
+            )
+            rounds.append(self._round(step, prompts, on_rollout, first_group=sampled))
+            gathered.append(gather_rewards(rounds[-1], mesh.world, config))
             sampled += missing
-            chosen += gather_rewards(rounds[-1], mesh.world, config).groups_with_signal
+            chosen += gathered[-1].groups_with_signal
             if len(chosen) == wanted:
                 break
+        self._prompts_taken = taken + sampled
         needed = config.train.updates_per_step
         if len(chosen) < needed:
             raise NoSignalError(
-                f"step {step}: {len(chosen)} of {sampled} groups have rewards that differ, after "
+                f"step {step}: {len(chosen)} of {sampled} groups have signal "
+                f"(algo.dynamic_sampling_metric {config.algo.dynamic_sampling_metric}), after "
                 f"{len(rounds)} rounds, and train.updates_per_step = {needed} needs as many "
                 "groups.\n  The prompts are all solved or all out of reach. Use other prompts or "
                 "raise algo.dynamic_sampling."
@@ -197,7 +246,8 @@ class RolloutSource:
                 *(each.metrics for each in rounds),
                 *dropped,
                 rollout_metrics(everything),
-                rewards.metrics,
+                # Of everything that was sampled, as the other metrics.
+                *(self._reported(each) for each in gathered),
                 # The same on all ranks.
                 {
                     f"rollout/{name}": Mean(total=float(count), count=1.0)
@@ -272,7 +322,7 @@ class RolloutSource:
             metrics=(
                 *(each.metrics for each in rounds),
                 rollout_metrics(rollouts),
-                rewards.metrics,
+                self._reported(rewards),
                 {
                     "rollout/carried": Sum(float(len(suspended))),
                     _DROPPED: Sum(float(dropped)),

@@ -81,7 +81,9 @@ class WorkflowEpisode(Episode):
                 f"it made no call of the model with train=True: nothing to train on{why}"
             )
         self.outcome = limit.limit if limit else "stop"
-        if result is not None:
+        if result is None:
+            self.rewards_calls = None
+        else:
             self.reward, self.metrics = result.reward, result.metrics
             self.rewards_calls = bool(result.call_rewards)
         if result and result.call_rewards:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from r3.rollout.evaluate import evaluate as evaluate_set
 from r3.run.build import Run
 from r3.run.dumps import write_eval
@@ -34,4 +36,6 @@ def evaluate(run: Run, step: int) -> None:
         run.meter.add(result.metrics)
         if run.device.rank == 0:
             write_eval(run.folder, step, heldout.name, result.rows)
+            if result.note and step == run.steps_done:  # the first evaluation
+                print(result.note, file=sys.stderr, flush=True)
     run.release_engine()

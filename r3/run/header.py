@@ -7,6 +7,7 @@ from math import prod
 from statistics import fmean
 
 from r3.config import Config
+from r3.metrics.glossary import headlines
 from r3.models.freeze import frozen_tensors
 from r3.models.shape import ModelShape
 from r3.rollout.task import Task
@@ -17,22 +18,19 @@ from r3.runtime.mesh import Mesh
 
 
 def result(run_dir: RunDir, step: int) -> str:
-    """What a run came to, from its rows: steps, accuracy before and after, mismatch with and
-    without replay.
+    """What a run came to, from its rows: steps, the figure of each held-out set before and after,
+    mismatch with and without replay.
 
-    Accuracy is left out unless it was measured before and after, the mismatch unless it was
+    A figure is left out unless it was measured before and after, the mismatch unless it was
     measured at all.
     """
     rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
-    accuracy = [
-        f"{key.split('/')[1]} accuracy {rows[0][key]:.3f} -> {value:.3f}"
-        for key, value in (rows[-1].items() if rows else ())
-        if key.startswith("eval/")
-        and key.endswith("/accuracy")
-        and key in rows[0]
-        and len(rows) > 1
+    figures = [
+        f"{name} {key.rpartition('/')[2]} {rows[0][key]:.3f} -> {rows[-1][key]:.3f}"
+        for name, key in (headlines(rows[-1]).items() if len(rows) > 1 else ())
+        if key in rows[0]
     ]
-    return "; ".join([", ".join([f"{step} steps", *accuracy]), *_mismatch_of(rows)])
+    return "; ".join([", ".join([f"{step} steps", *figures]), *_mismatch_of(rows)])
 
 
 def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from r3.metrics.glossary import headlines
 from r3.run.folder import RunDir
 from r3.view.runs import RunFacts
 
@@ -137,9 +138,9 @@ def _progress(done: int, steps: int, left: float | None) -> RenderableType:
 def _figures(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     labels = dict(_FIGURES)
-    for key in sorted({key for row in rows for key in row}):
-        if key.startswith("eval/") and key.endswith("/accuracy"):
-            labels = {key: (f"{key.split('/')[1]} accuracy", _PLAIN)} | labels
+    for key in headlines(key for row in rows for key in row).values():
+        _, name, figure = key.split("/")
+        labels = {key: (f"{name} {figure}", _PLAIN)} | labels
     for key, (label, show) in labels.items():
         values = [row.get(key) for row in rows]
         known = [value for value in values if value is not None]

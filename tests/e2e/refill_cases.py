@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from r3.config import Config
 from r3.rewards.scorer import Scorer
@@ -14,6 +16,8 @@ from r3.types import Prompt, Rollout
 from tests.errors import message_of
 from tests.talkers import Talker, values
 from tests.tiny import tiny_config
+
+NUM_PROMPTS = 150
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +34,16 @@ class RefillStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Refills:
-    """Steps by number: three in a row, the third alone, with one refill, without dynamic sampling.
+    """Steps by number: three in a row, the third from a checkpoint, with one refill, and without
+    dynamic sampling.
 
     Attributes:
+        drawn: prompts of the three steps in a row that this rank rewarded, once per response.
         nothing: message of a step in which all rewards are equal.
     """
 
     run: dict[str, RefillStep]
+    drawn: list[str]
     resumed: dict[str, RefillStep]
     capped: dict[str, RefillStep]
     off: dict[str, RefillStep]
@@ -48,21 +55,35 @@ def refills(device: Device) -> Refills:
     config = tiny_config(
         engine={"max_model_len": 160, "kv_cache_gib": 0.0625},
         rollout={"prompts_per_step": 6, "group_size": 2},
-        algo={"dynamic_sampling": 6},
+        algo={"dynamic_sampling": 12},
     )
     talker = Talker(device, config)
+    # An epoch is longer than the three steps, and so short that independent draws would repeat.
+    prompts = replace(talker.task.prompts, prompts=talker.task.prompts.prompts[:NUM_PROMPTS])
+    drawn: list[str] = []
 
     def scorer(rollout: Rollout, prompt: Prompt) -> float:
+        drawn.append(prompt.id)
         return float(rollout.sample_index) if int(prompt.id.rpartition(":")[2]) % 3 == 0 else 1.0
 
     def steps(
-        config: Config, scorer: Callable[[Rollout, Prompt], float], *wanted: int
+        config: Config,
+        scorer: Callable[[Rollout, Prompt], float],
+        *wanted: int,
+        checkpoint: Path | None = None,
     ) -> dict[str, RefillStep]:
+        """Make steps; the checkpoint is read before the first, and written before the last."""
         results: dict[str, RefillStep] = {}
+        task = replace(talker.task, prompts=prompts, scorer=Scorer.of_function(scorer))
+        source = RolloutSource(talker.engine, task, config, talker.mesh)
         for step in wanted:
+            if checkpoint and step == wanted[0] > 1:
+                source.restore(checkpoint)
+            elif checkpoint and step == wanted[-1]:
+                for name, content in source.state_files().items():
+                    (checkpoint / name).write_bytes(content)
             talker.engine.policy_version = step - 1
-            task = replace(talker.task, scorer=Scorer.of_function(scorer))
-            made = RolloutSource(talker.engine, task, config, talker.mesh).collect(step)
+            made = source.collect(step)
             scored = score_all(made.rollouts, made.rewards, config)
             metrics = values({name: part for parts in made.metrics for name, part in parts.items()})
             results[str(step)] = RefillStep(
@@ -81,9 +102,14 @@ def refills(device: Device) -> Refills:
     one, off = (
         replace(config, algo=replace(config.algo, dynamic_sampling=rounds)) for rounds in (1, 0)
     )
+    folder = talker.mesh.world.all_gather_object(tempfile.mkdtemp())[0]
+    checkpoint = Path(folder)
+    run = steps(config, scorer, 1, 2, 3, checkpoint=checkpoint)
+    in_a_row = drawn.copy()
     return Refills(
-        run=steps(config, scorer, 1, 2, 3),
-        resumed=steps(config, scorer, 3),
+        run=run,
+        drawn=in_a_row,
+        resumed=steps(config, scorer, 3, checkpoint=checkpoint),
         capped=steps(one, scorer, 1),
         off=steps(off, scorer, 1),
         nothing=message_of(lambda: steps(one, lambda _rollout, _prompt: 1.0, 1), NoSignalError),

@@ -190,12 +190,14 @@ def test_dynamic_sampling_is_the_same_on_any_layout() -> None:
         assert 0.0 not in made.advantages, "no group without signal is trained on"
         assert sorted(made.indices) == list(range(12))
         assert made.groups_trained == 6 and made.groups_sampled and made.groups_sampled > 6
-        assert made.rounds and 1 < made.rounds <= 7
+        assert made.rounds and 1 < made.rounds <= 13
         first, second = left.run[step], right.run[step]
         assert first.sampled | second.sampled == made.sampled
         assert sorted(first.indices + second.indices) == list(range(12))
         assert first.rounds == made.rounds
-    assert one.resumed["3"] == one.run["3"], "a step needs nothing of the steps before it"
+    assert one.resumed["3"] == one.run["3"], "the place in the data is part of the checkpoint"
+    assert len(one.drawn) == 2 * sum(made.groups_sampled or 0 for made in one.run.values())
+    assert len(one.drawn) == 2 * len(set(one.drawn)), "no prompt is drawn twice in an epoch"
     capped, off = one.capped["1"], one.off["1"]
     assert capped.rounds == 2 and capped.groups_trained is not None and capped.groups_trained < 6
     assert 0.0 in off.advantages and off.rounds is None

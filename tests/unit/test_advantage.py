@@ -17,6 +17,7 @@ from r3.algo.advantage import (
     reinforce_pp_baseline,
     rloo,
 )
+from r3.algo.sums import are_equal, reaches
 
 pytestmark = pytest.mark.unit
 
@@ -153,14 +154,36 @@ def test_equals_a_loop_over_groups(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", GROUPED)
-@pytest.mark.parametrize("rewards", [[0.1] * 3, [1.0] * 4, [-0.7], [1e8 / 3] * 7], ids=str)
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [0.1] * 3,
+        [1.0] * 4,
+        [-0.7],
+        [1e8 / 3] * 7,
+        [0.1 + 0.2, 0.3],
+        [0.7 + 0.2 + 0.1, 0.7 + (0.2 + 0.1), 1.0],
+        [0.7 - 0.6 - 0.1, 0.0],  # -2.8e-17
+        [1e8, 1e8 + 1e-6],
+    ],
+    ids=str,
+)
 def test_a_group_of_zero_spread_is_exactly_zero(name: str, rewards: list[float]) -> None:
-    """Also where the mean of equal floats is not that float: (0.1 + 0.1 + 0.1) / 3 != 0.1."""
+    """Also where the mean of equal floats is not that float: (0.1 + 0.1 + 0.1) / 3 != 0.1, and
+    where sums of weights round differently.
+    """
     rewards_R = torch.tensor([*rewards, 0.0, 1.0], dtype=torch.float64)
     groups_R = torch.tensor([0] * len(rewards) + [1, 1])
     advantages_R = ADVANTAGES[name](rewards_R, groups_R)
     assert advantages_R[:-2].tolist() == [0.0] * len(rewards)
     assert (advantages_R[-2:] != 0).all()
+
+
+def test_a_small_difference_is_no_rounding() -> None:
+    rewards_R = torch.tensor([0.3, 0.3 + 1e-8], dtype=torch.float64)
+    assert ADVANTAGES["dr_grpo"](rewards_R, torch.zeros(2, dtype=torch.int64)).all()
+    assert are_equal((0.1 + 0.2, 0.3)) and not are_equal((0.3, 0.3 + 1e-8))
+    assert reaches(0.7 + 0.2 + 0.1) and not reaches(1 - 1e-8) and are_equal(())
 
 
 @pytest.mark.parametrize("name", GROUPED)

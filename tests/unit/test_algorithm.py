@@ -97,6 +97,8 @@ def test_advantage_gets_rewards_of_the_whole_step(file: Path) -> None:
     units_R = torch.arange(len(rewards_R))
     rewards = Rewards(
         rewards_R=rewards_R,
+        given_R=rewards_R,
+        trains_R=torch.ones(len(rewards_R), dtype=torch.bool),
         groups_R=groups_R,
         baselines_R=groups_R,
         names_R=(),

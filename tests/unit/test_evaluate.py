@@ -48,6 +48,20 @@ def test_several_samples_give_avg_and_pass() -> None:
     )
 
 
+def test_a_sum_that_rounds_below_1_is_right() -> None:
+    reward = 0.7 * 1.0 + 0.2 * 1.0 + 0.1 * 1.0
+    assert reward < 1.0
+    metrics = accuracy_metrics("a", [reward, 1.0 - 1e-6], 2)
+    assert value(metrics["eval/a/accuracy"]) == 0.5, "and what is really below is not"
+    assert value(metrics["eval/a/pass_at_2"]) == 1.0
+
+
+def test_the_deciding_function_says_what_is_right() -> None:
+    # A length penalty lowers right rewards below 1; a format reward lifts wrong ones above.
+    metrics = accuracy_metrics("a", [0.97, 1.2, 0.3], 1, deciding=[1.0, 0.0, 0.0])
+    assert value(metrics["eval/a/accuracy"]) == 1 / 3
+
+
 def test_a_k_beyond_the_samples_of_a_set_is_left_to_the_other_sets() -> None:
     assert accuracy_metrics("a", [1.0] * 4, 2, (2, 4)).keys() == {
         "eval/a/accuracy",

@@ -11,6 +11,7 @@ import torch
 
 from r3.algo.loss import Bounds, LossInputs, Sequences, aggregate, pg
 from r3.algo.packing import pack, with_advantages
+from r3.config import Config
 from r3.models.shape import ModelShape
 from r3.rollout.codec import decode, encode
 from r3.rollout.collected import CollectedRollouts
@@ -40,8 +41,7 @@ class Two(Axis):
 
     def all_gather_object(self, item: Any) -> list[Any]:
         other = [
-            ((name[0] + 2, *name[1:]), (unit[0] + 2, *unit[1:]), reward - 1, penalty)
-            for name, unit, reward, penalty in item
+            ((name[0] + 2, *name[1:]), own, reward - 1, *rest) for name, own, reward, *rest in item
         ]
         return [other, item]
 
@@ -130,16 +130,66 @@ def test_advantages_can_be_replaced_in_a_packed_micro_batch() -> None:
     assert torch.equal(after.loss_mask_N, before.loss_mask_N)
 
 
-def test_rewards_say_what_advantages_were_made_of() -> None:
-    rewards = Rewards(
-        rewards_R=torch.tensor([0.5, -0.5, 1.5]),
-        groups_R=torch.zeros(3, dtype=torch.int64),
-        baselines_R=torch.zeros(3, dtype=torch.int64),
-        names_R=((0, 0, 0), (0, 1, 0), (0, 2, 0)),
-        units_R=torch.arange(3),
-    )
-    part = rewards.metrics["reward/shaped_mean"]
-    assert type(part).reduce([part, part]) == np.float64(0.5)  # every rank has the same
+def figures(rewards: Rewards) -> dict[str, float]:
+    return {key: type(part).reduce([part]) for key, part in rewards.metrics.items()}
+
+
+def test_rewards_are_reported_as_given_and_as_trained_on() -> None:
+    algo = replace(CONFIG.algo, overlong_buffer=8, overlong_penalty=0.5)
+    given = {"reward/mean": 0.5, "reward/std": 0.5, "reward/group_zero_std_frac": 0.0}
+    penalised = gather_rewards(collected(), ALONE, replace(CONFIG, algo=algo))
+    # 1, -0.5, 0.75 and 0: the mean is 1.25 / 4.
+    assert figures(penalised) == given | {"reward/shaped_mean": 0.3125}
+    alone = gather_rewards(collected(), ALONE, CONFIG)
+    assert figures(alone) == given | {"reward/shaped_mean": 0.5}, "equal without a penalty"
+
+
+def test_rewards_that_differ_by_rounding_have_no_signal() -> None:
+    # The sum of weights 0.7, 0.2 and 0.1 in two orders.
+    some = collected(rewards=(0.7 + 0.2 + 0.1, 0.7 + (0.2 + 0.1), 0.3, 0.3 + 1e-6))
+    assert some.rewards[0] != some.rewards[1]
+    rewards = gather_rewards(some, ALONE, CONFIG)
+    assert rewards.groups_with_signal == [1]
+    assert figures(rewards)["reward/group_zero_std_frac"] == 0.5
+    advantages = [item.advantage for item in score_all(some, rewards, CONFIG)]
+    assert advantages[:2] == [0.0, 0.0] and advantages[2] < 0 < advantages[3]
+
+
+def dapo(metric: Literal["correct", "reward"], **algo: Any) -> Config:
+    given = {"dynamic_sampling": 2, "dynamic_sampling_metric": metric, **algo}
+    return replace(CONFIG, algo=replace(CONFIG.algo, **given))
+
+
+@pytest.mark.parametrize(("metric", "chosen"), [("correct", [1]), ("reward", [0, 1])])
+def test_right_responses_decide_which_groups_are_sampled_again(
+    metric: Literal["correct", "reward"], chosen: list[int]
+) -> None:
+    # All wrong, of different length, so that the penalty differs; then one right of two.
+    wrong = collected(lengths=(9, 30, 24, 12), rewards=(0.0, 0.0, 1.0, 0.0))
+    rewards = gather_rewards(wrong, ALONE, dapo(metric, overlong_buffer=8))
+    assert rewards.groups_with_signal == chosen
+    flat = 1 - len(chosen) / 2
+    assert figures(rewards)["reward/group_zero_std_frac"] == flat, "one rule for both"
+    # A format reward beside gsm8k, the first function, which decides.
+    parts = {
+        (0, 0): {"gsm8k": 0.0, "form": 1.0},
+        (0, 1): {"gsm8k": 0.0, "form": 0.0},
+        (1, 0): {"gsm8k": 1.0, "form": 1.0},
+        (1, 1): {"gsm8k": 0.0, "form": 0.0},
+    }
+    formed = replace(collected(rewards=(0.1, 0.0, 1.1, 0.0)), parts=parts)
+    assert gather_rewards(formed, ALONE, dapo(metric)).groups_with_signal == chosen
+    named = dapo(metric)
+    named = replace(named, reward=replace(named.reward, correct="form"))
+    assert gather_rewards(formed, ALONE, named).groups_with_signal == [0, 1]
+
+
+def test_groups_without_loss_are_not_counted_as_signal() -> None:
+    some = collected()
+    some.rollouts[:2] = [replace(each, finish_reason="length") for each in some.rollouts[:2]]
+    assert gather_rewards(some, ALONE, dapo("correct")).groups_with_signal == [0, 1]
+    filtered = dapo("correct", overlong_filter=True)
+    assert gather_rewards(some, ALONE, filtered).groups_with_signal == [1]
 
 
 @pytest.mark.parametrize("rewards", [(), (1.0, 0.0)])
@@ -177,8 +227,7 @@ def test_an_episode_counts_once_and_all_its_sequences_get_its_advantage() -> Non
     # The mean is over three episodes, 3 / 3 = 1, not over four sequences.
     advantages = [item.advantage for item in score_all(some, rewards, config)]
     assert advantages == [2.0, 2.0, -1.0, -1.0]
-    part = rewards.metrics["reward/shaped_mean"]
-    assert type(part).reduce([part]) == 1.0
+    assert figures(rewards)["reward/shaped_mean"] == figures(rewards)["reward/mean"] == 1.0
 
 
 def test_sequences_with_rewards_of_their_own_count_each() -> None:
@@ -188,6 +237,29 @@ def test_sequences_with_rewards_of_their_own_count_each() -> None:
     assert rewards.units_R.tolist() == [0, 1, 2, 3]
     # The mean is over four sequences, 8 / 4 = 2.
     assert [item.advantage for item in score_all(some, rewards, config)] == [1.0, 3.0, -2.0, -2.0]
+
+
+@pytest.mark.parametrize("by_call", [True, False])
+def test_an_unfinished_episode_counts_as_the_others_do(by_call: bool) -> None:
+    """Sequences of an episode without a reward of its workflow, beside episodes with one."""
+    algo = replace(CONFIG.algo, advantage="dr_grpo", baseline="step")
+    config = replace(CONFIG, algo=algo)
+    some = episodes(own=by_call)
+    unfinished = [replace(each, own_reward=None) for each in some.rollouts[:2]]
+    some = CollectedRollouts(
+        rollouts=[*unfinished, *some.rollouts[2:]], rewards=[-1.0, -1.0, 3.0, 1.0]
+    )
+    rewards = gather_rewards(some, ALONE, config)
+    advantages = [item.advantage for item in score_all(some, rewards, config)]
+    if by_call:
+        # First sequences: the mean of -1, 3 and 1. The second sequence is alone.
+        assert rewards.units_R.tolist() == [0, 1, 2, 3]
+        assert advantages == [-2.0, 0.0, 2.0, 0.0]
+    else:
+        assert rewards.units_R.tolist() == [0, 0, 1, 2]
+        assert advantages == [-2.0, -2.0, 2.0, 0.0]
+    again = [item.rollout.own_reward for item in decode(encode(score_all(some, rewards, config)))]
+    assert again == [None, None, by_call, by_call]
 
 
 def steps(advantage: str = "dr_grpo", *, own: bool = True) -> tuple[Rewards, list[float]]:

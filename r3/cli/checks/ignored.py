@@ -155,11 +155,8 @@ def _environment_and_rewards(config: Config, notes: list[str], ignored: _Ignored
     if used <= {*_QUICK_REWARDS, "self_judge"}:
         because = "built-in functions and self_judge have no time limit and are not retried"
         ignored(because, "reward.timeout_s", "reward.workers", "reward.retries")
-    if len(reward.function) > 1 and any(not each.function for each in config.eval.sets):
-        notes.append(
-            "eval.function is not set: evaluation uses the weighted sum of reward.function, and a "
-            "response is right if the sum is at least 1"
-        )
+    if len(reward.function) == 1:
+        ignored("there is one reward function, which decides", "reward.correct")
 
 
 def _replay(config: Config, ignored: _Ignored) -> None:

@@ -11,6 +11,7 @@ from r3.cli.checks.findings import Findings
 from r3.cli.checks.model import has_chat_template, is_folder
 from r3.cli.checks.sources import FunctionNode, find_function
 from r3.config import Config, EnvConfig, RewardConfig
+from r3.config.names import names_of
 from r3.models.shape import ShapeError, checkpoint_tensors
 from r3.runtime.user_code import file_fault
 
@@ -40,6 +41,9 @@ def check_rewards(config: Config, found: Findings, world_size: int) -> None:
     if "none" in reward.function and len(reward.function) > 1:
         fix = "use env for the environment's reward in a sum"
         found.add("reward.function", "has none beside other functions", fix)
+    if reward.correct and reward.correct not in (names := names_of(reward.function)):
+        rule = "is no function of reward.function by its name in metrics"
+        found.add("reward.correct", rule, f"use one of {', '.join(names)}")
     if not config.eval.only:
         check_environment_rewards(reward.function, config.env, found, "reward.function")
     for function in dict.fromkeys(reward.function):

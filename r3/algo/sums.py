@@ -1,0 +1,26 @@
+"""Comparisons of rewards, which are sums of floats.
+
+0.7 + 0.2 + 0.1 is 0.9999999999999999. Whatever compares a reward with a bound or with other rewards
+(accuracy, signal, baselines, filters) uses these functions, so that all of them agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+# Differences up to this, relative to the larger of 1 and the rewards, are rounding. A sum of some
+# float64 terms is off by 1e-15 of the largest one; no reward function means a difference of 1e-9.
+TOLERANCE = 1e-9
+
+
+def are_equal(rewards: Collection[float]) -> bool:
+    """Whether rewards differ by rounding alone; true for none or one."""
+    if not rewards:
+        return True
+    low, high = min(rewards), max(rewards)
+    return high - low <= TOLERANCE * max(1.0, abs(low), abs(high))
+
+
+def reaches(reward: float, bound: float = 1.0) -> bool:
+    """Whether a reward is at least a bound, or below it by rounding alone."""
+    return reward >= bound or are_equal((reward, bound))

@@ -1,0 +1,25 @@
+"""Names of reward functions in metrics, dumps and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# Names in `reward.function` that stand for the environment's own reward. `none` says that there is
+# no reward function beside it.
+ENVIRONMENT = ("env", "none")
+
+
+def names_of(specs: Sequence[str]) -> list[str]:
+    """Return the names of components in metrics and dumps.
+
+    The built-in's name or the function's, numbered if two are the same.
+    """
+    names: list[str] = []
+    for spec in specs:
+        name = base = "env" if spec in ENVIRONMENT else spec.rpartition(":")[2]
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{base}_{number}"
+        names.append(name)
+    return names
