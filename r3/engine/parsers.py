@@ -6,14 +6,22 @@ They read a message after it was sampled. What is sampled and trained on does no
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from r3.config import ConfigError, EnvConfig, Problem
 from r3.engine.build import kept_process_state
-from r3.envs.tool_calls import Parse, Parsed, Parser, built_in
+from r3.envs.tool_calls import (
+    MessageReader,
+    Parse,
+    Parsed,
+    Parser,
+    arguments_of,
+    built_in,
+    parsed_calls,
+)
 from r3.runtime.device import prepare_environment
 
 if TYPE_CHECKING:
@@ -24,7 +32,7 @@ _TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": 
 
 def message_parser(
     settings: EnvConfig, tokenizer: Any, template_kwargs: Mapping[str, Any]
-) -> Parser:
+) -> MessageReader:
     """Return what reads messages of the model; imports vLLM if the settings name a parser.
 
     Args:
@@ -35,7 +43,7 @@ def message_parser(
     """
     names = (settings.tool_parser, settings.reasoning_parser)
     if not any(names):
-        return built_in
+        return MessageReader(built_in)
     prepare_environment()
     with kept_process_state():
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -67,8 +75,19 @@ def message_parser(
             request = ChatCompletionRequest(
                 messages=[], tools=[dict(tool) for tool in tools] or None
             )
-            own = found(cached, request.tools, chat_template_kwargs=dict(template_kwargs))
-            return lambda text, tokens: _parsed(own, request, text, tokens)
+
+            def made() -> VllmParser:
+                return found(cached, request.tools, chat_template_kwargs=dict(template_kwargs))
+
+            made()  # tools that it cannot use are refused before anything is sampled
+
+            def parse(text: str, tokens: Sequence[int]) -> Parsed:
+                read = _parsed(made(), request, text, tokens)
+                if tool_parser:
+                    return read
+                return replace(parsed_calls(read.content), reasoning=read.reasoning)
+
+            return parse
 
         return of_tools
 
@@ -79,7 +98,7 @@ def message_parser(
     ]
     if problems:
         raise ConfigError(problems)
-    return parser(*names)
+    return MessageReader(parser(*names))
 
 
 def _unknown(field: str, name: str, known: Sequence[str]) -> Problem:
@@ -106,13 +125,5 @@ def _parsed(own: VllmParser, request: Any, text: str, tokens: Sequence[int]) -> 
     reasoning, content, calls = own.parse(
         text, request, enable_auto_tools=True, model_output_token_ids=list(tokens)
     )
-    found = [{"name": each.name, "arguments": _arguments(each.arguments)} for each in calls or ()]
+    found = [{"name": each.name, "arguments": arguments_of(each.arguments)} for each in calls or ()]
     return Parsed(content=content or "", calls=found, reasoning=reasoning)
-
-
-def _arguments(text: str) -> Any:
-    """Arguments as templates take them: an object; what is not JSON stays a text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-import json
 import operator
-import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from r3.envs.tool_calls import call_texts, read_json
 from r3.types import Message, Prompt
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -50,7 +48,7 @@ class Calculator:
 
     def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
         """Reply to every call of the message, in order."""
-        calls = _CALL.findall(message["content"])
+        calls = [text for _, text in call_texts(message["content"])]
         return [{"role": "tool", "content": _reply(call)} for call in calls], None, not calls
 
 
@@ -58,12 +56,12 @@ def _reply(call: str) -> str:
     expression = call.strip()
     if expression.startswith("{"):
         try:
-            expression = str(json.loads(expression)["arguments"]["expression"])
+            expression = str(read_json(expression)["arguments"]["expression"])
         except (ValueError, KeyError, TypeError):
             return "error"
     try:
         return evaluate(expression)
-    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError):
+    except (ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError):
         return "error"
 
 
@@ -71,7 +69,7 @@ def evaluate(expression: str) -> str:
     """Evaluate an expression of numbers exactly; whole numbers have no decimal point.
 
     Raises:
-        ValueError, SyntaxError, ZeroDivisionError: it has no value, or is too long.
+        ValueError, SyntaxError, ArithmeticError: it has no value, or is too long.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError("too long")

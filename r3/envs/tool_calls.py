@@ -1,20 +1,29 @@
 """What a message of the model says: reasoning, text and tool calls.
 
 Without a name in `env.tool_parser` calls are read here, in the format of Hermes and Qwen templates;
-named parsers are vLLM's (`r3.engine.parsers`).
+named parsers are vLLM's (`r3.engine.parsers`). A model may sample any text: `MessageReader`, through
+which every parser is called, reads a message or leaves it as text, and never fails.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from r3.runtime.exchange import own_copy
+from r3.runtime.time_limit import time_limit
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_CALL_MARKS = re.compile("</?think>|</?tool_call>")
+_THOUGHT_MARKS = re.compile("</?think>")
+_DEEPEST = 100  # levels of JSON; pickle, jinja and json itself fail at several hundred
+
+_LIMIT_S = 5.0  # of one message, which takes milliseconds
+_MOST_LATE = 3  # messages of a round that may take that long
+_SHOWN = 200  # characters of a message in the warning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,30 +56,177 @@ Parser = Callable[[Sequence[Mapping[str, Any]]], Parse]
 """Takes the tools of a conversation, as JSON schemas. Raises ValueError if they cannot be used."""
 
 
+class _Late(Exception):
+    """A parser took too long."""
+
+
+class MessageReader:
+    """Reads messages of the model with a parser that may fail or take forever.
+
+    A message that the parser cannot read is text without calls. `take_unread` counts such messages,
+    and the first one is printed. A parser gets 5 s per message. After three messages of a round that
+    took longer, R3 does not try others that are as long: the engine waits for a parser.
+    """
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+        self._unread = 0
+        self._late: list[int] = []  # characters of messages that took too long
+        self._is_said = False
+
+    def __call__(self, tools: Sequence[Mapping[str, Any]]) -> Parse:
+        """Return what reads messages of a conversation with these tools.
+
+        Raises:
+            ValueError: the parser cannot use them.
+        """
+        try:
+            parse = self._parser(tools)
+        except Exception as error:  # of a third party's parser
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+        def read(text: str, tokens: Sequence[int]) -> Parsed:
+            if len(self._late) >= _MOST_LATE and len(text) >= min(self._late):
+                return self._text(text, "it is as long as messages that took too long")
+            try:
+                return time_limit(lambda: parse(text, tokens), _LIMIT_S, _Late)
+            except _Late:
+                self._late.append(len(text))
+                return self._text(text, f"it took longer than {_LIMIT_S:g} s")
+            except Exception as error:  # a third party's parser raises anything for odd texts
+                return self._text(text, f"{type(error).__name__}: {str(error)[:_SHOWN]}")
+
+        return read
+
+    def take_unread(self) -> int:
+        """Return how many messages could not be read since the last call."""
+        count, self._unread = self._unread, 0
+        self._late.clear()
+        return count
+
+    def _text(self, text: str, why: str) -> Parsed:
+        self._unread += 1
+        if not self._is_said:
+            self._is_said = True
+            print(
+                f"warning: the parser of tool calls or reasoning failed on a message ({why}). The "
+                "message is kept as text without calls; env/unread counts such messages. It begins "
+                f"with {text[:_SHOWN]!r}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return Parsed(content=text, calls=[])
+
+
 def built_in(tools: Sequence[Mapping[str, Any]]) -> Parse:
     """Read `<tool_call>` with JSON inside; tools do not matter."""
-    return _parse
+    return lambda text, tokens: parsed_calls(text)
 
 
-def _parse(text: str, tokens: Sequence[int]) -> Parsed:
-    calls = parse_tool_calls(text)
-    return Parsed(content=text.partition("<tool_call>")[0].strip() if calls else text, calls=calls)
+def parsed_calls(text: str) -> Parsed:
+    """Read `{"name": ..., "arguments": {...}}` in each `<tool_call>` of a message.
 
-
-def parse_tool_calls(text: str) -> list[dict[str, Any]]:
-    """Return `{"name": ..., "arguments": {...}}` of each `<tool_call>` that holds such JSON.
-
-    Calls in another form are left out; the text still has them.
+    As vLLM's parser `hermes`, it takes no call without "arguments", and arguments that are the JSON
+    text of an object. Calls in another form are left out; the content has them if there are no
+    others.
     """
-    calls = []
-    for content in _CALL.findall(text):
-        try:
-            call = json.loads(content)
-        except ValueError:
-            continue
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            continue
-        arguments = call.get("arguments", {})
-        if isinstance(arguments, dict):
-            calls.append({"name": call["name"], "arguments": arguments})
-    return calls
+    texts = call_texts(text)
+    calls = [call for _, inside in texts if (call := _call(inside))]
+    return Parsed(content=text[: texts[0][0]].strip() if calls else text, calls=calls)
+
+
+def call_texts(text: str) -> list[tuple[int, str]]:
+    """Return where each `<tool_call>` of a message begins, and the text up to `</tool_call>`.
+
+    Those in a thought are left out: between `<think>` and `</think>` or the end of the message, and
+    before a `</think>` whose beginning was in the prompt.
+    """
+    found: list[tuple[int, str]] = []
+    opened: re.Match[str] | None = None
+    thinks = False
+    for mark in _CALL_MARKS.finditer(text):
+        if opened:
+            if mark[0] == "</tool_call>":
+                found.append((opened.start(), text[opened.end() : mark.start()]))
+                opened = None
+        elif mark[0] == "</think>":
+            found, thinks = found if thinks else [], False
+        elif mark[0] == "<think>":
+            thinks = True
+        elif mark[0] == "<tool_call>" and not thinks:
+            opened = mark
+    return found
+
+
+def without_thoughts(text: str) -> str:
+    """Return a text without what is in `<think>`; the ends of a thought are those of `call_texts`."""
+    said: list[str] = []
+    thinks, start = False, 0
+    for mark in _THOUGHT_MARKS.finditer(text):
+        if mark[0] == "</think>":
+            said, thinks, start = said if thinks else [], False, mark.end()
+        elif not thinks:
+            said.append(text[start : mark.start()])
+            thinks = True
+    return "".join([*said, "" if thinks else text[start:]])
+
+
+def read_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        TooDeep: it is nested deeper than 100 levels.
+        ValueError: it is no JSON.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise TooDeep from None
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return value
+    raise TooDeep
+
+
+class TooDeep(ValueError):
+    """JSON that code which follows its levels could not handle."""
+
+    def __init__(self) -> None:
+        super().__init__(f"JSON is nested deeper than {_DEEPEST} levels")
+
+
+def arguments_of(value: Any) -> Any:
+    """Return arguments of a call as chat templates take them: an object for its JSON text.
+
+    Some models and parsers write JSON text inside of JSON text. A text that is no JSON stays.
+
+    Raises:
+        TooDeep: the text is JSON that is nested too deep.
+    """
+    for _ in range(2):
+        if isinstance(value, str):
+            try:
+                value = read_json(value)
+            except TooDeep:
+                raise
+            except ValueError:
+                break
+    return value
+
+
+def _call(text: str) -> dict[str, Any] | None:
+    try:
+        call = read_json(text)
+        arguments = arguments_of(call.get("arguments")) if isinstance(call, dict) else None
+    except ValueError:
+        return None
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+        return None
+    return {"name": call["name"], "arguments": arguments}

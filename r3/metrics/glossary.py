@@ -130,6 +130,10 @@ GLOSSARY: dict[str, Entry] = {
     "rollout/stale_tokens_frac": Entry(
         "share of sampled tokens from an older policy version than the step's", _STEP
     ),
+    "env/unread": Entry(
+        "messages that the parser of tool calls or reasoning could not read and that stay text",
+        "r3/envs/tool_calls.py",
+    ),
     "env/turns_mean": Entry("mean number of model messages per conversation", _ROUND),
     "env/max_turns_frac": Entry("share of conversations that ended at env.max_turns", _ROUND),
     "env/sequences_mean": Entry(

@@ -13,7 +13,7 @@ from r3.engine import CaptureSpec, Sampling, message_parser
 from r3.envs import find, is_workflow
 from r3.envs.chat import Chat, Renderer
 from r3.envs.runner import Environments
-from r3.envs.tool_calls import Parser, built_in
+from r3.envs.tool_calls import MessageReader, built_in
 from r3.envs.workflow import Workflow, Workflows
 from r3.types import Message, Prompt, Rollout
 
@@ -46,7 +46,7 @@ class ConversationSetup:
     tokenizer: Any
     chat: Chat | None
     renderer: Renderer | None = None
-    parser: Parser = built_in
+    parser: MessageReader = field(default_factory=lambda: MessageReader(built_in))
 
     @classmethod
     def of(

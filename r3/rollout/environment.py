@@ -113,10 +113,10 @@ class EnvironmentEpisode(Episode):
         self.num_turns += 1
         tokens = sequence.transcript.tokens[sequence.last_turn :]
         text = self.text_of(tokens, call.sampling)
-        parse = self.rules.setup.parser(self.prompt.tools or self._environments.tools)
         # Dumps have tool calls as the model wrote them, in the content.
         sequence.messages.append({"role": "assistant", "content": text})
-        message = message_of(text, sampled.finish_reason, parse(text, tokens))
+        assert call.parse is not None, "environments get messages"
+        message = message_of(text, sampled.finish_reason, call.parse(text, tokens))
         self._environments.send(self.key, message)
 
     def _begin(self, messages: tuple[Message, ...]) -> None:
@@ -164,6 +164,10 @@ class EnvironmentEpisode(Episode):
 
     def _next_turn(self, sequence: TokenSequence, observed: Sequence[int]) -> None:
         rules, limit = self.rules, self._environments.settings.max_turn_tokens
+        try:
+            parse = rules.setup.parser(self.prompt.tools or self._environments.tools)
+        except ValueError as error:
+            return self._end("error", f"its tools cannot be used by env.tool_parser: {error}")
         max_tokens = sequence.room(observed)
         if limit:
             said = len(sequence.transcript.tokens) - sequence.last_turn if sequence.is_cut else 0
@@ -179,6 +183,7 @@ class EnvironmentEpisode(Episode):
                 observed=observed,
                 max_tokens=self._budget_left if may_be_cut else max_tokens,
                 sampling=rules.sampling,
+                parse=parse,
                 may_be_cut=may_be_cut,
             )
         )

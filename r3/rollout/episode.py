@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from r3.engine import Sampled, Sampling, Transcript, Turn, sampling_seed
-from r3.envs.tool_calls import Parsed
+from r3.envs.tool_calls import Parse, Parsed
 from r3.rollout.conversation import ConversationRules
 from r3.types import Message, Prompt, Rollout
 
@@ -84,6 +84,7 @@ class Call:
     Attributes:
         observed: tokens that follow the sequence before the message.
         max_tokens: maximum tokens to sample.
+        parse: reads the message; None if it is a text.
         may_be_cut: `max_tokens` is the rest of the token budget, not a limit of the message.
         future: where a workflow awaits the sample; None for environments.
     """
@@ -94,8 +95,9 @@ class Call:
     observed: Sequence[int]
     max_tokens: int
     sampling: Sampling
+    parse: Parse | None = None
     may_be_cut: bool = False
-    future: asyncio.Future[Sampled] | None = None
+    future: asyncio.Future[Said] | None = None
 
     @property
     def is_abandoned(self) -> bool:
@@ -114,6 +116,15 @@ class Call:
             max_tokens=self.max_tokens,
             sampling=self.sampling,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """A message of the model: its sample, its text, and what was read in it."""
+
+    sampled: Sampled
+    text: str
+    parsed: Parsed
 
 
 def message_of(text: str, finish_reason: str, parsed: Parsed) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from r3.engine import Sampled, Turn
 from r3.envs.workflow import Workflows
-from r3.metrics.reduce import Mean
+from r3.metrics.reduce import Mean, Sum
 from r3.rewards.scorer import Scorer
 from r3.rollout.collected import CollectedRollouts
 from r3.rollout.conversation import ConversationRules, EnvironmentFailed, SuspendedConversation
@@ -223,6 +223,7 @@ class Round:
         sequences = [each for episode in over for each in episode.sequences if each.train]
         counts = self._environments.take_counts()
         metrics = {
+            "env/unread": Sum(value=float(self._rules.setup.parser.take_unread())),
             **turn_metrics(
                 [each.num_turns for each in over], sum(each.outcome == "turns" for each in over)
             ),

@@ -19,6 +19,7 @@ from typing import Any
 from r3.data.template import TemplateFault
 from r3.engine import Sampled, Sampling
 from r3.envs.chat import ChatError
+from r3.envs.tool_calls import Parse, Parsed
 from r3.envs.workflow import (
     Completion,
     Ended,
@@ -33,7 +34,7 @@ from r3.rollout.conversation import (
     num_characters,
     readable_message,
 )
-from r3.rollout.episode import Call, CallName, Episode, TokenSequence, message_of
+from r3.rollout.episode import Call, CallName, Episode, Said, TokenSequence, message_of
 from r3.types import Message, RouteError
 
 
@@ -53,7 +54,7 @@ class WorkflowEpisode(Episode):
         self.workflows, self.renderer = workflows, renderer
         self.said: dict[str, dict[str, Any]] = {}
         self._own_time: OwnTime | None = None
-        self._in_flight: set[asyncio.Future[Sampled]] = set()
+        self._in_flight: set[asyncio.Future[Said]] = set()
 
     def open(self) -> None:
         """Start the workflow."""
@@ -94,8 +95,13 @@ class WorkflowEpisode(Episode):
                 each.rewards = [reward_of[call] for call in each.calls]
 
     def deliver(self, call: Call, sampled: Sampled) -> None:
-        """Pass a sample to the event loop."""
-        self.workflows.call_soon(self._take, call, sampled)
+        """Read a sample, and pass it to the event loop."""
+        if call.is_abandoned:
+            return
+        # Here and not on the event loop: only the main thread can interrupt a regular expression.
+        text = self.text_of(sampled.tokens_T, call.sampling)
+        parsed = call.parse(text, sampled.tokens_T) if call.parse else Parsed(content=text, calls=[])
+        self.workflows.call_soon(self._take, call, Said(sampled=sampled, text=text, parsed=parsed))
 
     # --- on the event loop ----------------------------------------------------------------------
 
@@ -168,8 +174,12 @@ class WorkflowEpisode(Episode):
         observed: Sequence[int],
         sampling: Sampling,
         max_tokens: int | None,
-    ) -> Completion:
-        """Sample the next message of a sequence.
+        parse: Parse | None = None,
+    ) -> tuple[Completion, Parsed]:
+        """Sample the next message of a sequence, and read it.
+
+        Args:
+            parse: reads the message; None for a text.
 
         Raises:
             ModelLimit: no tokens are left.
@@ -200,35 +210,42 @@ class WorkflowEpisode(Episode):
                     room, self.workflows.settings.max_turn_tokens or room, max_tokens or room
                 ),
                 sampling=sampling,
+                parse=parse,
                 future=future,
             )
         )
         self.workflows.wake.put(None)
         try:
-            sampled: Sampled = await future
+            said: Said = await future
+        except asyncio.CancelledError:
+            if self._own_time is own_time:  # nobody got it, so it does not count
+                self.num_turns -= 1
+            raise
         finally:
             self._in_flight.discard(future)
             if self._own_time is own_time:
                 own_time.resume()
-        return Completion(
-            text=self.text_of(sampled.tokens_T, sampling),
+        sampled = said.sampled
+        completion = Completion(
+            text=said.text,
             tokens=tuple(sampled.tokens_T),
             logprobs=tuple(sampled.logprobs_T),
             finish_reason=sampled.finish_reason,
             prompt_tokens=prompt_tokens,
         )
+        return completion, said.parsed
 
-    def _take(self, call: Call, sampled: Sampled) -> None:
+    def _take(self, call: Call, said: Said) -> None:
         if call.future is None or call.is_abandoned:
             return
         try:
-            call.sequence.append(call, sampled)
+            call.sequence.append(call, said.sampled)
         except (RouteError, FloatingPointError, AssertionError) as error:
             # Not the workflow's fault: the engine's thread raises it and ends the run.
             self.submit(error)
             self.workflows.wake.put(None)
         else:
-            call.future.set_result(sampled)
+            call.future.set_result(said)
 
 
 class EpisodeModel:
@@ -285,8 +302,9 @@ class EpisodeModel:
         except (ChatError, TemplateFault) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         sequence, observed = found
-        completion = await episode.sample(name, sequence, observed, sampling, max_tokens)
-        parsed = parse(completion.text, completion.tokens)
+        completion, parsed = await episode.sample(
+            name, sequence, observed, sampling, max_tokens, parse
+        )
         episode.said[completion.text] = parsed.fields()
         sequence.shown = tuple(
             dict.fromkeys(text + said for said in (completion.text, completion.text.strip()))
@@ -327,7 +345,7 @@ class EpisodeModel:
             name, tokens, train=train
         )
         observed = tokens[len(sequence.transcript.tokens) :]
-        completion = await episode.sample(name, sequence, observed, sampling, max_tokens)
+        completion, _ = await episode.sample(name, sequence, observed, sampling, max_tokens)
         sequence.shown = ()
         sequence.messages = [
             {"role": "user", "content": tokenizer.decode(tokens)},

@@ -14,8 +14,11 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
+_AGAIN_S = 1.0  # until a function that has caught its end is ended again, in the main thread
+
+
 class _Expired(BaseException):
-    """Ends a function in a thread; no handler of `Exception` stops it."""
+    """Ends a function; no handler of `Exception` stops it."""
 
 
 def time_limit(
@@ -23,11 +26,18 @@ def time_limit(
 ) -> Result:
     """Call a function in any thread, and raise `error()` out of it after so many seconds.
 
-    Python code is interrupted between two of its instructions, a call into C when it returns.
+    Python code is interrupted between two of its instructions, a call into C when it returns. In
+    the main thread a regular expression is interrupted, too.
     """
     if threading.current_thread() is threading.main_thread():
-        with _alarm(seconds, error):
-            return function()
+        expired = _Expired()
+        try:
+            with _alarm(seconds, expired):
+                return function()
+        except _Expired as caught:
+            if caught is not expired:  # of a limit around this one
+                raise
+            raise error() from None
     # Threads get no signals: another thread sets the exception.
     thread, lock = threading.get_ident(), threading.Lock()
     over = sent = received = False
@@ -61,15 +71,15 @@ def time_limit(
 
 
 @contextmanager
-def _alarm(seconds: float, error: Callable[[], Exception]) -> Iterator[None]:
-    """Raise `error()` in the block of the main thread after so many seconds, by a signal."""
+def _alarm(seconds: float, expired: _Expired) -> Iterator[None]:
+    """Raise `expired` in the block of the main thread after so many seconds, by a signal."""
 
-    def expired(number: int, frame: FrameType | None) -> None:
-        raise error()
+    def end(number: int, frame: FrameType | None) -> None:
+        raise expired
 
-    previous = signal.signal(signal.SIGALRM, expired)
+    previous = signal.signal(signal.SIGALRM, end)
     began = time.monotonic()
-    pending_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    pending_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
     try:
         yield
     finally:

@@ -272,7 +272,7 @@ def test_bad_metrics_of_an_environment_are_failures(script: Script) -> None:
 
 
 def test_an_environment_gets_parsed_tool_calls(script: Script) -> None:
-    says = '<tool_call>{"name": "a"}</tool_call>'
+    says = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
     collected = script.play("Calls", script.scorer("none"), says=says)
     assert collected.rewards == [1.0]
     assert collected.rollouts[0].messages[-1] == {"role": "assistant", "content": says}

@@ -18,7 +18,7 @@ from r3.envs import ENVIRONMENTS, Environment, checked_step, find
 from r3.envs.calculator import Calculator, evaluate
 from r3.envs.guess_number import GUESSES, LARGEST, GuessNumber
 from r3.envs.runner import Environments
-from r3.envs.tool_calls import parse_tool_calls
+from r3.envs.tool_calls import parsed_calls
 from r3.rollout.conversation import readable_message
 from tests.environments import collect, prompt, said
 from tests.tiny import tiny_config
@@ -300,6 +300,9 @@ def test_an_argument_that_an_environment_does_not_take_is_refused(tmp_path: Path
         find(EnvConfig(name="calculator", args=("depth=2",)))
 
 
+_CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
@@ -309,17 +312,29 @@ def test_an_argument_that_an_environment_does_not_take_is_refused(tmp_path: Path
             [{"name": "calc", "arguments": {"x": 1}}],
         ),
         (
-            '<tool_call>\n{"name": "a"}\n</tool_call><tool_call>{"name": "b"}</tool_call>',
-            [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}],
+            '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
+            '<tool_call>{"name": "b", "arguments": "{\\"x\\": 1}"}</tool_call>',
+            [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": 1}}],
         ),
+        ('<tool_call>{"name": "a"}</tool_call>', []),
+        ('<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>', []),
         ("<tool_call>1+2</tool_call>", []),
         ('<tool_call>{"name": 3}</tool_call>', []),
         ('<tool_call>{"name": "a", "arguments": "x"}</tool_call>', []),
-        ('<tool_call>{"name": "a"}', []),
+        ('<tool_call>{"name": "a", "arguments": {}}', []),
+        (f"<think>no {_CALL}</think> {_CALL}", [{"name": "f", "arguments": {"x": 1}}]),
+        (f"{_CALL} <think>no {_CALL}", [{"name": "f", "arguments": {"x": 1}}]),
+        (f"no {_CALL}</think> yes", []),
+        (f"<think>no {_CALL}", []),
+        (
+            '<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>',
+            [{"name": "f", "arguments": {"x": "</think>"}}],
+        ),
+        (f"<tool_call>{{'name': <tool_call>{_CALL}", []),
     ],
 )
 def test_tool_calls_are_parsed(text: str, calls: list[dict[str, Any]]) -> None:
-    assert parse_tool_calls(text) == calls
+    assert parsed_calls(text).calls == calls
 
 
 def test_default_environment_is_one_turn() -> None:
