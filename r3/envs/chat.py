@@ -7,16 +7,25 @@ the text that follows the model's message, and appends its tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from r3.config import ConfigError, Problem
 from r3.data.template import TemplateFault, apply_template
+from r3.envs.tool_calls import half_character
 from r3.types import Message
 
 # Stands for the model's message. No template changes letters and digits.
 _PLACEHOLDER = "R3messageofthemodel"
+_REPLACEMENT = "\ufffd"  # stands for bytes that are no character
+
+# Letters in the vocabularies of byte-level BPE, which have no control characters.
+_VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
+_BYTES = {chr(byte): byte for byte in _VISIBLE}
+_BYTES |= {chr(256 + index): byte for index, byte in enumerate(_HIDDEN)}
 
 
 class ChatError(ValueError):
@@ -64,12 +73,22 @@ class Renderer:
         Raises:
             ChatError: it holds half a character.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = text[error.start]
-            raise ChatError(f"a message holds {half!r}, half of a character") from None
+        if half := half_character(text):
+            raise ChatError(f"a message holds {half!r}, half of a character")
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the UTF-8 bytes of a token, which may be part of a character."""
+        text: str = self._tokenizer.decode([token])
+        if _REPLACEMENT not in text:
+            return text.encode()
+        piece: str = self._tokenizer.convert_ids_to_tokens(token)
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # of SentencePiece
+            return bytes.fromhex(byte[1])
+        try:
+            return bytes(_BYTES[letter] for letter in piece)
+        except KeyError:
+            return text.encode()
 
     def after(
         self, old: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] = ()

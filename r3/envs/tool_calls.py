@@ -1,8 +1,8 @@
 """What a message of the model says: reasoning, text and tool calls.
 
-Without a name in `env.tool_parser` calls are read here, in the format of Hermes and Qwen templates;
-named parsers are vLLM's (`r3.engine.parsers`). A model may sample any text: `MessageReader`, through
-which every parser is called, reads a message or leaves it as text, and never fails.
+Without a name in `env.tool_parser` calls are read here, in the format of Hermes and Qwen templates.
+Named parsers are vLLM's (`r3.engine.parsers`). A model may sample any text, and parsers fail on
+some: every parser is called by a `MessageReader`, which reads a message or leaves it as text.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class MessageReader:
     """Reads messages of the model with a parser that may fail or take forever.
 
     A message that the parser cannot read is text without calls. `take_unread` counts such messages,
-    and the first one is printed. A parser gets 5 s per message. After three messages of a round that
-    took longer, R3 does not try others that are as long: the engine waits for a parser.
+    and the first one is printed. A parser gets 5 s per message. The engine waits meanwhile, so
+    after three messages of a round that took longer R3 does not try others that are as long.
     """
 
-    def __init__(self, parser: Parser) -> None:
-        self._parser = parser
+    def __init__(self, parser: Parser, *, limit_s: float = _LIMIT_S) -> None:
+        self._parser, self._limit_s = parser, limit_s
         self._unread = 0
         self._late: list[int] = []  # characters of messages that took too long
         self._is_said = False
@@ -89,10 +89,10 @@ class MessageReader:
             if len(self._late) >= _MOST_LATE and len(text) >= min(self._late):
                 return self._text(text, "it is as long as messages that took too long")
             try:
-                return time_limit(lambda: parse(text, tokens), _LIMIT_S, _Late)
+                return time_limit(lambda: parse(text, tokens), self._limit_s, _Late)
             except _Late:
                 self._late.append(len(text))
-                return self._text(text, f"it took longer than {_LIMIT_S:g} s")
+                return self._text(text, f"it took longer than {self._limit_s:g} s")
             except Exception as error:  # a third party's parser raises anything for odd texts
                 return self._text(text, f"{type(error).__name__}: {str(error)[:_SHOWN]}")
 
@@ -159,7 +159,7 @@ def call_texts(text: str) -> list[tuple[int, str]]:
 
 
 def without_thoughts(text: str) -> str:
-    """Return a text without what is in `<think>`; the ends of a thought are those of `call_texts`."""
+    """Return a text without what is in `<think>`; thoughts end as in `call_texts`."""
     said: list[str] = []
     thinks, start = False, 0
     for mark in _THOUGHT_MARKS.finditer(text):
@@ -219,6 +219,15 @@ def arguments_of(value: Any) -> Any:
             except ValueError:
                 break
     return value
+
+
+def half_character(text: str) -> str:
+    """Return the first half of a character in a text, which no tokenizer takes; "" without any."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return ""
 
 
 def _call(text: str) -> dict[str, Any] | None:

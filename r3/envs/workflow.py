@@ -137,8 +137,15 @@ class Model(Protocol):
     ) -> Completion:
         """Continue a text or tokens, without a chat template; otherwise as `chat`."""
 
+    @property
+    def max_tokens_total(self) -> int:
+        """Maximum tokens of a prompt and its response."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the UTF-8 bytes of a token, which may be part of a character."""
 
     def fork(self) -> Model:
         """Return a handle with random streams of its own, for a branch that runs beside others."""

@@ -19,7 +19,7 @@ from typing import Any
 from r3.data.template import TemplateFault
 from r3.engine import Sampled, Sampling
 from r3.envs.chat import ChatError
-from r3.envs.tool_calls import Parse, Parsed
+from r3.envs.tool_calls import Parse, Parsed, half_character
 from r3.envs.workflow import (
     Completion,
     Ended,
@@ -99,8 +99,8 @@ class WorkflowEpisode(Episode):
         if call.is_abandoned:
             return
         # Here and not on the event loop: only the main thread can interrupt a regular expression.
-        text = self.text_of(sampled.tokens_T, call.sampling)
-        parsed = call.parse(text, sampled.tokens_T) if call.parse else Parsed(content=text, calls=[])
+        text, tokens = self.text_of(sampled.tokens_T, call.sampling), sampled.tokens_T
+        parsed = call.parse(text, tokens) if call.parse else Parsed(content=text, calls=[])
         self.workflows.call_soon(self._take, call, Said(sampled=sampled, text=text, parsed=parsed))
 
     # --- on the event loop ----------------------------------------------------------------------
@@ -263,9 +263,18 @@ class EpisodeModel:
         """
         return EpisodeModel(self._episode, self._own_time, self._next_name())
 
+    @property
+    def max_tokens_total(self) -> int:
+        """Maximum tokens of a prompt and its response."""
+        return self._episode.rules.max_model_len
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
         return str(self._episode.rules.setup.tokenizer.decode(list(tokens)))
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token; see `Model.token_bytes`."""
+        return self._episode.renderer.token_bytes(token)
 
     async def chat(
         self,
@@ -336,6 +345,8 @@ class EpisodeModel:
             raise ModelLimit(
                 "length", f"the prompt has {len(prompt)} characters, a sequence {limit} tokens"
             )
+        if isinstance(prompt, str) and half_character(prompt):
+            raise ValueError("the prompt holds half of a character")
         tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
         if not tokens or not all(
             type(each) is int and 0 <= each < len(tokenizer) for each in tokens
@@ -382,16 +393,15 @@ class EpisodeModel:
                 f"{', '.join(changed)}: tokens that are trained on are sampled as rollout.* says, "
                 "because the policy's log-probabilities are taken so. Use train=False"
             )
-        possible = {
-            "temperature": changed.get("temperature", 0) >= 0,
-            "top_p": 0 < changed.get("top_p", 1) <= 1,
-            "top_k": changed.get("top_k", 0) >= 0,
-            "max_tokens": max_tokens is None or max_tokens >= 1,
-            "stop": not isinstance(stop, str) and all(stop),
-        }
-        if wrong := [key for key, is_possible in possible.items() if not is_possible]:
-            raise ValueError(f"{', '.join(wrong)}: not a possible value")
-        return replace(run, stop=tuple(dict.fromkeys([*run.stop, *stop])), **changed)
+        if isinstance(stop, str):
+            raise ValueError("stop must be a list of texts, and is one text")
+        sampling = replace(run, stop=tuple(dict.fromkeys([*run.stop, *stop])), **changed)
+        faults = sampling.faults()
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+            faults.append("max_tokens must be an integer of at least 1")
+        if faults:
+            raise ValueError("; ".join(faults))
+        return sampling
 
 
 def _plain(message: Message, said: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
