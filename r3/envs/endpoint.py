@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import socket
-import warnings
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -34,6 +35,7 @@ from r3.envs.openai_api import (
     limit_error,
     model_entry,
 )
+from r3.envs.tool_calls import TooDeep, read_json
 from r3.envs.workflow import EpisodeOver, Model, ModelLimit
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ _T = TypeVar("_T")
 _HOST = "127.0.0.1"
 # Clients keep connections while their agent computes; one closed beneath a request is an error.
 _KEEP_ALIVE_S = 86400
+# A token of text has three or four characters, each at most six bytes of JSON.
+_BYTES_PER_TOKEN = 256
+_SMALLEST_LIMIT = 1 << 20
 
 
 @dataclass(kw_only=True, slots=True)
@@ -140,7 +145,6 @@ class Endpoint:
         self, handle: Callable[[HttpRequest, Access], Awaitable[Response]]
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
         """Check the token, and turn errors into those of the API."""
-        from starlette.responses import JSONResponse
 
         async def answer(request: HttpRequest) -> Response:
             kind, _, key = request.headers.get("authorization", "").partition(" ")
@@ -150,18 +154,18 @@ class Endpoint:
                     raise ApiError(401, text, code="invalid_api_key")
                 return await handle(request, self.episodes[key])
             except ApiError as error:
-                return JSONResponse(error.body, error.status)
+                return _json(error.body, error.status)
 
         return answer
 
     async def _chat(self, request: HttpRequest, access: Access) -> Response:
-        wanted = chat_request(await _body(request), access.memory)
+        wanted = chat_request(await _body(request, access), access.memory)
         call = access.model.chat(**wanted.arguments)
         message = await _called(request, access, wanted, call)
         return _reply(chat_reply(message, wanted, access.memory, access.model), wanted)
 
     async def _complete(self, request: HttpRequest, access: Access) -> Response:
-        wanted = completion_request(await _body(request))
+        wanted = completion_request(await _body(request, access))
         call = access.model.complete(**wanted.arguments)
         completion = await _called(request, access, wanted, call)
         return _reply(completion_reply(completion, wanted, access.memory, access.model), wanted)
@@ -192,12 +196,7 @@ async def _called(
     Raises:
         ApiError: the model cannot be called so.
     """
-    if wanted.unused:  # one warning per process
-        warnings.warn(
-            f"a request to the endpoint sets {', '.join(wanted.unused)}, which is not used: calls "
-            "that are trained on are sampled as rollout.* says (or eval.* in evaluation)",
-            stacklevel=1,
-        )
+    _warn_of_unused(wanted.unused)
     access.memory.num_replies += 1
     access.limit = None
     sampling = asyncio.ensure_future(call)
@@ -225,26 +224,57 @@ async def _hung_up(request: HttpRequest) -> None:
         pass
 
 
-async def _body(request: HttpRequest) -> dict[str, Any]:
-    body: Any = None
-    with suppress(ValueError):  # neither JSON nor UTF-8
-        body = json.loads(await request.body())
+async def _body(request: HttpRequest, access: Access) -> dict[str, Any]:
+    """Read a JSON object, or read past a body that is larger than any conversation.
+
+    A client that is still writing would not see an earlier reply.
+    """
+    tokens = access.model.max_tokens_total
+    limit = max(_SMALLEST_LIMIT, _BYTES_PER_TOKEN * tokens)
+    content, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            content += part
+    if size > limit:
+        text = f"the body has {size} bytes, and a sequence at most {tokens} tokens ({limit} bytes)"
+        raise ApiError(413, text, code="context_length_exceeded")
+    try:
+        body = read_json(bytes(content))
+    except TooDeep as error:
+        raise ApiError(400, str(error)) from None
+    except ValueError:  # neither JSON nor UTF-8
+        body = None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     return body
 
 
+def _warn_of_unused(names: tuple[str, ...]) -> None:
+    """Warn once per run: every rank has an endpoint, and its agents are alike."""
+    if names and not _WARNED and os.environ.get("RANK", "0") == "0":
+        _WARNED.add(names)
+        print(
+            f"warning: a request to the endpoint sets {', '.join(names)}, which is not used: calls "
+            "that are trained on are sampled as rollout.* says (or eval.* in evaluation)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+_WARNED: set[tuple[str, ...]] = set()
+
+
 async def _failed(request: HttpRequest, error: Exception) -> Response:
     """The API's shape for an error that nobody expected; the server prints its traceback."""
-    from starlette.responses import JSONResponse
-
-    return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body, 500)
+    return _json(ApiError(500, f"{type(error).__name__}: {error}").body, 500)
 
 
-def _json(content: Any) -> Response:
-    from starlette.responses import JSONResponse
+def _json(content: Any, status: int = 200) -> Response:
+    """A body in ASCII, which can hold half of a character that a model or a client wrote."""
+    from starlette.responses import Response
 
-    return JSONResponse(content)
+    return Response(json.dumps(content), status, media_type="application/json")
 
 
 def _reply(parts: list[Any], wanted: Request) -> Response:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from r3.envs.tool_calls import TooDeep, arguments_of
 from r3.envs.workflow import Completion, Model, ModelLimit, ModelMessage
 
 MODEL = "policy"
@@ -49,13 +50,16 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+_LONGEST_ERROR = 500  # characters; what is refused may be an image
+
+
 class ApiError(Exception):
     """An error of the API: HTTP status, text, and the API's own code and parameter."""
 
     def __init__(
         self, status: int, text: str, *, code: str | None = None, param: str | None = None
     ) -> None:
-        super().__init__(text)
+        super().__init__(f"{text[:_LONGEST_ERROR]} ..." if len(text) > _LONGEST_ERROR else text)
         self.status, self.code, self.param = status, code, param
 
     @property
@@ -161,10 +165,15 @@ def chat_reply(message: ModelMessage, request: Request, memory: Memory, model: M
     shown, calls = _shown(message, memory)
     logprobs: Any = None
     if request.logprobs:
-        tokens = zip(_pieces(completion, model), completion.logprobs, strict=True)
+        tokens = zip(completion.tokens, completion.logprobs, strict=True)
         listed = [
-            {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, value in tokens
+            {
+                "token": model.decode([token]),
+                "logprob": logprob,
+                "bytes": list(model.token_bytes(token)),
+                "top_logprobs": [],
+            }
+            for token, logprob in tokens
         ]
         logprobs = {"content": listed, "refusal": None}
     reason = "tool_calls" if calls else completion.finish_reason
@@ -187,7 +196,7 @@ def completion_reply(
     """The reply to a completion request: one body, or the events of a stream."""
     logprobs: Any = None
     if request.logprobs:
-        pieces = _pieces(completion, model)
+        pieces = [model.decode([token]) for token in completion.tokens]
         logprobs = {"tokens": pieces, "token_logprobs": list(completion.logprobs)}
         logprobs |= {"top_logprobs": None, "text_offset": None}
     choice = {"index": 0, "text": completion.text, "logprobs": logprobs}
@@ -225,7 +234,7 @@ def _typed(body: Mapping[str, Any], name: str, kind: type) -> Any:
     """The value of a field; None if it is null or not there."""
     value = body.get(name)
     accepted = (int, float) if kind is float else kind
-    if value is None or (isinstance(value, accepted) and (kind is bool or value is not True)):
+    if value is None or (isinstance(value, accepted) and (kind is bool) == isinstance(value, bool)):
         return value
     raise ApiError(400, f"{name} must be of type {kind.__name__}, and is {value!r}", param=name)
 
@@ -267,7 +276,12 @@ def _plain(message: Any, memory: Memory) -> dict[str, Any]:
     calls = plain.pop("tool_calls", None) or []
     try:
         ids = tuple(str(call["id"]) for call in calls)
-        parsed = [(call["function"]["name"], _arguments(call["function"])) for call in calls]
+        parsed = [
+            (call["function"]["name"], arguments_of(call["function"]["arguments"]))
+            for call in calls
+        ]
+    except TooDeep as error:
+        raise ApiError(400, f"arguments of a call: {error}", param="messages") from None
     except (KeyError, TypeError, AttributeError):
         text = f"tool_calls need id, function.name and function.arguments, and are {calls!r}"
         raise ApiError(400, text, param="messages") from None
@@ -298,15 +312,6 @@ def _text(content: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _arguments(function: Mapping[str, Any]) -> Any:
-    """Arguments as templates take them: an object; what is not JSON stays a text."""
-    arguments = function["arguments"]
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments
-
-
 def _shown(message: ModelMessage, memory: Memory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The message and the tool calls that a client sees; reasoning has the name that vLLM uses."""
     said, text = message.parsed, message["content"]
@@ -327,10 +332,6 @@ def _shown(message: ModelMessage, memory: Memory) -> tuple[dict[str, Any], list[
         memory.said[_seen(said.content, said.reasoning, ids, parsed)] = text
     shown = {"role": "assistant", "content": None if calls and not said.content else said.content}
     return shown | ({"reasoning": said.reasoning} if said.reasoning else {}), calls
-
-
-def _pieces(completion: Completion, model: Model) -> list[str]:
-    return [model.decode([token]) for token in completion.tokens]
 
 
 def _usage(completion: Completion) -> dict[str, int]:

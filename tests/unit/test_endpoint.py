@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 import time
-import warnings
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -188,6 +187,18 @@ def test_reasoning_and_calls_are_read_together() -> None:
     assert message.tool_calls[0].function.name == "calc"
 
 
+def test_calls_behind_reasoning_are_read_without_a_tool_parser() -> None:
+    async def agent(client: Any) -> Any:
+        return (await chat(client, tools=TOOLS)).choices[0].message
+
+    thought = CALL.replace("calc", "thought")
+    said = f"<think>{thought}</think>{CALL}"
+    message = play(agent, said, reasoning_parser="deepseek_r1").value
+    assert (message.reasoning, message.content) == (thought, "I add.")
+    (call,) = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("calc", {"x": 1})
+
+
 def test_a_workflow_sees_reasoning_and_sends_it_back() -> None:
     seen: list[Any] = []
 
@@ -298,6 +309,24 @@ def test_log_probabilities_are_those_of_the_sampled_tokens() -> None:
     assert [each.logprob for each in listed] == [-0.25 * (1 + i) for i in range(len(listed))]
 
 
+def test_bytes_of_a_token_are_its_own_and_not_those_of_a_replacement() -> None:
+    async def agent(client: Any) -> Any:
+        return (await chat(client, logprobs=True)).choices[0].logprobs.content
+
+    listed = play(agent, "猫 😀").value
+    whole = bytes(byte for each in listed for byte in each.bytes)
+    assert whole.decode() == "猫 😀<|im_end|>"
+    assert any(each.token == "\ufffd" for each in listed), "some token is part of a character"
+
+
+def test_a_call_named_by_half_a_character_reaches_the_client() -> None:
+    async def agent(client: Any) -> Any:
+        return (await chat(client)).choices[0].message.tool_calls[0].function.name
+
+    said = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+    assert play(agent, said).value == "\ud83d"
+
+
 def test_completions_of_text_and_of_tokens() -> None:
     async def agent(client: Any) -> Any:
         options: Any = {"model": "policy", "logprobs": 0}
@@ -328,17 +357,20 @@ def test_options_reach_the_engine() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.25, 0.5, 7)
 
 
-def test_trained_calls_are_sampled_as_the_run_says() -> None:
+def test_trained_calls_are_sampled_as_the_run_says(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def agent(client: Any) -> Any:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            await chat(client, temperature=0.0, top_p=0.5)
-        return [str(each.message) for each in caught]
+        await chat(client, temperature=0.0, top_p=0.5)
+        await chat(client, temperature=0.0)
 
-    played = play(agent)
-    assert played.turns[0].sampling.temperature == 1.0 == played.turns[0].sampling.top_p
-    (text,) = played.value
-    assert "sets temperature, top_p, which is not used" in text
+    monkeypatch.setattr("r3.envs.endpoint._WARNED", set())
+    for rank, lines in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        played = play(agent)
+        assert played.turns[0].sampling.temperature == 1.0 == played.turns[0].sampling.top_p
+        said = capfd.readouterr().err
+        assert said.count("warning: a request to the endpoint sets temperature, top_p") == lines
 
 
 def test_models_are_listed() -> None:
@@ -353,6 +385,13 @@ def test_models_are_listed() -> None:
 
 
 LONG = "a" * 20000
+
+
+def _called(arguments: str) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "calc", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 ERRORS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"model": "gpt"}, 404, "model_not_found", "model"),
     ({"n": 2}, 400, None, "n"),
@@ -368,7 +407,16 @@ ERRORS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"max_tokens": "many"}, 400, None, "max_tokens"),
     ({"max_tokens": 0}, 400, None, None),
     ({"stop": [1]}, 400, None, "stop"),
-    ({"temperature": -1.0, "extra_body": {"train": False}}, 400, None, None),
+    ({"max_tokens": True}, 400, None, "max_tokens"),
+    *[({"extra_body": {"train": False, name: value}}, 400, None, None) for name, value in (
+        ("temperature", -1.0), ("temperature", 2.01), ("temperature", float("nan")),
+        ("temperature", float("inf")), ("top_p", 0.0), ("top_p", 1.01), ("top_k", -1),
+        ("top_k", 2**31), ("stop", [""]), ("stop", ["a"] * 65), ("stop", ["\ud83d"]),
+    )],
+    ({"messages": [{"role": "user", "content": [{"image": LONG}]}]}, 400, None, "messages"),
+    ({"messages": [{"role": "user", "content": "\ud83d"}]}, 400, None, None),
+    ({"messages": [*ASK, _called("[" * 3000)]}, 400, None, "messages"),
+    ({"messages": [*ASK, _called("[" * 200 + "]" * 200)]}, 400, None, "messages"),
     ({"messages": [{"role": "user", "content": "1 " * 600}]}, 400, "context_length_exceeded", None),
     ({"messages": [{"role": "user", "content": LONG}]}, 400, "context_length_exceeded", None),
 ]  # fmt: skip
@@ -380,10 +428,14 @@ def test_every_error_has_the_shape_of_the_api() -> None:
         found = []
         for options, *_ in ERRORS:
             with pytest.raises(openai.APIStatusError) as caught:
-                await chat(client, **options)
+                # not the client's own JSON, which has neither NaN nor half characters
+                body = {"model": "policy", "messages": ASK, **options}
+                body |= body.pop("extra_body", {})
+                await client.post("/chat/completions", content=json.dumps(body), cast_to=object)
             error = caught.value
             found.append((options, error.status_code, error.code, error.param))
-            assert error.type == "invalid_request_error" and len(error.body["message"]) > 10
+            assert error.type == "invalid_request_error"
+            assert 10 < len(error.body["message"]) < 520
         return found
 
     played = play(agent)
@@ -402,6 +454,10 @@ def test_other_addresses_bodies_and_tokens_are_refused() -> None:
             ("completions", b'{"model": "policy", "prompt": [[1], [2]]}', headers),
             ("completions", b'{"model": "policy", "prompt": "a", "logprobs": 1}', headers),
             ("completions", b'{"model": "policy", "prompt": [99999999]}', headers),
+            ("completions", b'{"model": "policy", "prompt": "\\ud83d"}', headers),
+            ("completions", b"[" * 100_000, headers),
+            ("chat/completions", b'{"model": ' * 2000 + b"1" + b"}" * 2000, headers),
+            ("chat/completions", b" " * (2 << 20), headers),
             ("embeddings", b"{}", headers),
             ("chat/completions", b"{}", {}),
             ("chat/completions", b"{}", {"Authorization": "Bearer wrong"}),
@@ -411,7 +467,12 @@ def test_other_addresses_bodies_and_tokens_are_refused() -> None:
         return found
 
     bad, unknown = (400, None), (401, "invalid_api_key")
-    assert play(agent).value == [*[bad] * 5, (404, "unknown_url"), *[unknown] * 2]
+    assert play(agent).value == [
+        *[bad] * 8,
+        (413, "context_length_exceeded"),
+        (404, "unknown_url"),
+        *[unknown] * 2,
+    ]
 
 
 def test_wrong_tokens_and_those_of_finished_episodes_are_refused() -> None:
@@ -440,6 +501,8 @@ def test_wrong_tokens_and_those_of_finished_episodes_are_refused() -> None:
 
 def test_an_unexpected_error_has_the_shape_of_the_api_too() -> None:
     class Broken:
+        max_tokens_total = 500
+
         async def chat(self, *messages: Any, **options: Any) -> Any:
             raise KeyError("a bug")
 
@@ -481,3 +544,24 @@ def test_a_client_that_hangs_up_leaves_no_sample() -> None:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
     assert Played(agent, says).texts == ["hello<|im_end|>"] * 2
+
+
+def test_a_request_without_an_answer_is_no_turn() -> None:
+    async def agent(client: Any) -> Any:
+        late = client.with_options(timeout=0.3)
+        for _ in range(2):
+            with pytest.raises(openai.APITimeoutError):
+                await chat(late, [{"role": "user", "content": "late"}])
+            await asyncio.sleep(0.5)
+        await chat(client)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await chat(client)
+        return caught.value.code
+
+    def says(turn: Turn) -> str:
+        time.sleep(0.7 if "late" in tokenizer.decode(turn.tokens_T) else 0)
+        return "hello"
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    played = Played(agent, says, max_turns=1)
+    assert played.value == "max_turns_exceeded" and played.texts == ["hello<|im_end|>"]
