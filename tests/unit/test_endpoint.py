@@ -411,7 +411,8 @@ ERRORS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     *[({"extra_body": {"train": False, name: value}}, 400, None, None) for name, value in (
         ("temperature", -1.0), ("temperature", 2.01), ("temperature", float("nan")),
         ("temperature", float("inf")), ("top_p", 0.0), ("top_p", 1.01), ("top_k", -1),
-        ("top_k", 2**31), ("stop", [""]), ("stop", [str(i) for i in range(65)]), ("stop", ["\ud83d"]),
+        ("top_k", 2**31), ("stop", [""]), ("stop", [str(i) for i in range(65)]),
+        ("stop", ["\ud83d"]),
     )],
     ({"messages": [{"role": "user", "content": [{"image": LONG}]}]}, 400, None, "messages"),
     ({"messages": [{"role": "user", "content": "\ud83d"}]}, 400, None, None),
