@@ -35,7 +35,7 @@ from r3.envs.openai_api import (
     limit_error,
     model_entry,
 )
-from r3.envs.tool_calls import TooDeep, read_json
+from r3.envs.tool_calls import read_json
 from r3.envs.workflow import EpisodeOver, Model, ModelLimit
 
 if TYPE_CHECKING:
@@ -241,10 +241,8 @@ async def _body(request: HttpRequest, access: Access) -> dict[str, Any]:
         raise ApiError(413, text, code="context_length_exceeded")
     try:
         body = read_json(bytes(content))
-    except TooDeep as error:
-        raise ApiError(400, str(error)) from None
-    except ValueError:  # neither JSON nor UTF-8
-        body = None
+    except ValueError as error:
+        raise ApiError(400, f"the body cannot be read: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     return body

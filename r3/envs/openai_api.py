@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from r3.envs.tool_calls import TooDeep, arguments_of
+from r3.envs.tool_calls import arguments_of
 from r3.envs.workflow import Completion, Model, ModelLimit, ModelMessage
 
 MODEL = "policy"
@@ -280,7 +280,7 @@ def _plain(message: Any, memory: Memory) -> dict[str, Any]:
             (call["function"]["name"], arguments_of(call["function"]["arguments"]))
             for call in calls
         ]
-    except TooDeep as error:
+    except ValueError as error:
         raise ApiError(400, f"arguments of a call: {error}", param="messages") from None
     except (KeyError, TypeError, AttributeError):
         text = f"tool_calls need id, function.name and function.arguments, and are {calls!r}"

@@ -175,13 +175,14 @@ def read_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        TooDeep: it is nested deeper than 100 levels.
-        ValueError: it is no JSON.
+        json.JSONDecodeError: it is no JSON.
+        ValueError: it is nested deeper than 100 levels, no UTF-8, or has a number that Python does
+            not read.
     """
     try:
         value = json.loads(text)
     except RecursionError:
-        raise TooDeep from None
+        raise _too_deep() from None
     level = [value]
     for _ in range(_DEEPEST):
         level = [
@@ -192,14 +193,11 @@ def read_json(text: str | bytes) -> Any:
         ]
         if not level:
             return value
-    raise TooDeep
+    raise _too_deep()
 
 
-class TooDeep(ValueError):
-    """JSON that code which follows its levels could not handle."""
-
-    def __init__(self) -> None:
-        super().__init__(f"JSON is nested deeper than {_DEEPEST} levels")
+def _too_deep() -> ValueError:
+    return ValueError(f"JSON is nested deeper than {_DEEPEST} levels")
 
 
 def arguments_of(value: Any) -> Any:
@@ -208,15 +206,13 @@ def arguments_of(value: Any) -> Any:
     Some models and parsers write JSON text inside of JSON text. A text that is no JSON stays.
 
     Raises:
-        TooDeep: the text is JSON that is nested too deep.
+        ValueError: the text is JSON that `read_json` does not read.
     """
     for _ in range(2):
         if isinstance(value, str):
             try:
                 value = read_json(value)
-            except TooDeep:
-                raise
-            except ValueError:
+            except json.JSONDecodeError:
                 break
     return value
 
