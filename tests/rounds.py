@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from r3.config import RewardConfig
+from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampled, Sampling, Turn, message_parser
-from r3.envs.chat import Renderer
 from r3.envs.workflow import Workflows
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
@@ -44,14 +44,13 @@ def play_round(
     setup = ConversationSetup(
         environments=workflows,
         tokenizer=tokenizer,
-        chat=None,
         renderer=renderer,
         parser=message_parser(workflows.settings, tokenizer, {}),
     )
     scorer = scorer or make_scorer(RewardConfig(function=("none",)))
     rules = ConversationRules(
         setup=setup,
-        sampling=Sampling(stop=workflows.stop, stop_tokens=setup.stop_tokens),
+        sampling=Sampling(stop=workflows.stop, stop_tokens=renderer.ends),
         capture=CaptureSpec(
             policy_version=0,
             captures=False,
@@ -66,7 +65,7 @@ def play_round(
     )
     round_ = Round(rules, scorer, prompts, seed_step=1, samples_per_prompt=samples)
     remaining, until, asked = round_.size, time.monotonic() + LIMIT_S, []
-    (end,) = setup.stop_tokens
+    (end,) = renderer.ends
     try:
         while remaining:
             assert time.monotonic() < until

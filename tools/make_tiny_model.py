@@ -49,6 +49,7 @@ from r3.assets.word_problems import (
     problems,
     training_rows,
 )
+from r3.data.template import Renderer
 from r3.envs.calculator import Calculator
 from r3.envs.chat import Chat
 
@@ -218,7 +219,7 @@ class ToolStream:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self.encode: Callable[[str], list[int]] = tokenizer.encode
         self.padding: int = tokenizer.pad_token_id
-        self.chat = Chat(tokenizer, "the embedded model", Calculator.tools)
+        self.chat = Chat(Renderer(tokenizer), "the embedded model", Calculator.tools)
         self.rng = random.Random(seed)
         self.problems = problems(self.rng, held_out_answers())
 
@@ -236,7 +237,7 @@ class ToolStream:
         ):
             said = self.encode(f"{text}{END}")
             replies, _, done = calculator.step({"role": "assistant", "content": text})
-            told = [] if done else self.chat.following(replies, ended=True)
+            told = [] if done else self.chat.following(replies, said[-1])
             ids += said + told
             labels += said + [IGNORED] * len(told)
         return ids, labels
@@ -401,8 +402,9 @@ def conversations(
     model: Any, tokenizer: PreTrainedTokenizerFast, rows: list[Row], sampled: bool
 ) -> list[tuple[str, int]]:
     """Return the last message and the number of calculator calls of a conversation per row."""
-    chat = Chat(tokenizer, "the embedded model", Calculator.tools)
+    chat = Chat(Renderer(tokenizer), "the embedded model", Calculator.tools)
     tokens = [chat.first([{"role": "user", "content": row["question"]}]) for row in rows]
+    end = tokenizer.eos_token_id
     texts, calls = [""] * len(rows), [0] * len(rows)
     how: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {}
     open_rows = list(range(len(rows)))
@@ -415,13 +417,13 @@ def conversations(
         for i, ids in zip(
             open_rows, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True
         ):
-            said = ids[: ids.index(chat.end)] if chat.end in ids else ids
+            said = ids[: ids.index(end)] if end in ids else ids
             texts[i] = tokenizer.decode(said)
             replies, _, done = Calculator().step({"role": "assistant", "content": texts[i]})
-            if done or chat.end not in ids:
+            if done or end not in ids:
                 continue
             calls[i] += 1
-            tokens[i] = [*tokens[i], *said, chat.end, *chat.following(replies, ended=True)]
+            tokens[i] = [*tokens[i], *said, end, *chat.following(replies, end)]
             still_open.append(i)
         if not (open_rows := still_open):
             break

@@ -152,6 +152,9 @@ class DataConfig:
         ),
     ] = ()
     """Further variables of the chat template, each key=value (enable_thinking=false)."""
+    allow_control_tokens: bool = False
+    """Read control tokens of the chat template in rows as such, for rows that hold templated text.
+    By default `<|im_end|>` in a row is text."""
     max_prompt_tokens: Annotated[int, AtLeast(0)] = 0
     """Maximum tokens per prompt. 0: what rollout.max_response_tokens leaves free in the context and
     in a micro-batch."""

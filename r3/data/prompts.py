@@ -9,30 +9,18 @@ from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from r3.data.rendering import ChatTemplate, NotRendered
 from r3.data.sources import Columns, Row, RowProblem, read_rows
 from r3.data.supervised import SpanFinder
-from r3.data.template import EndlessTemplate, TemplateFault
+from r3.data.template import EndlessTemplate, Renderer, TemplateFault
 from r3.types import Prompt
 
 _MAX_NAMED = 10
 _BATCH = 64  # rows that the tokenizer gets at once; all share the time limit of one
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that prompts need."""
-
-    chat_template: Any
-
-    def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any:
-        """Render a conversation."""
-
-    def __call__(self, text: Any, /, **options: Any) -> Any:
-        """Tokenise texts."""
 
 
 class DataError(ValueError):
@@ -71,7 +59,7 @@ class Dataset:
 
 def load_prompts(
     sources: str | Path | Sequence[str],
-    tokenizer: Tokenizer,
+    tokenizer: Any,
     *,
     columns: Columns,
     max_prompt_tokens: int,
@@ -80,6 +68,7 @@ def load_prompts(
     weights: Sequence[float] = (),
     tools: Sequence[Mapping[str, Any]] = (),
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    allow_control_tokens: bool = False,
 ) -> Dataset:
     """Read, check and tokenise all rows.
 
@@ -97,6 +86,7 @@ def load_prompts(
         weights: share of each source in what is drawn. Empty: all prompts are one pool.
         tools: tool schemas that the chat template shows for rows without tools of their own.
         template_kwargs: further variables of the chat template.
+        allow_control_tokens: whether control tokens in rows are meant as such.
 
     Raises:
         DataError: rows cannot be used; names all of them.
@@ -106,10 +96,11 @@ def load_prompts(
         fix = "use a model folder with chat_template.jinja"
         raise DataError([_whole(sources[0], "has no chat template", fix, field="tokenizer")])
     template = ChatTemplate(tokenizer, template_kwargs)
+    renderer = Renderer(tokenizer, template_kwargs, control_tokens=allow_control_tokens)
     finder: SpanFinder | None = None
     if columns.supervised:
         try:
-            finder = SpanFinder(tokenizer, template)
+            finder = SpanFinder(renderer, template)
         except TemplateFault as error:
             rule = f"its chat template hides where an assistant message begins or ends: {error}"
             fix = "use another chat template"
@@ -123,7 +114,7 @@ def load_prompts(
         rows, bad = read_rows(source, columns)
         good: list[Prompt] = []
         long = twice = 0
-        found_in_rows = _prompts(rows, label, tokenizer, columns, tools, template, finder)
+        found_in_rows = _prompts(rows, label, renderer, columns, tools, template, finder)
         for row, found in zip(rows, found_in_rows, strict=True):
             if isinstance(found, RowProblem):
                 bad.append(found)
@@ -238,7 +229,7 @@ def _draw(prompts: Sequence[Prompt], seed: list[int], start: int, stop: int) -> 
 def _prompts(
     rows: Sequence[Row],
     label: str,
-    tokenizer: Tokenizer,
+    renderer: Renderer,
     columns: Columns,
     tools: Sequence[Mapping[str, Any]],
     template: ChatTemplate,
@@ -249,9 +240,9 @@ def _prompts(
         offered = list(batch[0].tools or tools)
 
         def tokenise(some: Sequence[Row], offered: Any = offered) -> list[list[int]]:
-            found = template.render_all([row.messages for row in some], offered)
-            texts = [each.text for each in found]
-            return list(tokenizer(texts, add_special_tokens=False)["input_ids"])
+            conversations = [renderer.marked(row.messages) for row in some]
+            found = template.render_all(conversations, renderer.marked(offered))
+            return renderer.batch([each.text for each in found])
 
         together: list[list[int]] = []
         if finder is None and len(batch) > 1:

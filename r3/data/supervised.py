@@ -12,7 +12,7 @@ from typing import Any
 
 from r3.data.conversation import is_learned
 from r3.data.rendering import ChatTemplate, NotRendered, Rendered
-from r3.data.template import TemplateFault
+from r3.data.template import Renderer, TemplateFault
 from r3.types import Message
 
 _BY_ROW = "leave out what it drops, or write a row per assistant message"
@@ -21,20 +21,19 @@ _BY_ROW = "leave out what it drops, or write a row per assistant message"
 class SpanFinder:
     """Finds assistant messages exactly, or refuses the conversation."""
 
-    def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
+    def __init__(self, renderer: Renderer, template: ChatTemplate) -> None:
         """Check that the chat template shows where an assistant message begins and ends.
 
         Raises:
             TemplateFault: it does not, or the tokenizer gives pieces of a text other tokens than
                 the whole.
         """
-        self._tokenizer, self._template = tokenizer, template
-        added = tokenizer.added_tokens_decoder.values()
-        self._special = {*tokenizer.all_special_tokens, *(str(each) for each in added)} - {""}
+        self._renderer, self._template = renderer, template
+        self._special = set(map(renderer.text_of, renderer.special)) - {""}
         chat = [{"role": "user", "content": "a"}, _reply("b")]
         tokens, _ = self.find(chat, "", ())
         whole = template.render(chat, opening=False, rule="learned").text
-        if self._tokens(whole)[: len(tokens)] != tokens:
+        if renderer.tokens(whole)[: len(tokens)] != tokens:
             raise TemplateFault("the tokenizer gives pieces of a text other tokens than the whole")
 
     def find(
@@ -56,14 +55,17 @@ class SpanFinder:
             TemplateFault: the template refuses the messages, or renders them so that what a
                 message says or what precedes it differs from what the model would see.
         """
-        messages = [*messages, *([_reply(answer)] if answer else [])]
+        renderer = self._renderer
+        messages = renderer.marked([*messages, *([_reply(answer)] if answer else [])])
         places = [place for place, message in enumerate(messages) if is_learned(message)]
         if places[0] == 0:
             rule = "message 0 is of the assistant, and nothing comes before it"
             raise NotRendered(rule, "put a message of the user before it, or give it train: false")
 
+        shown = renderer.marked(tools)
+
         def rendered(count: int, *, opening: bool = False) -> Rendered:
-            return self._template.render(messages[:count], tools, opening=opening, rule="learned")
+            return self._template.render(messages[:count], shown, opening=opening, rule="learned")
 
         whole = rendered(places[-1] + 1)
         tokens: list[int] = []
@@ -76,9 +78,9 @@ class SpanFinder:
                 closed = rendered(place).text
                 raise _moved(place, before, closed, goes_on=not whole.text.startswith(closed))
             end = self._end(place, whole, whole if place == places[-1] else rendered(place + 1))
-            tokens += self._tokens(whole.text[done:start])
+            tokens += renderer.tokens(whole.text[done:start])
             first, done = len(tokens), end
-            tokens += self._tokens(whole.text[start:end])
+            tokens += renderer.tokens(whole.text[start:end])
             spans.append((first, len(tokens)))
         return tokens, spans
 
@@ -103,9 +105,6 @@ class SpanFinder:
             rule = f"message {place} holds {token!r}, which ends a message"
             raise NotRendered(rule, "leave it out: the chat template writes it")
         return said + end
-
-    def _tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _moved(place: int, before: str, closed: str, *, goes_on: bool) -> NotRendered:

@@ -1,19 +1,50 @@
-"""Chat templates are programs of the model's authors: they may fail in any way, or never end."""
+"""A model's chat template: conversations to text and tokens, and the tokens that end a turn.
+
+Chat templates are programs of the model's authors: they may fail in any way, or never end.
+
+The text of messages and tools is others' text: `<|im_end|>` in a question is eight characters, not
+the token that ends a turn. A template joins it with control tokens of its own, so `Renderer.render`
+puts a mark before and after what looks like one in the given text, and `Renderer.tokens` tokenises
+that as text. Conversations without such text are tokenised as transformers does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
 
+from r3.config import ConfigError, Problem
 from r3.runtime.time_limit import time_limit
+from r3.types import Message
+
+# Stands for the model's message. No template changes letters and digits.
+PLACEHOLDER = "R3messageofthemodel"
 
 _LIMIT_S = 20.0  # of one rendering, which takes milliseconds
 _FAULTS = (
     *(TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError),
     *(MemoryError, NotImplementedError, RecursionError, TypeError, ValueError),
 )
+# Unicode keeps this code point for programs: it is no character of any text. In a text that has it
+# all the same it is doubled.
+_MARK = "\ufdd0"
+_REPLACEMENT = "\ufffd"  # stands for bytes that are no character
+
+# Letters in the vocabularies of byte-level BPE, which have no control characters.
+_VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
+_BYTES = {chr(byte): byte for byte in _VISIBLE}
+_BYTES |= {chr(256 + index): byte for index, byte in enumerate(_HIDDEN)}
+
+_QUESTION: Sequence[Message] = ({"role": "user", "content": "a"},)
+_REPLY: Message = {"role": "assistant", "content": PLACEHOLDER}
 
 
 class TemplateFault(ValueError):
@@ -52,3 +83,311 @@ def apply_template(
         raise TemplateFault(f"{error}") from error
     except _FAULTS as error:
         raise TemplateFault(f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
+class Renderer:
+    """A model's chat template and its tokenizer.
+
+    Rendered text has marks around what looks like a control token in the given text; `text` removes
+    them.
+
+    Attributes:
+        special: ids of all special and added tokens.
+        closing: the token that the template writes after the last message of a conversation, if
+            that is the model's; None if it writes none there.
+        followers: texts of the tokens that may follow a message of the model: the closing one, or
+            the one that opens the next message.
+        ends: every token that ends a turn, without repetition: the closing token of the template
+            (or else what opens the next message), and the end tokens that tokenizer, config.json
+            and generation_config.json name.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        control_tokens: bool = False,
+    ) -> None:
+        """Find what ends a turn and which tokens are control tokens.
+
+        Args:
+            tokenizer: loaded from the model's folder.
+            variables: further variables of the template.
+            control_tokens: whether control tokens in messages and tools are meant as such.
+
+        Raises:
+            ConfigError: config.json or generation_config.json names end tokens that are none.
+        """
+        self._tokenizer, self._variables = tokenizer, dict(variables)
+        self._for_text: Any = None
+        added = tokenizer.added_tokens_decoder
+        self.special = set(tokenizer.all_special_ids) | set(added)
+        self._set_control_tokens((), ())
+        closed = self.tokens(self._probe([*_QUESTION, _REPLY], opening=False, after=PLACEHOLDER))
+        self.closing = next((token for token in closed[:1] if token in self.special), None)
+        between = [self.tokens(self._between(role)) for role in ("user", "tool")]
+        first = [each[0] for each in (closed, *between) if each and each[0] in self.special]
+        self.followers = tuple(self.text_of(token) for token in dict.fromkeys(first))
+        own = [self.closing] if self.closing is not None else first
+        self.ends = tuple(dict.fromkeys([*own, *_named_ends(tokenizer)]))
+        if not control_tokens:
+            asked = self.tokens(self._probe(_QUESTION, opening=False))
+            opened = self.tokens(self._probe(_QUESTION, opening=True))[len(asked) :]
+            header = [token for token in opened if token in self.special][:1]
+            declared = {*tokenizer.all_special_ids, *(i for i in added if added[i].special)}
+            # What a message of the model may not hold: what ends it or begins another one. Other
+            # special tokens, such as <think>, are its own words.
+            written = {*asked, *between[0], *first, *header, *self.ends} & self.special
+            written |= {*between[1]} & declared
+            self._set_control_tokens(written, written | declared)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), *, opening: bool = True
+    ) -> str:
+        """Return a conversation as text.
+
+        Args:
+            messages: the conversation.
+            tools: JSON schemas that the template shows.
+            opening: whether the text goes on to where the model's message begins.
+
+        Raises:
+            TemplateFault: the template refuses the messages, or changes a control token in them.
+        """
+
+        def rendered(messages: Sequence[Message], tools: Sequence[Any]) -> str:
+            text: str = apply_template(
+                self._tokenizer,
+                messages,
+                tools=list(tools) or None,
+                add_generation_prompt=opening,
+                tokenize=False,
+                **self._variables,
+            )
+            return text
+
+        plain = rendered(messages, tools)
+        marked, marked_tools = self.marked(messages), self.marked(tools)
+        if marked is messages and marked_tools is tools:
+            return plain
+        text = rendered(marked, marked_tools)
+        if self.text(text) != plain:
+            raise TemplateFault("the template changes a text that holds a control token")
+        return text
+
+    def marked(self, given: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return messages or tools with marks in their texts; as they are if no mark is needed."""
+        replies = [isinstance(each, Mapping) and each.get("role") == "assistant" for each in given]
+        patterns = [self._in_reply if is_reply else self._in_text for is_reply in replies]
+        pairs = list(zip(given, patterns, strict=True))
+        if not any(_holds(each, pattern) for each, pattern in pairs):
+            return given
+        return [_marked(each, pattern) for each, pattern in pairs]
+
+    def marked_reply(self, text: str) -> str:
+        """Return the text of a message of the model with marks."""
+        return self._in_reply.sub(_with_marks, text)
+
+    def text(self, rendered: str) -> str:
+        """Return rendered text without marks."""
+        return self._marks.sub(lambda found: found[1] or _MARK, rendered)
+
+    def tokens(self, text: str) -> list[int]:
+        """Tokenise rendered text, or a part of it.
+
+        Raises:
+            TemplateFault: it holds half a character.
+        """
+        return self.batch([text])[0]
+
+    def batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenise several rendered texts at once.
+
+        Raises:
+            TemplateFault: one holds half a character.
+        """
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                half = text[error.start]
+                raise TemplateFault(f"a message holds {half!r}, half of a character") from None
+        found = iter(self._encoded([text for text in texts if _MARK not in text]))
+        return [self._cut(text) if _MARK in text else next(found) for text in texts]
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the UTF-8 bytes of a token, which may be part of a character."""
+        text: str = self._tokenizer.decode([token])
+        if _REPLACEMENT not in text:
+            return text.encode()
+        piece: str = self._tokenizer.convert_ids_to_tokens(token)
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # of SentencePiece
+            return bytes.fromhex(byte[1])
+        try:
+            return bytes(_BYTES[letter] for letter in piece)
+        except KeyError:
+            return text.encode()
+
+    def after(
+        self, old: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] = ()
+    ) -> str:
+        """Return the text that follows a message of the model which comes after `old`.
+
+        Raises:
+            TemplateFault: the template refuses the messages, or the model's message does not appear
+                in the text as it is.
+        """
+        text = self.render([*old, _REPLY, *new], tools)
+        _, found, after = text.partition(PLACEHOLDER)
+        if not found or PLACEHOLDER in after or not after:
+            raise TemplateFault("the model's message does not appear unchanged and exactly once")
+        return after
+
+    def following(self, tokens: Sequence[int], last: int) -> list[int]:
+        """Return what to append after a message of the model.
+
+        An end token that was sampled stands for the closing token of the template. A template
+        without one ends a turn by opening the next: what was sampled is not written twice.
+
+        Args:
+            tokens: what the template writes there.
+            last: last token of the message.
+        """
+        ended = last == tokens[0] or (tokens[0] == self.closing and last in self.ends)
+        return list(tokens[1:] if ended else tokens)
+
+    def message_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of a message of the model: all of it but the token that ends its turn.
+
+        This is its only text: for environments, workflows, reward functions, judges and dumps.
+        """
+        ended = len(tokens) > 0 and tokens[-1] in self.ends
+        return str(self._tokenizer.decode(tokens[:-1] if ended else tokens))
+
+    def _set_control_tokens(self, in_replies: Iterable[int], in_texts: Iterable[int]) -> None:
+        """Set what is marked in messages of the model and in all others."""
+        reply, text = (_any_of(map(self.text_of, each)) for each in (in_replies, in_texts))
+        self._control = set(in_texts)
+        self._in_reply = re.compile(f"{_MARK}|{reply}")
+        self._in_text = re.compile(f"{_MARK}|{text}")
+        self._marks = re.compile(f"{_MARK}(?:({text}){_MARK}|{_MARK})")
+        added = list(self._tokenizer.added_tokens_decoder.values())
+        added.sort(key=lambda each: len(each.content), reverse=True)
+        cuts = [  # spaces beside some tokens belong to them
+            r"\s*" * each.lstrip + re.escape(each.content) + r"\s*" * each.rstrip for each in added
+        ]
+        self._cuts = re.compile("|".join([self._marks.pattern, *cuts]))
+
+    def _cut(self, text: str) -> list[int]:
+        """Tokenise text with marks: as text what lies between two tokens of the template and
+        holds a mark, the rest as it is."""
+        tokens: list[int] = []
+        plain, start = "", 0
+        found = [each.span() for each in self._cuts.finditer(text) if not each[0].startswith(_MARK)]
+        for first, end in [*found, (len(text), len(text))]:
+            piece = text[start:first]
+            if _MARK in piece:
+                tokens += self._encoded([plain])[0] + self._as_text(self.text(piece))
+                plain = ""
+            else:
+                plain += piece
+            plain, start = plain + text[first:end], end
+        return tokens + self._encoded([plain])[0]
+
+    def _as_text(self, text: str) -> list[int]:
+        """Tokenise a text that has no control token, only what looks like one."""
+        # The option changes the tokenizer, which other threads use at the same time.
+        if self._for_text is None:
+            self._for_text = copy.deepcopy(self._tokenizer)
+        found = self._for_text(text, add_special_tokens=False, split_special_tokens=True)
+        tokens: list[int] = found["input_ids"]
+        if self._control.isdisjoint(tokens):
+            return tokens
+        # The tokenizer has one that is not declared as special: no token spans the cut.
+        halves = self._in_text.sub(lambda found: f"{found[0][:1]}{_MARK}{found[0][1:]}", text)
+        return [token for half in self._encoded(halves.split(_MARK)) for token in half]
+
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return list(self._tokenizer(list(texts), add_special_tokens=False)["input_ids"])
+
+    def _between(self, role: str) -> str:
+        """What follows a message of the model before one of this role; "" if it is refused."""
+        content = PLACEHOLDER[::-1]
+        try:
+            return self.after(_QUESTION, [{"role": role, "content": content}]).partition(content)[0]
+        except TemplateFault:
+            return ""
+
+    def _probe(self, messages: Sequence[Message], *, opening: bool, after: str = "") -> str:
+        """A rendered conversation, or what follows `after` and spaces; "" if it is refused."""
+        try:
+            text = self.render(messages, opening=opening)
+        except TemplateFault:
+            return ""
+        return text.partition(after)[2].lstrip() if after else text
+
+    def text_of(self, token: int) -> str:
+        """Return the text of a special token."""
+        text: str = self._tokenizer.convert_ids_to_tokens(token)
+        return text
+
+
+def _named_ends(tokenizer: Any) -> list[int]:
+    """End tokens that a tokenizer and the two files of its folder name.
+
+    Raises:
+        ConfigError: a file is not JSON, or names something else.
+    """
+    ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    folder = Path(tokenizer.name_or_path or "no folder")
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if not file.is_file():
+            continue
+        rule = ""
+        try:
+            named = json.loads(file.read_bytes()).get("eos_token_id")
+        except (ValueError, RecursionError, AttributeError) as error:
+            rule = f"is not a JSON object ({error})"
+        else:
+            found = named if isinstance(named, list) else [] if named is None else [named]
+            if all(type(each) is int and each >= 0 for each in found):
+                ends += found
+            else:
+                rule = f"names {named!r} as eos_token_id, which is no token id or list of them"
+        if rule:
+            raise ConfigError(
+                [Problem("model.path", str(file), rule, "copy it from the original model again")]
+            )
+    return ends
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A pattern for the longest of these texts at a place."""
+    return "|".join(re.escape(each) for each in sorted(texts, key=len, reverse=True)) or "(?!)"
+
+
+def _holds(value: Any, pattern: re.Pattern[str]) -> bool:
+    """Whether a pattern is in a text of a value, at any depth."""
+    if isinstance(value, str):
+        return pattern.search(value) is not None
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    return isinstance(value, list | tuple) and any(_holds(each, pattern) for each in value)
+
+
+def _marked(value: Any, pattern: re.Pattern[str]) -> Any:
+    """A value with marks around what a pattern finds in its texts."""
+    if isinstance(value, str):
+        return pattern.sub(_with_marks, value)
+    if isinstance(value, Mapping):
+        return {_marked(key, pattern): _marked(each, pattern) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_marked(each, pattern) for each in value]
+    return value
+
+
+def _with_marks(found: re.Match[str]) -> str:
+    return _MARK * 2 if found[0] == _MARK else f"{_MARK}{found[0]}{_MARK}"

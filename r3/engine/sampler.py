@@ -25,7 +25,7 @@ class Sampling:
         top_p: nucleus mass; 1 is off.
         top_k: number of likeliest tokens to draw from; 0 is off.
         stop: strings that end a turn; their tokens stay in it.
-        stop_tokens: tokens that end a turn, besides the model's own end of sequence.
+        stop_tokens: tokens that end a turn.
     """
 
     temperature: float = 1.0

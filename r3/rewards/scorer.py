@@ -29,7 +29,7 @@ from r3.config import RewardConfig
 from r3.config.arguments import keyword_arguments
 from r3.config.names import ENVIRONMENT, names_of
 from r3.data.sources import verifier_of
-from r3.envs.chat import Renderer
+from r3.data.template import Renderer
 from r3.rewards import (
     REWARDS,
     Score,

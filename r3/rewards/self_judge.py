@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3.config import RewardConfig
-from r3.data.template import TemplateFault
-from r3.envs.chat import ChatError, Renderer
+from r3.data.template import Renderer, TemplateFault
 from r3.rewards import Score
 from r3.rewards.judge import filled, parsed, template_of
 from r3.runtime.workers import CallError, Failure
@@ -37,7 +36,7 @@ class SelfJudge:
 
     Attributes:
         max_tokens: maximum tokens of a reply.
-        stop_tokens: tokens that end it, besides the tokenizer's end of sequence.
+        renderer: the policy's chat template.
     """
 
     def __init__(self, settings: RewardConfig, renderer: Renderer) -> None:
@@ -50,8 +49,7 @@ class SelfJudge:
             ConfigError: `reward.prompt_file` cannot be read.
         """
         self.max_tokens = settings.max_tokens
-        self.stop_tokens = (renderer.end[1],) if renderer.end else ()
-        self._settings, self._renderer = settings, renderer
+        self._settings, self.renderer = settings, renderer
         self._template = template_of(settings)
         self._asked: list[Question] = []
         self._waiting: dict[int, Question] = {}
@@ -70,8 +68,8 @@ class SelfJudge:
         """
         message = {"role": "user", "content": filled(self._template, response, prompt)}
         try:
-            return tuple(self._renderer.tokens(self._renderer.render([message])))
-        except (ChatError, TemplateFault) as error:
+            return tuple(self.renderer.tokens(self.renderer.render([message])))
+        except TemplateFault as error:
             text = f"the chat template refuses the judge's prompt: {error}"
             raise CallError(text, again=False) from error
 

@@ -102,7 +102,7 @@ class Collector:
                     samples_per_prompt=self.samples_per_prompt,
                     resumed=resumed,
                 )
-            judging = Judging(self.scorer.judge, engine.tokenizer, engine.max_model_len)
+            judging = Judging(self.scorer.judge, engine.max_model_len)
             remaining: int = engine.share(leader.size if leader else None)
             # A call of an episode that is over stays in flight until the engine has finished it.
             while remaining or sampler.busy:
@@ -131,7 +131,7 @@ class Collector:
             sampling=replace(
                 self.sampling,
                 stop=setup.environments.stop,
-                stop_tokens=setup.stop_tokens,
+                stop_tokens=setup.renderer.ends,
             ),
             capture=self.engine.capture_spec,
             run_seed=self.run_seed,

@@ -9,9 +9,10 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from r3.config import EnvConfig
+from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampling, message_parser
 from r3.envs import find, is_workflow
-from r3.envs.chat import Chat, Renderer
+from r3.envs.chat import Chat
 from r3.envs.runner import Environments
 from r3.envs.tool_calls import MessageReader, built_in
 from r3.envs.workflow import Workflow, Workflows
@@ -36,16 +37,16 @@ class ConversationSetup:
     Attributes:
         environments: one environment per conversation in flight, or one workflow.
         tokenizer: the policy's.
+        renderer: the policy's chat template; it knows what ends a turn.
         chat: renders the messages that follow a message of the model. None if every conversation
             is one turn, which needs no such template, and for workflows.
-        renderer: renders whole conversations of workflows; None for environments.
         parser: reads tool calls and reasoning in messages of the model.
     """
 
     environments: Environments | Workflows
     tokenizer: Any
-    chat: Chat | None
-    renderer: Renderer | None = None
+    renderer: Renderer
+    chat: Chat | None = None
     parser: MessageReader = field(default_factory=lambda: MessageReader(built_in))
 
     @classmethod
@@ -62,33 +63,32 @@ class ConversationSetup:
             ConfigError: the environment, the chat template or a parser cannot be used.
         """
         found = find(settings)
+        renderer = Renderer(tokenizer, template_kwargs)
         parser = message_parser(settings, tokenizer, template_kwargs)
         if is_workflow(found):
             return cls(
                 environments=Workflows(settings, cast("type[Workflow]", found)),
                 tokenizer=tokenizer,
-                chat=None,
-                renderer=Renderer(tokenizer, template_kwargs),
+                renderer=renderer,
                 parser=parser,
             )
         environments = Environments(settings)
         chat = None
         if not environments.one_turn:
-            chat = Chat(tokenizer, model_path, environments.tools, template_kwargs)
-        return cls(environments=environments, tokenizer=tokenizer, chat=chat, parser=parser)
+            chat = Chat(renderer, model_path, environments.tools)
+        return cls(
+            environments=environments,
+            tokenizer=tokenizer,
+            renderer=renderer,
+            chat=chat,
+            parser=parser,
+        )
 
     @property
     def environment_calls(self) -> Environments:
         """The environments, where there is no workflow."""
         assert isinstance(self.environments, Environments), "a workflow has no environments"
         return self.environments
-
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        """Tokens that end the model's turn, besides the tokenizer's end of sequence."""
-        if self.chat is not None:
-            return (self.chat.end,)
-        return (self.renderer.end[1],) if self.renderer and self.renderer.end else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from r3.data.template import TemplateFault
 from r3.engine import Sampled, Transcript
 from r3.envs import Step
-from r3.envs.chat import ChatError
 from r3.envs.runner import Reply, StateError
 from r3.rollout.conversation import (
     CHARACTERS_PER_TOKEN,
@@ -99,7 +99,7 @@ class EnvironmentEpisode(Episode):
                 self._continue(report.step)
             else:
                 self._begin(report.opened or ())
-        except ChatError as error:
+        except TemplateFault as error:
             self._end("error", str(error))
 
     def deliver(self, call: Call, sampled: Sampled) -> None:
@@ -112,7 +112,7 @@ class EnvironmentEpisode(Episode):
             return
         self.num_turns += 1
         tokens = sequence.transcript.tokens[sequence.last_turn :]
-        text = self.text_of(tokens, call.sampling)
+        text = self.rules.setup.renderer.message_text(tokens)
         # Dumps have tool calls as the model wrote them, in the content.
         sequence.messages.append({"role": "assistant", "content": text})
         assert call.parse is not None, "environments get messages"
@@ -127,7 +127,7 @@ class EnvironmentEpisode(Episode):
         # The prompt's own tokens show the tools of its row, or else those of the environment.
         tokens: Sequence[int] = self.prompt.tokens_T
         if chat and messages != self.prompt.messages:
-            tokens = chat.first(messages)
+            tokens = chat.first(messages, self.prompt.tools)
         sequence = self.begun((0,), tokens)
         sequence.messages = [readable_message(message) for message in messages]
         self.sequences = [sequence]
@@ -150,8 +150,8 @@ class EnvironmentEpisode(Episode):
         assert chat is not None
         if num_characters(step.messages) > CHARACTERS_PER_TOKEN * sequence.room():
             return self._end("length")
-        ended = sequence.transcript.tokens[-1] == chat.end
-        observed = chat.following(step.messages, ended=ended)
+        last = sequence.transcript.tokens[-1]
+        observed = chat.following(step.messages, last, self.prompt.tools)
         # An observation that leaves no room for a response is left out: it has no routes, and
         # nothing would be trained on it.
         if sequence.room(observed) < 1:

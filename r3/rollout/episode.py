@@ -227,12 +227,6 @@ class Episode(ABC):
             last_turn=len(tokens),
         )
 
-    def text_of(self, tokens: Sequence[int], sampling: Sampling) -> str:
-        """Decode a message of the model, without the token that ends its turn."""
-        tokenizer = self.rules.setup.tokenizer
-        ends = {*sampling.stop_tokens, tokenizer.eos_token_id}
-        return str(tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens))
-
     def fail(self, why: str) -> None:
         """End it as failed: what it reported does not count."""
         self.failure, self.outcome = why, "error"
@@ -260,9 +254,7 @@ class Episode(ABC):
             group=self.group,
             sample_index=self.sample_index,
             finish_reason=sequence.finish_reason if self.outcome == "stop" else self.outcome,
-            response=setup.tokenizer.decode(
-                transcript.tokens[sequence.last_turn :], skip_special_tokens=True
-            ),
+            response=setup.renderer.message_text(transcript.tokens[sequence.last_turn :]),
         )
         if setup.environments.one_turn:  # prompt and response are the whole conversation
             return rollout

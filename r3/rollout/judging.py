@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from r3.engine import Sampled, Sampling, Turn
 from r3.rewards.self_judge import SelfJudge
 
@@ -14,14 +12,13 @@ class Judging:
     Its turns have negative keys, so that they meet no key of a conversation.
     """
 
-    def __init__(self, judge: SelfJudge | None, tokenizer: Any, max_model_len: int) -> None:
+    def __init__(self, judge: SelfJudge | None, max_model_len: int) -> None:
         """Take the judge of the round's scorer; None if it has none.
 
         Args:
-            tokenizer: the policy's.
             max_model_len: maximum tokens of a question and its reply.
         """
-        self._judge, self._tokenizer, self._max_model_len = judge, tokenizer, max_model_len
+        self._judge, self._max_model_len = judge, max_model_len
 
     def with_questions(self, turns: list[Turn], finished: int) -> tuple[list[Turn], int]:
         """Add the questions since the last call to the turns that a round returned.
@@ -30,7 +27,7 @@ class Judging:
         """
         if (judge := self._judge) is None:
             return turns, finished
-        sampling = Sampling(temperature=0.0, stop_tokens=judge.stop_tokens)
+        sampling = Sampling(temperature=0.0, stop_tokens=judge.renderer.ends)
         for question in judge.take_questions():
             tokens_T = question.tokens_T
             room = self._max_model_len - len(tokens_T)
@@ -53,6 +50,6 @@ class Judging:
         """Take a reply; return False for a turn of a conversation."""
         if self._judge is None or sampled.key >= 0:
             return False
-        text = self._tokenizer.decode(sampled.tokens_T, skip_special_tokens=True)
+        text = self._judge.renderer.message_text(sampled.tokens_T)
         self._judge.answer(-1 - sampled.key, text, complete=sampled.finish_reason == "stop")
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from r3.data.template import Renderer
 from r3.engine import Engine, Sampling, Transcript, Turn
 from r3.types import Prompt, Rollout
 
@@ -37,7 +38,8 @@ def sample_single_turn(
         EngineStateError: the engine is asleep or holds other weights.
         RouteError: routes are missing or illegal.
     """
-    sampling = Sampling(temperature=temperature)
+    renderer = Renderer(engine.tokenizer)
+    sampling = Sampling(temperature=temperature, stop_tokens=renderer.ends)
     rollouts: dict[int, Rollout] = {}
     capture = engine.capture_spec
     with engine.sampler(policy_version=policy_version) as sampler:
@@ -63,7 +65,7 @@ def sample_single_turn(
                     group=index,
                     sample_index=0,
                     finish_reason=sampled.finish_reason,
-                    response=engine.tokenizer.decode(sampled.tokens_T, skip_special_tokens=True),
+                    response=renderer.message_text(sampled.tokens_T),
                 )
                 on_rollout(index, rollouts[index])
     return [rollouts[index] for index in range(len(prompts))]

@@ -13,7 +13,6 @@ from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.sources import columns_of
-from r3.envs.chat import Renderer
 from r3.models.shape import ModelShape
 from r3.rewards.model import RewardModel
 from r3.rewards.scorer import Scorer, make_scorer
@@ -152,7 +151,7 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
     path = config.model.path
     conversation_setup = ConversationSetup.of(config.env, tokenizer, path, template_kwargs)
     reward_model = RewardModel(config.reward) if "model" in config.reward_functions else None
-    renderer = Renderer(tokenizer, template_kwargs)
+    renderer = conversation_setup.renderer
     scorer = make_scorer(config.reward, model=reward_model, renderer=renderer)
     data, context = config.data, shape.max_position_embeddings
 
@@ -184,6 +183,7 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
             drop_duplicates=data.drop_duplicates,
             weights=data.weights,
             template_kwargs=template_kwargs,
+            allow_control_tokens=data.allow_control_tokens,
         )
     if prompts.prompts and not supervised:
         longest = max(len(prompt.tokens_T) for prompt in prompts.prompts)
@@ -205,6 +205,7 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
             max_prompt_tokens=min(config.engine.max_model_len or context, context) - response,
             on_too_long=data.on_too_long,
             template_kwargs=template_kwargs,
+            allow_control_tokens=data.allow_control_tokens,
         )
         questions = found.prompts[: each.max_prompts or None]
         own = (

@@ -18,7 +18,6 @@ from typing import Any
 
 from r3.data.template import TemplateFault
 from r3.engine import Sampled, Sampling
-from r3.envs.chat import ChatError
 from r3.envs.tool_calls import Parse, Parsed, half_character
 from r3.envs.workflow import (
     Completion,
@@ -50,7 +49,7 @@ class WorkflowEpisode(Episode):
 
     def __post_init__(self) -> None:
         workflows, renderer = self.rules.setup.environments, self.rules.setup.renderer
-        assert isinstance(workflows, Workflows) and renderer is not None
+        assert isinstance(workflows, Workflows)
         self.workflows, self.renderer = workflows, renderer
         self.said: dict[str, dict[str, Any]] = {}
         self._own_time: OwnTime | None = None
@@ -99,7 +98,7 @@ class WorkflowEpisode(Episode):
         if call.is_abandoned:
             return
         # Here and not on the event loop: only the main thread can interrupt a regular expression.
-        text, tokens = self.text_of(sampled.tokens_T, call.sampling), sampled.tokens_T
+        text, tokens = self.renderer.message_text(sampled.tokens_T), sampled.tokens_T
         parsed = call.parse(text, tokens) if call.parse else Parsed(content=text, calls=[])
         self.workflows.call_soon(self._take, call, Said(sampled=sampled, text=text, parsed=parsed))
 
@@ -110,25 +109,20 @@ class WorkflowEpisode(Episode):
 
         The longest one, if there are several, and of those the oldest.
         """
-        end = self.renderer.end
-        if end is None:
-            return None
+        followers = self.renderer.followers
         found: tuple[TokenSequence, str] | None = None
         for sequence in self.sequences:
             if sequence.busy or sequence.train != train:
                 continue
             for shown in sequence.shown:
                 longer = found is None or len(shown) > len(found[1])
-                if longer and text.startswith(shown + end[0]):
+                if longer and text.startswith(tuple(shown + each for each in followers)):
                     found = sequence, shown
         if found is None:
             return None
         sequence, shown = found
         tokens = self.renderer.tokens(text[len(shown) :])
-        if not tokens or tokens[0] != end[1]:
-            return None
-        ended = sequence.transcript.tokens[-1] == end[1]
-        return sequence, tokens[1:] if ended else tokens
+        return sequence, self.renderer.following(tokens, sequence.transcript.tokens[-1])
 
     def extended(self, tokens: Sequence[int], *, train: bool) -> TokenSequence | None:
         """Return the longest sequence that tokens continue, and of those the oldest."""
@@ -308,7 +302,7 @@ class EpisodeModel:
             if found is None:
                 sequence = episode.new_sequence(name, episode.renderer.tokens(text), train=train)
                 found = sequence, []
-        except (ChatError, TemplateFault) as error:
+        except TemplateFault as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         sequence, observed = found
         completion, parsed = await episode.sample(
@@ -316,7 +310,8 @@ class EpisodeModel:
         )
         episode.said[completion.text] = parsed.fields()
         sequence.shown = tuple(
-            dict.fromkeys(text + said for said in (completion.text, completion.text.strip()))
+            text + episode.renderer.marked_reply(said)
+            for said in dict.fromkeys((completion.text, completion.text.strip()))
         )
         said = {"role": "assistant", "content": completion.text}
         sequence.messages = [readable_message(each) for each in (*messages, said)]

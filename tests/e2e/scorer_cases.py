@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from r3.config import RewardConfig
-from r3.envs.chat import Renderer
+from r3.data.template import Renderer
 from r3.rewards.judge import parsed
 from r3.rewards.model import Batches, RewardModel
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer

@@ -12,8 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 from r3.config import ConfigError, RewardConfig
+from r3.data.template import Renderer
 from r3.engine.sampler import Sampled, Sampler
-from r3.envs.chat import Chat, Renderer
+from r3.envs.chat import Chat
 from r3.rewards.scorer import make_scorer
 from r3.runtime.device import Device
 from r3.types import Rollout
@@ -223,7 +224,7 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
     found["reasoning"] = of("Turns")
     refused = ""
     try:
-        Chat(tokenizer, "reasoning")
+        Chat(Renderer(tokenizer), "reasoning")
     except ConfigError as error:
         refused = str(error)
     return Facts(kinds=found, refused=refused)

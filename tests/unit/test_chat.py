@@ -10,14 +10,16 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.config import ConfigError
+from r3.data.template import Renderer, TemplateFault
 from r3.envs.calculator import Calculator
-from r3.envs.chat import Chat, ChatError
+from r3.envs.chat import Chat
 
 pytestmark = pytest.mark.unit
 
 
 def test_what_follows_is_what_the_template_renders(tokenizer: Any) -> None:
-    chat = Chat(tokenizer, "tiny", Calculator.tools)
+    renderer = Renderer(tokenizer)
+    chat, end = Chat(renderer, "tiny", Calculator.tools), tokenizer.eos_token_id
     question = {"role": "user", "content": "Tom has 3 books."}
     reply = {"role": "tool", "content": "85"}
     call = "<tool_call>47+38</tool_call>"
@@ -29,9 +31,9 @@ def test_what_follows_is_what_the_template_renders(tokenizer: Any) -> None:
     )["input_ids"]
     sampled = tokenizer(call, add_special_tokens=False)["input_ids"]
     first = chat.first([question])
-    assert first + sampled + [chat.end] + chat.following([reply], ended=True) == whole
-    assert first + sampled + chat.following([reply], ended=False) == whole
-    assert chat.end == tokenizer.eos_token_id
+    assert first + sampled + [end] + chat.following([reply], end) == whole
+    assert first + sampled + chat.following([reply], sampled[-1]) == whole
+    assert renderer.ends == (end,)
 
 
 TEMPLATES: dict[str, tuple[Callable[[str], str], str]] = {
@@ -58,7 +60,7 @@ TEMPLATES: dict[str, tuple[Callable[[str], str], str]] = {
         lambda t: t.replace(
             "{{- '<|im_end|>\\n' }}\n    {%- endif %}", "{{- ' over\\n' }}\n    {%- endif %}"
         ),
-        "one special token",
+        "with a special token",
     ),
     "refuses a second user": (
         lambda t: (
@@ -77,7 +79,7 @@ def test_templates_that_cannot_be_appended_to_are_refused(name: str) -> None:
     assert changed != tokenizer.chat_template
     tokenizer.chat_template = changed
     with pytest.raises(ConfigError, match=r"some/model.*its chat template") as error:
-        Chat(tokenizer, "some/model")
+        Chat(Renderer(tokenizer), "some/model")
     assert text in str(error.value)
 
 
@@ -89,6 +91,6 @@ def test_messages_that_the_template_refuses_fail_one_conversation(
         "{%- if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{%- endif %}"
         + tokenizer.chat_template
     )
-    chat = Chat(picky, "tiny")
-    with pytest.raises(ChatError, match="no tools"):
-        chat.following([{"role": "tool", "content": "85"}], ended=True)
+    chat = Chat(Renderer(picky), "tiny")
+    with pytest.raises(TemplateFault, match="no tools"):
+        chat.following([{"role": "tool", "content": "85"}], tokenizer.eos_token_id)

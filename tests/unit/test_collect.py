@@ -147,7 +147,7 @@ class Script:
         assert setup.chat is not None
         rules = ConversationRules(
             setup=setup,
-            sampling=Sampling(stop_tokens=(setup.chat.end,)),
+            sampling=Sampling(stop_tokens=setup.renderer.ends),
             capture=CaptureSpec(
                 policy_version=0,
                 captures=False,
@@ -165,7 +165,10 @@ class Script:
         round_ = Round(
             rules, scorer, asked, seed_step=1, samples_per_prompt=samples, resumed=resumed
         )
-        tokens = [*self.tokenizer(says, add_special_tokens=False)["input_ids"], setup.chat.end]
+        tokens = [
+            *self.tokenizer(says, add_special_tokens=False)["input_ids"],
+            *setup.renderer.ends,
+        ]
         remaining, began, asked_before = round_.size, time.monotonic(), False
         while remaining:
             turns, finished = round_.advance(engine_busy=False)

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from r3 import assets
 from r3.cli import checks
 from r3.config import RewardConfig
+from r3.data.template import Renderer
 from r3.engine import Sampled, Turn
-from r3.envs.chat import Renderer
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer
 from r3.rollout.judging import Judging
@@ -61,7 +61,7 @@ def judged(
 
     A reply that ends in "..." has run out of tokens.
     """
-    judging = Judging(scorer.judge, tokenizer, max_model_len)
+    judging = Judging(scorer.judge, max_model_len)
     for number, response in enumerate(replies):
         scorer.submit(response, rollout_of(response, number), PROMPT)
     turns, finished = judging.with_questions([], 3)
@@ -164,7 +164,7 @@ def test_it_is_part_of_a_sum_and_of_row(renderer: Renderer, tokenizer: Any, temp
     rows = {"row_functions": ("exact", "self_judge"), "weights": (2.0, 1.0)}
     scorer = scorer_of(renderer, "row", "gsm8k", prompt_file=template, **rows)
     prompt = replace(PROMPT, metadata={"verifier": "self_judge"})
-    judging = Judging(scorer.judge, tokenizer, 500)
+    judging = Judging(scorer.judge, 500)
     scorer.submit("r", rollout_of("#### 7"), prompt)
     scorer.submit("other", rollout_of("#### 7"), replace(prompt, metadata={"verifier": "exact"}))
     (turn,), _ = judging.with_questions([], 0)
@@ -189,7 +189,7 @@ def test_turns_of_conversations_are_not_replies(renderer: Renderer, tokenizer: A
         key=0, tokens_T=[], logprobs_T=[], routed_experts=None, first_row=0, finish_reason="stop"
     )
     for judge in (None, scorer_of(renderer).judge):
-        assert not Judging(judge, tokenizer, 500).takes(sampled)
+        assert not Judging(judge, 500).takes(sampled)
 
 
 def test_the_engine_has_room_for_the_longest_question(template: str) -> None:
