@@ -1,6 +1,6 @@
-"""Write the pages of docs/ that list things: every setting, and every metric.
+"""Write the pages of docs/ that list things: every setting, every metric, known chat templates.
 
-python tools/make_docs.py            write docs/configuration.md and docs/metrics.md
+python tools/make_docs.py            write configuration.md, metrics.md and chat-templates.md
 python tools/make_docs.py --check    exit code 1 if a page is not what the code says
 """
 
@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))  # this checkout's code, whichever one is installe
 from r3.config import Config, describe_fields  # noqa: E402
 from r3.configs import PRESETS  # noqa: E402
 from r3.metrics.glossary import GLOSSARY  # noqa: E402
+from tests.templates import COLUMNS, TEMPLATES  # noqa: E402
 
 DOCS = ROOT / "docs"
 GENERATED = "<!-- Written by tools/make_docs.py from the code: change the code, not this page. -->"
@@ -119,6 +120,46 @@ that of a reward function, NAME that of a number that your code reports, LAYER a
 0, and K a number.
 """
 
+CHAT_TEMPLATES = """\
+# Chat templates
+
+You have a model folder and want to know what its chat template allows. `--check` renders every row
+and refuses what does not reach the model as it is:
+
+<!-- runnable -->
+```bash
+.venv/bin/python train.py tiny --check
+```
+
+R3 shows the model what its own chat template renders, as transformers and vLLM do. A template is a
+program that may drop what it does not know: a role, a tool call, reasoning of an earlier turn, a
+system prompt. R3 therefore renders each conversation a second time with a marker in place of every
+part. Everything that was given must appear, once and unchanged; else R3 names the row, the message
+and the cause. White space at both ends of a text may go, but not in a message that is learned.
+
+## Form of messages
+
+Rows may have messages in any of these forms. R3 gives the template the one that it takes.
+
+| given | what R3 does |
+|---|---|
+| `content` as a list of parts | joins texts; refuses images and other parts |
+| `content: null` beside `tool_calls` | stays; empty text where the template prints `None` |
+| `arguments` as JSON text or an object | an object; text where the template joins text (DeepSeek) |
+| `reasoning`, `reasoning_content` or `thinking` | the name that the template reads |
+| role `developer` | `system` where the template does not name it |
+| another role that the template does not name, such as `human` or `User` | refused in rows |
+| `weight: 0`, `train: false` or `loss: false` | the message is shown and not learned |
+| any other key | refused in rows unless the template reads it |
+| keys that a table fills with null | left out, in messages and in schemas of tools |
+| messages or tools as JSON text | decoded |
+
+## Known templates
+
+Tried with rebuilds of these templates (`tests/templates`), which have the structure and the control
+tokens of the originals. "several turns" are environments; see [Environments](environments.md).
+"""
+
 AREAS = {
     "reward": "Rewards",
     "eval": "Evaluation",
@@ -138,7 +179,11 @@ AREAS = {
 
 def pages() -> dict[str, str]:
     """Return the generated pages: file name -> text."""
-    return {"configuration.md": configuration(), "metrics.md": metrics()}
+    return {
+        "configuration.md": configuration(),
+        "metrics.md": metrics(),
+        "chat-templates.md": chat_templates(),
+    }
 
 
 def stale(folder: Path = DOCS) -> list[str]:
@@ -195,6 +240,28 @@ def metrics() -> str:
             heading = AREAS.get(area, area)
             parts.append(f"## {heading}\n\n{table(('metric', 'meaning', 'source'), rows)}\n")
     return "\n".join(parts)
+
+
+def chat_templates() -> str:
+    """Return the table of known chat templates, and why something is refused."""
+    causes = list(
+        dict.fromkeys(cause for each in TEMPLATES.values() for cause in each.refused.values())
+    )
+    rows = [
+        (
+            template.title,
+            *(
+                f"refused ({causes.index(template.refused[column]) + 1})"
+                if column in template.refused
+                else "yes"
+                for column in COLUMNS
+            ),
+        )
+        for template in TEMPLATES.values()
+    ]
+    reasons = [f"{number}. \u2026 {cell(cause)} \u2026" for number, cause in enumerate(causes, 1)]
+    parts = [GENERATED, CHAT_TEMPLATES, table(("model", *COLUMNS.values()), rows)]
+    return "\n".join([*parts, "\nWhat the refusals say:\n", *reasons, ""])
 
 
 def kind(words: str) -> str:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -36,14 +37,18 @@ _MAX_KEPT = 4096  # skeletons; conversations of one data set have few forms
 # A call whose pieces no template has by itself.
 _PIECES = ("R3name", "R3key", "R3value", "7531")
 _CALL = {"name": "R3name", "arguments": {"R3key": "R3value", "R3number": 7531}}
-_CALLED: list[Message] = [
-    {"role": "user", "content": "a"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "call00001", "type": "function", "function": _CALL}],
-    },
-    {"role": "tool", "name": "R3name", "tool_call_id": "call00001", "content": "b"},
+_CALLED: list[list[Message]] = [
+    [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": name, "type": "function", "function": _CALL}],
+        },
+        {"role": "tool", "name": "R3name", "tool_call_id": name, "content": "b"},
+    ]
+    # Nine letters and digits, as Mistral's; Kimi-K2 shows no name but this.
+    for name in ("call00001", "functions.R3name:0")
 ]
 _TOOL = {"description": "c", "parameters": {"type": "object", "properties": {}}}
 
@@ -253,7 +258,7 @@ class ChatTemplate:
         forms = [_Form(content, as_text) for as_text in (False, True) for content in (None, "")]
         found = (
             form
-            for messages in (_CALLED, _CALLED[:2])
+            for messages in (*_CALLED, *(called[:2] for called in _CALLED))
             for form in forms
             if self._shows_calls(messages, tools, form)
         )
@@ -292,11 +297,16 @@ class ChatTemplate:
         for number, part in enumerate(parts):
             message = messages[part.message]
             may_go = rule == "history" and message["role"] == "assistant"
-            if (count := order.count(number)) != 1 and not (may_go and part.kind == "reasoning"):
-                raise _not_shown(part, message, count)
+            count = order.count(number)
+            # The result of a call may name it once more.
+            if count != 1 and not (count and part.kind == "call"):
+                if not (may_go and part.kind == "reasoning"):
+                    raise _not_shown(part, message, count)
         between = _Between(text, glue, rule, self.names)
+        first = [number not in order[:place] for place, number in enumerate(order)]
         try:
-            return Rendered(text, between.locate(messages, [parts[number] for number in order]))
+            found = between.locate(messages, [parts[number] for number in order])
+            return Rendered(text, tuple(compress(found, first)))
         except NotRendered:
             if is_new:
                 raise
@@ -391,6 +401,11 @@ class _Between:
             yield from (json.dumps(part.value, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
         elif part.kind == "reasoning":
             yield part.value.strip()
+        elif message["role"] == "tool":
+            # Some templates write results as JSON.
+            for value in (part.value.strip(), part.value):
+                yield value
+                yield json.dumps(value, ensure_ascii=False)[1:-1]
         elif self.rule != "learned" or message["role"] != "assistant":
             yield from (part.value.strip(), part.value.rstrip(), part.value.lstrip())
 
@@ -409,18 +424,20 @@ def _marked(message: Message, place: int, parts: list[Part]) -> dict[str, Any]:
             return {key: arguments(each) for key, each in value.items()}
         return [arguments(each) for each in value] if isinstance(value, list) else value
 
+    def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        name = marker("call", function["name"])
+        shown = {**call, "function": {"name": name}}
+        if (inside := f".{function['name']}:") in str(call.get("id", "")):
+            shown["id"] = str(call["id"]).replace(inside, f".{name}:")
+        return _with_arguments(shown, arguments(function["arguments"]))
+
     marked = dict(message)
     for kind in ("reasoning", "content"):
         if message.get(kind):
             marked[kind] = marker(kind, message[kind])
     if calls := message.get("tool_calls"):
-        marked["tool_calls"] = [
-            _with_arguments(
-                {**call, "function": {"name": marker("call", call["function"]["name"])}},
-                arguments(call["function"]["arguments"]),
-            )
-            for call in calls
-        ]
+        marked["tool_calls"] = [call_of(call) for call in calls]
     return marked
 
 

@@ -1,0 +1,167 @@
+"""Templates of well-known models: each part of a conversation is shown and learned, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3.config import ConfigError
+from r3.data.prompts import DataError, load_prompts
+from r3.data.sources import Columns
+from r3.envs.chat import Chat
+from r3.types import Prompt
+from tests.rows import write
+from tests.templates import COLUMNS, TEMPLATES, tokenizer_of
+
+pytestmark = pytest.mark.unit
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+ARGUMENTS = {"a": 3, "note": 'it is "so"'}
+ASKED = {"role": "user", "content": "Tom has 3 books."}
+ANSWER = {"role": "assistant", "content": "#### 3"}
+AGAIN = {"role": "user", "content": "And Mia?"}
+LAST = {"role": "assistant", "content": "#### 2"}
+RESULT = {"role": "tool", "name": "add", "content": "85"}
+
+tokenizers = lru_cache(tokenizer_of)
+
+
+def call(name: str, arguments: Any = ARGUMENTS) -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": TEMPLATES[name].call_id, "type": "function", "function": function}],
+    }
+
+
+def with_call(name: str, arguments: Any = ARGUMENTS) -> list[dict[str, Any]]:
+    return [ASKED, call(name, arguments), RESULT | {"tool_call_id": TEMPLATES[name].call_id}]
+
+
+def loaded(name: str, folder: Path, messages: Any, tools: Any = None, **columns: Any) -> Prompt:
+    path = write(folder, json.dumps({"messages": messages, "tools": tools}))
+    of_row = Columns(prompt="messages", answer="", tools="tools", **columns)
+    (row,) = load_prompts(path, tokenizers(name), columns=of_row, max_prompt_tokens=2000).prompts
+    return row
+
+
+def rendered(name: str, messages: Any, tools: Any = None, *, opening: bool = False) -> str:
+    """What transformers renders."""
+    text: str = tokenizers(name).apply_chat_template(
+        messages, tools=tools, add_generation_prompt=opening, tokenize=False
+    )
+    return text
+
+
+def tools_of(name: str) -> list[Any] | None:
+    return None if "schemas" in TEMPLATES[name].refused else [TOOL]
+
+
+def try_single(name: str, folder: Path) -> None:
+    tokenizer = tokenizers(name)
+    for messages in ([ASKED], [{"role": "system", "content": "Be brief."}, ASKED]):
+        row = loaded(name, folder, messages)
+        expected = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
+        assert list(row.tokens_T) == expected["input_ids"]
+
+
+def try_turns(name: str, folder: Path) -> None:
+    tokenizer = tokenizers(name)
+    chat = Chat(tokenizer, name)
+    sampled = tokenizer(ANSWER["content"], add_special_tokens=False)["input_ids"]
+    tokens = chat.first([ASKED]) + sampled + chat.following([AGAIN], ended=False)
+    assert tokenizer.decode(tokens) == rendered(name, [ASKED, ANSWER, AGAIN], opening=True)
+
+
+def try_schemas(name: str, folder: Path) -> None:
+    row = loaded(name, folder, [ASKED], [TOOL])
+    text = rendered(name, [ASKED], [TOOL], opening=True)
+    assert tokenizers(name).decode(row.tokens_T) == text
+
+
+def try_tools(name: str, folder: Path) -> None:
+    tools = tools_of(name)
+    row = loaded(name, folder, with_call(name, json.dumps(ARGUMENTS)), tools)
+    given = json.dumps(ARGUMENTS) if TEMPLATES[name].arguments_as_text else ARGUMENTS
+    text = rendered(name, with_call(name, given), tools, opening=True)
+    assert tokenizers(name).decode(row.tokens_T) == text
+    assert "note" in text and "so" in text and "None" not in text and "'a'" not in text
+
+
+def try_sft(name: str, folder: Path) -> None:
+    learn(name, folder, [ASKED, ANSWER, AGAIN, LAST], ["#### 3", "#### 2"])
+
+
+def try_reasoning(name: str, folder: Path) -> None:
+    for key in ("reasoning", "reasoning_content"):
+        (text,) = learn(name, folder, [ASKED, ANSWER | {key: "Three."}], ["#### 3"])
+        assert text.count("Three.") == 1
+
+
+def try_calls(name: str, folder: Path) -> None:
+    template = TEMPLATES[name]
+    given = json.dumps(ARGUMENTS) if template.arguments_as_text else ARGUMENTS
+    messages = [*with_call(name, given), ANSWER]
+    first, _ = learn(name, folder, messages, ["add", "#### 3"], tools_of(name))
+    assert first.endswith(template.call_end or template.end) and "85" not in first
+
+
+def learn(name: str, folder: Path, messages: Any, texts: list[str], tools: Any = None) -> list[str]:
+    """Check the learned tokens of a conversation: each message with its end, and no more."""
+    template, tokenizer = TEMPLATES[name], tokenizers(name)
+    row = loaded(name, folder, messages, tools, supervised=True)
+    shown = [dict(each) for each in messages]
+    for each in shown:  # the name that templates have
+        if thought := each.pop("reasoning", None) or each.get("reasoning_content"):
+            each |= {"reasoning_content": thought, "thinking": thought}
+    assert rendered(name, shown, tools).startswith(tokenizer.decode(row.tokens_T))
+    learned = [tokenizer.decode(row.tokens_T[first:end]) for first, end in row.spans]
+    assert len(learned) == len(texts)
+    for text, said in zip(learned, texts, strict=True):
+        ends = {template.end, template.call_end} - {""}
+        assert said in text and text.endswith(tuple(ends))
+        assert sum(map(text.count, ends)) == 1, "a message has one end"
+    (first, _), *_ = row.spans
+    asked = rendered(name, messages[:1], tools, opening=True)
+    assert tokenizer.decode(row.tokens_T[:first]) == asked, "what the model continues"
+    return learned
+
+
+TRIALS: dict[str, Callable[[str, Path], None]] = {
+    "single": try_single,
+    "turns": try_turns,
+    "schemas": try_schemas,
+    "tools": try_tools,
+    "sft": try_sft,
+    "reasoning": try_reasoning,
+    "calls": try_calls,
+}
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_is_right_or_refused_with_the_cause(
+    name: str, column: str, tmp_path: Path
+) -> None:
+    cause = TEMPLATES[name].refused.get(column)
+    if cause is None:
+        TRIALS[column](name, tmp_path)
+        return
+    with pytest.raises((ConfigError, DataError)) as caught:
+        TRIALS[column](name, tmp_path)
+    assert cause in str(caught.value)
