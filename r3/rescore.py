@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from r3.cli import checks as validate
@@ -144,7 +145,12 @@ def parse(argv: Sequence[str]) -> Order:
             )
         )
         raise ConfigError(problems)
-    rollouts, _, _ = read_rollouts(run_dir.rollouts(words.step))
+    try:
+        rollouts, _, _ = read_rollouts(run_dir.rollouts(words.step))
+    except (OSError, LookupError, ValueError, SafetensorError) as error:
+        rule = f"its dump cannot be read: {error}"
+        problems.append(Problem("--step", words.step, rule, "choose another step"))
+        raise ConfigError(problems) from None
     weights = _weights(run_dir, config, words.step, rollouts, words.weights, problems)
     if weights and not weights.is_checkpoint:
         config = with_values(config, {"model.path": str(weights.folder)})

@@ -49,8 +49,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def chosen(words: argparse.Namespace) -> tuple[str, list[tuple[str, list[Sample]]]]:
-    """A heading, and lists of samples under their titles.
+def chosen(
+    words: argparse.Namespace, notes: list[str]
+) -> tuple[str, list[tuple[str, list[Sample]]]]:
+    """A heading, and lists of samples under their titles; `notes` gets what cannot be read.
 
     Raises:
         ViewError: a step, a set or a prompt is not there.
@@ -61,7 +63,7 @@ def chosen(words: argparse.Namespace) -> tuple[str, list[tuple[str, list[Sample]
     kind: Kind = "eval" if words.eval else "train"
     steps = dumped_steps(words.run_dir, kind)
     step = words.step if words.step is not None else (steps[-1] if steps else 0)
-    sets = read_samples(words.run_dir, kind, step)
+    sets = read_samples(words.run_dir, kind, step, notes)
     if words.set and words.set not in sets:
         raise ViewError(
             f"--set {words.set}: no such set at step {step}; it has {', '.join(sets)}. Choose one"
@@ -79,12 +81,13 @@ def chosen(words: argparse.Namespace) -> tuple[str, list[tuple[str, list[Sample]
     counts = [words.best, words.worst]
     if counts == [None, None]:
         counts = [DEFAULT_COUNT, DEFAULT_COUNT]
-    titles = [("highest rewards", best), ("lowest rewards", worst)]
-    return heading, [
-        (title, choose(samples, count))
-        for (title, choose), count in zip(titles, counts, strict=True)
-        if count
-    ]
+    most, least = (count or 0 for count in counts)
+    if len({sample.reward for sample in samples}) == 1:
+        return heading, [("all rewards are equal", samples[: most + least])]
+    highest = best(samples, most)
+    lowest = worst([sample for sample in samples if sample not in highest], least)
+    parts = [("highest rewards", highest), ("lowest rewards", lowest)]
+    return heading, [(title, found) for title, found in parts if found]
 
 
 def _group(samples: Sequence[Sample], group: str) -> list[Sample]:
@@ -103,12 +106,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the conversations, or in one line what is missing."""
     words = parse(sys.argv[1:] if argv is None else argv)
     try:
-        heading, parts = chosen(words)
+        notes: list[str] = []
+        heading, parts = chosen(words, notes)
     except ViewError as error:
         print(f"r3.show: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     console = Console(width=words.width, highlight=False)
     console.print(Text(heading, style="bold"))
+    for note in notes:
+        console.print(Text(note, style="yellow"))
     for title, samples in parts:
         console.print(Text(f"\n{title}", style="bold underline"))
         for sample in samples:

@@ -13,12 +13,13 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
-from r3.view.runs import ViewError, read_run
+from r3.view.runs import RunFacts, ViewError, read_run
 from r3.view.watch import read_heartbeats, screen
 
 
@@ -36,7 +37,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Show the run until its last step, or print in one line what is wrong."""
+    """Show the run until its end, or print in one line what is wrong."""
     words = parse(sys.argv[1:] if argv is None else argv)
     try:
         if not words.every > 0:
@@ -49,19 +50,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from None
     console = Console(highlight=False)
     if words.once:
-        console.print(screen(facts, read_heartbeats(words.run_dir, time.time())))
+        console.print(_look(facts))
         return
-    steps = int(facts.settings.get("train.steps", "0"))
     try:
         with Live(console=console, refresh_per_second=4, screen=False) as live:
             while True:
                 facts = read_run(words.run_dir)
-                live.update(screen(facts, read_heartbeats(words.run_dir, time.time())))
-                if facts.rows and facts.rows[-1]["step"] >= steps:
+                live.update(_look(facts))
+                if facts.end or facts.is_finished:
                     return
                 time.sleep(words.every)
     except KeyboardInterrupt:
         return
+
+
+def _look(facts: RunFacts) -> RenderableType:
+    notes = list(facts.notes)
+    beats = read_heartbeats(facts.path, time.time(), notes)
+    return screen(replace(facts, notes=tuple(notes)), beats)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
@@ -15,12 +16,13 @@ import r3
 from r3.config import Config, flatten
 from r3.metrics.glossary import UnknownMetricError, explain
 from r3.metrics.users import is_users
-from r3.models.shape import ModelShape
-from r3.report.tokens import Arrays, expert_load, read_arrays, token_facts, vocabulary
+from r3.models.shape import ModelShape, ShapeError
+from r3.report.tokens import Arrays, ArraysError, expert_load, read_arrays, token_facts, vocabulary
 from r3.run.folder import RunDir
 from r3.view.runs import (
     Kind,
     RunFacts,
+    ViewError,
     differing_settings,
     dumped_steps,
     read_run,
@@ -141,16 +143,24 @@ def run_data(path: Path, limits: Limits) -> dict[str, Any]:
     facts = read_run(path)
     notes = list(facts.notes)
     dumps, loads, ids = [], [], set()
-    shape = _shape(facts)
+    shape = _shape(facts, notes)
     for kind in ("train", "eval"):
         for step in _steps(facts, kind, limits):
             arrays = None
-            if kind == "train":
-                arrays = read_arrays(RunDir(path), step)
-                ids.update(arrays.tokens.tolist())
-                if arrays.routed_experts.size:
-                    loads.append({"step": step, **_load(arrays, shape)})
-            for name, samples in read_samples(path, kind, step).items():
+            try:
+                if kind == "train":
+                    arrays = read_arrays(RunDir(path), step)
+                    ids.update(arrays.tokens.tolist())
+                    if arrays.routed_experts.size:
+                        loads.append({"step": step, **_load(arrays, shape)})
+            except ArraysError as error:
+                notes.append(str(error))
+            try:
+                sets = read_samples(path, kind, step, notes)
+            except ViewError as error:  # all of its rows are damaged
+                notes.append(str(error))
+                continue
+            for name, samples in sets.items():
                 dumps.append(
                     dump_data(
                         samples, kind=kind, name=name, step=step, arrays=arrays, limits=limits
@@ -243,11 +253,15 @@ def _load(arrays: Arrays, shape: ModelShape | None) -> dict[str, Any]:
     return {"layers": numbers, "tokens": expert_load(arrays.routed_experts, experts)}
 
 
-def _shape(facts: RunFacts) -> ModelShape | None:
+def _shape(facts: RunFacts, notes: list[str]) -> ModelShape | None:
     """Sizes of the model, when its config.json is still where the run found it."""
     if not (Path(facts.model_path) / "config.json").exists():
         return None
-    return ModelShape.read(facts.model_path)
+    try:
+        return ModelShape.read(facts.model_path)
+    except (OSError, ShapeError) as error:
+        notes.append(f"{facts.model_path}: {error}: layers are counted from 0")
+        return None
 
 
 def _tokenizer(facts: RunFacts) -> Any:
@@ -257,7 +271,9 @@ def _tokenizer(facts: RunFacts) -> Any:
         if (folder / "tokenizer_config.json").exists():
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            # What transformers raises for a folder that has changed since the run.
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return None
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -64,7 +66,11 @@ def write_rollouts(
     """
     if not scored:
         raise ValueError(f"step {step}: a dump needs at least one rollout")
-    rows = [row_of(item, prompts.get(item.rollout.prompt_id)) for item in scored]
+    rows = [
+        row_of(item, prompts.get(item.rollout.prompt_id))
+        | {"checksum": _checksum(item.rollout.tokens_T)}
+        for item in scored
+    ]
     path = run_dir.rollouts(step)
     # Both are complete before either appears; the inner one, the arrays, appears first.
     with (
@@ -92,12 +98,41 @@ def row_of(item: Scored, prompt: Prompt | None) -> dict[str, Any]:
 
 
 def read_rollouts(path: Path) -> tuple[list[Rollout], list[float], list[float]]:
-    """Rollouts, rewards and advantages of a dump; single-turn rollouts have their messages too."""
+    """Rollouts, rewards and advantages of a dump; single-turn rollouts have their messages too.
+
+    Raises:
+        ValueError: rows or arrays are damaged, or are not of one dump.
+    """
     rows = [
         {_RENAMED.get(name, name): value for name, value in row.items()} for row in read_jsonl(path)
     ]
-    rollouts = split_rollouts(rows, load_file(path.with_suffix(".safetensors")))
+    arrays = load_file(path.with_suffix(".safetensors"))
+    if fault := arrays_fault(dict(enumerate(rows)), arrays):
+        raise ValueError(f"{path.with_suffix('.safetensors')}: {fault}")
+    rollouts = split_rollouts(rows, arrays)
     return rollouts, [row["reward"] for row in rows], [row["advantage"] for row in rows]
+
+
+def arrays_fault(rows: Mapping[int, Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> str:
+    """Why arrays do not belong to the rows of a dump; "" if they do.
+
+    Args:
+        rows: by their places in the file.
+        arrays: of the file beside it.
+    """
+    count = len(arrays["cu_tokens"]) - 1
+    if rows and max(rows) >= count:
+        return f"it has the arrays of {count} rollouts, and there are {max(rows) + 1} rows"
+    for place, row in rows.items():
+        tokens_T = arrays["tokens"][slice(*arrays["cu_tokens"][place : place + 2])]
+        # Rows of older versions have no checksum.
+        if row.get("checksum", _checksum(tokens_T)) != _checksum(tokens_T):
+            return f"its tokens are not those of row {place + 1}: it is of another step or run"
+    return ""
+
+
+def _checksum(tokens_T: np.ndarray) -> int:
+    return zlib.crc32(tokens_T.astype(np.int64).tobytes())
 
 
 def write_eval(run_dir: RunDir, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:

@@ -83,6 +83,11 @@ class RunDir:
         return self.path / "heartbeats" / f"rank_{rank:05d}.json"
 
     @property
+    def stopped(self) -> Path:
+        """One line about the signal that ended the last attempt."""
+        return self.path / "errors" / "stopped"
+
+    @property
     def first_failure(self) -> Path:
         """The block that the first failing rank of the last attempt printed."""
         return self.path / "errors" / "first_failure"
@@ -159,23 +164,34 @@ def read_jsonl_and_notes(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     Raises:
         ValueError: a line before the last is no JSON object.
     """
-    rows: list[dict[str, Any]] = []
-    notes: list[str] = []
-    lines = path.read_bytes().split(b"\n")
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    for number, line in numbered:
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError(f"a {type(row).__name__}, not an object")
-        except (ValueError, RecursionError) as error:
-            # Also UnicodeDecodeError: a line may end inside a character.
-            if number != numbered[-1][0]:
-                raise ValueError(f"{path}:{number}: not a JSON object ({error})") from error
-            notes.append(f"{path}:{number}: the last line is torn and was left out")
-            break
+    lines = read_jsonl_lines(path)
+    notes = []
+    if lines and isinstance(lines[-1][1], str):
+        number, _ = lines.pop()
+        notes.append(f"{path}:{number}: the last line is torn and was left out")
+    rows = []
+    for number, row in lines:
+        if isinstance(row, str):
+            raise ValueError(f"{path}:{number}: not a JSON object ({row})")
         rows.append(row)
     return rows, notes
+
+
+def read_jsonl_lines(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
+    """Return the lines of a jsonl file that are not empty: number, and object or what is wrong."""
+    found: list[tuple[int, dict[str, Any] | str]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            # Also UnicodeDecodeError: a line may end inside a character.
+            found.append((number, str(error)))
+            continue
+        is_object = isinstance(row, dict)
+        found.append((number, row if is_object else f"a {type(row).__name__}, not an object"))
+    return found
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

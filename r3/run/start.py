@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from r3.config import Config, flatten
@@ -17,7 +17,7 @@ from r3.rollout.task import Task
 from r3.run import checkpoint
 from r3.run.build import Run, build_run, init_rank
 from r3.run.failures import FailureReport, resume_command
-from r3.run.folder import RunDir
+from r3.run.folder import RunDir, write_text
 from r3.run.header import closing, header
 from r3.run.identity import read_identity
 from r3.run.prepare import Prepared, is_leader
@@ -65,6 +65,9 @@ def begin(prepared: Prepared) -> Iterator[Run]:
         ResumeError: no checkpoint can be resumed.
     """
     config, task, lock = prepared.invocation.config, prepared.task, prepared.start.lock
+    stopped = prepared.folder.stopped if is_leader() and not config.eval.only else None
+    if stopped is not None:
+        stopped.unlink(missing_ok=True)
     try:
         with _watch(config) as watch:
             run = _build(prepared, watch)
@@ -73,6 +76,11 @@ def begin(prepared: Prepared) -> Iterator[Run]:
         run.meter.header([*settings, *header(config, task, run.mesh, run.device, run.start)])
         with run.meter, run.watchdog, run.stop, run.background:
             yield run
+    except StoppedEarly as end:
+        if stopped is not None:
+            with suppress(OSError):  # a full disk: the checkpoint is what counts
+                write_text(stopped, f"{end}\n")
+        raise
     finally:
         task.close()
         if lock is not None:

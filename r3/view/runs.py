@@ -6,16 +6,18 @@ Every mistake of a user is one line in a `ViewError`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from r3.run.folder import RunDir, read_jsonl, read_jsonl_and_notes
+from r3.config import ConfigError, load_yaml
+from r3.run.folder import RunDir, read_jsonl_lines
 from r3.view.samples import Sample, sample_of
 
 Kind = Literal["train", "eval"]
+_SHOWN = 5  # numbers of lines or steps in a note
+_LARGEST = 1e300
 
 
 class ViewError(ValueError):
@@ -32,7 +34,7 @@ class RunFacts:
         base: preset or file that the run started from; empty if it is not known.
         overrides: names of the settings that differ from it.
         rows: one object per step, in order.
-        notes: what a reader should know about the files, such as an incomplete last line.
+        notes: what a reader should know about the files, such as lines that were left out.
     """
 
     name: str
@@ -42,6 +44,28 @@ class RunFacts:
     base: str = ""
     overrides: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """Steps that the run is to make; 0 if it is not known."""
+        text = self.settings.get("train.steps", "")
+        return int(text) if text.isdecimal() else 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last step is made."""
+        return bool(self.rows) and 0 < self.steps <= self.rows[-1]["step"]
+
+    @property
+    def end(self) -> str:
+        """Why the last attempt ended before its last step; "" if it did not, or was killed."""
+        run_dir = RunDir(self.path)
+        for file, prefix in ((run_dir.stopped, ""), (run_dir.first_failure, "failed: ")):
+            with suppress(OSError):
+                lines = file.read_text(errors="replace").split("\n")
+                if first := next(filter(None, map(str.strip, lines)), ""):
+                    return f"{prefix}{first}; see errors/" if prefix else first
+        return ""
 
     @property
     def model_path(self) -> str:
@@ -60,15 +84,10 @@ def read_run(path: Path) -> RunFacts:
         raise ViewError(
             f"{path}: no config.yaml in this folder. Give the folder of a run, such as runs/tiny"
         )
-    settings = flatten_settings(yaml.safe_load(run_dir.config.read_text(encoding="utf-8")))
-    overrides: dict[str, str] = {}
-    if run_dir.overrides.exists():
-        tree = yaml.safe_load(run_dir.overrides.read_text(encoding="utf-8"))
-        overrides = flatten_settings(tree or {})
-    rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    if run_dir.metrics.exists():
-        rows, notes = read_jsonl_and_notes(run_dir.metrics)
+    settings = _read_settings(run_dir.config, notes)
+    overrides = _read_settings(run_dir.overrides, notes) if run_dir.overrides.exists() else {}
+    rows = _read_rows(run_dir.metrics, notes) if run_dir.metrics.exists() else []
     if not rows:
         notes.append("metrics.jsonl has no rows yet")
     return RunFacts(
@@ -80,6 +99,49 @@ def read_run(path: Path) -> RunFacts:
         overrides=tuple(overrides),
         notes=tuple(notes),
     )
+
+
+def _read_settings(file: Path, notes: list[str]) -> dict[str, str]:
+    """The settings of a YAML file; what cannot be read is noted."""
+    try:
+        return flatten_settings(load_yaml(file.read_text(encoding="utf-8"), file.name))
+    except ConfigError as error:
+        notes.append(f"{file.name} cannot be read: it {error.problems[0].rule}")
+    except (OSError, UnicodeDecodeError) as error:
+        notes.append(f"{file.name} cannot be read: {error}")
+    return {}
+
+
+def _read_rows(file: Path, notes: list[str]) -> list[dict[str, float]]:
+    """One row per step, in order; what is left out of the file is noted."""
+    found: dict[int, dict[str, float]] = {}
+    broken, again, texts = [], [], []
+    for number, row in read_jsonl_lines(file):
+        if isinstance(row, str) or type(step := row.get("step")) is not int:
+            broken.append(number)
+            continue
+        if step in found:
+            again.append(step)
+        found[step] = {key: value for key, value in row.items() if _is_number(value)}
+        texts += [f"{key} of step {step}" for key in row if key not in found[step]]
+    if broken:
+        notes.append(f"{file.name}: {_listed('line', broken)} cannot be read (torn?): left out")
+    if again:
+        notes.append(f"{file.name}: {_listed('step', again)} more than once: the last row counts")
+    if texts:
+        notes.append(f"{file.name}: {len(texts)} values are no numbers, such as {texts[0]}")
+    return [found[step] for step in sorted(found)]
+
+
+def _is_number(value: Any) -> bool:
+    # A larger integer has no floating-point number.
+    return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
+
+
+def _listed(what: str, numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    plural = "s" if len(numbers) > 1 else ""
+    return f"{what}{plural} {', '.join(map(str, numbers[:_SHOWN]))}{more}"
 
 
 def flatten_settings(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -103,14 +165,20 @@ def dumped_steps(path: Path, kind: Kind) -> list[int]:
     """Steps with a dump, ascending."""
     run_dir = RunDir(path)
     folder = (run_dir.rollouts(0) if kind == "train" else run_dir.eval(0)).parent
-    return sorted(int(file.stem.removeprefix("step_")) for file in folder.glob("step_*.jsonl"))
+    numbers = (file.stem.removeprefix("step_") for file in folder.glob("step_*.jsonl"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
-def read_samples(path: Path, kind: Kind, step: int) -> dict[str, list[Sample]]:
+def read_samples(
+    path: Path, kind: Kind, step: int, notes: list[str] | None = None
+) -> dict[str, list[Sample]]:
     """Return the samples of a dump by data set; rollouts of training have the one key "train".
 
+    Args:
+        notes: gets a line about rows that cannot be read.
+
     Raises:
-        ViewError: there is no such folder or dump.
+        ViewError: there is no such folder or dump, or none of its rows can be read.
     """
     run_dir = RunDir(path)
     if not path.is_dir():
@@ -128,11 +196,22 @@ def read_samples(path: Path, kind: Kind, step: int) -> dict[str, list[Sample]]:
             f"--step {step}: no dump of {what} at this step; {there}. Choose one, or {fix}"
         )
     sets: dict[str, list[Sample]] = {}
-    for number, row in enumerate(read_jsonl(file)):
-        sets.setdefault(row["set"] if kind == "eval" else "train", []).append(
-            sample_of(number, row)
-        )
-    return sets
+    broken = []
+    for place, (number, row) in enumerate(read_jsonl_lines(file)):
+        try:
+            if isinstance(row, str):
+                raise ValueError(row)
+            name = str(row["set"]) if kind == "eval" else "train"
+            sets.setdefault(name, []).append(sample_of(place, row))
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError):
+            broken.append(number)
+    if broken:
+        note = f"{file.name} in {file.parent.name}/: {_listed('line', broken)} cannot be read"
+        if not any(sets.values()):
+            raise ViewError(f"{note}, and no other has a sample. Choose another step")
+        if notes is not None:
+            notes.append(f"{note}: left out")
+    return {name: samples for name, samples in sets.items() if samples}
 
 
 def setting_text(value: Any) -> str:

@@ -52,23 +52,29 @@ class Sample:
 
 
 def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
-    """The sample of row `number`. Rows of older versions lack the question and most messages."""
+    """The sample of row `number`. Rows of older versions lack the question and most messages.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError: it is no row of a dump.
+    """
     messages = row.get("messages") or [{"role": "assistant", "content": row["response"]}]
+    for message in messages:
+        _ = message["role"], tool_calls_text(message)
     return Sample(
         row=number,
         prompt_id=row["prompt_id"],
-        group=_first(row, "group", "place"),
-        sample_index=_first(row, "sample_index", "member", "sample"),
-        question=row.get("question", ""),
-        reference=_first(row, "reference", "answer", default=""),
+        group=int(_first(row, "group", "place")),
+        sample_index=int(_first(row, "sample_index", "member", "sample")),
+        question=str(row.get("question", "")),
+        reference=str(_first(row, "reference", "answer", default="")),
         messages=tuple(messages),
-        reward=row["reward"],
-        components=row.get("rewards", {}),
-        metrics=row.get("metrics", {}),
-        turn_rewards=_given(row.get("turn_rewards", ())),
-        advantage=row.get("advantage"),
-        finish_reason=row["finish_reason"],
-        response_tokens=row["response_tokens"],
+        reward=float(row["reward"]),
+        components={name: float(part) for name, part in row.get("rewards", {}).items()},
+        metrics={name: float(number) for name, number in row.get("metrics", {}).items()},
+        turn_rewards=_given([_real(reward) for reward in row.get("turn_rewards", ())]),
+        advantage=_real(row.get("advantage")),
+        finish_reason=str(row["finish_reason"]),
+        response_tokens=int(row["response_tokens"]),
         is_complete=bool(row.get("messages")),
         sequence=row.get("sequence", 0),
     )
@@ -91,6 +97,10 @@ def tool_calls_text(message: Message) -> list[str]:
         function = call.get("function", call)
         lines.append(f"{function.get('name', '?')}({function.get('arguments', '')})")
     return lines
+
+
+def _real(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _given(turn_rewards: Sequence[float | None]) -> tuple[float | None, ...]:

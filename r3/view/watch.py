@@ -56,22 +56,23 @@ class Heartbeat:
     age_s: float
 
 
-def read_heartbeats(path: Path, now: float) -> list[Heartbeat]:
-    """The heartbeats of a run's ranks; a file that is being replaced is left out."""
+def read_heartbeats(path: Path, now: float, notes: list[str] | None = None) -> list[Heartbeat]:
+    """The heartbeats of a run's ranks; `notes` gets the names of files of another form."""
     beats = []
     for file in sorted(RunDir(path).heartbeat(0).parent.glob("rank_*.json")):
         try:
             state = json.loads(file.read_bytes())
-        except (OSError, ValueError):
-            continue
-        beats.append(
-            Heartbeat(
-                rank=state["rank"],
-                phase=state["phase"],
-                silent_s=state["silent_s"],
-                age_s=now - state["written_at"],
+            beats.append(
+                Heartbeat(
+                    rank=int(state["rank"]),
+                    phase=str(state["phase"]),
+                    silent_s=float(state["silent_s"]),
+                    age_s=now - float(state["written_at"]),
+                )
             )
-        )
+        except (OSError, LookupError, TypeError, ValueError, RecursionError):
+            if notes is not None:
+                notes.append(f"{file.name} in heartbeats/ cannot be read: left out")
     return beats
 
 
@@ -109,26 +110,34 @@ def duration(seconds: float) -> str:
 
 def screen(facts: RunFacts, beats: Sequence[Heartbeat]) -> RenderableType:
     """Everything that `r3.watch` shows."""
-    steps = int(facts.settings.get("train.steps", "0"))
+    steps = facts.steps
     done = int(facts.rows[-1]["step"]) if facts.rows else 0
-    left = remaining_s(facts.rows, steps)
     parts: list[RenderableType] = [
         Text(str(facts.path), style="bold"),
-        _progress(done, steps, left),
+        _progress(done, steps, _time_left(facts)),
+        *([Text(facts.end, style="bold red")] if facts.end else []),
         *(Text(note, style="yellow") for note in facts.notes),
         Text(""),
         _figures(facts.rows),
         Text(""),
-        _ranks(beats, is_done=done >= steps),
+        _ranks(beats, is_done=bool(facts.end) or facts.is_finished),
     ]
     return Group(*parts)
 
 
-def _progress(done: int, steps: int, left: float | None) -> RenderableType:
+def _time_left(facts: RunFacts) -> str:
+    if facts.end:
+        return ""
+    if facts.is_finished:
+        return "finished"
+    left = remaining_s(facts.rows, facts.steps)
+    return f"about {duration(left)} left" if facts.steps and left is not None else ""
+
+
+def _progress(done: int, steps: int, end: str) -> RenderableType:
     line = Table.grid(padding=(0, 2))
-    end = "" if left is None else "finished" if done >= steps else f"about {duration(left)} left"
     line.add_row(
-        f"step {done}/{steps}",
+        f"step {done}/{steps or '?'}",
         ProgressBar(total=max(1, steps), completed=done, width=CURVE_WIDTH),
         end,
     )

@@ -9,12 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from r3 import assets
 from r3.cli.base import OVERRIDES
 from r3.report.page import Limits, columns, dump_data, evenly, page_data, render, shown_samples
-from r3.report.tokens import disagreement, expert_load, read_arrays, spans, token_facts
+from r3.report.tokens import (
+    ArraysError,
+    disagreement,
+    expert_load,
+    read_arrays,
+    spans,
+    token_facts,
+)
+from r3.run.dumps import read_rollouts
 from r3.run.folder import RunDir
 from r3.view.runs import ViewError, read_samples
 from tests.run_folder import GROUPS, SAMPLES, rollout, write_run
@@ -90,6 +98,51 @@ def test_saved_scores_become_differences_and_disagreement(tmp_path: Path) -> Non
     dumps = {dump["step"]: dump for dump in page_data([run], Limits())["runs"][0]["dumps"][:2]}
     assert dumps[1]["has_differences"] and dumps[1]["has_disagreement"]
     assert not dumps[3]["has_differences"] and not dumps[3]["has_disagreement"]
+
+
+def test_a_page_is_made_of_what_can_be_read(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    rollouts = run / "rollouts"
+    # Arrays of another step: as many rollouts with as many tokens, and other ones.
+    arrays = load_file(rollouts / "step_000001.safetensors")
+    arrays["tokens"] = arrays["tokens"][::-1].copy()
+    save_file(arrays, rollouts / "step_000003.safetensors")
+    (rollouts / "step_000001.safetensors").write_bytes(b"torn")
+    (run / "eval" / "step_000000.jsonl").write_text("{")
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "high"}\n{\n{"step": 2}')
+    (run / "config.yaml").write_text("model: {path: [")
+    data = page_data([run], Limits())["runs"][0]
+    assert data["metrics"] == {"step": [1, 2]}
+    shown = [(dump["kind"], dump["step"], dump["total"]) for dump in data["dumps"]]
+    assert shown == [("train", 1, 12), ("train", 3, 12), ("eval", 3, 3)]
+    assert not any("tokens" in row for dump in data["dumps"] for row in dump["samples"])
+    said = "\n".join(data["notes"])
+    for part in (
+        "config.yaml cannot be read",
+        "metrics.jsonl: line 2 cannot be read",
+        "step_000001.safetensors cannot be read",
+        "the arrays of step 3 are left out: its tokens are not those of row 1",
+        "step_000000.jsonl in eval/: line 1 cannot be read, and no other has a sample",
+    ):
+        assert part in said
+    with pytest.raises(ValueError, match="tokens are not those of row 1"):
+        read_rollouts(rollouts / "step_000003.jsonl")
+
+
+def test_arrays_of_fewer_rollouts_are_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    dump = RunDir(run).rollouts(1)
+    lines = dump.read_text().splitlines()
+    dump.write_text("\n".join([*lines, lines[0]]))
+    with pytest.raises(ArraysError, match="the arrays of 12 rollouts, and there are 13 rows"):
+        read_arrays(RunDir(run), 1)
+    rows = [json.loads(line) for line in lines]  # dumps of older versions have no checksum
+    dump.write_text("\n".join(json.dumps(row | {"checksum": None}) for row in rows))
+    with pytest.raises(ArraysError, match="of row 1"):
+        read_arrays(RunDir(run), 1)
+    old = [{key: value for key, value in row.items() if key != "checksum"} for row in rows]
+    dump.write_text("\n".join(map(json.dumps, old)))
+    assert len(read_arrays(RunDir(run), 1).cu_tokens) == 13
 
 
 def test_spans_are_half_open() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from r3 import show
+from r3.run.folder import RunDir
 from r3.view.runs import ViewError, differing_settings, read_run, read_samples
 from r3.view.samples import best, sample_of, tool_calls_text, worst
 from tests.run_folder import GROUPS, SAMPLES, write_run
@@ -106,6 +109,52 @@ def test_torn_metrics_are_noted(tmp_path: Path) -> None:
     facts = read_run(run)
     assert [row["step"] for row in facts.rows] == [0, 1, 2, 3]
     assert any("torn" in note for note in facts.notes)
+
+
+def test_what_cannot_be_read_is_noted_and_the_rest_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[1:1] = ["{torn", '{"reward/mean": 1}', '{"step": 2, "reward/mean": 9, "policy": "high"}']
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    (run / "config.yaml").write_text("train: [")
+    facts = read_run(run)
+    assert [row["step"] for row in facts.rows] == [0, 1, 2, 3]
+    assert facts.rows[2]["reward/mean"] == 0.45, "the last row of a step counts"
+    assert facts.settings == {} and facts.steps == 0
+    yaml, *notes = facts.notes
+    assert yaml.startswith("config.yaml cannot be read: it is not YAML")
+    assert notes == [
+        "metrics.jsonl: lines 2, 3 cannot be read (torn?): left out",
+        "metrics.jsonl: step 2 more than once: the last row counts",
+        "metrics.jsonl: 1 values are no numbers, such as policy of step 2",
+    ]
+
+    dump = run / "rollouts" / "step_000003.jsonl"
+    first, second, *others = dump.read_text().splitlines()
+    texts = [json.dumps(json.loads(second) | {"reward": "good"}), "{torn", first]
+    dump.write_text("\n".join([*texts, *others]))
+    (run / "rollouts" / "step_000009.copy.jsonl").write_text("")
+    out = shown(capsys, run, "--step", 3)
+    assert "step_000003.jsonl in rollouts/: lines 1, 2 cannot be read: left out" in out
+    assert "11 samples" in out
+    dump.write_text("{torn")
+    assert "line 1 cannot be read, and no other has a sample" in refused(capsys, run, "--step", 3)
+
+
+def test_equal_rewards_are_one_list_and_no_sample_is_shown_twice(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shown(capsys, run, "--best", 8, "--worst", 8)
+    assert out.count("  sample ") == GROUPS * SAMPLES
+    equal = write_run(tmp_path / "equal")
+    dump = RunDir(equal).rollouts(3)
+    rows = [json.loads(line) | {"reward": 1.0} for line in dump.read_text().splitlines()]
+    dump.write_text("\n".join(map(json.dumps, rows)))
+    out = shown(capsys, equal)
+    assert "all rewards are equal" in out and "lowest rewards" not in out
+    assert len(set(re.findall(r"rows\.jsonl:\d  sample \d", out))) == 6
 
 
 def test_settings_that_differ_are_found_by_name(tmp_path: Path) -> None:

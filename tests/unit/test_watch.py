@@ -71,6 +71,32 @@ def test_silence_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "all ranks silent for 4 min: the run was stopped, or hangs" in shown(capsys, run)
 
 
+def test_the_end_of_a_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    beat(run, 0, "train")
+    (run / "errors").mkdir()
+    RunDir(run).first_failure.write_text("\nRewardError on rank 0: broken\n  more\n")
+    out = " ".join(shown(capsys, run).split())
+    assert "failed: RewardError on rank 0: broken" in out and "see errors/" in out
+    assert "left" not in out and "train: rank 0" not in out
+    RunDir(run).stopped.write_text("stopped by SIGINT after step 1\n")
+    watch.main([str(run)])  # ends by itself
+    assert "stopped by SIGINT after step 1" in capsys.readouterr().out
+
+
+def test_files_that_cannot_be_read_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    beat(run, 0, "train")
+    for number, content in enumerate(("[]", '{"rank": "one"}', "{"), 1):
+        (run / "heartbeats" / f"rank_{number:05d}.json").write_text(content)
+    (run / "config.yaml").write_text("train: {steps: many}")
+    out = shown(capsys, run)
+    assert out.count("in heartbeats/ cannot be read: left out") == 3
+    assert "step 1/?" in out and "train: rank 0" in out
+
+
 def test_it_follows_a_run_to_its_end(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=1)
     command = [sys.executable, "-m", "r3.watch", str(run), "--every", "0.1"]
