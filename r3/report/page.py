@@ -17,7 +17,7 @@ from r3.config import Config, flatten
 from r3.metrics.glossary import UnknownMetricError, explain
 from r3.metrics.users import is_users
 from r3.models.shape import ModelShape, ShapeError
-from r3.report.tokens import Arrays, ArraysError, expert_load, read_arrays, token_facts, vocabulary
+from r3.report.tokens import Arrays, expert_load, read_arrays, token_facts, vocabulary
 from r3.run.folder import RunDir
 from r3.view.runs import (
     Kind,
@@ -153,7 +153,7 @@ def run_data(path: Path, limits: Limits) -> dict[str, Any]:
                     ids.update(arrays.tokens.tolist())
                     if arrays.routed_experts.size:
                         loads.append({"step": step, **_load(arrays, shape)})
-            except ArraysError as error:
+            except ViewError as error:
                 notes.append(str(error))
             try:
                 sets = read_samples(path, kind, step, notes)

@@ -15,7 +15,6 @@ from r3 import assets
 from r3.cli.base import OVERRIDES
 from r3.report.page import Limits, columns, dump_data, evenly, page_data, render, shown_samples
 from r3.report.tokens import (
-    ArraysError,
     disagreement,
     expert_load,
     read_arrays,
@@ -134,11 +133,11 @@ def test_arrays_of_fewer_rollouts_are_left_out(tmp_path: Path) -> None:
     dump = RunDir(run).rollouts(1)
     lines = dump.read_text().splitlines()
     dump.write_text("\n".join([*lines, lines[0]]))
-    with pytest.raises(ArraysError, match="the arrays of 12 rollouts, and there are 13 rows"):
+    with pytest.raises(ViewError, match="the arrays of 12 rollouts, and there are 13 rows"):
         read_arrays(RunDir(run), 1)
     rows = [json.loads(line) for line in lines]  # dumps of older versions have no checksum
     dump.write_text("\n".join(json.dumps(row | {"checksum": None}) for row in rows))
-    with pytest.raises(ArraysError, match="of row 1"):
+    with pytest.raises(ViewError, match="of row 1"):
         read_arrays(RunDir(run), 1)
     old = [{key: value for key, value in row.items() if key != "checksum"} for row in rows]
     dump.write_text("\n".join(map(json.dumps, old)))
