@@ -105,6 +105,7 @@ def _run_here(invocation: Invocation) -> None:
             with report, begin(prepared) as run, closing(run), report, run.background:
                 make_steps(run)
         finally:
+            prepared.watchdog.close()
             release_process()
 
 

@@ -51,7 +51,6 @@ class Run:
     weights: WeightStream
     residency: Residency
     meter: Meter
-    watchdog: Watchdog
     folder: RunDir
     stop: StopRequest
     start: Start = field(default_factory=Start)
@@ -143,6 +142,7 @@ def build_run(
     writes: bool = False,
     hosts: Sequence[str] | None = None,
     stage: Callable[[str], AbstractContextManager[None]] | None = None,
+    watchdog: Watchdog | None = None,
     tracker: Tracker | None = None,
     small_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Run:
@@ -152,9 +152,10 @@ def build_run(
 
     Args:
         start: the checkpoint that the run continues from; this function does not load it.
-        writes: whether metrics and heartbeats are written to the folder of the run.
+        writes: whether metrics are written to the folder of the run.
         hosts: overrides the machine of each rank (see `WeightStream`).
         stage: entered with a text around each part that takes seconds to build.
+        watchdog: told of each phase.
         tracker: gets metrics and samples.
         small_files: of the starting model, for exports; rank 0 needs them.
     """
@@ -171,20 +172,13 @@ def build_run(
     with stage("building the policy"):
         policy = Policy(config, device, mesh, task.shape)
         weights = WeightStream(policy, device, mesh, hosts=hosts)
-    watchdog = Watchdog(
-        device.rank,
-        device.world_size,
-        stall_s=config.debug.stall_s,
-        kill_after_s=config.debug.kill_after_s,
-        run_dir=folder if writes else None,
-    )
     # Evaluation alone writes samples, but no row among those of the training.
     trains = not config.eval.only
     meter = Meter(
         folder if writes and trains else None,
         mesh.world,
         config,
-        on_phase=watchdog.beat,
+        on_phase=watchdog.beat if watchdog else lambda _: None,
         first_step=start.found.step if start.found and trains else 0,
         tracker=tracker,
         trace=StepTrace(folder, step=config.debug.profile, rank=device.rank) if writes else None,
@@ -199,7 +193,6 @@ def build_run(
         weights=weights,
         residency=Residency(engine, policy, device, reward_model=task.reward_model),
         meter=meter,
-        watchdog=watchdog,
         folder=folder,
         stop=StopRequest(folder.first_failure),
         start=start,

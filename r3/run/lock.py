@@ -14,13 +14,14 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from r3.config import ConfigError, Problem
+from r3.runtime.terminal import say
 
 _NAME = "run.lock"
 _SIZE = 512  # bytes of the file, always: a beat overwrites it in place and needs no disk space
@@ -49,6 +50,8 @@ class RunLock:
         self._path = path
         self._holder = holder
         self._stop = threading.Event()
+        self._released = False
+        _held.add(self)
         self._write()
         self._thread = threading.Thread(target=self._beat, name="r3-run-lock", daemon=True)
         self._thread.start()
@@ -56,12 +59,21 @@ class RunLock:
 
     def release(self) -> None:
         """Release the folder. Releasing twice does nothing."""
-        if self._stop.is_set():
+        if self._released:
             return
+        self._released = True
         self._stop.set()
         self._thread.join()
         atexit.unregister(self.release)
         self._write(ended=True)
+        _held.remove(self)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # for every copy of the descriptor
+        os.close(self._descriptor)
+
+    def forget(self) -> None:
+        """Leave the folder to the process that this one was forked from."""
+        self._released = True
         os.close(self._descriptor)
 
     def _beat(self) -> None:
@@ -69,7 +81,7 @@ class RunLock:
             if self.is_lost:
                 # Every file that is written now makes half a folder, which no start can use.
                 text = f"{self._path.parent} was deleted or moved while the run wrote to it"
-                print(f"\n{text}. The run ends.", file=sys.stderr, flush=True)
+                say(f"\n{text}. The run ends.", error=True)
                 os._exit(1)
             self._write()
 
@@ -92,7 +104,19 @@ class RunLock:
         try:
             os.pwrite(self._descriptor, content, 0)
         except OSError as error:  # flock still protects the folder on this machine
-            print(f"{_NAME}: cannot be written: {error}", file=sys.stderr, flush=True)
+            say(f"{_NAME}: cannot be written: {error}", error=True)
+
+
+_held: set[RunLock] = set()
+
+
+def _forget_all() -> None:
+    """A process of users' code, such as one of a pool, may live longer than its rank."""
+    while _held:
+        _held.pop().forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def hold(folder: Path, *, stale_s: float = _STALE_S) -> RunLock:
@@ -168,11 +192,10 @@ def _flock(descriptor: int, path: Path) -> bool:
 
 def _require_silence(path: Path, holder: Holder, stale_s: float) -> None:
     """Wait until the holder's heartbeat is stale by this machine's clock; raise if it beats."""
-    print(
+    say(
         f"{path}: process {holder.pid} on {holder.host} did not release the folder; waiting "
         f"{stale_s:.0f} s for a heartbeat",
-        file=sys.stderr,
-        flush=True,
+        error=True,
     )
     until = time.monotonic() + stale_s
     while time.monotonic() < until:

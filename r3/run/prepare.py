@@ -28,9 +28,11 @@ from r3.run.header import result
 from r3.run.lock import require_free
 from r3.run.resume import ResumeError, Start, open_run
 from r3.run.sources import sources_of
+from r3.run.watchdog import Watchdog
 from r3.runtime.algorithm import AlgorithmError
 from r3.runtime.device import prepare_environment
 from r3.runtime.process import die_with_launcher
+from r3.runtime.terminal import say
 
 _MISTAKES = (
     *(AlgorithmError, CheckpointError, ConfigError, DataError),
@@ -48,6 +50,7 @@ class Prepared:
     start: Start
     began: float  # time.perf_counter()
     small_files: Mapping[str, bytes]  # of the starting model, for exports; on rank 0
+    watchdog: Watchdog  # watches until this process ends, or it is closed
 
 
 @contextmanager
@@ -57,7 +60,7 @@ def refusing() -> Iterator[None]:
         yield
     except _MISTAKES as error:
         if is_leader():
-            print(error, file=sys.stderr, flush=True)
+            say(error, error=True)
         sys.exit(2)
 
 
@@ -77,7 +80,18 @@ def prepare(invocation: Invocation) -> Prepared | None:
     config, check = invocation.config, invocation.check
     require_engines_within_machines(config)
     run_dir = RunDir(Path(config.log.dir))
+    watchdog = Watchdog(
+        int(os.environ.get("RANK", "0")),
+        int(os.environ.get("WORLD_SIZE", "1")),
+        stall_s=config.debug.stall_s,
+        # A part of the start shows no progress in between, so it may take twice as long as one of
+        # a step.
+        kill_after_s=2 * config.debug.kill_after_s,
+    )
     with ExitStack() as undo:
+        watchdog.start()
+        undo.callback(watchdog.close)
+        watchdog.beat("reading data and rewards")
         with stage("reading model facts, data and rewards"):
             task = read_task(config, invocation.world_size)
         undo.callback(task.close)
@@ -96,7 +110,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
             undo.callback(start.lock.release)
         if check:
             for line in check_task(task, config.algo):
-                print(line, flush=True)
+                say(line)
             return None
         if config.eval.only:
             what = (
@@ -108,14 +122,14 @@ def prepare(invocation: Invocation) -> Prepared | None:
             start = replace(start, notes=(f"evaluating {what}; no training", *changed))
         elif start.found is not None and _is_finished(config, run_dir, start.found.step):
             if is_leader():
-                print(
+                say(
                     f"{run_dir.path} is finished: {result(run_dir, start.found.step)}. "
-                    "Set a larger --train.steps to continue, or another --log.dir for a new run.",
-                    flush=True,
+                    "Set a larger --train.steps to continue, or another --log.dir for a new run."
                 )
             return None
         undo.pop_all()  # `begin` closes them
     prepare_environment()  # the caller imports Megatron-Core next
+    watchdog.beat("importing Megatron-Core")
     return Prepared(
         invocation=invocation,
         task=task,
@@ -123,6 +137,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
         start=start,
         began=began,
         small_files=small_files,
+        watchdog=watchdog,
     )
 
 

@@ -25,9 +25,9 @@ from r3.run.resume import ResumeError, Start
 from r3.run.sources import users_files
 from r3.run.stop import REQUEUE, StoppedEarly
 from r3.run.verify import newest_whole
-from r3.run.watchdog import Watchdog
 from r3.runtime.device import leave, settle
 from r3.runtime.mesh import Axis
+from r3.runtime.terminal import say
 
 
 class RankError(RuntimeError):
@@ -47,12 +47,12 @@ def ending(prepared: Prepared) -> Iterator[None]:
             yield
         except ResumeError as error:
             if is_leader():
-                print(error, file=sys.stderr, flush=True)
+                say(error, error=True)
             sys.exit(2)
         except StoppedEarly as stopped:
             code = REQUEUE
             if is_leader():
-                print(f"{stopped}; continue with: {resume_command(folder)}", flush=True)
+                say(f"{stopped}; continue with: {resume_command(folder)}")
     leave(code)
 
 
@@ -69,12 +69,12 @@ def begin(prepared: Prepared) -> Iterator[Run]:
     if stopped is not None:
         stopped.unlink(missing_ok=True)
     try:
-        with _watch(config) as watch:
-            run = _build(prepared, watch)
+        run = _build(prepared)
         base, *differences = prepared.invocation.differences
         settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
         run.meter.header([*settings, *header(config, task, run.mesh, run.device, run.start)])
-        with run.meter, run.watchdog, run.stop, run.background:
+        prepared.watchdog.begin_steps(prepared.folder, kill_after_s=config.debug.kill_after_s)
+        with run.meter, run.stop, run.background:
             yield run
     except StoppedEarly as end:
         if stopped is not None:
@@ -88,31 +88,17 @@ def begin(prepared: Prepared) -> Iterator[Run]:
     if run.device.rank == 0:
         step = run.steps_done if config.eval.only else config.train.steps
         seconds = time.perf_counter() - prepared.began
-        print(closing(config, prepared.folder, seconds, step), flush=True)
+        say(closing(config, prepared.folder, seconds, step))
 
 
-def _watch(config: Config) -> Watchdog:
-    """Ends this rank if it waits for ever for another one while the run starts.
-
-    Loading shows no progress in between, so a stage of the start may take twice as long as one of
-    a step.
-    """
-    return Watchdog(
-        int(os.environ.get("RANK", "0")),
-        int(os.environ.get("WORLD_SIZE", "1")),
-        stall_s=config.debug.stall_s,
-        kill_after_s=2 * config.debug.kill_after_s,
-    )
-
-
-def _build(prepared: Prepared, watch: Watchdog) -> Run:
+def _build(prepared: Prepared) -> Run:
     """Join the ranks, build the run and load its checkpoint. All ranks must call."""
     config, task, start = prepared.invocation.config, prepared.task, prepared.start
     folder = prepared.folder
 
     @contextmanager
     def watched(what: str) -> Iterator[None]:
-        watch.beat(what)
+        prepared.watchdog.beat(what)
         with stage(what):
             yield
 
@@ -132,6 +118,7 @@ def _build(prepared: Prepared, watch: Watchdog) -> Run:
         writes=True,
         stage=watched,
         small_files=prepared.small_files,
+        watchdog=prepared.watchdog,
         tracker=start_tracker(config, folder),
     )
     if start.found:

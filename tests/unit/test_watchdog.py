@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from r3.run.folder import RunDir, write_json
+from r3.run.lock import hold
 from r3.run.watchdog import Watchdog
+from r3.run.watcher import ENDS_RANK
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
@@ -22,92 +26,116 @@ pytestmark = pytest.mark.unit
 STALL_S = 0.2
 
 
-def wait_for(stream: io.StringIO, text: str, *, count: int = 1) -> str:
-    """What the stream holds once `text` is there; the watching thread is given ten seconds on a
-    busy machine.
-    """
-    deadline = time.monotonic() + 10
-    while stream.getvalue().count(text) < count:
-        assert time.monotonic() < deadline, f"{text!r} not in time; got:\n{stream.getvalue()}"
-        time.sleep(0.01)
-    return stream.getvalue()
+class Said:
+    """What watchers write to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+
+    @property
+    def text(self) -> str:
+        return self._path.read_text()
+
+    def wait_for(self, text: str, *, count: int = 1) -> str:
+        """The text of the file once `text` is in it so many times; ten seconds are given, for a
+        busy machine.
+        """
+        deadline = time.monotonic() + 10
+        while self.text.count(text) < count:
+            assert time.monotonic() < deadline, f"{text!r} not in time; got:\n{self.text}"
+            time.sleep(0.01)
+        return self.text
 
 
-def test_a_stall_is_reported_with_rank_phase_and_stacks() -> None:
-    stream = io.StringIO()
+@pytest.fixture
+def said(tmp_path: Path) -> Iterator[Said]:
+    """A file for reports."""
+    file = Said(tmp_path / "said")
+    yield file
+    os.close(file.descriptor)
 
+
+def test_a_stall_is_reported_with_rank_phase_and_stacks(said: Said) -> None:
     def this_very_function() -> str:
-        return wait_for(stream, "end of report")
+        return said.wait_for("end of report")
 
-    with Watchdog(3, 4, stall_s=STALL_S, stream=stream) as watchdog:
+    other = threading.Thread(target=lambda: said.wait_for("end of report"), name="other")
+    with Watchdog(3, 4, stall_s=STALL_S, says=said.descriptor) as watchdog:
         watchdog.beat("generate")
+        other.start()
         report = this_very_function()
+    other.join()
     assert "rank 3 made no progress for 0." in report
     assert "in phase 'generate'" in report
     assert "in this_very_function" in report  # the stalled thread's stack
-    assert "in _watch" in report  # all threads' stacks
+    assert "in _bootstrap" in report  # all threads' stacks
 
 
-def test_reports_repeat_at_doubled_distance_and_begin_anew_after_a_beat() -> None:
-    stream = io.StringIO()
-    with Watchdog(0, 1, stall_s=STALL_S, stream=stream) as watchdog:
+def test_reports_repeat_at_doubled_distance_and_begin_anew_after_a_beat(said: Said) -> None:
+    with Watchdog(0, 1, stall_s=STALL_S, says=said.descriptor) as watchdog:
         watchdog.beat("pack")
-        report = wait_for(stream, "made no progress", count=3)
+        report = said.wait_for("made no progress", count=3)
         silent = [
             float(part.split(" s in")[0]) for part in report.split("made no progress for ")[1:4]
         ]
         for reported, least in zip(silent, (1, 2, 4), strict=True):
             assert reported >= round(least * STALL_S, 1)
         watchdog.beat("train")
-        report = wait_for(stream, "in phase 'train'")
+        report = said.wait_for("in phase 'train'")
         silent_s = float(report.split(" s in phase 'train'")[0].rsplit(" ", 1)[1])
         # The first report after a beat does not wait as the fourth would have
         assert silent_s < 8 * STALL_S
 
 
-def test_progress_is_not_a_stall() -> None:
-    stream = io.StringIO()
-    with Watchdog(0, 1, stall_s=2.0, stream=stream) as watchdog:
+def test_progress_is_not_a_stall(said: Said) -> None:
+    with Watchdog(0, 1, stall_s=2.0, says=said.descriptor) as watchdog:
         for _ in range(60):
             watchdog.beat("generate")
             time.sleep(0.05)
-    assert stream.getvalue() == ""
+    assert said.text == ""
 
 
-def test_zero_watches_nothing(tmp_path: Path) -> None:
-    before = threading.active_count()
-    with Watchdog(0, 1, stall_s=0, run_dir=RunDir(tmp_path)) as watchdog:
+def test_zero_reports_nothing_and_ends_nothing(said: Said) -> None:
+    with Watchdog(0, 1, stall_s=0, says=said.descriptor) as watchdog:
         watchdog.beat("generate")
-        assert threading.active_count() == before
-    assert list(tmp_path.iterdir()) == []
+        time.sleep(0.5)
+    assert said.text == ""
 
 
 def test_it_stops_cleanly_and_at_once() -> None:
-    before = threading.active_count()
+    before = len(psutil.Process().children())
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="own error"), Watchdog(0, 1, stall_s=600.0):
         raise RuntimeError("own error")
     assert time.monotonic() - began < 2.0
-    assert threading.active_count() == before
+    assert len(psutil.Process().children()) == before
 
 
-def test_heartbeats_name_the_rank_that_lags(tmp_path: Path) -> None:
+def beat_of(run_dir: RunDir, rank: int, phase: str) -> None:
+    """Wait until the heartbeat of a rank has a phase."""
+    deadline = time.monotonic() + 10
+    file = run_dir.heartbeat(rank)
+    while not file.exists() or json.loads(file.read_text())["phase"] != phase:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_heartbeats_name_the_rank_that_lags(said: Said, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    ours, theirs = io.StringIO(), io.StringIO()
     with (
-        Watchdog(0, 3, stall_s=STALL_S, run_dir=run_dir, stream=ours) as ahead,
-        Watchdog(1, 3, stall_s=STALL_S, run_dir=run_dir, stream=theirs) as behind,
+        Watchdog(1, 3, stall_s=4.0) as behind,
+        Watchdog(0, 3, stall_s=STALL_S, says=said.descriptor) as ahead,
     ):
-        for phase in ("sync", "generate", "generate", "train"):
-            ahead.beat(phase)
+        behind.begin_steps(run_dir, kill_after_s=0.0)
+        ahead.begin_steps(run_dir, kill_after_s=0.0)
         for phase in ("sync", "generate"):
             behind.beat(phase)
-        wait_for(theirs, "end of report")
-        # By the second, both heartbeats surely hold the last phases
-        wait_for(ours, "end of report", count=2)
-        deadline = time.monotonic() + 10
-        while json.loads(run_dir.heartbeat(1).read_text())["phase"] != "generate":
-            assert time.monotonic() < deadline
+        for phase in ("sync", "generate", "generate", "train"):
+            ahead.beat(phase)
+        beat_of(run_dir, 1, "generate")
+        beat_of(run_dir, 0, "train")
+        report = said.wait_for("end of report", count=1 + said.text.count("end of report"))
     state = json.loads(run_dir.heartbeat(0).read_text())
     assert (state["rank"], state["phase"], state["phases"], state["pid"]) == (
         0,
@@ -115,7 +143,7 @@ def test_heartbeats_name_the_rank_that_lags(tmp_path: Path) -> None:
         3,
         os.getpid(),
     )
-    report = ours.getvalue().rsplit("rank 0 made no progress", 1)[1]
+    report = report.rsplit("rank 0 made no progress", 1)[1]
     assert "rank 2: no heartbeat" in report
     assert "rank 1: phase 'generate'" in report
     assert "LAGS by 1 phase" in report
@@ -123,7 +151,7 @@ def test_heartbeats_name_the_rank_that_lags(tmp_path: Path) -> None:
     assert "LAGS" not in line
 
 
-def test_a_heartbeat_that_is_no_longer_written_is_told_apart(tmp_path: Path) -> None:
+def test_a_heartbeat_that_is_no_longer_written_is_told_apart(said: Said, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     dead = {
         "rank": 1,
@@ -133,52 +161,73 @@ def test_a_heartbeat_that_is_no_longer_written_is_told_apart(tmp_path: Path) -> 
         "written_at": time.time() - 100,
         "host": "h",
         "pid": 1,
+        "users_code": "",
+        "stopped": False,
     }
     write_json(run_dir.heartbeat(1), dead)
-    stream = io.StringIO()
-    with Watchdog(0, 2, stall_s=STALL_S, run_dir=run_dir, stream=stream) as watchdog:
-        watchdog.beat("train")
-        report = wait_for(stream, "end of report")
-    assert "heartbeat 100 s old: process dead, stopped, or locked inside native code" in report
+    with Watchdog(0, 2, stall_s=STALL_S, says=said.descriptor) as watchdog:
+        watchdog.begin_steps(run_dir, kill_after_s=0.0)
+        report = said.wait_for("end of report")
+    assert "heartbeat 100 s old: its process or its machine is gone" in report
 
 
-def test_a_disk_that_refuses_heartbeats_does_not_end_the_watch(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_heartbeats_does_not_end_the_watch(said: Said, tmp_path: Path) -> None:
     (tmp_path / "heartbeats").write_text("a file where the folder should be")
-    stream = io.StringIO()
-    with Watchdog(0, 2, stall_s=STALL_S, run_dir=RunDir(tmp_path), stream=stream):
-        report = wait_for(stream, "end of report")
+    with Watchdog(0, 2, stall_s=STALL_S, says=said.descriptor) as watchdog:
+        watchdog.begin_steps(RunDir(tmp_path), kill_after_s=0.0)
+        report = said.wait_for("end of report")
     assert report.count("cannot write its heartbeat") == 1
     assert "in phase 'start'" in report
 
 
-_HANGS = """
+_MINE = """
+import ctypes, os, re, signal
+def regex(response, prompt):
+    return re.match(r"(a+)+$", "a" * 40 + "b")
+def native(response, prompt):
+    return ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock
+def stopped(response, prompt):
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+_RANK = """
 import sys, time
 from pathlib import Path
 from r3.run.folder import RunDir
 from r3.run.watchdog import Watchdog
-from tests.world import ROOT
-folder, rank, other_is_silent = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "silent"
+from r3.runtime.user_code import load
+from r3.runtime.workers import Pool, Threads
+folder, rank, function = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 run_dir, done = RunDir(folder), folder / "done"
-while rank == 0 and not run_dir.heartbeat(1).exists():
-    time.sleep(0.01)
-with Watchdog(rank, 2, stall_s=0, kill_after_s=1.0, run_dir=run_dir) as watchdog:
-    until = time.monotonic() + (4 if rank == 0 else 50)
-    while time.monotonic() < until and not done.exists():
-        if rank == 1 and not other_is_silent:
+with Watchdog(rank, 2, stall_s=0.5, kill_after_s=60.0) as watchdog:
+    watchdog.begin_steps(run_dir, kill_after_s=0.0)
+    while not all(run_dir.heartbeat(each).exists() for each in range(2)):
+        time.sleep(0.01)
+    watchdog.begin_steps(run_dir, kill_after_s=1.5)
+    watchdog.beat("generate")
+    if rank == 1 and function == "works":
+        for _ in range(40):
             watchdog.beat("generate")
+            time.sleep(0.1)
+        done.touch()
+    elif rank == 1:
+        pool = Pool(Threads(), timeout_s=0.5)
+        pool.submit("a key", load(f"{folder / 'mine.py'}:{function}"), "", None)
+        pool.poll(50)
+    watchdog.beat("score")
+    until = time.monotonic() + 50
+    while time.monotonic() < until and not done.exists():
         time.sleep(0.05)
-    done.touch()
 """
 
 
-@pytest.mark.parametrize(("other", "codes"), [("silent", [75, 75]), ("works", [0, 0])])
-def test_stall_of_all_ranks_ends_them_and_waiting_does_not(
-    other: str, codes: list[int], tmp_path: Path
-) -> None:
-    """Two processes: both hang, or one waits for the other, which makes progress."""
+def hang(function: str, folder: Path) -> tuple[list[int], list[str]]:
+    """Two ranks of which the second one calls a function of a user, and the first one waits for
+    it; returns their exit codes and what they printed.
+    """
+    (folder / "mine.py").write_text(_MINE)
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", _HANGS, str(tmp_path), str(rank), other],
+            [sys.executable, "-c", _RANK, str(folder), str(rank), function],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stderr=subprocess.PIPE,
@@ -187,6 +236,75 @@ def test_stall_of_all_ranks_ends_them_and_waiting_does_not(
         for rank in range(2)
     ]
     said = [process.communicate(timeout=60)[1] for process in processes]
-    # A rank whose own time is up exits at once; the second follows within a heartbeat.
-    assert [process.returncode for process in processes] == codes, said
-    assert ("no rank made progress for 1 s" in said[0]) == (other == "silent")
+    return [process.returncode for process in processes], said
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        ("regex", "runs your code, regex ({folder}/mine.py:4)"),
+        ("native", "runs your code, native ({folder}/mine.py:6)"),
+        ("stopped", "is stopped (SIGSTOP)"),
+    ],
+)
+def test_users_code_that_blocks_all_threads_is_named_and_ended(
+    function: str, cause: str, tmp_path: Path
+) -> None:
+    codes, (waits, hangs) = hang(function, tmp_path)
+    assert codes == [-ENDS_RANK] * 2, hangs
+    cause = cause.format(folder=tmp_path)
+    first = hangs.splitlines()[0]
+    assert first.startswith("r3 watchdog: rank 1 made no progress for ")
+    assert first.endswith(f" s in phase 'generate': it {cause}")
+    assert f"; rank 1 ends in phase 'generate': it {cause}\n" in hangs
+    assert "LAGS by 1 phase, " in waits and f", {cause} (pid " in waits
+    last = waits.splitlines()[-1]
+    assert "; rank 0 ends in phase 'score': it waits for rank 1, which " in last
+    assert cause in last and last.endswith(" in phase 'generate'")
+    assert cause in RunDir(tmp_path).first_failure.read_text()
+
+
+def test_a_rank_that_waits_for_one_that_works_is_not_ended(tmp_path: Path) -> None:
+    codes, said = hang("works", tmp_path)
+    assert codes == [0, 0], said
+
+
+_STARTS = """
+import multiprocessing, os, subprocess, sys, time
+from r3.run.lock import hold
+from pathlib import Path
+from r3.run.watchdog import Watchdog
+watchdog = Watchdog(0, 1, stall_s=0.4)
+watchdog.start()
+lock = hold(Path(sys.argv[1]))
+context = multiprocessing.get_context("fork")
+pool = context.Pool(2)
+pool.map(abs, [1])
+program = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(*(each.pid for each in multiprocessing.active_children()), program.pid, flush=True)
+time.sleep(1)
+if sys.argv[2] == "release":
+    lock.release()
+    os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("end", ["release", "kill"])
+def test_what_a_run_started_ends_with_it_and_holds_no_lock(end: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _STARTS, str(tmp_path / "run"), end],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == (0 if end == "release" else -signal.SIGKILL)
+    hold(tmp_path / "run").release()  # at once, and not when they have ended
+    started = list(map(int, done.stdout.split()))
+    assert len(started) == 3
+    deadline = time.monotonic() + 10
+    while any(map(psutil.pid_exists, started)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
