@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from r3.cli import parse as cli
 from r3.metrics.console import stage
 from r3.runtime.process import importing
+from r3.runtime.terminal import own_streams
 
 if TYPE_CHECKING:
     from r3.run.build import Run
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Parse, build, loop, close."""
+    own_streams()
     with cli.interruptible():
         invocation = cli.parse(sys.argv[1:])  # ends here for help, dry runs and wrong settings
         with stage("importing torch"), importing():

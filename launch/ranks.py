@@ -6,8 +6,9 @@ With `--check`, mistakes in settings, data or reward end this program before the
 one message and not one per rank. With `--preload` (on CPU), it imports what ranks need, meanwhile,
 and forks them. Other words are torchrun's.
 
-The exit code is that of the rank that failed first. SIGTERM, SIGINT and SIGUSR1 go to the ranks,
-which stop after their step with a checkpoint; the exit code is then 75, or 130 after Ctrl-C.
+The exit code is that of the rank that failed first, and 75 if its watchdog ended it. SIGTERM,
+SIGHUP, SIGINT and SIGUSR1 go to the ranks, which stop after their step with a checkpoint; the exit
+code is then 75, or 130 after Ctrl-C. A second Ctrl-C ends them at once.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 # Seconds between a signal and the end by force: for the step and its checkpoint.
 _SHUTDOWN_S = "600"
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+_LOGGERS = "torch.distributed.elastic"
 _REQUEUE = 75
+_ENDS_RANK = signal.SIGRTMAX  # as r3.run.watcher, which is not imported without --preload
+_INTERRUPTED_S = 5.0  # between a second Ctrl-C and the end of the ranks by force
+_stopped_by = 0  # the first signal
 
 
 def launch(argv: list[str]) -> int:
@@ -35,7 +41,7 @@ def launch(argv: list[str]) -> int:
     argv = argv[len(own) :]
     check = "--check" in own
     if not check:
-        print("starting the ranks", flush=True)  # importing torch takes seconds
+        _say("starting the ranks")  # importing torch takes seconds
     with checked(argv) if check else nullcontext():
         if "--preload" in own:
             script = program_of(argv)[0]
@@ -45,33 +51,73 @@ def launch(argv: list[str]) -> int:
 
             preload()
             fork_ranks()
-        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing import api
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main, parse_args
     if check:
-        print("starting the ranks", flush=True)
+        _say("starting the ranks")
 
-    # The launcher reports which processes it ends. The rank that failed has printed why.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # The launcher reports which processes it ends. The rank that failed has printed why. Each of
+    # torch's loggers has a level of its own.
+    for name in filter(lambda name: name.startswith(_LOGGERS), logging.root.manager.loggerDict):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    api._terminate_process_handler = _stop_ranks
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_S)
     words = parse_args(argv)
     if words.max_restarts or not words.standalone:
         # Ranks that are restarted would otherwise read the addresses of the dead ones. The price:
         # rank 0 listens on a port that was free seconds ago, when the launcher chose it.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # What this process ignores, as after nohup, it goes on to ignore.
+    ignored = [each for each in signal.Signals if signal.getsignal(each) == signal.SIG_IGN]
+    handled = [name for name in _SIGNALS if signal.Signals[name] not in ignored]
     try:
-        main(["--signals-to-handle", _SIGNALS, *argv])
+        main(["--signals-to-handle", ",".join(handled), *argv])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code: int = failure.exitcode
+        if -code == _ENDS_RANK:
+            return _REQUEUE
         if code < 0:  # it could not print anything
             text = f"rank {rank} was ended by {signal.Signals(-code).name}"
             hint = "; out of memory?" if -code == signal.SIGKILL else ""
-            print(f"r3: {text}{hint}", file=sys.stderr, flush=True)
+            _say(f"r3: {text}{hint}", descriptor=2)
         return code if code > 0 else 1
-    except SignalException as error:
+    except api.SignalException as error:
         return 130 if error.sigval == signal.SIGINT else _REQUEUE
     return 0
+
+
+def _say(text: str, *, descriptor: int = 1) -> None:
+    """Write a line; a reader that has left does not end the run."""
+    with suppress(OSError):
+        os.write(descriptor, f"{text}\n".encode())
+
+
+def _stop_ranks(number: int, frame: FrameType | None) -> None:
+    """Handle a signal in the place of torch: the first one stops the ranks after their step.
+
+    torch would answer a second one with SIGTERM to the ranks and wait for them.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    global _stopped_by
+    first, _stopped_by = not _stopped_by, _stopped_by or number
+    if first:
+        raise SignalException(f"signal {number}", sigval=signal.Signals(number))
+    if number == signal.SIGINT:
+        _signal_ranks(signal.SIGINT)  # a rank that can, says how to continue
+        signal.signal(signal.SIGALRM, lambda *_: _signal_ranks(signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, _INTERRUPTED_S)
+
+
+def _signal_ranks(number: int) -> None:
+    """Send a signal to all processes that this one has started."""
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            facts = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
+            if int(facts.split()[1]) == os.getpid():
+                os.kill(int(pid), number)
 
 
 def program_of(argv: list[str]) -> list[str]:
@@ -91,7 +137,7 @@ def checked(argv: list[str]) -> Iterator[None]:
 
     def ended(*_: Any) -> None:
         if check.poll():
-            os._exit(check.returncode)
+            os._exit(check.returncode if check.returncode > 0 else 1)
 
     def interrupted(*_: Any) -> None:  # an error would meet whatever is just being imported
         check.kill()
@@ -107,7 +153,7 @@ def checked(argv: list[str]) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         check.kill()
     if check.returncode:
-        sys.exit(check.returncode)
+        sys.exit(check.returncode if check.returncode > 0 else 1)
 
 
 if __name__ == "__main__":

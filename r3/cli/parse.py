@@ -49,6 +49,7 @@ from r3.config import (
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
 from r3.runtime.process import die_with_launcher
+from r3.runtime.terminal import say
 
 T = TypeVar("T")
 
@@ -556,7 +557,7 @@ def _is_first_rank() -> bool:
 def _say(text: str, *, error: bool = False) -> None:
     if _is_first_rank():
         with _reader_may_leave():
-            print(text, file=sys.stderr if error else sys.stdout, flush=True)
+            say(text, error=error)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from r3.engine.slots import SlotRoutes
 from r3.engine.transcript import CaptureSpec
 from r3.engine.weights import push
 from r3.runtime.device import preserved_random_state
+from r3.runtime.terminal import say
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -193,7 +194,7 @@ class Engine:
                 _listing("the engine is incomplete; push all weights again", problems)
             )
         if pushed.why and self.is_leader and not self.why_reloaded:
-            print(f"note: rank {self.device.rank}: {pushed.note}", flush=True)
+            say(f"note: rank {self.device.rank}: {pushed.note}")
         self.reloaded_experts, self.why_reloaded = pushed.reloaded, pushed.why
         self.policy_version = policy_version
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from r3.metrics.glossary import headlines
+from r3.runtime.terminal import out, say
 
 _TITLES_EVERY = 20  # rows between two repetitions of the column titles
 _MAX_WIDTH = 160
@@ -148,7 +148,7 @@ def stage(what: str) -> Iterator[None]:
         yield
         return
     started = time.perf_counter()
-    console = RichConsole() if sys.stdout.isatty() else None
+    console = RichConsole(file=out()) if out().isatty() else None
     columns = (TextColumn("{task.description} ..."), TimeElapsedColumn())
     bar = (
         Progress(*columns, console=console, transient=True, refresh_per_second=2)
@@ -156,7 +156,7 @@ def stage(what: str) -> Iterator[None]:
         else nullcontext()
     )
     if not console:
-        print(f"{what} ...", end="", flush=True)
+        say(f"{what} ...", end="")
     try:
         with bar:
             if isinstance(bar, Progress):
@@ -164,7 +164,7 @@ def stage(what: str) -> Iterator[None]:
             yield
     finally:
         took = f"{time.perf_counter() - started:.1f} s"
-        print(f"{what} ... {took}" if console else f" {took}", flush=True)
+        say(f"{what} ... {took}" if console else f" {took}")
 
 
 class Console:
@@ -177,7 +177,7 @@ class Console:
     """
 
     def __init__(self, *, is_leader: bool, progress: bool, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+        self._stream = stream or out()
         self._is_leader = is_leader
         self._rich = RichConsole(file=self._stream) if is_leader and self._stream.isatty() else None
         self._progress = progress and self._rich is not None

@@ -12,7 +12,6 @@ MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID.
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from r3.config import Config, flatten
 from r3.metrics.tensorboard import sample_markdown
+from r3.runtime.terminal import say
 
 _START_S = 120.0  # a login may ask the user for a key
 _FINISH_S = 60.0
@@ -221,7 +221,7 @@ class Tracker:
 
     def _say(self, what: str) -> None:
         text = f"warning: log.tracker {self._name} {what}. All rows are in metrics.jsonl"
-        print(text, file=sys.stderr, flush=True)
+        say(text, error=True)
 
 
 def public_settings(config: Config) -> dict[str, Any]:

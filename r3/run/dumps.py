@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from r3.rollout.readable import readable
 from r3.rollout.scored import Scored
 from r3.run.folder import RunDir, jsonl_line, read_jsonl, replacing
 from r3.runtime.mesh import Axis
+from r3.runtime.terminal import say
 from r3.types import Prompt, Rollout
 
 _RENAMED = {"member": "sample_index", "version": "policy_version"}  # keys of dumps before 0.2
@@ -46,7 +46,7 @@ def dump_rollouts(
     try:
         return read_jsonl(write_rollouts(run_dir, step, items, by_id))
     except (OSError, SafetensorError) as error:
-        print(f"rollouts of step {step} not dumped: {error}", file=sys.stderr, flush=True)
+        say(f"rollouts of step {step} not dumped: {error}", error=True)
         return []
 
 

@@ -18,9 +18,10 @@ from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.scored import DroppedError
 from r3.rollout.step import BudgetError, NoSignalError
 from r3.routing.ledger import LedgerError
-from r3.run.folder import RunDir
+from r3.run.folder import RunDir, write_text
 from r3.run.writing import SaveError
 from r3.runtime.algorithm import AlgorithmError
+from r3.runtime.terminal import flush, say
 from r3.runtime.workers import WorkerError
 from r3.types import RouteError
 
@@ -69,11 +70,14 @@ class FailureReport:
     def _claim(self, text: str) -> bool:
         """Write the block of the first rank that fails; False if another rank did."""
         try:
-            descriptor = os.open(self._first, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.close(os.open(self._first, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
             return False
-        with open(descriptor, "w", errors="backslashreplace") as file:
-            file.write(f"{text.strip()}\n")
+        try:
+            write_text(self._first, f"{text.strip()}\n", private=True)
+        except OSError:
+            self._first.unlink(missing_ok=True)  # whole, or not there
+            raise
         return True
 
     def __enter__(self) -> FailureReport:
@@ -82,19 +86,18 @@ class FailureReport:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None or isinstance(error, SystemExit):
             return
-        sys.stdout.flush()
+        flush()
         path = self._folder / f"rank_{self._rank:05d}.txt"
         text = failure_text(error, rank=self._rank, path=path)
+        full = "".join(traceback.format_exception(error))
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(traceback.format_exception(error)), errors="backslashreplace")
-            path.chmod(0o600)  # it may quote users' data
+            write_text(path, full, private=True)  # it may quote users' data
             if not self._claim(text):
                 os._exit(1)
         except OSError as unwritable:
-            traceback.print_exception(error)
-            print(f"the traceback could not be written: {unwritable}", file=sys.stderr)
-        print(text, file=sys.stderr, flush=True)
+            text = failure_text(error, rank=self._rank, path=path, is_written=path.exists())
+            text = f"{full}the traceback could not be written: {unwritable}\n{text}"
+        say(text, error=True)
         os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 
@@ -108,15 +111,16 @@ def resume_command(folder: Path) -> str:
     return os.environ.get("R3_RESUME", by_hand).replace("RUN_DIR", str(folder))
 
 
-def failure_text(error: BaseException, *, rank: int, path: Path) -> str:
+def failure_text(error: BaseException, *, rank: int, path: Path, is_written: bool = True) -> str:
     """The block that a person reads.
 
     Args:
         path: file with the full traceback, in `errors/` of the run's folder.
+        is_written: whether that file is there.
     """
     resume = resume_command(path.parent.parent)
     if isinstance(error, KeyboardInterrupt):
-        return f"\ninterrupted; continue with: {resume}"
+        return f"\ninterrupted by SIGINT; continue with: {resume}"
     if isinstance(error, _EXPLAINED):
         lines = [f"{type(error).__name__} on rank {rank}: {error}"]
     elif isinstance(error, torch.OutOfMemoryError):
@@ -129,4 +133,6 @@ def failure_text(error: BaseException, *, rank: int, path: Path) -> str:
         frames = traceback.extract_tb(error.__traceback__)[-_SHOWN_FRAMES:]
         lines = [f"{type(error).__name__} on rank {rank}: {error}"]
         lines += [f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
-    return "\n".join(["", *lines, f"  full traceback: {path}", f"  continue with: {resume}"])
+    if is_written:
+        lines.append(f"  full traceback: {path}")
+    return "\n".join(["", *lines, f"  continue with: {resume}"])

@@ -137,7 +137,8 @@ def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Ite
 def write_text(path: Path, text: str, *, durable: bool = True, private: bool = False) -> None:
     """Write a whole text file or change nothing; see `replacing`."""
     with replacing(path, durable=durable, private=private) as temporary:
-        temporary.write_bytes(text.encode())
+        # Half a surrogate pair, which a response may hold, becomes an escape.
+        temporary.write_bytes(text.encode(errors="backslashreplace"))
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True, private: bool = False) -> None:

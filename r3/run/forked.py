@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from r3.runtime.process import die_with_parent, importing, name_process
@@ -67,8 +67,7 @@ class ForkedRank:
         """Fork it. `args` are the interpreter, `-u`, a script or `-m` and a module, its words."""
         _python, unbuffered, *argv = args
         assert unbuffered == "-u", f"a rank must be a Python program, not {' '.join(args)}"
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         self.returncode: int | None = None
         launcher = os.getpid()
         with _signals_wait() as (handled, waiting):
@@ -96,6 +95,12 @@ class ForkedRank:
                 raise subprocess.TimeoutExpired(f"rank of process {self.pid}", timeout or 0.0)
             time.sleep(_POLL_S)
         return code
+
+
+def _flush() -> None:
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError):  # nobody reads
+            stream.flush()
 
 
 @contextmanager
@@ -168,8 +173,8 @@ def run_program(argv: list[str], env: dict[str, str], begin: Callable[[], None])
         os.environ.clear()
         os.environ.update(env)
         sys.argv = argv[1:] if argv[0] == "-m" else argv
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed from the start
+            stream.reconfigure(write_through=True)
         if argv[0] == "-m":
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
@@ -187,7 +192,6 @@ def run_program(argv: list[str], env: dict[str, str], begin: Callable[[], None])
             kind, error, trace = sys.exc_info()
             if kind and error:  # none of the above
                 sys.excepthook(kind, error, trace)
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _flush()
         finally:  # an error of a closed stream must not enter the launcher's code
             os._exit(code)

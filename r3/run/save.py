@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -15,6 +14,7 @@ from r3.run.sound import require_sound
 from r3.run.stop import StoppedEarly
 from r3.run.writing import SaveError, Unwritten
 from r3.runtime.mesh import Axis, axis_beside
+from r3.runtime.terminal import say
 
 
 class Saver:
@@ -108,7 +108,7 @@ class Saver:
     def _say(self, step: int, error: SaveError) -> None:
         if self._run.device.rank == 0:
             text = f"checkpoint of step {step} not written: {error}; the next step tries again"
-            print(text, file=sys.stderr, flush=True)
+            say(text, error=True)
 
 
 def export_weights(run: Run) -> None:

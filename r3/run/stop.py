@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
 
 from r3.runtime.mesh import Axis
+from r3.runtime.terminal import say_in_handler
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
 REQUEUE = 75  # exit code; sysexits.h calls it "temporary failure: try again later"
 
 
@@ -22,9 +22,10 @@ class StoppedEarly(Exception):
 
 
 class StopRequest:
-    """Listens for SIGTERM, SIGINT and SIGUSR1: `with StopRequest(first_failure) as stop:`.
+    """Listens for SIGTERM, SIGHUP, SIGINT and SIGUSR1: `with StopRequest(first_failure) as stop:`.
 
     The first signal asks for an end after the current step. A second SIGINT interrupts at once.
+    A signal that this process was told to ignore, as by nohup, stays ignored.
 
     Args:
         first_failure: the file that the first rank that fails makes. If it is there, the launcher
@@ -39,7 +40,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._note)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,7 +57,6 @@ class StopRequest:
             raise KeyboardInterrupt
         speaks = os.environ.get("RANK", "0") == "0" and not self._first_failure.exists()
         if not self._name and speaks:
-            # os.write: the handler may run in the middle of a print.
-            text = f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint"
-            os.write(sys.stderr.fileno(), f"{text}\n".encode())
+            name = signal.Signals(number).name
+            say_in_handler(f"\n{name}: stopping after this step, with a checkpoint")
         self._name = signal.Signals(number).name

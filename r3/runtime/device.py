@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
+from r3.runtime import terminal
 from r3.runtime.gloo import share_gloo_thread
 
 GIB = 2**30
@@ -374,8 +375,7 @@ def leave(code: int) -> None:
     and may wait for other ranks.
     """
     end_process_groups(barrier=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    terminal.flush()
     os._exit(code)
 
 

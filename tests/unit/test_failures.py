@@ -101,7 +101,7 @@ def test_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
 def test_interruption_says_how_to_continue(tmp_path: Path) -> None:
     path = tmp_path / "errors" / "rank_00000.txt"
     text = failure_text(raised(KeyboardInterrupt()), rank=0, path=path)
-    assert text == f"\ninterrupted; continue with: {resume_command(tmp_path)}"
+    assert text == f"\ninterrupted by SIGINT; continue with: {resume_command(tmp_path)}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""The streams on which R3 speaks. What becomes of their reader never ends a run.
+
+A reader may leave (`| head`, a closed terminal), the disk of a log file may be full, the streams
+may be closed from the start, and users' code may replace `sys.stdout` in several threads.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+_own: dict[int, TextIO] = {}  # by descriptor, in a program that has called `own_streams`
+
+
+class _Lossy(io.FileIO):
+    """A descriptor that drops what it cannot write."""
+
+    def write(self, data: object) -> int:
+        size = memoryview(data).nbytes  # type: ignore[arg-type]
+        try:
+            while (count := super().write(data)) is None:  # type: ignore[arg-type]
+                # Another program has switched the terminal to non-blocking, and it is full.
+                select.select([], [self.fileno()], [])
+        except OSError:
+            return size
+        return count
+
+
+def open_missing(descriptors: Sequence[int] = (0, 1, 2)) -> None:
+    """Open standard streams that were closed from the start as /dev/null.
+
+    The next file that is opened would otherwise become the console.
+    """
+    for descriptor in descriptors:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+
+
+def own_streams() -> None:
+    """Make stdout and stderr of this program drop what they cannot write, users' lines too.
+
+    R3 goes on to write to them when users' code has replaced `sys.stdout` or `sys.stderr`.
+    """
+    open_missing()
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        before = getattr(sys, name)
+        if before is not None:
+            before.flush()
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(_Lossy(descriptor, "wb", closefd=False)),
+            encoding=before.encoding if before is not None else "utf-8",
+            errors="backslashreplace",  # a text that the terminal cannot show is no error either
+            line_buffering=True,
+        )
+        setattr(sys, name, stream)
+        _own[descriptor] = stream
+
+
+def out() -> TextIO:
+    """The stream for what a person reads."""
+    return _own.get(1) or sys.stdout
+
+
+def err() -> TextIO:
+    """The stream for warnings and errors."""
+    return _own.get(2) or sys.stderr
+
+
+def say(text: object, *, error: bool = False, end: str = "\n") -> None:
+    """Write a text and a line end at once."""
+    stream = err() if error else out()
+    stream.write(f"{text}{end}")
+    stream.flush()
+
+
+def say_in_handler(text: str) -> None:
+    """Write a line to stderr from a signal handler, which may run in the middle of a `say`."""
+    try:
+        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
+    except OSError:
+        return  # nobody reads
+
+
+def flush() -> None:
+    """Write what is left in the streams of R3."""
+    for stream in (out(), err()):
+        stream.flush()
