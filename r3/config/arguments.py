@@ -1,12 +1,18 @@
-"""Settings that hold keyword arguments of a user's code, written as key=value."""
+"""Settings that hold keyword arguments of users' code, and the functions that get them.
+
+--reward.args bonus=1.0        every function that has a parameter `bonus`
+--reward.args f.bonus=1.0      the function that metrics show as `f`
+"""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
@@ -84,3 +90,105 @@ def arguments_fault(items: Sequence[str]) -> tuple[str, str, str] | None:
         except ValueError as error:
             return item, str(error), f"""write {key}='"{text}"' if it is a text"""
     return None
+
+
+def argument_items(values: Mapping[str, Any]) -> list[str]:
+    """Write a mapping of YAML or Python as key=value items, which `keyword_arguments` reads back.
+
+    Raises:
+        ValueError: a value is none that JSON has.
+    """
+    items = []
+    for key, value in values.items():
+        try:
+            text = json.dumps(value)
+        except (TypeError, ValueError):
+            rule = f"{key} is a {type(value).__name__}; use numbers, texts, booleans, lists"
+            raise ValueError(rule) from None
+        plain = value if isinstance(value, str) else text
+        items.append(f"{key}={plain if _is_read_as(plain, value) else text}")
+    return items
+
+
+def _is_read_as(text: str, value: Any) -> bool:
+    try:
+        found = argument_value(text)
+    except ValueError:
+        return False
+    return type(found) is type(value) and bool(found == value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taker:
+    """A function or class of a user's file, which may get arguments.
+
+    Attributes:
+        name: as NAME.key=value has it.
+        signature: None if it is not known: any argument may fit.
+        passed: number of parameters that R3 passes by position.
+        optional: parameters that R3 passes by keyword.
+    """
+
+    name: str
+    signature: inspect.Signature | None
+    passed: int = 0
+    optional: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that an argument may set."""
+        if self.signature is None:
+            return ()
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        rest = list(self.signature.parameters.values())[self.passed :]
+        return tuple(
+            each.name for each in rest if each.kind in kinds and each.name not in self.optional
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes arguments of any name: it has `**rest`, or is not known."""
+        return self.signature is None or any(
+            each.kind is inspect.Parameter.VAR_KEYWORD
+            for each in self.signature.parameters.values()
+        )
+
+
+def assigned(
+    items: Sequence[str], takers: Sequence[Taker]
+) -> tuple[list[dict[str, Any]], list[tuple[str, str, str]]]:
+    """Give each argument to the functions that have the parameter.
+
+    Functions with `**rest` get an argument that no other function has a parameter for. An item
+    NAME.key=value is for the functions of that name alone.
+
+    Returns:
+        The keyword arguments of each function, and the items that fit none, each with the rule that
+        it breaks and a fix.
+    """
+    given: list[dict[str, Any]] = [{} for _ in takers]
+    faults = []
+    for item in items:
+        key, _, text = item.partition("=")
+        owner, _, parameter = key.rpartition(".")
+        asked = [i for i, taker in enumerate(takers) if owner in ("", taker.name)]
+        fitting = [i for i in asked if parameter in takers[i].parameters]
+        fitting = fitting or [i for i in asked if takers[i].is_open]
+        for i in fitting:
+            given[i][parameter] = argument_value(text)
+        if not fitting:
+            faults.append((item, *_why_unfit(owner, parameter, takers, bool(asked))))
+    return given, faults
+
+
+def _why_unfit(
+    owner: str, parameter: str, takers: Sequence[Taker], is_known: bool
+) -> tuple[str, str]:
+    if not takers:
+        return "is for a function or class of yours, and none is set", "leave it out"
+    taken = (f"{taker.name} takes {', '.join(taker.parameters) or 'none'}" for taker in takers)
+    fix = "; ".join(taken)
+    if owner and not is_known:
+        return f"names {owner}, which is not a function of yours", fix
+    who = owner or (takers[0].name if len(takers) == 1 else "no function of yours")
+    return f"{who} has {'no' if owner or len(takers) == 1 else 'a'} parameter {parameter!r}", fix

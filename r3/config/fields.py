@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from r3.config.arguments import arguments_fault
+from r3.config.arguments import argument_items, arguments_fault
 from r3.config.rules import Fix, IsPath, KeyValue, MayChangeOnResume, NoneIsAValue, Rule
 from r3.config.settings import Config
 
@@ -202,13 +202,19 @@ def parse_value(name: str, value: object) -> Any:
     """A value for a setting, from text, YAML or Python, in the type of the setting.
 
     Text is read as on the command line: "1e-4" is a number. A list setting takes a list, one value
-    as a list of one, and "" as an empty list. none, null and Python's None are the empty text,
-    unless none is a value of the setting. `~`, `$VAR` and `${VAR}` in paths are filled in.
+    as a list of one, "" as an empty list, and key=value items also as a mapping. none, null and
+    Python's None are the empty text, unless none is a value of the setting. `~`, `$VAR` and
+    `${VAR}` in paths are filled in.
 
     Raises:
         ValueError: the value has another type; the message says what was expected.
     """
     setting = SETTINGS[name]
+    if isinstance(setting.rule, KeyValue):  # args: {limit: 3}, and args: [limit: 3]
+        given = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(each, Mapping) for each in given):
+            items = (argument_items(one) if isinstance(one, Mapping) else [one] for one in given)
+            value = [item for some in items for item in some]
     if setting.is_text and _is_none(value):
         value = "none" if setting.none_is_a_value else ""
     elif setting.none_is_a_value and isinstance(value, list | tuple):

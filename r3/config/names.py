@@ -10,7 +10,7 @@ ENVIRONMENT = ("env", "none")
 
 
 def names_of(specs: Sequence[str]) -> list[str]:
-    """Return the names of components in metrics and dumps.
+    """Return the names of reward functions in metrics, dumps and `reward.args`.
 
     The built-in's name or the function's, numbered if two are the same.
     """

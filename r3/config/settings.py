@@ -15,7 +15,6 @@ from itertools import accumulate
 from math import lcm
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from r3.config.arguments import keyword_arguments
 from r3.config.names import names_of
 from r3.config.rules import (
     Above,
@@ -151,7 +150,8 @@ class DataConfig:
             "key=value, for a key that the chat template reads",
         ),
     ] = ()
-    """Further variables of the chat template, each key=value (enable_thinking=false)."""
+    """Further variables of the chat template, each key=value (enable_thinking=false), or a
+    mapping."""
     allow_control_tokens: bool = False
     """Read control tokens of the chat template in rows as such, for rows that hold templated text.
     By default `<|im_end|>` in a row is text."""
@@ -181,8 +181,8 @@ class EnvConfig:
     API at OPENAI_BASE_URL and writes its reward to R3_RESULT_FILE (docs/endpoint.md). No shell runs
     it."""
     args: Annotated[tuple[str, ...], KeyValue(r"(?s)[A-Za-z_]\w*=.*", "key=value")] = ()
-    """Keyword arguments of your class, each key=value. Values are JSON or Python literals, else
-    text."""
+    """Keyword arguments of your class, each key=value, or a mapping. Values are JSON or Python
+    literals, else text."""
     max_turns: Annotated[int, AtLeast(1)] = 8
     """Maximum model messages per conversation; of a workflow, calls of the model per episode."""
     max_turn_tokens: Annotated[int, AtLeast(0)] = 0
@@ -278,8 +278,9 @@ class RewardConfig:
     args: Annotated[
         tuple[str, ...], KeyValue(r"(?s)(\w+\.)?[A-Za-z_]\w*=.*", "key=value or FUNCTION.key=value")
     ] = ()
-    """Keyword arguments of the functions of your files, each FUNCTION.key=value, or key=value if
-    there is one such function. Values are JSON or Python literals, else text."""
+    """Keyword arguments of the functions of your files, each key=value for all functions that have
+    such a parameter, or FUNCTION.key=value for one; also a mapping. Values are JSON or Python
+    literals, else text."""
     workers: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
     """Worker processes per rank for functions of your files, if they compute. 0: threads, for
     functions that wait. math always has at least one process."""
@@ -382,8 +383,9 @@ class AlgoConfig:
             "key=value, loss.key=value or advantage.key=value",
         ),
     ] = ()
-    """Keyword arguments of your loss and advantage, each loss.key=value or advantage.key=value, or
-    key=value if one of the two is your own. Values are JSON or Python literals, else text."""
+    """Keyword arguments of your loss and advantage, each key=value for all that have such a
+    parameter, or loss.key=value or advantage.key=value; also a mapping. Values are JSON or Python
+    literals, else text."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """token: mean over all loss tokens of the batch. sequence: mean over sequences of their token
     means. constant: sum over tokens / (sequences * rollout.max_response_tokens)."""
@@ -455,15 +457,6 @@ class AlgoConfig:
         """Which of "loss" and "advantage" are users' functions, as path/to/file.py:function."""
         named = {"advantage": self.advantage, "loss": self.loss}
         return {role: spec for role, spec in named.items() if ":" in spec}
-
-    def arguments_of(self, role: str) -> dict[str, Any]:
-        """Keyword arguments of the user's loss or advantage."""
-        found = {}
-        for key, value in keyword_arguments(self.args).items():
-            owner, _, parameter = key.rpartition(".")
-            if owner in ("", role):
-                found[parameter] = value
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -724,8 +717,9 @@ class EvalConfig:
         tuple[str, ...],
         KeyValue(r"(?s)([A-Za-z0-9_.-]+\.)?[A-Za-z_]\w*=.*", "key=value or SET.key=value"),
     ] = ()
-    """Keyword arguments of the environments, each SET.key=value, or key=value for all sets. They
-    are added to env.args, or replace one of them. With eval.env they are the only ones."""
+    """Keyword arguments of the environments, each SET.key=value, or key=value for all sets; also a
+    mapping. They are added to env.args, or replace one of them. With eval.env they are the only
+    ones."""
     function: Annotated[tuple[str, ...], IsPath(), NoneIsAValue()] = ()
     """Reward functions of the sets, as in reward.function. Empty: those of training."""
     every: Annotated[int, AtLeast(0)] = 10
@@ -894,6 +888,14 @@ class Config:
         named = (*self.reward.function, *filter(None, self.eval.function))
         rows = self.reward.row_functions if "row" in named else ()
         return tuple(dict.fromkeys((*named, *rows)))
+
+    @property
+    def named_rewards(self) -> tuple[tuple[str, str], ...]:
+        """Functions of training, evaluation and rows by the names that metrics have."""
+        rows = self.reward.row_functions if "row" in self.reward_functions else ()
+        named = [zip(names_of(specs), specs, strict=True) for specs in (self.reward.function, rows)]
+        alone = [(names_of([spec])[0], spec) for spec in self.eval.function if spec]
+        return tuple(dict.fromkeys((*named[0], *named[1], *alone)))
 
     def longest_sequence(self, context: int) -> int:
         """Maximum tokens of prompt and response together, in a model with this context."""

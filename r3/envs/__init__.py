@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from r3.config import ConfigError, EnvConfig, Problem
-from r3.config.arguments import keyword_arguments
+from r3.config.arguments import Taker, assigned
 from r3.envs.calculator import Calculator
 from r3.envs.command import Command
 from r3.envs.guess_number import GuessNumber
@@ -118,9 +118,12 @@ def find(settings: EnvConfig) -> type[Environment] | type[Workflow]:
     found: Any = load_for("env.path", settings.path, f"class {name}")
     if not inspect.isclass(found):
         raise refuse(f"{name} is not a class", f"write `class {name}:` with reset and step, or run")
-    arguments = keyword_arguments(settings.args)
+    signature = inspect.signature(found)
+    (arguments,), faults = assigned(settings.args, [Taker(name=name, signature=signature)])
+    if faults:
+        raise ConfigError([Problem("env.args", *fault) for fault in faults])
     try:
-        inspect.signature(found).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise refuse(

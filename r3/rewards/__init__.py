@@ -25,9 +25,10 @@ from types import MappingProxyType
 from typing import Any
 
 from r3.config import ConfigError, Problem
+from r3.config.arguments import Taker
 from r3.metrics.users import checked_metrics
 from r3.runtime.exchange import number, own_copy
-from r3.runtime.user_code import function_of
+from r3.runtime.user_code import callable_of, function_of
 from r3.runtime.workers import CallError
 from r3.types import Prompt
 
@@ -81,6 +82,8 @@ def gym(response: str, prompt: Prompt) -> float:
     return float(get_score_answer_fn(prompt.metadata["gym"])(answer.strip(), entry))
 
 
+_PASSED, _PASSED_BY_NAME = ("response", "prompt"), ("messages",)
+
 REWARDS: dict[str, Reward] = {"gsm8k": gsm8k, "exact": exact, "gym": gym}
 
 
@@ -101,9 +104,17 @@ def resolve(spec: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> R
         raise problem(
             spec, rule, f"one of {', '.join(sorted(REWARDS))}, or a file and its function"
         )
-    return function_of(
-        "reward.function", spec, ("response", "prompt"), arguments, optional=("messages",)
-    )
+    return function_of("reward.function", spec, _PASSED, arguments, optional=_PASSED_BY_NAME)
+
+
+def taker_of(name: str, spec: str) -> Taker:
+    """Load a function of a user's file, which may get `reward.args`.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    signature = inspect.signature(callable_of("reward.function", spec, _PASSED))
+    return Taker(name=name, signature=signature, passed=len(_PASSED), optional=_PASSED_BY_NAME)
 
 
 def wants_messages(function: Reward) -> bool:

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
-from r3.config import RewardConfig
-from r3.config.arguments import keyword_arguments
+from r3.config import ConfigError, Problem, RewardConfig
+from r3.config.arguments import assigned
 from r3.config.names import ENVIRONMENT, names_of
 from r3.data.sources import verifier_of
 from r3.data.template import Renderer
@@ -38,6 +38,7 @@ from r3.rewards import (
     problem,
     resolve,
     scores_groups,
+    taker_of,
     wants_messages,
 )
 from r3.rewards.self_judge import SelfJudge
@@ -393,6 +394,7 @@ def make_scorer(
     settings: RewardConfig,
     functions: Sequence[str] = (),
     *,
+    others: Sequence[tuple[str, str]] = (),
     model: Any = None,
     renderer: Renderer | None = None,
 ) -> Scorer:
@@ -400,6 +402,7 @@ def make_scorer(
 
     Args:
         functions: used instead of `reward.function`, all with weight 1.
+        others: names and paths of other scorers' functions, for which `reward.args` may be too.
         model: the `r3.rewards.model.RewardModel`, if a function is "model".
         renderer: the policy's chat template, if a function is "self_judge".
 
@@ -409,7 +412,8 @@ def make_scorer(
     specs = tuple(functions) or settings.function
     rows = settings.row_functions if "row" in specs else ()
     weights = (() if functions else settings.weights) or (1.0,) * len(specs)
-    arguments = _arguments_by_name(settings, (*specs, *rows))
+    named = [*zip(names_of(specs), specs, strict=True), *zip(names_of(rows), rows, strict=True)]
+    arguments = _arguments(settings, (*named, *others))
 
     def component(spec: str, name: str, weight: float = 1.0) -> Component:
         if spec == "self_judge":
@@ -419,7 +423,7 @@ def make_scorer(
             return Component(
                 name=name, function=judge.tokens, pool=pool, weight=weight, judges=True
             )
-        return _component(spec, name, weight, settings, model, arguments.get(name, {}))
+        return _component(spec, name, weight, settings, model, arguments.get((name, spec), {}))
 
     by_name = {name: component(spec, name) for spec, name in zip(rows, names_of(rows), strict=True)}
     components = [
@@ -432,16 +436,19 @@ def make_scorer(
     return Scorer(components, on_error=settings.on_error, deciding=decides)
 
 
-def _arguments_by_name(settings: RewardConfig, specs: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Sort `reward.args` by the names of the functions that get them."""
-    own = [name for name, spec in zip(names_of(specs), specs, strict=True) if ":" in spec]
-    arguments: dict[str, dict[str, Any]] = {name: {} for name in own}
-    for key, value in keyword_arguments(settings.args).items():
-        function, dot, parameter = key.rpartition(".")
-        for name in own:
-            if not dot or name == function:
-                arguments[name][parameter] = value
-    return arguments
+def _arguments(
+    settings: RewardConfig, named: Sequence[tuple[str, str]]
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Give `reward.args` to functions of users' files, by name and path.
+
+    Raises:
+        ConfigError: a function cannot be loaded, or an argument fits none.
+    """
+    own = [(name, spec) for name, spec in dict.fromkeys(named) if ":" in spec]
+    given, faults = assigned(settings.args, [taker_of(name, spec) for name, spec in own])
+    if faults:
+        raise ConfigError([Problem("reward.args", *fault) for fault in faults])
+    return dict(zip(own, given, strict=True))
 
 
 def _conversation(rollout: Rollout, prompt: Prompt) -> list[Message]:

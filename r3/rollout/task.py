@@ -151,8 +151,9 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
     path = config.model.path
     conversation_setup = ConversationSetup.of(config.env, tokenizer, path, template_kwargs)
     reward_model = RewardModel(config.reward) if "model" in config.reward_functions else None
-    renderer = conversation_setup.renderer
-    scorer = make_scorer(config.reward, model=reward_model, renderer=renderer)
+    parts: dict[str, Any] = {"model": reward_model, "renderer": conversation_setup.renderer}
+    parts["others"] = config.named_rewards
+    scorer = make_scorer(config.reward, **parts)
     data, context = config.data, shape.max_position_embeddings
 
     def room(conversation_setup: ConversationSetup, longest_prompt: int, response: int) -> int:
@@ -208,11 +209,7 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
             allow_control_tokens=data.allow_control_tokens,
         )
         questions = found.prompts[: each.max_prompts or None]
-        own = (
-            make_scorer(config.reward, (each.function,), model=reward_model, renderer=renderer)
-            if each.function
-            else scorer
-        )
+        own = make_scorer(config.reward, (each.function,), **parts) if each.function else scorer
         heldout.append(
             HeldOut(settings=each, prompts=questions, scorer=own, conversation_setup=conversation)
         )

@@ -7,6 +7,7 @@ calls `f(inputs, bounds, tau=0.5)` where a built-in loss would be called.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -27,9 +28,10 @@ from r3.algo.contract import (
     loss_fault,
 )
 from r3.algo.loss import LOSSES, Bounds, Loss, LossInputs
-from r3.config import AlgoConfig
+from r3.config import AlgoConfig, ConfigError, Problem
+from r3.config.arguments import Taker, assigned
 from r3.runtime.exchange import own_copy
-from r3.runtime.user_code import ALGORITHM_PARAMETERS, function_of
+from r3.runtime.user_code import ALGORITHM_PARAMETERS, callable_of, function_of
 
 
 class AlgorithmError(RuntimeError):
@@ -106,7 +108,7 @@ def bounds_of(algo: AlgoConfig) -> Bounds:
 
 def _own(algo: AlgoConfig, role: str) -> Callable[..., Any]:
     """Load a user's function; what it raises becomes an `AlgorithmError` that says where."""
-    field, spec, arguments = f"algo.{role}", algo.own_functions[role], algo.arguments_of(role)
+    field, spec, arguments = f"algo.{role}", algo.own_functions[role], _arguments(algo)[role]
     file = str(Path(spec.rpartition(":")[0]).resolve())
     function = function_of(field, spec, ALGORITHM_PARAMETERS[field], arguments)
 
@@ -127,6 +129,23 @@ def _own(algo: AlgoConfig, role: str) -> Callable[..., Any]:
             ) from error
 
     return call
+
+
+def _arguments(algo: AlgoConfig) -> dict[str, dict[str, Any]]:
+    """Give `algo.args` to the user's loss and advantage.
+
+    Raises:
+        ConfigError: one of them cannot be loaded, or an argument fits neither.
+    """
+    takers = []
+    for role, spec in algo.own_functions.items():
+        parameters = ALGORITHM_PARAMETERS[f"algo.{role}"]
+        signature = inspect.signature(callable_of(f"algo.{role}", spec, parameters))
+        takers.append(Taker(name=role, signature=signature, passed=len(parameters)))
+    given, faults = assigned(algo.args, takers)
+    if faults:
+        raise ConfigError([Problem("algo.args", *fault) for fault in faults])
+    return dict(zip(algo.own_functions, given, strict=True))
 
 
 def _own_tensors(value: Any) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from r3.config import ConfigError, Problem
 from r3.runtime.time_limit import time_limit
@@ -108,6 +108,25 @@ def load_for(field: str, spec: str, definition: str) -> Any:
         raise problem(field, spec, rule, "correct the file") from error
 
 
+def callable_of(field: str, spec: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """Load a user's function.
+
+    Args:
+        field: the setting that names it.
+        parameters: names of what R3 passes by position.
+
+    Raises:
+        ConfigError: it cannot be loaded, or is no function.
+    """
+    file, _, name = spec.rpartition(":")
+    definition = f"def {name}({', '.join(parameters)})"
+    function = load_for(field, spec, definition)
+    if not callable(function):
+        rule = f"{name} is not a function in {file}"
+        raise problem(field, spec, rule, f"write `{definition}` there")
+    return cast("Callable[..., Any]", function)
+
+
 def function_of(
     field: str,
     spec: str,
@@ -127,12 +146,7 @@ def function_of(
     Raises:
         ConfigError: it cannot be loaded, or not be called so.
     """
-    file, _, name = spec.rpartition(":")
-    definition = f"def {name}({', '.join(parameters)})"
-    function = load_for(field, spec, definition)
-    if not callable(function):
-        rule = f"{name} is not a function in {file}"
-        raise problem(field, spec, rule, f"write `{definition}` there")
+    function = callable_of(field, spec, parameters)
     signature = inspect.signature(function)
     if wrong := call_problem(field, spec, signature, parameters, arguments, optional=optional):
         raise ConfigError([wrong])

@@ -113,8 +113,17 @@ def test_arguments_name_the_function_they_are_for(file: Path) -> None:
     both = AlgoConfig(
         loss=f"{file}:scaled", advantage=f"{file}:raw", args=("loss.scale=2", "advantage.offset=3")
     )
-    assert both.arguments_of("loss") == {"scale": 2}
-    assert both.arguments_of("advantage") == {"offset": 3}
+    inputs, rewards = example_inputs(), example_rewards()
+    assert loss_of(both)(inputs, BOUNDS)[0].equal(-2 * inputs.advantages_N * inputs.logprobs_N)
+    assert advantage_of(both)(*rewards).equal(rewards[0] + 3)
+    assert found(tiny(loss=both.loss, advantage=both.advantage, args=both.args)) == {}
+
+
+def test_an_argument_finds_the_function_that_has_the_parameter(file: Path) -> None:
+    both = AlgoConfig(loss=f"{file}:scaled", advantage=f"{file}:raw", args=("scale=2", "offset=3"))
+    inputs, rewards = example_inputs(), example_rewards()
+    assert loss_of(both)(inputs, BOUNDS)[0].equal(-2 * inputs.advantages_N * inputs.logprobs_N)
+    assert advantage_of(both)(*rewards).equal(rewards[0] + 3)
     assert found(tiny(loss=both.loss, advantage=both.advantage, args=both.args)) == {}
 
 
@@ -153,20 +162,21 @@ def test_own_advantage_may_need_no_group_and_own_loss_any_bound(file: Path) -> N
         ),
         (
             {"loss": "{file}:scaled", "args": ("tau=1",)},
-            "algo.loss",
-            "cannot be called as scaled(inputs, bounds, tau=1): got an unexpected keyword",
+            "algo.args",
+            "loss has no parameter 'tau'. Fix: loss takes scale, word",
         ),
         ({"loss": "{file}:scaled", "args": ("tau",)}, "algo.args", "must be key=value"),
-        ({"args": ("tau=1",)}, "algo.args", "fits 0 functions of your files. Fix: leave it out"),
+        ({"args": ("tau=1",)}, "algo.args", "and none is set. Fix: leave it out"),
         (
-            {"loss": "{file}:scaled", "advantage": "{file}:raw", "args": ("scale=1",)},
+            {"loss": "{file}:scaled", "advantage": "{file}:raw", "args": ("tau=1",)},
             "algo.args",
-            "fits 2 functions of your files. Fix: write loss.scale=1 or advantage.scale=1",
+            "no function of yours has a parameter 'tau'. Fix: advantage takes offset; "
+            "loss takes scale, word",
         ),
         (
             {"loss": "{file}:scaled", "args": ("advantage.offset=1",)},
             "algo.args",
-            "is for algo.advantage grpo, which takes none",
+            "names advantage, which is not a function of yours. Fix: loss takes scale, word",
         ),
     ],
 )

@@ -294,7 +294,7 @@ def test_env_args_are_typed_keyword_arguments(workers: int, tmp_path: Path) -> N
 def test_an_argument_that_an_environment_does_not_take_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "limited.py"
     file.write_text(WITH_ARGS)
-    with pytest.raises(ConfigError, match=r"Limited\(depth=2\) cannot be created"):
+    with pytest.raises(ConfigError, match=r"no parameter 'depth'\. Fix: Limited takes limit, name"):
         find(EnvConfig(path=f"{file}:Limited", args=("depth=2",)))
     with pytest.raises(ConfigError, match="calculator takes none"):
         find(EnvConfig(name="calculator", args=("depth=2",)))

@@ -17,14 +17,16 @@ from typing import Any
 import pytest
 
 from r3 import assets
+from r3.cli.checks import problems
 from r3.config import ConfigError, RewardConfig
 from r3.models.shape import ModelShape
 from r3.rewards.http import retry_after
 from r3.rewards.judge import filled, parsed
 from r3.rewards.scorer import RewardError, RewardResult, Scorer, make_scorer, names_of
+from r3.rollout.task import read_task
 from r3.runtime.workers import CallError
 from r3.types import Prompt, Rollout
-from tests.tiny import random_rollouts
+from tests.tiny import random_rollouts, tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -190,8 +192,39 @@ def test_reward_args_can_name_one_of_several_functions(file: Path) -> None:
         assert reward_results(scorer, ["abcd"])[0].parts == {"short": 0.0, "length": 0.4}
 
 
+def test_an_argument_goes_to_the_functions_that_have_the_parameter(file: Path) -> None:
+    functions = (f"{file}:length", f"{file}:short", "gsm8k")
+    with judging(*functions, args=("limit=3",)) as scorer:
+        assert reward_results(scorer, ["abcd"])[0].parts["short"] == 0.0
+
+
+def test_functions_of_one_name_get_arguments_by_the_names_of_metrics(
+    file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other.py").write_text("def short(response, prompt, value=1): return value")
+    functions = (f"{file}:short", f"{tmp_path}/other.py:short")
+    with judging(*functions, args=("short.limit=9", "short_2.value=0.5")) as scorer:
+        assert reward_results(scorer, ["123456"])[0].parts == {"short": 1.0, "short_2": 0.5}
+    with pytest.raises(ConfigError, match=r"short_2 has no parameter 'limit'\. Fix: short takes"):
+        make_scorer(RewardConfig(function=functions, args=("short_2.limit=3",)))
+
+
+def test_an_argument_may_be_for_the_function_of_a_set(file: Path) -> None:
+    mine, other = f"{file}:length", f"{file}:short"
+    config = tiny_config(
+        reward={"function": (mine,), "args": ("limit=3",)},
+        eval={"function": (other,), "path": (str(assets.WORD_PROBLEMS_EVAL),)},
+    )
+    assert not [each for each in problems(config, 1) if each.field == "reward.args"]
+    task = read_task(config)
+    (heldout,) = task.heldout
+    assert heldout.scorer(rollout("abcd"), PROMPT) == 0.0
+    task.close()
+
+
 def test_an_argument_that_a_function_does_not_take_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be called as length.*limit=3"):
+    rule = r"length has no parameter 'limit'\. Fix: length takes none"
+    with pytest.raises(ConfigError, match=rule):
         make_scorer(RewardConfig(function=(f"{file}:length",), args=("limit=3",)))
 
 

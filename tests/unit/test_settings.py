@@ -23,9 +23,10 @@ from r3.config import (
     read_values,
     resume_problems,
     to_yaml,
+    values_of,
     with_values,
 )
-from r3.config.arguments import argument_value
+from r3.config.arguments import argument_value, keyword_arguments
 from r3.config.rules import Above, AtLeast, Between, Matches, Not, Rule, ZeroOr
 from r3.configs import PRESETS
 from tests.settings import TINY
@@ -293,6 +294,35 @@ def test_an_argument_without_meaning_is_refused(name: str, items: list[str], rul
     assert problem and problem.value == items[-1] and rule in problem.rule
     assert SETTINGS[name].problem(tuple(items[:-1])) is None
     assert SETTINGS[name].problem(('n="nan"',)) is None
+
+
+MAPPING = {
+    "limit": 3,
+    "scale": 0.5,
+    "loud": True,
+    "nothing": None,
+    "word": "a b",
+    "digits": "07",
+    "number": "7",
+    "yes": "true",
+    "list": [1, "a"],
+    "deep": {"a": [None]},
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["env.args", "reward.args", "algo.args", "eval.env_args", "data.template_kwargs"]
+)
+def test_arguments_may_be_a_mapping(name: str) -> None:
+    assert keyword_arguments(parse_value(name, MAPPING)) == MAPPING
+    # args: [limit: 3, word=x]
+    assert parse_value(name, [{"limit": 3}, "word=x"]) == ("limit=3", "word=x")
+    section, key = name.split(".")
+    text = f"{section}:\n  {key}: {{bonus: 1.0, word: off}}"
+    assert values_of(load_yaml(text, "f"))[name] == ("bonus=1.0", "word=off")
+    with pytest.raises(ValueError, match="when is a set; use numbers, texts"):
+        parse_value(name, {"when": {1}})
 
 
 def test_lengths_leave_room_for_the_response() -> None:

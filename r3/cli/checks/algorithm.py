@@ -5,6 +5,7 @@ from __future__ import annotations
 from r3.cli.checks.findings import Findings
 from r3.cli.checks.sources import find_function, signature_of
 from r3.config import Config
+from r3.config.arguments import Taker, assigned
 from r3.runtime.user_code import ALGORITHM_PARAMETERS, call_problem
 
 
@@ -54,21 +55,21 @@ def check_algorithm(config: Config, found: Findings) -> None:
 
 def _check_own_functions(config: Config, found: Findings) -> None:
     """The user's loss and advantage must be callable with what R3 passes and with algo.args."""
-    own = config.algo.own_functions
-    for item in config.algo.args:
-        owner, dot, _ = item.partition("=")[0].rpartition(".")
-        if dot and owner not in own:
-            rule = f"is for algo.{owner} {found.values[f'algo.{owner}']}, which takes none"
-            found.add("algo.args", rule, f"name a function of yours in algo.{owner}", value=item)
-        elif not dot and len(own) != 1:
-            fix = f"write loss.{item} or advantage.{item}" if own else "leave it out"
-            found.add("algo.args", f"fits {len(own)} functions of your files", fix, value=item)
+    own, nodes, takers = config.algo.own_functions, {}, []
+    for role, spec in own.items():
+        field = f"algo.{role}"
+        node = find_function(spec, field, found)
+        nodes[role] = signature_of(node) if node else None
+        passed = len(ALGORITHM_PARAMETERS[field])
+        takers.append(Taker(name=role, signature=nodes[role], passed=passed))
+    given, faults = assigned(config.algo.args, takers)
+    for item, rule, fix in faults:
+        found.add("algo.args", rule, fix, value=item)
     if not found.sound("algo.args"):
         return
-    for role, spec in own.items():
-        field, arguments = f"algo.{role}", config.algo.arguments_of(role)
-        node = find_function(spec, field, found)
-        if node and (signature := signature_of(node)):
+    for (role, spec), arguments in zip(own.items(), given, strict=True):
+        field = f"algo.{role}"
+        if signature := nodes[role]:
             parameters = ALGORITHM_PARAMETERS[field]
             if problem := call_problem(field, spec, signature, parameters, arguments):
                 found.problems.append(problem)

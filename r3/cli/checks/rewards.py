@@ -9,8 +9,9 @@ from pathlib import Path
 
 from r3.cli.checks.findings import Findings
 from r3.cli.checks.model import has_chat_template, is_folder
-from r3.cli.checks.sources import FunctionNode, find_function
+from r3.cli.checks.sources import FunctionNode, find_function, signature_of
 from r3.config import Config, EnvConfig, RewardConfig
+from r3.config.arguments import Taker, assigned
 from r3.config.names import names_of
 from r3.models.shape import ShapeError, checkpoint_tensors
 from r3.runtime.user_code import file_fault
@@ -69,16 +70,15 @@ def check_rewards(config: Config, found: Findings, world_size: int) -> None:
 
 
 def _check_arguments(config: Config, found: Findings) -> None:
-    """`reward.args` name functions of the user's files."""
-    own = sorted({spec.rpartition(":")[2] for spec in config.reward_functions if ":" in spec})
-    for item in config.reward.args:
-        function, dot, _ = item.partition("=")[0].rpartition(".")
-        if dot and function not in own:
-            rule = f"names {function}, which is not a function of your files"
-            found.add("reward.args", rule, f"use one of {', '.join(own) or 'none'}", value=item)
-        elif not dot and len(own) != 1:
-            fix = f"write {own[0]}.{item}" if own else "leave it out"
-            found.add("reward.args", f"fits {len(own)} functions of your files", fix, value=item)
+    """Each of `reward.args` fits a function of the user's files."""
+    takers = []
+    for name, spec in config.named_rewards:
+        if ":" in spec:
+            node = find_function(spec, "reward.function", Findings(config))  # reported already
+            signature = signature_of(node) if node else None
+            takers.append(Taker(name=name, signature=signature, passed=2, optional=("messages",)))
+    for item, rule, fix in assigned(config.reward.args, takers)[1]:
+        found.add("reward.args", rule, fix, value=item)
 
 
 def _check_row_functions(reward: RewardConfig, found: Findings) -> None:
