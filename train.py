@@ -46,7 +46,7 @@ def train(run: Run) -> None:
     """Make all steps that the checkpoint does not have, then export the weights."""
     from r3.handover.rollouts import PackingSpec, distribute
     from r3.policy.updates import train_on
-    from r3.rollout.scored import score_all
+    from r3.rollout.scored import rescored, score_all
     from r3.rollout.step import RolloutSource
     from r3.routing.ledger import reconcile
     from r3.run.evaluation import evaluate, evaluate_if_due
@@ -97,10 +97,14 @@ def train(run: Run) -> None:
         with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
             rewards = collected.rewards
             of_step = (rewards.rewards_R, rewards.baselines_R, config, rewards.units_R)
-            train_on(policy, batches, *of_step, step=step, report=meter.add, on_micro_batch=tick)
+            shaped = train_on(
+                policy, batches, *of_step, step=step, report=meter.add, on_micro_batch=tick
+            )
 
         # 6 report
         meter.add(run.residency.metrics())
+        if shaped is not None:
+            scored = rescored(scored, shaped.rewards_R, shaped.advantages_R)
         record_samples(run, step, scored)
         evaluate_if_due(run, step)
         reconcile(meter.close_step(step))  # every captured route was replayed exactly once

@@ -199,6 +199,7 @@ class MicroBatch:
     Attributes:
         positions_N: position of each token in its sequence.
         cu_seqlens: borders of the sequences, on the host: reading must not wait for the device.
+        sampled_N: true where the policy sampled the target, whether it has loss or not.
         sequence_weights_N: 1 / (loss tokens of the sequence) at its loss tokens, 0 elsewhere.
         routed_experts_NLK: routes of the MoE layers of the rank's pipeline stage, or of all, in the
             smallest signed integer type.
@@ -215,6 +216,7 @@ class MicroBatch:
     positions_N: torch.Tensor
     cu_seqlens: tuple[int, ...]
     loss_mask_N: torch.Tensor
+    sampled_N: torch.Tensor
     rollout_logprobs_N: torch.Tensor
     advantages_N: torch.Tensor
     sequence_weights_N: torch.Tensor

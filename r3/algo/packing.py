@@ -197,6 +197,7 @@ class _Sequence(NamedTuple):
     tokens_T: np.ndarray
     targets_T: np.ndarray
     loss_mask_T: np.ndarray
+    sampled_T: np.ndarray
     logprobs_T: np.ndarray
     advantages_T: np.ndarray
     weights_T: np.ndarray
@@ -218,6 +219,7 @@ def pack(
     multiple: int = 1,
     sequence_multiple: int = 1,
     policy_version: int | None = None,
+    trains: Sequence[bool] | None = None,
 ) -> MicroBatch:
     """Shift the rollouts by one, as drawn in `types.py`, and pack them end to end without gaps.
 
@@ -242,6 +244,7 @@ def pack(
             (context parallelism divides each one into equal chunks).
         policy_version: version being trained; rollouts that an older version started are marked in
             `current_N`. None marks nothing.
+        trains: whether each rollout has loss; None: all have.
 
     Raises:
         ValueError: a rollout is inconsistent: its mask, log-probabilities, advantage or routes.
@@ -269,11 +272,14 @@ def pack(
                 num_layers=num_layers,
                 topk=topk,
                 policy_version=policy_version,
+                trains=has_loss,
             ),
             -len(rollout.tokens_T) % sequence_multiple,
             num_experts=num_experts,
         )
-        for rollout, index, advantage in zip(rollouts, rollout_ids, advantages, strict=True)
+        for rollout, index, advantage, has_loss in zip(
+            rollouts, rollout_ids, advantages, trains or [True] * len(rollouts), strict=True
+        )
     ]
     if padding := -sum(len(sequence.tokens_T) for sequence in sequences) % multiple:
         sequences.append(
@@ -371,6 +377,7 @@ def _shift(
     num_layers: int,
     topk: int,
     policy_version: int | None,
+    trains: bool,
 ) -> _Sequence:
     name = f"rollout {rollout_id} ({rollout.name})"
     if rollout_id < 0:
@@ -392,11 +399,13 @@ def _shift(
     shape_TLK = (len(rollout.tokens_T), *rollout.routed_experts.shape[1:])
     routes_TLK = np.full(shape_TLK, MISSING, route_dtype(num_experts))
     routes_TLK[:-1] = rollout.routed_experts
-    loss_mask_T = _next(rollout.loss_mask_T, np.float32)
+    sampled_T = _next(rollout.loss_mask_T, np.float32)
+    loss_mask_T = sampled_T if trains else np.zeros_like(sampled_T)
     return _Sequence(
         tokens_T=rollout.tokens_T.astype(np.int64),
         targets_T=_next(rollout.tokens_T, np.int64),
         loss_mask_T=loss_mask_T,
+        sampled_T=sampled_T > 0,
         logprobs_T=_next(rollout.logprobs_T, np.float32),
         advantages_T=loss_mask_T * np.float32(advantage),
         weights_T=loss_mask_T / np.float32(max(1, rollout.num_response_tokens)),
@@ -489,6 +498,7 @@ def _filler(num_tokens: int, *, num_experts: int, num_layers: int, topk: int) ->
         tokens_T=np.zeros(num_tokens, np.int64),
         targets_T=np.zeros(num_tokens, np.int64),
         loss_mask_T=nothing_T,
+        sampled_T=np.zeros(num_tokens, np.bool_),
         logprobs_T=nothing_T,
         advantages_T=nothing_T,
         weights_T=nothing_T,
@@ -513,6 +523,7 @@ def _concatenate(sequences: Sequence[_Sequence]) -> MicroBatch:
         positions_N=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
         cu_seqlens=(0, *np.cumsum(lengths).tolist()),
         loss_mask_N=join("loss_mask_T"),
+        sampled_N=join("sampled_T"),
         rollout_logprobs_N=join("logprobs_T"),
         advantages_N=join("advantages_T"),
         sequence_weights_N=join("weights_T"),

@@ -74,11 +74,10 @@ FIXED: dict[str, dict[str, Any]] = {
     "distill": {
         "algo.advantage": "reinforce_pp",
         "algo.baseline": "prompt",
-        "algo.args": (),
         "algo.dynamic_sampling": 0,
     },
 }
-"""Settings that train.objective fixes."""
+"""Settings that train.objective fixes, whatever the others are."""
 
 
 def _learning_rate_decays(config: Config) -> bool:
@@ -457,6 +456,14 @@ class AlgoConfig:
         """Which of "loss" and "advantage" are users' functions, as path/to/file.py:function."""
         named = {"advantage": self.advantage, "loss": self.loss}
         return {role: spec for role, spec in named.items() if ":" in spec}
+
+    @property
+    def args_of_loss(self) -> tuple[str, ...]:
+        """The items of `args` that are for the loss."""
+        owners = ("loss", "") if ":" in self.loss else ("loss",)
+        return tuple(
+            item for item in self.args if item.partition("=")[0].rpartition(".")[0] in owners
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -873,7 +880,18 @@ class Config:
     @property
     def in_effect(self) -> Config:
         """The config with the settings that `train.objective` fixes."""
-        return with_values(self, FIXED[self.train.objective])
+        return with_values(self, self.fixed)
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Settings that `train.objective` fixes."""
+        values = dict(FIXED[self.train.objective])
+        if self.train.objective == "distill":
+            # The advantage is the teacher's; the loss may be the user's.
+            values["algo.args"] = self.algo.args_of_loss
+            if self.algo.takes_kl_from_reward:
+                values["algo.kl_coef"] = 0.0
+        return values
 
     def of_teacher(self, *, is_dense: bool) -> Config:
         """The config that a teacher is built with: settings of the policy's model are left out."""

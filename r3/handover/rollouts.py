@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
-import numpy as np
-
 from r3.algo import packing
 from r3.config import Config
 from r3.metrics.reduce import Mean, Sum
@@ -26,7 +24,7 @@ from r3.rollout.codec import checksums, decode, encode
 from r3.rollout.scored import Scored
 from r3.routing import ledger
 from r3.runtime.mesh import Axis, Mesh
-from r3.types import Batch, MicroBatch, Rollout
+from r3.types import Batch, MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,7 +250,7 @@ def pack_for(
     """
     multiple, each = mesh.length_multiples
     return packing.pack(
-        [item.rollout if item.trains else _without_loss(item.rollout) for item in scored],
+        [item.rollout for item in scored],
         [item.index for item in scored],
         [item.advantage for item in scored],
         num_experts=shape.num_experts,
@@ -261,11 +259,8 @@ def pack_for(
         multiple=multiple,
         sequence_multiple=each,
         policy_version=policy_version,
+        trains=[item.trains for item in scored],
     )
-
-
-def _without_loss(rollout: Rollout) -> Rollout:
-    return replace(rollout, loss_mask_T=np.zeros_like(rollout.loss_mask_T))
 
 
 def find_damage(micro_batch: MicroBatch, received: Mapping[int, Scored]) -> str:

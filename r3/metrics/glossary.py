@@ -254,11 +254,12 @@ GLOSSARY: dict[str, Entry] = {
     ),
     "loss/kl_ref": Entry(
         "mean estimate of KL(pi || reference policy) over loss tokens (algo.kl_in reward: of "
-        "pi_old)",
+        "pi_old, over sampled tokens)",
         _LOSS,
     ),
     "loss/kl_teacher": Entry(
-        "mean of log pi_old - log pi_teacher over loss tokens: estimates KL(pi_old || teacher)",
+        "mean of log pi_old - log pi_teacher over loss tokens: estimates KL(pi_old || teacher); "
+        "algo.correction bypass: of mu",
         _LOSS,
     ),
     "correction/weight_mean": Entry(

@@ -59,6 +59,7 @@ class LocalTokens:
     targets_N: torch.Tensor
     positions_N: torch.Tensor
     loss_mask_N: torch.Tensor
+    sampled_N: torch.Tensor
     current_N: torch.Tensor
     rollout_logprobs_N: torch.Tensor
     advantages_N: torch.Tensor
@@ -91,6 +92,7 @@ def local_tokens(micro_batch: MicroBatch, mesh: Mesh, device: torch.device) -> L
         targets_N=mine(micro_batch.targets_N).to(device),
         positions_N=mine(micro_batch.positions_N).to(device),
         loss_mask_N=mine(micro_batch.loss_mask_N).to(device),
+        sampled_N=mine(micro_batch.sampled_N).to(device),
         current_N=mine(micro_batch.current_N).to(device),
         rollout_logprobs_N=mine(micro_batch.rollout_logprobs_N).to(device),
         advantages_N=mine(micro_batch.advantages_N).to(device),

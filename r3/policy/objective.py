@@ -57,6 +57,9 @@ def policy_loss(
         "kl_teacher".
     """
     algo = config.algo
+    # Bypass: the engine's log-probabilities stand for the old policy's, so that r = pi / mu.
+    if algo.correction == "bypass":
+        old_logprobs_N = tokens.rollout_logprobs_N
     advantages_N = tokens.advantages_N
     if teacher_logprobs_N is not None:
         taught_N = teacher_advantage(old_logprobs_N, teacher_logprobs_N, coef=algo.teacher_coef)
@@ -64,8 +67,7 @@ def policy_loss(
         advantages_N = tokens.loss_mask_N * (taught_N if alone else advantages_N + taught_N)
     inputs = LossInputs(
         logprobs_N=logprobs_N,
-        # Bypass: the engine's log-probabilities replace the old policy's, so that r = pi / mu.
-        old_logprobs_N=tokens.rollout_logprobs_N if algo.correction == "bypass" else old_logprobs_N,
+        old_logprobs_N=old_logprobs_N,
         rollout_logprobs_N=tokens.rollout_logprobs_N,
         advantages_N=advantages_N,
         loss_mask_N=tokens.loss_mask_N,

@@ -48,7 +48,7 @@ def train_on(
     step: int,
     report: Callable[[Mapping[str, Any]], None],
     on_micro_batch: Callable[[], None] = lambda: None,
-) -> None:
+) -> Shaped | None:
     """Make the step's updates, one per batch. All ranks must call.
 
     Old log-probabilities are scored before the first update if
@@ -56,8 +56,9 @@ def train_on(
       - routes are recorded, not captured (R2)
       - KL is subtracted from the reward
     Otherwise the update's own forward is the old policy. With algo.correction bypass the engine's
-    log-probabilities replace the old policy's. The reference policy scores all batches before the
-    first update, because it uses the policy's memory. So do teachers.
+    log-probabilities stand for the old policy's everywhere, and only R2 scores them. The reference
+    policy scores all batches before the first update, because it uses the policy's memory. So do
+    teachers.
 
     Args:
         policy: what to train.
@@ -69,6 +70,9 @@ def train_on(
         step: number of the step, from 1.
         report: receives partials of metrics.
         on_micro_batch: called after every micro-batch of an update, for progress.
+
+    Returns:
+        Rewards and advantages that were trained on, if KL was taken from the rewards.
     """
     mode = config.replay.mode if policy.shape.moe_layers else "off"
     flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
@@ -83,12 +87,13 @@ def train_on(
     old: Sequence[torch.Tensor] | None = None
     recorded: Sequence[torch.Tensor] | None = None
     algo = config.algo
-    kl_in_reward = algo.kl_coef > 0 and algo.kl_in == "reward"
-    several = len(batches) > 1 and algo.correction != "bypass"
+    bypasses = algo.correction == "bypass"
+    several = len(batches) > 1 and not bypasses
     # The first update's batch is scored before only to record routes or to take KL from rewards.
-    unscored = 0 if mode == "r2" or kl_in_reward else len(first)
+    scores_first = mode == "r2" or (algo.takes_kl_from_reward and not bypasses)
+    unscored = 0 if scores_first else len(first)
     compared = False  # live and replayed routes, at the rollout's weights
-    if several or mode == "r2" or kl_in_reward:
+    if several or scores_first:
         scores = policy.score(flat[unscored:], mode=_OLD_PASS[mode])
         old = scores.logprobs
         recorded = scores.ledger.recorded if mode == "r2" else None
@@ -106,11 +111,14 @@ def train_on(
             )
             reference = scores.logprobs
     teacher = policy.teachers.logprobs(flat) if policy.teachers else None
-    if kl_in_reward:
-        assert old is not None
-        batches = take_kl_from_reward(
-            policy, batches, old, scores, rewards_R, groups_R, algo, report, units_R
+    shaped: Shaped | None = None
+    if algo.takes_kl_from_reward:
+        before = scores.rollout_logprobs if bypasses else old
+        assert before is not None
+        shaped = take_kl_from_reward(
+            policy, batches, before, scores, rewards_R, groups_R, algo, report, units_R
         )
+        batches = shaped.batches
         reference = None
 
     done = 0
@@ -139,6 +147,21 @@ def train_on(
         if len(batches) > 1 and "routing/agreement" in routing:
             report({f"routing/agreement_update_{number + 1}": routing["routing/agreement"]})
         report_update(policy, update, report)
+    return shaped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shaped:
+    """The step after KL was taken from its rewards.
+
+    Attributes:
+        batches: with the advantages.
+        rewards_R, advantages_R: of the whole step.
+    """
+
+    batches: list[Batch]
+    rewards_R: torch.Tensor
+    advantages_R: torch.Tensor
 
 
 @dataclass(kw_only=True)
@@ -217,15 +240,21 @@ def take_kl_from_reward(
     algo: AlgoConfig,
     report: Callable[[Mapping[str, Any]], None],
     units_R: torch.Tensor | None = None,
-) -> list[Batch]:
+) -> Shaped:
     """Compute advantages of R_i - kl_coef * sum_t KL_t (arXiv 2402.14740, eq. 3).
 
-    All ranks must call. KL_t is the estimate at the rollout's weights, over the loss tokens of the
-    response: a response without loss (`overlong_filter`) has no KL. An episode of several sequences
-    has the KL of all of them.
+    All ranks must call. KL_t is the estimate at the rollout's weights. The sum is over the sampled
+    tokens of the response, with or without loss: a filtered response (`overlong_filter`) counts in
+    its group's baseline. An episode of several sequences has the KL of all of them.
 
-    Returns:
-        The batches with these advantages.
+    Args:
+        policy: has the layout of the ranks.
+        batches: this rank's share of every update.
+        old: log-probabilities of the old policy, per micro-batch.
+        reference: scores of the reference policy.
+        rewards_R, groups_R, units_R: see `train_on`.
+        algo: names advantage, estimator and weight.
+        report: receives the mean KL.
     """
     flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
     own: list[tuple[int, float]] = []
@@ -234,7 +263,7 @@ def take_kl_from_reward(
     if policy.reports:
         tokens = 0.0
         for micro_batch, old_N, reference_N, mask_N in zip(
-            flat, old, reference.logprobs, reference.loss_mask, strict=True
+            flat, old, reference.logprobs, reference.sampled, strict=True
         ):
             kl_N = kl_penalty(old_N, reference_N, estimator=algo.kl_estimator).double() * mask_N
             lengths = [
@@ -253,16 +282,17 @@ def take_kl_from_reward(
         kl_R[index] += kl
     units_R = torch.arange(len(rewards_R)) if units_R is None else units_R
     kl_R = torch.zeros_like(kl_R).index_add(0, units_R, kl_R)[units_R]
-    advantages_R = per_unit(
-        advantage_of(algo), rewards_R - algo.kl_coef * kl_R, groups_R, units_R
-    ).tolist()
-    return [
+    shaped_R = rewards_R - algo.kl_coef * kl_R
+    advantages_R = per_unit(advantage_of(algo), shaped_R, groups_R, units_R)
+    values = advantages_R.tolist()
+    changed = [
         replace(
             batch,
-            micro_batches=tuple(with_advantages(one, advantages_R) for one in batch.micro_batches),
+            micro_batches=tuple(with_advantages(one, values) for one in batch.micro_batches),
         )
         for batch in batches
     ]
+    return Shaped(batches=changed, rewards_R=shaped_R, advantages_R=advantages_R)
 
 
 def _panel(policy: Policy, scores: TokenScores, panel: Panel) -> dict[str, Any]:

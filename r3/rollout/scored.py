@@ -95,6 +95,11 @@ class Rewards:
         )
 
     @property
+    def groups_with_loss(self) -> list[int]:
+        """Groups in which some rollout has loss, ascending. A teacher teaches all of them."""
+        return sorted(set(self.groups_R[self.trains_R].tolist()))
+
+    @property
     def metrics(self) -> dict[str, Any]:
         """Partials of the rewards of all ranks: one rank reports them."""
         units = self.units_R.tolist()

@@ -217,7 +217,8 @@ class RolloutSource:
             rounds.append(self._round(step, prompts, on_rollout, first_group=sampled))
             gathered.append(gather_rewards(rounds[-1], mesh.world, config))
             sampled += missing
-            chosen += gathered[-1].groups_with_signal
+            found = gathered[-1]
+            chosen += found.groups_with_loss if config.algo.teacher else found.groups_with_signal
             if len(chosen) == wanted:
                 break
         self._prompts_taken = taken + sampled

@@ -90,7 +90,9 @@ def row_of(item: Scored, prompt: Prompt | None) -> dict[str, Any]:
         | {
             "reward": float(item.reward),
             "rewards": dict(item.parts),
+            "shaped_reward": float(item.shaped_reward),
             "advantage": float(item.advantage),
+            "trained": item.trains,
             "tokens": len(item.rollout.tokens_T),
             "response_tokens": item.rollout.num_response_tokens,
         }

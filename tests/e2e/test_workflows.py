@@ -137,7 +137,16 @@ def test_a_reasoning_template_trains_end_to_end(tmp_path: Path, rewards: str) ->
         *("--env.args", f"rewards={rewards}", "--train.steps", "2", "--eval.max_prompts", "8"),
         *("--rollout.prompts_per_step", "8", "--train.updates_per_step", "2"),
         *("--algo.dynamic_sampling", "2", "--algo.kl_coef", "0.01", "--algo.kl_in", "reward"),
-        *("--algo.kl_estimator", "k1", "--checkpoint.export", "false", "--log.rollouts_every", "1"),
+        *(
+            "--algo.advantage",
+            "rloo",
+            "--algo.kl_estimator",
+            "k1",
+            "--checkpoint.export",
+            "false",
+            "--log.rollouts_every",
+            "1",
+        ),
         *(judge if rewards == "episode" else ()),
     )
     start, *rows = rows_of(tmp_path / "run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -12,14 +13,14 @@ from r3.algo.advantage import dr_grpo
 from r3.algo.loss import CORRECTIONS, LOSSES, kl_penalty
 from r3.handover.rollouts import PackingSpec, distribute, pack_for
 from r3.models.shape import ModelShape
-from r3.policy import Policy
+from r3.policy import Policy, TokenScores
 from r3.policy.layout import local_tokens, zigzag_rows
 from r3.policy.objective import policy_loss
 from r3.policy.updates import take_kl_from_reward
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
-from r3.types import Batch
+from r3.types import Batch, MicroBatch
 from tests.pages import ROOT
 from tests.policies import LENGTHS, batches_of, build
 from tests.tiny import random_rollouts, tiny_config
@@ -136,6 +137,7 @@ class KlAdvantages:
         by_hand: as `advantages`, worked out response by response; only with one rank.
         episodes: if every two rollouts are the sequences of one episode.
         episodes_by_hand: as `episodes`, worked out episode by episode; only with one rank.
+        half_filtered: as `advantages`, with every other response filtered; only with one rank.
         filtered: only with one rank.
         kl: this rank's sum, and the number of its terms.
     """
@@ -145,6 +147,7 @@ class KlAdvantages:
     by_hand: list[float]
     episodes: list[float]
     episodes_by_hand: list[float]
+    half_filtered: list[float]
     filtered: Filtered | None
     kl: list[float]
 
@@ -168,11 +171,12 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> KlA
     groups_R = torch.arange(count) // 2
     reports: dict[str, Any] = {}
     given = (policy, [batch], old, reference)
-    (after,) = take_kl_from_reward(*given, rewards_R, groups_R, config.algo, reports.update)
+    shaped = take_kl_from_reward(*given, rewards_R, groups_R, config.algo, reports.update)
+    (after,) = shaped.batches
     units_R = torch.arange(count) // 2
     (episodes,) = take_kl_from_reward(
         *given, (units_R % 3).double(), units_R // 2, config.algo, lambda _: None, units_R
-    )
+    ).batches
     by_hand = torch.zeros(count, dtype=torch.float64)
     if mesh.world.size == 1:
         for number, micro_batch in enumerate(batch.micro_batches):
@@ -191,8 +195,46 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> KlA
         by_hand=dr_grpo(rewards_R - 0.1 * by_hand, groups_R).tolist(),
         episodes=_advantages(episodes, mesh),
         episodes_by_hand=episodes_U[units_R].tolist(),
+        half_filtered=_half_filtered(policy, batch, old, reference, rewards_R, groups_R),
         filtered=filtered(policy) if mesh.world.size == 1 else None,
         kl=[reports["loss/kl_ref"].total, reports["loss/kl_ref"].count],
+    )
+
+
+def _half_filtered(
+    policy: Policy,
+    batch: Batch,
+    old: Sequence[torch.Tensor],
+    reference: TokenScores,
+    rewards_R: torch.Tensor,
+    groups_R: torch.Tensor,
+) -> list[float]:
+    """Advantages of the whole step if every other response has no loss, as with overlong_filter."""
+    kept = [
+        replace(one, loss_mask_N=one.loss_mask_N * _of_even_rollouts(one))
+        for one in batch.micro_batches
+    ]
+    algo = policy.config.algo
+    shaped = take_kl_from_reward(
+        policy,
+        [replace(batch, micro_batches=tuple(kept))],
+        old,
+        replace(reference, loss_mask=tuple(one.loss_mask_N for one in kept)),
+        rewards_R,
+        groups_R,
+        algo,
+        lambda _: None,
+    )
+    return shaped.advantages_R.tolist()
+
+
+def _of_even_rollouts(micro_batch: MicroBatch) -> torch.Tensor:
+    spans = pairwise(micro_batch.cu_seqlens)
+    return torch.cat(
+        [
+            torch.full((end - start,), float(index % 2 == 0))
+            for index, (start, end) in zip(micro_batch.rollout_ids, spans, strict=True)
+        ]
     )
 
 

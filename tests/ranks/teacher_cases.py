@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from r3.config import with_values
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.policy import Policy
 from r3.policy.layout import local_tokens
 from r3.policy.objective import policy_loss
+from r3.policy.updates import train_on
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.types import Batch, Rollout
-from tests.policies import LENGTHS, build
+from tests.policies import LENGTHS, batches_of, build
 from tests.tiny import random_rollouts, tiny_config
 
 TEMPERATURE = 0.7
@@ -92,6 +96,98 @@ def taught(
         error=error,
         again=all(map(torch.equal, scored, policy.teachers.logprobs(batch.micro_batches))),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bypassed:
+    """One step of two updates with algo.correction bypass and a teacher, beside one by hand.
+
+    Attributes:
+        way: norm of what the step changes in the weights.
+        error: norm of the difference to the step by hand.
+        kl, kl_by_hand: mean of log mu - log pi_teacher over the loss tokens of both updates.
+    """
+
+    way: float
+    error: float
+    kl: float
+    kl_by_hand: float
+
+
+def bypass(device: Device, *, model: str, teachers: list[str]) -> Bypassed:
+    """Make a step with `train_on`, and the same one with advantages made here."""
+    config = tiny_config(
+        model,
+        algo={"teacher": tuple(teachers[:1]), "correction": "bypass", "loss": "ppo_clip"},
+        train={"objective": "distill", "lr": 1e-3, "updates_per_step": 2},
+        replay={"shadow_every": 0},
+    )
+    mesh, policy = build(device, config)
+    batches = batches_of(mesh, policy.shape, num_updates=2)
+    batches = [_near_the_engine(policy, batch) for batch in batches]
+    assert policy.teachers is not None
+    start = [slot.tensor.clone() for slot in policy.slots]
+    reports: dict[str, list[Any]] = {}
+
+    def report(parts: Mapping[str, Any]) -> None:
+        for name, part in parts.items():
+            reports.setdefault(name, []).append(part)
+
+    count = torch.zeros(len(LENGTHS), dtype=torch.float64)
+    train_on(policy, batches, count, count.long(), config, step=1, report=report)
+    after = [slot.tensor.clone() for slot in policy.slots]
+
+    # By hand: log pi_teacher - log mu is the advantage of the token, and there is no teacher.
+    plain = with_values(config, {"algo.teacher": (), "train.objective": "rl"})
+    other = Policy(plain, device, mesh, policy.shape)
+    total = number = 0.0
+    for batch in batches:
+        taught = policy.teachers.logprobs(batch.micro_batches)
+        advantages = [
+            (teacher_N - one.rollout_logprobs_N) * one.loss_mask_N
+            for teacher_N, one in zip(taught, batch.micro_batches, strict=True)
+        ]
+        total -= float(sum(each.sum() for each in advantages))
+        number += batch.num_loss_tokens
+        other.update(
+            replace(
+                batch,
+                micro_batches=tuple(
+                    replace(one, advantages_N=advantages_N)
+                    for one, advantages_N in zip(batch.micro_batches, advantages, strict=True)
+                ),
+            ),
+            total_updates=2 * config.train.steps,
+        )
+    by_hand = [slot.tensor for slot in other.slots]
+    kl = type(reports["loss/kl_teacher"][0]).reduce(reports["loss/kl_teacher"])
+    return Bypassed(
+        way=_distance(start, after),
+        error=_distance(by_hand, after),
+        kl=kl,
+        kl_by_hand=total / number,
+    )
+
+
+def _near_the_engine(policy: Policy, batch: Batch) -> Batch:
+    """The batch with log-probabilities of an engine that is near the policy."""
+    scores = policy.score(batch.micro_batches, mode="replay").logprobs
+    return replace(
+        batch,
+        micro_batches=tuple(
+            replace(
+                one,
+                rollout_logprobs_N=(logprobs_N + 0.05 * torch.sin(37 * logprobs_N))
+                * one.loss_mask_N,
+            )
+            for one, logprobs_N in zip(batch.micro_batches, scores, strict=True)
+        ),
+    )
+
+
+def _distance(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
+    squares = [float((a - b).double().square().sum()) for a, b in zip(first, second, strict=True)]
+    return math.sqrt(sum(squares))
 
 
 def _advantages_by_hand(policy: Policy, batch: Batch, scored: list[torch.Tensor]) -> bool:

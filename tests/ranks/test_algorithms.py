@@ -54,6 +54,7 @@ def test_kl_is_taken_from_rewards_before_advantages_in_any_layout(
     # An episode has the KL of both its sequences; tolerances as above.
     assert one.episodes == pytest.approx(one.episodes_by_hand, rel=1e-5, abs=1e-5)
     assert len(set(one.episodes)) == len(set(one.advantages)) / 2
+    assert one.half_filtered == one.advantages, "a filtered response has its KL in the baseline"
     moved = [abs(a - b) for a, b in zip(one.advantages, one.without, strict=True)]
     assert min(moved) > 1e-2, "the policy has left the reference"
     assert one.filtered == algorithm_cases.Filtered(

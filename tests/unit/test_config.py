@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
+from r3.assets import TINY_MOE, TINY_MOE_TIES, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import checks
 from r3.config import (
     SETTINGS,
@@ -470,6 +470,15 @@ def test_columns_of_a_set_default_to_those_of_training() -> None:
     assert (b.prompt_key, b.answer_key, b.system_prompt) == ("question", "solution", "Be brief.")
 
 
+KL_IN_REWARD = {
+    "algo.kl_coef": 0.1,
+    "algo.kl_in": "reward",
+    "algo.kl_estimator": "k1",
+    "algo.advantage": "dr_grpo",
+    "replay.reference": True,
+}
+
+
 @pytest.mark.parametrize(
     ("values", "warning"),
     [
@@ -503,7 +512,20 @@ def test_columns_of_a_set_default_to_those_of_training() -> None:
         ({"algo.baseline": "step"}, "algo.baseline = 'step' has no effect: only workflows reward"),
         ({"algo.kl_in": "reward"}, "algo.kl_in = 'reward' has no effect: algo.kl_coef is 0"),
         ({"algo.kl_coef": 0.1, "algo.kl_estimator": "k1"}, "no gradient on average"),
-        ({"algo.kl_coef": 0.1, "algo.kl_in": "reward"}, "biased penalty"),
+        ({**KL_IN_REWARD, "algo.kl_estimator": "k3"}, "biased penalty"),
+        (
+            {**KL_IN_REWARD, "replay.reference": False},
+            "replay.reference is false: the reference policy routes for itself",
+        ),
+        (
+            {"algo.teacher": str(TINY_MOE_TIES), "algo.dynamic_sampling": 2},
+            "algo.dynamic_sampling = 2 leaves out no group for its rewards",
+        ),
+        (
+            {"algo.dynamic_sampling_metric": "reward"},
+            "algo.dynamic_sampling_metric = 'reward' has no effect: algo.dynamic_sampling is 0",
+        ),
+        ({"reward.correct": "gsm8k"}, "reward.correct = 'gsm8k' has no effect: there is one"),
         ({"algo.loss": "gspo", "algo.aggregation": "sequence"}, "never clip with gspo"),
         (
             {"algo.loss": "gspo", "algo.clip_low": 3e-4, "algo.clip_high": 4e-4},
@@ -546,6 +568,14 @@ def test_what_would_be_ignored_is_said(values: dict[str, Any], warning: str) -> 
     assert checks.problems(config, 2) == []
     warnings = checks.warnings(config, 2)
     assert len(warnings) == 1 and warning in warnings[0]
+
+
+def test_grpo_does_not_divide_kl_by_the_deviation_of_a_group() -> None:
+    assert found(KL_IN_REWARD) == {}
+    assert (
+        "KL differences of any size"
+        in found({**KL_IN_REWARD, "algo.advantage": "grpo"})["algo.kl_in"]
+    )
 
 
 def test_settings_of_a_preset_without_effect_are_not_warned_of() -> None:

@@ -15,7 +15,14 @@ from r3.config import Config
 from r3.models.shape import ModelShape
 from r3.rollout.codec import decode, encode
 from r3.rollout.collected import CollectedRollouts
-from r3.rollout.scored import DroppedError, Rewards, gather_rewards, require_groups, score_all
+from r3.rollout.scored import (
+    DroppedError,
+    Rewards,
+    gather_rewards,
+    require_groups,
+    rescored,
+    score_all,
+)
 from r3.runtime.mesh import Axis
 from r3.types import Rollout
 from tests.tiny import random_rollouts, tiny_config
@@ -188,8 +195,29 @@ def test_groups_without_loss_are_not_counted_as_signal() -> None:
     some = collected()
     some.rollouts[:2] = [replace(each, finish_reason="length") for each in some.rollouts[:2]]
     assert gather_rewards(some, ALONE, dapo("correct")).groups_with_signal == [0, 1]
-    filtered = dapo("correct", overlong_filter=True)
-    assert gather_rewards(some, ALONE, filtered).groups_with_signal == [1]
+    filtered = gather_rewards(some, ALONE, dapo("correct", overlong_filter=True))
+    assert filtered.groups_with_signal == [1] == filtered.groups_with_loss
+
+
+def test_a_teacher_has_something_to_teach_in_groups_out_of_reach() -> None:
+    rewards = gather_rewards(collected(rewards=(0.0, 0.0, 1.0, 0.0)), ALONE, dapo("correct"))
+    assert rewards.groups_with_signal == [1] and rewards.groups_with_loss == [0, 1]
+
+
+def test_advantages_wait_for_the_kl_of_the_rewards() -> None:
+    """An advantage with a state of its own is called once per step, with KL or without."""
+    algo = replace(CONFIG.algo, kl_coef=0.1, kl_in="reward", advantage="/no/such/file.py:f")
+    config = replace(CONFIG, algo=algo)
+    rewards = gather_rewards(collected(), ALONE, config)
+    scored = score_all(collected(), rewards, config)
+    assert [item.advantage for item in scored] == [0.0] * 4, "the function is not even loaded"
+    after = rescored(scored, torch.tensor([0.9, -0.1, 1.0, 0.0]), torch.tensor([0.5, -0.5, 0, 0]))
+    assert [item.reward for item in after] == [1.0, 0.0, 1.0, 0.0]
+    assert [item.shaped_reward for item in after] == pytest.approx([0.9, -0.1, 1.0, 0.0])
+    assert [item.advantage for item in after] == [0.5, -0.5, 0.0, 0.0]
+    assert [item.shaped_reward for item in decode(encode(after))] == [
+        item.shaped_reward for item in after
+    ]
 
 
 @pytest.mark.parametrize("rewards", [(), (1.0, 0.0)])

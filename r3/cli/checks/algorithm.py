@@ -30,6 +30,13 @@ def check_algorithm(config: Config, found: Findings) -> None:
             "no groups"
         )
         found.add("algo.dynamic_sampling", rule, "set it to 0, or use another algo.advantage")
+    if algo.takes_kl_from_reward and algo.advantage == "grpo" and config.train.objective == "rl":
+        rule = (
+            "is divided by the standard deviation of its group: where rewards are equal, KL "
+            "differences of any size would become advantages of 1, whatever algo.kl_coef is"
+        )
+        fix = "use --algo.kl_in loss, or --algo.advantage dr_grpo, rloo or reinforce_pp_baseline"
+        found.add("algo.kl_in", rule, fix)
     if algo.baseline == "step" and algo.advantage == "reinforce_pp":
         rule = "compares rewards within a group, and reinforce_pp compares those of the whole step"
         found.add("algo.baseline", rule, "set it to prompt, or use another algo.advantage")
@@ -102,7 +109,19 @@ def algorithm_notes(config: Config) -> list[str]:
         notes.append(
             "algo.kl_estimator = 'k1' in the loss has no gradient on average: use k2 or k3"
         )
-    if algo.kl_coef and algo.kl_in == "reward" and algo.kl_estimator != "k1":
+    if algo.dynamic_sampling and algo.teacher and config.train.objective == "rl":
+        notes.append(
+            f"algo.dynamic_sampling = {algo.dynamic_sampling} leaves out no group for its rewards: "
+            "algo.teacher teaches groups with equal rewards too"
+        )
+    replays = config.replay.mode != "off" and config.replay.reference
+    if algo.takes_kl_from_reward and config.replay.mode != "off" and not replays:
+        notes.append(
+            "replay.reference is false: the reference policy routes for itself, and the KL that "
+            "is subtracted from rewards is not 0 where both policies are equal. Use "
+            "--replay.reference true"
+        )
+    if algo.takes_kl_from_reward and algo.kl_estimator != "k1":
         notes.append(
             f"algo.kl_estimator = {algo.kl_estimator!r} in the reward is a biased penalty: k1 is "
             "the unbiased one"

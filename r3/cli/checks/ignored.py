@@ -9,7 +9,7 @@ from r3.cli.checks.algorithm import algorithm_notes
 from r3.cli.checks.environment import check_environment_file
 from r3.cli.checks.findings import Findings
 from r3.config import Config, flatten
-from r3.config.settings import FIXED, LOSSES
+from r3.config.settings import LOSSES
 from r3.models.shape import ModelShape
 
 _QUICK_REWARDS = {"gsm8k", "exact", "gym", "row", "env", "none"}
@@ -75,8 +75,15 @@ def ignored_settings(
     if config.train.objective == "sft":
         _supervised(config, values, ignored)
     if config.train.objective == "distill":
-        fixed = [name for name, value in FIXED["distill"].items() if values[name] != value]
+        fixed = [name for name, value in config.fixed.items() if values[name] != value]
         because = "train.objective distill learns from the teacher alone"
+        if "algo.args" in fixed:
+            fixed.remove("algo.args")
+            own = [item for item in config.algo.args if item not in config.algo.args_of_loss]
+            notes.append(f"algo.args {' '.join(own)} has no effect: {because}")
+        if "algo.kl_coef" in fixed:
+            fixed.append("algo.kl_in")
+            because = f"{because}, not from rewards (--algo.kl_in loss has an effect)"
         ignored(because, *fixed, "algo.overlong_buffer", "algo.overlong_penalty")
     if not config.algo.teacher:
         ignored("algo.teacher is empty", "algo.teacher_coef")
@@ -96,12 +103,15 @@ def ignored_settings(
 
 
 def _supervised(config: Config, values: Mapping[str, Any], ignored: _Ignored) -> None:
-    fixed = [name for name, value in FIXED["sft"].items() if values[name] != value]
-    others = [name for name in values if name.startswith(_OF_ROLLOUTS) and name not in FIXED["sft"]]
+    fixed = [name for name, value in config.fixed.items() if values[name] != value]
+    others = [name for name in values if name.startswith(_OF_ROLLOUTS) and name not in config.fixed]
     ignored("train.objective is sft", *fixed, *others)
     if not config.uses_engine:
         because = "train.objective is sft and eval.path is empty, so nothing is sampled"
-        ignored(because, *(name for name in values if name.startswith(_OF_SAMPLING)))
+        names = [name for name in values if name.startswith(_OF_SAMPLING)]
+        if config.algo.aggregation == "constant":  # divides the loss by it
+            names.remove("rollout.max_response_tokens")
+        ignored(because, *names)
 
 
 def _model(config: Config, shape: ModelShape | None, notes: list[str], ignored: _Ignored) -> None:
@@ -192,6 +202,8 @@ def _algorithm(config: Config, ignored: _Ignored) -> None:
         ignored(f"algo.correction {algo.correction} has no lower bound", "algo.correction_low")
     if algo.correction in ("none", "bypass"):
         ignored(f"algo.correction is {algo.correction}", "algo.correction_high")
+    if algo.dynamic_sampling == 0:
+        ignored("algo.dynamic_sampling is 0", "algo.dynamic_sampling_metric")
     if algo.overlong_buffer == 0:
         ignored("algo.overlong_buffer is 0", "algo.overlong_penalty")
 
