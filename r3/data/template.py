@@ -131,8 +131,12 @@ class Renderer:
         self.followers = tuple(self.text_of(token) for token in dict.fromkeys(first))
         own = [self.closing] if self.closing is not None else first
         self.ends = tuple(dict.fromkeys([*own, *_named_ends(tokenizer)]))
+        # A template may close the last message otherwise than those before it (harmony).
+        asked_text = self._probe(_QUESTION, opening=False).rstrip()
+        closes = (token for token in first if asked_text.endswith(self.text_of(token)))
+        self._closing_tokens = {self.closing, *closes}
         if not control_tokens:
-            asked = self.tokens(self._probe(_QUESTION, opening=False))
+            asked = self.tokens(asked_text)
             opened = self.tokens(self._probe(_QUESTION, opening=True))[len(asked) :]
             header = [token for token in opened if token in self.special][:1]
             declared = {*tokenizer.all_special_ids, *(i for i in added if added[i].special)}
@@ -141,6 +145,11 @@ class Renderer:
             written = {*asked, *between[0], *first, *header, *self.ends} & self.special
             written |= {*between[1]} & declared
             self._set_control_tokens(written, written | declared)
+
+    @property
+    def end_texts(self) -> list[str]:
+        """Texts of the tokens that end a turn."""
+        return [self.text_of(token) for token in self.ends]
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), *, opening: bool = True
@@ -254,7 +263,7 @@ class Renderer:
             tokens: what the template writes there.
             last: last token of the message.
         """
-        ended = last == tokens[0] or (tokens[0] == self.closing and last in self.ends)
+        ended = last == tokens[0] or (tokens[0] in self._closing_tokens and last in self.ends)
         return list(tokens[1:] if ended else tokens)
 
     def message_text(self, tokens: Sequence[int]) -> str:
@@ -331,8 +340,8 @@ class Renderer:
 
     def text_of(self, token: int) -> str:
         """Return the text of a special token."""
-        text: str = self._tokenizer.convert_ids_to_tokens(token)
-        return text
+        text: str | None = self._tokenizer.convert_ids_to_tokens(token)
+        return f"token {token}" if text is None else text
 
 
 def _named_ends(tokenizer: Any) -> list[int]:

@@ -143,6 +143,15 @@ class Collector:
         )
 
 
+def without_end(count: int, limit: str, setup: ConversationSetup) -> str:
+    """The note that none of `count` responses ended within a limit."""
+    return (
+        f"none of {count} responses ended within {limit}. A turn ends with "
+        f"{' or '.join(setup.renderer.end_texts)}. See the samples (python -m r3.show): raise the "
+        "limit, or correct eos_token_id in generation_config.json if the model ends otherwise"
+    )
+
+
 def rollout_metrics(collected: CollectedRollouts) -> dict[str, Any]:
     """Partials of reward/COMPONENT/*, rollout/* and users' metrics of this rank's rollouts."""
     rollouts, count = collected.rollouts, float(len(collected.rollouts))

@@ -14,7 +14,7 @@ from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean
 from r3.metrics.users import means
 from r3.rewards.scorer import Scorer
-from r3.rollout.collect import Collector
+from r3.rollout.collect import Collector, without_end
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.readable import readable
 from r3.runtime.mesh import Mesh
@@ -185,4 +185,8 @@ def evaluate(
                 f"{max(values):.4g}, and a right response has at least 1. The figure of the "
                 "evaluation is the mean reward. --reward.correct names the function that decides"
             )
+    if merged and all(row["finish_reason"] == "length" for row in merged):
+        limit = f"{collector.max_response_tokens} tokens"
+        setup = heldout.conversation_setup
+        note = f"{settings.name}: {without_end(len(merged), limit, setup)}"
     return Evaluation(metrics=metrics, rows=merged, note=note)

@@ -18,7 +18,7 @@ from r3.config import Config
 from r3.data.prompts import prompts_from, prompts_of_step
 from r3.engine import Engine, Sampling
 from r3.metrics.reduce import Mean, Sum
-from r3.rollout.collect import Collector, rollout_metrics
+from r3.rollout.collect import Collector, rollout_metrics, without_end
 from r3.rollout.collected import CollectedRollouts
 from r3.rollout.conversation import SuspendedConversation
 from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
@@ -69,7 +69,7 @@ class RolloutSource:
         self._is_leader = engine.is_leader
         self._partial = PartialRollouts()
         self._prompts_taken = 0  # with dynamic sampling, on all ranks
-        self._flat_steps, self._said_flat = 0, False
+        self._flat_steps, self._said_flat, self._said_endless = 0, False, False
         self._collector = Collector(
             engine=engine,
             mesh=mesh,
@@ -165,6 +165,18 @@ class RolloutSource:
         metrics = (collected.metrics, rollout_metrics(collected), self._reported(rewards))
         return StepRollouts(rollouts=collected, rewards=rewards, metrics=metrics)
 
+    def _warn_without_end(self, step: int, collected: CollectedRollouts) -> None:
+        """Say once that no response ended. All ranks must call."""
+        ends = [each.finish_reason != "length" for each in collected.rollouts]
+        if self._said_endless:
+            return
+        everybody = self._mesh.world.all_gather_object(ends)
+        self._said_endless = not any(map(any, everybody)) and any(everybody)
+        if self._said_endless and not self._mesh.world.rank:
+            limit = f"rollout.max_response_tokens {self._config.rollout.max_response_tokens}"
+            note = without_end(sum(map(len, everybody)), limit, self._task.conversation_setup)
+            print(f"step {step}: {note}", file=sys.stderr, flush=True)
+
     def _reported(self, rewards: Rewards) -> dict[str, Any]:
         """Partials of rewards, which all ranks have, on the rank that reports them."""
         return {} if self._mesh.world.rank else rewards.metrics
@@ -177,13 +189,15 @@ class RolloutSource:
         first_group: int = 0,
     ) -> CollectedRollouts:
         """Sample responses to prompts."""
-        return self._collector.collect(
+        collected = self._collector.collect(
             prompts,
             policy_version=step - 1,
             seed_step=step,
             first_group=first_group,
             on_rollout=on_rollout,
         )
+        self._warn_without_end(step, collected)
+        return collected
 
     def _drop(
         self, suspended: Sequence[SuspendedConversation], kept: Sequence[SuspendedConversation] = ()
@@ -287,6 +301,7 @@ class RolloutSource:
                 resumed=suspended,
                 on_rollout=on_rollout,
             )
+            self._warn_without_end(step, collected)
             rounds.append(collected)
             suspended = resumable(
                 collected.suspended, step=step, max_staleness=rollout.max_staleness

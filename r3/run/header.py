@@ -144,6 +144,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
             ]
         ),
         *([f"teacher    {' '.join(teachers)}"] if (teachers := config.algo.teacher) else []),
+        f"turns      end with {' or '.join(task.conversation_setup.renderer.end_texts)}",
         *frozen_lines(shape, config.train.freeze),
         f"folder     {config.log.dir}",
         *start.notes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from r3 import assets
+from r3.config import ConfigError
 from r3.data.prompts import load_prompts
 from r3.data.template import Renderer, TemplateFault
+from r3.envs.chat import Chat
 from tests.rows import OPTIONS, write
 
 pytestmark = pytest.mark.unit
@@ -129,3 +132,90 @@ def test_rows_may_hold_templates_by_a_setting(tokenizer: Any, tmp_path: Path) ->
     message = {"role": "user", "content": BAD}
     whole = tokenizer.apply_chat_template([message], add_generation_prompt=True)["input_ids"]
     assert read == tuple(whole) and text.count(tokenizer.eos_token_id) == 1
+
+
+def model_folder(folder: Path, *, eos_token: str = "<|im_end|>", **ends: Any) -> Path:
+    """Tokenizer and settings of the embedded model with other end tokens; None leaves a key out."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(assets.TINY_MOE / name, folder)
+    for name in ("config", "generation_config"):
+        settings = json.loads((assets.TINY_MOE / f"{name}.json").read_text())
+        settings["eos_token_id"] = ends.get(name, settings["eos_token_id"])
+        (folder / f"{name}.json").write_text(json.dumps(settings))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": eos_token}))
+    return folder
+
+
+# Each message begins with the token of its role, which ends the one before (GLM).
+OPENING = """{%- for m in messages -%}
+{{ {'user': '<|im_start|>', 'tool': '<tool_response>', 'assistant': '<think>'}[m.role] }}
+{{ m.content }}{%- endfor -%}
+{%- if add_generation_prompt %}<think>
+{% endif %}"""
+# The last message of the model ends with another token than the earlier ones (harmony).
+TWO_ENDS = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content ~ ('</tools>' if loop.last and m.role == 'assistant' else '<|im_end|>') }}
+{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+BASE = {"eos_token": "<|endoftext|>", "config": 0, "generation_config": 0}
+MANY = {"generation_config": [2, 0, 9]}
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "ends", "closing"),
+    [
+        ("", {}, ["<|im_end|>"], "<|im_end|>"),
+        ("", BASE, ["<|im_end|>", "<|endoftext|>"], "<|im_end|>"),
+        ("", MANY, ["<|im_end|>", "<|endoftext|>", "<tools>"], "<|im_end|>"),
+        ("", {"config": None, "generation_config": None}, ["<|im_end|>"], "<|im_end|>"),
+        (OPENING, BASE, ["<|im_start|>", "<tool_response>", "<|endoftext|>"], None),
+        (TWO_ENDS, {}, ["</tools>", "<|im_end|>"], "</tools>"),
+    ],
+    ids=["chat", "base", "list", "tokenizer", "opening", "two ends"],
+)
+def test_ends_are_those_of_tokenizer_both_files_and_template(
+    template: str, settings: dict[str, Any], ends: list[str], closing: str | None, tmp_path: Path
+) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_folder(tmp_path, **settings))
+    tokenizer.chat_template = template or tokenizer.chat_template
+    renderer = Renderer(tokenizer)
+    assert renderer.end_texts == ends
+    assert renderer.closing == (closing and tokenizer.convert_tokens_to_ids(closing))
+    said = tokenizer("<think>7</think>")["input_ids"]
+    for end in renderer.ends:
+        assert renderer.message_text([*said, end]) == "<think>7</think>"
+    assert renderer.message_text(said) == "<think>7</think>" and renderer.message_text([]) == ""
+
+
+@pytest.mark.parametrize("named", ["</s>", [1.5], True, -1, [[2]]])
+def test_end_tokens_that_are_none_are_refused(named: Any, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, generation_config=named)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"generation_config\.json.*as eos_token_id"):
+        Renderer(tokenizer)
+    (folder / "generation_config.json").write_text("[")
+    with pytest.raises(ConfigError, match="is not a JSON object"):
+        Renderer(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "sampled", "expected"),
+    [
+        ("", "<|im_end|>", "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
+        ("", "<|endoftext|>", "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
+        ("", "4", "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
+        (OPENING, "<|im_start|>", "\nb<think>\n"),
+        (OPENING, "<tool_response>", "<|im_start|>\nb<think>\n"),
+        (OPENING, "4", "<|im_start|>\nb<think>\n"),
+        (TWO_ENDS, "</tools>", "<|im_start|>user\nb<|im_end|><|im_start|>assistant\n"),
+    ],
+)
+def test_what_follows_a_turn_continues_what_was_sampled(
+    template: str, sampled: str, expected: str, tmp_path: Path
+) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_folder(tmp_path, **BASE))
+    tokenizer.chat_template = template or tokenizer.chat_template
+    chat = Chat(Renderer(tokenizer), "model")
+    (last,) = tokenizer(sampled)["input_ids"]
+    assert tokenizer.decode(chat.following([{"role": "user", "content": "b"}], last)) == expected
