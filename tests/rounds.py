@@ -65,7 +65,7 @@ def play_round(
     )
     round_ = Round(rules, scorer, prompts, seed_step=1, samples_per_prompt=samples)
     remaining, until, asked = round_.size, time.monotonic() + LIMIT_S, []
-    (end,) = renderer.ends
+    end = tokenizer.eos_token_id
     try:
         while remaining:
             assert time.monotonic() < until

@@ -4,6 +4,8 @@ stand-in.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +50,23 @@ def tiny_config(path: str | Path = "", /, **sections: dict[str, Any]) -> Config:
     for section, fields in sections.items():
         config = replace(config, **{section: replace(getattr(config, section), **fields)})
     return config
+
+
+# A base model: the three files end texts with another token than the chat template ends messages.
+BASE: dict[str, Any] = {"eos_token": "<|endoftext|>", "config": 0, "generation_config": 0}
+
+
+def tokenizer_folder(folder: Path, *, eos_token: str = "<|im_end|>", **ends: Any) -> Path:
+    """Tokenizer and settings of the embedded model with other end tokens; None leaves a key out."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(assets.TINY_MOE / name, folder)
+    for name in ("config", "generation_config"):
+        settings = json.loads((assets.TINY_MOE / f"{name}.json").read_text())
+        settings["eos_token_id"] = ends.get(name, settings["eos_token_id"])
+        (folder / f"{name}.json").write_text(json.dumps(settings))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": eos_token}))
+    return folder
 
 
 def random_rollouts(

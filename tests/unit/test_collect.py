@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from r3.rollout.conversation import (
 )
 from r3.rollout.round import Round
 from r3.types import Prompt
-from tests.tiny import tiny_config
+from tests.tiny import BASE, tiny_config, tokenizer_folder
 
 pytestmark = pytest.mark.unit
 
@@ -73,6 +74,16 @@ class Counts(Late):
 
 class Loose(Counts):
     scale = float("nan")
+
+class Hears(Late):
+    '''Tells the model what it said, twice; the first time with a control token after it.'''
+    reward = None
+    def reset(self, prompt):
+        return [{"role": "system", "content": "Be brief."}, *super().reset(prompt)]
+    def step(self, message):
+        _, reward, done = super().step(message)
+        text = message["content"] + "<|im_end|>" * (self.turns == 1)
+        return [{"role": "user", "content": text}], reward, done
 
 def length(response, prompt):
     return float(len(response))
@@ -140,6 +151,7 @@ class Script:
         says: str = "hello",
         token_budget: int = 0,
         resumed: Sequence[SuspendedConversation] = (),
+        tools: tuple[Mapping[str, Any], ...] = (),
         **env: Any,
     ) -> CollectedRollouts:
         settings = EnvConfig(path=f"{self.file}:{environment}", **env)
@@ -161,13 +173,13 @@ class Script:
             needs_reward=scorer.uses_environment,
         )
         numbers = range(prompts) if isinstance(prompts, int) else prompts
-        asked = {number: prompt(number) for number in numbers}
+        asked = {number: replace(prompt(number), tools=tools) for number in numbers}
         round_ = Round(
             rules, scorer, asked, seed_step=1, samples_per_prompt=samples, resumed=resumed
         )
         tokens = [
             *self.tokenizer(says, add_special_tokens=False)["input_ids"],
-            *setup.renderer.ends,
+            self.tokenizer.eos_token_id,
         ]
         remaining, began, asked_before = round_.size, time.monotonic(), False
         while remaining:
@@ -424,3 +436,41 @@ def test_a_log_probability_that_is_not_finite_is_refused(bad: float) -> None:
     )
     with pytest.raises(FloatingPointError, match=f"rollout p7/2: .* log-probability {bad}"):
         Transcript(spec, [1, 2], who="rollout p7/2").append_sample(sampled)
+
+
+@pytest.mark.parametrize("is_base", [False, True], ids=["chat model", "base model"])
+def test_a_message_has_one_text_and_each_end_ends_its_turn(
+    is_base: bool, script: Script, tmp_path: Path
+) -> None:
+    """Tokens as a server of the chat template shows them; the text with all but its end token."""
+    said = "<think>2</think>2"
+    if is_base:
+        script.tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path, **BASE))
+    collected = script.play("Hears", script.scorer("length"), says=said)
+    (rollout,) = collected.rollouts
+    first = [{"role": "system", "content": "Be brief."}, *prompt(0).messages]
+    heard = [{"role": "user", "content": said + end} for end in ("<|im_end|>", "")]
+    reply = {"role": "assistant", "content": said}
+    assert list(rollout.messages) == [*first, reply, heard[0], reply, heard[1], reply]
+    assert rollout.response == said and collected.rewards == [float(len(said))]
+    whole = script.tokenizer.apply_chat_template(list(rollout.messages), tokenize=False)
+    sampled = f"{said}{script.tokenizer.eos_token}"
+    shown = whole.replace(f"assistant\n{said}<|im_end|>", f"assistant\n{sampled}").rstrip("\n")
+    assert script.tokenizer.decode(rollout.tokens_T) == shown
+    assert script.tokenizer.decode(rollout.tokens_T[rollout.loss_mask_T > 0]) == sampled * 3
+    (end,) = script.tokenizer("<|im_end|>")["input_ids"]
+    ends = 2 + 2 + 3 * (not is_base)  # of the first messages, what was heard, and the replies
+    assert rollout.tokens_T.tolist().count(end) == ends, "one was said, which is a text"
+
+
+def test_a_reset_with_further_messages_keeps_the_tools_of_the_row(script: Script) -> None:
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    (rollout,) = script.play("Hears", script.scorer("length"), tools=(tool,)).rollouts
+    whole = script.tokenizer.apply_chat_template(
+        [{"role": "system", "content": "Be brief."}, *prompt(0).messages],
+        tools=[tool],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert "<tools>add</tools>" in whole
+    assert script.tokenizer.decode(rollout.tokens_T).startswith(whole)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from r3.data.prompts import load_prompts
 from r3.data.template import Renderer, TemplateFault
 from r3.envs.chat import Chat
 from tests.rows import OPTIONS, write
+from tests.tiny import BASE, tokenizer_folder
 
 pytestmark = pytest.mark.unit
 
@@ -134,19 +134,6 @@ def test_rows_may_hold_templates_by_a_setting(tokenizer: Any, tmp_path: Path) ->
     assert read == tuple(whole) and text.count(tokenizer.eos_token_id) == 1
 
 
-def model_folder(folder: Path, *, eos_token: str = "<|im_end|>", **ends: Any) -> Path:
-    """Tokenizer and settings of the embedded model with other end tokens; None leaves a key out."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(assets.TINY_MOE / name, folder)
-    for name in ("config", "generation_config"):
-        settings = json.loads((assets.TINY_MOE / f"{name}.json").read_text())
-        settings["eos_token_id"] = ends.get(name, settings["eos_token_id"])
-        (folder / f"{name}.json").write_text(json.dumps(settings))
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": eos_token}))
-    return folder
-
-
 # Each message begins with the token of its role, which ends the one before (GLM).
 OPENING = """{%- for m in messages -%}
 {{ {'user': '<|im_start|>', 'tool': '<tool_response>', 'assistant': '<think>'}[m.role] }}
@@ -158,7 +145,6 @@ TWO_ENDS = """{%- for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content ~ ('</tools>' if loop.last and m.role == 'assistant' else '<|im_end|>') }}
 {%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-BASE = {"eos_token": "<|endoftext|>", "config": 0, "generation_config": 0}
 MANY = {"generation_config": [2, 0, 9]}
 
 
@@ -177,7 +163,7 @@ MANY = {"generation_config": [2, 0, 9]}
 def test_ends_are_those_of_tokenizer_both_files_and_template(
     template: str, settings: dict[str, Any], ends: list[str], closing: str | None, tmp_path: Path
 ) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_folder(tmp_path, **settings))
+    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path, **settings))
     tokenizer.chat_template = template or tokenizer.chat_template
     renderer = Renderer(tokenizer)
     assert renderer.end_texts == ends
@@ -190,7 +176,7 @@ def test_ends_are_those_of_tokenizer_both_files_and_template(
 
 @pytest.mark.parametrize("named", ["</s>", [1.5], True, -1, [[2]]])
 def test_end_tokens_that_are_none_are_refused(named: Any, tmp_path: Path) -> None:
-    folder = model_folder(tmp_path, generation_config=named)
+    folder = tokenizer_folder(tmp_path, generation_config=named)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"generation_config\.json.*as eos_token_id"):
         Renderer(tokenizer)
@@ -214,7 +200,7 @@ def test_end_tokens_that_are_none_are_refused(named: Any, tmp_path: Path) -> Non
 def test_what_follows_a_turn_continues_what_was_sampled(
     template: str, sampled: str, expected: str, tmp_path: Path
 ) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_folder(tmp_path, **BASE))
+    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path, **BASE))
     tokenizer.chat_template = template or tokenizer.chat_template
     chat = Chat(Renderer(tokenizer), "model")
     (last,) = tokenizer(sampled)["input_ids"]
