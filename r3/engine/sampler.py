@@ -159,6 +159,7 @@ class Sampler:
             include_stop_str_in_output=bool(how.stop),
             stop_token_ids=list(how.stop_tokens),
             detokenize=bool(how.stop),
+            skip_special_tokens=False,  # a stop string may be one, such as </tool_call>
             output_kind=RequestOutputKind.FINAL_ONLY,
             routed_experts_prompt_start=turn.first_row,
             skip_clone=True,  # no other request has it

@@ -162,7 +162,7 @@ def completion_request(body: Mapping[str, Any]) -> Request:
 def chat_reply(message: ModelMessage, request: Request, memory: Memory, model: Model) -> list[Any]:
     """The reply to a chat request: one body, or the events of a stream."""
     completion = message.completion
-    shown, calls = _shown(message, memory)
+    shown, calls = _shown(message, memory, request)
     logprobs: Any = None
     if request.logprobs:
         tokens = zip(completion.tokens, completion.logprobs, strict=True)
@@ -199,7 +199,7 @@ def completion_reply(
         pieces = [model.decode([token]) for token in completion.tokens]
         logprobs = {"tokens": pieces, "token_logprobs": list(completion.logprobs)}
         logprobs |= {"top_logprobs": None, "text_offset": None}
-    choice = {"index": 0, "text": completion.text, "logprobs": logprobs}
+    choice = {"index": 0, "text": _before_stop(completion.text, request), "logprobs": logprobs}
     choice["finish_reason"] = completion.finish_reason
     if request.stream:
         return _events("text_completion", memory, [choice], request, completion)
@@ -312,9 +312,19 @@ def _text(content: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _shown(message: ModelMessage, memory: Memory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _before_stop(text: str, request: Request) -> str:
+    """A text up to the string at which the request stopped it; the tokens of that stay sampled."""
+    places = [text.find(each) for each in request.arguments["stop"] if each in text]
+    return text[: min(places)] if places else text
+
+
+def _shown(
+    message: ModelMessage, memory: Memory, request: Request
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The message and the tool calls that a client sees; reasoning has the name that vLLM uses."""
     said, text = message.parsed, message["content"]
+    content = _before_stop(said.content, request)
+    reasoning = said.reasoning and _before_stop(said.reasoning, request)
     calls = []
     for call in said.calls:
         memory.num_calls += 1
@@ -326,12 +336,13 @@ def _shown(message: ModelMessage, memory: Memory) -> tuple[dict[str, Any], list[
         calls.append(
             {"id": f"call{memory.num_calls:05d}", "type": "function", "function": function}
         )
-    if calls or said.reasoning or said.content != text:
-        ids = tuple(str(call["id"]) for call in calls)
-        parsed = [(call["name"], call["arguments"]) for call in said.calls]
-        memory.said[_seen(said.content, said.reasoning, ids, parsed)] = text
-    shown = {"role": "assistant", "content": None if calls and not said.content else said.content}
-    return shown | ({"reasoning": said.reasoning} if said.reasoning else {}), calls
+    ids = tuple(str(call["id"]) for call in calls)
+    parsed = [(call["name"], call["arguments"]) for call in said.calls]
+    seen = _seen(content, reasoning, ids, parsed)
+    if calls or reasoning or content != text or seen in memory.said:
+        memory.said[seen] = text
+    shown = {"role": "assistant", "content": None if calls and not content else content}
+    return shown | ({"reasoning": reasoning} if reasoning else {}), calls
 
 
 def _usage(completion: Completion) -> dict[str, int]:

@@ -22,6 +22,7 @@ from r3.types import Prompt, Rollout
 from tests.rounds import play_round
 from tests.settings import found
 from tests.talkers import values
+from tests.tiny import BASE, tokenizer_folder
 
 pytestmark = pytest.mark.unit
 
@@ -280,7 +281,12 @@ def messages_of(rollout: Rollout) -> int:
 # --- sequences ----------------------------------------------------------------------------------
 
 
-def test_a_conversation_that_grows_is_one_sequence(play: Play) -> None:
+@pytest.mark.parametrize("is_base", [False, True], ids=["chat model", "base model"])
+def test_a_conversation_that_grows_is_one_sequence(
+    is_base: bool, play: Play, tmp_path: Path
+) -> None:
+    if is_base:  # each message of the model ends with another token than the template's
+        play.tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path, **BASE))
     collected = play("Talks", samples=2)
     assert shape(collected) == [(0, 0, 3), (1, 0, 3)]
     rollout = collected.rollouts[0]
@@ -290,9 +296,10 @@ def test_a_conversation_that_grows_is_one_sequence(play: Play) -> None:
         messages += [{"role": "assistant", "content": "hello"}]
         messages += [{"role": "user", "content": f"go on {turn}"}] if turn < 2 else []
     rendered = play.tokenizer.apply_chat_template(messages, tokenize=False)
-    assert text == rendered.rstrip("\n"), "as the chat template renders the whole conversation"
-    sampled = play.tokenizer.decode(rollout.tokens_T[rollout.loss_mask_T > 0])
-    assert sampled == "hello<|im_end|>" * 3
+    said = f"hello{play.tokenizer.eos_token}"
+    rendered = rendered.replace("hello<|im_end|>", said).rstrip("\n")
+    assert text == rendered, "as the chat template renders the whole conversation"
+    assert play.tokenizer.decode(rollout.tokens_T[rollout.loss_mask_T > 0]) == said * 3
     assert collected.rewards == [1.0, 1.0] and rollout.metrics == {"env/turns": 3.0}
     assert values(collected.metrics)["env/continued_frac"] == 2 / 3
 
