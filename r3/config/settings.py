@@ -197,6 +197,10 @@ class EnvConfig:
     reasoning_parser: str = ""
     """Parser of reasoning by its name in vLLM, such as qwen3 or deepseek_r1: what the model thinks
     is shown apart from its message. Empty: it stays in the message."""
+    keep_reasoning: bool = False
+    """Keep `<think>` blocks of earlier messages in a conversation although the chat template
+    removes them: the model then sees prompts that no server of the template shows. false: such a
+    template is refused. Not for workflows, where each such call begins a token sequence."""
     workers: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
     """Worker processes per rank, for an environment that computes. 0: threads, for an environment
     that waits. With env.command: maximum commands at once per engine; 0 is no maximum."""

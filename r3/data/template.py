@@ -266,6 +266,17 @@ class Renderer:
         ended = last == tokens[0] or (tokens[0] in self._closing_tokens and last in self.ends)
         return list(tokens[1:] if ended else tokens)
 
+    def missing_header(self) -> str:
+        """Return what the template writes before a message of the model and never as a prompt.
+
+        "" if prompts end where the message begins.
+        """
+        asked, opened = (self._probe(_QUESTION, opening=opening) for opening in (False, True))
+        whole = self._probe([*_QUESTION, _REPLY], opening=False).partition(PLACEHOLDER)[0]
+        # A template may write more before a message that is there, such as an empty think block.
+        is_missing = asked == opened and whole.startswith(opened)
+        return whole[len(opened) :].strip() if is_missing else ""
+
     def message_text(self, tokens: Sequence[int]) -> str:
         """Return the text of a message of the model: all of it but the token that ends its turn.
 

@@ -18,12 +18,22 @@ from r3.types import Message
 class Chat:
     """A model's chat template, for conversations that grow at the end."""
 
-    def __init__(self, renderer: Renderer, model_path: str, tools: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        model_path: str,
+        tools: Sequence[Any] = (),
+        *,
+        keep_reasoning: bool = False,
+    ) -> None:
         """Check that conversations can be extended at the end.
 
         Args:
             model_path: names the model in errors.
             tools: JSON schemas that the template shows to conversations without tools of their own.
+
+            keep_reasoning: whether a template may remove reasoning from earlier messages, where
+                conversations keep it.
 
         Raises:
             ConfigError: what follows a message depends on what came before it, the model's message
@@ -39,11 +49,10 @@ class Chat:
         ]
         sampled = {"role": "assistant", "content": PLACEHOLDER}
 
-        def refuse(rule: str) -> ConfigError:
-            fix = (
-                "use a chat template that only appends turns, another model, or "
-                "--env.name single_turn"
-            )
+        thought = {"role": "assistant", "content": f"<think>\n{PLACEHOLDER}\n</think>\n\nb"}
+
+        def refuse(rule: str, other: str = "--env.name single_turn") -> ConfigError:
+            fix = f"use a chat template that only appends turns, another model, or {other}"
             return ConfigError(
                 [Problem("model.path", model_path, f"its chat template {rule}", fix)]
             )
@@ -54,6 +63,7 @@ class Chat:
                 after = [renderer.after(old, new, tools) for old in (question, longer)]
                 opened = renderer.render(question, tools) + PLACEHOLDER
                 whole = renderer.render([*question, sampled, *new], tools)
+                reasoned = renderer.render([*question, thought, *new], tools)
             except TemplateFault as error:
                 raise refuse(
                     f"refuses a message of role {role} after the model's ({error})"
@@ -64,6 +74,11 @@ class Chat:
                 )
             if not whole.startswith(opened):
                 raise refuse("moves or changes the model's message once another one follows")
+            if PLACEHOLDER not in reasoned and not keep_reasoning:
+                raise refuse(
+                    "removes reasoning (<think>) from the model's message once another one follows",
+                    "--env.keep_reasoning true, which keeps it in the conversation",
+                )
             if not after[0].startswith(renderer.followers):
                 raise refuse(
                     "does not end the model's turn with a special token, neither its own nor "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, cast
 
-from r3.config import EnvConfig
+from r3.config import ConfigError, EnvConfig, Problem
 from r3.data.template import Renderer
 from r3.engine import CaptureSpec, Sampling, message_parser
 from r3.envs import find, is_workflow
@@ -64,6 +64,13 @@ class ConversationSetup:
         """
         found = find(settings)
         renderer = Renderer(tokenizer, template_kwargs)
+        if header := renderer.missing_header():
+            rule = (
+                f"its chat template does not read add_generation_prompt: a prompt would end before "
+                f"{header!r}, which the model would have to write"
+            )
+            fix = "use a chat template that writes it if add_generation_prompt is set"
+            raise ConfigError([Problem("model.path", model_path, rule, fix)])
         parser = message_parser(settings, tokenizer, template_kwargs)
         if is_workflow(found):
             return cls(
@@ -75,7 +82,9 @@ class ConversationSetup:
         environments = Environments(settings)
         chat = None
         if not environments.one_turn:
-            chat = Chat(renderer, model_path, environments.tools)
+            chat = Chat(
+                renderer, model_path, environments.tools, keep_reasoning=settings.keep_reasoning
+            )
         return cls(
             environments=environments,
             tokenizer=tokenizer,

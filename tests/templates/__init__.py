@@ -64,7 +64,7 @@ _DEEPSEEK: dict[str, Any] = {
 
 TEMPLATES: dict[str, Template] = {
     "qwen2_5": Template(title="Qwen2.5", refused={"reasoning": _NO_REASONING}),
-    "qwen3": Template(title="Qwen3"),
+    "qwen3": Template(title="Qwen3", refused={"turns": "removes reasoning (<think>)"}),
     "qwen3_5": Template(
         title="Qwen3.5",
         refused={

@@ -9,10 +9,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.config import ConfigError
+from r3.config import ConfigError, EnvConfig
 from r3.data.template import Renderer, TemplateFault
 from r3.envs.calculator import Calculator
 from r3.envs.chat import Chat
+from r3.rollout.conversation import ConversationSetup
 
 pytestmark = pytest.mark.unit
 
@@ -81,6 +82,25 @@ def test_templates_that_cannot_be_appended_to_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"some/model.*its chat template") as error:
         Chat(Renderer(tokenizer), "some/model")
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["single_turn", "calculator"])
+def test_a_template_without_add_generation_prompt_is_refused(name: Any) -> None:
+    """The prompt would end before the header of the model's message."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    template = tokenizer.chat_template
+    opening = template[template.index("{%- if add_generation_prompt %}") :]
+    tokenizer.chat_template = template.replace(opening, "")
+    with pytest.raises(ConfigError, match=r"would end before '<\|im_start\|>assistant'"):
+        ConversationSetup.of(EnvConfig(name=name), tokenizer, "some/model")
+    # Templates that write the header anyway, or need none, are taken.
+    tokenizer.chat_template = template.replace(opening, "<|im_start|>assistant\n")
+    assert not Renderer(tokenizer).missing_header()
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{ ('[ASK]' ~ m.content ~ '[/ASK]') if m.role == 'user' "
+        "else (' ' ~ m.content ~ eos_token) }}{%- endfor %}"
+    )
+    assert not Renderer(tokenizer).missing_header()
 
 
 def test_messages_that_the_template_refuses_fail_one_conversation(

@@ -13,6 +13,7 @@ import pytest
 from r3.config import ConfigError
 from r3.data.prompts import DataError, load_prompts
 from r3.data.sources import Columns
+from r3.data.template import Renderer
 from r3.envs.chat import Chat
 from r3.types import Prompt
 from tests.rows import write
@@ -80,11 +81,11 @@ def try_single(name: str, folder: Path) -> None:
         assert list(row.tokens_T) == expected["input_ids"]
 
 
-def try_turns(name: str, folder: Path) -> None:
+def try_turns(name: str, folder: Path, **options: Any) -> None:
     tokenizer = tokenizers(name)
-    chat = Chat(tokenizer, name)
+    chat = Chat(Renderer(tokenizer), name, **options)
     sampled = tokenizer(ANSWER["content"], add_special_tokens=False)["input_ids"]
-    tokens = chat.first([ASKED]) + sampled + chat.following([AGAIN], ended=False)
+    tokens = chat.first([ASKED]) + sampled + chat.following([AGAIN], sampled[-1])
     assert tokenizer.decode(tokens) == rendered(name, [ASKED, ANSWER, AGAIN], opening=True)
 
 
@@ -140,6 +141,32 @@ def learn(name: str, folder: Path, messages: Any, texts: list[str], tools: Any =
     asked = rendered(name, messages[:1], tools, opening=True)
     assert tokenizer.decode(row.tokens_T[:first]) == asked, "what the model continues"
     return learned
+
+
+def test_a_template_that_removes_reasoning_is_taken_by_a_setting(tmp_path: Path) -> None:
+    try_turns("qwen3", tmp_path, keep_reasoning=True)
+    with pytest.raises(ConfigError, match="moves or changes"):
+        try_turns("deepseek_r1", tmp_path, keep_reasoning=True)
+
+
+ENDS = {"glm4": ["<|user|>", "<|observation|>", "<|im_end|>"]}
+BAD = "a{}\n{}assistant\n7{}"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_template_ends_turns_and_keeps_given_text_apart(name: str, tmp_path: Path) -> None:
+    tokenizer = tokenizers(name)
+    renderer = Renderer(tokenizer)
+    eos = TEMPLATES[name].end
+    named = [] if eos == "<|im_end|>" else ["<|im_end|>"]  # by the folder of the embedded model
+    assert renderer.end_texts == ENDS.get(name, [eos, *named])
+    bad = BAD.format(*(sorted(tokenizer.all_special_tokens, reverse=True) * 3)[:3])
+    plain, row = (loaded(name, tmp_path, [{**ASKED, "content": text}]) for text in ("R3", bad))
+    asked = rendered(name, [{**ASKED, "content": "R3"}], opening=True).replace("R3", bad)
+    assert tokenizer.decode(row.tokens_T) == asked
+    special = set(tokenizer.all_special_ids)
+    control = [[token for token in each.tokens_T if token in special] for each in (plain, row)]
+    assert control[0] == control[1], "no control token but the template's own"
 
 
 TRIALS: dict[str, Callable[[str, Path], None]] = {

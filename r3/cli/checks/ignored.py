@@ -36,6 +36,7 @@ _ENVIRONMENT = (
     "env.max_turn_tokens",
     "env.tool_parser",
     "env.reasoning_parser",
+    "env.keep_reasoning",
     "env.workers",
     "env.timeout_s",
     "env.retries",
