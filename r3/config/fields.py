@@ -350,9 +350,7 @@ def describe_fields() -> tuple[FieldDescription, ...]:
     return tuple(
         FieldDescription(
             name=name,
-            type=_type_in_words(setting.kind).replace(
-                "text", "path" if setting.is_path else "text"
-            ),
+            type=_type_in_words(setting),
             default=_as_typed(setting.default),
             help=_help_texts(sections[section])[field],
             rule=str(setting.rule or ""),
@@ -363,12 +361,13 @@ def describe_fields() -> tuple[FieldDescription, ...]:
     )
 
 
-def _type_in_words(kind: Any) -> str:
-    if get_origin(kind) is tuple:
-        return f"list of {_type_in_words(get_args(kind)[0])}"
+def _type_in_words(setting: Setting) -> str:
+    kind = get_args(setting.kind)[0] if setting.is_list else setting.kind
     if get_origin(kind) is Literal:
         return ", ".join(map(str, get_args(kind)))
-    return {str: "text", int: "integer", float: "number", bool: "true or false"}[kind]
+    text = "path" if setting.is_path else "text"
+    word = {str: text, int: "integer", float: "number", bool: "true or false"}[kind]
+    return f"list of {word}" if setting.is_list else word
 
 
 def _resume_in_words(resume: MayChangeOnResume | None) -> str:
