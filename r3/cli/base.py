@@ -33,6 +33,7 @@ from r3.config import (
     flatten,
     from_yaml,
     load_yaml,
+    public,
     values_of,
     with_values,
 )
@@ -105,12 +106,12 @@ class Base:
             ),
         ]
 
-    def overrides(self, config: Config) -> str:
+    def overrides(self, config: Config, *, with_secrets: bool = False) -> str:
         """The differences as YAML that `train.py` takes."""
         tree: dict[str, Any] = {_ROOT: self.root} if self.root else {}
         for name, (value, _) in self.differences(config).items():
             section, key = name.split(".")
-            tree.setdefault(section, {})[key] = value
+            tree.setdefault(section, {})[key] = value if with_secrets else public(value)
         return _HEADER.format(file=OVERRIDES) + dump_yaml(tree)
 
 
@@ -253,5 +254,6 @@ def _from_python_file(word: str) -> tuple[Config, str]:
 
 def _shown(value: Any) -> str:
     """A value as one writes it on the command line, shortened."""
+    value = public(value)
     text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return (text if len(text) <= 60 else f"...{text[-57:]}") or "empty"

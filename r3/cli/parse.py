@@ -35,6 +35,7 @@ from r3.cli.verdict import (
     read_plan_for,
 )
 from r3.config import (
+    HIDDEN,
     SETTINGS,
     Config,
     ConfigError,
@@ -45,6 +46,7 @@ from r3.config import (
     read_values,
     resume_problems,
     with_values,
+    without_secrets,
 )
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
@@ -69,7 +71,8 @@ class Invocation:
         config: its settings.
         base: what the flags were laid over.
         differences: the base and how the run differs from it, one line each.
-        overrides: the differences as YAML, for overrides.yaml of the run.
+        overrides: the differences as YAML, for overrides.yaml of the run, without secrets.
+        overrides_with_secrets: the same as they are, for ranks that this process starts.
         world_size: number of ranks.
         check: read data and reward too, then end; run nothing.
     """
@@ -78,6 +81,7 @@ class Invocation:
     base: str
     differences: tuple[str, ...]
     overrides: str
+    overrides_with_secrets: str
     world_size: int
     check: bool = False
 
@@ -185,6 +189,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         base=base.name,
         differences=tuple(differences),
         overrides=base.overrides(config),
+        overrides_with_secrets=base.overrides(config, with_secrets=True),
         world_size=world_size,
         check=words.check,
     )
@@ -233,6 +238,7 @@ def from_python(
         base=base.name,
         differences=tuple(base.describe(config, reasons)),
         overrides=base.overrides(config),
+        overrides_with_secrets=base.overrides(config, with_secrets=True),
         world_size=world_size,
     )
 
@@ -265,6 +271,12 @@ def _examine(
         replace(problem, origin="" if problem.field in given else base.root)
         for problem in report.problems
         if problem.field not in at_fault
+    ]
+    fix = "give it again; what your code reads from the environment needs no setting"
+    problems += [
+        Problem(name, value, f"has {HIDDEN}, which files of a run have in place of a secret", fix)
+        for name, value in flatten(config).items()
+        if HIDDEN in str(value)
     ]
     return config, reasons, report
 
@@ -557,7 +569,7 @@ def _is_first_rank() -> bool:
 def _say(text: str, *, error: bool = False) -> None:
     if _is_first_rank():
         with _reader_may_leave():
-            say(text, error=error)
+            say(without_secrets(text), error=error)
 
 
 @contextmanager

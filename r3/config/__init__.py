@@ -19,6 +19,7 @@ from r3.config.fields import (
     resume_problems,
 )
 from r3.config.files import dump_yaml, from_yaml, load_yaml, to_yaml, values_of
+from r3.config.secrets import HIDDEN, public, without_secrets
 from r3.config.settings import (
     EVAL_LISTS,
     AlgoConfig,
@@ -43,6 +44,7 @@ from r3.config.settings import (
 
 __all__ = [
     "EVAL_LISTS",
+    "HIDDEN",
     "SETTINGS",
     "AlgoConfig",
     "CheckpointConfig",
@@ -72,9 +74,11 @@ __all__ = [
     "load_yaml",
     "nearest_settings",
     "parse_value",
+    "public",
     "read_values",
     "resume_problems",
     "to_yaml",
     "values_of",
     "with_values",
+    "without_secrets",
 ]

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from r3.config.arguments import argument_items, arguments_fault
 from r3.config.rules import Fix, IsPath, KeyValue, MayChangeOnResume, NoneIsAValue, Rule
+from r3.config.secrets import public, without_secrets
 from r3.config.settings import Config
 
 _Mark = TypeVar("_Mark")
@@ -41,7 +42,8 @@ class Problem:
 
     def __str__(self) -> str:
         origin = f" (set by {self.origin})" if self.origin else ""
-        return f"{self.field} = {self.value!r}{origin}: {self.rule}. Fix: {self.fix}"
+        said = f"{self.rule}. Fix: {self.fix}"
+        return f"{self.field} = {public(self.value)!r}{origin}: {without_secrets(said)}"
 
 
 class ConfigError(ValueError):
@@ -309,13 +311,15 @@ def resume_problems(old: Config, new: Config) -> list[Problem]:
         Problem(
             name,
             getattr(getattr(new, section), field),
-            f"the run was started with {before!r}, and this setting may not change on resume",
+            f"the run was started with {public(before)!r}, and this setting may not change on "
+            "resume",
             "set it back, or start a new run with another --log.dir",
         )
         for name, setting in SETTINGS.items()
         for section, field in [name.split(".")]
         for before in [getattr(getattr(old, section), field)]
-        if getattr(getattr(new, section), field) != before
+        # A secret is not in config.yaml, and may change.
+        if public(getattr(getattr(new, section), field)) != public(before)
         and not (setting.resume and setting.resume.allows(old))
     ]
 

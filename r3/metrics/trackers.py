@@ -2,8 +2,8 @@
 
 A tracker gets the settings once, a row per step, and the samples that TensorBoard shows. It runs in
 a thread of its own: a server that is slow or gone costs the training no time and does not end it.
-Rows are in metrics.jsonl in any case. Passwords and tokens in settings are replaced by ***; code,
-console output and the command line are not sent.
+Rows are in metrics.jsonl in any case. Secrets in settings are hidden (`r3.config.secrets`);
+code, console output and the command line are not sent.
 
 Accounts, servers and offline mode are set as the packages have it: WANDB_MODE=offline,
 MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID.
@@ -11,21 +11,18 @@ MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit, urlunsplit
 
-from r3.config import Config, flatten
+from r3.config import Config, flatten, public
 from r3.metrics.tensorboard import sample_markdown
 from r3.runtime.terminal import say
 
 _START_S = 120.0  # a login may ask the user for a key
 _FINISH_S = 60.0
-_SECRET = re.compile(r"(?i)(api_?key|token|secret|passw|credential|authorization)")
 _TAG = "r3.run_id"  # by which MLflow finds a run again
 
 
@@ -225,22 +222,8 @@ class Tracker:
 
 
 def public_settings(config: Config) -> dict[str, Any]:
-    """The settings by full names, with *** in the place of passwords and tokens."""
+    """The settings by full names, without secrets."""
     return {
-        name: [_public(each) for each in value] if isinstance(value, tuple) else _public(value)
-        for name, value in flatten(config).items()
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in ((name, public(value)) for name, value in flatten(config).items())
     }
-
-
-def _public(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    key, equals, _ = value.partition("=")
-    if equals and _SECRET.search(key) and "://" not in key:  # one of reward.args or env.args
-        return f"{key}=***"
-    if "://" not in value:
-        return value
-    url = urlsplit(value)
-    _, at, host = url.netloc.rpartition("@")
-    query = "***" if url.query else ""
-    return urlunsplit(url._replace(netloc=f"***@{host}" if at else host, query=query))

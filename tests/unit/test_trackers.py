@@ -69,8 +69,8 @@ def made_run(config: Config, *, steps: range) -> None:
 def test_passwords_and_tokens_of_settings_are_left_out(tmp_path: Path) -> None:
     settings = public_settings(config_of("wandb", tmp_path))
     assert PASSWORD not in json.dumps(settings)
-    assert settings["reward.url"] == "https://***@judge.example/v1?***"
-    assert settings["reward.args"] == ["api_key=***", "scale=2"]
+    assert settings["reward.url"] == "https://[hidden]@judge.example/v1?key=[hidden]"
+    assert settings["reward.args"] == ["api_key=[hidden]", "scale=2"]
     assert settings["train.lr"] == 1.25e-4
 
 
