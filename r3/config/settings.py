@@ -311,6 +311,15 @@ class RewardConfig:
     object in the reply."""
     max_tokens: Annotated[int, AtLeast(1)] = 512
     """http, self_judge: maximum tokens of a reply."""
+    request: Annotated[
+        tuple[str, ...],
+        KeyValue(
+            r"(?s)(?!(model|messages|n|stream)=)[A-Za-z_]\w*=.*",
+            "key=value, for a field of a chat completion's request",
+        ),
+    ] = ()
+    """http: further fields of the request, each key=value, or instead of temperature=0 and
+    max_tokens. A field that is null is not sent: max_tokens=null max_completion_tokens=512."""
     no_verdict: float = 0.0
     """self_judge: reward of a response for which the policy gave no score: its reply holds none or
     ran out of tokens, or the prompt had no room."""

@@ -8,19 +8,22 @@ and 5xx, failed connections and time-outs are retried `reward.retries` times, af
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import os
 import re
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from r3.config import RewardConfig
+from r3.config.arguments import keyword_arguments
 from r3.rewards import problem
 from r3.rewards.judge import SHOWN, filled, parsed, template_of
 from r3.runtime.workers import CallError
 from r3.types import Prompt
 
 _LONGEST_WAIT_S = 300.0  # of Retry-After; a server that asks for more is tried again after that
+_OPEN_QUERY = ("api-version", "api_version")  # what may follow an address: Azure's version
 _LARGEST_BODY = 4 << 20  # bytes; a long completion has some ten thousand
 
 
@@ -40,7 +43,12 @@ class ChatJudge:
         if name := settings.api_key_env:
             self._key = _key(name)
             self._headers = {"Authorization": f"Bearer {self._key}"}
-        self._url = f"{_checked_url(settings.url).rstrip('/')}/chat/completions"
+        path, mark, query = _checked_url(settings.url).partition("?")
+        if query and self._key:
+            self._headers = {"api-key": self._key}  # Azure, where Bearer is another kind of token
+        self._url = f"{path.rstrip('/')}/chat/completions{mark}{query}"
+        # A proxy could not reach the loopback of this machine.
+        self._mounts = {f"all://{_host(path)}": None} if _is_loopback(_host(path)) else {}
         # a client belongs to the loop it was made in
         self._clients: dict[asyncio.AbstractEventLoop, Any] = {}
 
@@ -59,14 +67,16 @@ class ChatJudge:
                 max_connections=None, max_keepalive_connections=self._settings.max_connections
             )
             self._clients[loop] = httpx.AsyncClient(
-                headers=self._headers, limits=limits, timeout=None
+                headers=self._headers, limits=limits, timeout=None, mounts=self._mounts
             )
-        body = {
+        fields = {
             "model": self._settings.model,
             "messages": [{"role": "user", "content": filled(self._template, response, prompt)}],
             "temperature": 0.0,
             "max_tokens": self._settings.max_tokens,
+            **keyword_arguments(self._settings.request),
         }
+        body = {name: value for name, value in fields.items() if value is not None}
         try:
             async with self._clients[loop].stream("POST", self._url, json=body) as answer:
                 content = await self._body(answer)
@@ -81,9 +91,16 @@ class ChatJudge:
                 wait_s=retry_after(answer.headers.get("retry-after", "")),
             )
         try:
-            text = json.loads(content)["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            choice = json.loads(content)["choices"][0]
+            text, reason = choice["message"]["content"], choice.get("finish_reason")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CallError(f"{self._url} sent no chat completion: {shown}") from error
+        if reason in ("length", "content_filter"):  # a number in it may be cut, or not the verdict
+            raise CallError(
+                f"the judge's reply is not whole (finish_reason {reason!r}); reward.max_tokens = "
+                f"{self._settings.max_tokens}: {shown}",
+                again=False,
+            )
         return parsed(text, self._settings.pattern)
 
     async def _body(self, answer: Any) -> bytes:
@@ -122,21 +139,40 @@ def _checked_url(url: str) -> str:
     """An address without secrets that can be called.
 
     Raises:
-        ConfigError: it cannot be called, or holds a user name, a password or a query.
+        ConfigError: it cannot be called, or holds a user name, a password or a query that may be
+            secret.
     """
     try:
         parts = urlsplit(url)
-        has_secret, port = "@" in parts.netloc or bool(parts.query), parts.port
+        port = parts.port
+        query = parse_qsl(parts.query, keep_blank_values=True) if parts.query else []
+        has_secret = "@" in parts.netloc or not all(name in _OPEN_QUERY for name, _ in query)
     except ValueError as error:
         # What stands before an @ may be a password.
         rule = f"is no address ({error})"
         raise problem(url.rpartition("@")[2], rule, "http://HOST:PORT/v1", "reward.url") from None
     if has_secret:
         shown = f"{parts.scheme}://{parts.hostname}{f':{port}' if port else ''}{parts.path}"
-        rule = "has a user name, a password or a query, which R3 would write into config.yaml"
+        rule = (
+            "has a user name, a password or a query other than api-version, which R3 would write "
+            "into config.yaml"
+        )
         fix = "put the key into an environment variable and name that in reward.api_key_env"
         raise problem(shown, rule, fix, "reward.url")
     return url
+
+
+def _host(url: str) -> str:
+    """The host of an address as httpx's mounts name it."""
+    host = urlsplit(url).hostname or ""
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def retry_after(header: str) -> float:

@@ -61,7 +61,11 @@ def number(value: Any) -> float:
         found = value.item()
     if not isinstance(found, Real | Decimal):
         raise ValueError(f"{value!r} ({type(value).__name__}), not a number")
-    if not math.isfinite(found):
+    try:
+        is_finite = math.isfinite(found)
+    except OverflowError:  # an integer beyond all floats
+        is_finite = False
+    if not is_finite:
         raise ValueError(f"{value}, not a finite number")
     return float(found)
 

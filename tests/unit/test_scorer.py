@@ -565,8 +565,9 @@ def served(
         server.close()
 
 
-def completion(text: Any) -> Answer:
-    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
+def completion(text: Any, reason: str = "stop") -> Answer:
+    message = {"role": "assistant", "content": text}
+    return 200, {"choices": [{"message": message, "finish_reason": reason}]}, {}
 
 
 def test_a_judge_sees_the_turns_of_the_rollout() -> None:
@@ -743,6 +744,12 @@ def test_text_that_is_hard_to_parse_takes_no_time(part: str) -> None:
         ((429, "slow down", {}), {"retries": 1}, "answered 429: slow down", 2),
         (completion("It is right."), {}, "has no JSON object .* 'It is right.'", 1),
         (completion(None), {}, "is not text: None", 1),
+        (
+            completion("Score: 1", "length"),
+            {"pattern": r"Score: *([\d.]+)", "retries": 3, "max_tokens": 7},
+            r"not whole \(finish_reason 'length'\); reward.max_tokens = 7",
+            1,
+        ),
         ((200, "<html>", {}), {}, "sent no chat completion: <html>", 1),
         ((200, "[" * 100_000, {}), {}, "sent no chat completion: ", 1),
         (
@@ -790,6 +797,15 @@ def test_a_slow_server_and_an_absent_one_are_failures() -> None:
         ('{"score": 1} no: {"score": 0}', "", 0.0),  # the last one counts
         ('```json\n{"why": {"a": 1}, "score": -2}\n```', "", -2.0),
         ("Score: 3, no, Score: 4.5", r"Score: *([\d.]+)", 4.5),
+        ('{"score": "0.5"}', "", 0.5),
+        ('{"why": "one\ntwo", "score": 1}', "", 1.0),
+        ('{"why": "as \\left(\\frac{1}{2}", "score": 0.5}', "", 0.5),
+        ('{"score": 1} or rather\n"score": 0', "", 0.0),
+        ('{"score": 1, "why": "not \\"score\\": 0"}', "", 1.0),
+        ('{"score": 1, "parts": {"score": 0}}', "", 1.0),
+        ('<think>{"score": 0}</think>\n{"score": 1}', "", 1.0),
+        ('a draft {"score": 0}</think>{"score": 1}', "", 1.0),
+        ("<think>Score: 2</think>Score: 3", r"Score: *(\d)", 3.0),
     ],
 )
 def test_scores_are_found(text: str, pattern: str, score: float) -> None:
@@ -797,11 +813,82 @@ def test_scores_are_found(text: str, pattern: str, score: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1", '{"score": "1"}', '{"score": true}', '{"score": NaN}', "{"]
+    "text",
+    [
+        *("", "1", '{"score": "high"}', '{"score": true}', '{"score": NaN}', "{"),
+        *('<think>{"score": 1}</think> hard to say', '<think>{"score": 1}', '{"score": 1}</think>'),
+        *(f'{{"score": {"9" * 400}}}', '{"score": "1e999"}', '"score": 1, or more'),
+    ],
 )
 def test_what_is_no_score_is_refused(text: str) -> None:
     with pytest.raises(CallError):
         parsed(text)
+
+
+def test_a_pattern_that_backtracks_for_ever_is_ended() -> None:
+    began = time.monotonic()
+    with pytest.raises(CallError, match=r"takes longer than 1 s") as caught:
+        parsed("a" * 20_000 + "!", "(?:(a+)+)$")
+    # The limit of 1 s and the time to notice it; without the limit it does not end.
+    assert time.monotonic() - began < 10 and not caught.value.again
+
+
+def test_a_judge_is_shown_the_whole_conversation() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"x": 3}}}
+    messages = (
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "3 + 4?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+    )
+    prompt = replace(PROMPT, messages=messages, tools=({"name": "add"},))
+    assert filled("{question}", "", prompt) == (
+        'tools: [{"name": "add"}]\n\nsystem: Be short.\n\nuser: 3 + 4?\n\n'
+        'assistant: {"name": "add", "arguments": {"x": 3}}\n\ntool: 7'
+    )
+
+
+def test_fields_of_the_request_are_those_that_the_server_takes() -> None:
+    fields = ("max_tokens=null", "temperature=None", "max_completion_tokens=64", "top_k=1")
+    with served(lambda number, body: completion('{"score": 1}'), request=fields) as (
+        scorer,
+        server,
+    ):
+        assert scorer(rollout("r"), PROMPT) == 1.0
+    sent = server.seen[0][1]
+    assert {key: sent[key] for key in sent.keys() - {"model", "messages"}} == {
+        "max_completion_tokens": 64,
+        "top_k": 1,
+    }
+
+
+def test_a_version_behind_the_address_is_sent_with_the_key_of_its_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GRADER_KEY", "secret")
+    server = Server(lambda number, body: completion('{"score": 1}'))
+    url = f"{server.url}?api-version=2026-01-01"
+    with asking(url, api_key_env="GRADER_KEY") as scorer:
+        assert scorer(rollout("r"), PROMPT) == 1.0
+    server.close()
+    assert server.seen[0][2] == "/v1/chat/completions?api-version=2026-01-01 None"
+
+
+def test_a_judge_on_this_machine_is_asked_without_the_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    server = Server(lambda number, body: completion('{"score": 1}'))
+    for host in ("127.0.0.1", "localhost"):
+        with asking(server.url.replace("127.0.0.1", host), retries=0) as scorer:
+            assert scorer(rollout("r"), PROMPT) == 1.0
+    server.close()
+    with asking("http://judge.invalid/v1", retries=0, on_error="zero") as scorer:
+        (found,) = reward_results(scorer, ["r"]).values()
+    assert "ConnectError" in found.failure, "others go through the proxy"
 
 
 def test_a_response_cannot_reach_into_the_template() -> None:

@@ -98,7 +98,7 @@ def test_replies_become_scores_and_what_holds_none_has_the_set_value(
         "good": '{"score": 0.75}',
         "last": '{"score": 1} no: {"score": 0.5}',
         "words": "it is right, 1 of 1",
-        "text": '{"score": "1"}',
+        "thought": '<think>{"score": 1}',
         "endless": '{"score": NaN}',
         "cut": '{"score": 1}...',
         "mute": "",
@@ -106,7 +106,7 @@ def test_replies_become_scores_and_what_holds_none_has_the_set_value(
     scorer = scorer_of(renderer, prompt_file=template, no_verdict=-0.25)
     results, _ = judged(scorer, tokenizer, replies)
     rewards = {name: result.reward for name, result in results.items()}
-    none = dict.fromkeys(("words", "text", "endless", "cut", "mute"), -0.25)
+    none = dict.fromkeys(("words", "thought", "endless", "cut", "mute"), -0.25)
     assert rewards == {"good": 0.75, "last": 0.5} | none
     for name, result in results.items():
         assert result.metrics["reward/no_verdict_frac"] == float(name in none)

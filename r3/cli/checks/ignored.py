@@ -20,6 +20,7 @@ _HTTP = (
     "reward.api_key_env",
     "reward.max_connections",
     "reward.backoff_s",
+    "reward.request",
 )
 _JUDGE = ("reward.prompt_file", "reward.pattern", "reward.max_tokens")
 _REWARD_MODEL = (

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import regex
+
 from r3.cli.checks.findings import Findings
 from r3.cli.checks.model import has_chat_template, is_folder
 from r3.cli.checks.sources import FunctionNode, find_function, signature_of
@@ -64,7 +66,7 @@ def check_rewards(config: Config, found: Findings, world_size: int) -> None:
     if "http" in used:
         _check_server(config.reward, found)
     if {"http", "self_judge"}.intersection(used):
-        _check_judge(config.reward, found)
+        _check_judge(config, found)
     if "model" in used:
         _check_reward_model(config, found, world_size)
 
@@ -136,26 +138,33 @@ def _check_server(reward: RewardConfig, found: Findings) -> None:
         found.add("reward.model", "is empty", fix)
 
 
-def _check_judge(reward: RewardConfig, found: Findings) -> None:
+def _check_judge(config: Config, found: Findings) -> None:
     """The prompt of an LLM judge, and what finds the score in its reply."""
+    reward, template = config.reward, "{response} {answer}"  # as the built-in one
     if reward.prompt_file and (fault := file_fault(reward.prompt_file)):
         found.add("reward.prompt_file", fault, "give a text file")
     elif reward.prompt_file:
         try:
-            if "{response}" not in Path(reward.prompt_file).read_text(encoding="utf-8"):
-                fix = "put it where the response belongs"
-                found.add("reward.prompt_file", "has no {response} in it", fix)
+            template = Path(reward.prompt_file).read_text(encoding="utf-8")
         except OSError as error:
             rule = f"cannot be read ({error.strerror})"
             found.add("reward.prompt_file", rule, "give a text file")
         except UnicodeDecodeError as error:
             found.add("reward.prompt_file", f"is not UTF-8 ({error})", "give a text file")
+    if "{response}" not in template:
+        fix = "put it where the response belongs"
+        found.add("reward.prompt_file", "has no {response} in it", fix)
+    if "{answer}" in template and not config.data.answer_key and not config.eval.only:
+        which = "it" if reward.prompt_file else "the built-in prompt of a judge"
+        rule = f"{which} shows the reference answer, and data.answer_key = '' leaves it out"
+        fix = "give a prompt without {answer}, or name the column with --data.answer_key"
+        found.add("reward.prompt_file", rule, fix)
     if reward.pattern:
         example = r"write it as Score: *([\d.]+)"
         try:
-            if re.compile(reward.pattern).groups != 1:
+            if regex.compile(reward.pattern).groups != 1:
                 found.add("reward.pattern", "must have one group, around the score", example)
-        except re.error as error:
+        except regex.error as error:
             found.add("reward.pattern", f"is not a regular expression ({error})", example)
 
 
