@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from r3.config import ConfigError, EnvConfig, Problem
@@ -27,6 +28,11 @@ from r3.runtime.device import prepare_environment
 if TYPE_CHECKING:
     from vllm.parser.abstract_parser import Parser as VllmParser
 
+# Of parsers that need a package, a tokenizer or a server of their own.
+_FAULTS = (
+    *(ImportError, NotImplementedError, RuntimeError, ValueError, LookupError, TypeError),
+    *(AttributeError, AssertionError),
+)
 _TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
 
 
@@ -94,7 +100,7 @@ def message_parser(
     problems = [
         Problem(field, name, f"cannot be used with this model: {fault}", _fix(known[place]))
         for place, (field, name) in enumerate(zip(fields, names, strict=True))
-        if name and (fault := _fault(parser(*("" if i != place else name for i in range(2)))))
+        if name and (fault := _fault(partial(parser, *((name, "") if place == 0 else ("", name)))))
     ]
     if problems:
         raise ConfigError(problems)
@@ -111,12 +117,12 @@ def _fix(known: Sequence[str]) -> str:
     return f"leave it out, or use the one of the model's family: {', '.join(known)}"
 
 
-def _fault(parser: Parser) -> str:
+def _fault(make: Callable[[], Parser]) -> str:
     """Why a parser cannot be used; "" if it can."""
     logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs what it raises
     try:
-        parser(_TOOLS)("a", (1,))
-    except (ImportError, NotImplementedError, RuntimeError, ValueError, LookupError) as error:
+        make()(_TOOLS)("a", (1,))
+    except _FAULTS as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -234,6 +234,7 @@ def test_tools_that_a_parser_cannot_use_are_refused() -> None:
         ({"reasoning_parser": "qwen"}, "env.reasoning_parser", "did you mean qwen3"),
         ({"tool_parser": "mistral"}, "env.tool_parser", "could not locate the tool call token"),
         ({"tool_parser": "openai"}, "env.tool_parser", "NotImplementedError"),
+        ({"tool_parser": "cohere_command3"}, "env.tool_parser", "requires the `cohere_melody`"),
         ({"reasoning_parser": "olmo3"}, "env.reasoning_parser", "cannot be used with this model"),
     ],
 )
