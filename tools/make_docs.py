@@ -151,7 +151,8 @@ and the cause. White space at both ends of a text may go, but not in a message t
 
 ## Form of messages
 
-Rows may have messages in any of these forms. R3 gives the template the one that it takes.
+Rows, environments, workflows and clients of the endpoint may write messages in any of these forms.
+R3 gives the template the one that it takes.
 
 | given | what R3 does |
 |---|---|
@@ -165,6 +166,10 @@ Rows may have messages in any of these forms. R3 gives the template the one that
 | any other key | refused in rows unless the template reads it |
 | keys that a table fills with null | left out, in messages and in schemas of tools |
 | messages or tools as JSON text | decoded |
+
+In environments, workflows and at the endpoint, a template may shorten what the model wrote in
+earlier turns, such as its reasoning. In a workflow this is another prompt and begins a new
+sequence ([Workflows](workflows.md)).
 
 ## Known templates
 

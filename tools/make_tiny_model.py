@@ -75,7 +75,8 @@ CHAT_TEMPLATE = """\
         {{- '<|im_start|>' ~ message.role ~ '\\n' ~ (message.content or '') }}
         {%- for call in message.tool_calls or [] %}
             {%- set arguments = call.function.arguments %}
-            {{- '<tool_call>' ~ (arguments if arguments is string else arguments | tojson) ~ '</tool_call>' }}
+            {%- set text = arguments if arguments is string else arguments | tojson %}
+            {{- '<tool_call>{"name": "' ~ call.function.name ~ '", "arguments": ' ~ text ~ '}</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- endif %}

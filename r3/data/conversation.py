@@ -19,6 +19,7 @@ from r3.types import Message
 REASONING = ("reasoning", "reasoning_content", "thinking")
 """Names of what the model thought: vLLM's, those of most templates, and harmony's."""
 
+_DEEPEST = 100  # levels of JSON; pickle, jinja and json itself fail at several hundred
 _WEIGHTS = ("train", "loss", "weight")  # whether a message is learned; weight is OpenAI's
 
 
@@ -76,8 +77,8 @@ def read_message(message: Any, *, of_model: bool = False) -> dict[str, Any]:
     not there otherwise. Keys that are not known here stay: a chat template may read them.
 
     Args:
-        of_model: whether a model may have written the calls: arguments that are no JSON object
-            then stay a text, and a message may be empty.
+        of_model: whether a model may have written the message: arguments that are no JSON object
+            then stay as they are, and a message may be empty.
 
     Raises:
         MessageFault: it is no message.
@@ -123,7 +124,7 @@ def read_tools(value: Any, *, filled: bool = False) -> tuple[Mapping[str, Any], 
     fix = "write a list of JSON schemas, or leave the column out"
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except ValueError as error:
             raise MessageFault(f"is not JSON ({error})", fix) from None
     elif filled:
@@ -156,15 +157,50 @@ def is_learned(message: Message) -> bool:
     return message["role"] == "assistant" and message.get("train") is not False
 
 
-def decoded_arguments(arguments: Any) -> Any:
-    """Arguments of a call as an object; what is not the JSON text of one stays as it is."""
-    if not isinstance(arguments, str):
-        return arguments
+def read_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        json.JSONDecodeError: it is no JSON.
+        ValueError: it is nested deeper than 100 levels, no UTF-8, or has a number that Python does
+            not read.
+    """
     try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments
+        value = json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return value
+    raise _too_deep()
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"JSON is nested deeper than {_DEEPEST} levels")
+
+
+def arguments_of(value: Any) -> Any:
+    """Return arguments of a call as chat templates take them: an object for its JSON text.
+
+    Some models and parsers write JSON text inside of JSON text. A text that is no JSON stays.
+
+    Raises:
+        ValueError: the text is JSON that `read_json` does not read.
+    """
+    for _ in range(2):
+        if isinstance(value, str):
+            try:
+                value = read_json(value)
+            except json.JSONDecodeError:
+                break
+    return value
 
 
 def _decoded(text: str) -> Any:
@@ -172,8 +208,8 @@ def _decoded(text: str) -> Any:
     if not text.lstrip().startswith("[") or "role" not in text:
         return None
     try:
-        return found if _are_messages(found := json.loads(text)) else None
-    except (ValueError, RecursionError):
+        return found if _are_messages(found := read_json(text)) else None
+    except ValueError:
         pass
     try:
         is_python = _are_messages(ast.literal_eval(text.strip()))
@@ -229,8 +265,11 @@ def _call(call: Any, *, of_model: bool) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise MessageFault(f"has a tool call without a name: {_short(call)}", _CALL_FIX)
     given = function.get("arguments")
-    arguments = decoded_arguments({} if given is None or given == "" else given)
-    if not isinstance(arguments, dict) and not (of_model and isinstance(arguments, str)):
+    try:
+        arguments = arguments_of({} if given is None or given == "" else given)
+    except ValueError as error:
+        raise MessageFault(f"has arguments of a call: {error}", _CALL_FIX) from None
+    if not isinstance(arguments, dict) and not of_model:
         rule = f"calls {function['name']} with arguments that are no JSON object: {_short(given)}"
         raise MessageFault(rule, _CALL_FIX)
     name = {"id": call["id"]} if call.get("id") is not None else {}

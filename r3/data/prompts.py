@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from r3.data.rendering import ChatTemplate, NotRendered
+from r3.data.jinja import EndlessTemplate, TemplateFault
+from r3.data.rendering import NotRendered
 from r3.data.sources import Columns, Row, RowProblem, read_rows
 from r3.data.supervised import SpanFinder
-from r3.data.template import EndlessTemplate, Renderer, TemplateFault
+from r3.data.template import Renderer
 from r3.types import Prompt
 
 _MAX_NAMED = 10
@@ -95,12 +96,11 @@ def load_prompts(
     if not tokenizer.chat_template:
         fix = "use a model folder with chat_template.jinja"
         raise DataError([_whole(sources[0], "has no chat template", fix, field="tokenizer")])
-    template = ChatTemplate(tokenizer, template_kwargs)
     renderer = Renderer(tokenizer, template_kwargs, control_tokens=allow_control_tokens)
     finder: SpanFinder | None = None
     if columns.supervised:
         try:
-            finder = SpanFinder(renderer, template)
+            finder = SpanFinder(renderer)
         except TemplateFault as error:
             rule = f"its chat template hides where an assistant message begins or ends: {error}"
             fix = "use another chat template"
@@ -114,7 +114,7 @@ def load_prompts(
         rows, bad = read_rows(source, columns)
         good: list[Prompt] = []
         long = twice = 0
-        found_in_rows = _prompts(rows, label, renderer, columns, tools, template, finder)
+        found_in_rows = _prompts(rows, label, renderer, columns, tools, finder)
         for row, found in zip(rows, found_in_rows, strict=True):
             if isinstance(found, RowProblem):
                 bad.append(found)
@@ -232,7 +232,6 @@ def _prompts(
     renderer: Renderer,
     columns: Columns,
     tools: Sequence[Mapping[str, Any]],
-    template: ChatTemplate,
     finder: SpanFinder | None,
 ) -> Iterator[Prompt | RowProblem]:
     """Tokenise rows, many in one call where they show the model the same tools."""
@@ -240,8 +239,7 @@ def _prompts(
         offered = list(batch[0].tools or tools)
 
         def tokenise(some: Sequence[Row], offered: Any = offered) -> list[list[int]]:
-            conversations = [renderer.marked(row.messages) for row in some]
-            found = template.render_all(conversations, renderer.marked(offered))
+            found = renderer.rendered_all([row.messages for row in some], offered)
             return renderer.batch([each.text for each in found])
 
         together: list[list[int]] = []

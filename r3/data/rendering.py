@@ -21,7 +21,7 @@ from jinja2 import Environment, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 
 from r3.data.conversation import REASONING, tool_name
-from r3.data.template import TemplateFault, apply_template
+from r3.data.jinja import TemplateFault, apply_template
 from r3.types import Message
 
 Rule = Literal["learned", "shown", "history"]

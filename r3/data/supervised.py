@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from r3.data.conversation import is_learned
-from r3.data.rendering import ChatTemplate, NotRendered, Rendered
-from r3.data.template import Renderer, TemplateFault
+from r3.data.jinja import TemplateFault
+from r3.data.rendering import NotRendered, Rendered
+from r3.data.template import Renderer
 from r3.types import Message
 
 _BY_ROW = "leave out what it drops, or write a row per assistant message"
@@ -21,19 +22,18 @@ _BY_ROW = "leave out what it drops, or write a row per assistant message"
 class SpanFinder:
     """Finds assistant messages exactly, or refuses the conversation."""
 
-    def __init__(self, renderer: Renderer, template: ChatTemplate) -> None:
+    def __init__(self, renderer: Renderer) -> None:
         """Check that the chat template shows where an assistant message begins and ends.
 
         Raises:
             TemplateFault: it does not, or the tokenizer gives pieces of a text other tokens than
                 the whole.
         """
-        self._renderer, self._template = renderer, template
+        self._renderer = renderer
         self._special = set(map(renderer.text_of, renderer.special)) - {""}
         chat = [{"role": "user", "content": "a"}, _reply("b")]
         tokens, _ = self.find(chat, "", ())
-        whole = template.render(chat, opening=False, rule="learned").text
-        if renderer.tokens(whole)[: len(tokens)] != tokens:
+        if renderer.tokens(renderer.render(chat, opening=False))[: len(tokens)] != tokens:
             raise TemplateFault("the tokenizer gives pieces of a text other tokens than the whole")
 
     def find(
@@ -56,16 +56,17 @@ class SpanFinder:
                 message says or what precedes it differs from what the model would see.
         """
         renderer = self._renderer
-        messages = renderer.marked([*messages, *([_reply(answer)] if answer else [])])
+        messages = [*messages, *([_reply(answer)] if answer else [])]
         places = [place for place, message in enumerate(messages) if is_learned(message)]
         if places[0] == 0:
             rule = "message 0 is of the assistant, and nothing comes before it"
             raise NotRendered(rule, "put a message of the user before it, or give it train: false")
 
-        shown = renderer.marked(tools)
-
         def rendered(count: int, *, opening: bool = False) -> Rendered:
-            return self._template.render(messages[:count], shown, opening=opening, rule="learned")
+            (found,) = renderer.rendered_all(
+                [messages[:count]], tools, opening=opening, rule="learned"
+            )
+            return found
 
         whole = rendered(places[-1] + 1)
         tokens: list[int] = []

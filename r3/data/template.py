@@ -1,7 +1,5 @@
 """A model's chat template: conversations to text and tokens, and the tokens that end a turn.
 
-Chat templates are programs of the model's authors: they may fail in any way, or never end.
-
 The text of messages and tools is others' text: `<|im_end|>` in a question is eight characters, not
 the token that ends a turn. A template joins it with control tokens of its own, so `Renderer.render`
 puts a mark before and after what looks like one in the given text, and `Renderer.tokens` tokenises
@@ -18,20 +16,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import TemplateError
-
 from r3.config import ConfigError, Problem
-from r3.runtime.time_limit import time_limit
+from r3.data.conversation import MessageFault, read_message
+from r3.data.jinja import TemplateFault
+from r3.data.rendering import ChatTemplate, Rendered, Rule
 from r3.types import Message
 
 # Stands for the model's message. No template changes letters and digits.
 PLACEHOLDER = "R3messageofthemodel"
 
-_LIMIT_S = 20.0  # of one rendering, which takes milliseconds
-_FAULTS = (
-    *(TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError),
-    *(MemoryError, NotImplementedError, RecursionError, TypeError, ValueError),
-)
 # Unicode keeps this code point for programs: it is no character of any text. In a text that has it
 # all the same it is doubled.
 _MARK = "\ufdd0"
@@ -47,44 +40,6 @@ _QUESTION: Sequence[Message] = ({"role": "user", "content": "a"},)
 _REPLY: Message = {"role": "assistant", "content": PLACEHOLDER}
 
 
-class TemplateFault(ValueError):
-    """A chat template does not render a conversation; the message says why."""
-
-
-class EndlessTemplate(TemplateFault):
-    """A chat template that takes far too long."""
-
-
-def apply_template(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-    *,
-    limit_s: float = _LIMIT_S,
-    **options: Any,
-) -> Any:
-    """Return what `tokenizer.apply_chat_template` returns for these messages and options.
-
-    Args:
-        messages: a conversation, or several, each a list.
-        limit_s: seconds for all of them.
-
-    Raises:
-        TemplateFault: the template refuses the messages or fails.
-        EndlessTemplate: it takes longer than `limit_s`.
-    """
-    late = EndlessTemplate(f"it was not rendered after {limit_s:g} s")
-    try:
-        return time_limit(
-            lambda: tokenizer.apply_chat_template(list(messages), **options), limit_s, lambda: late
-        )
-    except TemplateFault:
-        raise
-    except TemplateError as error:  # the template's own words
-        raise TemplateFault(f"{error}") from error
-    except _FAULTS as error:
-        raise TemplateFault(f"{type(error).__name__}: {str(error)[:200]}") from error
-
-
 class Renderer:
     """A model's chat template and its tokenizer.
 
@@ -92,6 +47,7 @@ class Renderer:
     them.
 
     Attributes:
+        template: the chat template.
         special: ids of all special and added tokens.
         closing: the token that the template writes after the last message of a conversation, if
             that is the model's; None if it writes none there.
@@ -119,7 +75,7 @@ class Renderer:
         Raises:
             ConfigError: config.json or generation_config.json names end tokens that are none.
         """
-        self._tokenizer, self._variables = tokenizer, dict(variables)
+        self._tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, variables)
         self._for_text: Any = None
         added = tokenizer.added_tokens_decoder
         self.special = set(tokenizer.all_special_ids) | set(added)
@@ -154,36 +110,31 @@ class Renderer:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), *, opening: bool = True
     ) -> str:
-        """Return a conversation as text.
+        """Return a conversation that goes on as text; see `rendered_all`."""
+        return self.rendered_all([messages], tools, opening=opening, rule="history")[0].text
+
+    def rendered_all(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        tools: Sequence[Any] = (),
+        *,
+        opening: bool = True,
+        rule: Rule = "shown",
+    ) -> list[Rendered]:
+        """Render conversations with the same tools; all that is given appears, or is refused.
 
         Args:
-            messages: the conversation.
+            conversations: messages in any form that `r3.data.conversation` reads.
             tools: JSON schemas that the template shows.
             opening: whether the text goes on to where the model's message begins.
+            rule: what must appear.
 
         Raises:
-            TemplateFault: the template refuses the messages, or changes a control token in them.
+            NotRendered: the template drops or changes a part of a conversation.
+            TemplateFault: it refuses the messages, or one is none.
         """
-
-        def rendered(messages: Sequence[Message], tools: Sequence[Any]) -> str:
-            text: str = apply_template(
-                self._tokenizer,
-                messages,
-                tools=list(tools) or None,
-                add_generation_prompt=opening,
-                tokenize=False,
-                **self._variables,
-            )
-            return text
-
-        plain = rendered(messages, tools)
-        marked, marked_tools = self.marked(messages), self.marked(tools)
-        if marked is messages and marked_tools is tools:
-            return plain
-        text = rendered(marked, marked_tools)
-        if self.text(text) != plain:
-            raise TemplateFault("the template changes a text that holds a control token")
-        return text
+        marked = [self.marked(_read(messages)) for messages in conversations]
+        return self.template.render_all(marked, self.marked(tools), opening=opening, rule=rule)
 
     def marked(self, given: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return messages or tools with marks in their texts; as they are if no mark is needed."""
@@ -353,6 +304,16 @@ class Renderer:
         """Return the text of a special token."""
         text: str | None = self._tokenizer.convert_ids_to_tokens(token)
         return f"token {token}" if text is None else text
+
+
+def _read(messages: Sequence[Message]) -> list[Message]:
+    read: list[Message] = []
+    for place, message in enumerate(messages):
+        try:
+            read.append(read_message(message, of_model=True))
+        except MessageFault as fault:
+            raise TemplateFault(f"message {place} {fault}") from None
+    return read
 
 
 def _named_ends(tokenizer: Any) -> list[int]:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from r3.config import ConfigError, Problem
-from r3.data.template import PLACEHOLDER, Renderer, TemplateFault
+from r3.data.jinja import TemplateFault
+from r3.data.template import PLACEHOLDER, Renderer
 from r3.types import Message
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from r3.data.conversation import read_json
 from r3.envs.openai_api import (
     ApiError,
     Memory,
@@ -35,7 +36,6 @@ from r3.envs.openai_api import (
     limit_error,
     model_entry,
 )
-from r3.envs.tool_calls import read_json
 from r3.envs.workflow import EpisodeOver, Model, ModelLimit
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from r3.envs.tool_calls import arguments_of
+from r3.data.conversation import MessageFault, read_message
 from r3.envs.workflow import Completion, Model, ModelLimit, ModelMessage
 
 MODEL = "policy"
@@ -265,51 +265,25 @@ def _request(body: Mapping[str, Any], *, logprobs: bool) -> Request:
 
 
 def _plain(message: Any, memory: Memory) -> dict[str, Any]:
-    """A message of a client as chat templates take it."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ApiError(400, f"a message needs a role, and one is {message!r}", param="messages")
-    plain = {key: value for key, value in message.items() if value is not None}
-    plain["content"] = _text(message.get("content"))
-    reasoning = plain.pop("reasoning_content", None) or plain.get("reasoning")
-    if reasoning:  # templates have either name, as vLLM
-        plain |= {"reasoning": reasoning, "reasoning_content": reasoning}
-    calls = plain.pop("tool_calls", None) or []
+    """A message of a client in the form of `r3.data.conversation`."""
     try:
-        ids = tuple(str(call["id"]) for call in calls)
-        parsed = [
-            (call["function"]["name"], arguments_of(call["function"]["arguments"]))
-            for call in calls
-        ]
-    except ValueError as error:
-        raise ApiError(400, f"arguments of a call: {error}", param="messages") from None
-    except (KeyError, TypeError, AttributeError):
-        text = f"tool_calls need id, function.name and function.arguments, and are {calls!r}"
-        raise ApiError(400, text, param="messages") from None
-    said = memory.said.get(_seen(plain["content"], reasoning, ids, parsed))
+        plain = read_message(message, of_model=True)
+    except MessageFault as fault:
+        raise ApiError(400, f"a message {fault}", param="messages") from None
+    calls = plain.get("tool_calls", [])
+    if not all("id" in call for call in calls):
+        raise ApiError(400, "tool_calls need an id each", param="messages")
+    ids = [str(call["id"]) for call in calls]
+    parsed = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    said = memory.said.get(_seen(plain["content"] or "", plain.get("reasoning"), ids, parsed))
     if said is not None and plain["role"] == "assistant":
         return {"role": "assistant", "content": said}
-    if calls:
-        plain["tool_calls"] = [
-            {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
-            for name, (function, arguments) in zip(ids, parsed, strict=True)
-        ]
     return plain
 
 
 def _seen(content: str, reasoning: Any, ids: Sequence[str], calls: Sequence[Any]) -> str:
     """What a client sees of a message, in one form; white space at the ends does not matter."""
     return repr((content.strip(), str(reasoning or "").strip(), tuple(ids), list(calls)))
-
-
-def _text(content: Any) -> str:
-    """The text of a content, which may come in parts."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    if not all(
-        isinstance(part, Mapping) and part.get("type") == "text" and type(part.get("text")) is str
-        for part in parts
-    ):
-        raise ApiError(400, f"a content must be text, and one is {content!r}", param="messages")
-    return "".join(part["text"] for part in parts)
 
 
 def _before_stop(text: str, request: Request) -> str:

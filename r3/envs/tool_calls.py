@@ -7,19 +7,18 @@ some: every parser is called by a `MessageReader`, which reads a message or leav
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from r3.data.conversation import arguments_of, read_json
 from r3.runtime.exchange import own_copy
 from r3.runtime.time_limit import time_limit
 
 _CALL_MARKS = re.compile("</?think>|</?tool_call>")
 _THOUGHT_MARKS = re.compile("</?think>")
-_DEEPEST = 100  # levels of JSON; pickle, jinja and json itself fail at several hundred
 
 _LIMIT_S = 5.0  # of one message, which takes milliseconds
 _MOST_LATE = 3  # messages of a round that may take that long
@@ -169,52 +168,6 @@ def without_thoughts(text: str) -> str:
             said.append(text[start : mark.start()])
             thinks = True
     return "".join([*said, "" if thinks else text[start:]])
-
-
-def read_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        json.JSONDecodeError: it is no JSON.
-        ValueError: it is nested deeper than 100 levels, no UTF-8, or has a number that Python does
-            not read.
-    """
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise _too_deep() from None
-    level = [value]
-    for _ in range(_DEEPEST):
-        level = [
-            inner
-            for each in level
-            if isinstance(each, dict | list)
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
-            return value
-    raise _too_deep()
-
-
-def _too_deep() -> ValueError:
-    return ValueError(f"JSON is nested deeper than {_DEEPEST} levels")
-
-
-def arguments_of(value: Any) -> Any:
-    """Return arguments of a call as chat templates take them: an object for its JSON text.
-
-    Some models and parsers write JSON text inside of JSON text. A text that is no JSON stays.
-
-    Raises:
-        ValueError: the text is JSON that `read_json` does not read.
-    """
-    for _ in range(2):
-        if isinstance(value, str):
-            try:
-                value = read_json(value)
-            except json.JSONDecodeError:
-                break
-    return value
 
 
 def half_character(text: str) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from r3.config import RewardConfig
-from r3.data.template import TemplateFault, apply_template
+from r3.data.jinja import TemplateFault
+from r3.data.template import Renderer
 from r3.rewards import checked, problem
 from r3.runtime.device import Device, Stash, select_device
 from r3.runtime.workers import CallError, Failure
@@ -47,6 +48,7 @@ class RewardModel:
 
         self.settings = settings
         self._tokenizer = AutoTokenizer.from_pretrained(settings.model_path, model_max_length=10**9)
+        self._renderer = Renderer(self._tokenizer)
         self._model = _loaded(settings)
         config = self._model.config.get_text_config()
         self._longest = getattr(config, "max_position_embeddings", None)
@@ -99,21 +101,19 @@ class RewardModel:
         """
         messages = [*prompt.messages, {"role": "assistant", "content": response}]
         try:
-            text = apply_template(
-                self._tokenizer, messages, tools=list(prompt.tools) or None, tokenize=False
-            )
+            text = self._renderer.render(messages, prompt.tools, opening=False)
+            tokens = self._renderer.tokens(text)
         except TemplateFault as error:
             raise CallError(
                 f"the reward model's chat template refuses the conversation: {error}", again=False
             ) from error
-        tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if self._longest and len(tokens) > self._longest:
             raise CallError(
                 f"the conversation has {len(tokens)} tokens, the reward model's context "
                 f"{self._longest}",
                 again=False,
             )
-        return list(tokens)
+        return tokens
 
     @torch.inference_mode()
     def score_encoded(self, conversations: Sequence[Encoded]) -> list[float]:

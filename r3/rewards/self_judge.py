@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3.config import RewardConfig
-from r3.data.template import Renderer, TemplateFault
+from r3.data.jinja import TemplateFault
+from r3.data.template import Renderer
 from r3.rewards import Score
 from r3.rewards.judge import filled, parsed, template_of
 from r3.runtime.workers import CallError, Failure

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from r3.data.template import TemplateFault
+from r3.data.conversation import MessageFault, read_message
+from r3.data.jinja import TemplateFault
 from r3.engine import Sampled, Sampling
 from r3.envs.tool_calls import Parse, Parsed, half_character
 from r3.envs.workflow import (
@@ -406,13 +407,14 @@ def _plain(message: Message, said: Mapping[str, Mapping[str, Any]]) -> dict[str,
         said: what was read in the model's messages, by their text.
 
     Raises:
-        ValueError: it has no role, or a content that is no text.
+        ValueError: it is no message.
     """
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not isinstance(content, str | None):
-        raise ValueError(f"{dict(message)!r}: a message needs 'role' and 'content', both strings")
-    plain = {**message, "content": content or ""}
     # A message of the model has its calls and its reasoning in the content, as it wrote them:
     # templates that render both would show them twice.
-    read = {"tool_calls": [], **said.get(plain["content"], {})} if role == "assistant" else {}
-    return {key: value for key, value in plain.items() if key not in read or value != read[key]}
+    content, is_reply = message.get("content") or "", message.get("role") == "assistant"
+    read = {**said.get(content, {})} if is_reply and isinstance(content, str) else {}
+    plain = {key: value for key, value in message.items() if key not in read or value != read[key]}
+    try:
+        return read_message(plain, of_model=True)
+    except MessageFault as fault:
+        raise ValueError(f"a message {fault}") from None

@@ -207,7 +207,7 @@ def test_any_text_round_trips(tokenizer: Any, text: str) -> None:
 
 
 def test_chat_template_renders_tools_calls_and_results(tokenizer: Any) -> None:
-    call = {"type": "function", "function": {"name": "calc", "arguments": "8-4"}}
+    call = {"type": "function", "function": {"name": "calc", "arguments": {"x": "8-4"}}}
     messages = [
         {"role": "user", "content": "8-4?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -220,7 +220,8 @@ def test_chat_template_renders_tools_calls_and_results(tokenizer: Any) -> None:
     assert text == (
         "<|im_start|>system\n<tools>calc</tools><|im_end|>\n"
         "<|im_start|>user\n8-4?<|im_end|>\n"
-        "<|im_start|>assistant\n<tool_call>8-4</tool_call><|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>{"name": "calc", "arguments": {"x": "8-4"}}</tool_call>'
+        "<|im_end|>\n"
         "<|im_start|>user\n<tool_response>4</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )

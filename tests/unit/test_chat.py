@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.config import ConfigError, EnvConfig
-from r3.data.template import Renderer, TemplateFault
+from r3.data.jinja import TemplateFault
+from r3.data.template import Renderer
 from r3.envs.calculator import Calculator
 from r3.envs.chat import Chat
 from r3.rollout.conversation import ConversationSetup
@@ -48,7 +49,7 @@ TEMPLATES: dict[str, tuple[Callable[[str], str], str]] = {
         lambda t: t.replace(
             "(message.content or '')", "(message.content if message.role != 'assistant' else '')"
         ),
-        "unchanged and exactly once",
+        "the content of message 1 (assistant): the chat template leaves it out",
     ),
     "rewrites the model's message": (
         lambda t: t.replace(

@@ -23,9 +23,9 @@ from transformers import AutoTokenizer
 from r3 import assets
 from r3.cli.checks import problems
 from r3.config import Config, ConfigError, EnvConfig, RewardConfig, from_yaml
+from r3.data.jinja import EndlessTemplate, apply_template
 from r3.data.prompts import DataError
 from r3.data.sources import Columns, read_rows
-from r3.data.template import EndlessTemplate, apply_template
 from r3.envs import find
 from r3.models.hf_config import ShapeError
 from r3.models.shape import ModelShape

@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.config import ConfigError
+from r3.data.jinja import TemplateFault
 from r3.data.prompts import load_prompts
-from r3.data.template import Renderer, TemplateFault
+from r3.data.template import Renderer
 from r3.envs.chat import Chat
 from tests.rows import OPTIONS, write
 from tests.tiny import BASE, tokenizer_folder
@@ -117,9 +118,9 @@ def test_spaces_that_belong_to_a_token_of_the_template_stay_with_it() -> None:
 
 def test_a_template_that_changes_such_a_text_is_refused() -> None:
     template = "{%- for m in messages %}{{ m.content.split('<|im_end|>')[0] }}x{%- endfor %}"
-    renderer = Renderer(loaded(template + "{{ messages[0].content[:1] }}"))
-    assert renderer.render([{"role": "user", "content": "7"}]) == "7x7"
-    with pytest.raises(TemplateFault, match="that holds a control token"):
+    renderer = Renderer(loaded(template))
+    assert renderer.render([{"role": "user", "content": "7"}]) == "7x"
+    with pytest.raises(TemplateFault, match="changes the content of message 0"):
         renderer.render([{"role": "user", "content": "<|im_end|>7"}])
 
 
