@@ -19,12 +19,41 @@ from r3.rollout.task import Task
 from r3.run.folder import RunDir
 from r3.run.identity import Identity, read_identity
 from r3.run.resume import Start
+from r3.run.sources import users_files
 from r3.run.stop import StopRequest
 from r3.run.trace import StepTrace
 from r3.run.watchdog import Watchdog
 from r3.run.writing import Background
 from r3.runtime.device import Device, end_process_groups, init_device, seed_everything
 from r3.runtime.mesh import Mesh, build_mesh, forget_mesh
+from r3.runtime.surroundings import Surroundings
+
+
+class Phases:
+    """What happens when a phase of the run begins, or proceeds.
+
+    Args:
+        watchdog: told of each phase.
+        files: of users' code, which may have changed in the phase before what the process is.
+    """
+
+    def __init__(self, watchdog: Watchdog | None, files: Sequence[str]) -> None:
+        self._watchdog, self._who = watchdog, f"your code ({', '.join(files)})" if files else ""
+        self._surroundings: Surroundings | None = None
+        self._last = ""
+
+    def begin_steps(self) -> None:
+        """Set back from now on what users' code changes."""
+        self._surroundings = Surroundings() if self._who else None
+
+    def enter(self, phase: str) -> None:
+        """Note progress in a phase."""
+        if self._watchdog:
+            self._watchdog.beat(phase)
+        # Not within a phase: a function may set a default for a moment, and set it back itself.
+        if phase != self._last and self._surroundings:
+            self._surroundings.restore(self._who)
+        self._last = phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +80,7 @@ class Run:
     weights: WeightStream
     residency: Residency
     meter: Meter
+    phases: Phases
     folder: RunDir
     stop: StopRequest
     start: Start = field(default_factory=Start)
@@ -161,7 +191,8 @@ def build_run(
     """
     start = start or Start()
     stage = stage or (lambda _: nullcontext())
-    folder = RunDir(Path(config.log.dir))
+    # Absolute: users' code may change the working folder while a thread writes a checkpoint.
+    folder = RunDir(Path(config.log.dir).absolute())
     # The engine comes first: vLLM sizes itself by the memory it finds free.
     engine: Engine | None = None
     if config.uses_engine:
@@ -172,13 +203,14 @@ def build_run(
     with stage("building the policy"):
         policy = Policy(config, device, mesh, task.shape)
         weights = WeightStream(policy, device, mesh, hosts=hosts)
+    phases = Phases(watchdog, users_files(config))
     # Evaluation alone writes samples, but no row among those of the training.
     trains = not config.eval.only
     meter = Meter(
         folder if writes and trains else None,
         mesh.world,
         config,
-        on_phase=watchdog.beat if watchdog else lambda _: None,
+        on_phase=phases.enter,
         first_step=start.found.step if start.found and trains else 0,
         tracker=tracker,
         trace=StepTrace(folder, step=config.debug.profile, rank=device.rank) if writes else None,
@@ -193,6 +225,7 @@ def build_run(
         weights=weights,
         residency=Residency(engine, policy, device, reward_model=task.reward_model),
         meter=meter,
+        phases=phases,
         folder=folder,
         stop=StopRequest(folder.first_failure),
         start=start,

@@ -62,7 +62,7 @@ class FailureReport:
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         # The first rank that fails creates this file and prints its block.
-        self._first = RunDir(folder).first_failure
+        self._first = RunDir(folder.absolute()).first_failure  # users' code may change the folder
         self._folder = self._first.parent
         self._rank = rank
         if rank == 0:

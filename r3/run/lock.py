@@ -129,7 +129,8 @@ def hold(folder: Path, *, stale_s: float = _STALE_S) -> RunLock:
         ConfigError: another run holds the folder, or the folder cannot be written. No byte of the
             folder has changed.
     """
-    path = folder / _NAME
+    # Absolute: users' code may change the working folder.
+    path = folder.absolute() / _NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

@@ -74,6 +74,7 @@ def begin(prepared: Prepared) -> Iterator[Run]:
         settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
         run.meter.header([*settings, *header(config, task, run.mesh, run.device, run.start)])
         prepared.watchdog.begin_steps(prepared.folder, kill_after_s=config.debug.kill_after_s)
+        run.phases.begin_steps()
         with run.meter, run.stop, run.background:
             yield run
     except StoppedEarly as end:

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from r3.config import ConfigError, Problem
+from r3.runtime.surroundings import restored
 from r3.runtime.time_limit import time_limit
 
 # For the imports of a user's file, and the start of a worker's interpreter; a loaded machine needs
@@ -72,7 +73,8 @@ def load(spec: str, *, limit_s: float = START_LIMIT_S) -> Any:
         try:
             late = UserFileError(f"{path} was not imported after {limit_s:g} s")
             run = partial(module_spec.loader.exec_module, module)
-            time_limit(run, limit_s, lambda: late)
+            with restored(str(path)):
+                time_limit(run, limit_s, lambda: late)
             loaded = True
         except SystemExit as error:
             code = error.code if error.code is not None else ""

@@ -1,0 +1,159 @@
+"""What users' code changes for the whole process is set back, and the person hears who did it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from r3.runtime.surroundings import Surroundings
+from r3.runtime.terminal import open_missing
+from r3.runtime.user_code import load
+from tests.world import ROOT
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("torch.set_default_dtype(torch.bfloat16)", "default dtype from torch.float32 to torch.bf"),
+        ("torch.set_default_device('meta')", "default device from cpu to meta"),
+        ("torch.set_grad_enabled(False)", "gradients from True to False"),
+        ("torch.set_num_threads(torch.get_num_threads() + 1)", "torch's threads from"),
+        ("torch.set_float32_matmul_precision('medium')", "matmul precision from highest to medium"),
+        ("torch.use_deterministic_algorithms(True)", "torch's deterministic mode from 0 to 2"),
+        ("numpy.seterr(all='raise')", "numpy's errors from divide=warn"),
+        ("os.chdir('/')", "the working folder from "),
+        ("os.environ['RANK'] = '7'", "variables of the ranks from RANK=None to RANK=7"),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = ''", "variables of the ranks from CUDA_VISIBLE"),
+        ("locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')", "the locale from "),
+        ("signal.signal(signal.SIGTERM, print)", "signal handlers from SIGTERM="),
+    ],
+)
+def test_a_file_that_changes_the_process_when_it_is_imported_is_undone(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"import locale, os, signal, numpy, torch\n{line}\ndef f(response, prompt): return 1.0\n"
+    )
+    before = Surroundings()
+    try:
+        assert load(f"{file}:f")("", None) == 1.0
+        text = capsys.readouterr().err
+        assert text.startswith(f"note: {file} changed ") and said in text
+        assert text.endswith("; R3 has set it back\n") and text.count("note:") == 1
+        before.restore("this test")
+        assert capsys.readouterr().err == "", "nothing was left to set back"
+    finally:
+        before.restore("this test")
+
+
+def test_what_a_thread_changed_is_set_back_and_said_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept = Surroundings()
+    for _ in range(2):
+        thread = threading.Thread(target=torch.set_default_dtype, args=(torch.float64,))
+        thread.start()
+        thread.join()
+        kept.restore("your code (mine.py)")
+        assert torch.get_default_dtype() is torch.float32
+    assert capsys.readouterr().err.count("your code (mine.py) changed torch's default dtype") == 1
+
+
+def test_a_folder_that_users_code_removed_is_left(tmp_path: Path) -> None:
+    kept, gone = Surroundings(), tmp_path / "gone"
+    before = Path.cwd()
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    kept.restore("your code")
+    assert Path.cwd() == before
+
+
+_SAYS = """
+import sys, time
+from r3.runtime.terminal import own_streams, say
+own_streams()
+time.sleep(float(sys.argv[1]))  # until the reader has left
+print("of users' code")
+say("to stdout")
+say("\\ud800 \\N{SNOWMAN}", error=True)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    "console",
+    ["a reader that leaves", "a full disk", "closed", "one that shows ASCII only"],
+)
+def test_a_console_that_takes_no_line_ends_no_program(console: str, tmp_path: Path) -> None:
+    """The exit code is the program's own, and no traceback is shown."""
+    (tmp_path / "says.py").write_text(_SAYS)
+    says = f"{sys.executable} says.py"
+    command = {
+        "a reader that leaves": f"({says} 1; echo $? >code) 2>errors | true",
+        "a full disk": f"({says} 0; echo $? >code) >/dev/full 2>/dev/full",
+        "closed": f"({says} 0; echo $? >code) <&- >&- 2>&-",
+        "one that shows ASCII only": f"(PYTHONIOENCODING=ascii {says} 0; echo $? >code) 2>errors",
+    }[console]
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, timeout=60)
+    assert (tmp_path / "code").read_text() == "7\n"
+    errors = tmp_path / "errors"
+    assert "Traceback" not in (errors.read_text() if errors.exists() else "")
+
+
+def test_streams_that_were_closed_are_no_file_of_the_run(tmp_path: Path) -> None:
+    """Without, the lock of the folder would be the console."""
+    text = (
+        "import os, sys\n"
+        "from r3.runtime.terminal import own_streams, say\n"
+        "own_streams()\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "say('a line')\n"
+        "os.write(2, b'another')\n"
+        "file.write('its own')\n"
+    )
+    command = f'{sys.executable} -c "$0" "$1" <&- >&- 2>&-'
+    file = tmp_path / "file"
+    subprocess.run(["bash", "-c", command, text, file], cwd=ROOT, timeout=60, check=True)
+    assert file.read_text() == "its own"
+    open_missing()  # with all open, it changes nothing
+
+
+_REDIRECTS = """
+import contextlib, io, sys, threading
+from r3.runtime.terminal import own_streams, say
+own_streams()
+first, second = threading.Barrier(2), threading.Barrier(2)
+def grader(is_last):
+    with contextlib.redirect_stdout(io.StringIO()):
+        first.wait()
+        if is_last:
+            second.wait()
+    if not is_last:
+        second.wait()
+threads = [threading.Thread(target=grader, args=(each,)) for each in (False, True)]
+threads[0].start()
+while not isinstance(sys.stdout, io.StringIO):
+    pass
+threads[1].start()
+for each in threads:
+    each.join()
+assert isinstance(sys.stdout, io.StringIO), "left by the threads"
+say("done")
+"""
+
+
+def test_functions_that_catch_stdout_in_threads_lose_nothing_of_ours() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _REDIRECTS], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("done\n", "")
