@@ -19,6 +19,8 @@ from tests.world import ROOT
 STEPS = 4
 # Evaluation is left out and every step is saved: a fault then meets a save as often as a step.
 FLAGS = ("--eval.path", "", "--checkpoint.every", "1", "--train.steps", str(STEPS))
+# A function with a pool that nobody closes, and faults of its own.
+REWARD = ("--reward.function", f"{ROOT}/tests/faults/reward.py:reward")
 _LIMIT_S = 300.0  # of one start, which takes 30 s on two idle cores
 
 
@@ -75,6 +77,20 @@ class Attempt:
             self.kill()
             raise Unexpected(f"not done after {_LIMIT_S:.0f} s:\n{self.text[-3000:]}") from None
 
+    def require_gone(self) -> None:
+        """Raise Unexpected if a process that the run started, at any depth, lives on."""
+        until = time.monotonic() + 10
+        while left := [each for each in psutil.process_iter() if self._started(each)]:
+            if time.monotonic() > until:
+                raise Unexpected(f"{left} live on")
+            time.sleep(0.1)
+
+    def _started(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("R3_FAULTS") == str(self.folder)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            return False
+
     def kill(self) -> None:
         """Kill launcher and ranks."""
         family = self.family() if self.process.poll() is None else []
@@ -119,7 +135,7 @@ def launch(
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | QUIET_THREADS,
+            env=os.environ | QUIET_THREADS | {"R3_FAULTS": str(folder)},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from tests.faults.attempts import (
+    REWARD,
     STEPS,
     Attempt,
     Unexpected,
@@ -31,7 +32,7 @@ from tests.faults.attempts import (
 
 _MOST_STARTS = 5
 # A hang is ended after so many seconds; phases of an undisturbed run are far shorter.
-_WATCHDOG = ("--debug.stall_s", "15", "--debug.kill_after_s", "30")
+_FLAGS = ("--debug.stall_s", "15", "--debug.kill_after_s", "30", *REWARD)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,30 @@ def _stop_rank(attempt: Attempt, chance: random.Random) -> None:
     attempt.rank(chance.randrange(2)).suspend()
 
 
+def _hang_reward(attempt: Attempt, chance: random.Random) -> None:
+    Path(f"{attempt.folder}.regex.{chance.randrange(2)}").touch()
+
+
+def _hang_up(attempt: Attempt, chance: random.Random) -> None:
+    attempt.process.send_signal(signal.SIGHUP)
+
+
+def _interrupt_twice(attempt: Attempt, chance: random.Random) -> None:
+    attempt.process.send_signal(signal.SIGINT)
+    time.sleep(chance.uniform(0.1, 2.0))
+    attempt.process.send_signal(signal.SIGINT)
+
+
+def _pause(attempt: Attempt, chance: random.Random) -> None:
+    """Stop launcher, ranks and watchers for longer than a stall takes, then let them go on."""
+    family = attempt.family()
+    for process in family:
+        process.suspend()
+    time.sleep(chance.uniform(16.0, 40.0))
+    for process in family:
+        process.resume()
+
+
 def _flip_bit(attempt: Attempt, chance: random.Random) -> None:
     """Kill the run, then flip one bit anywhere in its newest checkpoint."""
     attempt.kill()
@@ -91,6 +116,10 @@ FAULTS: dict[str, Callable[[Attempt, random.Random], None]] = {
     "SIGUSR1 to a rank": _signal_rank,
     "SIGTERM to the launcher": _signal_launcher,
     "SIGSTOP of a rank": _stop_rank,
+    "a regular expression without end in the reward function of a rank": _hang_reward,
+    "SIGHUP to the launcher": _hang_up,
+    "Ctrl-C twice": _interrupt_twice,
+    "SIGSTOP of all, SIGCONT": _pause,
     "one bit of the newest checkpoint": _flip_bit,
 }
 
@@ -110,7 +139,7 @@ def soak(
     """
     began = time.monotonic()
     straight = root / "straight"
-    finish(straight, *_WATCHDOG)
+    finish(straight, *_FLAGS)
     duration_s = time.monotonic() - began
     say(f"the undisturbed run took {duration_s:.0f} s")
     ended: list[Ended] = []
@@ -138,7 +167,7 @@ def _disturbed(number: int, seed: int, root: Path, straight: Path, duration_s: f
     restarts = chance.choice((0, 3))  # of the launcher; without, the run is started by hand
     folder = root / f"run_{number:03d}"
     began = time.monotonic()
-    attempt = launch(folder, *_WATCHDOG, restarts=restarts)
+    attempt = launch(folder, *_FLAGS, restarts=restarts)
     moment = f"{later_s:.1f} s after {f'step {steps}' if steps else 'the start'}"
     struck = False
     attempt.wait_for_rows(steps)
@@ -154,10 +183,11 @@ def _disturbed(number: int, seed: int, root: Path, straight: Path, duration_s: f
         starts += 1
         if starts > _MOST_STARTS:
             raise Unexpected(f"run {number}, {fault}: {_MOST_STARTS} starts:\n{attempt.text}")
-        attempt = launch(folder, *_WATCHDOG, restarts=restarts)
+        attempt = launch(folder, *_FLAGS, restarts=restarts)
     try:
         require_equal(folder, straight)
     except Unexpected as error:
         raise Unexpected(f"run {number}, {fault} {moment}, {starts} starts: {error}") from None
+    attempt.require_gone()
     shutil.rmtree(folder)
     return Ended(number, fault, moment, struck, starts, time.monotonic() - began)

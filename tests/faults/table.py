@@ -16,6 +16,7 @@ import psutil
 
 from tests.faults.attempts import (
     FLAGS,
+    REWARD,
     Attempt,
     Unexpected,
     finish,
@@ -28,6 +29,7 @@ from tests.faults.disk import FullDisk, own_disk
 from tests.nodes import no_nodes, two_nodes
 from tests.runs import QUIET_THREADS, rows_of
 from tests.slurm.cluster import cluster, missing
+from tests.world import ROOT
 
 _AT = 2  # rows that a run has written when its fault strikes
 
@@ -159,16 +161,105 @@ def _stopped(place: Place, send: Callable[[Attempt], None]) -> Outcome:
 
 
 def _rank_hangs(place: Place) -> Outcome:
-    limits = ("--debug.stall_s", "5", "--debug.kill_after_s", "10")
-    with _running(place, *limits, restarts=2) as attempt:
+    with _running(place, *_LIMITS, restarts=2) as attempt:
         reached = rows_written(place.folder)
         attempt.rank(1).suspend()
         if attempt.end():
             raise Unexpected(attempt.text[-3000:])
     require_equal(place.folder, place.straight)
-    _line(attempt.text, "rank 1", "LAGS by")
-    seen = _line(attempt.text, "no rank made progress")
+    seen = _line(attempt.text, "no rank made progress", "rank 1", "is stopped")
     return Outcome(seen, _lost(attempt, reached), _BY_ITSELF)
+
+
+_LIMITS = ("--debug.stall_s", "5", "--debug.kill_after_s", "10")
+
+
+def _calm(place: Place) -> Path:
+    """An undisturbed run with the reward function that makes faults."""
+    folder = place.straight.with_name("calm")
+    if not folder.exists():
+        finish(folder, *REWARD)
+    return folder
+
+
+def _reward_hangs(place: Place) -> Outcome:
+    calm = _calm(place)
+    with _running(place, *_LIMITS, *REWARD, restarts=2) as attempt:
+        reached = rows_written(place.folder)
+        Path(f"{place.folder}.regex.1").touch()
+        if attempt.end():
+            raise Unexpected(attempt.text[-3000:])
+    require_equal(place.folder, calm)
+    attempt.require_gone()
+    report = _line(attempt.text, "rank 1 made no progress", "it runs your code, regex")
+    _line(attempt.text, "rank 1 ends", "it runs your code, regex")
+    return Outcome(report.replace(f"{ROOT}/", ""), _lost(attempt, reached), _BY_ITSELF)
+
+
+def _pool_left(place: Place) -> Outcome:
+    calm = _calm(place)
+    with _running(place, *REWARD, restarts=3) as attempt:
+        reached = rows_written(place.folder)
+        attempt.rank(0).kill()
+        if attempt.end():
+            raise Unexpected(attempt.text[-3000:])
+    require_equal(place.folder, calm)
+    attempt.require_gone()
+    seen = f"resuming from {Path(_line(attempt.text, 'resuming from')).name}"
+    return Outcome(f"{seen}; the pool ends with its rank", _lost(attempt, reached), _BY_ITSELF)
+
+
+def _users_changes(place: Place) -> Outcome:
+    calm = _calm(place)
+    Path(f"{place.folder}.changes").touch()
+    attempt = finish(place.folder, *REWARD)
+    require_equal(place.folder, calm)
+    seen = _line(attempt.text, "changed torch's default dtype").replace(f"{ROOT}/", "")
+    for what in ("the working folder", "numpy's errors"):
+        _line(attempt.text, f"changed {what}")
+    _line(attempt.text, "done")
+    return Outcome(
+        f"{seen}; others alike", "nothing", "weights and rows equal the undisturbed run's"
+    )
+
+
+def _hung_up(place: Place) -> Outcome:
+    return _stopped(place, lambda attempt: attempt.process.send_signal(signal.SIGHUP))
+
+
+def _interrupted_twice(place: Place) -> Outcome:
+    with _running(place) as attempt:
+        ranks = attempt.family()[1:]
+        attempt.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        began = time.monotonic()
+        attempt.process.send_signal(signal.SIGINT)
+        if (code := attempt.end()) != 130:
+            raise Unexpected(f"exit code {code}, not 130:\n{attempt.text[-3000:]}")
+        seconds = time.monotonic() - began
+        if psutil.wait_procs(ranks, timeout=10)[1] or seconds > 20:
+            raise Unexpected(f"{seconds:.0f} s:\n{attempt.text[-3000:]}")
+    seen = attempt.text.strip().splitlines()[-1].replace(str(place.folder), "RUN_DIR")
+    if "SIGINT" not in seen or "death signal" in attempt.text:
+        raise Unexpected(attempt.text[-3000:])
+    return Outcome(seen, _resumed(place, rows_written(place.folder)), _BY_HAND)
+
+
+def _reader_leaves(place: Place) -> Outcome:
+    return _silent(place, '"$0" "$@" 2>&1 | head -n 1')
+
+
+def _console_full(place: Place) -> Outcome:
+    return _silent(place, 'exec "$0" "$@" >/dev/full 2>&1')
+
+
+def _silent(place: Place, shell: str) -> Outcome:
+    """A run whose lines cannot be written."""
+    attempt = launch(place.folder, prefix=("sh", "-c", shell))
+    if code := attempt.end():
+        raise Unexpected(f"exit code {code}:\n{attempt.text[-3000:]}")
+    require_equal(place.folder, place.straight)
+    return Outcome("nothing: the lines are dropped", "nothing", "the run goes on to its end")
 
 
 def _bit_flipped(place: Place) -> Outcome:
@@ -399,6 +490,26 @@ TABLE = (
     Fault("term-launcher", "SIGTERM to the launcher", _launcher_terminated),
     Fault("usr1-rank", "SIGUSR1 to a rank", _rank_signalled),
     Fault("hang", "a rank hangs (SIGSTOP), `MAX_RESTARTS=2`", _rank_hangs),
+    Fault(
+        "regex",
+        "a regular expression in a reward function never ends, on one of two ranks, "
+        "`MAX_RESTARTS=2`",
+        _reward_hangs,
+    ),
+    Fault(
+        "pool",
+        "SIGKILL of a rank whose reward file keeps a `ProcessPoolExecutor`, `MAX_RESTARTS=3`",
+        _pool_left,
+    ),
+    Fault(
+        "changes",
+        "a reward function changes torch's default dtype, the folder, `sys.stdout`, seeds",
+        _users_changes,
+    ),
+    Fault("hangup", "SIGHUP to the launcher (the terminal is closed)", _hung_up),
+    Fault("interrupt", "Ctrl-C twice", _interrupted_twice),
+    Fault("reader", "the reader of the console leaves (`\\| head -n 1`)", _reader_leaves),
+    Fault("console", "the disk of the console's file is full", _console_full),
     Fault("same-failure", "one step fails again and again, `MAX_RESTARTS=3`", _same_failure),
     Fault("bit", "one bit of a shard of the newest checkpoint flips", _bit_flipped),
     Fault("missing", "a file of the newest checkpoint is missing", _file_missing),
