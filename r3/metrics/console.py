@@ -119,6 +119,8 @@ def notes(row: Mapping[str, float]) -> list[str]:
     """What a person should know of a row and the table does not show."""
     coverage = row.get("routing/coverage", 1.0)
     found = [] if coverage == 1.0 else [f"coverage {share_text(coverage)}: routes are missing"]
+    if dropped := row.get("env/dropped", 0.0) + row.get("reward/dropped", 0.0):
+        found.append(f"{dropped:.0f} samples dropped")
     figures = list(headlines(row).values())
     for key in sorted(row):
         if key.startswith(_EVAL) and key not in (_EVAL, *figures[:1]):

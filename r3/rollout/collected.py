@@ -22,6 +22,7 @@ class CollectedRollouts:
         parts: values of each component by (group, sample_index), where functions were called.
         metrics: partials of the conversations themselves.
         suspended: conversations that the token budget interrupted.
+        dropped: why conversations were left out, each with its name.
     """
 
     rollouts: list[Rollout]
@@ -29,6 +30,7 @@ class CollectedRollouts:
     parts: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     suspended: tuple[SuspendedConversation, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     def values_of(self, component: str) -> list[float]:
         """Return the value of a component for each rollout; its reward where there is none.

@@ -123,16 +123,29 @@ class Rewarding:
 
     def collected(self) -> tuple[list[Rollout], list[float], dict[tuple[int, int], Any]]:
         """Return all rollouts, their rewards, and the parts of those that functions scored."""
-        keys = sorted(self._rollouts)
-        if self._scorer.on_error == "drop" and not self._keep_failed:
-            failed = {key for key, result in self._results.items() if result.failure}
-            keys = [key for key in keys if key not in failed]
+        dropped = self._dropped_keys
+        keys = [key for key in sorted(self._rollouts) if key not in dropped]
         names = {key: (each[0].group, each[0].sample_index) for key, each in self._rollouts.items()}
         return (
             [rollout for key in keys for rollout in self._rollouts[key]],
             [reward for key in keys for reward in self._rewards[key]],
             {names[key]: self._results[key].parts for key in keys if key in self._results},
         )
+
+    @property
+    def _dropped_keys(self) -> list[int]:
+        if self._scorer.on_error != "drop" or self._keep_failed:
+            return []
+        return [key for key, result in self._results.items() if result.failure]
+
+    @property
+    def dropped(self) -> list[str]:
+        """Why conversations were left out, each with its name."""
+        named = [(self._rollouts[key][-1], self._results[key]) for key in self._dropped_keys]
+        return [
+            f"prompt {rollout.prompt_id}, sample {rollout.sample_index}: {result.failure}"
+            for rollout, result in named
+        ]
 
     def source_metrics(self) -> dict[str, Any]:
         """Partials of who gave the rewards."""

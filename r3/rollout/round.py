@@ -65,7 +65,7 @@ class Round:
         self._keys = itertools.count()
         self.episodes: list[Episode] = []
         self._num_over = 0  # episodes that ended or were suspended since the last `advance`
-        self._num_dropped = 0
+        self._dropped: list[str] = []
         samples = [(group, each) for group in prompts for each in range(samples_per_prompt)]
         self._rewarding = Rewarding(
             scorer,
@@ -159,6 +159,7 @@ class Round:
             parts=parts,
             metrics=metrics,
             suspended=tuple(suspended),
+            dropped=(*self._dropped, *self._rewarding.dropped),
         )
 
     def _add(
@@ -199,7 +200,7 @@ class Round:
             )
         rollouts = episode.rollouts()
         if not rollouts or (episode.failure and on_error == "drop" and not rules.keep_failed):
-            self._num_dropped += 1
+            self._dropped.append(f"{episode.who}: the {episode.kind} failed ({episode.failure})")
             return True
         if episode.failure:
             self._rewarding.fail(episode.key, rollouts)
@@ -230,7 +231,7 @@ class Round:
             **call_metrics(
                 counts,
                 failed=sum(bool(each.failure) for each in self.episodes),
-                dropped=self._num_dropped,
+                dropped=len(self._dropped),
             ),
             **overlap_metrics([each.transcript.differing for each in sequences]),
             **self._rewarding.source_metrics(),

@@ -120,12 +120,13 @@ class DroppedError(RuntimeError):
     """Too few groups are left to train on: environments or reward functions failed."""
 
 
-def require_groups(rewards: Rewards, *, step: int, sampled: int, needed: int) -> None:
+def require_groups(rewards: Rewards, *, step: int, sampled: int, needed: int, failure: str) -> None:
     """Check that enough groups are left for the updates of a step.
 
     Args:
         sampled: groups of the step before conversations that failed were dropped.
         needed: updates of the step; a group is not split over several.
+        failure: why the first of them failed.
 
     Raises:
         DroppedError: fewer groups are left.
@@ -134,7 +135,7 @@ def require_groups(rewards: Rewards, *, step: int, sampled: int, needed: int) ->
         raise DroppedError(
             f"step {step}: {left} of {sampled} groups are left, and train.updates_per_step = "
             f"{needed} needs as many.\n  The others were dropped because their environment or "
-            "reward failed. Set env.on_error and reward.on_error to stop to see the first failure."
+            f"reward failed. The first failure:\n  {failure}"
         )
 
 

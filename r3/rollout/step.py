@@ -7,7 +7,6 @@ token budget groups that earlier steps began are continued (`r3.rollout.partial`
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint,
 from r3.rollout.scored import Rewards, gather_rewards, require_groups
 from r3.rollout.task import Task
 from r3.runtime.mesh import Mesh
+from r3.runtime.terminal import say
 from r3.types import Prompt
 
 _DROPPED = "rollout/dropped_by_budget"
@@ -70,6 +70,7 @@ class RolloutSource:
         self._partial = PartialRollouts()
         self._prompts_taken = 0  # with dynamic sampling, on all ranks
         self._flat_steps, self._said_flat, self._said_endless = 0, False, False
+        self._most_dropped = 0  # samples of one step
         self._collector = Collector(
             engine=engine,
             mesh=mesh,
@@ -144,14 +145,35 @@ class RolloutSource:
         self._said_flat = True
         since = f", as in the {self._flat_steps - 1} steps before" if again else ""
         groups = len(rewards.groups_R.unique())
-        print(
+        say(
             f"step {step}: all {groups} groups have equal rewards{since}: rewards taught nothing. "
             "The questions are all solved or all out of reach, or the reward function gives one "
             "value. See reward/group_zero_std_frac, the samples (python -m r3.show), and "
             "algo.dynamic_sampling",
-            file=sys.stderr,
-            flush=True,
+            error=True,
         )
+
+    def _say_dropped(self, step: int, collected: CollectedRollouts, groups: int) -> str:
+        """Say how many samples were dropped and why the first was, if more than before were.
+
+        All ranks must call.
+
+        Returns:
+            Why the first one was dropped; "" if none was.
+        """
+        if "drop" not in (self._config.env.on_error, self._config.reward.on_error):
+            return ""
+        world = self._mesh.world
+        dropped = [each for part in world.all_gather_object(collected.dropped) for each in part]
+        if len(dropped) >= 2 * self._most_dropped + 1:
+            self._most_dropped = len(dropped)
+            if world.rank == 0:
+                say(
+                    f"step {step}: {len(dropped)} of {groups * self._config.rollout.group_size} "
+                    f"samples were dropped (on_error drop). The first: {dropped[0]}",
+                    error=True,
+                )
+        return dropped[0] if dropped else ""
 
     def _one_round(self, step: int, on_rollout: Callable[[], None]) -> StepRollouts:
         """Sample the prompts of the step, and train on all of them."""
@@ -161,7 +183,14 @@ class RolloutSource:
         )
         collected = self._round(step, prompts, on_rollout)
         rewards = gather_rewards(collected, self._mesh.world, config)
-        require_groups(rewards, step=step, sampled=count, needed=config.train.updates_per_step)
+        failure = self._say_dropped(step, collected, config.rollout.prompts_per_step)
+        require_groups(
+            rewards,
+            step=step,
+            sampled=count,
+            needed=config.train.updates_per_step,
+            failure=failure,
+        )
         metrics = (collected.metrics, rollout_metrics(collected), self._reported(rewards))
         return StepRollouts(rollouts=collected, rewards=rewards, metrics=metrics)
 
@@ -175,7 +204,7 @@ class RolloutSource:
         if self._said_endless and not self._mesh.world.rank:
             limit = f"rollout.max_response_tokens {self._config.rollout.max_response_tokens}"
             note = without_end(sum(map(len, everybody)), limit, self._task.conversation_setup)
-            print(f"step {step}: {note}", file=sys.stderr, flush=True)
+            say(f"step {step}: {note}", error=True)
 
     def _reported(self, rewards: Rewards) -> dict[str, Any]:
         """Partials of rewards, which all ranks have, on the rank that reports them."""
@@ -229,6 +258,7 @@ class RolloutSource:
                 self._task.prompts, seed=config.train.seed, start=taken + sampled, count=missing
             )
             rounds.append(self._round(step, prompts, on_rollout, first_group=sampled))
+            self._say_dropped(step, rounds[-1], missing)
             gathered.append(gather_rewards(rounds[-1], mesh.world, config))
             sampled += missing
             found = gathered[-1]
@@ -303,6 +333,7 @@ class RolloutSource:
             )
             self._warn_without_end(step, collected)
             rounds.append(collected)
+            self._say_dropped(step, collected, count)
             suspended = resumable(
                 collected.suspended, step=step, max_staleness=rollout.max_staleness
             )

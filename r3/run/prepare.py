@@ -33,6 +33,7 @@ from r3.runtime.algorithm import AlgorithmError
 from r3.runtime.device import prepare_environment
 from r3.runtime.process import die_with_launcher
 from r3.runtime.terminal import say
+from r3.runtime.user_code import START_LIMIT_S
 
 _MISTAKES = (
     *(AlgorithmError, CheckpointError, ConfigError, DataError),
@@ -80,13 +81,14 @@ def prepare(invocation: Invocation) -> Prepared | None:
     config, check = invocation.config, invocation.check
     require_engines_within_machines(config)
     run_dir = RunDir(Path(config.log.dir))
+    limit_s = 2 * config.debug.kill_after_s
     watchdog = Watchdog(
         int(os.environ.get("RANK", "0")),
         int(os.environ.get("WORLD_SIZE", "1")),
         stall_s=config.debug.stall_s,
         # A part of the start shows no progress in between, so it may take twice as long as one of
-        # a step.
-        kill_after_s=2 * config.debug.kill_after_s,
+        # a step. Imports and rows come from disks that may be slow.
+        kill_after_s=limit_s and max(limit_s, START_LIMIT_S),
     )
     with ExitStack() as undo:
         watchdog.start()
@@ -130,6 +132,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
         undo.pop_all()  # `begin` closes them
     prepare_environment()  # the caller imports Megatron-Core next
     watchdog.beat("importing Megatron-Core")
+    watchdog.watch(kill_after_s=limit_s)
     return Prepared(
         invocation=invocation,
         task=task,

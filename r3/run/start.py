@@ -73,9 +73,9 @@ def begin(prepared: Prepared) -> Iterator[Run]:
         base, *differences = prepared.invocation.differences
         settings = [f"settings   {base}", *(f"         {each}" for each in differences)]
         run.meter.header([*settings, *header(config, task, run.mesh, run.device, run.start)])
-        prepared.watchdog.begin_steps(prepared.folder, kill_after_s=config.debug.kill_after_s)
-        run.phases.begin_steps()
+        prepared.watchdog.watch(prepared.folder, kill_after_s=config.debug.kill_after_s)
         with run.meter, run.stop, run.background:
+            run.phases.begin_steps()
             yield run
     except StoppedEarly as end:
         if stopped is not None:

@@ -83,8 +83,8 @@ class Watchdog:
         phases = last.phases + (phase != last.phase)
         self._note(replace(last, phase=phase, phases=phases, at=time.monotonic()))
 
-    def begin_steps(self, run_dir: RunDir | None, *, kill_after_s: float) -> None:
-        """Watch by another limit from now on, with heartbeats in the folder of the run."""
+    def watch(self, run_dir: RunDir | None = None, *, kill_after_s: float) -> None:
+        """Watch by another limit from now on; with a folder, write heartbeats there."""
         folder = str(run_dir.path.absolute()) if run_dir else ""
         self._note(replace(self._last, folder=folder, kill_after_s=kill_after_s))
 

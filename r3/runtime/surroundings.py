@@ -98,7 +98,7 @@ class Surroundings:
         self._said: set[str] = set()
 
     def restore(self, who: str) -> None:
-        """Set back what has changed, and say so once for each thing.
+        """Set back what has changed; rank 0 says so once for each thing.
 
         Args:
             who: whose code ran meanwhile.
@@ -106,7 +106,7 @@ class Surroundings:
         for name, (get, put) in self._things.items():
             if (now := get()) != (kept := self._kept[name]):
                 put(kept)
-                if name not in self._said:
+                if name not in self._said and os.environ.get("RANK", "0") == "0":
                     self._said.add(name)
                     text = f"note: {who} changed {name} from {_of(kept, now)} to {_of(now, kept)}"
                     say(f"{text}; R3 has set it back", error=True)

@@ -38,7 +38,7 @@ def changes() -> None:
     torch.manual_seed(int(torch.rand(()) * 1000))
     torch.set_default_dtype(torch.bfloat16)
     torch.set_grad_enabled(False)
-    np.seterr(all="raise")
+    np.seterr(all="raise")  # of this thread
     os.chdir("/")
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (as of a grader that forgets it)

@@ -215,12 +215,11 @@ def _users_changes(place: Place) -> Outcome:
     attempt = finish(place.folder, *REWARD)
     require_equal(place.folder, calm)
     seen = _line(attempt.text, "changed torch's default dtype").replace(f"{ROOT}/", "")
-    for what in ("the working folder", "numpy's errors"):
+    for what in ("the working folder", "the locale"):
         _line(attempt.text, f"changed {what}")
     _line(attempt.text, "done")
-    return Outcome(
-        f"{seen}; others alike", "nothing", "weights and rows equal the undisturbed run's"
-    )
+    goes_on = "the run goes on; weights and rows equal the undisturbed run's"
+    return Outcome(f"{seen}; others alike", "nothing", goes_on)
 
 
 def _hung_up(place: Place) -> Outcome:

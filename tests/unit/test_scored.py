@@ -226,9 +226,12 @@ def test_a_step_of_dropped_rollouts_ends_with_the_reason(rewards: tuple[float, .
         rollouts=random_rollouts(SHAPE, (9, 30)[: len(rewards)]), rewards=list(rewards)
     )
     gathered = gather_rewards(collected, ALONE, CONFIG)
-    with pytest.raises(DroppedError, match=rf"step 4: {len(rewards) // 2} of 8 groups are left"):
-        require_groups(gathered, step=4, sampled=8, needed=2)
-    require_groups(gathered, step=4, sampled=8, needed=len(rewards) // 2)
+    why = "prompt 3, sample 1: the environment failed (KeyError: 'city')"
+    with pytest.raises(DroppedError) as error:
+        require_groups(gathered, step=4, sampled=8, needed=2, failure=why)
+    assert f"step 4: {len(rewards) // 2} of 8 groups are left" in str(error.value)
+    assert str(error.value).endswith(f"The first failure:\n  {why}")
+    require_groups(gathered, step=4, sampled=8, needed=len(rewards) // 2, failure="")
 
 
 # --- episodes of several sequences --------------------------------------------------------------

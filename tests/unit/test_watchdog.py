@@ -127,8 +127,8 @@ def test_heartbeats_name_the_rank_that_lags(said: Said, tmp_path: Path) -> None:
         Watchdog(1, 3, stall_s=4.0) as behind,
         Watchdog(0, 3, stall_s=STALL_S, says=said.descriptor) as ahead,
     ):
-        behind.begin_steps(run_dir, kill_after_s=0.0)
-        ahead.begin_steps(run_dir, kill_after_s=0.0)
+        behind.watch(run_dir, kill_after_s=0.0)
+        ahead.watch(run_dir, kill_after_s=0.0)
         for phase in ("sync", "generate"):
             behind.beat(phase)
         for phase in ("sync", "generate", "generate", "train"):
@@ -166,7 +166,7 @@ def test_a_heartbeat_that_is_no_longer_written_is_told_apart(said: Said, tmp_pat
     }
     write_json(run_dir.heartbeat(1), dead)
     with Watchdog(0, 2, stall_s=STALL_S, says=said.descriptor) as watchdog:
-        watchdog.begin_steps(run_dir, kill_after_s=0.0)
+        watchdog.watch(run_dir, kill_after_s=0.0)
         report = said.wait_for("end of report")
     assert "heartbeat 100 s old: its process or its machine is gone" in report
 
@@ -174,7 +174,7 @@ def test_a_heartbeat_that_is_no_longer_written_is_told_apart(said: Said, tmp_pat
 def test_a_disk_that_refuses_heartbeats_does_not_end_the_watch(said: Said, tmp_path: Path) -> None:
     (tmp_path / "heartbeats").write_text("a file where the folder should be")
     with Watchdog(0, 2, stall_s=STALL_S, says=said.descriptor) as watchdog:
-        watchdog.begin_steps(RunDir(tmp_path), kill_after_s=0.0)
+        watchdog.watch(RunDir(tmp_path), kill_after_s=0.0)
         report = said.wait_for("end of report")
     assert report.count("cannot write its heartbeat") == 1
     assert "in phase 'start'" in report
@@ -199,10 +199,10 @@ from r3.runtime.workers import Pool, Threads
 folder, rank, function = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 run_dir, done = RunDir(folder), folder / "done"
 with Watchdog(rank, 2, stall_s=0.5, kill_after_s=60.0) as watchdog:
-    watchdog.begin_steps(run_dir, kill_after_s=0.0)
+    watchdog.watch(run_dir, kill_after_s=0.0)
     while not all(run_dir.heartbeat(each).exists() for each in range(2)):
         time.sleep(0.01)
-    watchdog.begin_steps(run_dir, kill_after_s=1.5)
+    watchdog.watch(run_dir, kill_after_s=1.5)
     watchdog.beat("generate")
     if rank == 1 and function == "works":
         for _ in range(40):
