@@ -201,6 +201,7 @@ run_dir, done = RunDir(folder), folder / "done"
 with Watchdog(rank, 2, stall_s=0.5, kill_after_s=60.0) as watchdog:
     watchdog.watch(run_dir, kill_after_s=0.0)
     while not all(run_dir.heartbeat(each).exists() for each in range(2)):
+        watchdog.beat("start")
         time.sleep(0.01)
     watchdog.watch(run_dir, kill_after_s=1.5)
     watchdog.beat("generate")
