@@ -53,6 +53,7 @@ class Prompt:
         messages: the conversation so far.
         tokens_T: the conversation in the chat template, with the generation prompt.
         answer: the reference answer; empty if the row has none.
+        answers: all accepted answers, if the row lists several; `answer` is the first.
         metadata: other columns of the row, for rewards and environments.
         spans: (first, end) of the tokens to learn in supervised training, where `tokens_T` is the
             whole conversation; empty otherwise.
@@ -66,6 +67,12 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     spans: tuple[tuple[int, int], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    answers: tuple[str, ...] = ()
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """The accepted answers, at least one."""
+        return self.answers or (self.answer,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

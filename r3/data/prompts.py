@@ -161,7 +161,7 @@ def _compared(prompt: Prompt, columns: Columns) -> tuple[Any, ...]:
     """What duplicates have in common."""
     names = prompt.metadata if columns.compared is None else columns.compared
     read = {name: prompt.metadata[name] for name in sorted(names) if name in prompt.metadata}
-    return prompt.tokens_T, prompt.answer, repr(read)
+    return prompt.tokens_T, prompt.accepted, repr(read)
 
 
 def prompts_of_step(dataset: Dataset, *, seed: int, step: int, count: int) -> list[Prompt]:
@@ -251,7 +251,7 @@ def _prompts(
             spans: list[tuple[int, int]] = []
             try:
                 if finder is not None:
-                    tokens, spans = finder.find(row.messages, row.answer, offered)
+                    tokens, spans = finder.find(row.messages, row.answers[0], offered)
                 else:
                     tokens = together[index] if together else tokenise([row])[0]
             except TemplateFault as error:
@@ -268,7 +268,8 @@ def _prompts(
                 id=f"{label}:{row.number}",
                 messages=row.messages,
                 tokens_T=tuple(tokens),
-                answer=row.answer,
+                answer=row.answers[0],
+                answers=row.answers,
                 metadata=row.columns,
                 spans=tuple(spans),
                 tools=tuple(offered),

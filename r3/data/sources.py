@@ -14,17 +14,20 @@ heavy until a source needs it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from r3.config import Config, EvalSet
 from r3.config.arguments import argument_value, arguments_fault
 from r3.data.conversation import MessageFault, is_learned, read_messages, read_tools
+from r3.data.numbers import final_number
 from r3.types import Message
 
 _GYM_SIZE = 1000
@@ -68,13 +71,14 @@ class Row:
 
     Attributes:
         number: counts from 1: lines of a JSONL file, blank ones included, else rows.
+        answers: the accepted answers, at least one; "" if the row has none.
         columns: all other columns.
     """
 
     source: str
     number: int
     messages: tuple[Message, ...]
-    answer: str
+    answers: tuple[str, ...]
     tools: tuple[Mapping[str, Any], ...]
     columns: Mapping[str, Any]
 
@@ -400,30 +404,36 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
         elif columns.system_prompt:
             messages = ({"role": "system", "content": columns.system_prompt}, *messages)
 
+    answers: tuple[str, ...] = ()
     answer: Any = _look_up(content, columns.answer) if columns.answer else ""
     if answer is _ABSENT:
         another = f"add the column, or name another with --{columns.section}.answer_key"
         fault(columns.answer, missing(), another)
-    elif not isinstance(answer, str):
-        fault(
-            columns.answer,
-            f"is a {type(answer).__name__}, not a string",
-            "put the answer in quotes",
-        )
-    elif columns.graded_by and not answer.strip():
-        reward = columns.graded_by[0]
-        rule = f"is empty, and the reward {reward} compares responses with it"
-        fault(columns.answer, rule, "correct the row, or use another --reward.function")
-    elif columns.answer_holds and columns.answer_holds in answer and not _NUMBER.search(answer):
-        rule = f"has no plain number after {columns.answer_holds!r}, which the reward gsm8k reads"
-        fault(columns.answer, rule, "correct the row, or use another --reward.function")
-    elif columns.answer_holds not in answer:
-        rule = f"has no {columns.answer_holds!r}; the reward gsm8k reads the number after it"
-        fault(columns.answer, rule, "correct the row, or use another --reward.function")
+    elif isinstance(texts := _answers(answer), str):
+        fault(columns.answer, texts, _ANSWER_FIX)
+    elif columns.supervised and len(texts) > 1:
+        fault(columns.answer, f"is a list of {len(texts)} answers, and one is learned", "give one")
+    else:
+        answers = texts
+    for text in answers:
+        fix = "correct the row, or use another --reward.function"
+        if columns.graded_by and not text.strip():
+            reward = columns.graded_by[0]
+            rule = f"is empty, and the reward {reward} compares responses with it"
+        elif columns.answer_holds not in text:
+            rule = f"has no {columns.answer_holds!r}; the reward gsm8k reads the number after it"
+        elif columns.answer_holds and final_number(text) is None:
+            rule = (
+                f"has no plain number after {columns.answer_holds!r}, which the reward gsm8k reads"
+            )
+        else:
+            continue
+        fault(columns.answer, rule, fix)
+        break
 
     if columns.supervised and not faults:
         replies = any(map(is_learned, messages))
-        if columns.answer and not answer.strip():
+        if columns.answer and not answers[0].strip():
             fault(columns.answer, "is empty, so there is nothing to learn", "leave the row out")
         elif columns.answer and messages[-1]["role"] == "assistant":
             rule = f"ends with an assistant message, and the column {columns.answer} is another one"
@@ -443,10 +453,10 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
             fault(
                 "verifier", "is gym, but the row is not from reasoning-gym", "name gsm8k or exact"
             )
-        elif verifier in _GRADERS and not str(answer).strip():
+        elif verifier in _GRADERS and not all(text.strip() for text in answers):
             rule = f"is empty, and the verifier {verifier} compares responses with it"
             fault(columns.answer, rule, "correct the row")
-        elif verifier == "gsm8k" and isinstance(answer, str) and "####" not in answer:
+        elif verifier == "gsm8k" and not all("####" in text for text in answers):
             fault(
                 columns.answer, "has no '####'; gsm8k reads the number after it", "correct the row"
             )
@@ -464,10 +474,37 @@ def _check(source: str, number: int, content: Any, columns: Columns) -> Row | li
         source=source,
         number=number,
         messages=messages,
-        answer=answer,
+        answers=answers,
         tools=tools,
         columns={key: value for key, value in content.items() if key not in named},
     )
+
+
+_ANSWER_FIX = "write a text, a number, true or false, or a list of accepted answers"
+
+
+def _answers(value: Any) -> tuple[str, ...] | str:
+    """Return the accepted answers of a row as texts, or the rule that the value breaks."""
+    if isinstance(value, list | tuple):
+        if not value:
+            return "is an empty list"
+        found = [_answers(each) for each in value]
+        texts = [each[0] for each in found if not isinstance(each, str) and len(each) == 1]
+        nested = any(isinstance(each, list | tuple) for each in value)
+        if nested or len(texts) < len(value):
+            return "is a list with entries that are no texts or numbers"
+        return tuple(dict.fromkeys(texts))
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"is {value}, which is no number"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return (str(int(value)),)  # tables with gaps have whole numbers as 20.0
+    if isinstance(value, bool | int | float | Decimal):
+        return (str(value),)
+    if value is None:
+        return "is null"
+    return f"is of type {type(value).__name__}, not a text"
 
 
 def verifier_of(columns: Mapping[str, Any]) -> object:
@@ -492,10 +529,6 @@ def _half_character(value: Any) -> str:
     return next(filter(None, map(_half_character, parts)), "")
 
 
-# As the reward gsm8k reads a number: with thousands separators and a currency, but no fraction.
-_NUMBER = re.compile(
-    r"####[ \t]*(?:[-+]?\$?|\$[-+])(?:[0-9][0-9,]*+(?:\.[0-9]++)?+|\.[0-9]++)(?![\w/])"
-)
 _ABSENT = object()
 
 

@@ -66,7 +66,9 @@ class Command:
 
     async def _run(self, task: Prompt, access: Access, folder: Path, guard: _Guard) -> str:
         """Run the process to its end; return how it failed, "" if it did not."""
-        row = {name: getattr(task, name) for name in ("id", "messages", "answer", "tools")}
+        row = {
+            name: getattr(task, name) for name in ("id", "messages", "answer", "answers", "tools")
+        }
         row["metadata"] = dict(task.metadata)
         (folder / "task.json").write_text(json.dumps(row, default=str), encoding="utf-8")
         with (folder / "output.txt").open("wb") as output:

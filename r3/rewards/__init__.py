@@ -20,12 +20,12 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from types import MappingProxyType
 from typing import Any
 
 from r3.config import ConfigError, Problem
 from r3.config.arguments import Taker
+from r3.data.numbers import final_number
 from r3.metrics.users import checked_metrics
 from r3.runtime.exchange import number, own_copy
 from r3.runtime.user_code import callable_of, function_of
@@ -34,38 +34,30 @@ from r3.types import Prompt
 
 Reward = Callable[[str, Prompt], Any]
 
-# Possessive quantifiers: a number that runs into a letter or a fraction does not match with its
-# first digits.
-_FINAL_NUMBER = re.compile(
-    r"""[#]{4}[ \t]*
-        ( (?: [-+]?\$? | \$[-+] )
-          (?: [0-9][0-9,]*+ (?:\.[0-9]++)?+ | \.[0-9]++ ) )
-        (?![\w/])""",
-    re.VERBOSE,
-)
-
 _FINAL_ANSWER = re.compile(
     r"####[ \t]*([^\n]+)|<answer>(.+?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})+)\}", re.DOTALL
 )
 
 
 def gsm8k(response: str, prompt: Prompt) -> float:
-    """Return 1 if the last `#### number` of the response equals that of the answer, else 0.
+    """Return 1 if the last `#### number` of the response equals that of an answer, else 0.
 
-    Numbers are compared by value: `#### 1,234.50`, `#### $1234.5` and `####1234.5` are the same.
+    Numbers are compared by value: `#### 1,234.50`, `#### $1234.5` and `#### 1.2345e3` are the same.
 
     Raises:
-        ValueError: the reference answer has no such number.
+        ValueError: a reference answer has no such number.
     """
-    expected = _final_number(prompt.answer)
-    if expected is None:
-        raise ValueError(f"the reference answer has no '#### number': {prompt.answer[-200:]!r}")
-    return float(_final_number(response) == expected)
+    found = final_number(response)
+    expected = [final_number(answer) for answer in prompt.accepted]
+    if None in expected:
+        answer = prompt.accepted[expected.index(None)]
+        raise ValueError(f"the reference answer has no '#### number': {answer[-200:]!r}")
+    return float(found in expected)
 
 
 def exact(response: str, prompt: Prompt) -> float:
-    """Return 1 if the response equals the answer, except for white space at both ends, else 0."""
-    return float(response.strip() == prompt.answer.strip())
+    """Return 1 if the response equals an answer, except for white space at both ends, else 0."""
+    return float(response.strip() in [answer.strip() for answer in prompt.accepted])
 
 
 def gym(response: str, prompt: Prompt) -> float:
@@ -180,8 +172,3 @@ def checked_group(values: Any, count: int) -> tuple[Score, ...]:
 def problem(spec: str, rule: str, fix: str, name: str = "reward.function") -> ConfigError:
     """Return the error of one setting of the reward."""
     return ConfigError([Problem(field=name, value=spec, rule=rule, fix=fix)])
-
-
-def _final_number(text: str) -> Decimal | None:
-    found = _FINAL_NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None

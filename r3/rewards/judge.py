@@ -70,7 +70,7 @@ def filled(template: str, response: str, prompt: Prompt) -> str:
     else:
         tools = [f"tools: {_json(prompt.tools)}"] if prompt.tools else []
         question = "\n\n".join([*tools, *map(_shown, prompt.messages)])
-    values = {"question": question, "answer": prompt.answer, "response": response}
+    values = {"question": question, "answer": " or ".join(prompt.accepted), "response": response}
     return _PLACES.sub(lambda found: values[found[1]], template)
 
 

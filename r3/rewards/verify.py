@@ -8,7 +8,11 @@ they would turn a hang or a fault into a wrong answer without any message.
 from __future__ import annotations
 
 import logging
+import re
+from decimal import Decimal
+from typing import Any
 
+from r3.data.numbers import plain
 from r3.runtime.workers import CallError
 from r3.types import Prompt
 
@@ -16,27 +20,69 @@ from r3.types import Prompt
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def equal(response: str, prompt: Prompt) -> float:
-    """Return 1 if the final answer of the response equals the reference, else 0.
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{}]))")
+_POWER = re.compile(
+    r"""(?<![\w.}^])
+        ([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))
+        (?: [eE]([-+]?[0-9]{1,3})(?![\w.])
+        | \s*(?:\\times|\\cdot|[\u00d7*])\s*10\s*\^\s*(?:\{\s*([-+]?[0-9]{1,3})\s*\}|([0-9])) )""",
+    re.VERBOSE,
+)
+_LONGEST_NUMBER = 40  # digits that 6e23 may become; a larger power is written as one
 
-    The final answer is in \\boxed, in $...$, or the last number; a response without any expression
-    scores 0. The reference is the text after the last `####` of the row's answer, or all of it.
+
+def equal(response: str, prompt: Prompt) -> float:
+    """Return 1 if the final answer of the response equals a reference, else 0.
+
+    The final answer is in the last \\boxed or \\fbox, else in $...$, or the last number; a
+    response without any expression scores 0. The reference is the text after the last `####` of
+    the row's answer, or all of it. `1\\,000` is 1000, and `1e-3` is 0.001.
 
     Raises:
-        CallError: the reference has no expression.
+        CallError: a reference has no expression.
     """
     from math_verify import parse, verify
 
-    text = prompt.answer.rpartition("####")[2].strip()
-    # Bare LaTeX is only read between dollars, bare numbers anywhere.
-    reference = parse(f"${text}$", parsing_timeout=None, raise_on_error=True) or parse(
-        text, parsing_timeout=None, raise_on_error=True
-    )
-    if not reference:
-        raise CallError(
-            f"the reference answer has no expression: {prompt.answer[-200:]!r}", again=False
-        )
-    answer = parse(response, parsing_timeout=None, raise_on_error=True)
-    return float(
-        bool(answer) and verify(reference, answer, timeout_seconds=None, raise_on_error=True)
-    )
+    found = _parsed(parse, _final(response))
+    for answer in prompt.accepted:
+        text = _readable(answer.rpartition("####")[2].strip())
+        # Bare LaTeX is only read between dollars, bare numbers anywhere.
+        reference = _parsed(parse, f"${text}$") or _parsed(parse, text)
+        if not reference:
+            raise CallError(
+                f"the reference answer has no expression: {answer[-200:]!r}", again=False
+            )
+        if found and verify(reference, found, timeout_seconds=None, raise_on_error=True):
+            return 1.0
+    return 0.0
+
+
+def _parsed(parse: Any, text: str) -> Any:
+    return parse(text, parsing_timeout=None, raise_on_error=True)
+
+
+def _final(response: str) -> str:
+    """Return the last complete box of a response, or all of it if there is none."""
+    for found in reversed(list(_BOX.finditer(response))):
+        if not found[0].endswith("{"):  # \boxed 7
+            return rf"\boxed{{{_readable(response[found.end()])}}}"
+        depth, end = 1, found.end()
+        while depth and end < len(response):
+            depth += {"{": 1, "}": -1}.get(response[end], 0) * (response[end - 1] != "\\")
+            end += 1
+        if not depth:
+            return rf"\boxed{{{_readable(response[found.end() : end - 1])}}}"
+    return _readable(response)
+
+
+def _readable(text: str) -> str:
+    """Write numbers as math-verify reads them exactly: without gaps and powers of ten."""
+    return _POWER.sub(_without_power, plain(text))
+
+
+def _without_power(found: re.Match[str]) -> str:
+    number = Decimal(found[1]).scaleb(int(found[2] or found[3] or found[4]))
+    if abs(number.adjusted()) < _LONGEST_NUMBER:
+        return f"{number:f}"
+    exponent = number.adjusted()
+    return rf"{number.scaleb(-exponent):f} \times 10^{{{exponent}}}"

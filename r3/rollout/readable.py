@@ -21,5 +21,5 @@ def readable(rollout: Rollout, prompt: Prompt | None) -> dict[str, Any]:
     }
     if prompt is not None:
         asked = [message["content"] for message in opening if message["role"] == "user"]
-        facts |= {"question": asked[-1] if asked else "", "reference": prompt.answer}
+        facts |= {"question": asked[-1] if asked else "", "reference": " or ".join(prompt.accepted)}
     return facts

@@ -203,7 +203,7 @@ def _data(config: Config, task: Task) -> dict[str, dict[str, str]]:
 
 
 def _row(prompt: Prompt) -> str:
-    return _json([prompt.id, prompt.messages, prompt.answer, prompt.metadata, prompt.tools])
+    return _json([prompt.id, prompt.messages, prompt.accepted, prompt.metadata, prompt.tools])
 
 
 def _tokenizer(small_files: Mapping[str, bytes]) -> str:

@@ -154,7 +154,7 @@ def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> 
         "step to begin after": start.found.step if start.found else 0,
         "settings": _digest(f"{name} {value}" for name, value in settings.items()),
         "prompts": _digest(
-            f"{p.id} {len(p.tokens_T)} {p.answer}" for prompts in sets for p in prompts
+            f"{p.id} {len(p.tokens_T)} {p.accepted}" for prompts in sets for p in prompts
         ),
         "sizes of the model": task.shape,
         "your Python files": _digest(map(_source, users_files(config))),

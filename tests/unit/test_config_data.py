@@ -26,7 +26,7 @@ GOOD = '{"question": "1+1?", "answer": "#### 2"}'
         ('{"question": "1+1?"}', ":2:answer'", "is missing"),
         ('{"question": 3, "answer": "#### 2"}', ":2:question'", "is a int, neither"),
         ('{"question": "  ", "answer": "#### 2"}', ":2:question'", "is empty"),
-        ('{"question": "1+1?", "answer": 2}', ":2:answer'", "is a int, not a string"),
+        ('{"question": "1+1?", "answer": null}', ":2:answer'", "is null"),
         ('{"question": [], "answer": "#### 2"}', ":2:question'", "is an empty list"),
         (
             '{"question": [{"role": "user"}], "answer": "#### 2"}',
@@ -78,9 +78,9 @@ def test_rows_may_be_chats_and_blank_lines_still_count(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf" + f"{json.dumps(chat)}\n\n{json.dumps(chat)}\n".encode())
     rows, bad = read_rows(str(path), Columns(prompt="ask", answer="gold"))
     assert not bad
-    assert [(row.number, row.answer, row.columns["source"]) for row in rows] == [
-        (1, "2", "x"),
-        (3, "2", "x"),
+    assert [(row.number, row.answers, row.columns["source"]) for row in rows] == [
+        (1, ("2",), "x"),
+        (3, ("2",), "x"),
     ]
 
 

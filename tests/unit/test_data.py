@@ -108,7 +108,7 @@ def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
             "is missing; the row has question, solution",
         ),
         ('{"answer": "b", "a.b": 1}', "question", "is missing; the row has answer, a.b"),
-        ('{"question": "a", "answer": 3}', "answer", "is a int, not a string"),
+        ('{"question": "a", "answer": {"b": 3}}', "answer", "is of type dict, not a text"),
         ('{"question": 3, "answer": "b"}', "question", "is a int, neither a string nor a list"),
         ('{"question": " ", "answer": "b"}', "question", "is empty"),
         ('{"question": [], "answer": "b"}', "question", "is an empty list"),
