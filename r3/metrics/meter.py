@@ -136,16 +136,25 @@ class Meter:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
             self._beat()
 
+    def line(self, text: str) -> None:
+        """Show a line on the console, from any thread."""
+        self._console.line(text)
+
     @contextmanager
-    def between_steps(self, what: str) -> Iterator[None]:
-        """Time work that belongs to no row, such as saving; the console says what took how long."""
+    def between_steps(self, what: str, *, says: bool = True) -> Iterator[None]:
+        """Time work that belongs to no row, such as saving; the console says what took how long.
+
+        Args:
+            says: whether it does; not for work that goes on beside the steps.
+        """
         began = time.perf_counter()
         self._on_phase(what)
         try:
             yield
         finally:
             self._beat()
-        self._console.line(f"{what}: {time.perf_counter() - began:.1f} s")
+        if says:
+            self.line(f"{what}: {time.perf_counter() - began:.1f} s")
 
     @contextmanager
     def progress(self, total: int, label: str) -> Iterator[Callable[..., None]]:

@@ -44,6 +44,13 @@ _EXPLAINED = (
     TrackerError,
     WorkerError,
 )
+# What torch and oneDNN say when the system gives no memory.
+_NO_HOST_MEMORY = (
+    "can't allocate memory",
+    "could not create a primitive",
+    "could not create a memory object",
+    "Cannot allocate memory",
+)
 _SHOWN_FRAMES = 3
 INTERRUPTED = 130  # the shell's exit code for Ctrl-C
 
@@ -124,6 +131,13 @@ def failure_text(error: BaseException, *, rank: int, path: Path, is_written: boo
         return f"\ninterrupted by SIGINT; continue with: {resume}"
     if isinstance(error, _EXPLAINED):
         lines = [f"{type(error).__name__} on rank {rank}: {error}"]
+    elif any(sign in str(error) for sign in _NO_HOST_MEMORY) or isinstance(error, MemoryError):
+        said = str(error).splitlines() or ["MemoryError"]
+        lines = [
+            f"out of host memory on rank {rank}: {said[0]}",
+            "  The system or the container has a limit (ulimit -v, cgroup) or no more. Raise it,",
+            "  start fewer ranks, or lower train.micro_batch_tokens or engine.kv_cache_gib.",
+        ]
     elif isinstance(error, torch.OutOfMemoryError):
         lines = [
             f"out of memory on rank {rank}: {str(error).splitlines()[0]}",

@@ -6,6 +6,7 @@ Nothing here imports Megatron-Core or vLLM, so that mistakes show before they ar
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from r3.config import Config, ConfigError, Problem
 from r3.data.prompts import DataError
 from r3.metrics.console import stage
 from r3.models.hf_checkpoint import CheckpointError, read_small_files
+from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
@@ -30,8 +32,8 @@ from r3.run.resume import ResumeError, Start, open_run
 from r3.run.sources import sources_of
 from r3.run.watchdog import Watchdog
 from r3.runtime.algorithm import AlgorithmError
-from r3.runtime.device import prepare_environment
-from r3.runtime.process import die_with_launcher
+from r3.runtime.device import has_gpu, prepare_environment
+from r3.runtime.process import die_with_launcher, raise_file_limit
 from r3.runtime.terminal import say
 from r3.runtime.user_code import START_LIMIT_S
 
@@ -97,6 +99,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
         with stage("reading model facts, data and rewards"):
             task = read_task(config, invocation.world_size)
         undo.callback(task.close)
+        require_resources(task.shape)
         small_files = read_small_files(config.model.path) if is_leader() else {}
         if check:
             require_free(run_dir.path)
@@ -159,6 +162,35 @@ def require_engines_within_machines(config: Config) -> None:
         rule = f"must divide the {local} rank(s) of a machine: an engine stays on one machine"
         fix = f"set parallel.engine_tp to {local} or a divisor of it, or start {size} ranks on each"
         raise ConfigError([Problem("parallel.engine_tp", size, rule, fix)])
+
+
+_ENOUGH_FILES = 1024
+
+
+def require_resources(shape: ModelShape) -> None:
+    """Raise ConfigError if /dev/shm is too small for the ranks of this machine; warn of few files.
+
+    On CPU, ranks share their weights there. A container has 64 MiB unless it is told otherwise.
+    """
+    files = raise_file_limit()
+    if files < _ENOUGH_FILES and is_leader():
+        say(
+            f"warning: this process may open {files} files (ulimit -n). Connections of rewards, "
+            f"environments and agents may need more: raise the hard limit to {_ENOUGH_FILES}",
+            error=True,
+        )
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shared = Path("/dev/shm")
+    if has_gpu() or ranks == 1 or not shared.is_dir():
+        return
+    needed, free = 4 * shape.num_params, shutil.disk_usage(shared).free
+    if free < needed:
+        rule = (
+            f"{shared} has {free / 2**20:,.1f} MiB free, and {ranks} ranks share at least "
+            f"{needed / 2**20:,.1f} MiB of weights there"
+        )
+        fix = "mount a larger one (docker run --shm-size 8g), or start one rank"
+        raise ConfigError([Problem("parallel", f"{ranks} ranks", rule, fix)])
 
 
 def is_leader() -> bool:

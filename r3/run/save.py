@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -73,8 +74,10 @@ class Saver:
 
     def _save(self, step: int, files: Mapping[str, bytes], *, must: bool) -> None:
         run = self._run
+        now = must or not self._beside
         try:
-            with run.meter.between_steps(f"checkpoint of step {step}"):
+            # Announced when the disk has it.
+            with run.meter.between_steps(f"checkpoint of step {step}", says=now):
                 self._is_written()  # one at a time; if it failed, this one takes its place
                 unwritten = checkpoint.capture(
                     run.folder.checkpoints,
@@ -86,7 +89,7 @@ class Saver:
                     files=files,
                     identity=run.identity,
                 )
-                if must or not self._beside:
+                if now:
                     unwritten.write(run.mesh.world)
         except SaveError as error:
             if must:
@@ -99,11 +102,14 @@ class Saver:
 
     def _write(self, step: int, unwritten: Unwritten, axis: Axis) -> None:
         """Write a checkpoint beside the training. All ranks must call, on a thread each."""
+        began = time.perf_counter()
         try:
             unwritten.write(axis)
         except SaveError as error:
             self._say(step, error)
             raise
+        seconds = time.perf_counter() - began
+        self._run.meter.line(f"checkpoint of step {step}: {seconds:.1f} s, beside the training")
 
     def _say(self, step: int, error: SaveError) -> None:
         if self._run.device.rank == 0:

@@ -122,10 +122,27 @@ def prepare_environment() -> None:
         sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
         # This logger reports that Triton is absent.
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-    for name, value in defaults.items():
+    for name, value in (defaults | writable_caches()).items():
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(free_port())
+
+
+def writable_caches() -> dict[str, str]:
+    """Variables that move the caches of vLLM and Triton out of a home that cannot be written.
+
+    Empty if it can. vLLM would print eight tracebacks, and Triton would raise an error.
+    """
+    home = os.path.expanduser("~")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            return {}
+    except OSError:
+        pass
+    root = f"{tempfile.gettempdir()}/r3-{os.getuid()}"  # as launch/slurm.sbatch
+    return {"VLLM_CACHE_ROOT": f"{root}/vllm", "TRITON_CACHE_DIR": f"{root}/triton"}
 
 
 def free_port() -> int:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+_MOST_FILES = 1 << 16  # some libraries go through all that are allowed
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_PTRACER = 1, 15, 0x59616D61
 
 
@@ -28,6 +30,15 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before that line
         os._exit(1)
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as the system allows it; returns how many those are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, _MOST_FILES) if hard != resource.RLIM_INFINITY else _MOST_FILES
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)
 
 
 def name_process(name: str) -> None:

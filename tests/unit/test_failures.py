@@ -98,6 +98,30 @@ def test_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
     assert "train.micro_batch_tokens" in text
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("could not create a primitive"),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"
+        ),
+        OSError(12, "Cannot allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_a_memory_limit_of_the_system_is_named(error: Exception, tmp_path: Path) -> None:
+    text = failure_text(raised(error), rank=0, path=tmp_path / "errors" / "rank_00000.txt")
+    assert text.startswith("\nout of host memory on rank 0: ") and "ulimit -v, cgroup" in text
+
+
+def test_a_traceback_that_is_not_on_the_disk_is_not_named(tmp_path: Path) -> None:
+    """A full disk: the file would be empty, or is not there."""
+    (tmp_path / "errors").write_text("a file where the folder should be")
+    done = run(tmp_path, 1, breaks("broke"))
+    assert "full traceback" not in done.stderr and "in breaks" not in done.stderr
+    assert "continue with: " in done.stderr
+
+
 def test_interruption_says_how_to_continue(tmp_path: Path) -> None:
     path = tmp_path / "errors" / "rank_00000.txt"
     text = failure_text(raised(KeyboardInterrupt()), rank=0, path=path)

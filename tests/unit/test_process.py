@@ -1,8 +1,9 @@
-"""Memory of other processes: what is read, and the error where it cannot be."""
+"""Memory of other processes, and the limit of open files."""
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from r3.runtime.process import read_memory
+from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
 
@@ -34,3 +36,19 @@ def test_memory_that_does_not_exist_is_an_error() -> None:
     target = torch.zeros(1)
     with pytest.raises(OSError, match="Bad address"):
         read_memory(os.getpid(), 1 << 12, target.data_ptr(), 4)
+
+
+@pytest.mark.parametrize(("command", "expected"), [("ulimit -Sn 64", None), ("ulimit -n 64", 64)])
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may(
+    command: str, expected: int | None
+) -> None:
+    text = "from r3.runtime.process import raise_file_limit; print(raise_file_limit())"
+    done = subprocess.run(
+        ["bash", "-c", f'{command}; exec "$0" -c "$1"', sys.executable, text],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert int(done.stdout) == (expected or min(hard, 1 << 16)), done.stderr

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -17,13 +20,16 @@ import pytest
 import torch
 
 from r3 import assets
-from r3.config import parse_value, with_values
+from r3.config import ConfigError, parse_value, with_values
 from r3.data.prompts import prompts_of_step
+from r3.models.shape import ModelShape
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
 from r3.run.check import check_task
 from r3.run.folder import RunDir
 from r3.run.header import closing, result
+from r3.run.prepare import require_resources
+from r3.runtime.device import writable_caches
 from r3.runtime.process import importing
 from tests.tiny import random_rollouts, tiny_config
 from tests.world import ROOT
@@ -221,3 +227,31 @@ def test_importing_hides_modules_that_are_not_imported_yet() -> None:
         with pytest.raises(ModuleNotFoundError, match="this"):
             importlib.import_module("this")
     assert importlib.util.find_spec("this") and "this" not in sys.modules
+
+
+def test_small_shared_memory_is_refused_before_the_ranks_use_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Docker gives 64 MiB; torch's own error names no limit, and no setting."""
+    shape = ModelShape.read(assets.TINY_MOE)
+    free = 4 * shape.num_params
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    require_resources(shape)  # just enough
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free - 1))
+    with pytest.raises(ConfigError, match=r"/dev/shm has [\d.]+ MiB free, and 2 ranks share") as it:
+        require_resources(shape)
+    assert "--shm-size" in str(it.value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    require_resources(shape)  # one rank shares nothing
+
+
+def test_a_home_that_cannot_be_written_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would print eight tracebacks about it."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/proc/nobody")
+    moved = writable_caches()
+    assert set(moved) == {"VLLM_CACHE_ROOT", "TRITON_CACHE_DIR"}
+    assert all(path.startswith(tempfile.gettempdir()) for path in moved.values())
+    monkeypatch.setenv("HOME", tempfile.gettempdir())
+    assert writable_caches() == {}
