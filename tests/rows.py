@@ -17,3 +17,12 @@ def write(folder: Path, *lines: str | bytes) -> Path:
         b"\n".join(line.encode() if isinstance(line, str) else line for line in lines) + b"\n"
     )
     return path
+
+
+def parquet(folder: Path, rows: list[dict[str, Any]]) -> str:
+    """Write `rows.parquet` with these rows; keys that a row lacks become None."""
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    return str(folder / "rows.parquet")

@@ -156,12 +156,17 @@ class ChatTemplate:
         attributes = (each.attr for tree in self._trees for each in tree.find_all(nodes.Getattr))
         return frozenset([*attributes, *(each for each in constants if isinstance(each, str))])
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Every variable that the template reads."""
+        trees = (meta.find_undeclared_variables(tree) for tree in self._trees)
+        return frozenset(name for names in trees for name in names)
+
     def unread(self) -> list[str]:
         """Names of further variables that the template does not read."""
-        if not self._trees:
-            return []
-        read = {name for tree in self._trees for name in meta.find_undeclared_variables(tree)}
-        return [name for name in self._variables if name not in read]
+        if not self._trees or not self._tokenizer.chat_template:
+            return []  # it cannot be rendered, which is said elsewhere
+        return [name for name in self._variables if name not in self.variables]
 
     def render(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from r3.cli.verdict import host_problems, memory_problems, read_gpu
 from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
+from r3.data.rendering import ChatTemplate
 from r3.data.sources import columns_of
 from r3.models.shape import ModelShape
 from r3.rewards.model import RewardModel
@@ -117,6 +120,19 @@ def _teacher_problems(config: Config, tokenizer: Any) -> list[Problem]:
     return problems
 
 
+def _unread(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[Problem]:
+    """Variables that the chat template does not read, so that they would have no effect."""
+    template = ChatTemplate(tokenizer, template_kwargs)
+    problems = []
+    for name in template.unread():
+        near = difflib.get_close_matches(name, template.variables, n=2)
+        fix = f"did you mean {' or '.join(near)}?" if near else "leave it out"
+        rule = f"the chat template reads no variable {name}"
+        value = f"{name}={template_kwargs[name]}"
+        problems.append(Problem("data.template_kwargs", value, rule, fix))
+    return problems
+
+
 def read_task(config: Config, world_size: int | None = None) -> Task:
     """Read and check model, tokenizer, data, environments and rewards. Touches no device.
 
@@ -148,6 +164,8 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
     if problems := _teacher_problems(config, tokenizer):
         raise ConfigError(problems)
     template_kwargs = keyword_arguments(config.data.template_kwargs)
+    if problems := _unread(tokenizer, template_kwargs):
+        raise ConfigError(problems)
     path = config.model.path
     conversation_setup = ConversationSetup.of(config.env, tokenizer, path, template_kwargs)
     reward_model = RewardModel(config.reward) if "model" in config.reward_functions else None

@@ -12,6 +12,7 @@ from r3.envs.workflow import Workflows
 from r3.rewards.scorer import Scorer
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.rollout.task import Task
+from r3.run.check_messages import check_messages
 from r3.runtime.algorithm import run_contract
 from r3.types import Prompt, Rollout
 
@@ -43,6 +44,7 @@ def check_task(task: Task, algo: AlgoConfig) -> Iterator[str]:
         )
     else:
         yield f"ok: {len(task.prompts)} prompts{held_out}; longest prompt {longest} tokens"
+    yield from check_messages(task)
     if task.prompts.prompts and not learned:
         yield from _check_environment(task.conversation_setup, task.prompts.prompts[0])
         yield from _check_reward(task, task.scorer, task.prompts.prompts)

@@ -12,7 +12,7 @@ import pytest
 from r3.config import Config, DataConfig, EvalConfig, RewardConfig
 from r3.data.prompts import DataError, load_prompts, source_labels
 from r3.data.sources import Columns, columns_of, is_near, read_rows
-from tests.rows import OPTIONS, write
+from tests.rows import OPTIONS, parquet, write
 
 pytestmark = pytest.mark.unit
 
@@ -26,14 +26,6 @@ BAD: dict[str, Any] = {"question": " ", "answer": "#### 2", "level": 2}
 
 def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
     return str(write(folder, *map(json.dumps, rows)))
-
-
-def parquet(folder: Path, rows: list[dict[str, Any]]) -> str:
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
-    return str(folder / "rows.parquet")
 
 
 def table(rows: list[dict[str, Any]]) -> Any:

@@ -1,0 +1,227 @@
+"""Messages and tools of any form: all of it reaches the model once, unchanged, or is refused."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3.config import ConfigError, EnvConfig, parse_value, with_values
+from r3.data.conversation import MessageFault, read_message, read_messages, read_tools
+from r3.data.jinja import TemplateFault
+from r3.data.prompts import DataError, load_prompts
+from r3.data.rendering import ChatTemplate
+from r3.data.sources import Columns
+from r3.data.template import Renderer
+from r3.rollout.conversation import ConversationSetup
+from r3.rollout.task import read_task
+from r3.run.check_messages import call_lines, check_messages
+from tests.rows import parquet, write
+from tests.templates import tokenizer_of
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+ASKED = {"role": "user", "content": "Tom has 3 books."}
+ANSWER = {"role": "assistant", "content": "#### 3"}
+ROW = Columns(prompt="messages", answer="", tools="tools")
+LEARNED = Columns(prompt="messages", answer="", tools="tools", supervised=True)
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+DAY = {"type": "object", "properties": {"day": {"type": "integer"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
+    for name, parameters in (("weather", CITY), ("date", DAY))
+]
+
+tokenizers = lru_cache(tokenizer_of)
+
+
+def call(arguments: Any, **more: Any) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    return {"role": "assistant", **more, "tool_calls": [{"id": "call00001", "function": function}]}
+
+
+def shown(name: str, path: Path | str, columns: Columns = ROW) -> list[str]:
+    """The rows of a file as the model sees them."""
+    tokenizer = tokenizers(name)
+    prompts = load_prompts(path, tokenizer, columns=columns, max_prompt_tokens=4000).prompts
+    return [tokenizer.decode(each.tokens_T) for each in prompts]
+
+
+def refusal(name: str, folder: Path, messages: Any, columns: Columns = ROW, **row: Any) -> str:
+    path = write(folder, json.dumps({"messages": [ASKED], **row} | {"messages": messages}))
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: messages: ") as caught:
+        shown(name, path, columns)
+    return str(caught.value)
+
+
+def test_rows_of_a_table_are_those_of_json_lines(tmp_path: Path) -> None:
+    """Tables fill keys that other rows have with None."""
+    rows = [
+        {"messages": [ASKED, call({"city": "Rome"}, content="I look.")], "tools": TOOLS},
+        {"messages": [ASKED | {"name": "Tom"}], "tools": TOOLS[:1]},
+    ]
+    expected = shown("qwen2_5", write(tmp_path, *map(json.dumps, rows)))
+    assert shown("qwen2_5", parquet(tmp_path, rows)) == expected
+    assert not any("null" in text or "None" in text for text in expected)
+
+
+def test_json_text_of_messages_and_arguments_is_decoded(tmp_path: Path) -> None:
+    """OpenAI's form of arguments, and tables without nesting."""
+    messages = [ASKED, call({"city": "Rome"}, content=None)]
+    as_text = [ASKED, call('{"city": "Rome"}', content=None)]
+    rows = [{"messages": each} for each in (messages, as_text, json.dumps(as_text))]
+    first, *others = shown("qwen2_5", write(tmp_path, *map(json.dumps, rows)))
+    assert others == [first, first] and '"arguments": {"city": "Rome"}' in first
+    assert "is the text of a Python list" in refusal("qwen2_5", tmp_path, str(messages))
+    assert read_messages('[1, "role"]') == ({"role": "user", "content": '[1, "role"]'},)
+
+
+@pytest.mark.parametrize("off", [{"weight": 0}, {"train": False}, {"loss": False}])
+def test_a_message_that_is_not_to_be_learned_is_not_in_the_mask(
+    off: dict[str, Any], tmp_path: Path
+) -> None:
+    messages = [ASKED, ANSWER | off, ASKED, {"role": "assistant", "content": "#### 2"}]
+    path = write(tmp_path, json.dumps({"messages": messages}))
+    tokenizer = tokenizers("llama3_1")
+    (row,) = load_prompts(path, tokenizer, columns=LEARNED, max_prompt_tokens=400).prompts
+    learned = [tokenizer.decode(row.tokens_T[first:end]) for first, end in row.spans]
+    assert learned == ["#### 2<|eot_id|>"] and "#### 3" in tokenizer.decode(row.tokens_T)
+    nothing = [ASKED, ANSWER | off]
+    assert "no assistant message to learn" in refusal("llama3_1", tmp_path, nothing, LEARNED)
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "cause"),
+    [
+        ("qwen2_5", [{"role": "human", "content": "a"}], "role 'human'"),
+        ("qwen2_5", [{"role": "User", "content": "a"}], "Fix: write user"),
+        ("glm4", [{"role": "critic", "content": "a"}], "does not know"),
+        ("qwen2_5", [ASKED | {"mood": "good"}], "has 'mood', which the chat template does not"),
+        ("qwen2_5", [ASKED, ANSWER | {"reasoning": "Hm."}], "the reasoning of message 1"),
+        ("smollm2", [ASKED, call({"city": "Rome"}, content="a")], "the call of 'weather'"),
+        ("deepseek_v3", [ASKED, call({"city": "Rome"}, content="a")], "the call of 'weather'"),
+        ("kimi_k2", [ASKED, call({"city": "Rome"}, content=None)], "the call of 'weather'"),
+        ("qwen2_5", [ASKED, call("Rome", content=None)], "arguments that are no JSON object"),
+        ("qwen2_5", [ASKED | {"content": None}], "has no 'content'"),
+        ("qwen2_5", [ASKED | {"content": [{"type": "image"}]}], "a part of type 'image'"),
+        ("qwen2_5", [ASKED, ANSWER | {"weight": 0.5}], "weight = 0.5"),
+        ("qwen2_5", [ASKED | {"train": True}], "only assistant messages are learned"),
+        ("qwen2_5", [ASKED, ANSWER | {"weight": 0, "train": True}], "contradict"),
+        ("qwen3", [ASKED, ANSWER | {"reasoning": "Hm."}, ASKED], "the reasoning of message 1"),
+    ],
+)
+def test_what_would_not_reach_the_model_is_refused(
+    name: str, messages: Any, cause: str, tmp_path: Path
+) -> None:
+    assert cause in refusal(name, tmp_path, messages)
+
+
+def test_a_system_prompt_that_a_template_drops_is_refused(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    tokenizer = tokenizer_of("smollm2")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{- '<|im_start|>' ~ message.role", "{%- if message.role != 'system' %}{{- message.role"
+    ).replace("'<|im_end|>\\n' }}\n{%- endfor", "'<|im_end|>\\n' }}{%- endif %}\n{%- endfor")
+    with pytest.raises(TemplateFault, match=r"the content of message 0 \(system\).*leaves it out"):
+        Renderer(tokenizer).render([system, ASKED])
+    assert "Tom" in Renderer(tokenizer).render([ASKED])
+
+
+def test_developer_is_system_where_a_template_does_not_know_it(tmp_path: Path) -> None:
+    brief = {"role": "developer", "content": "Be brief."}
+    path = write(tmp_path, json.dumps({"messages": [brief, ASKED]}))
+    assert "<|im_start|>system\nBe brief.<|im_end|>" in shown("qwen2_5", path)[0]
+    assert "<|start|>developer<|message|># Instructions\n\nBe brief." in shown("gpt_oss", path)[0]
+
+
+@pytest.mark.parametrize("content", ["    return 7", "7 \n", " "])
+def test_an_answer_that_the_template_trims_is_refused(content: str, tmp_path: Path) -> None:
+    messages = [ASKED, {"role": "assistant", "content": content}]
+    assert "changes the content of message 1" in refusal("llama3_1", tmp_path, messages, LEARNED)
+    (text,) = shown("qwen2_5", write(tmp_path, json.dumps({"messages": messages})), LEARNED)
+    assert f"<|im_start|>assistant\n{content}<|im_end|>" in text
+    # White space at the ends of a question may go, as at a server.
+    path = write(tmp_path, json.dumps({"messages": [ASKED | {"content": " Tom? \n"}]}))
+    assert "\n\nTom?<|eot_id|>" in shown("llama3_1", path)[0]
+
+
+def test_a_learned_message_says_something(tmp_path: Path) -> None:
+    first = [ANSWER, ASKED]
+    assert "nothing comes before it" in refusal("qwen2_5", tmp_path, first, LEARNED)
+    empty = [ASKED, {"role": "assistant", "content": ""}]
+    assert "says nothing that could be learned" in refusal("qwen2_5", tmp_path, empty, LEARNED)
+
+
+def test_a_template_that_writes_the_day_may_run_past_midnight() -> None:
+    """What the template writes between parts is kept; the new day must not look like a change."""
+    tokenizer = tokenizer_of("qwen2_5")
+    tokenizer.chat_template = "{{- day }}" + tokenizer.chat_template
+    days = {"day": "Mon"}
+    template = ChatTemplate(tokenizer, days)
+    assert template.render([ASKED]).text.startswith("Mon")
+    template._variables["day"] = "Tuesday"
+    assert template.render([ASKED]).text.startswith("Tuesday")
+
+
+def test_arguments_that_are_no_object_stay_where_a_model_wrote_them() -> None:
+    for arguments, read in (("not JSON", "not JSON"), ("[1]", [1]), ('{"a": 1}', {"a": 1})):
+        message = read_message(call(arguments), of_model=True)
+        assert message["tool_calls"][0]["function"]["arguments"] == read
+        assert read_message(message, of_model=True) == message, "reading it again changes nothing"
+    with pytest.raises(MessageFault, match="nested deeper than"):
+        read_message(call("[" * 3000 + "]" * 3000), of_model=True)
+
+
+@pytest.mark.parametrize("tools", ["{", [1], [{"type": "function"}]])
+def test_tools_without_names_are_refused(tools: Any) -> None:
+    with pytest.raises(MessageFault):
+        read_tools(tools)
+
+
+def test_a_variable_that_the_template_does_not_read_is_refused() -> None:
+    for name in ("qwen3", "gpt_oss"):
+        tokenizer = tokenizers(name)
+        assert ChatTemplate(tokenizer, {"enable_thinkin": False}).unread() == ["enable_thinkin"]
+    assert ChatTemplate(tokenizers("qwen3"), {"enable_thinking": False}).unread() == []
+    values = {"data.template_kwargs": parse_value("data.template_kwargs", ["toolz=1"])}
+    with pytest.raises(ConfigError, match="did you mean tools"):
+        read_task(with_values(tiny_config(), values))
+
+
+def test_check_says_what_rows_hold_and_what_is_learned(tmp_path: Path) -> None:
+    asked = ("<|im_start|>user\na", "#### 1"), ("b", "2")
+    rows = [{"question": question, "answer": answer} for question, answer in asked]
+    settings = {
+        "data.path": (str(write(tmp_path, *map(json.dumps, rows))),),
+        "eval.path": (),
+        "train.objective": "sft",
+    }
+    task = read_task(with_values(tiny_config(), settings))
+    said = "\n".join(check_messages(task))
+    assert "1 of 2 rows hold a control token of the chat template, such as rows.jsonl:1" in said
+    assert "learned first in rows.jsonl:1: '#### 1<|im_end|>'" in said and "writes" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "parser", "note"),
+    [
+        ("qwen2_5", "", ""),
+        ("qwen3", "hermes", ""),
+        ("qwen3_5", "qwen3_coder", ""),
+        ("qwen3_5", "", "the parser reads no call: set env.tool_parser"),
+        ("llama3_1", "", "the parser reads no call"),
+        ("glm4", "glm45", ""),
+        ("smollm2", "", "cannot show a call of 'weather'"),
+    ],
+)
+def test_check_says_if_the_parser_does_not_read_the_calls_of_the_template(
+    name: str, parser: str, note: str
+) -> None:
+    settings = EnvConfig(name="single_turn", tool_parser=parser)
+    setup = ConversationSetup.of(settings, tokenizers(name), name)
+    said = "\n".join(call_lines(setup, TOOLS))
+    assert note in said and bool(note) == bool(said), said
