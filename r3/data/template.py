@@ -25,6 +25,7 @@ from r3.types import Message
 # Stands for the model's message. No template changes letters and digits.
 PLACEHOLDER = "R3messageofthemodel"
 
+_CONTENT = PLACEHOLDER[::-1]  # stands for that of another message
 # Unicode keeps this code point for programs: it is no character of any text. In a text that has it
 # all the same it is doubled.
 _MARK = "\ufdd0"
@@ -79,10 +80,11 @@ class Renderer:
         self._for_text: Any = None
         added = tokenizer.added_tokens_decoder
         self.special = set(tokenizer.all_special_ids) | set(added)
-        self._set_control_tokens((), ())
+        self._set_control_tokens((), (), ())
         closed = self.tokens(self._probe([*_QUESTION, _REPLY], opening=False, after=PLACEHOLDER))
         self.closing = next((token for token in closed[:1] if token in self.special), None)
-        between = [self.tokens(self._between(role)) for role in ("user", "tool")]
+        after = [self._after(role) for role in ("user", "tool")]
+        between = [self.tokens(text.partition(_CONTENT)[0]) for text in after]
         first = [each[0] for each in (closed, *between) if each and each[0] in self.special]
         self.followers = tuple(self.text_of(token) for token in dict.fromkeys(first))
         own = [self.closing] if self.closing is not None else first
@@ -100,7 +102,10 @@ class Renderer:
             # special tokens, such as <think>, are its own words.
             written = {*asked, *between[0], *first, *header, *self.ends} & self.special
             written |= {*between[1]} & declared
-            self._set_control_tokens(written, written | declared)
+            # Qwen's <tool_response> is not declared as special: it is a token in a question that
+            # holds it, and text in a tool's result, which could end itself.
+            around = {*self.tokens(after[1])} & self.special
+            self._set_control_tokens(written, written | declared, written | declared | around)
 
     @property
     def end_texts(self) -> list[str]:
@@ -138,8 +143,7 @@ class Renderer:
 
     def marked(self, given: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return messages or tools with marks in their texts; as they are if no mark is needed."""
-        replies = [isinstance(each, Mapping) and each.get("role") == "assistant" for each in given]
-        patterns = [self._in_reply if is_reply else self._in_text for is_reply in replies]
+        patterns = [self._patterns.get(each.get("role", ""), self._patterns[""]) for each in given]
         pairs = list(zip(given, patterns, strict=True))
         if not any(_holds(each, pattern) for each, pattern in pairs):
             return given
@@ -147,7 +151,7 @@ class Renderer:
 
     def marked_reply(self, text: str) -> str:
         """Return the text of a message of the model with marks."""
-        return self._in_reply.sub(_with_marks, text)
+        return self._patterns["assistant"].sub(_with_marks, text)
 
     def text(self, rendered: str) -> str:
         """Return rendered text without marks."""
@@ -236,13 +240,15 @@ class Renderer:
         ended = len(tokens) > 0 and tokens[-1] in self.ends
         return str(self._tokenizer.decode(tokens[:-1] if ended else tokens))
 
-    def _set_control_tokens(self, in_replies: Iterable[int], in_texts: Iterable[int]) -> None:
-        """Set what is marked in messages of the model and in all others."""
-        reply, text = (_any_of(map(self.text_of, each)) for each in (in_replies, in_texts))
-        self._control = set(in_texts)
-        self._in_reply = re.compile(f"{_MARK}|{reply}")
-        self._in_text = re.compile(f"{_MARK}|{text}")
-        self._marks = re.compile(f"{_MARK}(?:({text}){_MARK}|{_MARK})")
+    def _set_control_tokens(
+        self, in_replies: Iterable[int], in_texts: Iterable[int], in_results: Iterable[int]
+    ) -> None:
+        """Set what is marked in messages of the model, in other messages and in tools' results."""
+        by_role = {"assistant": in_replies, "": in_texts, "tool": in_results}
+        texts = {role: _any_of(map(self.text_of, each)) for role, each in by_role.items()}
+        self._control = set(in_results)
+        self._patterns = {role: re.compile(f"{_MARK}|{each}") for role, each in texts.items()}
+        self._marks = re.compile(f"{_MARK}(?:({texts['tool']}){_MARK}|{_MARK})")
         added = list(self._tokenizer.added_tokens_decoder.values())
         added.sort(key=lambda each: len(each.content), reverse=True)
         cuts = [  # spaces beside some tokens belong to them
@@ -276,7 +282,9 @@ class Renderer:
         if self._control.isdisjoint(tokens):
             return tokens
         # The tokenizer has one that is not declared as special: no token spans the cut.
-        halves = self._in_text.sub(lambda found: f"{found[0][:1]}{_MARK}{found[0][1:]}", text)
+        halves = self._patterns["tool"].sub(
+            lambda found: f"{found[0][:1]}{_MARK}{found[0][1:]}", text
+        )
         return [token for half in self._encoded(halves.split(_MARK)) for token in half]
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
@@ -284,11 +292,10 @@ class Renderer:
             return []
         return list(self._tokenizer(list(texts), add_special_tokens=False)["input_ids"])
 
-    def _between(self, role: str) -> str:
-        """What follows a message of the model before one of this role; "" if it is refused."""
-        content = PLACEHOLDER[::-1]
+    def _after(self, role: str) -> str:
+        """What follows a message of the model if one of this role comes next; "" if refused."""
         try:
-            return self.after(_QUESTION, [{"role": role, "content": content}]).partition(content)[0]
+            return self.after(_QUESTION, [{"role": role, "content": _CONTENT}])
         except TemplateFault:
             return ""
 
