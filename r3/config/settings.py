@@ -806,7 +806,7 @@ class CheckpointConfig:
     export: bool = True
     """Write Hugging Face safetensors after the last step, to LOG_DIR/hf/."""
     allow_changed: tuple[
-        Literal["data", "tokenizer", "template", "model", "teacher", "reward_model"], ...
+        Literal["data", "tokenizer", "template", "model", "weights", "teacher", "reward_model"], ...
     ] = ()
     """What may have changed since the run was started, for this one resume. Empty: a resume is
     refused if rows, tokenizer, chat template or a model folder changed."""

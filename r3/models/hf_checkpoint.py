@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,22 @@ def read_small_files(folder: str | Path) -> dict[str, bytes]:
         for path in sorted({path for pattern in _COPIED for path in folder.glob(pattern)})
         if path.is_file()
     }
+
+
+def with_end_tokens(small_files: Mapping[str, bytes], ends: Sequence[int]) -> dict[str, bytes]:
+    """Return the small files of a model whose turns end with any of these tokens.
+
+    The chat template of a base model may end turns with a token that its files do not name, and
+    those who load an export stop where generation_config.json says so.
+    """
+    generation = json.loads(small_files.get("generation_config.json", b"{}"))
+    config = json.loads(small_files["config.json"])
+    named = generation.get("eos_token_id", config.get("eos_token_id"))
+    named = named if isinstance(named, list) else [] if named is None else [named]
+    if not (missing := [token for token in ends if token not in named]):
+        return dict(small_files)
+    generation["eos_token_id"] = [*named, *missing]
+    return {**small_files, "generation_config.json": json.dumps(generation, indent=2).encode()}
 
 
 def _for_export(small_files: Mapping[str, bytes], dtype: torch.dtype) -> dict[str, bytes]:

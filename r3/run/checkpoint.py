@@ -22,7 +22,7 @@ import io
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -143,32 +143,39 @@ def load(
         mesh: the layout of the ranks; it may differ from that of the save.
         weights_only: load the weights alone, for a policy that will not be trained.
     """
+    if weights_only:
+        load_weights(found, policy.chunks, mesh)
+        return
     require_plain_metadata(found.folder / ".metadata")
     assert policy.is_onloaded, f"rank {device.rank}: loading needs the optimizer state in memory"
     facts = json.loads((found.folder / "r3.json").read_text())
     with policy.memory.optimizer_on_device():
-        _load_tensors(found, facts, policy, mesh, weights_only=weights_only)
-    if weights_only:
-        return
+        _load_tensors(found, facts, policy, mesh)
     policy.update_number = facts["update_number"]
     randoms = found.folder / _random_file(device.rank)
     if randoms.exists():
         _set_random_state(json.loads(randoms.read_text()))
 
 
-def _load_tensors(
-    found: Found, facts: Mapping[str, Any], policy: Policy, mesh: Mesh, *, weights_only: bool
-) -> None:
+def load_weights(found: Found, chunks: Sequence[Any], mesh: Mesh) -> None:
+    """Load the weights of a checkpoint into model chunks. All ranks must call."""
+    require_plain_metadata(found.folder / ".metadata")
+    _load_state(found, chunks, _sharded_weights(chunks, mesh))
+
+
+def _load_state(found: Found, chunks: Sequence[Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Read what is wanted, and load the weights among it into the chunks."""
     from megatron.core import dist_checkpointing
 
-    if not weights_only:
-        _fill_adam_state(policy)
-    wanted = _sharded_state(policy, mesh, loading=True, optimizer=not weights_only)
-    state = dist_checkpointing.load(wanted, str(found.folder))
-    for name, chunk in _named_chunks(policy):
+    state: dict[str, Any] = dist_checkpointing.load(wanted, str(found.folder))
+    for name, chunk in _named(chunks):
         chunk.load_state_dict(state[name], strict=False)
-    if weights_only:
-        return
+    return state
+
+
+def _load_tensors(found: Found, facts: Mapping[str, Any], policy: Policy, mesh: Mesh) -> None:
+    _fill_adam_state(policy)
+    state = _load_state(found, policy.chunks, _sharded_state(policy, mesh, loading=True))
     with _step_free_load():
         for i, optimizer in enumerate(chained(policy.optimizer)):
             optimizer.load_parameter_state_from_fully_reshardable(state["optimizer"][str(i)])
@@ -179,35 +186,36 @@ def _load_tensors(
                 )
 
 
-def _named_chunks(policy: Policy) -> list[tuple[str, Any]]:
-    return [
-        ("model" if len(policy.chunks) == 1 else f"model{i}", chunk)
-        for i, chunk in enumerate(policy.chunks)
-    ]
+def _named(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
-def _sharded_state(
-    policy: Policy, mesh: Mesh, *, loading: bool, optimizer: bool = True
-) -> dict[str, Any]:
-    metadata = {
+def _metadata(mesh: Mesh) -> dict[str, Any]:
+    return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": mesh.megatron.dp_cp,
     }
+
+
+def _sharded_weights(chunks: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    for name, chunk in _named_chunks(policy):
-        sharded = chunk.sharded_state_dict(metadata=metadata)
+    for name, chunk in _named(chunks):
+        sharded = chunk.sharded_state_dict(metadata=_metadata(mesh))
         # Placeholders of TransformerEngine: always None here, and they differ between the two kinds
         # of experts.
         state[name] = {key: value for key, value in sharded.items() if "_extra_state" not in key}
-    if not optimizer:
-        return state
+    return state
+
+
+def _sharded_state(policy: Policy, mesh: Mesh, *, loading: bool) -> dict[str, Any]:
+    state = _sharded_weights(policy.chunks, mesh)
     for each in chained(policy.optimizer):
         each.get_parameter_state_dp_zero = partial(gathered_state, each)
     of_model = state if len(policy.chunks) > 1 else state["model"]
     state["optimizer"] = {
-        str(i): each.sharded_param_state_fully_reshardable(of_model, loading, metadata)
+        str(i): each.sharded_param_state_fully_reshardable(of_model, loading, _metadata(mesh))
         for i, each in enumerate(chained(policy.optimizer))
     }
     return state

@@ -44,7 +44,8 @@ _SHAPES_LEARNING = {
     "data": ("data.path", "the run would learn from other prompts, or in another order"),
     "tokenizer": ("model.path", "the same text would be other tokens"),
     "template": ("model.path", "the policy would be shown other prompts than it was trained on"),
-    "model": ("model.path", "it is the architecture, and the reference policy of algo.kl_coef"),
+    "model": ("model.path", "the policy would be another model, or end its turns elsewhere"),
+    "weights": ("model.path", "they are the reference policy of algo.kl_coef"),
     "teacher": ("algo.teacher", "the samples would be scored by another model"),
     "reward_model": ("reward.model_path", "the responses would be scored by another model"),
 }
@@ -80,9 +81,8 @@ def sources_of(config: Config, task: Task, small_files: Mapping[str, bytes]) -> 
     return Sources(
         groups={
             **(_data(config, task) if len(task.prompts) else {}),  # none if it only evaluates
-            "tokenizer": {"files": _tokenizer(small_files)},
-            "template": {"chat_template": _digest([_json(task.tokenizer.chat_template)])},
-            "model": _model(config.model.path, small_files),
+            **of_model(small_files, task.tokenizer.chat_template).groups,
+            "weights": {"files": _weights(config.model.path)},
             "teacher": {path: _folder(path) for path in config.algo.teacher},
             "reward_model": {path: _folder(path) for path in [reward_model] if path},
             "code": {file: _digest([Path(file).read_bytes()]) for file in users_files(config)},
@@ -91,6 +91,27 @@ def sources_of(config: Config, task: Task, small_files: Mapping[str, bytes]) -> 
                 for each in task.heldout
             },
             "versions": {"r3": r3.__version__, **_versions()},
+        }
+    )
+
+
+def of_model(small_files: Mapping[str, bytes], chat_template: Any) -> Sources:
+    """Return the sources in the folder of a model, without its weights: what an export takes.
+
+    Args:
+        small_files: of the folder.
+        chat_template: of its tokenizer.
+    """
+    # Of generation_config.json only the tokens that end a turn have an effect.
+    generation = json.loads(small_files.get("generation_config.json", b"{}"))
+    return Sources(
+        groups={
+            "tokenizer": {"files": _tokenizer(small_files)},
+            "template": {"chat_template": _digest([_json(chat_template)])},
+            "model": {
+                "config.json": _digest([_json(json.loads(small_files["config.json"]))]),
+                "end tokens": _digest([_json(generation.get("eos_token_id"))]),
+            },
         }
     )
 
@@ -183,6 +204,7 @@ def _what(group: str, names: Sequence[str]) -> str:
         "tokenizer": "the tokenizer",
         "template": "the chat template",
         "model": f"the model's {shown}",
+        "weights": "the starting model's weights",
         "teacher": f"the teacher {shown}",
         "reward_model": f"the reward model {shown}",
     }[group]
@@ -219,16 +241,6 @@ def _tokenizer(small_files: Mapping[str, bytes]) -> str:
         settings.pop("chat_template", None)
         own["tokenizer_config.json"] = _json(settings).encode()
     return _digest(part for name in sorted(own) for part in (name, own[name]))
-
-
-def _model(path: str, small_files: Mapping[str, bytes]) -> dict[str, str]:
-    # Of generation_config.json only the tokens that end a turn have an effect.
-    generation = json.loads(small_files.get("generation_config.json", b"{}"))
-    return {
-        "config.json": _digest([_json(json.loads(small_files["config.json"]))]),
-        "end tokens": _digest([_json(generation.get("eos_token_id"))]),
-        "weights": _weights(path),
-    }
 
 
 def _folder(path: str) -> str:

@@ -10,7 +10,7 @@ from r3.rollout.partial import FILE_PREFIX
 from r3.run.folder import RunDir
 from r3.run.identity import read_identity
 from r3.run.manifest import DamageError, Manifest, faults, read_manifest
-from r3.run.plain import require_plain_metadata
+from r3.run.plain import require_plain
 from r3.run.resume import Found, ResumeError, Start, drop_after, resume_note, step_folders
 from r3.runtime.mesh import Axis
 
@@ -80,9 +80,10 @@ def damage_of(folder: Path, step: int, world: Axis, *, run_dir: RunDir | None = 
         manifest = read_manifest(folder)
         if world.rank == 0:
             mine += _strangers(manifest, step, run_dir)
-        mine += faults(folder, manifest, sorted(manifest.files)[world.rank :: world.size])
-        if world.rank == 0 and not mine:
-            require_plain_metadata(folder / ".metadata")
+        names = sorted(manifest.files)[world.rank :: world.size]
+        mine += faults(folder, manifest, names)
+        if not mine:
+            require_plain(folder, names)
     except DamageError as error:
         mine.append(str(error))
     everything = [fault for part in world.all_gather_object(mine) for fault in part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -118,6 +119,32 @@ def edit(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def forge(folder: Path, name: str, content: bytes, at: int = 0) -> None:
+    """Write into a file of a checkpoint, with a manifest that fits."""
+    forged = bytearray((folder / name).read_bytes())
+    forged[at : at + len(content) or None] = content
+    (folder / name).write_bytes(forged)
+    manifest = read_manifest(folder)
+    files = {**manifest.files, name: measure(folder / name)}
+    write_manifest(folder, run_id=manifest.run_id, step=manifest.step, files=files)
+
+
+def program(folder: Path) -> bytes:
+    """A file of torch that would run a program if it were unpickled without limits."""
+    content = io.BytesIO()
+    torch.save(Executed(f"{folder}/executed"), content)
+    return content.getvalue()
+
+
+def forge_tensor(folder: Path, content: bytes) -> None:
+    """Overwrite the end of the largest tensor of the first rank's shard; archives are read from
+    their ends.
+    """
+    places = pickle.loads((folder / ".metadata").read_bytes()).storage_data.values()
+    place = max((p for p in places if p.relative_path == "__0_0.distcp"), key=lambda p: p.length)
+    forge(folder, place.relative_path, content, at=place.offset + place.length - len(content))
+
+
 # What is done to the newest of two checkpoints. Each takes the folder of the newest and the older.
 DAMAGE: dict[str, Callable[[Path, Path], object]] = {
     "bit of a moment": lambda new, old: flip_bit(new / "__0_0.distcp", -5000),
@@ -151,6 +178,9 @@ DAMAGE: dict[str, Callable[[Path, Path], object]] = {
     "manifest missing": lambda new, old: (new / "manifest.json").unlink(),
     "manifest a list": lambda new, old: (new / "manifest.json").write_text("[]"),
     "manifest deep": lambda new, old: (new / "manifest.json").write_text("[" * 100_000),
+    "program in common": lambda new, old: forge(new, "common.pt", program(new)),
+    "program in a shard": lambda new, old: forge_tensor(new, program(new)),
+    "no tensor in a shard": lambda new, old: forge_tensor(new, bytes(100)),
     "folder empty": lambda new, old: (shutil.rmtree(new), new.mkdir()),
     "folder a file": lambda new, old: (shutil.rmtree(new), new.write_text("")),
 }

@@ -36,9 +36,9 @@ ROOMS = (
         "routing",
     ),
     *("envs", "rewards", "cli", "engine", "policy", "rollout", "handover", "run"),
-    *("view", "report", "show", "watch", "rescore", "doctor", "__main__", "api"),
+    *("view", "report", "show", "watch", "rescore", "export", "doctor", "__main__", "api"),
 )
-MAX_LOOSE_MODULES = 6  # files directly in r3/, __init__.py aside
+MAX_LOOSE_MODULES = 7  # files directly in r3/, __init__.py aside
 PURE = ("r3/algo/", "r3/metrics/reduce.py", "r3/metrics/mismatch.py")
 MAY_IMPORT = {
     "vllm": ("r3/engine/",),

@@ -115,7 +115,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "weights": (
         lambda root: retrained(root / "model"),
-        "the model's weights changed since .*allow_changed model$",
+        "the starting model's weights changed since .*allow_changed weights$",
     ),
     "end of a turn": (end_of_turn, "the model's end tokens changed since"),
     "config.json": (
@@ -154,8 +154,8 @@ def test_all_changes_are_named_at_once_with_one_flag(place: Place) -> None:
     retrained(place.root / "model")
     with pytest.raises(ConfigError, match="config: 3 problems") as refused:
         place.start("teacher")
-    assert str(refused.value).count("allow_changed teacher data template model") == 3
-    assert len(place.start("data", "template", "model").notes) == 2
+    assert str(refused.value).count("allow_changed teacher data template weights") == 3
+    assert len(place.start("data", "template", "weights").notes) == 2
 
 
 def test_code_and_versions_are_noted_and_the_run_goes_on(place: Place) -> None:

@@ -1,0 +1,161 @@
+"""Write a checkpoint of a run as the folder of a Hugging Face model, also of an interrupted run.
+
+    python -m r3.export RUN_DIR                    the newest checkpoint, to RUN_DIR/hf/step_N
+    python -m r3.export RUN_DIR --step 20 --to my-model
+
+One process loads the weights, without optimizer and without an engine. Config, tokenizer and chat
+template are those of the starting model, which must be as the run had it. Exit code 2: the run,
+the checkpoint or the starting model is missing, damaged or has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from r3.config import Config, ConfigError, ParallelConfig, Problem, from_yaml
+from r3.config.arguments import keyword_arguments
+from r3.data.template import Renderer
+from r3.models.hf_checkpoint import read_small_files, with_end_tokens, write_checkpoint
+from r3.models.shape import ModelShape, ShapeError
+from r3.policy.build import build_chunks, in_precision, transformer_config
+from r3.policy.weights import HeadLayout, slots, split
+from r3.run import checkpoint
+from r3.run.build import init_rank
+from r3.run.folder import RunDir
+from r3.run.prepare import refusing
+from r3.run.resume import Found, step_folders
+from r3.run.sources import of_model, read_sources
+from r3.run.verify import require_whole
+from r3.runtime.device import Device, leave
+from r3.runtime.mesh import Mesh
+from r3.runtime.process import importing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A checked command line."""
+
+    config: Config
+    shape: ModelShape
+    small_files: dict[str, bytes]
+    found: Found
+    to: Path
+
+
+def parse(argv: Sequence[str]) -> Order:
+    """Parse a command line.
+
+    Raises:
+        ConfigError: with all mistakes.
+    """
+    parser = argparse.ArgumentParser(
+        prog="r3.export", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; the newest if not given")
+    parser.add_argument("--to", type=Path, help="folder to write; RUN_DIR/hf/step_N if not given")
+    words = parser.parse_args(argv)
+    run_dir = RunDir(words.run_dir)
+    saved = dict(step_folders(run_dir.checkpoints))
+    if not (run_dir.config.exists() and saved):
+        what = "checkpoint" if run_dir.config.exists() else "config.yaml"
+        fix = "give the folder of a run that has saved a checkpoint"
+        raise ConfigError([Problem("RUN_DIR", str(run_dir.path), f"it has no {what}", fix)])
+    config = from_yaml(run_dir.config.read_text(encoding="utf-8"))
+    step = words.step if words.step is not None else max(saved)
+    to = words.to or run_dir.hf(step)
+    problems: list[Problem] = []
+    if step not in saved:
+        rule = f"is not kept; the run has checkpoints of steps {', '.join(map(str, saved))}"
+        problems.append(Problem("--step", step, rule, "choose one of them"))
+    if to.exists():
+        problems.append(Problem("--to", str(to), "exists already", "give another folder"))
+    try:
+        shape = ModelShape.read(config.model.path)
+        small_files = read_small_files(config.model.path)
+        tokenizer = _tokenizer(config.model.path)
+        problems += _changed(run_dir, config.model.path, small_files, tokenizer)
+    except (OSError, ShapeError) as error:
+        fix = "restore the folder: config, tokenizer and chat template come from it"
+        problems.append(Problem("model.path", config.model.path, f"cannot be read: {error}", fix))
+    if problems:
+        raise ConfigError(problems)
+    variables = keyword_arguments(config.data.template_kwargs)
+    return Order(
+        config=config,
+        shape=shape,
+        small_files=with_end_tokens(small_files, Renderer(tokenizer, variables).ends),
+        found=Found(folder=saved[step], step=step),
+        to=to,
+    )
+
+
+def _tokenizer(path: str) -> Any:
+    with importing():
+        from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def _changed(
+    run_dir: RunDir, path: str, small_files: dict[str, bytes], tokenizer: Any
+) -> list[Problem]:
+    """Parts of the starting model that are not those the run was trained with."""
+    earlier = read_sources(run_dir)
+    if earlier is None:  # a run of an older version
+        return []
+    changed = of_model(small_files, tokenizer.chat_template).changed_since(earlier)
+    fix = "restore it: the export would not be what was trained"
+    return [
+        Problem("model.path", path, f"its {group} changed since the run was trained", fix)
+        for group in changed
+    ]
+
+
+def write(order: Order, device: Device, mesh: Mesh) -> None:
+    """Load the weights of the checkpoint and write the folder."""
+    alone = replace(order.config, parallel=ParallelConfig())
+    megatron = transformer_config(alone, order.shape)
+    chunks = build_chunks(alone, order.shape, megatron, mesh, device)
+    in_precision(megatron, chunks)
+    checkpoint.load_weights(order.found, chunks, mesh)
+    write_checkpoint(
+        order.to,
+        _tensors(chunks, order.shape, mesh),
+        small_files=order.small_files,
+        dtype=megatron.params_dtype,
+        metadata={"step": order.found.step, "from": order.config.model.path},
+    )
+
+
+def _tensors(
+    chunks: list[object], shape: ModelShape, mesh: Mesh
+) -> Iterator[tuple[str, torch.Tensor]]:
+    heads = HeadLayout(
+        queries_per_group=shape.num_heads // shape.num_kv_heads, head_dim=shape.head_dim
+    )
+    for slot in slots(chunks, shape, mesh):
+        yield from zip(slot.hf, split(slot.kind, slot.tensor, heads), strict=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Export, say where, end the process."""
+    with refusing():
+        order = parse(sys.argv[1:] if argv is None else argv)
+    device, mesh = init_rank(replace(order.config, parallel=ParallelConfig()))
+    with refusing():
+        require_whole(order.found.folder, order.found.step, mesh.world)
+    write(order, device, mesh)
+    print(f"{order.to}: the weights after step {order.found.step}", flush=True)
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
