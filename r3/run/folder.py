@@ -232,6 +232,14 @@ def jsonl_line(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
+def owner_of(path: Path) -> str:
+    """The name of the user that a file belongs to, or its number."""
+    try:
+        return path.owner()
+    except KeyError:
+        return f"user {path.stat().st_uid}"
+
+
 def sync_to_disk(path: Path) -> None:
     """Wait until the disk has a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)

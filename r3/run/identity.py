@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from r3.config import ConfigError, Problem
-from r3.run.folder import write_json
+from r3.run.folder import owner_of, write_json
 
 _NAME = "run.json"
 
@@ -30,6 +30,8 @@ class Identity:
         fruitless: automatic restarts in a row that found no newer checkpoint than the start before.
         failed_step: the step in which the attempt before an automatic restart ended; 0 = none.
         failures: attempts in a row that ended in that step.
+        place: the folder at the last start: its number on the disk, and its path.
+        tracker: the id for experiment trackers; another one than `run_id` in a copied folder.
     """
 
     run_id: str
@@ -38,11 +40,28 @@ class Identity:
     fruitless: int = 0
     failed_step: int = 0
     failures: int = 0
+    place: tuple[int, str] | None = None
+    tracker: str = ""
 
     @property
     def key_bytes(self) -> bytes:
         """The key that signs."""
         return bytes.fromhex(self.key)
+
+    @property
+    def tracker_id(self) -> str:
+        """The run of an experiment tracker that this folder continues."""
+        return self.tracker or self.run_id
+
+    def placed(self, folder: Path) -> Identity:
+        """The same run in a folder; a copy of the folder gets another run of the tracker.
+
+        A folder that was moved or mounted elsewhere keeps its number on the disk, and one that was
+        restored from a backup its path.
+        """
+        number, path = place = (folder.stat().st_ino, str(folder.resolve()))
+        is_copy = self.place is not None and number != self.place[0] and path != self.place[1]
+        return replace(self, place=place, tracker=secrets.token_hex(8) if is_copy else self.tracker)
 
     def started(self, step: int, *, reached: int, automatic: bool) -> Identity:
         """The same run after a start from the checkpoint of `step`, 0 if there is none.
@@ -80,6 +99,10 @@ def read_identity(folder: Path) -> Identity | None:
         return identity
     except FileNotFoundError:
         return None
+    except PermissionError:
+        rule = f"{_NAME}, the key that signs checkpoints, can be read by {owner_of(path)} alone"
+        fix = f"let {owner_of(path)} resume the run, or resume a copy of the folder without {_NAME}"
+        raise ConfigError([Problem("log.dir", str(folder), rule, fix)]) from None
     except (OSError, ValueError, TypeError, RecursionError) as error:
         problem = Problem(
             field="log.dir",

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from r3.config import ConfigError, Problem
+from r3.run.folder import owner_of
 from r3.runtime.terminal import say
 
 _NAME = "run.lock"
@@ -133,7 +134,7 @@ def hold(folder: Path, *, stale_s: float = _STALE_S) -> RunLock:
     path = folder.absolute() / _NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise unusable(folder, error) from None
     try:
@@ -156,7 +157,9 @@ def require_free(folder: Path) -> None:
     """
     above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not os.access(above, os.W_OK):
-        raise unusable(folder, OSError(errno.EROFS, f"{above} is read-only"))
+        if os.statvfs(above).f_flag & os.ST_RDONLY:
+            raise unusable(folder, OSError(errno.EROFS, f"{above} is read-only"))
+        raise unusable(folder, PermissionError(errno.EACCES, "", str(above)))
     try:
         descriptor = os.open(folder / _NAME, os.O_RDONLY)
     except FileNotFoundError:
@@ -234,6 +237,15 @@ def _in_use(folder: Path, holder: Holder | None) -> ConfigError:
 
 def unusable(folder: Path, error: OSError) -> ConfigError:
     """The error of a run folder that cannot be written."""
+    if isinstance(error, PermissionError) and error.filename and Path(error.filename).exists():
+        path = Path(error.filename)
+        mode = path.stat().st_mode & 0o777
+        return _problem(
+            folder,
+            f"{path} belongs to {owner_of(path)} and has mode {mode:o}: this user may not write it",
+            f"let {owner_of(path)} start the run, or give a folder of your own; for a folder of a "
+            "group, start every run of it with umask 002",
+        )
     return _problem(
         folder,
         f"the folder cannot be written: {error.strerror or error}",

@@ -81,11 +81,14 @@ def resume_note(found: Found) -> str:
     return f"resuming from {found.folder} after step {found.step}"
 
 
-def register_start(run_dir: RunDir, *, reached: int = 0) -> None:
+def register_start(run_dir: RunDir, *, reached: int = 0) -> list[str]:
     """Note this start in `run.json`, which the first start makes.
 
     Args:
         reached: the last step that the attempt before has reported.
+
+    Returns:
+        A note if the folder is a copy of the run's.
 
     Raises:
         ResumeError: launchers have restarted the run after the same step failed twice, or again
@@ -100,6 +103,7 @@ def register_start(run_dir: RunDir, *, reached: int = 0) -> None:
                 run_id = read_manifest(found.folder).run_id
         identity = new_identity(run_id)
     step = found.step if found is not None else 0
+    before, identity = identity, identity.placed(run_dir.path)
     identity = identity.started(step, reached=reached, automatic=is_automatic())
     write_identity(run_dir.path, identity)
     if identity.failures > _FAILURES_OF_A_STEP:
@@ -115,6 +119,10 @@ def register_start(run_dir: RunDir, *, reached: int = 0) -> None:
             "or in the log of the last attempt, or set a smaller checkpoint.every; then start it "
             "by hand"
         )
+    if before.place and identity.tracker != before.tracker:
+        place = f"{run_dir.path} is a copy of {before.place[1]}"
+        return [f"{place}: an experiment tracker gets its rows as another run"]
+    return []
 
 
 def _rows(run_dir: RunDir) -> list[dict[str, float]]:
@@ -190,8 +198,7 @@ def _open(
     overrides: str,
 ) -> Start:
     rows = _rows(run_dir)
-    if writes:
-        register_start(run_dir, reached=int(rows[-1]["step"]) if rows else 0)
+    copied = register_start(run_dir, reached=int(rows[-1]["step"]) if rows else 0) if writes else []
     found = find_latest(run_dir.checkpoints)
     if found is not None:
         problems = _beyond(config, run_dir, found)
@@ -199,7 +206,7 @@ def _open(
             problems += resume_problems(from_yaml(run_dir.config.read_text()), config)
         if problems:
             raise ConfigError(problems)
-        notes = [resume_note(found)]
+        notes = [resume_note(found), *copied]
         if sources is not None:
             now = sources()
             notes += require_same_sources(run_dir, now, config, refuse=not config.eval.only)

@@ -135,7 +135,7 @@ def start_tracker(config: Config, folder: RunDir) -> Tracker | None:
     if config.log.tracker == "none" or config.eval.only or identity is None:
         return None
     with stage(f"starting {config.log.tracker}"):
-        return Tracker(config, identity.run_id)
+        return Tracker(config, identity.tracker_id)
 
 
 def require_one_start(config: Config, task: Task, start: Start, world: Axis) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from r3 import assets
 from r3.algo.advantage import reinforce_pp_baseline
@@ -178,6 +179,24 @@ def test_export_scores_the_same_in_transformers(straight: Path) -> None:
     assert same >= 47  # greedy in float32: one near tie of two tokens may fall the other way
 
 
+def test_a_checkpoint_of_two_ranks_is_exported_by_one(straight: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "r3.export", str(straight), "--to"]
+    for step, to in ((6, tmp_path / "six"), (4, tmp_path / "four")):
+        words = [*command, str(to), "--step", str(step)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    own, same, earlier = (
+        load_file(folder / "model-00001.safetensors")
+        for folder in (straight / "hf" / "step_000006", tmp_path / "six", tmp_path / "four")
+    )
+    assert own.keys() == same.keys() == earlier.keys()
+    assert all(torch.equal(own[name], same[name]) for name in own)
+    assert not all(torch.equal(own[name], earlier[name]) for name in own)
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        exported = straight / "hf" / "step_000006" / name
+        assert exported.read_bytes() == (tmp_path / "six" / name).read_bytes()
+
+
 def test_every_file_of_the_run_folder_is_there(straight: Path) -> None:
     expected = [
         "config.yaml",
@@ -204,9 +223,14 @@ def test_every_file_of_the_run_folder_is_there(straight: Path) -> None:
 
 def test_files_that_may_hold_texts_of_users_are_private(straight: Path) -> None:
     files = [path for name in ("rollouts", "eval") for path in (straight / name).iterdir()]
-    files += [straight / "run.json", straight / "run.lock"]
+    files.append(straight / "run.json")
     assert len(files) > 4
     assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o600"}
+    new = straight / "new"
+    new.touch()
+    usual = [straight / "run.lock", straight / "sources.json", *(straight / "hf").rglob("*.*")]
+    assert {path.stat().st_mode for path in usual if path.is_file()} == {new.stat().st_mode}
+    new.unlink()
 
 
 def test_evaluation_alone_scores_the_newest_checkpoint_and_trains_nothing(

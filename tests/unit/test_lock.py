@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -156,6 +157,40 @@ def test_a_read_only_disk_is_found_by_check(tmp_path: Path) -> None:
         text=True,
     )
     assert f"the folder cannot be written: {tmp_path} is read-only" in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_folder_of_another_user_names_file_and_owner() -> None:
+    from r3.run.identity import new_identity, read_identity, write_identity
+
+    with tempfile.TemporaryDirectory() as above:
+        folder = Path(above) / "run"
+        hold(folder).release()
+        write_identity(folder, new_identity())
+
+        def refusal(act: Callable[[Path], object]) -> str:
+            """What nobody is told who acts on root's folder."""
+            reading, writing = os.pipe()
+            if not (child := os.fork()):
+                os.setuid(65534)
+                try:
+                    act(folder)
+                except ConfigError as error:
+                    os.write(writing, str(error).encode())
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+            os.close(writing)
+            with open(reading) as file:
+                return file.read()
+
+        Path(above).chmod(0o755)
+        assert f"{folder / 'run.lock'} belongs to root and has mode 644" in refusal(hold)
+        assert f"{folder} belongs to root and has mode 755" in refusal(require_free)
+        (folder / "run.lock").chmod(0o666)  # as for a group, with umask 0
+        folder.chmod(0o777)
+        assert refusal(lambda path: hold(path).release()) == ""
+        assert "can be read by root alone" in refusal(read_identity)
 
 
 def test_a_full_disk_at_the_start_is_one_message(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from r3.config import ConfigError, from_yaml
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import read_task
 from r3.run.folder import RunDir
-from r3.run.resume import Start, open_run
+from r3.run.identity import read_identity
+from r3.run.resume import Start, open_run, register_start
 from r3.run.sources import read_sources, sources_of
 from tests.tiny import tiny_config
 
@@ -194,6 +195,29 @@ def test_evaluation_alone_notes_a_change(place: Place) -> None:
     template(place.root)
     start = place.start(writes=False, eval={"only": True})
     assert start.notes[1:] == ("changed since the last start: the chat template",)
+
+
+def test_a_copied_folder_is_another_run_for_trackers(tmp_path: Path) -> None:
+    run, copy, moved = (RunDir(tmp_path / name) for name in ("run", "copy", "moved"))
+
+    def tracker_of(run_dir: RunDir, *, notes: int) -> str:
+        run_dir.path.mkdir(exist_ok=True)
+        assert len(register_start(run_dir)) == notes
+        identity = read_identity(run_dir.path)
+        assert identity is not None
+        return identity.tracker_id
+
+    own = tracker_of(run, notes=0)
+    shutil.copytree(run.path, copy.path)
+    assert tracker_of(run, notes=0) == own
+    other = tracker_of(copy, notes=1)
+    assert other != own and tracker_of(copy, notes=0) == other
+    run.path.rename(moved.path)  # the same folder under another name
+    assert tracker_of(moved, notes=0) == own
+    shutil.copytree(moved.path, tmp_path / "backup")
+    shutil.rmtree(moved.path)
+    shutil.copytree(tmp_path / "backup", moved.path)  # restored in its place
+    assert tracker_of(moved, notes=0) == own
 
 
 def test_fewer_steps_than_the_checkpoint_has_are_refused(place: Place) -> None:
