@@ -133,6 +133,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
                 )
             return None
         undo.pop_all()  # `begin` closes them
+    ends = task.conversation_setup.renderer.ends
     prepare_environment()  # the caller imports Megatron-Core next
     watchdog.beat("importing Megatron-Core")
     watchdog.watch(kill_after_s=limit_s)
@@ -142,7 +143,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
         folder=run_dir,
         start=start,
         began=began,
-        small_files=small_files,
+        small_files=with_end_tokens(small_files, ends) if small_files else {},
         watchdog=watchdog,
     )
 

@@ -14,7 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3 import assets
-from r3.models.hf_checkpoint import CheckpointReader, read_small_files, write_checkpoint
+from r3.models.hf_checkpoint import (
+    CheckpointReader,
+    read_small_files,
+    with_end_tokens,
+    write_checkpoint,
+)
 from r3.models.rules import Kind
 from r3.policy.weights import HeadLayout, Slot, join_shards, load, split
 
@@ -173,6 +178,25 @@ def test_an_export_renders_prompts_as_its_starting_model(model: Path) -> None:
         "model.safetensors.index.json",
     }
     assert json.loads((out / "r3.json").read_text()) == {"step": 2}
+
+
+def test_generation_config_names_all_tokens_that_ended_a_turn(model: Path) -> None:
+    from transformers import GenerationConfig
+
+    files = read_small_files(model)
+    assert with_end_tokens(files, [2]) == files  # nothing to add: byte for byte as it was
+    base = {**files, "generation_config.json": b'{"eos_token_id": 0, "top_p": 0.9}'}
+    (model / "generation_config.json").write_bytes(
+        with_end_tokens(base, [2, 0])["generation_config.json"]
+    )
+    read = GenerationConfig.from_pretrained(model)
+    assert (read.eos_token_id, read.top_p) == ([0, 2], 0.9)
+    del base["generation_config.json"]  # then config.json counts
+    base["config.json"] = json.dumps(
+        json.loads(files["config.json"]) | {"eos_token_id": 0}
+    ).encode()
+    added = with_end_tokens(base, [2])["generation_config.json"]
+    assert json.loads(added) == {"eos_token_id": [0, 2]}
 
 
 @pytest.mark.parametrize("has_code", [True, False])
