@@ -131,5 +131,10 @@ def _parsed(own: VllmParser, request: Any, text: str, tokens: Sequence[int]) -> 
     reasoning, content, calls = own.parse(
         text, request, enable_auto_tools=True, model_output_token_ids=list(tokens)
     )
-    found = [{"name": each.name, "arguments": arguments_of(each.arguments)} for each in calls or ()]
+    found = [
+        # Some parsers write "" or null for no arguments, where the API has an empty object.
+        {"name": each.name, "arguments": {} if arguments in (None, "") else arguments}
+        for each in calls or ()
+        for arguments in [arguments_of(each.arguments)]
+    ]
     return Parsed(content=content or "", calls=found, reasoning=reasoning)

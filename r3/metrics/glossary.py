@@ -87,6 +87,11 @@ GLOSSARY: dict[str, Entry] = {
         "share of the responses put to self_judge that have no score (reward.no_verdict)",
         "r3/rewards/self_judge.py",
     ),
+    "reward/math_unread": Entry(
+        "share of the responses scored by math that sympy could not read or compare in 5 s, which "
+        "count as wrong",
+        "r3/rewards/verify.py",
+    ),
     "reward/question_tokens_mean": Entry(
         "mean tokens of the prompts of self_judge", "r3/rewards/self_judge.py"
     ),

@@ -34,8 +34,10 @@ from r3.types import Prompt
 
 Reward = Callable[[str, Prompt], Any]
 
+# No <answer> inside of another one: else the search to the end begins anew at each.
 _FINAL_ANSWER = re.compile(
-    r"####[ \t]*([^\n]+)|<answer>(.+?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})+)\}", re.DOTALL
+    r"####[ \t]*([^\n]+)|<answer>((?:(?!<answer>).)+?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})+)\}",
+    re.DOTALL,
 )
 
 

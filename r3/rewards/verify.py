@@ -1,8 +1,8 @@
 """Mathematical equality by `math-verify`: 1/2, 0.5 and \\frac{1}{2} are equal.
 
 It runs in worker processes: math-verify gives terms that the model wrote to sympy, which may
-compute for hours, and only a process can be stopped then. Its own time limits and catches are off:
-they would turn a hang or a fault into a wrong answer without any message.
+compute for hours. A response that sympy cannot read, or not in 5 s, is wrong and is counted. The
+limits and catches of math-verify are off: they would turn a fault into a wrong answer uncounted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from decimal import Decimal
 from typing import Any
 
 from r3.data.numbers import plain
+from r3.rewards import Score
+from r3.runtime.time_limit import time_limit
 from r3.runtime.workers import CallError
 from r3.types import Prompt
 
@@ -31,19 +33,29 @@ _POWER = re.compile(
 _LONGEST_NUMBER = 40  # digits that 6e23 may become; a larger power is written as one
 
 
-def equal(response: str, prompt: Prompt) -> float:
+UNREAD = "reward/math_unread"
+"""Metric: 1 for a response that could not be compared."""
+_LIMIT_S = 5.0  # of one response, which takes milliseconds
+
+
+class _Late(Exception):
+    """A comparison took too long."""
+
+
+def equal(response: str, prompt: Prompt) -> Score:
     """Return 1 if the final answer of the response equals a reference, else 0.
 
     The final answer is in the last \\boxed or \\fbox, else in $...$, or the last number; a
-    response without any expression scores 0. The reference is the text after the last `####` of
-    the row's answer, or all of it. `1\\,000` is 1000, and `1e-3` is 0.001.
+    response without any expression scores 0, and so does one that cannot be compared, which the
+    metric `UNREAD` counts. The reference is the text after the last `####` of the row's answer, or
+    all of it. `1\\,000` is 1000, and `1e-3` is 0.001.
 
     Raises:
         CallError: a reference has no expression.
     """
     from math_verify import parse, verify
 
-    found = _parsed(parse, _final(response))
+    references = []
     for answer in prompt.accepted:
         text = _readable(answer.rpartition("####")[2].strip())
         # Bare LaTeX is only read between dollars, bare numbers anywhere.
@@ -52,9 +64,19 @@ def equal(response: str, prompt: Prompt) -> float:
             raise CallError(
                 f"the reference answer has no expression: {answer[-200:]!r}", again=False
             )
-        if found and verify(reference, found, timeout_seconds=None, raise_on_error=True):
-            return 1.0
-    return 0.0
+        references.append(reference)
+
+    def is_right() -> bool:
+        found = _parsed(parse, _final(response))
+        return bool(found) and any(
+            verify(reference, found, timeout_seconds=None, raise_on_error=True)
+            for reference in references
+        )
+
+    try:
+        return Score(float(time_limit(is_right, _LIMIT_S, _Late)), {UNREAD: 0.0})
+    except Exception:  # sympy raises anything for terms that a model may write
+        return Score(0.0, {UNREAD: 1.0})
 
 
 def _parsed(parse: Any, text: str) -> Any:

@@ -18,7 +18,7 @@ from r3.engine import Sampling, message_parser
 from r3.envs import ENVIRONMENTS
 from r3.envs.calculator import Calculator
 from r3.envs.tool_calls import MessageReader, Parse, Parsed, built_in, read_json, without_thoughts
-from r3.rewards import exact, gsm8k
+from r3.rewards import _FINAL_ANSWER, exact, gsm8k
 from r3.rewards.judge import parsed
 from r3.runtime.time_limit import time_limit
 from r3.runtime.workers import CallError
@@ -258,6 +258,29 @@ def test_verifiers_score_any_response(verify: Callable[[str, Prompt], Any]) -> N
     for text in odd_texts(300):
         value = time_limit(lambda text=text: verify(text, prompt), LIMIT_S, Late)
         assert value in (0.0, 1.0), text
+
+
+def test_math_scores_any_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("math_verify", reason="the extra math is not installed")
+    from r3.rewards import verify
+
+    monkeypatch.setattr(verify, "_LIMIT_S", 0.3)
+    hard = ["\\boxed{x" + "!" * 50 + "}", "\\boxed{10^{10^{10}}}", "#### " + "9" * 6000]
+    unread = 0.0
+    for text in [*hard, *odd_texts(40)]:
+        score = time_limit(lambda text=text: verify.equal(text, PROMPT), LIMIT_S, Late)
+        assert score.value == 0.0
+        unread += score.metrics[verify.UNREAD]
+    assert unread >= len(hard)
+    assert verify.equal("\\boxed{\\frac{14}{2}}", PROMPT).value == 1.0
+
+
+@pytest.mark.parametrize("part", ["<answer>", "####", "\\boxed{", "\\boxed{{}", "####\t"])
+def test_looking_for_the_final_answer_takes_linear_time(part: str) -> None:
+    began = time.monotonic()
+    _FINAL_ANSWER.findall(part * 30_000)
+    # 0.01 s on an idle core; a search to the end from each part takes a minute.
+    assert time.monotonic() - began < 3
 
 
 @pytest.mark.parametrize(

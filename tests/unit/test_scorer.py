@@ -489,8 +489,9 @@ def test_math_compares_by_value_in_worker_processes() -> None:
     assert [found[key].reward for key in range(4)] == [1.0, 1.0, 0.0, 0.0]
     assert not any(found[key].failure for key in range(4))
     assert "has no expression" in found["unreadable"].failure
-    assert found[4].reward == 0.0
-    assert counts["errors"] + counts["timeouts"] + counts["crashes"] == 1 + bool(found[4].failure)
+    assert (found[4].reward, found[4].failure) == (0.0, ""), "no text of a model is a failure"
+    assert [found[key].metrics["reward/math_unread"] for key in range(5)] == [0, 0, 0, 0, 1]
+    assert counts["errors"] + counts["timeouts"] + counts["crashes"] == 1
 
 
 def test_math_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
