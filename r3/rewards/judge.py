@@ -64,9 +64,8 @@ def filled(template: str, response: str, prompt: Prompt) -> str:
     The question is the conversation before the response: the user's only message, or all messages
     with their roles and tool calls, after the tools.
     """
-    first, *others = prompt.messages
-    if first["role"] == "user" and not others and not prompt.tools:
-        question = str(first["content"])
+    if [each["role"] for each in prompt.messages] == ["user"] and not prompt.tools:
+        question = str(prompt.messages[0]["content"])
     else:
         tools = [f"tools: {_json(prompt.tools)}"] if prompt.tools else []
         question = "\n\n".join([*tools, *map(_shown, prompt.messages)])
