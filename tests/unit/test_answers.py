@@ -150,7 +150,7 @@ def test_math_as_a_person_would_grade(reference: str, response: str, value: floa
     pytest.importorskip("math_verify", reason="the extra math is not installed")
     from r3.rewards.verify import equal
 
-    assert equal(response, asked(reference)) == value
+    assert equal(response, asked(reference)).value == value
 
 
 def test_math_takes_any_of_several_answers() -> None:
@@ -158,7 +158,11 @@ def test_math_takes_any_of_several_answers() -> None:
     from r3.rewards.verify import equal
 
     answers = asked("2", r"\frac{1}{2}")
-    assert [equal(rf"\boxed{{{each}}}", answers) for each in ("2", "0.5", "1")] == [1.0, 1.0, 0.0]
+    assert [equal(rf"\boxed{{{each}}}", answers).value for each in ("2", "0.5", "1")] == [
+        1.0,
+        1.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize(
