@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from decimal import Decimal
 from typing import Any
 
@@ -36,6 +37,9 @@ _LONGEST_NUMBER = 40  # digits that 6e23 may become; a larger power is written a
 UNREAD = "reward/math_unread"
 """Metric: 1 for a response that could not be compared."""
 _LIMIT_S = 5.0  # of one response, which takes milliseconds
+
+
+_SAID: list[str] = []  # of this worker: the first response that could not be compared
 
 
 class _Late(Exception):
@@ -75,7 +79,15 @@ def equal(response: str, prompt: Prompt) -> Score:
 
     try:
         return Score(float(time_limit(is_right, _LIMIT_S, _Late)), {UNREAD: 0.0})
-    except Exception:  # sympy raises anything for terms that a model may write
+    except Exception as error:  # sympy raises anything for terms that a model may write
+        if not _SAID:
+            _SAID.append(f"{type(error).__name__}: {str(error)[:200]}")
+            print(
+                f"warning: math could not compare a response ({_SAID[0]}), which counts as wrong; "
+                f"{UNREAD} is the share of such responses. It ends with {response[-200:]!r}",
+                file=sys.stderr,
+                flush=True,
+            )
         return Score(0.0, {UNREAD: 1.0})
 
 
