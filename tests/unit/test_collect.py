@@ -18,7 +18,7 @@ from r3.engine import CaptureSpec, Sampled, Sampling, Transcript
 from r3.metrics.meter import _merge
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
-from r3.rollout.collect import rollout_metrics
+from r3.rollout.collect import rollout_metrics, without_end
 from r3.rollout.collected import CollectedRollouts
 from r3.rollout.conversation import (
     ConversationRules,
@@ -474,3 +474,11 @@ def test_a_reset_with_further_messages_keeps_the_tools_of_the_row(script: Script
     )
     assert "<tools>add</tools>" in whole
     assert script.tokenizer.decode(rollout.tokens_T).startswith(whole)
+
+
+def test_the_note_about_responses_without_end_names_the_ends(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path, **BASE))
+    setup = ConversationSetup.of(EnvConfig(), tokenizer, "tiny")
+    note = without_end(64, "rollout.max_response_tokens 24", setup)
+    assert note.startswith("none of 64 responses ended within rollout.max_response_tokens 24. ")
+    assert "A turn ends with <|im_end|> or <|endoftext|>." in note
