@@ -84,6 +84,7 @@ def launch(argv: list[str]) -> int:
             _say(f"r3: {text}{hint}", descriptor=2)
         return code if code > 0 else 1
     except api.SignalException as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more must not change the exit code
         return 130 if error.sigval == signal.SIGINT else _REQUEUE
     return 0
 

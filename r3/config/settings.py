@@ -848,7 +848,8 @@ class DebugConfig:
     """Seconds without progress after which a rank reports its phase and stack. 0: never."""
     kill_after_s: Annotated[float, AtLeast(0)] = 900.0
     """Seconds without progress on any rank after which the ranks end, so that the launcher can
-    restart the run; twice as long while it starts. 0: never."""
+    restart the run; twice as long while it starts, and at least 120 s while it reads data.
+    0: never."""
     collective_timeout_s: Annotated[
         float, Above(0), Fix("1800, or the longest wait you expect")
     ] = 1800.0

@@ -176,6 +176,20 @@ def test_the_launchers_signal_adds_nothing_after_a_failure(tmp_path: Path) -> No
     assert run(tmp_path, 2, ended_by_launcher).stderr == ""
 
 
+def test_a_closed_terminal_stops_after_the_step_and_nohup_does_not(tmp_path: Path) -> None:
+    def hangs_up() -> None:
+        with StopRequest(RunDir(tmp_path).first_failure):
+            signal.raise_signal(signal.SIGHUP)
+
+    def ignores() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        hangs_up()
+
+    assert "SIGHUP: stopping after this step" in run(tmp_path, 0, hangs_up).stderr
+    ended = run(tmp_path, 0, ignores)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_the_next_run_speaks_again(tmp_path: Path) -> None:
     assert "broke" in run(tmp_path, 0, breaks("broke")).stderr
     assert "broke" in run(tmp_path, 0, breaks("broke")).stderr

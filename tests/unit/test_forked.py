@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from r3.run.forked import ForkedRank, preload
+from r3.run.watcher import ENDS_RANK
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
@@ -184,3 +186,40 @@ def test_a_mistake_ends_the_launcher_while_it_imports(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, ""), done.stdout + done.stderr
     assert done.stderr.count("did you mean train.steps?") == 1
     assert not (tmp_path / "run").exists()
+
+
+_HOLDS_THE_LOCK = """
+import ctypes, os, threading
+print("rank", os.getpid(), flush=True)
+# The main thread gets the signals, and cannot run their handlers.
+threading.Thread(target=ctypes.PyDLL(None).sleep, args=(600,)).start()
+"""
+
+
+def test_a_second_ctrl_c_ends_a_rank_that_sees_no_signal(tmp_path: Path) -> None:
+    script = tmp_path / "holds.py"
+    script.write_text(_HOLDS_THE_LOCK)
+    launcher = subprocess.Popen(
+        [sys.executable, "launch/ranks.py", "--standalone", "--nproc_per_node", "1", str(script)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "starting the ranks\n"
+    rank = int(launcher.stdout.readline().split()[1])
+    time.sleep(1)  # the thread starts
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    launcher.send_signal(signal.SIGINT)
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130
+    assert said == "", "a line of torch would stand in the progress bar"
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+
+
+def test_the_signal_of_the_watchdog_is_known_to_the_launcher() -> None:
+    """launch/ranks.py cannot import it: without --preload it may run where R3 is not installed."""
+    assert f"_ENDS_RANK = signal.{ENDS_RANK.name}" in (ROOT / "launch" / "ranks.py").read_text()

@@ -30,7 +30,7 @@ _PROGRAMS = {
         'case "$*" in *--check*)\n'
         ' echo "check $* on $LOCAL_WORLD_SIZE"; sleep $CHECK_S; exit $CHECK;;\n'
         ' *r3.doctor*) echo "health $*"; sleep $CHECK_S; exit $HEALTH;; esac\n'
-        "trap 'echo stopped; exit 75' USR1\n"
+        "trap 'echo stopped; exit 75' USR1 TERM\n"
         'echo "ranks $*"\necho "threads $OMP_NUM_THREADS"\n'
         "for i in $(seq 20); do sleep 0.1; done; exit $CODE\n"
     ),
@@ -45,11 +45,14 @@ def programs(folder: Path, texts: dict[str, str]) -> str:
     return f"{folder}:{os.environ['PATH']}"
 
 
-def submit(folder: Path, *, usr1_after: str = "", **variables: str) -> tuple[int, str]:
+def submit(
+    folder: Path, *, usr1_after: str = "", sends: signal.Signals = signal.SIGUSR1, **variables: str
+) -> tuple[int, str]:
     """Run the script until it ends; returns exit code and output.
 
     Args:
-        usr1_after: send USR1 to the script when a line begins so.
+        usr1_after: send a signal to the script when a line begins so.
+        sends: the signal.
         variables: set in the environment.
     """
     path = programs(folder, _PROGRAMS)
@@ -74,7 +77,7 @@ def submit(folder: Path, *, usr1_after: str = "", **variables: str) -> tuple[int
     for line in process.stdout:
         said += line
         if usr1_after and line.startswith(usr1_after):
-            process.send_signal(signal.SIGUSR1)
+            process.send_signal(sends)
     return process.wait(), said
 
 
@@ -142,6 +145,11 @@ def test_time_limit_stops_the_ranks_then_requeues(moment: str, stops: bool, tmp_
     code, said = submit(tmp_path, usr1_after=moment, CHECK_S="1")
     assert code == 0 and said.endswith("requeued 77\n")
     assert ("stopped\n" in said) is stops
+
+
+def test_closed_terminal_stops_the_ranks_and_requeues_nothing(tmp_path: Path) -> None:
+    code, said = submit(tmp_path, usr1_after="ranks", sends=signal.SIGHUP)
+    assert code == 75 and "stopped\n" in said and "requeued" not in said
 
 
 def test_job_that_slurm_does_not_requeue_ends_with_75(tmp_path: Path) -> None:
