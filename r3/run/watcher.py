@@ -87,7 +87,7 @@ class Watcher:
         self._leads_session = os.getsid(pid) == pid
         self._started: dict[int, int] = {}  # processes of the rank, with their start times
         self._users_code = ""
-        self._can_write = True
+        self._said_unwritable = False
 
     def watch(self) -> None:
         """Watch until the rank has ended; then end what it had started."""
@@ -126,7 +126,7 @@ class Watcher:
     # --- heartbeats -----------------------------------------------------------------------------
 
     def _write_heartbeat(self, last: Beat, silent_s: float) -> None:
-        if not self._can_write or not last.folder or not Path(last.folder).is_dir():
+        if not last.folder or not Path(last.folder).is_dir():
             return
         state = {
             "rank": self._rank,
@@ -141,9 +141,10 @@ class Watcher:
         }
         try:
             write_json(RunDir(Path(last.folder)).heartbeat(self._rank), state, durable=False)
-        except OSError as error:  # a full disk must not end the watch
-            self._say(f"r3 watchdog: rank {self._rank} cannot write its heartbeat: {error}\n")
-            self._can_write = False
+        except OSError as error:  # a full disk must not end the watch, and may have room again
+            if not self._said_unwritable:
+                self._say(f"r3 watchdog: rank {self._rank} cannot write its heartbeat: {error}\n")
+            self._said_unwritable = True
 
     def _states(self, last: Beat) -> dict[int, dict[str, Any]]:
         """The heartbeats of all ranks that have one."""

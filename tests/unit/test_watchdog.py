@@ -309,3 +309,36 @@ def test_what_a_run_started_ends_with_it_and_holds_no_lock(end: str, tmp_path: P
     while any(map(psutil.pid_exists, started)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+_WORKS = """
+import time
+from r3.run.watchdog import Watchdog
+with Watchdog(0, 1, stall_s=1.0, kill_after_s=2.0) as watchdog:
+    print("works", flush=True)
+    for _ in range(100):
+        watchdog.beat("train")
+        time.sleep(0.02)
+"""
+
+
+def test_a_run_that_was_stopped_as_a_whole_has_not_stalled() -> None:
+    """As by Ctrl-Z; the stop is longer than a stall, and than the end of the run would take."""
+    rank = subprocess.Popen(
+        [sys.executable, "-c", _WORKS],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert rank.stdout is not None and rank.stdout.readline() == "works\n"
+    time.sleep(0.5)  # the watcher starts
+    family = [psutil.Process(rank.pid), *psutil.Process(rank.pid).children()]
+    assert len(family) == 2
+    for process in family:
+        process.suspend()
+    time.sleep(7)
+    for process in family:
+        process.resume()
+    said = rank.communicate(timeout=60)[1]
+    assert (rank.returncode, said) == (0, "")
