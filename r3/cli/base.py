@@ -34,6 +34,7 @@ from r3.config import (
     from_yaml,
     load_yaml,
     public,
+    replacing,
     values_of,
     with_values,
 )
@@ -214,7 +215,7 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
         name=str(path),
         root=root.root,
         root_config=root.root_config,
-        values={**root.values, **values},
+        values={**root.values, **replacing(root.config, values)},
         log_dir=f"runs/{name}",
         notes=(*root.notes, *notes),
     )

@@ -44,6 +44,7 @@ from r3.config import (
     from_yaml,
     nearest_settings,
     read_values,
+    replacing,
     resume_problems,
     with_values,
     without_secrets,
@@ -246,7 +247,7 @@ def from_python(
 def _laid_over(base: Base | None, values: Mapping[str, object]) -> Config:
     """The settings of a base with other values, and with a folder of the run."""
     start = base.config if base else Config()
-    config = with_values(start, values)
+    config = with_values(start, replacing(start, values))
     if base and not config.log.dir:
         config = with_values(config, {"log.dir": start.log.dir or base.log_dir})
     return config
@@ -508,7 +509,7 @@ def _resolve(
     ]
     if not suspects:
         return config, reasons, report
-    before = {problem.field for problem in report_on(base.config).problems}
+    before = {problem.field for problem in report_on(base.root_config).problems}
     for name in dict.fromkeys(suspects):
         if name in before:
             continue

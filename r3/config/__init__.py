@@ -39,6 +39,7 @@ from r3.config.settings import (
     RolloutConfig,
     TrainConfig,
     flatten,
+    replacing,
     with_values,
 )
 
@@ -76,6 +77,7 @@ __all__ = [
     "parse_value",
     "public",
     "read_values",
+    "replacing",
     "resume_problems",
     "to_yaml",
     "values_of",

@@ -224,6 +224,11 @@ class EnvConfig:
         return not self.path and not self.command
 
     @property
+    def may_reward(self) -> bool:
+        """Whether the environment may give rewards itself, so that no function is asked."""
+        return not self.is_built_in or self.name not in ("single_turn", "calculator")
+
+    @property
     def command_arguments(self) -> dict[str, Any]:
         """What the workflow that runs `command` is created with; nothing without a command."""
         return {"command": self.command} if self.command else {}
@@ -702,6 +707,9 @@ class EvalSet:
         return replace(training, **own)
 
 
+ENVIRONMENTS = ("env.name", "env.path", "env.command")
+"""Settings of which one names the environment; `env.args` belong to it."""
+
 EVAL_LISTS = tuple(each.name for each in fields(EvalSet) if each.name != "env_args")
 """Settings of `EvalConfig` that have one value per set."""
 
@@ -948,6 +956,21 @@ def flatten(config: Config) -> dict[str, Any]:
         for section, values in asdict(config).items()
         for name, value in values.items()
     }
+
+
+def replacing(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values to lay over a config, with the defaults of what they take the place of.
+
+    A layer that names an environment replaces that of the layers below, its arguments included.
+    """
+    if not any(values.get(name) for name in ENVIRONMENTS):
+        return dict(values)
+    below, defaults = flatten(config), flatten(Config())
+    above = {name: defaults[name] for name in ENVIRONMENTS} | dict(values)
+    if all(above[name] == below[name] for name in ENVIRONMENTS):
+        return dict(values)  # the same one
+    replaced = (*ENVIRONMENTS, "env.args")
+    return {name: defaults[name] for name in replaced if below[name] != defaults[name]} | {**values}
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

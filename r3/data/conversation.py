@@ -12,9 +12,10 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from r3.types import Message
+if TYPE_CHECKING:  # it imports numpy
+    from r3.types import Message
 
 REASONING = ("reasoning", "reasoning_content", "thinking")
 """Names of what the model thought: vLLM's, those of most templates, and harmony's."""

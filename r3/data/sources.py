@@ -22,13 +22,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from r3.config import Config, EvalSet
 from r3.config.arguments import argument_value, arguments_fault
 from r3.data.conversation import MessageFault, is_learned, read_messages, read_tools
 from r3.data.numbers import final_number
-from r3.types import Message
+
+if TYPE_CHECKING:  # it imports numpy
+    from r3.types import Message
 
 _GYM_SIZE = 1000
 _GRADERS = ("gsm8k", "exact", "math")  # compare a response with the reference answer
@@ -124,7 +126,7 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
         env, functions = each.environment(env), (each.function,) if each.function else functions
     supervised = each is None and config.train.objective == "sft"
     # Other environments may reward every conversation themselves.
-    scores = "env" in functions or (env.name != "guess_number" and env.is_built_in)
+    scores = "env" in functions or not env.may_reward
     scores = scores and not supervised
     used = (*functions, *(config.reward.row_functions if "row" in functions else ()))
     users = not env.is_built_in or any(":" in function for function in used)

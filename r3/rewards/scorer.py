@@ -296,12 +296,23 @@ class Scorer:
 
     def __call__(self, rollout: Rollout, prompt: Prompt) -> float:
         """Score one conversation and wait for the result."""
+        return self._awaited(rollout, prompt).reward
+
+    def _awaited(self, rollout: Rollout, prompt: Prompt) -> RewardResult:
         assert not self._cases, f"{len(self._cases)} conversations are being scored"
         self.submit(None, rollout, prompt)
         self.complete_group(rollout.group)
         while not (results := self.poll(1.0)):
             pass
-        return results[0].reward
+        return results[0]
+
+    def trial(self, rollout: Rollout, prompt: Prompt) -> RewardResult:
+        """Score one conversation as `__call__`; failures are in the result, never raised."""
+        on_error, self.on_error = self.on_error, "zero"
+        try:
+            return self._awaited(rollout, prompt)
+        finally:
+            self.on_error = on_error
 
     def take_counts(self) -> Counter[str]:
         """Return calls, errors, timeouts, crashes and retries since the last call."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from r3.config import AlgoConfig, ConfigError, Problem
 from r3.envs.workflow import Workflows
-from r3.rewards.scorer import Scorer
+from r3.rewards.scorer import RewardError, Scorer
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.rollout.task import Task
 from r3.run.check_messages import check_messages
@@ -47,11 +47,12 @@ def check_task(task: Task, algo: AlgoConfig) -> Iterator[str]:
     yield from check_messages(task)
     if task.prompts.prompts and not learned:
         yield from _check_environment(task.conversation_setup, task.prompts.prompts[0])
-        yield from _check_reward(task, task.scorer, task.prompts.prompts)
+        yield from _check_reward(task, task.conversation_setup, task.scorer, task.prompts.prompts)
     for heldout in task.heldout:
         who = f"{heldout.name}: "
         yield from _check_environment(heldout.conversation_setup, heldout.prompts[0], who)
-        yield from _check_reward(task, heldout.scorer, heldout.prompts, who)
+        setup = heldout.conversation_setup
+        yield from _check_reward(task, setup, heldout.scorer, heldout.prompts, who)
     yield from _check_algorithm(algo)
 
 
@@ -84,8 +85,12 @@ def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") 
     seconds = time.perf_counter() - started
     environments.forget(0)
     if failure := replies[0].failure:
+        settings = environments.settings
         raise EnvironmentFailed(
-            f"{who}{prompt.id}: reset of the environment failed ({failure.kind}: {failure.text})"
+            f"{who}environment {settings.path or settings.name}: reset failed on {prompt.id} "
+            f"({failure.kind})\n{failure.text}\n"
+            "  reset gets a prompt with id, messages, answer, answers, tools and metadata; here "
+            f"metadata has {', '.join(prompt.metadata) or 'no column'}"
         )
     count = len(replies[0].opened or ())
     yield (
@@ -94,8 +99,13 @@ def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") 
 
 
 def _check_reward(
-    task: Task, scorer: Scorer, prompts: Sequence[Prompt], who: str = ""
+    task: Task,
+    setup: ConversationSetup,
+    scorer: Scorer,
+    prompts: Sequence[Prompt],
+    who: str = "",
 ) -> Iterator[str]:
+    may_reward = setup.environments.settings.may_reward
     if task.reward_model is not None:
         yield f"    {who}reward: not called, because a reward model is loaded on a device only"
         return
@@ -106,18 +116,29 @@ def _check_reward(
     for prompt in prompts:
         first.setdefault(scorer.path(prompt), prompt)
     for prompt in first.values():
-        yield _score_reference(task, scorer, prompt, who)
+        yield _score_reference(task, scorer, prompt, who, may_reward=may_reward)
 
 
-def _score_reference(task: Task, scorer: Scorer, prompt: Prompt, who: str) -> str:
+def _score_reference(
+    task: Task, scorer: Scorer, prompt: Prompt, who: str, *, may_reward: bool
+) -> str:
     if not prompt.answer:
         return f"    {who}reward: not called, because {prompt.id} has no reference answer"
-    rollout = reference_rollout(task, prompt)
-    scorer.submit(0, rollout, prompt)
-    scorer.complete_group(rollout.group)
-    while not (results := scorer.poll(1.0)):
-        pass
-    result = results[0]
+    result = scorer.trial(reference_rollout(task, prompt), prompt)
+    if result.failure and may_reward:
+        # What failed, without frames and sample.
+        lines = result.failure.splitlines()
+        cause = next(
+            (b for a, b in zip(lines[1:], lines, strict=False) if a[:9] == "  prompt "), ""
+        )
+        names = ", ".join(scorer.path(prompt))
+        return (
+            f"    note: {who}reward {names} fails on the reference answer of {prompt.id}: {cause}\n"
+            "      It is asked where the environment gives no reward; if the environment "
+            "always does, set --reward.function none"
+        )
+    if result.failure and scorer.on_error == "stop":
+        raise RewardError(result.failure)
     values = {**result.parts, **result.metrics}
     parts = ", ".join(f"{name} {value:g}" for name, value in values.items())
     text = f"failed: {result.failure.splitlines()[0]}" if result.failure else parts

@@ -47,6 +47,21 @@ def file_fault(path: str) -> str:
     return "" if stat.S_ISREG(mode) else f"{path} is a folder or a device, not a file"
 
 
+def path_fix(path: str) -> str:
+    """What to do about a file that cannot be found: where relative paths begin."""
+    if os.path.isabs(path):
+        return "correct the path"
+    return f"correct the path; relative paths begin at {os.getcwd()}, where the run starts"
+
+
+_MODULE = re.compile(r"\br3_user_(\w+?)_[0-9a-f]{12}\b")
+
+
+def as_named(text: str) -> str:
+    """Write modules of users' files by the names of the files, in messages of Python."""
+    return _MODULE.sub(r"\1", text)
+
+
 class UserFileError(Exception):
     """A user's file that ends the process, or never ends, while it is imported."""
 
@@ -97,7 +112,7 @@ def load_for(field: str, spec: str, definition: str) -> Any:
     """
     file, _, name = spec.rpartition(":")
     if fault := file_fault(file):
-        raise problem(field, spec, fault, "give the path from the folder the run starts in")
+        raise problem(field, spec, fault, path_fix(file))
     try:
         return load(spec)
     except UserFileError as error:
@@ -105,8 +120,9 @@ def load_for(field: str, spec: str, definition: str) -> Any:
         raise problem(field, spec, f"{error}", fix) from None
     except Exception as error:  # a user's file may raise anything; the message names it
         if isinstance(error, AttributeError) and error.name == name:
-            raise problem(field, spec, f"{error}", f"write `{definition}` there") from None
-        rule = f"{file} raised {type(error).__name__}: {error}"
+            rule = f"{file} defines no {name!r}"
+            raise problem(field, spec, rule, f"write `{definition}` there") from None
+        rule = f"{file} raised {type(error).__name__}: {as_named(str(error))}"
         raise problem(field, spec, rule, "correct the file") from error
 
 

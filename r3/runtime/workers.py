@@ -35,7 +35,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from r3.runtime.process import die_with_parent
-from r3.runtime.user_code import START_LIMIT_S, load
+from r3.runtime.user_code import START_LIMIT_S, as_named, load
 
 _LONGEST_BACKOFF_S = 60.0
 
@@ -453,7 +453,8 @@ def _failure(error: BaseException) -> Failure:
         kind: Literal["error", "timeout"] = "timeout" if isinstance(error, CallTimeout) else "error"
         return Failure(kind, str(error), error.again, error.wait_s)
     frames = _from_users_code(error.__traceback__) or error.__traceback__
-    text = "".join(traceback.format_exception(type(error), error, frames, limit=-6)).rstrip()
+    frames_text = traceback.format_exception(type(error), error, frames, limit=-6)
+    text = as_named("".join(frames_text).rstrip())
     if isinstance(error, ValueError) and any(sign in str(error) for sign in _SIGNALS):
         text += f"\n{_NO_SIGNALS}"
     return Failure("error", text)

@@ -202,7 +202,7 @@ def test_decorated_function_is_looked_at_when_it_is_loaded(file: Path) -> None:
         ("import sys; sys.exit(3)", r"mine\.py calls sys\.exit\(3\)"),
         ("import no_such_module", "raised ModuleNotFoundError"),
         ("f = 1", "f is not a function"),
-        ("g = 1", "has no attribute 'f'.*write `def f"),
+        ("g = 1", "defines no 'f'.*write `def f"),
         ("f = lambda inputs: inputs", r"cannot be called as f\(inputs, bounds\)"),
     ],
 )

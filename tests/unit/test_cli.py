@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -234,6 +235,82 @@ def test_a_yaml_file_may_build_on_another(tmp_path: Path) -> None:
     (tmp_path / "sub" / "mine.yaml").write_text("base: common.yaml\ntrain: {lr: 2, seed: 3}")
     config = cli.parse(["sub/mine.yaml"]).config
     assert (config.train.lr, config.train.seed, config.parallel.ep) == (2.0, 3, 1)
+
+
+ENVIRONMENT = """
+class Mine:
+    def reset(self, prompt): return prompt.messages
+    def step(self, message): return [], 1.0, True
+"""
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "expected"),
+    [
+        ("base: tiny-tools", "path: mine.py:Mine", ("single_turn", "mine.py:Mine", "", ())),
+        ("base: tiny-tools", f"command: {sys.executable}", ("single_turn", "", sys.executable, ())),
+        (
+            "base: tiny-tools\nenv: {path: mine.py:Other, args: [a=1]}",
+            "path: mine.py:Mine",
+            ("single_turn", "mine.py:Mine", "", ()),
+        ),
+        (
+            "base: tiny\nenv: {path: mine.py:Mine, args: [a=1]}",
+            "name: calculator",
+            ("calculator", "", "", ()),
+        ),
+        (
+            "base: tiny-tools\nenv: {path: mine.py:Mine}",
+            "name: single_turn",
+            ("single_turn", "", "", ()),
+        ),
+        (
+            f"base: tiny\nenv: {{command: {sys.executable}}}",
+            "path: mine.py:Mine",
+            ("single_turn", "mine.py:Mine", "", ()),
+        ),
+        # What says nothing of the environment keeps it.
+        ("base: tiny-tools", "max_turns: 3", ("calculator", "", "", ())),
+    ],
+)
+@pytest.mark.parametrize("how", ["file", "flag"])
+def test_an_environment_replaces_the_one_below(
+    tmp_path: Path, below: str, above: str, expected: tuple[Any, ...], how: str
+) -> None:
+    (tmp_path / "mine.py").write_text(ENVIRONMENT + ENVIRONMENT.replace("Mine", "Other"))
+    (tmp_path / "below.yaml").write_text(f"{below}\nparallel: {{ep: 1}}")
+    key, value = above.split(": ")
+    (tmp_path / "mine.yaml").write_text(f"base: below.yaml\nenv: {{{above}}}")
+    argv = ["mine.yaml"] if how == "file" else ["below.yaml", f"--env.{key}", value]
+    env = cli.parse(argv).config.env
+    assert (env.name, env.path, env.command, env.args) == expected
+
+
+def test_two_environments_of_one_file_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    env = "{path: mine.py:Mine, name: calculator}"
+    (tmp_path / "mine.yaml").write_text(f"base: tiny\nparallel: {{ep: 1}}\nenv: {env}")
+    assert "a conversation has one environment" in refusal(capsys, "mine.yaml")
+
+
+def test_a_setting_of_the_preset_gives_way_to_a_run_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "mine.yaml").write_text("base: tiny\nparallel: {tp: 2}")
+    config = cli.parse(["mine.yaml"]).config
+    assert (config.parallel.tp, config.parallel.ep) == (2, 1)
+
+
+def test_a_missing_file_is_named_once_with_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["tiny", "--parallel.ep", "1", "--reward.function", "no.py:f", "no.py:g"]
+    message = refusal(capsys, *argv)
+    assert message.count("there is no file no.py") == 1, message
+    assert f"relative paths begin at {tmp_path}, where the run starts" in message
 
 
 def test_a_python_function_is_a_preset(tmp_path: Path) -> None:

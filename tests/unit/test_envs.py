@@ -39,7 +39,7 @@ class Mine:
 @pytest.mark.parametrize(
     ("source", "name", "said_early", "said_late"),
     [
-        (GOOD, "Other", "defines no class 'Other'", "has no attribute 'Other'"),
+        (GOOD, "Other", "defines no class 'Other'", "defines no 'Other'"),
         ("def Mine(): pass", "Mine", "defines no class 'Mine'", "is not a class"),
         (GOOD.replace("def step", "def stop_"), "Mine", "has no method step", "has no method step"),
         (

@@ -111,7 +111,7 @@ def test_resolve_loads_a_function_of_a_file(tmp_path: Path) -> None:
         ("gsm9k", "", "is neither a built-in reward"),
         ("{folder}/mine.py", "", "is neither a built-in reward"),
         ("{folder}/absent.py:reward", "", "there is no file"),
-        ("{folder}/mine.py:reward", "other = 1", "has no attribute 'reward'"),
+        ("{folder}/mine.py:reward", "other = 1", "defines no 'reward'"),
         ("{folder}/mine.py:reward", "reward = 1", "reward is not a function"),
         ("{folder}/mine.py:reward", "def reward(response): ...", "cannot be called as"),
         ("{folder}/mine.py:reward", "import no_such_module", "raised ModuleNotFoundError"),

@@ -23,6 +23,7 @@ from r3 import assets
 from r3.config import ConfigError, parse_value, with_values
 from r3.data.prompts import prompts_of_step
 from r3.models.shape import ModelShape
+from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
 from r3.run.check import check_task
@@ -137,9 +138,45 @@ def test_sets_have_columns_system_prompts_and_environments_of_their_own(tmp_path
     assert "    own: reward of the reference answer of own.jsonl:1: gsm8k 1" in said
     found.close()
     failing = task(eval_env_args="own.limit=9")
-    with pytest.raises(EnvironmentFailed, match=r"own: own.jsonl:1: reset (?s:.*) 9 is above 8"):
+    with pytest.raises(EnvironmentFailed, match=r"9 is above 8") as error:
         list(check_task(failing, tiny_config().algo))
     failing.close()
+    first, *_, last = str(error.value).splitlines()
+    assert (
+        first == f"own: environment {tmp_path}/mine.py:Limited: reset failed on own.jsonl:1 (error)"
+    )
+    assert last.endswith("tools and metadata; here metadata has no column")
+    assert "r3_user_" not in str(error.value)
+
+
+FLOW = """
+class Flow:
+    async def run(self, task, model):
+        return 1.0
+"""
+
+
+def test_a_reward_that_an_environment_may_replace_is_a_note(tmp_path: Path) -> None:
+    """Rows without `####` are none for gsm8k, which a workflow with rewards never asks."""
+    (tmp_path / "flow.py").write_text(FLOW)
+    rows = [json.dumps({"question": f"{n}?", "answer": str(n)}) for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    data = {"path": (str(tmp_path / "rows.jsonl"),)}
+    config = tiny_config(data=data, eval={"path": ()}, env={"path": f"{tmp_path}/flow.py:Flow"})
+    task = read_task(config)
+    said = "\n".join(check_task(task, config.algo))
+    task.close()
+    assert "note: reward gsm8k fails on the reference answer of rows.jsonl:1: ValueError" in said
+    assert "set --reward.function none" in said
+    # A function that will be asked still fails.
+    (tmp_path / "mine.py").write_text("def f(response, prompt): return prompt.metadata['level']")
+    config = tiny_config(
+        data=data, eval={"path": ()}, reward={"function": (f"{tmp_path}/mine.py:f",)}
+    )
+    task = read_task(config)
+    with pytest.raises(RewardError, match="KeyError: 'level'"):
+        list(check_task(task, config.algo))
+    task.close()
 
 
 # ---- the closing line

@@ -16,9 +16,11 @@ class Findings:
         self.problems: list[Problem] = []
 
     def add(self, name: str, rule: str, fix: str, value: object = None) -> None:
-        """Add a problem with a setting, or with `value`, a part of it."""
+        """Add a problem with a setting, or with `value`, a part of it; each problem once."""
         shown = self.values[name] if value is None else value
-        self.problems.append(Problem(name, shown, rule, fix))
+        problem = Problem(name, shown, rule, fix)
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def sound(self, *names: str) -> bool:
         """Whether none of these settings has a problem yet."""

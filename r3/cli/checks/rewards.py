@@ -16,13 +16,12 @@ from r3.config import Config, EnvConfig, RewardConfig
 from r3.config.arguments import Taker, assigned
 from r3.config.names import names_of
 from r3.models.shape import ShapeError, checkpoint_tensors
-from r3.runtime.user_code import file_fault
+from r3.runtime.user_code import file_fault, path_fix
 
 BUILTIN_REWARDS = (
     *("gsm8k", "exact", "gym", "row", "math", "http", "model", "self_judge", "env", "none"),
 )
 """Those of r3.rewards, which imports too much to be asked here, and those with a class."""
-_UNREWARDED = ("single_turn", "calculator")  # built-in environments that give no reward
 
 
 def check_rewards(config: Config, found: Findings, world_size: int) -> None:
@@ -104,8 +103,7 @@ def check_environment_rewards(
     functions: Sequence[str], env: EnvConfig, found: Findings, field: str
 ) -> None:
     """`env` and `none` need an environment that gives rewards."""
-    unrewarded = env.is_built_in and env.name in _UNREWARDED
-    if {"env", "none"}.intersection(functions) and unrewarded:
+    if {"env", "none"}.intersection(functions) and not env.may_reward:
         fix = "use a reward function, or an environment that gives rewards"
         found.add(field, f"the environment {env.name} gives no reward", fix, value=functions)
 
@@ -142,7 +140,7 @@ def _check_judge(config: Config, found: Findings) -> None:
     """The prompt of an LLM judge, and what finds the score in its reply."""
     reward, template = config.reward, "{response} {answer}"  # as the built-in one
     if reward.prompt_file and (fault := file_fault(reward.prompt_file)):
-        found.add("reward.prompt_file", fault, "give a text file")
+        found.add("reward.prompt_file", fault, path_fix(reward.prompt_file))
     elif reward.prompt_file:
         try:
             template = Path(reward.prompt_file).read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 
 from r3.cli.checks.findings import Findings
-from r3.runtime.user_code import file_fault
+from r3.runtime.user_code import file_fault, path_fix
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -15,7 +15,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 def parse_file(path: str, field: str, found: Findings) -> ast.Module | None:
     """The syntax tree of a file; None, and a problem with `field`, if it cannot be read."""
     if fault := file_fault(path):
-        found.add(field, fault, "give the path of a Python file")
+        found.add(field, fault, path_fix(path))
         return None
     try:
         return ast.parse(Path(path).read_bytes(), filename=path)
