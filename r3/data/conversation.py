@@ -267,9 +267,11 @@ def _call(call: Any, *, of_model: bool) -> dict[str, Any]:
         raise MessageFault(f"has a tool call without a name: {_short(call)}", _CALL_FIX)
     given = function.get("arguments")
     try:
-        arguments = arguments_of({} if given is None or given == "" else given)
+        arguments = arguments_of(given or {})
     except ValueError as error:
         raise MessageFault(f"has arguments of a call: {error}", _CALL_FIX) from None
+    if arguments is None:  # the text null
+        arguments = {}
     if not isinstance(arguments, dict) and not of_model:
         rule = f"calls {function['name']} with arguments that are no JSON object: {_short(given)}"
         raise MessageFault(rule, _CALL_FIX)

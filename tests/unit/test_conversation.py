@@ -167,8 +167,11 @@ def test_a_template_that_writes_the_day_may_run_past_midnight() -> None:
     assert template.render([ASKED]).text.startswith("Tuesday")
 
 
+NO_OBJECT = (("not JSON", "not JSON"), ("[1]", [1]), ('{"a": 1}', {"a": 1}), ("null", {}), ("", {}))
+
+
 def test_arguments_that_are_no_object_stay_where_a_model_wrote_them() -> None:
-    for arguments, read in (("not JSON", "not JSON"), ("[1]", [1]), ('{"a": 1}', {"a": 1})):
+    for arguments, read in NO_OBJECT:
         message = read_message(call(arguments), of_model=True)
         assert message["tool_calls"][0]["function"]["arguments"] == read
         assert read_message(message, of_model=True) == message, "reading it again changes nothing"
@@ -180,6 +183,7 @@ def test_arguments_that_are_no_object_stay_where_a_model_wrote_them() -> None:
 def test_tools_without_names_are_refused(tools: Any) -> None:
     with pytest.raises(MessageFault):
         read_tools(tools)
+    assert read_tools("null") == read_tools(None) == ()
 
 
 def test_a_variable_that_the_template_does_not_read_is_refused() -> None:
@@ -225,3 +229,57 @@ def test_check_says_if_the_parser_does_not_read_the_calls_of_the_template(
     setup = ConversationSetup.of(settings, tokenizers(name), name)
     said = "\n".join(call_lines(setup, TOOLS))
     assert note in said and bool(note) == bool(said), said
+
+
+def test_results_of_several_calls_are_one_turn_as_in_the_whole_rendering(tmp_path: Path) -> None:
+    """Rendered one by one, each would begin a turn of its own."""
+    tokenizer = tokenizers("qwen3")
+    calls = [
+        {"id": str(place), "function": {"name": "weather", "arguments": {"city": city}}}
+        for place, city in enumerate(("Rome", "Oslo"))
+    ]
+    results = [{"role": "tool", "content": text} for text in ("warm", "cold")]
+    messages = [ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *results, ANSWER]
+    path = write(tmp_path, json.dumps({"messages": messages}))
+    (row,) = load_prompts(path, tokenizer, columns=LEARNED, max_prompt_tokens=999).prompts
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert whole.startswith(text := tokenizer.decode(row.tokens_T))
+    assert text.count("<|im_start|>user") == 2 and len(row.spans) == 2
+
+
+def test_thoughts_in_a_content_are_learned_as_they_are_or_refused(tmp_path: Path) -> None:
+    """Qwen3's template takes them apart, and writes line ends around them."""
+    rest = "Hm.\n</think>\n\n#### 3"
+    path = write(
+        tmp_path, json.dumps({"messages": [ASKED, ANSWER | {"content": f"<think>\n{rest}"}]})
+    )
+    (text,) = shown("qwen3", path, LEARNED)
+    assert text.endswith(f"<|im_start|>assistant\n<think>\n{rest}<|im_end|>")
+    for content in ("<think>Hm.</think>#### 3", "<think>\nHm.\n</think>#### 3"):
+        messages = [ASKED, ANSWER | {"content": content}]
+        assert "changes the content of message 1" in refusal("qwen3", tmp_path, messages, LEARNED)
+    early = [ASKED, ANSWER | {"content": f"<think>\n{rest}"}, ASKED, ANSWER]
+    assert "changes the content of message 1" in refusal("qwen3", tmp_path, early, LEARNED)
+
+
+def test_what_the_generation_prompt_holds_is_not_learned(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"messages": [ASKED, ANSWER]}))
+    tokenizer = tokenizers("qwen3")
+    for variables, learned in (
+        ({}, "<think>\n\n</think>\n\n#### 3<|im_end|>"),
+        ({"enable_thinking": False}, "#### 3<|im_end|>"),
+    ):
+        options: dict[str, Any] = {"max_prompt_tokens": 99, "template_kwargs": variables}
+        (row,) = load_prompts(path, tokenizer, columns=LEARNED, **options).prompts
+        assert tokenizer.decode(row.tokens_T[slice(*row.spans[0])]) == learned
+
+
+def test_a_template_may_mark_what_transformers_counts_as_the_models() -> None:
+    tokenizer = tokenizer_of("smollm2")
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{% generation %}{{ m.role ~ m.content }}{% endgeneration %}"
+        "{%- if m.content == 'stop' %}{% break %}{% endif %}{%- endfor %}{{ mood }}"
+    )
+    template = ChatTemplate(tokenizer, {"mood": "good", "moot": 1})
+    assert template.render([ASKED]).text == "userTom has 3 books.good"
+    assert template.unread() == ["moot"]
