@@ -1,6 +1,6 @@
 """A model's chat template: conversations to text and tokens, and the tokens that end a turn.
 
-The text of messages and tools is others' text: `<|im_end|>` in a question is eight characters, not
+The text of messages and tools is others' text: `<|im_end|>` in a question is ten characters, not
 the token that ends a turn. A template joins it with control tokens of its own, so `Renderer.render`
 puts a mark before and after what looks like one in the given text, and `Renderer.tokens` tokenises
 that as text. Conversations without such text are tokenised as transformers does.
