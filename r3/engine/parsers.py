@@ -19,8 +19,8 @@ from r3.envs.tool_calls import (
     Parse,
     Parsed,
     Parser,
-    arguments_of,
     built_in,
+    call_of,
     parsed_calls,
 )
 from r3.runtime.device import prepare_environment
@@ -131,10 +131,5 @@ def _parsed(own: VllmParser, request: Any, text: str, tokens: Sequence[int]) -> 
     reasoning, content, calls = own.parse(
         text, request, enable_auto_tools=True, model_output_token_ids=list(tokens)
     )
-    found = [
-        # Some parsers write "" or null for no arguments, where the API has an empty object.
-        {"name": each.name, "arguments": {} if arguments in (None, "") else arguments}
-        for each in calls or ()
-        for arguments in [arguments_of(each.arguments)]
-    ]
+    found = [call_of(each.name, each.arguments) for each in calls or ()]
     return Parsed(content=content or "", calls=found, reasoning=reasoning)

@@ -179,12 +179,27 @@ def half_character(text: str) -> str:
     return ""
 
 
+def call_of(name: Any, arguments: Any) -> dict[str, Any]:
+    """Return a call as environments get it.
+
+    Args:
+        arguments: an object or its JSON text. Some models and parsers write null, or an empty text,
+            where there are none.
+
+    Raises:
+        ValueError: see `arguments_of`.
+    """
+    found = arguments_of(arguments)
+    return {"name": name, "arguments": {} if found in (None, "") else found}
+
+
 def _call(text: str) -> dict[str, Any] | None:
     try:
-        call = read_json(text)
-        arguments = arguments_of(call.get("arguments")) if isinstance(call, dict) else None
+        given = read_json(text)
+        if not isinstance(given, dict) or "arguments" not in given:
+            return None
+        call = call_of(given.get("name"), given["arguments"])
     except ValueError:
         return None
-    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
-        return None
-    return {"name": call["name"], "arguments": arguments}
+    is_call = isinstance(call["name"], str) and isinstance(call["arguments"], dict)
+    return call if is_call else None

@@ -200,6 +200,7 @@ def test_reinforce_pp_needs_no_groups() -> None:
         (HTTP | {"reward.model": ""}, "reward.model", "is empty"),
         (HTTP | {"reward.prompt_file": "missing.txt"}, "reward.prompt_file", "no file missing.txt"),
         (HTTP | {"reward.prompt_file": __file__ + "/.."}, "reward.prompt_file", "cannot be read"),
+        (HTTP | {"reward.request": ["model=m"]}, "reward.request", "for a field of a chat"),
         (HTTP | {"reward.pattern": "("}, "reward.pattern", "is not a regular expression"),
         (HTTP | {"reward.pattern": "score"}, "reward.pattern", "must have one group"),
         (

@@ -218,6 +218,7 @@ def test_a_key_that_the_server_repeats_is_masked(monkeypatch: pytest.MonkeyPatch
         "https://me:secret@host/v1",
         "https://secret@host:8000/v1",
         "https://host/v1?key=secret",
+        "https://host/v1?api-version=1&key=secret",
         "https://me:secret@host:99999/v1",
         "http://me:secret@[::1/v1",
     ],

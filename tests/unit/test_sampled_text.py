@@ -137,7 +137,8 @@ def test_our_reading_of_calls_is_that_of_hermes(tokenizer: Any) -> None:
     texts = [
         *("no call", call % '{"x": 1}', f"So {call % '{}'}", call % '{"x": NaN}'),
         *(call % '"{\\"x\\": 1}"', call.replace("arguments", "parameters") % '{"x": 1}'),
-        *(call % "{", '<tool_call>{"name": "calc"}</tool_call>', "<tool_call>1+2</tool_call>"),
+        *(call % "null", call % '""', call % "{"),
+        *('<tool_call>{"name": "calc"}</tool_call>', "<tool_call>1+2</tool_call>"),
     ]
     hermes = message_parser(EnvConfig(tool_parser="hermes"), tokenizer, {})(TOOLS)
     ours = built_in(TOOLS)

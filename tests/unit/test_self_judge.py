@@ -211,6 +211,10 @@ def test_settings_of_the_judge_are_checked(tmp_path: Path) -> None:
     assert found(own) == {}
     assert "no {response}" in found(own | {"reward.prompt_file": str(path)})["reward.prompt_file"]
     assert "one group" in found(own | {"reward.pattern": "score"})["reward.pattern"]
+    no_answers = own | {"data.answer_key": ""}
+    assert "shows the reference answer" in found(no_answers)["reward.prompt_file"]
+    path.write_text("{question} {response}")
+    assert "reward.prompt_file" not in found(no_answers | {"reward.prompt_file": str(path)})
     twice = {"reward.function": ["row", "self_judge"], "reward.row_functions": ["self_judge"]}
     assert "would be judged twice" in found(twice)["reward.row_functions"]
 
