@@ -96,17 +96,18 @@ def _parsed(parse: Any, text: str) -> Any:
 
 
 def _final(response: str) -> str:
-    """Return the last complete box of a response, or all of it if there is none."""
-    for found in reversed(list(_BOX.finditer(response))):
-        if not found[0].endswith("{"):  # \boxed 7
-            return rf"\boxed{{{_readable(response[found.end()])}}}"
-        depth, end = 1, found.end()
-        while depth and end < len(response):
-            depth += {"{": 1, "}": -1}.get(response[end], 0) * (response[end - 1] != "\\")
-            end += 1
-        if not depth:
-            return rf"\boxed{{{_readable(response[found.end() : end - 1])}}}"
-    return _readable(response)
+    """Return the last box of a response, all of it without a box, nothing if the last is cut."""
+    boxes = list(_BOX.finditer(response))
+    if not boxes:
+        return _readable(response)
+    last = boxes[-1]
+    if not last[0].endswith("{"):  # \boxed 7
+        return rf"\boxed{{{_readable(response[last.end()])}}}"
+    depth, end = 1, last.end()
+    while depth and end < len(response):
+        depth += {"{": 1, "}": -1}.get(response[end], 0) * (response[end - 1] != "\\")
+        end += 1
+    return rf"\boxed{{{_readable(response[last.end() : end - 1])}}}" if not depth else ""
 
 
 def _readable(text: str) -> str:
