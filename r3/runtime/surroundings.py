@@ -14,9 +14,10 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from r3.runtime.terminal import say
 
@@ -33,6 +34,19 @@ def _working_folder() -> str:
         return os.getcwd()
     except FileNotFoundError:  # a temporary one of users' code
         return "one that is gone"
+
+
+def _raising_warnings() -> list[Any]:
+    """Filters that make an error of a warning, which any library may print. Others may stay."""
+    return [each for each in warnings.filters if each[0] == "error"]
+
+
+def _set_raising_warnings(filters: list[Any]) -> None:
+    raising = [each for each in _raising_warnings() if each not in filters]
+    kept = [each for each in warnings.filters if each not in raising]
+    cast("list[Any]", warnings.filters)[:] = kept
+    with warnings.catch_warnings():
+        pass  # tells Python that the filters have changed
 
 
 def _set_variables(values: dict[str, str | None]) -> None:
@@ -56,6 +70,7 @@ def _things() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
             lambda: locale.setlocale(locale.LC_ALL),
             lambda value: locale.setlocale(locale.LC_ALL, value),
         ),
+        "warnings that raise errors": (_raising_warnings, _set_raising_warnings),
         "variables of the ranks": (
             lambda: {name: os.environ.get(name) for name in _VARIABLES},
             _set_variables,

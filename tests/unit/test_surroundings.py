@@ -30,6 +30,7 @@ pytestmark = pytest.mark.unit
         ("torch.use_deterministic_algorithms(True)", "torch's deterministic mode from 0 to 2"),
         ("numpy.seterr(all='raise')", "numpy's errors from divide=warn"),
         ("os.chdir('/')", "the working folder from "),
+        ("import warnings; warnings.simplefilter('error')", "warnings that raise errors from"),
         ("os.environ['LOCAL_RANK'] = '7'", "ranks from LOCAL_RANK=None to LOCAL_RANK=7"),
         ("os.environ['CUDA_VISIBLE_DEVICES'] = ''", "variables of the ranks from CUDA_VISIBLE"),
         ("locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')", "the locale from "),
