@@ -153,7 +153,7 @@ class RolloutSource:
             error=True,
         )
 
-    def _say_dropped(self, step: int, collected: CollectedRollouts, groups: int) -> str:
+    def _say_dropped(self, step: int, collected: CollectedRollouts) -> str:
         """Say how many samples were dropped and why the first was, if more than before were.
 
         All ranks must call.
@@ -161,18 +161,15 @@ class RolloutSource:
         Returns:
             Why the first one was dropped; "" if none was.
         """
-        if "drop" not in (self._config.env.on_error, self._config.reward.on_error):
+        if self._config.env.on_error == self._config.reward.on_error == "stop":
             return ""
         world = self._mesh.world
         dropped = [each for part in world.all_gather_object(collected.dropped) for each in part]
         if len(dropped) >= 2 * self._most_dropped + 1:
             self._most_dropped = len(dropped)
             if world.rank == 0:
-                say(
-                    f"step {step}: {len(dropped)} of {groups * self._config.rollout.group_size} "
-                    f"samples were dropped (on_error drop). The first: {dropped[0]}",
-                    error=True,
-                )
+                text = f"step {step}: {len(dropped)} samples were dropped. The first: {dropped[0]}"
+                say(text, error=True)
         return dropped[0] if dropped else ""
 
     def _one_round(self, step: int, on_rollout: Callable[[], None]) -> StepRollouts:
@@ -183,7 +180,7 @@ class RolloutSource:
         )
         collected = self._round(step, prompts, on_rollout)
         rewards = gather_rewards(collected, self._mesh.world, config)
-        failure = self._say_dropped(step, collected, config.rollout.prompts_per_step)
+        failure = self._say_dropped(step, collected)
         require_groups(
             rewards,
             step=step,
@@ -258,7 +255,7 @@ class RolloutSource:
                 self._task.prompts, seed=config.train.seed, start=taken + sampled, count=missing
             )
             rounds.append(self._round(step, prompts, on_rollout, first_group=sampled))
-            self._say_dropped(step, rounds[-1], missing)
+            self._say_dropped(step, rounds[-1])
             gathered.append(gather_rewards(rounds[-1], mesh.world, config))
             sampled += missing
             found = gathered[-1]
@@ -333,7 +330,7 @@ class RolloutSource:
             )
             self._warn_without_end(step, collected)
             rounds.append(collected)
-            self._say_dropped(step, collected, count)
+            self._say_dropped(step, collected)
             suspended = resumable(
                 collected.suspended, step=step, max_staleness=rollout.max_staleness
             )

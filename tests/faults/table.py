@@ -413,13 +413,14 @@ def _environment_fails(place: Place) -> Outcome:
         "        return ([] if done else [{'role': 'user', 'content': text}]), 1.0, done\n"
     )
     flags = ("--env.path", f"{environment}:Odd", "--env.on_error", "drop", "--env.timeout_s", "2")
-    finish(place.folder, *flags, "--reward.function", "none", "--train.steps", "2")
+    attempt = finish(place.folder, *flags, "--reward.function", "none", "--train.steps", "2")
+    said = _line(attempt.text, "samples were dropped. The first: ")
     rows = [row for row in rows_of(place.folder) if row["step"]]
     dropped, late = (sum(row[f"env/{key}"] for row in rows) for key in ("dropped", "timeouts"))
     if not dropped or not late:
         raise Unexpected(f"{dropped:.0f} conversations dropped, {late:.0f} of them late")
     return Outcome(
-        f"`env/dropped` {dropped:.0f} in {len(rows)} steps, `env/timeouts` {late:.0f}",
+        f"{said} `env/dropped` is {dropped:.0f} in {len(rows)} steps, `env/timeouts` {late:.0f}",
         "these conversations",
         "the run goes on (`env.on_error drop`)",
     )
