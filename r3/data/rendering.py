@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ and keys that it does not read are ignored."""
 
 _ROLES = ("system", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning")
-_MARKER = re.compile(r"R3part\d{4}x")  # no template changes letters and digits
+_MARKER = re.compile(r"R3part\d+x")  # no template changes letters and digits
 _MAX_KEPT = 4096  # skeletons; conversations of one data set have few forms
 
 # A call whose pieces no template has by itself.
@@ -293,45 +293,44 @@ class ChatTemplate:
         parts: list[Part] = []
         marked = [_marked(message, place, parts) for place, message in enumerate(messages)]
         key = repr((marked, tools, opening))
-        is_new = key not in self._skeletons
-        if is_new:
-            if len(self._skeletons) >= _MAX_KEPT:
-                self._skeletons.clear()
-            self._skeletons[key] = self._skeleton(marked, tools, opening)
-        glue, order = self._skeletons[key]
+        kept = self._skeletons.get(key)
+        glue, order = kept or self._skeleton(marked, tools, opening)
+        counts = Counter(order)
         for number, part in enumerate(parts):
-            message = messages[part.message]
+            message, count = messages[part.message], counts[number]
             may_go = rule == "history" and message["role"] == "assistant"
-            count = order.count(number)
             # The result of a call may name it once more.
             if count != 1 and not (count and part.kind == "call"):
                 if not (may_go and part.kind == "reasoning"):
                     raise _not_shown(part, message, count)
         between = _Between(text, glue, rule, self.names)
-        first = [number not in order[:place] for place, number in enumerate(order)]
         try:
             found = between.locate(messages, [parts[number] for number in order])
-            return Rendered(text, tuple(compress(found, first)))
         except NotRendered:
-            if is_new:
+            if kept is None:
                 raise
-        # A template may write the day.
-        del self._skeletons[key]
-        return self._located(text, messages, tools, opening, rule)
+            # A template may write the day.
+            self._skeletons.pop(key, None)
+            return self._located(text, messages, tools, opening, rule)
+        if len(self._skeletons) >= _MAX_KEPT:
+            self._skeletons.clear()
+        self._skeletons[key] = glue, order
+        first = dict(zip(reversed(order), reversed(found), strict=True))  # of each part
+        return Rendered(text, tuple(sorted(first.values(), key=lambda part: part.start)))
 
     def _skeleton(
         self, marked: Sequence[Message], tools: Sequence[Any], opening: bool
     ) -> tuple[list[str], list[int]]:
         """What the template writes between markers, and the numbers of the markers in order."""
         names = [str(tool_name(tool)) for tool in tools]
-        named = [_renamed(tool, f"R3tool{number:04d}x") for number, tool in enumerate(tools)]
+        named = [_renamed(tool, f"R3tool{number}x") for number, tool in enumerate(tools)]
         (text,) = self._apply([self._in_form(marked, self._form(tools))], named, opening)
         for number, name in enumerate(names):
-            if (marker := f"R3tool{number:04d}x") not in text:
+            if (marker := f"R3tool{number}x") not in text:
                 rule = f"the chat template does not show the tool {name!r}"
                 raise NotRendered(rule, "use a template that shows tools, or leave them out")
             text = text.replace(marker, name)
-        return _MARKER.split(text), [int(each[6:10]) for each in _MARKER.findall(text)]
+        return _MARKER.split(text), [int(each[6:-1]) for each in _MARKER.findall(text)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +419,7 @@ def _marked(message: Message, place: int, parts: list[Part]) -> dict[str, Any]:
 
     def marker(kind: str, value: str) -> str:
         parts.append(Part(message=place, kind=kind, value=value))
-        return f"R3part{len(parts) - 1:04d}x"
+        return f"R3part{len(parts) - 1}x"
 
     def arguments(value: Any) -> Any:
         if isinstance(value, str):
