@@ -149,6 +149,8 @@ def distribute(
     efficiency = packing.packing_efficiency(plan, [length.tokens for length in lengths])
     # All ranks have the same efficiency: its mean over ranks is that number.
     metrics: dict[str, Any] = {"perf/packing_efficiency": Mean(total=efficiency, count=1.0)}
+    own = sum(item.rollout.num_response_tokens for item in scored if item.trains)
+    metrics["rollout/trained_tokens"] = Sum(value=float(own))
     if moe_layers:
         metrics |= ledger.captured_rows([item.rollout for item in scored])
         num_bytes = sum(item.rollout.routed_experts.nbytes for item in received.values())

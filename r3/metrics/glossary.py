@@ -23,7 +23,7 @@ PHASES: dict[str, str] = {
     "score": "computing advantages",
     "pack": "moving rollouts to the ranks that train on them, and packing",
     "train": "old log-probabilities and updates",
-    "evaluate": "sampling responses to held-out questions",
+    "evaluate": "evaluation, its weight sync included",
 }
 
 LAYER_AGREEMENT = "routing/agreement_layer/"
@@ -121,7 +121,17 @@ GLOSSARY: dict[str, Entry] = {
     ),
     "rollout/truncated_frac": Entry("share of rollouts cut at max_response_tokens", _COLLECT),
     "rollout/tokens": Entry(
-        "tokens of all rollouts, prompts included, or (sft) of all rows", _COLLECT
+        "tokens of the rollouts that the step ends with, prompts included: all that were sampled, "
+        "or with rollout.step_token_budget the complete groups; (sft) of all rows",
+        _COLLECT,
+    ),
+    "rollout/sampled_tokens": Entry(
+        "tokens that the engines sampled in the step: also in conversations that are suspended, "
+        "dropped or left out, and without those of earlier steps",
+        _COLLECT,
+    ),
+    "rollout/trained_tokens": Entry(
+        "tokens with loss in the updates of the step", "r3/handover/rollouts.py"
     ),
     "rollout/rounds": Entry("rounds of prompts in the step (algo.dynamic_sampling)", _STEP),
     "rollout/groups_sampled": Entry("groups sampled in all rounds", _STEP),
@@ -224,6 +234,11 @@ GLOSSARY: dict[str, Entry] = {
     "routing/load_dead_layer/LAYER": Entry(
         "number of experts that no captured row of the updates chose", _REPLAY
     ),
+    "routing/constant_layers": Entry(
+        "MoE layers that sent all tokens of the step to the same experts: the router collapsed, or "
+        "its capture does not work",
+        "r3/routing/capture.py",
+    ),
     "routing/replaced_frac": Entry(
         "share of replayed experts that replay.plausibility replaced by live ones", _REPLAY
     ),
@@ -284,7 +299,11 @@ GLOSSARY: dict[str, Entry] = {
         f"time/{phase}_s": Entry(f"seconds of {what}, slowest rank", _METER)
         for phase, what in PHASES.items()
     },
-    "perf/tokens_per_s": Entry("rollout/tokens / time/step_s", _METER),
+    "perf/tokens_per_s": Entry(
+        "rollout/tokens / (time/step_s - time/evaluate_s)",
+        _METER,
+    ),
+    "perf/sampled_tokens_per_s": Entry("rollout/sampled_tokens / time/generate_s", _METER),
     "perf/packing_efficiency": Entry(
         "tokens of rollouts / tokens if every micro-batch were as large as the largest of its "
         "update",
@@ -354,4 +373,4 @@ def is_wall_clock(key: str) -> bool:
     runs.
     """
     explain(key)
-    return key.startswith(("time/", "memory/")) or key == "perf/tokens_per_s"
+    return key.startswith(("time/", "memory/")) or key.endswith("tokens_per_s")

@@ -211,8 +211,7 @@ class Meter:
         ranks = self._axis.all_gather_object(mine)
         row = _merge(ranks)
         row |= _over_layers(row)
-        if row.get("time/step_s") and "rollout/tokens" in row:
-            row["perf/tokens_per_s"] = row["rollout/tokens"] / row["time/step_s"]
+        row |= _rates(row)
         row = dict(sorted(row.items()))
         if self._run_dir:
             self._unwritten.append({"step": step, **row})
@@ -268,10 +267,10 @@ class Meter:
         self._events.flush()
 
     def _eta_s(self, row: Mapping[str, float], step: int) -> float | None:
-        """Seconds until the last step ends, from the mean of the latest steps."""
+        """Seconds until the last step ends without evaluations, from the latest steps."""
         if "time/step_s" not in row or step == 0:
             return None
-        self._recent_s.append(row["time/step_s"])
+        self._recent_s.append(_own_seconds(row))
         return (self._steps - step) * sum(self._recent_s) / len(self._recent_s)
 
     def show_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -369,6 +368,22 @@ def _over_layers(row: Mapping[str, float]) -> dict[str, float]:
         values = [row[key] for key in sorted(row) if key.startswith(f"routing/{name}_layer/")]
         if values:
             found[f"routing/{name}"] = float(combine(values))
+    return found
+
+
+def _own_seconds(row: Mapping[str, float]) -> float:
+    """Seconds of the step itself: steps with an evaluation are not slower ones."""
+    return max(0.0, row["time/step_s"] - row.get("time/evaluate_s", 0.0))
+
+
+def _rates(row: Mapping[str, float]) -> dict[str, float]:
+    """Tokens per second, of the whole step and of the engine."""
+    found = {}
+    if "time/step_s" in row and "rollout/tokens" in row and (seconds := _own_seconds(row)):
+        found["perf/tokens_per_s"] = row["rollout/tokens"] / seconds
+    if row.get("time/generate_s") and "rollout/sampled_tokens" in row:
+        rate = row["rollout/sampled_tokens"] / row["time/generate_s"]
+        found["perf/sampled_tokens_per_s"] = rate
     return found
 
 

@@ -103,6 +103,7 @@ class Collector:
                     resumed=resumed,
                 )
             judging = Judging(self.scorer.judge, engine.max_model_len)
+            num_sampled = 0
             remaining: int = engine.share(leader.size if leader else None)
             # A call of an episode that is over stays in flight until the engine has finished it.
             while remaining or sampler.busy:
@@ -117,11 +118,13 @@ class Collector:
                 if sampler.busy:
                     for sampled in sampler.step():
                         if leader and not judging.takes(sampled):
+                            num_sampled += len(sampled.tokens_T)
                             leader.receive_sample(sampled)
             result = leader.result() if leader else CollectedRollouts(rollouts=[], rewards=[])
             on_failure.pop_all()
             if engine.is_leader:
                 result.metrics["engine/preemptions"] = Sum(value=float(sampler.preemptions))
+                result.metrics["rollout/sampled_tokens"] = Sum(value=float(num_sampled))
             return result
 
     def _rules(self) -> ConversationRules:

@@ -23,6 +23,7 @@ from r3.rollout.conversation import SuspendedConversation
 from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
 from r3.rollout.scored import Rewards, gather_rewards, require_groups
 from r3.rollout.task import Task
+from r3.routing.capture import constant_layers
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import say
 from r3.types import Prompt
@@ -70,6 +71,7 @@ class RolloutSource:
         self._partial = PartialRollouts()
         self._prompts_taken = 0  # with dynamic sampling, on all ranks
         self._flat_steps, self._said_flat, self._said_endless = 0, False, False
+        self._said_constant = False
         self._most_dropped = 0  # samples of one step
         self._collector = Collector(
             engine=engine,
@@ -107,6 +109,28 @@ class RolloutSource:
             made = self._one_round(step, on_rollout)
         self._warn_without_signal(step, made.rewards)
         return made
+
+    def _routes(self, step: int, rollouts: CollectedRollouts) -> dict[str, Any]:
+        """Count layers that sent all tokens of the step to the same experts; say it once."""
+        if self._config.replay.mode != "r3" or not self._task.shape.moe_layers:
+            return {}
+        found = constant_layers(
+            rollouts.rollouts, self._mesh.world, num_experts=self._task.shape.num_experts
+        )
+        if self._mesh.world.rank:
+            return {}
+        if found and not self._said_constant:
+            self._said_constant = True
+            index, experts = found[0]
+            layer = self._task.shape.moe_layers[index]
+            say(
+                f"step {step}: layer {layer} sent all tokens of all rollouts to experts {experts}"
+                f"{f', and so did {len(found) - 1} others' if len(found) > 1 else ''}. The router "
+                f"collapsed, or the capture of the layer does not work: if "
+                f"routing/agreement_layer/{layer} is near 1, the policy's own router agrees",
+                error=True,
+            )
+        return {"routing/constant_layers": Mean(float(len(found)), 1.0)}
 
     def state_files(self) -> dict[str, bytes]:
         """Return checkpoint files of this rank: partial rollouts, or the place in the data."""
@@ -188,7 +212,12 @@ class RolloutSource:
             needed=config.train.updates_per_step,
             failure=failure,
         )
-        metrics = (collected.metrics, rollout_metrics(collected), self._reported(rewards))
+        metrics = (
+            collected.metrics,
+            rollout_metrics(collected),
+            self._reported(rewards),
+            self._routes(step, collected),
+        )
         return StepRollouts(rollouts=collected, rewards=rewards, metrics=metrics)
 
     def _warn_without_end(self, step: int, collected: CollectedRollouts) -> None:
@@ -290,6 +319,7 @@ class RolloutSource:
                 rollout_metrics(everything),
                 # Of everything that was sampled, as the other metrics.
                 *(self._reported(each) for each in gathered),
+                self._routes(step, everything),
                 # The same on all ranks.
                 {
                     f"rollout/{name}": Mean(total=float(count), count=1.0)
@@ -367,6 +397,7 @@ class RolloutSource:
                 *(each.metrics for each in rounds),
                 rollout_metrics(rollouts),
                 self._reported(rewards),
+                self._routes(step, rollouts),
                 {
                     "rollout/carried": Sum(float(len(suspended))),
                     _DROPPED: Sum(float(dropped)),

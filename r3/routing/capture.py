@@ -13,7 +13,10 @@ from typing import Literal
 import numpy as np
 
 from r3.algo.packing import MISSING, route_dtype, sorted_experts
-from r3.types import RouteError
+from r3.runtime.mesh import Axis
+from r3.types import Rollout, RouteError
+
+_MANY_ROWS = 64  # fewer rows may be equal by chance
 
 
 def check_routes(
@@ -30,8 +33,8 @@ def check_routes(
     """Check captured routes and return those of the MoE layers, [T-1, L, K], in the smallest type.
 
     Checks that routes are present, with T-1 rows, the right layers (all decoder layers or exactly
-    the MoE layers) and K distinct experts in range, and that no MoE layer has the same experts in
-    all rows (a capture that never ran leaves zeros everywhere).
+    the MoE layers) and K distinct experts in range. A capture that never ran leaves zeros
+    everywhere, which repeat an expert. With K = 1, a layer with expert 0 in all rows is refused.
 
     For one turn of a conversation, `routes` are the turn's new rows and `num_tokens` is one more
     than the number of rows there should be.
@@ -96,17 +99,61 @@ def check_routes(
             f"{who}: position {row}, layer {moe_layers[layer]}: "
             f"experts {routes[row, layer].tolist()} repeat; such a row was never routed"
         )
-    # With K = 1 no id can repeat, so a capture that does not work shows only as equal rows. A few
-    # rows may be equal by chance; if every token goes to all experts, all rows are equal.
-    chooses = topk < num_experts and routes.shape[0] >= 64
-    # In a working layer the first and the last row nearly always differ. Comparing all rows takes
-    # as long as the sort.
-    chooses = chooses and bool((ordered[0] == ordered[-1]).all(-1).any())
-    if chooses and (constant := (ordered == ordered[:1]).all(axis=(0, 2))).any():
-        dead = int(np.argmax(constant))
-        raise RouteError(
-            f"{who}: layer {moe_layers[dead]} sent all {routes.shape[0]} tokens to experts "
-            f"{ordered[0, dead].tolist()}; the capture of this layer does not work, "
-            "or the router collapsed"
-        )
+    # With K > 1 a capture that never ran repeats expert 0, which is refused above. With K = 1 it
+    # shows only as expert 0 in all rows; a few rows may have it by chance.
+    if topk == 1 and num_experts > 1 and routes.shape[0] >= _MANY_ROWS:
+        unused = (routes == 0).all(axis=(0, 2))
+        if unused.any():
+            dead = int(np.argmax(unused))
+            raise RouteError(
+                f"{who}: layer {moe_layers[dead]} sent all {routes.shape[0]} tokens to expert 0; "
+                "the capture of this layer does not work, or the router collapsed. With one expert "
+                "per token R3 cannot tell these apart: --replay.mode r2 trains without captured "
+                "routes"
+            )
     return all_missing() if too_few else routes.astype(route_dtype(num_experts))
+
+
+def constant_layers(
+    rollouts: Sequence[Rollout], world: Axis, *, num_experts: int
+) -> list[tuple[int, list[int]]]:
+    """Find layers that sent all captured tokens of all ranks' rollouts to the same experts.
+
+    The router collapsed, or its capture returns the same rows again and again. One rollout alone
+    shows nothing: a router may well send a short text to few experts. All ranks must call.
+
+    Returns:
+        Index among the MoE layers and experts, ascending; nothing if few tokens were captured or
+        every token goes to all experts.
+    """
+    everybody = world.all_gather_object(_constant_experts(rollouts))
+    if sum(rows for _, rows in everybody) < _MANY_ROWS:
+        return []
+    experts = [of_rank for of_rank, rows in everybody if rows]
+    if experts[0].shape[-1] >= num_experts:
+        return []
+    same = np.logical_and.reduce([(each == experts[0]).all(-1) for each in experts])
+    found = np.flatnonzero(same & (experts[0] != MISSING).all(-1))
+    return [(int(layer), experts[0][layer].tolist()) for layer in found]
+
+
+def _constant_experts(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, int]:
+    """Experts that all captured tokens share per layer, sorted, [L, K], -1 where they differ; and
+    the number of these tokens.
+    """
+    found, count = np.full((0, 0), MISSING), 0
+    for rollout in rollouts:
+        routes = rollout.routed_experts
+        routes = routes[(routes != MISSING).all(axis=(1, 2))]
+        if not routes.size:
+            continue
+        if not count:
+            found = np.sort(routes[0], -1)
+        count += len(routes)
+        # In a working layer the first and the last row nearly always differ: few layers are left
+        # for the comparison of all rows.
+        for rows in (routes[[0, -1]], routes):
+            open_layers = np.flatnonzero((found != MISSING).all(-1))
+            differs = (np.sort(rows[:, open_layers], -1) != found[open_layers]).any(axis=(0, 2))
+            found[open_layers[differs]] = MISSING
+    return found, count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from r3.rollout.evaluate import HeldOut
 from r3.rollout.evaluate import evaluate as evaluate_set
 from r3.run.build import Run
 from r3.run.dumps import write_eval
@@ -26,16 +27,21 @@ def evaluate_if_due(run: Run, step: int) -> bool:
 
 def evaluate(run: Run, step: int) -> None:
     """Measure the policy after `step` steps on every held-out set. All ranks must call."""
-    run.sync(step)
-    for heldout in run.task.heldout:
-        count = heldout.num_samples // run.mesh.engine_dp.size
-        with run.meter.phase("evaluate"), run.meter.progress(count, heldout.name) as tick:
-            result = evaluate_set(
-                run.engine, heldout, run.config, run.mesh, policy_version=step, on_rollout=tick
-            )
-        run.meter.add(result.metrics)
-        if run.device.rank == 0:
-            write_eval(run.folder, step, heldout.name, result.rows)
-            if result.note and step == run.steps_done:  # the first evaluation
-                print(result.note, file=sys.stderr, flush=True)
-    run.release_engine()
+    with run.meter.phase("evaluate"):
+        run.sync(step)
+        for heldout in run.task.heldout:
+            _evaluate_set(run, heldout, step)
+        run.release_engine()
+
+
+def _evaluate_set(run: Run, heldout: HeldOut, step: int) -> None:
+    count = heldout.num_samples // run.mesh.engine_dp.size
+    with run.meter.progress(count, heldout.name) as tick:
+        result = evaluate_set(
+            run.engine, heldout, run.config, run.mesh, policy_version=step, on_rollout=tick
+        )
+    run.meter.add(result.metrics)
+    if run.device.rank == 0:
+        write_eval(run.folder, step, heldout.name, result.rows)
+        if result.note and step == run.steps_done:  # the first evaluation
+            print(result.note, file=sys.stderr, flush=True)

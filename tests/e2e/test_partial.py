@@ -162,6 +162,14 @@ def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None
     assert len({row["loss/kl_teacher"] for row in rows}) == 4
     assert rows[1]["rollout/carried"] > 0, "step 2 leaves conversations to step 3"
     assert any(row["rollout/stale_tokens_frac"] > 0 for row in rows)
+    sampled, trained = (
+        [row[f"rollout/{name}_tokens"] for row in rows] for name in ("sampled", "trained")
+    )
+    stale = [row["rollout/stale_tokens_frac"] * row["rollout/trained_tokens"] for row in rows]
+    assert sampled[0] > trained[0], "what is suspended was sampled"
+    assert sum(trained) <= sum(sampled) and all(
+        new >= used - old - 1e-6 for new, used, old in zip(sampled, trained, stale, strict=True)
+    ), "a step trains on what it sampled and on what is stale"
     several = 0
     for step in (3, 4):
         dumps = [

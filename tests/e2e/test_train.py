@@ -218,7 +218,10 @@ def test_every_file_of_the_run_folder_is_there(straight: Path) -> None:
     assert [(r.group, r.sample_index) for r in rollouts] == [
         (g, m) for g in range(16) for m in range(8)
     ], "of both ranks"
-    assert sum(rewards) / len(rewards) == rows_of(straight)[1]["reward/mean"]
+    row = rows_of(straight)[1]
+    assert sum(rewards) / len(rewards) == row["reward/mean"]
+    sampled = sum(rollout.num_response_tokens for rollout in rollouts)
+    assert row["rollout/sampled_tokens"] == row["rollout/trained_tokens"] == sampled
 
 
 def test_files_that_may_hold_texts_of_users_are_private(straight: Path) -> None:

@@ -94,6 +94,7 @@ DESIGN_KEYS = [
     "time/pack_s",
     "time/train_s",
     "perf/tokens_per_s",
+    "perf/sampled_tokens_per_s",
     "perf/packing_efficiency",
     "memory/peak_gib",
     "memory/residue_gib",
@@ -194,7 +195,7 @@ def test_wall_clock_keys() -> None:
     assert clocked == {
         key
         for key in DESIGN_KEYS
-        if key.startswith(("time/", "memory/")) or key == "perf/tokens_per_s"
+        if key.startswith(("time/", "memory/")) or key.endswith("tokens_per_s")
     }
     assert not is_wall_clock("eval/heldout/accuracy")
 
@@ -283,6 +284,25 @@ def test_phases_are_timed_and_told() -> None:
     assert row["time/step_s"] >= row["time/train_s"]
     assert row["perf/tokens_per_s"] == 100.0 / row["time/step_s"]
     assert m.close_step(2) == {}
+
+
+def test_evaluation_slows_down_neither_rate_nor_time_left() -> None:
+    stream = io.StringIO()
+    m = meter(stream=stream)
+    for step in (1, 2):
+        with m.phase("generate"):
+            time.sleep(0.01)
+        if step == 2:
+            with m.phase("evaluate"):
+                time.sleep(0.5)
+        m.add({"rollout/tokens": Sum(100.0), "rollout/sampled_tokens": Sum(40.0)})
+        row = m.close_step(step)
+    own_s = row["time/step_s"] - row["time/evaluate_s"]
+    assert row["time/evaluate_s"] >= 0.5 and own_s < 0.5
+    assert row["perf/tokens_per_s"] == 100.0 / own_s
+    assert row["perf/sampled_tokens_per_s"] == 40.0 / row["time/generate_s"]
+    left = float(stream.getvalue().rpartition("left ")[2].strip().removesuffix("s"))
+    assert left < 0.25 * 38, "38 steps as fast as these, without evaluations"
 
 
 def test_an_unknown_phase_is_an_error() -> None:
