@@ -43,9 +43,10 @@ def _one_of_or_own(names: tuple[str, ...]) -> Matches:
     )
 
 
-# vLLM takes lower temperatures for 0.01, which the policy would not know. Beyond 100 every token is
-# as likely as any other.
-_TEMPERATURES = (0.01, 100.0)
+# vLLM takes lower temperatures for 0.01, which the policy would not know, and refuses higher ones.
+_TEMPERATURES = (0.01, 2.0)
+# 11 days: clocks, sockets and collectives take no number of seconds.
+_LONGEST_S = 1e6
 
 
 _OF_SFT: dict[str, Any] = {
@@ -205,7 +206,10 @@ class EnvConfig:
     """Worker processes per rank, for an environment that computes. 0: threads, for an environment
     that waits. With env.command: maximum commands at once per engine; 0 is no maximum."""
     timeout_s: Annotated[
-        float, Above(0), Fix("60, or the time of the slowest call"), MayChangeOnResume()
+        float,
+        Between(0, _LONGEST_S, exclude=(0,)),
+        Fix("60, or the time of the slowest call"),
+        MayChangeOnResume(),
     ] = 60.0
     """Maximum seconds per call of the environment. A worker process that takes longer is killed and
     replaced. For a workflow: seconds per episode, without its calls of the model."""
@@ -253,7 +257,7 @@ class RolloutConfig:
     ] = 1.0
     """Nucleus sampling mass. Below 1 the engine samples from fewer tokens than the policy's
     distribution has, which adds to the measured mismatch."""
-    top_k: Annotated[int, AtLeast(0)] = 0
+    top_k: Annotated[int, Between(0, 2**31 - 1)] = 0
     """Sample only from the k most likely tokens. 0: all tokens. It adds to the mismatch as top_p
     does."""
     step_token_budget: Annotated[int, AtLeast(0)] = 0
@@ -293,7 +297,10 @@ class RewardConfig:
     """Worker processes per rank for functions of your files, if they compute. 0: threads, for
     functions that wait. math always has at least one process."""
     timeout_s: Annotated[
-        float, Above(0), Fix("60, or the time of the slowest call"), MayChangeOnResume()
+        float,
+        Between(0, _LONGEST_S, exclude=(0,)),
+        Fix("60, or the time of the slowest call"),
+        MayChangeOnResume(),
     ] = 60.0
     """Maximum seconds per call. A worker process that takes longer is killed and replaced."""
     retries: Annotated[int, AtLeast(0), MayChangeOnResume()] = 3
@@ -330,7 +337,7 @@ class RewardConfig:
     ran out of tokens, or the prompt had no room."""
     max_connections: Annotated[int, AtLeast(1), MayChangeOnResume()] = 16
     """http: maximum requests in flight per rank."""
-    backoff_s: Annotated[float, AtLeast(0), MayChangeOnResume()] = 1.0
+    backoff_s: Annotated[float, Between(0, _LONGEST_S), MayChangeOnResume()] = 1.0
     """http: seconds before the first retry, doubled before each further one. The server may ask for
     more with Retry-After."""
     model_path: Annotated[str, IsPath()] = ""
@@ -344,7 +351,7 @@ class RewardConfig:
     model_batch: Annotated[int, AtLeast(1), MayChangeOnResume()] = 16
     """model: maximum conversations per batch. The last bits of a score depend on the batch; 1 makes
     scores repeatable."""
-    model_wait_s: Annotated[float, AtLeast(0), MayChangeOnResume()] = 0.05
+    model_wait_s: Annotated[float, Between(0, _LONGEST_S), MayChangeOnResume()] = 0.05
     """model: seconds the first conversation of a batch waits for others. 0: do not wait."""
     model_tokens: Annotated[int, AtLeast(1), MayChangeOnResume()] = 16384
     """model: maximum padded tokens per batch. A single conversation may have more."""
@@ -611,7 +618,7 @@ class EngineConfig:
         float, Between(0, 1, exclude=(0, 1)), Fix("0.6"), MayChangeOnResume()
     ] = 0.6
     """Fraction of device memory for weights and KV cache when kv_cache_gib is 0 (GPU only)."""
-    max_num_seqs: Annotated[int, Between(1, 65536), MayChangeOnResume()] = 256
+    max_num_seqs: Annotated[int, Between(1, 8192), MayChangeOnResume()] = 256
     """Maximum conversations decoded at the same time."""
     max_model_len: Annotated[int, AtLeast(0)] = 0
     """Maximum tokens per conversation. 0: what prompts and rollout.max_response_tokens need, at
@@ -852,14 +859,14 @@ class DebugConfig:
     """Steps between checks of the weight sync, which compare every weight of the engine with the
     policy's, then log-probabilities of both on a few tokens. The first sync is always checked. 0:
     no further checks."""
-    stall_s: Annotated[float, AtLeast(0)] = 600.0
+    stall_s: Annotated[float, Between(0, _LONGEST_S)] = 600.0
     """Seconds without progress after which a rank reports its phase and stack. 0: never."""
-    kill_after_s: Annotated[float, AtLeast(0)] = 900.0
+    kill_after_s: Annotated[float, Between(0, _LONGEST_S)] = 900.0
     """Seconds without progress on any rank after which the ranks end, so that the launcher can
     restart the run; twice as long while it starts, and at least 120 s while it reads data.
     0: never."""
     collective_timeout_s: Annotated[
-        float, Above(0), Fix("1800, or the longest wait you expect")
+        float, Between(1, _LONGEST_S), Fix("1800, or the longest wait you expect")
     ] = 1800.0
     """Seconds that a rank waits for other ranks in a collective before the run fails. Raise it for
     very long generations or slow checkpoint disks."""

@@ -192,7 +192,7 @@ def build_llm(
             # A seeded request whose prefill is split crashes the CPU engine: CPU generators have no
             # offset.
             enable_chunked_prefill=False,
-            max_num_batched_tokens=max(4096, max_model_len),
+            max_num_batched_tokens=max(4096, max_model_len, engine.max_num_seqs),
             # With the default of 128 short prompts would not be cached, and the cache not tested.
             block_size=32,
             # For latent attention only: with AMX vLLM would choose a backend that refuses float32.

@@ -77,7 +77,7 @@ def test_reinforce_pp_needs_no_groups() -> None:
             "multiple of train.updates_per_step = 3",
         ),
         ({"rollout.prompts_per_step": 8192}, "data.path", "has 4096 rows"),
-        ({"rollout.temperature": 0.0}, "rollout.temperature", "between 0.01 and 100"),
+        ({"rollout.temperature": 0.0}, "rollout.temperature", "between 0.01 and 2"),
         ({"rollout.top_p": 0.0}, "rollout.top_p", "between 0 and 1 (0 excluded)"),
         ({"rollout.top_p": 1.1}, "rollout.top_p", "between 0 and 1 (0 excluded)"),
         ({"rollout.top_k": -1}, "rollout.top_k", "at least 0"),
