@@ -46,7 +46,7 @@ def _one_of_or_own(names: tuple[str, ...]) -> Matches:
 # vLLM takes lower temperatures for 0.01, which the policy would not know, and refuses higher ones.
 _TEMPERATURES = (0.01, 2.0)
 # 11 days: clocks, sockets and collectives take no number of seconds.
-_LONGEST_S = 1e6
+_LONGEST_S = 1_000_000
 
 
 _OF_SFT: dict[str, Any] = {

@@ -9,12 +9,14 @@ import numpy as np
 
 from r3.config import AlgoConfig, ConfigError, Problem
 from r3.envs.workflow import Workflows
-from r3.rewards.scorer import RewardError, Scorer
+from r3.rewards.scorer import RewardError, RewardResult, Scorer
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.rollout.task import Task
 from r3.run.check_messages import check_messages
 from r3.runtime.algorithm import run_contract
 from r3.types import Prompt, Rollout
+
+_REFERENCES = 8  # rows whose reference answers are scored if that of the first is worth nothing
 
 
 def check_task(task: Task, algo: AlgoConfig) -> Iterator[str]:
@@ -115,16 +117,33 @@ def _check_reward(
     first: dict[tuple[str, ...], Prompt] = {}
     for prompt in prompts:
         first.setdefault(scorer.path(prompt), prompt)
-    for prompt in first.values():
-        yield _score_reference(task, scorer, prompt, who, may_reward=may_reward)
+    for path, prompt in first.items():
+        if not prompt.answer:
+            yield f"    {who}reward: not called, because {prompt.id} has no reference answer"
+            continue
+        result = scorer.trial(reference_rollout(task, prompt), prompt)
+        yield _scored(result, scorer, prompt, who, may_reward=may_reward)
+        if result.failure or _value(result, scorer) > 0:
+            continue
+        # One row may be odd. A few more tell whether the function fits the data at all.
+        tried = [each for each in prompts if scorer.path(each) == path and each.answer]
+        tried = tried[:_REFERENCES]
+        results = [scorer.trial(reference_rollout(task, each), each) for each in tried]
+        if (most := max(_value(each, scorer) for each in results)) <= 0:
+            yield (
+                f"    warning: {who}the reference answers of the first {len(tried)} rows are worth "
+                f"{most:g} at most. {scorer.deciding} may not fit the data: it may expect another "
+                "form of answer (#### 7), or another column (data.answer_key)"
+            )
 
 
-def _score_reference(
-    task: Task, scorer: Scorer, prompt: Prompt, who: str, *, may_reward: bool
+def _value(result: RewardResult, scorer: Scorer) -> float:
+    return result.parts.get(scorer.deciding, result.reward)
+
+
+def _scored(
+    result: RewardResult, scorer: Scorer, prompt: Prompt, who: str, *, may_reward: bool
 ) -> str:
-    if not prompt.answer:
-        return f"    {who}reward: not called, because {prompt.id} has no reference answer"
-    result = scorer.trial(reference_rollout(task, prompt), prompt)
     if result.failure and may_reward:
         # What failed, without frames and sample.
         lines = result.failure.splitlines()

@@ -179,6 +179,16 @@ def test_a_group_of_zero_spread_is_exactly_zero(name: str, rewards: list[float])
     assert (advantages_R[-2:] != 0).all()
 
 
+@pytest.mark.parametrize("reward", [0.35, 0.95, 0.3])
+def test_one_response_apart_from_equal_ones_has_the_formulas_advantage(reward: float) -> None:
+    """Variances as E[x^2] - E[x]^2 in float32 gave such responses advantages of thousands."""
+    rewards_R = torch.tensor([0.0] + [reward] * 7)
+    # mean 7/8 r, unbiased variance 7 (r/8)^2 (1 + 7) / 7 = r^2 / 8
+    expected = [-7 / 8 * 8**0.5] + [1 / 8 * 8**0.5] * 7
+    found = ADVANTAGES["grpo"](rewards_R, torch.zeros(8, dtype=torch.int64)).tolist()
+    assert found == pytest.approx(expected, rel=2e-5)  # 1e-6 is added to the deviation
+
+
 def test_a_small_difference_is_no_rounding() -> None:
     rewards_R = torch.tensor([0.3, 0.3 + 1e-8], dtype=torch.float64)
     assert ADVANTAGES["dr_grpo"](rewards_R, torch.zeros(2, dtype=torch.int64)).all()

@@ -105,6 +105,26 @@ class Limited:
 """
 
 
+def test_a_reward_that_no_reference_answer_earns_is_warned_of(tmp_path: Path) -> None:
+    function = "def high(response, prompt):\n    return int(response.split()[-1]) > 50\n"
+    (tmp_path / "own.py").write_text(function)
+    rows = tmp_path / "rows.jsonl"
+
+    def said(*answers: str) -> str:
+        lines = (json.dumps({"question": "?", "answer": answer}) for answer in answers)
+        rows.write_text("\n".join(lines))
+        settings: dict[str, Any] = {"data.path": (str(rows),), "eval.path": ()}
+        settings |= {"reward.function": (f"{tmp_path}/own.py:high",)}
+        task = read_task(with_values(tiny_config(), settings))
+        text = "\n".join(check_task(task, tiny_config().algo))
+        task.close()
+        return text
+
+    warning = "warning: the reference answers of the first 2 rows are worth 0 at most. high may not"
+    assert warning in said("#### 7", "#### 8")
+    assert "warning" not in said("#### 7", "#### 88"), "one row may be odd"
+
+
 def test_sets_have_columns_system_prompts_and_environments_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
     row = {"problem": "3+4?", "solution": "#### 7"}

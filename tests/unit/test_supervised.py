@@ -176,6 +176,26 @@ def test_settings_of_rollouts_are_fixed_and_warned_of() -> None:
     assert with_values(SFT, {"train.objective": "rl"}).in_effect.algo.loss == "ppo_clip"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("algo.dynamic_sampling_metric", "reward"),
+        ("rollout.max_response_tokens", 24),
+        ("reward.weights", (0.5,)),
+        ("env.max_turns", 3),
+    ],
+)
+def test_a_setting_of_what_is_sampled_has_no_effect(name: str, value: object) -> None:
+    text = "\n".join(warnings(with_values(SFT, {name: value}), 1))
+    assert f"{name} = {value!r} has no effect" in text
+
+
+def test_a_length_that_divides_the_loss_has_an_effect() -> None:
+    divides = with_values(SFT, {"algo.aggregation": "constant"})
+    text = "\n".join(warnings(with_values(divides, {"rollout.max_response_tokens": 24}), 1))
+    assert "rollout.max_response_tokens" not in text
+
+
 def test_batches_need_no_equal_share_per_rank() -> None:
     assert problems(with_values(SFT, {"rollout.prompts_per_step": 3}), 2) == []
     rl = with_values(SFT, {"rollout.prompts_per_step": 3, "train.objective": "rl"})

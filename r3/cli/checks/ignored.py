@@ -46,10 +46,14 @@ _ENVIRONMENT = (
 )
 # Settings without a meaning for rows that are learned, and without anything that is sampled.
 _OF_ROLLOUTS = (
-    *("algo.clip_", "algo.correction_", "algo.kl_", "algo.minirl_cap", "algo.overlong_"),
+    *("algo.clip_", "algo.correction_", "algo.dynamic_sampling_", "algo.kl_", "algo.minirl_cap"),
+    "algo.overlong_",
     *("log.rollouts_every", "log.show_every", "replay.", "rollout.max_staleness"),
 )
-_OF_SAMPLING = ("debug.prove_sync_every", "engine.", "env.", "reward.", "rollout.max_response")
+_OF_SAMPLING = (
+    *("debug.prove_sync_every", "engine.", "env.", "parallel.engine_tp", "reward."),
+    "rollout.max_response",
+)
 # Called with a reason and the settings that have no effect for it.
 _Ignored = Callable[..., None]
 
@@ -86,7 +90,8 @@ def ignored_settings(
         if "algo.kl_coef" in fixed:
             fixed.append("algo.kl_in")
             because = f"{because}, not from rewards (--algo.kl_in loss has an effect)"
-        ignored(because, *fixed, "algo.overlong_buffer", "algo.overlong_penalty")
+        ignored(because, *fixed, "algo.dynamic_sampling_metric", "algo.overlong_buffer")
+        ignored(because, "algo.overlong_penalty")
     if not config.algo.teacher:
         ignored("algo.teacher is empty", "algo.teacher_coef")
     _model(config, shape, notes, ignored)
@@ -98,6 +103,10 @@ def ignored_settings(
     if not config.eval.path:
         names = [name for name in values if name.startswith("eval.")]
         ignored("eval.path is empty, so nothing is evaluated", *names)
+    else:
+        _evaluation(config, ignored)
+    if len(config.data.path) == 1:
+        ignored("there is one source of rows", "data.weights")
     _sampling(config, notes, ignored)
     if config.log.tracker == "none":
         ignored("log.tracker is none", "log.project")
@@ -167,8 +176,18 @@ def _environment_and_rewards(config: Config, notes: list[str], ignored: _Ignored
     if used <= {*_QUICK_REWARDS, "self_judge"}:
         because = "built-in functions and self_judge have no time limit and are not retried"
         ignored(because, "reward.timeout_s", "reward.workers", "reward.retries")
+    elif not any(":" in spec or spec == "math" for spec in used):
+        ignored("no reward function is math or one of your files", "reward.workers")
     if len(reward.function) == 1:
         ignored("there is one reward function, which decides", "reward.correct")
+
+
+def _evaluation(config: Config, ignored: _Ignored) -> None:
+    settings = config.eval
+    if not any(settings.temperature):
+        ignored("eval.temperature 0 takes the likeliest token", "eval.top_p")
+    if max(settings.samples, default=1) == 1:
+        ignored("eval.samples is 1", "eval.pass_at")
 
 
 def _replay(config: Config, ignored: _Ignored) -> None:
@@ -183,7 +202,9 @@ def _replay(config: Config, ignored: _Ignored) -> None:
         because = "it needs replay.mode r3 and replay.on_missing live"
         ignored(because, "replay.min_coverage")
     if replay.mode != "r3":
-        ignored(f"replay.mode is {replay.mode}", "replay.shadow_every")
+        ignored(f"replay.mode is {replay.mode}", "replay.shadow_every", "replay.shadow_frac")
+    elif not replay.shadow_every:
+        ignored("replay.shadow_every is 0", "replay.shadow_frac")
 
 
 def _algorithm(config: Config, ignored: _Ignored) -> None:
