@@ -114,7 +114,12 @@ def write_run(path: Path, *, steps: int = 3, replay: str = "r3", text: str = "")
     for step in (1, steps):
         scored = [
             Scored(
-                index=i, rollout=one, reward=reward, advantage=advantage, parts={"gsm8k": reward}
+                index=i,
+                rollout=one,
+                reward=reward,
+                shaped_reward=reward,
+                advantage=advantage,
+                parts={"gsm8k": reward},
             )
             for i, (one, reward, advantage) in enumerate(
                 zip(rollouts, rewards, advantages, strict=True)

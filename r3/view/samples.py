@@ -24,6 +24,8 @@ class Sample:
         metrics: what the environment and the reward functions reported, by full names.
         turn_rewards: reward of each turn that the environment rewarded, None where it gave none.
         advantage: None for evaluation.
+        shaped_reward: what the advantage is made of: the reward minus penalties and KL. None for
+            evaluation, and in dumps that older versions wrote.
         is_complete: whether `messages` is the whole conversation.
     """
 
@@ -43,6 +45,7 @@ class Sample:
     response_tokens: int
     is_complete: bool
     sequence: int = 0
+    shaped_reward: float | None = None
 
     @property
     def name(self) -> str:
@@ -77,6 +80,7 @@ def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
         response_tokens=int(row["response_tokens"]),
         is_complete=bool(row.get("messages")),
         sequence=row.get("sequence", 0),
+        shaped_reward=_real(row.get("shaped_reward")),
     )
 
 

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
+from r3.algo.sums import are_equal
 from r3.view.samples import Sample, tool_calls_text
 
 ROLE_STYLES = {
@@ -36,6 +37,9 @@ def facts(sample: Sample) -> str:
             "per turn " + " ".join("-" if r is None else f"{r:.4g}" for r in sample.turn_rewards)
         )
     parts += [f"{name} {number:.4g}" for name, number in sample.metrics.items()]
+    shaped = sample.shaped_reward
+    if shaped is not None and not are_equal((shaped, sample.reward)):
+        parts.append(f"shaped {shaped:.4g}")
     if sample.advantage is not None:
         parts.append(f"advantage {sample.advantage:+.3f}")
     parts += [f"finish {sample.finish_reason}", f"{sample.response_tokens} sampled tokens"]

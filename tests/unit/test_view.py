@@ -12,6 +12,7 @@ from r3 import show
 from r3.run.folder import RunDir
 from r3.view.runs import ViewError, differing_settings, read_run, read_samples
 from r3.view.samples import best, sample_of, tool_calls_text, worst
+from r3.view.terminal import facts
 from tests.run_folder import GROUPS, SAMPLES, write_run
 
 pytestmark = pytest.mark.unit
@@ -173,6 +174,16 @@ def test_rows_of_older_versions_are_read_and_alien_rows_refused() -> None:
     del row["group"]
     with pytest.raises(ValueError, match="none of the keys group, place"):
         sample_of(0, row)
+
+
+def test_a_reward_that_was_lowered_before_training_shows_both() -> None:
+    row: dict[str, object] = {"prompt_id": "a:1", "group": 0, "sample_index": 0, "response": "x"}
+    row |= {"reward": 1.0, "advantage": 0.5, "finish_reason": "stop", "response_tokens": 3}
+    assert "reward 1  shaped 0.75  advantage +0.500" in facts(
+        sample_of(0, row | {"shaped_reward": 0.75})
+    )
+    assert "shaped" not in facts(sample_of(0, row | {"shaped_reward": 1.0}))
+    assert "shaped" not in facts(sample_of(0, row)), "a dump of an older version"
 
 
 def test_structured_tool_calls_are_one_line_each() -> None:
