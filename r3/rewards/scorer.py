@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -44,6 +43,7 @@ from r3.rewards import (
 from r3.rewards.self_judge import SelfJudge
 from r3.rewards.verify import UNREAD
 from r3.runtime.exchange import own_copy
+from r3.runtime.terminal import say
 from r3.runtime.user_code import load
 from r3.runtime.workers import CallError, Failure, Here, Place, Pool, Processes, Threads
 from r3.types import Message, Prompt, Rollout
@@ -371,7 +371,7 @@ class Scorer:
         if name not in self._shown:
             self._shown.add(name)
             note = "Its weight is 0, so rewards do not change. reward/unreported counts failures."
-            print(f"{text}\n  {note}", file=sys.stderr, flush=True)
+            say(f"{text}\n  {note}", error=True)
 
     def _result(self, key: Hashable, case: _Case) -> RewardResult:
         seconds = time.monotonic() - case.submitted

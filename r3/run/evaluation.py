@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 from r3.rollout.evaluate import HeldOut
 from r3.rollout.evaluate import evaluate as evaluate_set
 from r3.run.build import Run
 from r3.run.dumps import write_eval
+from r3.runtime.terminal import say
 
 
 def evaluate_if_due(run: Run, step: int) -> bool:
@@ -44,4 +43,4 @@ def _evaluate_set(run: Run, heldout: HeldOut, step: int) -> None:
     if run.device.rank == 0:
         write_eval(run.folder, step, heldout.name, result.rows)
         if result.note and step == run.steps_done:  # the first evaluation
-            print(result.note, file=sys.stderr, flush=True)
+            say(result.note, error=True)
