@@ -127,8 +127,9 @@ class DataConfig:
     """Training prompts."""
 
     path: Annotated[tuple[str, ...], IsPath()] = ()
-    """One or several sources of rows: a JSONL file, a .parquet file, FOLDER[:SPLIT] of Hugging Face
-    datasets, hub:OWNER/NAME[:CONFIG][:SPLIT], or gym:TASK[,size=N][,seed=N] of reasoning-gym."""
+    """One or several sources of rows: a JSONL, JSON, CSV or .parquet file, a pattern such as
+    part-*.jsonl, FOLDER[:SPLIT], hub:OWNER/NAME[@REVISION][:CONFIG][:SPLIT], or
+    gym:TASK[,size=N][,seed=N] of reasoning-gym. SOURCE[:100] takes the first 100 rows."""
     weights: Annotated[
         tuple[float, ...], Above(0), Fix("leave out the path that should not be sampled")
     ] = ()
@@ -159,7 +160,8 @@ class DataConfig:
     """Maximum tokens per prompt. 0: what rollout.max_response_tokens leaves free in the context and
     in a micro-batch."""
     on_too_long: Literal["error", "drop"] = "error"
-    """What to do with a longer prompt. error: stop the run. drop: leave it out and count it."""
+    """What to do with a longer prompt. error: stop the run. drop: leave it out and count it. A
+    held-out question that is too long always stops the run."""
     drop_duplicates: bool = False
     """Drop and count rows that equal an earlier row in conversation, answer and every column that
     a reward may read; functions of your own may read all."""

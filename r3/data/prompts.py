@@ -45,6 +45,7 @@ class Dataset:
         dropped_too_long: rows dropped because of `max_prompt_tokens`.
         dropped_duplicates: rows dropped as duplicates.
         sizes: number of prompts per source, if there are weights; else all prompts are one pool.
+        read: number of prompts per source, by its label.
         weights: share of each source in what is drawn.
     """
 
@@ -53,6 +54,7 @@ class Dataset:
     dropped_duplicates: int = 0
     sizes: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
+    read: tuple[tuple[str, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -125,9 +127,10 @@ def load_prompts(
                         f"has {tokens} tokens with its chat template; at most {max_prompt_tokens} "
                         "fit"
                     )
-                    bad.append(
-                        _bad(row, columns.prompt, rule, "shorten it, or --data.on_too_long drop")
-                    )
+                    fix = "shorten it, or --data.on_too_long drop"
+                    if columns.section == "eval":  # no question is left out without a word
+                        fix = "shorten it, lower --eval.max_tokens, or leave the row out yourself"
+                    bad.append(_bad(row, columns.prompt, rule, fix))
             elif drop_duplicates and (compared := _compared(found, columns)) in seen:
                 twice += 1
             else:
@@ -154,6 +157,7 @@ def load_prompts(
         dropped_duplicates=all_twice,
         sizes=tuple(sizes) if weights else (),
         weights=tuple(weights),
+        read=tuple(zip(source_labels(sources), sizes, strict=True)),
     )
 
 
@@ -308,7 +312,7 @@ def source_labels(sources: Sequence[str]) -> list[str]:
 
 
 def _bad(row: Row, field: str, rule: str, fix: str) -> RowProblem:
-    return RowProblem(file=row.source, line=row.number, field=field, rule=rule, fix=fix)
+    return RowProblem(file=row.file, line=row.line, field=field, rule=rule, fix=fix)
 
 
 def _whole(source: str, rule: str, fix: str, field: str = "file") -> RowProblem:

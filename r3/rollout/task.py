@@ -222,7 +222,6 @@ def read_task(config: Config, world_size: int | None = None) -> Task:
             columns=columns_of(config, each),
             tools=conversation.environments.tools,
             max_prompt_tokens=min(config.engine.max_model_len or context, context) - response,
-            on_too_long=data.on_too_long,
             template_kwargs=template_kwargs,
             allow_control_tokens=data.allow_control_tokens,
         )

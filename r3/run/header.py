@@ -7,6 +7,7 @@ from math import prod
 from statistics import fmean
 
 from r3.config import Config
+from r3.data.sources import files_of
 from r3.metrics.glossary import headlines
 from r3.models.freeze import frozen_tensors
 from r3.models.shape import ModelShape
@@ -83,6 +84,17 @@ def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[str]:
     ]
 
 
+def source_lines(paths: Sequence[str], read: Sequence[tuple[str, int]]) -> list[str]:
+    """Rows and files per source, if there are several of either."""
+    files = [len(files_of(path)) for path, _ in zip(paths, read, strict=False)]
+    if len(files) < 2 and max(files, default=0) < 2:
+        return []
+    return [
+        f"{rows} of {label}{f' ({count} files)' if count else ''}"
+        for (label, rows), count in zip(read, files, strict=True)
+    ]
+
+
 def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start) -> list[str]:
     """The lines that describe a run before its first step."""
     shape, parallel = task.shape, config.parallel
@@ -130,6 +142,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         f"{', head float32' if config.model.fp32_head else ''}"
         f"{', deterministic kernels' if config.debug.deterministic else ''}",
         f"data       {len(task.prompts)} {what}{sources} ({left_out}), {held_out}",
+        *(f"           {each}" for each in source_lines(config.data.path, task.prompts.read)),
         *(
             [f"step       {config.rollout.prompts_per_step} conversations to learn, {updates}"]
             if supervised

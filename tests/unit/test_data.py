@@ -182,8 +182,8 @@ def test_two_system_messages_are_refused(tokenizer: Any, tmp_path: Path) -> None
 
 def test_whole_files_are_refused(tokenizer: Any, tmp_path: Path) -> None:
     for path, rule in (
-        (tmp_path / "absent.jsonl", "No such file"),
-        (tmp_path, "contain any data files"),
+        (tmp_path / "absent.jsonl", "there is no such file"),
+        (tmp_path, "holds no data file"),
     ):
         with pytest.raises(DataError, match=rule) as caught:
             load_prompts(path, tokenizer, **OPTIONS)

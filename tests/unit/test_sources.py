@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import csv
+import gzip
+import io
 import json
+import lzma
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +17,7 @@ import pytest
 
 from r3.config import Config, DataConfig, EvalConfig, RewardConfig
 from r3.data.prompts import DataError, load_prompts, source_labels
-from r3.data.sources import Columns, columns_of, is_near, read_rows
+from r3.data.sources import Columns, columns_of, files_of, is_near, read_rows
 from tests.rows import OPTIONS, parquet, write
 
 pytestmark = pytest.mark.unit
@@ -86,19 +92,34 @@ def test_every_source_names_a_bad_row(make: Any, tokenizer: Any, tmp_path: Path)
     with pytest.raises(DataError) as caught:
         load_prompts(source, tokenizer, **OPTIONS)
     (problem,) = caught.value.problems
-    assert (problem.file, problem.line, problem.field) == (source, 2, "question")
+    file = f"{source}/rows.parquet" if make is data_files else source
+    assert (problem.file, problem.line, problem.field) == (file, 2, "question")
     assert problem.rule == "is empty" and problem.fix
 
 
 @pytest.mark.parametrize(
     ("source", "rule"),
     [
-        ("absent.parquet", "cannot be read"),
+        ("absent.parquet", "there is no such file"),
         ("text.parquet", "is not a parquet file"),
         ("splits", "has the splits test, train. Fix: name one: splits:test"),
         ("splits:dev", "has no split 'dev'. Fix: one of test, train"),
         ("saved:train", "has no splits, and 'train' was given"),
-        ("damaged", "cannot be loaded by datasets"),
+        ("clone", "cannot be loaded by datasets"),
+        ("https://host/rows.jsonl", "is an address, and R3 reads no https://. Fix: download it"),
+        ("s3://bucket/rows.jsonl", "is an address, and R3 reads no s3://"),
+        ("hf://datasets/owner/name", "write hub:OWNER/NAME"),
+        ("rows.xlsx", "is a .xlsx file, which R3 does not read. Fix: give a JSONL, CSV"),
+        ("none-*.jsonl", "matches no file"),
+        ("cut.jsonl.gz", "is no whole .gz file"),
+        ("short.csv", "has 1 values in line 3 for the 2 columns of line 1"),
+        ("twice.csv", "has two columns 'question'"),
+        ("cut.json", "begins with '[' and is not one JSON array"),
+        ("mixed", "has train.jsonl of the split train, and algebra.jsonl, geometry.jsonl of none"),
+        ("both", "has the splits test, train. Fix: name one: both:test"),
+        ("both:dev", "has no files of a split 'validation'. Fix: its splits: test, train"),
+        ("foreign", "holds model.arrow, which R3 does not read"),
+        ("hub:owner/name@", "is not a name on the hub"),
         ("hub:a/b/c", "is not a name on the hub. Fix: write hub:OWNER/NAME"),
         ("hub:owner/name:", "is not a name on the hub"),
         ("hub:owner/name", "cannot be loaded by datasets"),
@@ -113,8 +134,25 @@ def test_a_source_that_cannot_be_read_is_named(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     Path("text.parquet").write_text("no parquet")
-    Path("damaged").mkdir()
-    Path("damaged/rows.jsonl").write_text('{"question": ')
+    row = json.dumps(ROWS[0])
+    for name, content in {
+        "clone/README.md": "---\nconfigs:\n- config_name: a\n---\n",
+        "clone/rows.jsonl": '{"question": ',
+        "rows.xlsx": "",
+        "cut.jsonl.gz": "no gzip",
+        "short.csv": "question,answer\n1+1?,2\n1+2?\n",
+        "twice.csv": "question,question\n1,2\n",
+        "cut.json": f"[{row},",
+        "mixed/train.jsonl": row,
+        "mixed/algebra.jsonl": row,
+        "mixed/geometry.jsonl": row,
+        "both/data/train-00000-of-00001.jsonl": row,
+        "both/data/test-00000-of-00001.jsonl": row,
+        "foreign/rows.jsonl": row,
+        "foreign/model.arrow": "",
+    }.items():
+        Path(name).parent.mkdir(exist_ok=True, parents=True)
+        Path(name).write_text(content)
     saved(Path(), ROWS)
     saved_splits(Path(), ROWS)
     rows, (problem,) = read_rows(source, Columns())
@@ -142,8 +180,152 @@ def test_a_package_that_is_not_there_is_named_with_the_command(
 
 def test_only_what_lies_here_is_near(tmp_path: Path) -> None:
     near = ["rows.jsonl", saved(tmp_path, ROWS), saved_splits(tmp_path, ROWS)]
-    far = ["hub:owner/name", "gym:chain_sum", data_files(tmp_path, ROWS)]
+    near += [data_files(tmp_path, ROWS), "rows.jsonl[:10]", "part-*.jsonl"]
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "clone" / "README.md").write_text("---\nconfigs:\n- config_name: a\n---\n")
+    far = ["hub:owner/name", "hub:owner/name[:10]", "gym:chain_sum", str(tmp_path / "clone")]
     assert all(map(is_near, near)) and not any(map(is_near, far))
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def as_csv(rows: list[dict[str, Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def as_lines(rows: list[dict[str, Any]]) -> bytes:
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    import pyarrow
+
+    return bytes(pyarrow.Codec("zstd").compress(content, asbytes=True))
+
+
+TEXTS: list[dict[str, Any]] = [
+    {"question": "When?\nSay it.", "answer": "2024-01-31", "code": "007"},
+    {"question": 'Say "1,5".', "answer": "1,5", "code": "True"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", as_lines(TEXTS)),
+        ("rows.JSONL.gz", gzip.compress(as_lines(TEXTS))),
+        ("rows.jsonl.bz2", bz2.compress(as_lines(TEXTS))),
+        ("rows.jsonl.xz", lzma.compress(as_lines(TEXTS))),
+        ("rows.jsonl.zst", zstd(as_lines(TEXTS))),
+        ("rows.json", json.dumps(TEXTS, indent=2).encode()),
+        ("rows.csv", as_csv(TEXTS)),
+        ("rows.csv.gz", gzip.compress(b"\xef\xbb\xbf" + as_csv(TEXTS))),
+        ("rows.tsv", as_csv(TEXTS).replace(b"question,answer,code", b"question\tanswer\tcode")),
+        ("rows.PARQUET", None),
+    ],
+)
+@pytest.mark.parametrize("inside", ["file", "folder", "glob"])
+def test_texts_of_a_file_are_the_same_in_every_format(
+    name: str, content: bytes | None, inside: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if content is None:
+        path = Path(parquet(tmp_path, TEXTS)).rename(path)
+    elif name == "rows.tsv":
+        lines = (f'"{row["question"]}"\t{row["answer"]}\t{row["code"]}' for row in TEXTS[:1])
+        path.write_bytes(b"question\tanswer\tcode\n" + "\n".join(lines).encode())
+    else:
+        path.write_bytes(content)
+    (tmp_path / "README.md").write_text("no data")
+    sources = {"file": path, "folder": tmp_path, "glob": tmp_path / "rows.*"}
+    rows, problems = read_rows(str(sources[inside]), Columns())
+    assert not problems
+    expected = TEXTS[:1] if name == "rows.tsv" else TEXTS
+    assert [row.messages[0]["content"] for row in rows] == [row["question"] for row in expected]
+    assert [row.answer for row in rows] == [row["answer"] for row in expected]
+    assert [row.columns["code"] for row in rows] == [row["code"] for row in expected]
+    assert {row.file for row in rows} == {str(path)}
+
+
+def test_every_file_of_a_folder_is_read_and_bad_rows_name_theirs(tmp_path: Path) -> None:
+    for index, name in enumerate(("algebra", "geometry", "sub/numbers")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        rows = [ROWS[index], BAD] if index == 1 else [ROWS[index], ROWS[index]]
+        (tmp_path / f"{name}.jsonl").write_bytes(b"\n" + as_lines(rows))
+    rows, (problem,) = read_rows(str(tmp_path), Columns())
+    assert problem.where == f"{tmp_path}/geometry.jsonl:3:question"
+    assert [row.columns["level"] for row in rows] == [0, 0, 1, 2, 2]
+    assert [row.number for row in rows] == [1, 2, 3, 5, 6]  # each once, for the ids of prompts
+    assert [row.line for row in rows] == [2, 3, 2, 2, 3]
+    assert len(files_of(str(tmp_path))) == 3 and len(files_of(f"{tmp_path}/*.jsonl")) == 2
+
+
+def test_a_split_of_a_folder_is_told_by_names(tmp_path: Path) -> None:
+    files = ("data/train-00000-of-00002", "data/train-00001-of-00002", "data/test-00000-of-00001")
+    for index, name in enumerate((*files, "validation/a", "validation/b")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.jsonl").write_bytes(as_lines([{**ROWS[0], "level": index}]))
+
+    def levels(source: str) -> list[Any]:
+        return [row.columns["level"] for row in read_rows(f"{tmp_path}{source}", Columns())[0]]
+
+    assert (levels(":train"), levels(":test"), levels(":dev")) == ([0, 1], [2], [3, 4])
+    assert levels(":train[1:]") == [1] and levels("/**/*.jsonl") == [2, 0, 1, 3, 4]
+    assert levels("/data") == []  # two splits: refused
+
+
+def test_a_folder_that_changed_is_read_again_with_equal_size_and_time(tmp_path: Path) -> None:
+    for answer in ("#### 1", "#### 2"):
+        (tmp_path / "rows.jsonl").write_bytes(as_lines([{**ROWS[0], "answer": answer}]))
+        os.utime(tmp_path / "rows.jsonl", (1, 1))
+        assert read_rows(str(tmp_path), Columns())[0][0].answer == answer
+
+
+@pytest.mark.parametrize(
+    ("part", "levels"),
+    [
+        ("[:2]", [0, 1]),
+        ("[8:]", [8, 9]),
+        ("[-1:]", [9]),
+        ("[2:4]", [2, 3]),
+        ("[50%:]", [5, 6, 7, 8, 9]),
+        ("[:10%]", [0]),
+        ("[:]", list(range(10))),
+    ],
+)
+def test_a_slice_of_a_source_keeps_lines_and_order(
+    part: str, levels: list[int], tmp_path: Path
+) -> None:
+    path = jsonl(tmp_path, [{**ROWS[0], "level": level} for level in range(10)])
+    rows, problems = read_rows(f"{path}{part}", Columns())
+    assert not problems and [row.columns["level"] for row in rows] == levels
+    assert [row.number for row in rows] == [level + 1 for level in levels]
+
+
+def test_a_revision_of_the_hub_reaches_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def load(*args: Any, **options: Any) -> Any:
+        asked.append((*args, options["split"], options["revision"]))
+        return table(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    rows, problems = read_rows("hub:owner/name@1.0.0:main:test[:2]", Columns())
+    assert len(rows) == 2 and not problems
+    read_rows("hub:owner/name", Columns())
+    assert asked == [
+        ("owner/name", "main", "test", "1.0.0"),
+        ("owner/name", None, "train", None),
+    ]
 
 
 def test_keys_reach_into_nested_objects(tokenizer: Any, tmp_path: Path) -> None:

@@ -21,14 +21,14 @@ import torch
 
 from r3 import assets
 from r3.config import ConfigError, parse_value, with_values
-from r3.data.prompts import prompts_of_step
+from r3.data.prompts import DataError, prompts_of_step
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
 from r3.run.check import check_task
 from r3.run.folder import RunDir
-from r3.run.header import closing, result
+from r3.run.header import closing, result, source_lines
 from r3.run.prepare import require_resources
 from r3.runtime.device import writable_caches
 from r3.runtime.process import importing
@@ -71,6 +71,12 @@ def test_a_task_of_several_sources_and_sets(settings: dict[str, Any]) -> None:
     drawn = prompts_of_step(task.prompts, seed=0, step=0, count=8)
     assert sum(prompt.id.startswith("four.parquet:") for prompt in drawn) == 4
 
+    paths = settings["data.path"]
+    assert source_lines(paths, task.prompts.read) == ["10 of ten.jsonl", "4 of four.parquet"]
+    assert source_lines(paths[:1], task.prompts.read[:1]) == []
+    folder = str(Path(paths[0]).parent)
+    assert source_lines([folder], [("data", 14)]) == ["14 of data (2 files)"]
+
     short, long = task.heldout
     assert [(each.settings.name, len(each.prompts)) for each in task.heldout] == [
         ("short", 3),
@@ -81,6 +87,19 @@ def test_a_task_of_several_sources_and_sets(settings: dict[str, Any]) -> None:
     rollout = random_rollouts(task.shape, [9])[0]
     rollout = replace(rollout, response="#### " + prompt.answer.rpartition("####")[2])
     assert (short.scorer(rollout, prompt), long.scorer(rollout, prompt)) == (1.0, 0.0)
+
+
+def test_a_held_out_question_that_is_too_long_is_never_dropped(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    long = {"question": "Tom has eggs. " * 200, "answer": "#### 1"}
+    (tmp_path / "long.jsonl").write_text(json.dumps(long))
+    settings |= {"data.on_too_long": "drop", "eval.path": [str(tmp_path / "long.jsonl")]}
+    settings |= {"eval.name": ["long"], "eval.function": [], "eval.max_prompts": [0]}
+    settings["eval.max_tokens"] = [0]
+    with pytest.raises(DataError, match="tokens with its chat template; at most") as error:
+        read_task(with_values(tiny_config(), settings))
+    assert "--eval.max_tokens" in str(error.value) and "on_too_long" not in str(error.value)
 
 
 def test_evaluation_alone_reads_no_training_data(settings: dict[str, Any]) -> None:

@@ -8,21 +8,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from r3.cli.checks.findings import Findings
 from r3.config import Config, EvalSet
+from r3.data.files import FILES
 from r3.data.sources import (
     Columns,
     Row,
     RowProblem,
     columns_of,
-    is_folder,
     is_near,
     read_rows,
 )
 
-_SOURCES = "give a JSONL or .parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gym:TASK"
 _SHOWN_ROWS = 5  # of a data file with bad rows; the others are counted
 
 
@@ -37,7 +35,7 @@ def check_data(
     data, columns = config.data, columns_of(config)
     training = () if config.eval.only else data.path
     if not data.path and not config.eval.only:
-        found.add("data.path", "is empty", _SOURCES, value="")
+        found.add("data.path", "is empty", FILES, value="")
     if data.weights and len(data.weights) != len(data.path):
         rule = f"has {len(data.weights)} values for the {len(data.path)} paths of data.path"
         fix = "give one per path, or none: rows of all paths then form one pool"
@@ -88,9 +86,6 @@ def _check_gym(
 def _check_rows(path: str, columns: Columns, found: Findings, name: str) -> list[Row]:
     if not is_near(path):
         return []
-    if not is_folder(path) and not _may_exist(path):
-        found.add(name, "there is no such file", _SOURCES, value=path)
-        return []
     rows, bad = read_rows(path, columns)
     common = _faults_of_every_row(bad) if not rows else []
     for problem, count in common:
@@ -113,14 +108,6 @@ def _check_rows(path: str, columns: Columns, found: Findings, name: str) -> list
     return rows
 
 
-def _may_exist(path: str) -> bool:
-    """False if there is no such file; of what cannot be a path, its reader says why."""
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):
-        return True
-
-
 def _faults_of_every_row(bad: Sequence[RowProblem]) -> list[tuple[RowProblem, int]]:
     """Faults that all of several rows have, with the number of rows; `bad` is of rows that fail."""
     lines = len({problem.line for problem in bad})
@@ -141,5 +128,5 @@ def overlap(train: list[Row], heldout: list[Row]) -> list[str]:
         return []
     here, there = shared[0]
     count = f"{len(shared)} of {len(heldout)} questions of eval.path are trained on as well"
-    same = f"{here.source}:{here.number} is {there.source}:{there.number}"
+    same = f"{here.file}:{here.line} is {there.file}:{there.line}"
     return [f"{count}, so the evaluation is too optimistic: {same}"]
