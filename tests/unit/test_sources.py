@@ -228,6 +228,7 @@ TEXTS: list[dict[str, Any]] = [
         ("rows.tsv", as_csv(TEXTS).replace(b"question,answer,code", b"question\tanswer\tcode")),
         ("rows.PARQUET", None),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("inside", ["file", "folder", "glob"])
 def test_texts_of_a_file_are_the_same_in_every_format(
@@ -247,7 +248,7 @@ def test_texts_of_a_file_are_the_same_in_every_format(
     assert not problems
     expected = TEXTS[:1] if name == "rows.tsv" else TEXTS
     assert [row.messages[0]["content"] for row in rows] == [row["question"] for row in expected]
-    assert [row.answer for row in rows] == [row["answer"] for row in expected]
+    assert [row.answers[0] for row in rows] == [row["answer"] for row in expected]
     assert [row.columns["code"] for row in rows] == [row["code"] for row in expected]
     assert {row.file for row in rows} == {str(path)}
 
@@ -283,7 +284,7 @@ def test_a_folder_that_changed_is_read_again_with_equal_size_and_time(tmp_path: 
     for answer in ("#### 1", "#### 2"):
         (tmp_path / "rows.jsonl").write_bytes(as_lines([{**ROWS[0], "answer": answer}]))
         os.utime(tmp_path / "rows.jsonl", (1, 1))
-        assert read_rows(str(tmp_path), Columns())[0][0].answer == answer
+        assert read_rows(str(tmp_path), Columns())[0][0].answers == (answer,)
 
 
 @pytest.mark.parametrize(
