@@ -189,5 +189,8 @@ def _disturbed(number: int, seed: int, root: Path, straight: Path, duration_s: f
     except Unexpected as error:
         raise Unexpected(f"run {number}, {fault} {moment}, {starts} starts: {error}") from None
     attempt.require_gone()
+    for unused in folder.parent.glob(f"{folder.name}.regex.*"):  # no response was left to reward
+        unused.unlink()
+        struck = False
     shutil.rmtree(folder)
     return Ended(number, fault, moment, struck, starts, time.monotonic() - began)
