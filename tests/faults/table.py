@@ -414,13 +414,14 @@ def _environment_fails(place: Place) -> Outcome:
     )
     flags = ("--env.path", f"{environment}:Odd", "--env.on_error", "drop", "--env.timeout_s", "2")
     attempt = finish(place.folder, *flags, "--reward.function", "none", "--train.steps", "2")
-    said = _line(attempt.text, "samples were dropped. The first: ")
+    said = _line(attempt.text, "samples were dropped. The first: ").partition(" (error: ")[0]
     rows = [row for row in rows_of(place.folder) if row["step"]]
     dropped, late = (sum(row[f"env/{key}"] for row in rows) for key in ("dropped", "timeouts"))
     if not dropped or not late:
         raise Unexpected(f"{dropped:.0f} conversations dropped, {late:.0f} of them late")
+    counts = f"`env/dropped` is {dropped:.0f} in {len(rows)} steps, `env/timeouts` {late:.0f}"
     return Outcome(
-        f"{said} `env/dropped` is {dropped:.0f} in {len(rows)} steps, `env/timeouts` {late:.0f}",
+        f"{said} (and its traceback). {counts}",
         "these conversations",
         "the run goes on (`env.on_error drop`)",
     )
