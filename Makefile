@@ -1,23 +1,24 @@
 # Everything runs from .venv, which `make setup` builds and every other target brings up to date first.
 PY := .venv/bin/python
 UV ?= uv
-# Files that lint and format look at; the second part of `make test` runs TESTS with PYTEST_ARGS.
+# Files that lint and format look at; `make test` and `make test-large` run TESTS with PYTEST_ARGS.
 CODE := $(wildcard train.py r3 configs tests tools benchmarks examples docs)
 TESTS ?= tests
-# Two files of tests at once, because a test seldom keeps two cores busy.
-PYTEST_ARGS ?= -m "not gpu" --durations=40 --numprocesses 2 --dist loadfile
+# Two files of tests at once, because a test seldom keeps two cores busy. In the order of their names:
+# the short ones of tests/unit are last, so that both processes end at about the same time.
+PYTEST_ARGS ?= --durations=40 --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Ranks and tests share few cores; spinning OpenMP threads would slow each other down several times.
-test: export OMP_NUM_THREADS := 1
+test test-large: export OMP_NUM_THREADS := 1
 
 # Many container images set it: each process would then compile R3 again, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare test lint fmt docs lock resolve signatures clean
+.PHONY: help setup demo compare test test-large test-all lint fmt docs lock resolve signatures clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## create or refresh .venv with the CPU stack (about two minutes; at once when nothing changed)
 	@tools/setup_env.sh
@@ -38,8 +39,13 @@ $(TRITON): requirements/triton.txt | setup
 	mkdir -p $(@D) # pip makes none where there is no wheel
 	cp $< $@
 
-test: lint $(TRITON) ## lint, format check, types, then all tests that need no GPU
-	$(PY) -m pytest $(PYTEST_ARGS) $(TESTS)
+test: lint $(TRITON) ## lint, format check, types, then the tests that are not marked large
+	$(PY) -m pytest -m "not gpu and not large" $(PYTEST_ARGS) $(TESTS)
+
+test-large: $(TRITON) ## what `make test` leaves out: Slurm, two nodes, kills, the pages' commands, sweeps
+	$(PY) -m pytest -m "large and not gpu" $(PYTEST_ARGS) $(TESTS)
+
+test-all: test test-large ## every test that needs no GPU
 
 lint: setup ## ruff check, format check, mypy
 	$(PY) -m ruff check $(CODE)

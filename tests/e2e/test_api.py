@@ -12,7 +12,7 @@ import pytest
 from tests.runs import QUIET_THREADS, rows_of
 from tests.world import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.large]
 
 PRESETS = """
 from dataclasses import replace

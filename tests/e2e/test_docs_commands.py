@@ -8,7 +8,7 @@ import pytest
 
 from tests.pages import ROOT, blocks, checkout, pages, pages_with_blocks, run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.large]
 
 
 @pytest.mark.parametrize("page", list(pages_with_blocks(pages())))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.pages import ROOT, Block, blocks, checkout, run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 EXAMPLES = sorted(page.parent.name for page in ROOT.glob("examples/*/README.md"))
 
@@ -121,6 +121,8 @@ CLAIMS: dict[str, Callable[[Path, str], None]] = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs_and_does_what_it_claims(name: str, tmp_path: Path) -> None:
     folder = checkout(tmp_path / "r3", is_warm=True)
@@ -131,6 +133,8 @@ def test_example_runs_and_does_what_it_claims(name: str, tmp_path: Path) -> None
     CLAIMS[name](folder / "runs", output)
 
 
+@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("agent", "package"), [("smol_agent", "smolagents"), ("gym_agent", "reasoning_gym")]
 )

@@ -12,6 +12,7 @@ import pytest
 from tests.e2e import family_cases
 from tests.families import MOE_FAMILIES, engine_sizes, family_checkpoint
 from tests.processor import HAS_AVX512
+from tests.sweeps import sweep
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -20,14 +21,18 @@ pytestmark = pytest.mark.e2e
 # Those with a rope scaling answer beyond the 16 tokens they were "trained" on.
 @pytest.mark.parametrize(
     "name",
-    [
-        *(name for name in MOE_FAMILIES if name != "qwen3_moe"),  # in test_engine.py
-        "llama3.1",
-        "qwen3-yarn",
-        # Tied embeddings: one family without experts, one with.
-        "qwen3-tied",
-        "qwen3_moe-tied",
-    ],
+    sweep(
+        [
+            *(name for name in MOE_FAMILIES if name != "qwen3_moe"),  # in test_engine.py
+            "llama3.1",
+            "qwen3-yarn",
+            # Tied embeddings: one family without experts, one with.
+            "qwen3-tied",
+            "qwen3_moe-tied",
+        ],
+        # Shared experts; latent attention, groups of experts and yarn; no experts.
+        kept=("qwen2_moe", "deepseek_v3", "qwen3-tied"),
+    ),
 )
 def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
     latent = name in ("deepseek_v3", "moonlight")  # attention

@@ -23,7 +23,7 @@ from tests.runs import finish, kill, rows_of, start, timeless
 from tests.world import ROOT
 
 # Several starts each, on machines that may be busy.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.large, pytest.mark.timeout(900)]
 
 # One rank costs half of what two do; that all ranks learn of the disk of one is in tests/ranks.
 ONE_RANK = ("--standalone", "--nproc_per_node", "1")

@@ -13,6 +13,7 @@ from tests.nodes import Nodes, no_nodes, two_nodes
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.large,
     pytest.mark.timeout(1200),  # two starts and more, on machines that may be busy
     pytest.mark.skipif(bool(no_nodes()), reason=no_nodes()),
 ]

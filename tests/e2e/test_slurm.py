@@ -12,7 +12,11 @@ import pytest
 
 from tests.slurm.cluster import Cluster, cluster, missing
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.large,
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+]
 
 # Prints what it was called with, runs until a file `end` appears, and stops at USR1 as ranks do,
 # leaving a file.

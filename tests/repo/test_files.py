@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
 import pytest
@@ -163,3 +163,42 @@ def test_a_test_that_is_gone_is_missed() -> None:
         "unit/test_gone.py",
         "test_of_nothing",
     ]
+
+
+def left_out(table: str, read: Callable[[str], str]) -> list[str]:
+    """Name what a table of tests lists and `make test` leaves out.
+
+    Args:
+        table: Markdown with `folder/test_file.py::test_name`, and `test_name` of the file before.
+        read: the text of a file of tests.
+    """
+    found, file = [], ""
+    for path, name in re.findall(r"`(?:(\w+/test_\w+\.py)(?:::)?)?(test_\w+)?`", table):
+        file = path or file
+        tree = ast.parse(read(file)) if file else ast.Module([], [])
+        marks: list[ast.AST] = [
+            each.value
+            for each in tree.body
+            if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "pytestmark"
+        ]
+        functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
+        if name:
+            assert name in functions, f"{file} has no {name}"
+            marks += functions[name].decorator_list
+        if any("mark.large" in ast.unparse(mark) for mark in marks):
+            found.append(f"{file}::{name}".removesuffix("::"))
+    return found
+
+
+def test_make_test_has_every_experiment() -> None:
+    table = (ROOT / "tests/README.md").read_text().partition("\nNot tested:")[0]
+    assert left_out(table, lambda file: (ROOT / "tests" / file).read_text()) == []
+
+
+def test_an_experiment_that_is_left_out_is_named() -> None:
+    files = {
+        "unit/test_a.py": "pytestmark = [pytest.mark.unit, pytest.mark.large]\ndef test_x(): ...",
+        "unit/test_b.py": "@pytest.mark.large\ndef test_y(): ...\ndef test_z(): ...",
+    }
+    table = "| `unit/test_a.py` | `unit/test_b.py::test_z`, `test_y` |"
+    assert left_out(table, files.__getitem__) == ["unit/test_a.py", "unit/test_b.py::test_y"]

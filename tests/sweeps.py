@@ -1,0 +1,23 @@
+"""Sweeps: the same claim for many cases, of which `make test` runs some."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def sweep(names: Iterable[str], kept: Collection[str]) -> list[Any]:
+    """Mark the cases of a sweep `large`, except those that `make test` keeps.
+
+    Args:
+        names: all cases.
+        kept: those without the mark.
+
+    Raises:
+        AssertionError: a case that is kept does not exist.
+    """
+    names = list(names)
+    assert set(kept) <= set(names), f"no such case: {set(kept) - set(names)}"
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.large) for name in names]
