@@ -401,6 +401,8 @@ def test_weights_of_a_type_that_cannot_be_loaded_are_refused(
 def test_a_file_of_weights_that_is_none_is_named(kind: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(assets.TINY_MOE, model)
+    # Under its standard name, the file of weights would be the only one that is read.
+    (model / "model.safetensors").rename(model / "most.safetensors")
     more = model / "more.safetensors"
     if kind == "twice":
         save_file({"model.norm.weight": torch.zeros(3)}, more)
