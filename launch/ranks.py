@@ -95,7 +95,7 @@ def _say(text: str, *, descriptor: int = 1) -> None:
         os.write(descriptor, f"{text}\n".encode())
 
 
-def _stop_ranks(number: int, frame: FrameType | None) -> None:
+def _stop_ranks(signum: int, frame: FrameType | None) -> None:
     """Handle a signal in the place of torch: the first one stops the ranks after their step.
 
     torch would answer a second one with SIGTERM to the ranks and wait for them.
@@ -103,10 +103,10 @@ def _stop_ranks(number: int, frame: FrameType | None) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     global _stopped_by
-    first, _stopped_by = not _stopped_by, _stopped_by or number
+    first, _stopped_by = not _stopped_by, _stopped_by or signum
     if first:
-        raise SignalException(f"signal {number}", sigval=signal.Signals(number))
-    if number == signal.SIGINT:
+        raise SignalException(f"signal {signum}", sigval=signal.Signals(signum))
+    if signum == signal.SIGINT:
         _signal_ranks(signal.SIGINT)  # a rank that can, says how to continue
         signal.signal(signal.SIGALRM, lambda *_: _signal_ranks(signal.SIGKILL))
         signal.setitimer(signal.ITIMER_REAL, _INTERRUPTED_S)

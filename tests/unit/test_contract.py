@@ -291,7 +291,7 @@ def centred(rewards_R, groups_R):
         (["{file}:averaged"], 1, "FAILS does not depend on how sequences are packed"),
         (["{file}:breaks"], 1, "AttributeError: 'LossInputs' object has no attribute 'nothing'"),
         (["{file}:breaks"], 1, "in breaks: return inputs.nothing"),
-        (["{file}:good", "--args", "tau=1"], 2, "loss has no parameter 'tau'. Fix: loss takes scale"),
+        (["{file}:good", "--args", "tau=1"], 2, "has no parameter 'tau'. Fix: loss takes scale"),
         (["{file}:good", "--args", "tau"], 2, "algo.args = ('tau',): must be key=value"),
         (["ppo_clip", "--args", "tau=1"], 2, "the built-in ppo_clip takes none"),
         (["ppo_klip"], 2, "must be one of ppo_clip, pg"),
