@@ -91,7 +91,7 @@ def signalled(tmp_path_factory: pytest.TempPathFactory) -> Signalled:
     finally:
         for rank in ranks:
             rank.resume()
-    next(rank for rank in ranks if rank.environ()["RANK"] == "1").send_signal(signal.SIGTERM)
+    next(rank for rank in ranks if rank.environ().get("RANK") == "1").send_signal(signal.SIGTERM)
     output = finish(process)
     assert process.returncode != 0
     step = int(output.partition("stopped by SIGTERM after step ")[2].partition(";")[0])
