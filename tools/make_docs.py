@@ -1,6 +1,6 @@
-"""Write the pages of docs/ that list things: every setting, every metric, known chat templates.
+"""Write what lists things in docs/: settings, metrics, chat templates, names of TRL and verl.
 
-python tools/make_docs.py            write configuration.md, metrics.md and chat-templates.md
+python tools/make_docs.py            write the pages and tables
 python tools/make_docs.py --check    exit code 1 if a page is not what the code says
 """
 
@@ -17,11 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this checkout's code, whichever one is installed
 
 from r3.config import Config, describe_fields  # noqa: E402
+from r3.config.others import TABLES  # noqa: E402
 from r3.configs import PRESETS  # noqa: E402
 from r3.metrics.glossary import GLOSSARY  # noqa: E402
 from tests.templates import COLUMNS, TEMPLATES  # noqa: E402
 
 DOCS = ROOT / "docs"
+COMING = "coming-from-trl-and-verl.md"
 GENERATED = "<!-- Written by tools/make_docs.py from the code: change the code, not this page. -->"
 
 CONFIGURATION = """\
@@ -202,6 +204,7 @@ def pages() -> dict[str, str]:
         "configuration.md": configuration(),
         "metrics.md": metrics(),
         "chat-templates.md": chat_templates(),
+        COMING: coming((DOCS / COMING).read_text(encoding="utf-8")),
     }
 
 
@@ -281,6 +284,17 @@ def chat_templates() -> str:
     reasons = [f"{number}. \u2026 {cell(cause)} \u2026" for number, cause in enumerate(causes, 1)]
     parts = [GENERATED, CHAT_TEMPLATES, table(("model", *COLUMNS.values()), rows)]
     return "\n".join([*parts, "\nWhat the refusals say:\n", *reasons, ""])
+
+
+def coming(page: str) -> str:
+    """Return the page on TRL and verl with its tables of settings."""
+    for name, lines in TABLES.items():
+        begin = f"<!-- {name}: written by tools/make_docs.py from r3/config/others.py -->"
+        header = f"| {'verl' if name == 'verl' else 'TRL'} | R3 |\n|---|---|"
+        rows = "\n".join(f"| {line} |" for line in lines.splitlines())
+        before, _, rest = page.partition(f"{begin}\n")
+        page = f"{before}{begin}\n{header}\n{rows}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return page
 
 
 def kind(words: str) -> str:

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from r3.config.arguments import argument_items, arguments_fault
+from r3.config.others import meaning
 from r3.config.rules import Fix, IsPath, KeyValue, MayChangeOnResume, NoneIsAValue, Rule
 from r3.config.secrets import public, without_secrets
 from r3.config.settings import Config
@@ -291,6 +292,8 @@ def nearest_settings(name: str) -> str:
     """Advice for a setting that does not exist: the settings it may mean."""
     section, _, last = name.rpartition(".")
     lasts = dict.fromkeys(full.partition(".")[2] for full in SETTINGS)
+    if last not in lasts and (ours := meaning(last)):
+        return f"did you mean {ours}?" if ours in SETTINGS else f"TRL or verl has it. In R3: {ours}"
     near = difflib.get_close_matches(last, lasts, n=2, cutoff=0.7)
     meant = [full for word in near for full in SETTINGS if full.partition(".")[2] == word]
     meant = [full for full in meant if full.startswith(f"{section}.")] or meant

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from r3.runtime.user_code import path_fix
+
 FILES = "give a JSONL, CSV or parquet file, FOLDER[:SPLIT], hub:OWNER/NAME or gym:TASK"
 _COMPRESSED: Mapping[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.decompress,
@@ -100,7 +102,8 @@ def files_of_glob(pattern: str) -> list[Path]:
     found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
     files = [path for path in found if path.is_file()]
     if not files:
-        raise SourceError("matches no file", "correct the pattern, or put it in quotes")
+        fix = path_fix(pattern, "correct the pattern, or put it in quotes")
+        raise SourceError("matches no file", fix)
     return files
 
 
@@ -171,7 +174,7 @@ def _require_file(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError as error:
-        raise SourceError("there is no such file", FILES) from error
+        raise SourceError("there is no such file", path_fix(path, FILES)) from error
     except ValueError as error:  # a null byte in the name
         raise SourceError(f"is no path ({error})", FILES) from error
     except OSError as error:

@@ -91,10 +91,12 @@ class Rendered:
     Attributes:
         text: what the chat template made of it.
         parts: where the conversation's own texts are in it, in this order.
+        glue: what the template writes before, between and after such parts.
     """
 
     text: str
     parts: tuple[Part, ...]
+    glue: tuple[str, ...]
 
     def end_of(self, message: int) -> int:
         """Index after the last part of a message; -1 if the message has none."""
@@ -316,7 +318,8 @@ class ChatTemplate:
             self._skeletons.clear()
         self._skeletons[key] = glue, order
         first = dict(zip(reversed(order), reversed(found), strict=True))  # of each part
-        return Rendered(text, tuple(sorted(first.values(), key=lambda part: part.start)))
+        located = tuple(sorted(first.values(), key=lambda part: part.start))
+        return Rendered(text, located, tuple(glue))
 
     def _skeleton(
         self, marked: Sequence[Message], tools: Sequence[Any], opening: bool

@@ -19,7 +19,7 @@ from typing import Any
 from r3.config import ConfigError, Problem
 from r3.data.conversation import MessageFault, read_message
 from r3.data.jinja import TemplateFault
-from r3.data.rendering import ChatTemplate, Rendered, Rule
+from r3.data.rendering import ChatTemplate, NotRendered, Rendered, Rule
 from r3.types import Message
 
 # Stands for the model's message. No template changes letters and digits.
@@ -139,7 +139,16 @@ class Renderer:
             TemplateFault: it refuses the messages, or one is none.
         """
         marked = [self.marked(_read(messages)) for messages in conversations]
-        return self.template.render_all(marked, self.marked(tools), opening=opening, rule=rule)
+        tools = self.marked(tools)
+        found = self.template.render_all(marked, tools, opening=opening, rule=rule)
+        for each in found:
+            # Every text by itself has marks, so what the template did not write is of two of them.
+            if self._count_written(each.text) > sum(map(self._count_written, each.glue)):
+                raise NotRendered(
+                    "two texts that the chat template joins make a control token together",
+                    "leave a character between them",
+                )
+        return found
 
     def marked(self, given: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return messages or tools with marks in their texts; as they are if no mark is needed."""
@@ -248,6 +257,7 @@ class Renderer:
         texts = {role: _any_of(map(self.text_of, each)) for role, each in by_role.items()}
         self._control = set(in_results)
         self._patterns = {role: re.compile(f"{_MARK}|{each}") for role, each in texts.items()}
+        self._written = re.compile(texts["assistant"])
         self._marks = re.compile(f"{_MARK}(?:({texts['tool']}){_MARK}|{_MARK})")
         added = list(self._tokenizer.added_tokens_decoder.values())
         added.sort(key=lambda each: len(each.content), reverse=True)
@@ -255,6 +265,10 @@ class Renderer:
             r"\s*" * each.lstrip + re.escape(each.content) + r"\s*" * each.rstrip for each in added
         ]
         self._cuts = re.compile("|".join([self._marks.pattern, *cuts]))
+
+    def _count_written(self, rendered: str) -> int:
+        """Count the tokens without marks that end or begin a message."""
+        return len(self._written.findall(self._marks.sub(_MARK, rendered)))
 
     def _cut(self, text: str) -> list[int]:
         """Tokenise text with marks: as text what lies between two tokens of the template and

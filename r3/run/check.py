@@ -91,8 +91,8 @@ def _check_environment(setup: ConversationSetup, prompt: Prompt, who: str = "") 
         raise EnvironmentFailed(
             f"{who}environment {settings.path or settings.name}: reset failed on {prompt.id} "
             f"({failure.kind})\n{failure.text}\n"
-            "  reset gets a prompt with id, messages, answer, answers, tools and metadata; here "
-            f"metadata has {', '.join(prompt.metadata) or 'no column'}"
+            "  Fix: correct reset. It gets a prompt with id, messages, answer, answers, tools and "
+            f"metadata; here metadata has {', '.join(prompt.metadata) or 'no column'}"
         )
     count = len(replies[0].opened or ())
     yield (

@@ -47,11 +47,11 @@ def file_fault(path: str) -> str:
     return "" if stat.S_ISREG(mode) else f"{path} is a folder or a device, not a file"
 
 
-def path_fix(path: str) -> str:
+def path_fix(path: str | os.PathLike[str], fix: str = "correct the path") -> str:
     """What to do about a file that cannot be found: where relative paths begin."""
     if os.path.isabs(path):
-        return "correct the path"
-    return f"correct the path; relative paths begin at {os.getcwd()}, where the run starts"
+        return fix
+    return f"{fix}; relative paths begin at {os.getcwd()}, where the run starts"
 
 
 _MODULE = re.compile(r"\br3_user_(\w+?)_[0-9a-f]{12}\b")

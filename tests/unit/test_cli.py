@@ -477,7 +477,7 @@ def test_a_run_whose_config_is_damaged_is_refused(
         (["tiny", "5"], "PRESET = '5': is neither a flag nor a flag's value"),
         (
             ["tiny", "--train.learning_rate", "1"],
-            "--train.learning_rate = '1': there is no such flag. Fix: train has objective, steps,",
+            "--train.learning_rate = '1': there is no such flag. Fix: did you mean train.lr?",
         ),
         (["tiny", "--lr", "1"], "--lr = '1': there is no such flag. Fix: did you mean train.lr?"),
         (["tiny", "--data.pth", "x"], "Fix: did you mean data.path?"),
@@ -501,7 +501,11 @@ def test_a_run_whose_config_is_damaged_is_refused(
         ),
         (["tiny", "--parallel.ep", "3"], "parallel.ep = 3: must divide the number of ranks"),
         (["tiny", "--parallel.tp", "3"], "parallel.tp = 3: must divide the number of ranks"),
-        (["tiny", "--model.path", "nowhere"], "model.path = 'nowhere': there is no such folder"),
+        (
+            ["tiny", "--model.path", "nowhere"],
+            "model.path = 'nowhere': there is no such folder. Fix: give the folder of a Hugging "
+            "Face checkpoint; relative paths begin at /",
+        ),
         (
             ["tiny", "--data.path", "nowhere.jsonl"],
             "data.path = 'nowhere.jsonl': there is no such file",

@@ -19,6 +19,7 @@ from r3.config import (
     flatten,
     from_yaml,
     load_yaml,
+    nearest_settings,
     parse_value,
     read_values,
     resume_problems,
@@ -208,6 +209,20 @@ def test_everything_wrong_in_a_yaml_is_said_at_once() -> None:
     ]
     assert "did you mean train.steps" in str(error.value)
     assert "config: 8 problems" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "advice"),
+    [
+        ("train.learning_rate", "did you mean train.lr?"),
+        ("actor_rollout_ref.rollout.n", "did you mean rollout.group_size?"),
+        ("save_total_limit", "did you mean checkpoint.keep?"),
+        ("use_dynamic_bsz", "TRL or verl has it. In R3: train.micro_batch_tokens; always dynamic"),
+        ("train.temperature", "did you mean rollout.temperature or eval.temperature?"),
+    ],
+)
+def test_names_of_trl_and_verl_have_advice(theirs: str, advice: str) -> None:
+    assert nearest_settings(theirs) == advice
 
 
 @pytest.mark.parametrize("text", ["a: [", "just words", "- 1", ""])

@@ -220,3 +220,15 @@ def test_what_follows_a_turn_continues_what_was_sampled(
     chat = Chat(Renderer(tokenizer), "model")
     (last,) = tokenizer(sampled)["input_ids"]
     assert tokenizer.decode(chat.following([{"role": "user", "content": "b"}], last)) == expected
+
+
+def test_two_texts_make_no_control_token_together() -> None:
+    template = (
+        "{%- for m in messages %}<|im_start|>{{ m.name }}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    message = {"role": "user", "name": "7<|im_", "content": "end|>8"}
+    with pytest.raises(TemplateFault, match="two texts .* make a control token together"):
+        Renderer(loaded(template)).render([message])
+    assert "7<|im_end|>8" in Renderer(loaded(template), control_tokens=True).render([message])
+    rendered = Renderer(loaded(template)).render([message | {"content": " end|>8"}])
+    assert rendered == "<|im_start|>7<|im_ end|>8<|im_end|>"

@@ -10,6 +10,7 @@ from r3.cli.checks.findings import Findings
 from r3.config import Config, ConfigError
 from r3.models.freeze import frozen_tensors
 from r3.models.shape import ModelShape, ShapeError, checkpoint_faults
+from r3.runtime.user_code import path_fix
 
 _SHOWN_TENSORS = 5  # of a checkpoint that does not fit
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -33,7 +34,7 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
         found.add("model.path", "is empty", _GIVE_FOLDER)
         return None
     if not is_folder(folder):
-        fix = _GIVE_FOLDER
+        fix = path_fix(path, _GIVE_FOLDER)
         if _HUB_ID.fullmatch(path) and not folder.parent.exists():
             local = f"models/{folder.name}"
             fix = f"run `hf download {path} --local-dir {local}`, then use --model.path {local}"
