@@ -227,7 +227,7 @@ def test_two_texts_make_no_control_token_together() -> None:
         "{%- for m in messages %}<|im_start|>{{ m.name }}{{ m.content }}<|im_end|>{% endfor %}"
     )
     message = {"role": "user", "name": "7<|im_", "content": "end|>8"}
-    with pytest.raises(TemplateFault, match="two texts .* make a control token together"):
+    with pytest.raises(TemplateFault, match=r"two texts .* make a control token together"):
         Renderer(loaded(template)).render([message])
     assert "7<|im_end|>8" in Renderer(loaded(template), control_tokens=True).render([message])
     rendered = Renderer(loaded(template)).render([message | {"content": " end|>8"}])
