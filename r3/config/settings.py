@@ -251,7 +251,7 @@ class RolloutConfig:
     max_response_tokens: Annotated[int, AtLeast(1)] = 512
     """Maximum tokens per response, prompt excluded."""
     temperature: Annotated[
-        float, Between(*_TEMPERATURES, why="greedy samples of one prompt are identical"), Fix("1.0")
+        float, Between(*_TEMPERATURES, why="at 0 all samples of a prompt are equal"), Fix("1.0")
     ] = 1.0
     """Sampling temperature. Log-probabilities of engine and policy are both taken at it."""
     top_p: Annotated[

@@ -32,13 +32,12 @@ class Chat:
         Args:
             model_path: names the model in errors.
             tools: JSON schemas that the template shows to conversations without tools of their own.
-
             keep_reasoning: whether a template may remove reasoning from earlier messages, where
                 conversations keep it.
 
         Raises:
-            ConfigError: what follows a message depends on what came before it, the model's message
-                moves once another one follows, or no special token ends a turn.
+            ConfigError: what follows a message depends on what came before it, a message changes
+                or moves once another one follows, or no special token ends a turn.
         """
         self._renderer, self._tools = renderer, list(tools)
         self._suffixes: dict[str, tuple[int, ...]] = {}
@@ -64,6 +63,9 @@ class Chat:
                 after = [renderer.after(old, new, tools) for old in (question, longer)]
                 opened = renderer.render(question, tools) + PLACEHOLDER
                 whole = renderer.render([*question, sampled, *new], tools)
+                replied = [*longer[:2], *new]
+                grown = renderer.render(replied, tools) + PLACEHOLDER
+                again = renderer.render([*replied, sampled, longer[2]], tools)
                 reasoned = renderer.render([*question, thought, *new], tools)
             except TemplateFault as error:
                 raise refuse(
@@ -75,6 +77,11 @@ class Chat:
                 )
             if not whole.startswith(opened):
                 raise refuse("moves or changes the model's message once another one follows")
+            if not again.startswith(grown):
+                raise refuse(
+                    f"renders a message of role {role} differently once the conversation goes on",
+                    "a workflow (docs/workflows.md), which renders the conversation at each call",
+                )
             if PLACEHOLDER not in reasoned and not keep_reasoning:
                 raise refuse(
                     "removes reasoning (<think>) from the model's message once another one follows",

@@ -62,18 +62,22 @@ def exact(response: str, prompt: Prompt) -> float:
     return float(response.strip() in [answer.strip() for answer in prompt.accepted])
 
 
-def gym(response: str, prompt: Prompt) -> float:
+def gym(response: str, prompt: Prompt) -> Score:
     """Return the score of the final answer by the scorer of the reasoning-gym task.
 
     Its scorers expect a bare answer: the text after the last `####`, or inside the last `<answer>`
-    or `\\boxed`, else the whole response. Partial credit is the task's.
+    or `\\boxed`, else the whole response. Partial credit is the task's. A response for which the
+    scorer fails or takes more than 5 s scores 0, which the metric `reward/gym_unread` counts.
     """
     from reasoning_gym.factory import get_score_answer_fn
+
+    from r3.rewards.verify import compared
 
     found = _FINAL_ANSWER.findall(response)
     answer = next(filter(None, found[-1])) if found else response
     entry = own_copy(prompt.metadata["entry"])  # the scorers are others' code
-    return float(get_score_answer_fn(prompt.metadata["gym"])(answer.strip(), entry))
+    scorer = get_score_answer_fn(prompt.metadata["gym"])
+    return compared("gym", lambda: float(scorer(answer.strip(), entry)), response)
 
 
 _PASSED, _PASSED_BY_NAME = ("response", "prompt"), ("messages",)

@@ -159,8 +159,8 @@ class _Case:
     def take(self, name: str, value: float | Score) -> Failure | None:
         """Take what a component returned; fail if another one reported the same metric."""
         score = value if isinstance(value, Score) else Score(value)
-        # Two functions may be math (one by the row), which report the same for one response.
-        if twice := sorted(self.metrics.keys() & score.metrics.keys() - {UNREAD}):
+        # Two functions may be math (one by the row), which says the same of one response.
+        if twice := sorted(self.metrics.keys() & score.metrics.keys() - {*UNREAD.values()}):
             return Failure("error", f"two functions report {', '.join(twice)}. Rename one")
         self.parts[name] = score.value
         self.metrics |= score.metrics

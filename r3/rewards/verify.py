@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
@@ -34,12 +35,12 @@ _POWER = re.compile(
 _LONGEST_NUMBER = 40  # digits that 6e23 may become; a larger power is written as one
 
 
-UNREAD = "reward/math_unread"
-"""Metric: 1 for a response that could not be compared."""
+UNREAD = {name: f"reward/{name}_unread" for name in ("math", "gym")}
+"""Metrics by the function: 1 for a response that could not be compared."""
 _LIMIT_S = 5.0  # of one response, which takes milliseconds
 
 
-_SAID: list[str] = []  # of this worker: the first response that could not be compared
+_SAID: dict[str, str] = {}  # of this process: the first response that could not be compared
 
 
 class _Late(Exception):
@@ -70,25 +71,40 @@ def equal(response: str, prompt: Prompt) -> Score:
             )
         references.append(reference)
 
-    def is_right() -> bool:
+    def value() -> float:
         found = _parsed(parse, _final(response))
-        return bool(found) and any(
-            verify(reference, found, timeout_seconds=None, raise_on_error=True)
-            for reference in references
+        return float(
+            bool(found)
+            and any(
+                verify(reference, found, timeout_seconds=None, raise_on_error=True)
+                for reference in references
+            )
         )
 
+    return compared("math", value, response)
+
+
+def compared(name: str, value: Callable[[], float], response: str) -> Score:
+    """Return what others' code makes of a response, or 0 if it fails or takes more than 5 s.
+
+    Args:
+        name: built-in function that asks, a key of `UNREAD`.
+        value: compares the response.
+        response: for the message.
+    """
     try:
-        return Score(float(time_limit(is_right, _LIMIT_S, _Late)), {UNREAD: 0.0})
-    except Exception as error:  # sympy raises anything for terms that a model may write
-        if not _SAID:
-            _SAID.append(f"{type(error).__name__}: {str(error)[:200]}")
+        return Score(time_limit(value, _LIMIT_S, _Late), {UNREAD[name]: 0.0})
+    except Exception as error:  # it raises anything for text that a model may write
+        if name not in _SAID:
+            _SAID[name] = f"{type(error).__name__}: {str(error)[:200]}"
             print(
-                f"warning: math could not compare a response ({_SAID[0]}), which counts as wrong; "
-                f"{UNREAD} is the share of such responses. It ends with {response[-200:]!r}",
+                f"warning: {name} could not compare a response ({_SAID[name]}), which counts as "
+                f"wrong; {UNREAD[name]} is the share of such responses. It ends with "
+                f"{response[-200:]!r}",
                 file=sys.stderr,
                 flush=True,
             )
-        return Score(0.0, {UNREAD: 1.0})
+        return Score(0.0, {UNREAD[name]: 1.0})
 
 
 def _parsed(parse: Any, text: str) -> Any:

@@ -18,7 +18,7 @@ from r3.engine import Sampling, message_parser
 from r3.envs import ENVIRONMENTS
 from r3.envs.calculator import Calculator
 from r3.envs.tool_calls import MessageReader, Parse, Parsed, built_in, read_json, without_thoughts
-from r3.rewards import _FINAL_ANSWER, exact, gsm8k
+from r3.rewards import _FINAL_ANSWER, Score, exact, gsm8k, verify
 from r3.rewards.judge import parsed
 from r3.runtime.time_limit import time_limit
 from r3.runtime.workers import CallError
@@ -257,27 +257,38 @@ def test_judges_read_any_reply_or_say_that_it_has_no_score(read: Callable[[str],
     assert scores < 150, "most of the texts have no score"
 
 
-@pytest.mark.parametrize("verify", [gsm8k, exact])
-def test_verifiers_score_any_response(verify: Callable[[str, Prompt], Any]) -> None:
+@pytest.mark.parametrize("reward", [gsm8k, exact])
+def test_verifiers_score_any_response(reward: Callable[[str, Prompt], Any]) -> None:
     prompt = replace(PROMPT, answer="#### 7")
     for text in odd_texts(300):
-        value = time_limit(lambda text=text: verify(text, prompt), LIMIT_S, Late)
+        value = time_limit(lambda text=text: reward(text, prompt), LIMIT_S, Late)
         assert value in (0.0, 1.0), text
 
 
 def test_math_scores_any_response(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
-    from r3.rewards import verify
-
     monkeypatch.setattr(verify, "_LIMIT_S", 0.3)
     hard = ["\\boxed{x" + "!" * 50 + "}", "\\boxed{10^{10^{10}}}", "#### " + "9" * 6000]
     unread = 0.0
     for text in [*hard, *odd_texts(40)]:
         score = time_limit(lambda text=text: verify.equal(text, PROMPT), LIMIT_S, Late)
         assert score.value == 0.0
-        unread += score.metrics[verify.UNREAD]
+        unread += score.metrics[verify.UNREAD["math"]]
     assert unread >= len(hard)
     assert verify.equal("\\boxed{\\frac{14}{2}}", PROMPT).value == 1.0
+
+
+def test_others_scorers_fail_or_run_without_end_for_one_response_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "_LIMIT_S", 0.3)
+    monkeypatch.setattr(verify, "_SAID", {})
+    endless = re.compile("(a+)+$")
+    for value in (lambda: endless.match("a" * 40 + "b"), lambda: float("seven")):
+        score = verify.compared("gym", value, "seven")
+        assert score == Score(0.0, {"reward/gym_unread": 1.0})
+    assert verify.compared("gym", lambda: 0.5, "7") == Score(0.5, {"reward/gym_unread": 0.0})
+    assert capsys.readouterr().err.count("gym could not compare a response (_Late") == 1
 
 
 @pytest.mark.parametrize("part", ["<answer>", "####", "\\boxed{", "\\boxed{{}", "####\t"])

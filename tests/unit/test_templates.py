@@ -86,7 +86,8 @@ def try_turns(name: str, folder: Path, **options: Any) -> None:
     chat = Chat(Renderer(tokenizer), name, **options)
     sampled = tokenizer(ANSWER["content"], add_special_tokens=False)["input_ids"]
     tokens = chat.first([ASKED]) + sampled + chat.following([AGAIN], sampled[-1])
-    assert tokenizer.decode(tokens) == rendered(name, [ASKED, ANSWER, AGAIN], opening=True)
+    text = rendered(name, [ASKED, ANSWER, AGAIN], options.get("tools"), opening=True)
+    assert tokenizer.decode(tokens) == text
 
 
 def try_schemas(name: str, folder: Path) -> None:
@@ -147,6 +148,14 @@ def test_a_template_that_removes_reasoning_is_taken_by_a_setting(tmp_path: Path)
     try_turns("qwen3", tmp_path, keep_reasoning=True)
     with pytest.raises(ConfigError, match="moves or changes"):
         try_turns("deepseek_r1", tmp_path, keep_reasoning=True)
+
+
+def test_a_template_that_changes_results_once_others_follow_is_refused(tmp_path: Path) -> None:
+    try_turns("hermes", tmp_path)
+    for name in ("qwen2_5", "llama3_1", "kimi_k2", "granite"):
+        try_turns(name, tmp_path, tools=[TOOL])
+    with pytest.raises(ConfigError, match="role tool differently once the conversation goes on"):
+        try_turns("hermes", tmp_path, tools=[TOOL])
 
 
 ENDS = {"glm4": ["<|user|>", "<|observation|>", "<|im_end|>"]}
