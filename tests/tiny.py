@@ -69,6 +69,12 @@ def tokenizer_folder(folder: Path, *, eos_token: str = "<|im_end|>", **ends: Any
     return folder
 
 
+def base_model(folder: Path) -> Path:
+    """The embedded model as a base model."""
+    shutil.copytree(assets.TINY_MOE, folder)
+    return tokenizer_folder(folder, **BASE)
+
+
 def random_rollouts(
     shape: ModelShape,
     lengths: Sequence[int],

@@ -90,12 +90,12 @@ GLOSSARY: dict[str, Entry] = {
     "reward/math_unread": Entry(
         "share of the responses scored by math that sympy could not read or compare in 5 s, which "
         "count as wrong",
-        "r3/rewards/verify.py",
+        "r3/rewards/__init__.py",
     ),
     "reward/gym_unread": Entry(
         "share of the responses scored by gym for which the task's scorer failed or took more than "
         "5 s, which count as wrong",
-        "r3/rewards/verify.py",
+        "r3/rewards/__init__.py",
     ),
     "reward/question_tokens_mean": Entry(
         "mean tokens of the prompts of self_judge", "r3/rewards/self_judge.py"

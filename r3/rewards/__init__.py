@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -28,11 +29,22 @@ from r3.config.arguments import Taker
 from r3.data.numbers import final_number
 from r3.metrics.users import checked_metrics
 from r3.runtime.exchange import number, own_copy
+from r3.runtime.time_limit import time_limit
 from r3.runtime.user_code import callable_of, function_of
 from r3.runtime.workers import CallError
 from r3.types import Prompt
 
 Reward = Callable[[str, Prompt], Any]
+
+UNREAD = {name: f"reward/{name}_unread" for name in ("math", "gym")}
+"""Metrics by the function: 1 for a response that could not be compared."""
+_LIMIT_S = 5.0  # of one response, which takes milliseconds
+_SAID: dict[str, str] = {}  # of this process: the first response that could not be compared
+
+
+class _Late(Exception):
+    """A comparison took too long."""
+
 
 # No <answer> inside of another one: else the search to the end begins anew at each.
 _FINAL_ANSWER = re.compile(
@@ -70,8 +82,6 @@ def gym(response: str, prompt: Prompt) -> Score:
     scorer fails or takes more than 5 s scores 0, which the metric `reward/gym_unread` counts.
     """
     from reasoning_gym.factory import get_score_answer_fn
-
-    from r3.rewards.verify import compared
 
     found = _FINAL_ANSWER.findall(response)
     answer = next(filter(None, found[-1])) if found else response
@@ -143,6 +153,29 @@ class Score:
 
     value: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def compared(name: str, value: Callable[[], float], response: str) -> Score:
+    """Return what others' code makes of a response, or 0 if it fails or takes more than 5 s.
+
+    Args:
+        name: built-in function that asks, a key of `UNREAD`.
+        value: compares the response.
+        response: for the message.
+    """
+    try:
+        return Score(time_limit(value, _LIMIT_S, _Late), {UNREAD[name]: 0.0})
+    except Exception as error:  # it raises anything for text that a model may write
+        if name not in _SAID:
+            _SAID[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            print(
+                f"warning: {name} could not compare a response ({_SAID[name]}), which counts as "
+                f"wrong; {UNREAD[name]} is the share of such responses. It ends with "
+                f"{response[-200:]!r}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return Score(0.0, {UNREAD[name]: 1.0})
 
 
 def checked_score(value: Any) -> Score:

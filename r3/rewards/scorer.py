@@ -31,6 +31,7 @@ from r3.data.sources import verifier_of
 from r3.data.template import Renderer
 from r3.rewards import (
     REWARDS,
+    UNREAD,
     Score,
     checked_group,
     checked_score,
@@ -41,7 +42,6 @@ from r3.rewards import (
     wants_messages,
 )
 from r3.rewards.self_judge import SelfJudge
-from r3.rewards.verify import UNREAD
 from r3.runtime.exchange import own_copy
 from r3.runtime.terminal import say
 from r3.runtime.user_code import load

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
-from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
 from r3.data.numbers import plain
-from r3.rewards import Score
-from r3.runtime.time_limit import time_limit
+from r3.rewards import Score, compared
 from r3.runtime.workers import CallError
 from r3.types import Prompt
 
@@ -35,25 +32,13 @@ _POWER = re.compile(
 _LONGEST_NUMBER = 40  # digits that 6e23 may become; a larger power is written as one
 
 
-UNREAD = {name: f"reward/{name}_unread" for name in ("math", "gym")}
-"""Metrics by the function: 1 for a response that could not be compared."""
-_LIMIT_S = 5.0  # of one response, which takes milliseconds
-
-
-_SAID: dict[str, str] = {}  # of this process: the first response that could not be compared
-
-
-class _Late(Exception):
-    """A comparison took too long."""
-
-
 def equal(response: str, prompt: Prompt) -> Score:
     """Return 1 if the final answer of the response equals a reference, else 0.
 
     The final answer is in the last \\boxed or \\fbox, else in $...$, or the last number; a
     response without any expression scores 0, and so does one that cannot be compared, which the
-    metric `UNREAD` counts. The reference is the text after the last `####` of the row's answer, or
-    all of it. `1\\,000` is 1000, and `1e-3` is 0.001.
+    metric `reward/math_unread` counts. The reference is the text after the last `####` of the
+    row's answer, or all of it. `1\\,000` is 1000, and `1e-3` is 0.001.
 
     Raises:
         CallError: a reference has no expression.
@@ -82,29 +67,6 @@ def equal(response: str, prompt: Prompt) -> Score:
         )
 
     return compared("math", value, response)
-
-
-def compared(name: str, value: Callable[[], float], response: str) -> Score:
-    """Return what others' code makes of a response, or 0 if it fails or takes more than 5 s.
-
-    Args:
-        name: built-in function that asks, a key of `UNREAD`.
-        value: compares the response.
-        response: for the message.
-    """
-    try:
-        return Score(time_limit(value, _LIMIT_S, _Late), {UNREAD[name]: 0.0})
-    except Exception as error:  # it raises anything for text that a model may write
-        if name not in _SAID:
-            _SAID[name] = f"{type(error).__name__}: {str(error)[:200]}"
-            print(
-                f"warning: {name} could not compare a response ({_SAID[name]}), which counts as "
-                f"wrong; {UNREAD[name]} is the share of such responses. It ends with "
-                f"{response[-200:]!r}",
-                file=sys.stderr,
-                flush=True,
-            )
-        return Score(0.0, {UNREAD[name]: 1.0})
 
 
 def _parsed(parse: Any, text: str) -> Any:

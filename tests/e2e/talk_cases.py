@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from r3.engine import Engine, Sampled, Transcript
+from r3.engine import Engine, Sampled, Sampling, Transcript, Turn
 from r3.runtime.device import Device
 from r3.types import Rollout, RouteError
 from tests.talkers import CHATTY, Agreement, Talker, Yardstick, values
@@ -51,10 +51,15 @@ class Talk:
 
 @dataclass(frozen=True, kw_only=True)
 class Talks:
-    """Rounds by kind, and the results of right and wrong rows in a later turn."""
+    """Rounds by kind, and the results of right and wrong rows in a later turn.
+
+    Attributes:
+        stopped: last token and finish reason where only a stop string ends a turn.
+    """
 
     kinds: dict[str, Talk]
     guards: dict[str, str]
+    stopped: list[tuple[str, str]]
 
 
 def facts(rollout: Rollout, decode: Callable[[Any], str]) -> RolloutFacts:
@@ -76,10 +81,14 @@ def facts(rollout: Rollout, decode: Callable[[Any], str]) -> RolloutFacts:
 
 
 def talks(device: Device, *, folder: str, engine_tp: int = 1) -> Talks:
-    """Sample every kind of conversation, and compare each with transformers."""
+    """Sample every kind of conversation, and compare each with transformers.
+
+    The folder has a base model, `tests.tiny.base_model`.
+    """
     file = Path(folder) / f"chatty_{device.rank}_{device.world_size}_{engine_tp}.py"
     file.write_text(CHATTY)
     config = tiny_config(
+        Path(folder) / "base",
         parallel={"engine_tp": engine_tp, "tp": engine_tp},
         engine={"max_model_len": 320, "kv_cache_gib": 0.0625},
         rollout={"max_response_tokens": 120},
@@ -111,7 +120,28 @@ def talks(device: Device, *, folder: str, engine_tp: int = 1) -> Talks:
         )
         if kind == "chatty" and rollouts:
             messages = guards(talker.engine, rollouts)
-    return Talks(kinds=talks, guards=messages)
+    return Talks(kinds=talks, guards=messages, stopped=stopped(talker, "<|im_end|>"))
+
+
+def stopped(talker: Talker, stop: str) -> list[tuple[str, str]]:
+    """Sample until a stop string; return last token and finish reason of each response."""
+    sampling, found = Sampling(temperature=0.0, stop=(stop,)), []
+    with talker.engine.sampler(policy_version=0) as sampler:
+        for key, prompt in enumerate(talker.task.prompts.prompts[:4]):
+            sampler.add(
+                Turn(
+                    key=key,
+                    tokens_T=prompt.tokens_T,
+                    first_row=0,
+                    seed=0,
+                    max_tokens=120,
+                    sampling=sampling,
+                )
+            )
+        while sampler.busy:
+            found += sampler.step()
+    decode = talker.task.tokenizer.decode
+    return [(decode(each.tokens_T[-1:]), each.finish_reason) for each in found]
 
 
 def guards(engine: Engine, rollouts: Sequence[Rollout]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,15 +12,20 @@ from r3.envs.calculator import evaluate
 from tests.e2e import refill_cases, talk_cases, trouble_cases
 from tests.e2e.talk_cases import Talk, Talks
 from tests.runs import rows_of, run
+from tests.tiny import base_model
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
 
 
+def talked(folder: Path, ranks: int, **options: Any) -> list[Talks]:
+    base_model(folder / "base")
+    return run_world(talk_cases.talks, ranks, folder=str(folder), timeout_s=400.0, **options)
+
+
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory: pytest.TempPathFactory) -> Talks:
-    folder = str(tmp_path_factory.mktemp("envs"))
-    (found,) = run_world(talk_cases.talks, 1, folder=folder, timeout_s=300.0)
+    (found,) = talked(tmp_path_factory.mktemp("envs"), 1)
     return found
 
 
@@ -109,6 +115,19 @@ def test_a_turn_that_was_cut_or_stopped_is_closed_by_an_observed_token(
         )
 
 
+def test_a_base_model_ends_its_turns_as_its_template_does(talks: Talks) -> None:
+    """Its tokenizer and both settings files name `<|endoftext|>`, which it never samples."""
+    for kind in ("plain", "chatty"):
+        ended = [r for r in talks.kinds[kind].rollouts if r.finish_reason != "length"]
+        assert len(ended) >= 12
+        assert all(r.turns[-1].endswith("<|im_end|>") for r in ended)
+        assert not any("<|im_end|>" in r.response for r in ended)
+
+
+def test_a_stop_string_may_be_a_special_token(talks: Talks) -> None:
+    assert talks.stopped == [("<|im_end|>", "stop")] * 4
+
+
 def test_conversations_never_outgrow_their_room(talks: Talks) -> None:
     for rollout in talks.kinds["little room"].rollouts:
         assert rollout.turns
@@ -132,7 +151,7 @@ def sampled(talk: Talk) -> dict[str, list[int]]:
 def test_samples_do_not_depend_on_ranks_or_on_the_speed_of_tools(
     talks: Talks, tmp_path: Path
 ) -> None:
-    left, right = run_world(talk_cases.talks, 2, folder=str(tmp_path), timeout_s=400.0)
+    left, right = talked(tmp_path, 2)
     for kind in (*KINDS, "calculator"):
         mine, theirs = sampled(left.kinds[kind]), sampled(right.kinds[kind])
         assert mine.keys().isdisjoint(theirs)
@@ -140,9 +159,7 @@ def test_samples_do_not_depend_on_ranks_or_on_the_speed_of_tools(
 
 
 def test_an_engine_of_two_ranks_holds_the_same_kind_of_conversation(tmp_path: Path) -> None:
-    first, second = run_world(
-        talk_cases.talks, 2, folder=str(tmp_path), engine_tp=2, timeout_s=400.0
-    )
+    first, second = talked(tmp_path, 2, engine_tp=2)
     for kind in KINDS:
         assert second.kinds[kind].rollouts == []
         assert len(first.kinds[kind].rollouts) == 16

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from r3 import rewards
 from r3.config import EnvConfig
 from r3.engine import Sampling, message_parser
 from r3.envs import ENVIRONMENTS
@@ -267,13 +268,13 @@ def test_verifiers_score_any_response(reward: Callable[[str, Prompt], Any]) -> N
 
 def test_math_scores_any_response(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("math_verify", reason="the extra math is not installed")
-    monkeypatch.setattr(verify, "_LIMIT_S", 0.3)
+    monkeypatch.setattr(rewards, "_LIMIT_S", 0.3)
     hard = ["\\boxed{x" + "!" * 50 + "}", "\\boxed{10^{10^{10}}}", "#### " + "9" * 6000]
     unread = 0.0
     for text in [*hard, *odd_texts(40)]:
         score = time_limit(lambda text=text: verify.equal(text, PROMPT), LIMIT_S, Late)
         assert score.value == 0.0
-        unread += score.metrics[verify.UNREAD["math"]]
+        unread += score.metrics[rewards.UNREAD["math"]]
     assert unread >= len(hard)
     assert verify.equal("\\boxed{\\frac{14}{2}}", PROMPT).value == 1.0
 
@@ -281,13 +282,13 @@ def test_math_scores_any_response(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_others_scorers_fail_or_run_without_end_for_one_response_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(verify, "_LIMIT_S", 0.3)
-    monkeypatch.setattr(verify, "_SAID", {})
+    monkeypatch.setattr(rewards, "_LIMIT_S", 0.3)
+    monkeypatch.setattr(rewards, "_SAID", {})
     endless = re.compile("(a+)+$")
     for value in (lambda: endless.match("a" * 40 + "b"), lambda: float("seven")):
-        score = verify.compared("gym", value, "seven")
+        score = rewards.compared("gym", value, "seven")
         assert score == Score(0.0, {"reward/gym_unread": 1.0})
-    assert verify.compared("gym", lambda: 0.5, "7") == Score(0.5, {"reward/gym_unread": 0.0})
+    assert rewards.compared("gym", lambda: 0.5, "7") == Score(0.5, {"reward/gym_unread": 0.0})
     assert capsys.readouterr().err.count("gym could not compare a response (_Late") == 1
 
 
