@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -521,6 +522,7 @@ def _check(
     )
 
 
+_LAST_WHOLE = 2**53  # beyond it, not every whole number is a float
 _ANSWER_FIX = "write a text, a number, true or false, or a list of accepted answers"
 
 
@@ -539,13 +541,26 @@ def _answers(value: Any) -> tuple[str, ...] | str:
         return (value,)
     if isinstance(value, float) and not math.isfinite(value):
         return f"is {value}, which is no number"
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return (str(int(value)),)  # tables with gaps have whole numbers as 20.0
-    if isinstance(value, bool | int | float | Decimal):
+    if isinstance(value, float) and value.is_integer():  # 20.0 in tables with gaps
+        if abs(value) > _LAST_WHOLE:
+            return f"is {value}, a floating-point number that may have lost its last digits"
+        return (str(int(value)),)
+    if isinstance(value, float):
+        return (_shortest(value),)
+    if isinstance(value, bool | int | Decimal):
         return (str(value),)
     if value is None:
         return "is null"
     return f"is of type {type(value).__name__}, not a text"
+
+
+def _shortest(value: float) -> str:
+    """The shortest text of a number, also of one that a table had in single precision: 0.1."""
+    for digits in range(1, 10):  # nine are enough for every number of single precision
+        text = str(float(f"{value:.{digits}g}"))
+        if struct.unpack("f", struct.pack("f", float(text)))[0] == value:
+            return text
+    return str(value)
 
 
 def verifier_of(columns: Mapping[str, Any]) -> object:

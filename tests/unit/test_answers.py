@@ -209,6 +209,11 @@ def test_plain_leaves_other_texts_alone() -> None:
         (20, ("20",)),
         (20.0, ("20",)),
         (0.5, ("0.5",)),
+        (0.1, ("0.1",)),
+        (float(2**53), (str(2**53),)),
+        (0.10000000149011612, ("0.1",)),  # a table's 0.1 in single precision
+        (-1234.5677490234375, ("-1234.5677",)),
+        (1 / 3, ("0.3333333333333333",)),
         (True, ("True",)),
         (False, ("False",)),
         (10**30, (str(10**30),)),
@@ -231,12 +236,14 @@ def test_answers_become_texts(tmp_path: Path, written: Any, answers: tuple[str, 
         (["7", None], "is a list with entries that are no texts or numbers"),
         ({"a": 7}, "is of type dict, not a text"),
         (float("nan"), "is nan, which is no number"),
+        # 2^53 + 1 in a column with gaps
+        (float(2**53 + 2), "is 9007199254740994.0, a floating-point number that may have lost"),
     ],
 )
 def test_what_is_no_answer_is_refused(tmp_path: Path, written: Any, rule: str) -> None:
     path = write(tmp_path, json.dumps({"question": "?", "answer": written}))
     rows, (problem,) = read_rows(str(path), Columns())
-    assert not rows and problem.rule == rule and "list of accepted answers" in problem.fix
+    assert not rows and problem.rule.startswith(rule) and "list of accepted answers" in problem.fix
 
 
 def test_each_of_several_answers_is_checked(tmp_path: Path) -> None:
