@@ -176,7 +176,9 @@ def chat_reply(message: ModelMessage, request: Request, memory: Memory, model: M
             for token, logprob in tokens
         ]
         logprobs = {"content": listed, "refusal": None}
-    reason = "tool_calls" if calls else completion.finish_reason
+    # A message that was cut may have lost its last call: "length", as OpenAI says.
+    is_whole = completion.finish_reason == "stop"
+    reason = "tool_calls" if calls and is_whole else completion.finish_reason
     if not request.stream:
         shown |= {"refusal": None} | ({"tool_calls": calls} if calls else {})
         choice = {"index": 0, "message": shown, "logprobs": logprobs, "finish_reason": reason}

@@ -301,6 +301,22 @@ def test_a_stream_has_the_whole_message_and_the_usage() -> None:
     assert usage.usage.total_tokens > usage.usage.completion_tokens > 0
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_message_that_was_cut_says_so_beside_its_calls(stream: bool) -> None:
+    """As OpenAI does: a second call was not finished, and the client may ask again."""
+
+    async def agent(client: Any) -> Any:
+        reply = await chat(client, tools=TOOLS, max_tokens=len(whole) + 3, stream=stream)
+        if not stream:
+            return reply.choices[0].finish_reason, reply.choices[0].message.tool_calls
+        first, last = [chunk.choices[0] async for chunk in reply]
+        return last.finish_reason, first.delta.tool_calls
+
+    whole = AutoTokenizer.from_pretrained(assets.TINY_MOE)(CALL)["input_ids"]
+    reason, calls = play(agent, CALL + CALL).value
+    assert [call.function.name for call in calls] == ["calc"] and reason == "length"
+
+
 @pytest.mark.parametrize("before", ["Action: add\n", ""], ids=["text", "nothing"])
 def test_a_stop_string_is_cut_from_the_reply_and_stays_in_the_tokens(before: str) -> None:
     """As OpenAI and vLLM show it; sent back without it, the message is what was sampled."""
