@@ -536,7 +536,10 @@ KL_IN_REWARD = {
         ({"reward.correct": "gsm8k"}, "reward.correct = 'gsm8k' has no effect: there is one"),
         ({"algo.loss": "gspo", "algo.aggregation": "sequence"}, "never clip with gspo"),
         (
-            {"algo.loss": "gspo", "algo.clip_low": 3e-4, "algo.clip_high": 4e-4},
+            {
+                **{"algo.loss": "gspo", "algo.clip_low": 3e-4, "algo.clip_high": 4e-4},
+                "train.updates_per_step": 2,
+            },
             "The paper uses sequence",
         ),
         ({"algo.loss": "cispo", "algo.clip_low": 1.0}, "algo.clip_high = 0.28 is a bound of PPO"),
@@ -547,6 +550,8 @@ KL_IN_REWARD = {
         ({"algo.loss": "pg", "algo.clip_low": 0.1}, "algo.clip_low = 0.1 has no effect"),
         ({"algo.loss": "minirl", "algo.clip_dual": 3.0}, "algo.clip_dual = 3.0 has no effect"),
         ({"algo.minirl_cap": 3.0}, "algo.minirl_cap = 3.0 has no effect"),
+        ({"algo.clip_high": 0.4}, "algo.clip_high = 0.4 has no effect: with one update per step"),
+        ({"algo.clip_dual": 3.0}, "algo.clip_dual = 3.0 has no effect: with one update per step"),
         (
             {"algo.correction": "token_tis", "algo.correction_low": 0.5},
             "algo.correction_low = 0.5 has no effect",
@@ -576,6 +581,20 @@ def test_what_would_be_ignored_is_said(values: dict[str, Any], warning: str) -> 
     assert checks.problems(config, 2) == []
     warnings = checks.examine(config, 2, given=values.keys()).warnings
     assert len(warnings) == 1 and warning in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"algo.clip_high": 0.4, "algo.clip_dual": 3.0, "train.updates_per_step": 2},
+        {"algo.clip_high": 0.4, "algo.correction": "bypass"},
+        {"algo.loss": "cispo", "algo.clip_low": 1.0, "algo.clip_high": 4.0}
+        | {"train.updates_per_step": 2},
+    ],
+    ids=["updates", "bypass", "cispo"],
+)
+def test_bounds_of_a_ratio_that_moves_are_nothing_to_warn_of(values: dict[str, Any]) -> None:
+    assert checks.examine(changed(values), 2, given=values.keys()).warnings == ()
 
 
 def test_grpo_does_not_divide_kl_by_the_deviation_of_a_group() -> None:

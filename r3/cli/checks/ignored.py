@@ -217,6 +217,16 @@ def _algorithm(config: Config, ignored: _Ignored) -> None:
         ignored("only workflows reward calls, and the environment is none", "algo.baseline")
     if algo.loss == "pg":
         ignored("algo.loss is pg, which has no ratio", "algo.clip_low", "algo.clip_high")
+    elif (
+        algo.loss in LOSSES  # a user's loss may use bounds otherwise
+        and config.train.updates_per_step == 1
+        and algo.correction != "bypass"
+    ):
+        because = "with one update per step (train.updates_per_step) the policy is pi_old: r is 1"
+        names = ["algo.clip_high"]
+        names += ["algo.clip_low"] if algo.loss != "cispo" else []  # it needs 1, which is no bound
+        names += ["algo.clip_dual"] if algo.loss == "ppo_clip" else []
+        ignored(because, *names)
     if algo.loss in LOSSES and algo.loss != "ppo_clip":  # a user's loss gets all bounds
         ignored(f"algo.loss is {algo.loss}; only ppo_clip has this bound", "algo.clip_dual")
     if algo.loss in LOSSES and algo.loss != "minirl":
