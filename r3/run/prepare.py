@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,11 @@ from r3.runtime.process import die_with_launcher, raise_file_limit
 from r3.runtime.terminal import say
 from r3.runtime.user_code import START_LIMIT_S
 
+
+class LaunchError(ConfigError):
+    """Variables of one process or machine: every rank that has them says so, not rank 0 alone."""
+
+
 _MISTAKES = (
     *(AlgorithmError, CheckpointError, ConfigError, DataError),
     *(EnvironmentFailed, ResumeError, RewardError),
@@ -62,7 +68,7 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except _MISTAKES as error:
-        if is_leader():
+        if is_leader() or isinstance(error, LaunchError):
             say(error, error=True)
         sys.exit(2)
 
@@ -81,6 +87,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
     began = time.perf_counter()
     die_with_launcher()
     config, check = invocation.config, invocation.check
+    require_others_in_reach(launched=not check)
     require_engines_within_machines(config)
     run_dir = RunDir(Path(config.log.dir))
     limit_s = 2 * config.debug.kill_after_s
@@ -151,6 +158,35 @@ def prepare(invocation: Invocation) -> Prepared | None:
 def _is_finished(config: Config, run_dir: RunDir, step: int) -> bool:
     exported = not config.checkpoint.export or run_dir.hf(config.train.steps).exists()
     return step >= config.train.steps and exported
+
+
+def require_others_in_reach(*, launched: bool = True) -> None:
+    """Raise LaunchError if this process would wait without end for ranks that it cannot reach.
+
+    Some clusters set RANK and WORLD_SIZE for every job, and a shell may still have them from
+    another program. Without an address there is nobody to join.
+
+    Args:
+        launched: whether this process is to be a rank; otherwise a launcher starts them later.
+    """
+    world, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
+    has_address = all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT"))
+    problems = []
+    if launched and (world, rank) != ("1", "0") and not has_address:
+        rule = f"without MASTER_ADDR and MASTER_PORT, rank {rank} cannot find the other ranks"
+        fix = (
+            "start ranks with launch/local.sh or torchrun, which set all of them; for one rank, "
+            "unset RANK, LOCAL_RANK and WORLD_SIZE"
+        )
+        problems.append(Problem("WORLD_SIZE", world, rule, fix))
+    here = [name for _, name in socket.if_nameindex()]
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if missing := [name for name in named.split(",") if name and name not in here]:
+        rule = f"{socket.gethostname()} has no network interface {missing[0]}"
+        fix = f"name one of {', '.join(here)}, or unset the variable"
+        problems.append(Problem("GLOO_SOCKET_IFNAME", named, rule, fix))
+    if problems:
+        raise LaunchError(problems)
 
 
 def require_engines_within_machines(config: Config) -> None:

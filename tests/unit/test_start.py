@@ -29,7 +29,7 @@ from r3.rollout.task import Task, read_task
 from r3.run.check import check_task
 from r3.run.folder import RunDir
 from r3.run.header import closing, result, source_lines
-from r3.run.prepare import require_resources
+from r3.run.prepare import refusing, require_others_in_reach, require_resources
 from r3.runtime.device import writable_caches
 from r3.runtime.process import importing
 from tests.tiny import random_rollouts, tiny_config
@@ -303,6 +303,42 @@ def test_importing_hides_modules_that_are_not_imported_yet() -> None:
         with pytest.raises(ModuleNotFoundError, match="this"):
             importlib.import_module("this")
     assert importlib.util.find_spec("this") and "this" not in sys.modules
+
+
+_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "rule"),
+    [
+        (_RANK, "WORLD_SIZE = '2': without MASTER_ADDR and MASTER_PORT, rank 1 cannot find"),
+        (_RANK | {"MASTER_ADDR": "a"}, "without MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "3"}, "WORLD_SIZE = '1': without MASTER_ADDR and MASTER_PORT, rank 3 cannot"),
+        ({"GLOO_SOCKET_IFNAME": "lo,nosuch0"}, "has no network interface nosuch0"),
+        (_RANK | {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, ""),
+        ({"RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_rank_that_would_wait_without_end_says_why(
+    variables: dict[str, str],
+    rule: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Not rank 0 alone: the other ranks may be on another machine, or not exist at all."""
+    for name in (*_RANK, "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if not rule:
+        require_others_in_reach()
+        return
+    with pytest.raises(SystemExit) as end, refusing():
+        require_others_in_reach()
+    assert end.value.code == 2 and rule in capfd.readouterr().err
+    if "RANK" in variables:
+        require_others_in_reach(launched=False)  # a launcher will set its own
 
 
 def test_small_shared_memory_is_refused_before_the_ranks_use_it(
