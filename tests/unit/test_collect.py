@@ -75,6 +75,18 @@ class Counts(Late):
 class Loose(Counts):
     scale = float("nan")
 
+class Answers(Late):
+    '''Replies to each call of a tool, and goes on without one, too.'''
+    reward = None
+    def step(self, message):
+        _, reward, done = super().step(message)
+        calls = [call["name"] for call in message["tool_calls"]]
+        return [{"role": "tool", "content": f"#### {name}"} for name in calls], reward, done
+
+class Endless(Late):
+    def step(self, message):
+        return [{"role": "user", "content": "again"}], None, False
+
 class Hears(Late):
     '''Tells the model what it said, twice; the first time with a control token after it.'''
     reward = None
@@ -152,6 +164,7 @@ class Script:
         token_budget: int = 0,
         resumed: Sequence[SuspendedConversation] = (),
         tools: tuple[Mapping[str, Any], ...] = (),
+        answer: str = "",
         **env: Any,
     ) -> CollectedRollouts:
         settings = EnvConfig(path=f"{self.file}:{environment}", **env)
@@ -174,6 +187,8 @@ class Script:
         )
         numbers = range(prompts) if isinstance(prompts, int) else prompts
         asked = {number: replace(prompt(number), tools=tools) for number in numbers}
+        if answer:
+            asked = {number: replace(each, answer=answer) for number, each in asked.items()}
         round_ = Round(
             rules, scorer, asked, seed_step=1, samples_per_prompt=samples, resumed=resumed
         )
@@ -188,13 +203,14 @@ class Script:
                 self.first_turn_s, asked_before = time.monotonic() - began, True
             remaining -= finished
             for turn in turns:
+                said = tokens[: turn.max_tokens]
                 sampled = Sampled(
                     key=turn.key,
-                    tokens_T=tokens,
-                    logprobs_T=[-1.0] * len(tokens),
+                    tokens_T=said,
+                    logprobs_T=[-1.0] * len(said),
                     routed_experts=None,
                     first_row=turn.first_row,
-                    finish_reason="stop",
+                    finish_reason="stop" if said == tokens else "length",
                 )
                 round_.receive_sample(sampled)
         result = round_.result()
@@ -474,6 +490,36 @@ def test_a_reset_with_further_messages_keeps_the_tools_of_the_row(script: Script
     )
     assert "<tools>add</tools>" in whole
     assert script.tokenizer.decode(rollout.tokens_T).startswith(whole)
+
+
+def test_results_of_several_calls_are_shown_once_and_never_rewarded(script: Script) -> None:
+    """A reward reads what the model said, not the answer that a tool gave it."""
+    call = '<tool_call>{{"name": "{}", "arguments": {{}}}}</tool_call>'
+    said = call.format(7) + call.format(8)
+    scorer = make_scorer(RewardConfig(function=("gsm8k",)))
+    collected = script.play("Answers", scorer, prompts=[7], says=said, answer="#### 8")
+    (rollout,) = collected.rollouts
+    reply = {"role": "assistant", "content": said}
+    results = [{"role": "tool", "content": f"#### {name}"} for name in (7, 8)]
+    assert list(rollout.messages[1:]) == [reply, *results, reply, *results, reply]
+    assert rollout.response == said and collected.rewards == [0.0]
+
+
+def test_the_end_of_a_cut_message_is_not_learned(script: Script) -> None:
+    """The template ends the message before the next one; the model sampled no such token."""
+    collected = script.play("Late", script.scorer("env"), says="a b c d e f", max_turn_tokens=4)
+    (rollout,) = collected.rollouts
+    (end,) = script.tokenizer("<|im_end|>")["input_ids"]
+    is_end = rollout.tokens_T == end
+    assert is_end.sum() == 2 + 2, "two messages of the model that go on, two of the environment"
+    assert not rollout.loss_mask_T[is_end].any() and not rollout.logprobs_T[is_end].any()
+    assert rollout.loss_mask_T.sum() == 3 * 4 and (rollout.logprobs_T < 0).sum() == 3 * 4
+
+
+def test_empty_messages_end_with_the_turns(script: Script) -> None:
+    collected = script.play("Endless", script.scorer("length"), says="", max_turns=5)
+    (rollout,) = collected.rollouts
+    assert rollout.finish_reason == "turns" and rollout.loss_mask_T.sum() == 5
 
 
 def test_the_note_about_responses_without_end_names_the_ends(tmp_path: Path) -> None:
