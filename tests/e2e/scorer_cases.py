@@ -146,11 +146,22 @@ def asked_alone(
 
 
 def kinds(
-    device: Device, *, file: str, reward_model: str, url: str, prompt_file: str
+    device: Device, *, file: str, reward_model: str, prompt_file: str, url: str = ""
 ) -> dict[str, Judged]:
-    """Sample the same round with scorers of every kind."""
+    """Sample the same round with scorers of every kind; with `url` by the judge behind it only."""
     engine = talker(device)
     found: dict[str, Judged] = {}
+    judge = RewardConfig(
+        function=("http",),
+        url=url,
+        model="grader",
+        prompt_file=prompt_file,
+        pattern=r"####\s*(-?\d+)",
+        max_tokens=40,
+        max_connections=8,
+        retries=0,
+        on_error="drop",
+    )
 
     def run(
         name: str, settings: RewardConfig, *, keep_failed: bool = False, model: Any = None
@@ -159,6 +170,9 @@ def kinds(
         scorer = make_scorer(settings, model=model, renderer=renderer)
         found[name] = told(*round_of(engine, scorer, keep_failed=keep_failed))
 
+    if url:
+        run("http", judge)
+        return found
     run("quick", RewardConfig(function=("exact",)))
     run("slow", RewardConfig(function=(f"{file}:slow", "exact"), weights=(0.5, 1.0)))
     settings = RewardConfig(
@@ -177,19 +191,7 @@ def kinds(
         for name, response in found["model"].responses.items()
     }
     found["model"] = replace(found["model"], single=single)
-    server = RewardConfig(
-        function=("http",),
-        url=url,
-        model="grader",
-        prompt_file=prompt_file,
-        pattern=r"####\s*(-?\d+)",
-        max_tokens=40,
-        max_connections=8,
-        retries=0,
-        on_error="drop",
-    )
-    run("http", server)
-    own = replace(server, function=("self_judge",), no_verdict=-1.0)
+    own = replace(judge, function=("self_judge",), no_verdict=-1.0)
     run("self", own)
     found["self"] = replace(found["self"], single=asked_alone(engine, own, found["self"].responses))
     picky = RewardConfig(function=(f"{file}:picky",), on_error="drop", retries=1)

@@ -80,10 +80,21 @@ def facts(rollout: Rollout, decode: Callable[[Any], str]) -> RolloutFacts:
     )
 
 
-def talks(device: Device, *, folder: str, engine_tp: int = 1) -> Talks:
-    """Sample every kind of conversation, and compare each with transformers.
+def talks(
+    device: Device,
+    *,
+    folder: str,
+    engine_tp: int = 1,
+    prompts: int = 8,
+    is_compared: bool = True,
+) -> Talks:
+    """Sample every kind of conversation.
 
     The folder has a base model, `tests.tiny.base_model`.
+
+    Args:
+        prompts: prompts of each kind, two samples each.
+        is_compared: compare each conversation with transformers, and feed one to the guards.
     """
     file = Path(folder) / f"chatty_{device.rank}_{device.world_size}_{engine_tp}.py"
     file.write_text(CHATTY)
@@ -94,7 +105,8 @@ def talks(device: Device, *, folder: str, engine_tp: int = 1) -> Talks:
         rollout={"max_response_tokens": 120},
     )
     talker = Talker(device, config)
-    yardstick = Yardstick(config.model.path)
+    yardstick = Yardstick(config.model.path) if is_compared else None
+    few = talker.task.prompts.prompts[:prompts]
     talks: dict[str, Talk] = {}
     messages: dict[str, str] = {}
     kinds: dict[str, dict[str, Any]] = {
@@ -110,15 +122,15 @@ def talks(device: Device, *, folder: str, engine_tp: int = 1) -> Talks:
         "calculator": {"name": "calculator"},
     }
     for kind, settings in kinds.items():
-        collected = talker.collect(**settings)
+        collected = talker.collect(prompts=few, **settings)
         rollouts = collected.rollouts
         talks[kind] = Talk(
             rollouts=[facts(rollout, talker.task.tokenizer.decode) for rollout in rollouts],
             rewards=collected.rewards,
             metrics=values(collected.metrics),
-            agreement=yardstick.compare(rollouts) if rollouts else None,
+            agreement=yardstick.compare(rollouts) if yardstick and rollouts else None,
         )
-        if kind == "chatty" and rollouts:
+        if kind == "chatty" and yardstick and rollouts:
             messages = guards(talker.engine, rollouts)
     return Talks(kinds=talks, guards=messages, stopped=stopped(talker, "<|im_end|>"))
 

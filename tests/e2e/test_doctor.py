@@ -19,7 +19,10 @@ pytestmark = pytest.mark.e2e
         # A filter would give most of the made-up routes to other experts, if the doctor did not
         # leave it out.
         ("--parallel.ep", "2", "--model.recompute", "full", "--replay.plausibility", "0.5"),
-        ("--parallel.ep", "1", "--parallel.pp", "2", "--parallel.vpp", "2"),
+        pytest.param(
+            ("--parallel.ep", "1", "--parallel.pp", "2", "--parallel.vpp", "2"),
+            marks=pytest.mark.large,
+        ),
     ],
     ids=["ep2", "pp2-vpp2"],
 )

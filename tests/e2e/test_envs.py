@@ -151,18 +151,19 @@ def sampled(talk: Talk) -> dict[str, list[int]]:
 def test_samples_do_not_depend_on_ranks_or_on_the_speed_of_tools(
     talks: Talks, tmp_path: Path
 ) -> None:
-    left, right = talked(tmp_path, 2)
+    """Of the first two prompts, beside one conversation and beside fifteen."""
+    left, right = talked(tmp_path, 2, prompts=2, is_compared=False)
     for kind in (*KINDS, "calculator"):
         mine, theirs = sampled(left.kinds[kind]), sampled(right.kinds[kind])
-        assert mine.keys().isdisjoint(theirs)
-        assert mine | theirs == sampled(talks.kinds[kind]), kind
+        assert len(mine) == len(theirs) == 2 and mine.keys().isdisjoint(theirs)
+        assert (mine | theirs).items() <= sampled(talks.kinds[kind]).items(), kind
 
 
 def test_an_engine_of_two_ranks_holds_the_same_kind_of_conversation(tmp_path: Path) -> None:
-    first, second = talked(tmp_path, 2, engine_tp=2)
+    first, second = talked(tmp_path, 2, engine_tp=2, prompts=2)
     for kind in KINDS:
         assert second.kinds[kind].rollouts == []
-        assert len(first.kinds[kind].rollouts) == 16
+        assert len(first.kinds[kind].rollouts) == 4
         agrees_with_transformers(first.kinds[kind])
 
 

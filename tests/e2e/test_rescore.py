@@ -86,7 +86,11 @@ def test_dump_scores_as_the_run_scored_it(
 @pytest.mark.parametrize(
     ("flags", "layout"),
     [
-        ("--parallel.pp 2 --train.micro_batch_tokens 600", "tp 1 ep 1 pp 2"),
+        pytest.param(
+            "--parallel.pp 2 --train.micro_batch_tokens 600",
+            "tp 1 ep 1 pp 2",
+            marks=pytest.mark.large,
+        ),
         ("--parallel.tp 2", "tp 2 ep 1 pp 1"),
     ],
     ids=["pp2", "tp2"],

@@ -101,9 +101,8 @@ def vllm_server() -> Iterator[str]:
         process.communicate()
 
 
-@pytest.fixture(scope="module")
-def rounds(vllm_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
-    folder = tmp_path_factory.mktemp("judges")
+def judged_rounds(folder: Path, **arguments: str) -> dict[str, Judged]:
+    """One round with each kind of scorer."""
     (folder / "mine.py").write_text(FUNCTIONS)
     # As much as the shipped model can take
     (folder / "prompt.txt").write_text("{question} {response}")
@@ -113,22 +112,24 @@ def rounds(vllm_server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         1,
         file=str(folder / "mine.py"),
         reward_model=str(classifier(folder / "classifier")),
-        url=vllm_server,
         prompt_file=str(folder / "prompt.txt"),
         timeout_s=400.0,
+        **arguments,
     )
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
+    return judged_rounds(tmp_path_factory.mktemp("judges"))
+
+
 def test_samples_do_not_depend_on_the_scorer(rounds: dict[str, Judged]) -> None:
     quick = rounds["quick"].tokens
     assert len(quick) == 32
     for name in ("slow", "model", "kept", "self"):
         assert rounds[name].tokens == quick
-    for name in ("drop", "http"):
-        assert rounds[name].tokens.items() <= quick.items()
+    assert rounds["drop"].tokens.items() <= quick.items()
 
 
 def test_responses_are_scored_while_others_are_sampled(rounds: dict[str, Judged]) -> None:
@@ -152,9 +153,15 @@ def test_a_reward_model_in_batches_scores_as_one_by_one(rounds: dict[str, Judged
     assert worst <= CLASSIFIER_TOLERANCE  # as in tests/unit/test_reward_model.py
 
 
-def test_a_vllm_server_is_an_llm_judge(rounds: dict[str, Judged]) -> None:
+@pytest.mark.slow
+@pytest.mark.large
+@pytest.mark.timeout(600)
+def test_a_vllm_server_is_an_llm_judge(
+    rounds: dict[str, Judged], vllm_server: str, tmp_path: Path
+) -> None:
     """The shipped model is the judge: its reply has a number after ####, or is a failure."""
-    http = rounds["http"]
+    http = judged_rounds(tmp_path, url=vllm_server)["http"]
+    assert http.tokens.items() <= rounds["quick"].tokens.items(), "samples do not depend on it"
     facts = http.metrics
     assert facts["reward/calls"] == 32 and facts["reward/timeouts"] == 0
     assert facts["reward/errors"] == facts["reward/dropped"] == 32 - len(http.rewards)

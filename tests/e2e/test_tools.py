@@ -20,7 +20,7 @@ from r3.run.folder import read_jsonl
 from r3.types import Rollout
 from tests.runs import rows_of, run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.large]
 
 STEPS = 6
 CALL = re.compile(r"<tool_call>([^<]*)</tool_call><\|im_end\|>\n")

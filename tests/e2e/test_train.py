@@ -499,8 +499,11 @@ def test_crash_in_a_reward_names_the_sample_and_keeps_what_was_written(tmp_path:
     "parallel",
     [
         ("--parallel.tp", "2", "--parallel.ep", "1", "--parallel.engine_tp", "2"),
-        ("--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.ep", "1"),
-        ("--parallel.cp", "2", "--parallel.ep", "2"),
+        pytest.param(
+            ("--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.ep", "1"),
+            marks=pytest.mark.large,
+        ),
+        pytest.param(("--parallel.cp", "2", "--parallel.ep", "2"), marks=pytest.mark.large),
     ],
     ids=["tp2-engine-tp2", "pp2-vpp2", "cp2-ep2"],
 )

@@ -96,12 +96,31 @@ def test_calls_that_are_given_up_leave_nothing_behind(facts: Facts) -> None:
 
 
 def test_episodes_do_not_depend_on_the_number_of_engines(facts: Facts, tmp_path: Path) -> None:
-    left, right = run_world(workflow_cases.episodes, 2, folder=str(tmp_path), timeout_s=400.0)
-    for kind in ("environment", "talks", "command", "branching", "judged", "reasoning", "drop"):
-        whole = facts.kinds[kind]
-        parts = [left.kinds[kind], right.kinds[kind]]
-        both = {name: each for part in parts for name, each in _by_name(part).items()}
-        assert both == _by_name(whole), kind
+    """Of a quarter of the prompts."""
+    kinds = ("environment", "talks", "command", "branching", "judged", "reasoning", "drop")
+    left, right = run_world(
+        workflow_cases.episodes,
+        2,
+        folder=str(tmp_path),
+        kinds=kinds,
+        prompts=2,
+        is_compared=False,
+        timeout_s=400.0,
+    )
+    for kind in kinds:
+        mine, theirs = _by_name(left.kinds[kind]), _by_name(right.kinds[kind])
+        assert mine and theirs and mine.keys().isdisjoint(theirs), kind
+        whole = _by_name(facts.kinds[kind])
+        prompts = {_prompt(name) for name in (*mine, *theirs)}
+        expected = {name: each for name, each in whole.items() if _prompt(name) in prompts}
+        assert mine | theirs == expected, kind
+        # Two of sixteen episodes fail where some do.
+        assert len(prompts) == (14 if kind == "drop" else 2), kind
+
+
+def _prompt(name: str) -> str:
+    """The prompt of a sequence."""
+    return name.rsplit("/", 2)[0]
 
 
 def _by_name(found: Episodes) -> dict[str, tuple[str, float]]:
@@ -111,12 +130,18 @@ def _by_name(found: Episodes) -> dict[str, tuple[str, float]]:
 
 def test_two_ranks_share_one_engine(tmp_path: Path) -> None:
     first, second = run_world(
-        workflow_cases.episodes, 2, folder=str(tmp_path), engine_tp=2, timeout_s=400.0
+        workflow_cases.episodes,
+        2,
+        folder=str(tmp_path),
+        engine_tp=2,
+        kinds=("branching", "judged"),
+        prompts=4,
+        timeout_s=400.0,
     )
     agreement = first.kinds["branching"].agreement
     assert agreement is not None and agreement.worst <= 1e-4  # as above
     assert agreement.wrong <= agreement.slots / 5000
-    assert second.kinds["branching"].names == [] and len(first.kinds["branching"].names) > 60
+    assert second.kinds["branching"].names == [] and len(first.kinds["branching"].names) == 40
     assert len(set(first.kinds["judged"].rewards)) > 2
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,8 +169,23 @@ def slow_steps(seconds: float) -> Iterator[None]:
         yield
 
 
-def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
-    """Sample every kind of episode, and compare each sequence with transformers."""
+def episodes(
+    device: Device,
+    *,
+    folder: str,
+    engine_tp: int = 1,
+    kinds: Sequence[str] = (),
+    prompts: int = 8,
+    is_compared: bool = True,
+) -> Facts:
+    """Sample kinds of episodes.
+
+    Args:
+        kinds: which; none: all.
+        prompts: prompts of a kind, two samples each. The kinds with trouble have eight times as
+            many, one sample each.
+        is_compared: compare each sequence with transformers.
+    """
     file = Path(folder) / f"mine_{device.rank}.py"
     config = tiny_config(
         parallel={"engine_tp": engine_tp, "tp": engine_tp},
@@ -179,8 +194,8 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
     )
     talker = Talker(device, config)
     tokenizer = talker.task.tokenizer
-    yardstick = Yardstick(config.model.path)
-    many = talker.task.prompts.prompts[:64]
+    yardstick = Yardstick(config.model.path) if is_compared else None
+    many = talker.task.prompts.prompts[: 8 * prompts]
     text = CHATTY + WORKFLOWS.replace("class Chatty", "class Talks").replace("(Chatty)", "(Talks)")
     for name, index in (("crash", 5), ("hang", 9), ("slow", 11)):
         text = text.replace("{" + name + "}", many[index].id.rpartition(":")[2])
@@ -188,7 +203,7 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
 
     def of(name: str, **settings: Any) -> Episodes:
         where = {} if "command" in settings else {"path": f"{file}:{name}"}
-        collected = talker.collect(max_turns=20, **where, **settings)
+        collected = talker.collect(max_turns=20, **where, **{"prompts": many[:prompts]} | settings)
         rollouts: list[Rollout] = collected.rollouts
         return Episodes(
             names=[f"{each.prompt_id}/{each.sample_index}/{each.sequence}" for each in rollouts],
@@ -197,17 +212,13 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
             texts=[tokenizer.decode(each.tokens_T) for each in rollouts],
             rewards=collected.rewards,
             metrics=values(collected.metrics),
-            agreement=yardstick.compare(rollouts) if rollouts else None,
+            agreement=yardstick.compare(rollouts) if yardstick and rollouts else None,
         )
 
-    all_64: dict[str, Any] = {"prompts": many, "samples": 1, "timeout_s": 6.0}
-    found = {"environment": of("Chatty"), "talks": of("Talks"), "branching": of("Branching")}
+    alone: dict[str, Any] = {"prompts": many, "samples": 1, "timeout_s": 6.0}
+    trouble = alone | {"args": ("trouble=1",)}
     agent = Path(folder) / f"agent_{device.rank}.py"
     agent.write_text(COMMAND)
-    found["command"] = of("", command=f"{sys.executable} -S {agent}")
-    found["calm"] = of("Trouble", **all_64)
-    for on_error in ("drop", "zero"):
-        found[on_error] = of("Trouble", args=("trouble=1",), on_error=on_error, **all_64)
     (judge := Path(folder) / f"judge_{device.rank}.txt").write_text("{question} {response}")
     judged = RewardConfig(
         function=("self_judge",),
@@ -217,11 +228,27 @@ def episodes(device: Device, *, folder: str, engine_tp: int = 1) -> Facts:
         no_verdict=-1.0,
     )
     scorer = make_scorer(judged, renderer=Renderer(tokenizer, {}))
-    found["judged"] = of("Unrewarded", scorer=scorer)
-    with slow_steps(0.05):  # so that no call is answered before it is given up
-        found["impatient"] = of("Impatient")  # the next round needs an engine without requests
+    rounds: dict[str, Callable[[], Episodes]] = {
+        "environment": lambda: of("Chatty"),
+        "talks": lambda: of("Talks"),
+        "branching": lambda: of("Branching"),
+        "command": lambda: of("", command=f"{sys.executable} -S {agent}"),
+        "calm": lambda: of("Trouble", **alone),
+        "drop": lambda: of("Trouble", on_error="drop", **trouble),
+        "zero": lambda: of("Trouble", on_error="zero", **trouble),
+        "judged": lambda: of("Unrewarded", scorer=scorer),
+        "impatient": lambda: of("Impatient"),
+    }
+    found = {}
+    for kind, sample in rounds.items():
+        if not kinds or kind in kinds:
+            # A call of the impatient ones is not answered before it is given up, and the round
+            # after them needs an engine without requests.
+            with slow_steps(0.05) if kind == "impatient" else nullcontext():
+                found[kind] = sample()
     tokenizer.chat_template = REASONING
-    found["reasoning"] = of("Turns")
+    if not kinds or "reasoning" in kinds:
+        found["reasoning"] = of("Turns")
     refused = ""
     try:
         Chat(Renderer(tokenizer), "reasoning")

@@ -64,7 +64,12 @@ def test_every_known_family_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "name"), [(run, name) for run, (_, _, names) in RUNS.items() for name in names]
+    ("run", "name"),
+    [
+        pytest.param(run, name, marks=pytest.mark.large if run in ("tp2", "pp2") else ())
+        for run, (_, _, names) in RUNS.items()
+        for name in names
+    ],
 )
 def test_contract(run: str, name: str, figures: Figures) -> None:
     for rank in figures(run, name):

@@ -14,6 +14,7 @@ from r3.policy.weights import join_shards
 from tests.families import family_checkpoint
 from tests.ranks import layout_cases as cases
 from tests.ranks.layout_cases import Figures, UpdateFigures
+from tests.sweeps import sweep
 from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
@@ -139,7 +140,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Each axis and each kind of recomputation and expert, alone or with others.
+KEPT = (
+    *("dp2", "tp2-etp1", "pp2-uneven", "pp2-vpp2-tp2-full-recompute", "cp2-tp2", "tp2-ep2-etp1"),
+    *("ep2-moe-recompute-sorted", "ep2-selective", "grouped", "unpacked", "padded"),
+)
+
+
+@pytest.mark.parametrize("layout", sweep(LAYOUTS, KEPT))
 def test_loss_and_gradients_do_not_depend_on_layout_or_packing(
     layout: str, single: Whole, other_model: str, tmp_path: Path
 ) -> None:
