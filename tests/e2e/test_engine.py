@@ -18,6 +18,7 @@ from tests.e2e.step_cases import Direct
 from tests.errors import NOTHING
 from tests.families import engine_sizes, family_checkpoint
 from tests.processor import HAS_AVX512, needs_tiles
+from tests.sweeps import sweep
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize(
     ("ranks", "ep", "hosts", "reads"),
     [
-        (1, 1, None, "own"),
+        pytest.param(1, 1, None, "own", marks=pytest.mark.large),
         (2, 2, None, "peer"),
         (2, 1, None, "own"),
         (2, 2, ["one", "two"], "network"),
@@ -60,7 +61,7 @@ def test_push_makes_the_engine_bit_identical_to_a_freshly_loaded_one(
         )
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", sweep(("qwen3", "qwen3_moe"), kept=("qwen3_moe",)))
 def test_tied_embeddings_of_a_pipeline_reach_the_engine(family: str, tmp_path: Path) -> None:
     # The first stage has the embedding, the last one a copy of it as the output layer.
     model = family_checkpoint(tmp_path / "model", family, tied=True, **engine_sizes(family))
@@ -194,7 +195,7 @@ def test_what_is_sampled_does_not_depend_on_ranks_or_batching() -> None:
     assert narrow == one
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", sweep(("float32", "bfloat16"), kept=("bfloat16",)))
 def test_memory_leaves_and_comes_back_bit_for_bit(dtype: str) -> None:
     (result,) = run_world(step_cases.memory_moves, 1, dtype=dtype)
     # the cache of 0.5 GiB leaves the resident set while the policy trains; 0.1 is left for what
@@ -233,7 +234,7 @@ def test_loops_compute_what_vllms_kernels_do_with_avx512_bit_for_bit(
 
 
 @needs_tiles
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", sweep(("float32", "bfloat16"), kept=("bfloat16",)))
 def test_an_engine_computes_experts_and_attention_by_the_loops(dtype: str) -> None:
     ((of_experts, of_attention),) = run_world(loop_cases.calls_while_sampling, 1, dtype=dtype)
     assert of_attention > 0

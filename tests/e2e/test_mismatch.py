@@ -10,11 +10,15 @@ import pytest
 
 from tests.e2e import mismatch_cases as cases
 from tests.e2e.mismatch_cases import Paired
+from tests.sweeps import sweep
 from tests.world import run_world
 
 pytestmark = pytest.mark.e2e
 
 BATCHES = 20
+POLICY_DTYPES = pytest.mark.parametrize(
+    "policy_dtype", sweep(("bfloat16", "float32"), kept=("bfloat16",))
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,7 @@ def mean(rows: list[Paired], arm: str, figure: str) -> float:
     return fmean(getattr(row, arm)[figure] for row in rows)
 
 
-@pytest.mark.parametrize("policy_dtype", ["bfloat16", "float32"])
+@POLICY_DTYPES
 def test_replay_removes_nearly_all_that_live_routing_adds_to_the_mismatch(
     policy_dtype: str, rows_of: Callable[..., list[Paired]]
 ) -> None:
@@ -63,7 +67,7 @@ def test_replay_removes_nearly_all_that_live_routing_adds_to_the_mismatch(
         assert mean(rows, "replay", figure) < mean(rows, "live", figure), figure
 
 
-@pytest.mark.parametrize("policy_dtype", ["bfloat16", "float32"])
+@POLICY_DTYPES
 def test_what_replay_leaves_is_what_a_dense_model_has(
     policy_dtype: str, rows_of: Callable[..., list[Paired]]
 ) -> None:

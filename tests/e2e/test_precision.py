@@ -41,6 +41,7 @@ def test_float32_head_is_computed_on_both_sides_and_lowers_the_mismatch(tmp_path
     assert "torch.bfloat16; the engine has {torch.float32}" in exact.refusal
 
 
+@pytest.mark.large
 def test_two_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
     """bfloat16 policy and engine, so that any other order of a sum shows."""
     flags = (

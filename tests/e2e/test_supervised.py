@@ -63,6 +63,7 @@ print("vllm" in sys.modules)
     assert done.stdout.strip().splitlines()[-1] == "False"
 
 
+@pytest.mark.large
 def test_rl_continues_from_the_export(tmp_path: Path) -> None:
     """The held-out accuracy that supervised training ends with is where RL begins."""
     flags = ("--eval.max_prompts", "64", "--log.tensorboard", "false")
