@@ -23,6 +23,7 @@ class RolloutFacts:
     Attributes:
         name: "PROMPT/SAMPLE".
         rows: rows of routes.
+        num_sampled: tokens that the model sampled.
         text: everything from the first sampled token on.
         turns: the model's messages.
         observed_logprobs: largest |log-probability| of a token that was not sampled.
@@ -32,6 +33,7 @@ class RolloutFacts:
     name: str
     tokens: list[int]
     rows: int
+    num_sampled: int
     text: str
     turns: list[str]
     finish_reason: str
@@ -72,6 +74,7 @@ def facts(rollout: Rollout, decode: Callable[[Any], str]) -> RolloutFacts:
         name=f"{rollout.prompt_id}/{rollout.sample_index}",
         tokens=rollout.tokens_T.tolist(),
         rows=len(rollout.routed_experts),
+        num_sampled=int(mask.sum()),
         text=decode(rollout.tokens_T[first:]),
         turns=[decode(rollout.tokens_T[a : b + 1]) for a, b in zip(starts, ends, strict=True)],
         finish_reason=rollout.finish_reason,

@@ -74,7 +74,10 @@ def test_rows_that_are_shifted_or_missing_in_a_later_turn_are_refused(
 
 def test_conversations_have_the_turns_they_should(talks: Talks) -> None:
     assert {len(r.turns) for r in talks.kinds["plain"].rollouts} == {1}
-    assert talks.kinds["plain"].metrics == {"engine/preemptions": 0.0}
+    assert talks.kinds["plain"].metrics == {
+        "engine/preemptions": 0.0,
+        "rollout/sampled_tokens": sum(r.num_sampled for r in talks.kinds["plain"].rollouts),
+    }
     for kind in ("chatty", "tool in workers"):
         assert {len(r.turns) for r in talks.kinds[kind].rollouts} <= {1, 2, 3, 4}
         assert talks.kinds[kind].metrics["env/turns_mean"] > 1.5
@@ -223,7 +226,7 @@ def test_dynamic_sampling_is_the_same_on_any_layout() -> None:
 
 
 def test_games_and_tools_train_end_to_end(tmp_path: Path) -> None:
-    flags = ("--train.steps", "2", "--rollout.prompts_per_step", "4", "--eval.max_prompts", "8")
+    flags = ("--train.steps", "1", "--rollout.prompts_per_step", "4", "--eval.max_prompts", "8")
     flags += ("--checkpoint.export", "false", "--rollout.max_response_tokens", "160")
     run(
         tmp_path / "game",
@@ -231,15 +234,14 @@ def test_games_and_tools_train_end_to_end(tmp_path: Path) -> None:
         *("--env.name", "guess_number", "--env.max_turn_tokens", "12", "--env.workers", "1"),
         *("--algo.dynamic_sampling", "2"),
     )
-    start, *rows = rows_of(tmp_path / "game")
+    start, row = rows_of(tmp_path / "game")
     assert "eval/heldout/accuracy" in start
-    for row in rows:
-        assert row["env/turns_mean"] > 1.5 and row["env/errors"] == row["env/dropped"] == 0
-        assert row["routing/coverage"] == 1.0, (
-            "every observed and every sampled token but the last has its routes"
-        )
-        assert row["routing/overlap_differs"] == 0.0
-        # Policy and engine agree on every sampled token of every turn; float32 on both sides.
-        assert row["mismatch/abs_max"] <= 1e-4 and row["routing/agreement"] > 0.999
-        assert row["rollout/groups_trained"] <= 4 <= row["rollout/groups_sampled"]
-        assert row["reward/group_zero_std_frac"] < 1
+    assert row["env/turns_mean"] > 1.5 and row["env/errors"] == row["env/dropped"] == 0
+    assert row["routing/coverage"] == 1.0, (
+        "every observed and every sampled token but the last has its routes"
+    )
+    assert row["routing/overlap_differs"] == 0.0
+    # Policy and engine agree on every sampled token of every turn; float32 on both sides.
+    assert row["mismatch/abs_max"] <= 1e-4 and row["routing/agreement"] > 0.999
+    assert row["rollout/groups_trained"] <= 4 <= row["rollout/groups_sampled"]
+    assert row["reward/group_zero_std_frac"] < 1

@@ -332,7 +332,7 @@ def process() -> dict[str, Any]:
     return found
 
 
-def order_of_streams() -> dict[str, int]:
+def order_of_streams(path: str) -> dict[str, int]:
     """Races of a streamed optimizer's updates: as it is, and without each of its waits."""
     order = Order()
     found = {}
@@ -340,7 +340,8 @@ def order_of_streams() -> dict[str, int]:
         device = cuda(0, 1)
         mesh = build_mesh(device, tiny_config().parallel)
         memory._STREAMED_VALUES = 1 << 14  # several parts
-        config = tiny_config(**SECTIONS | {"train": SECTIONS["train"] | {"optimizer": "streamed"}})
+        sections = SECTIONS | {"train": SECTIONS["train"] | {"optimizer": "streamed"}}
+        config = tiny_config(path, **sections)
         trained = step(config, device, mesh, batches_of(mesh, ModelShape.read(config.model.path)))
         found["a step"] = len(order.races)
         coming, going = trained.memory._coming, trained.memory._going
