@@ -29,7 +29,7 @@ pytestmark = pytest.mark.e2e
     [
         pytest.param(1, 1, None, "own", marks=pytest.mark.large),
         (2, 2, None, "peer"),
-        (2, 1, None, "own"),
+        pytest.param(2, 1, None, "own", marks=pytest.mark.large),
         (2, 2, ["one", "two"], "network"),
     ],
     ids=["single", "ep2-shared-memory", "dp2", "ep2-across-machines"],

@@ -162,6 +162,7 @@ def test_samples_do_not_depend_on_ranks_or_on_the_speed_of_tools(
         assert (mine | theirs).items() <= sampled(talks.kinds[kind]).items(), kind
 
 
+@pytest.mark.large
 def test_an_engine_of_two_ranks_holds_the_same_kind_of_conversation(tmp_path: Path) -> None:
     first, second = talked(tmp_path, 2, engine_tp=2, prompts=2)
     for kind in KINDS:

@@ -132,6 +132,7 @@ def test_samples_do_not_depend_on_the_number_of_engines(budgets: Budgets, tmp_pa
             assert len(mine) + len(theirs) == len(one)
 
 
+@pytest.mark.large
 def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None:
     """A distillation, so that the teacher is resumed too; its rewards are only reported."""
     flags = (

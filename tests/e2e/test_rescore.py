@@ -107,6 +107,7 @@ def test_dump_scores_alike_under_another_layout(
         assert found[label] == pytest.approx(one_rank[label], rel=ROUNDING), label
 
 
+@pytest.mark.large
 def test_saved_scores_are_those_of_the_table(
     run_dir: Path, one_rank: dict[str, dict[str, float]]
 ) -> None:
@@ -131,6 +132,7 @@ def test_saved_scores_are_those_of_the_table(
     assert agreement == pytest.approx(one_rank["replay"]["agreement"], abs=0.01) and agreement < 1
 
 
+@pytest.mark.large
 def test_weights_of_a_later_version_come_from_its_checkpoint(run_dir: Path) -> None:
     done = torchrun(2, "-m", "r3.rescore", str(run_dir), "--step", "3", "--parallel.ep", "2")
     assert done.returncode == 0, done.stdout[-4000:]

@@ -166,7 +166,7 @@ def test_a_test_that_is_gone_is_missed() -> None:
 
 
 def left_out(table: str, read: Callable[[str], str]) -> list[str]:
-    """Name what a table of tests lists and `make test` leaves out.
+    """Name what a table of tests lists and `make test` leaves out; of a sweep it may keep some.
 
     Args:
         table: Markdown with `folder/test_file.py::test_name`, and `test_name` of the file before.
@@ -176,16 +176,15 @@ def left_out(table: str, read: Callable[[str], str]) -> list[str]:
     for path, name in re.findall(r"`(?:(\w+/test_\w+\.py)(?:::)?)?(test_\w+)?`", table):
         file = path or file
         tree = ast.parse(read(file)) if file else ast.Module([], [])
-        marks: list[ast.AST] = [
-            each.value
-            for each in tree.body
-            if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "pytestmark"
-        ]
+        marks: list[ast.expr] = []
+        for each in tree.body:
+            if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "pytestmark":
+                marks += each.value.elts if isinstance(each.value, ast.List) else [each.value]
         functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
         if name:
             assert name in functions, f"{file} has no {name}"
             marks += functions[name].decorator_list
-        if any("mark.large" in ast.unparse(mark) for mark in marks):
+        if "pytest.mark.large" in map(ast.unparse, marks):
             found.append(f"{file}::{name}".removesuffix("::"))
     return found
 
