@@ -25,6 +25,7 @@ from r3.cli import dry_run
 from r3.cli import help as helps
 from r3.cli.base import Base, base_of_config, base_of_run, find_base
 from r3.cli.checks import Report, examine
+from r3.cli.checks.objective import in_effect
 from r3.cli.step_time import RANKS_PER_MACHINE
 from r3.cli.verdict import (
     host_problems,
@@ -494,8 +495,8 @@ def _resolve(
 
     report = report_on(config)
     reasons: dict[str, str] = {}
-    if config.in_effect != config:
-        before_objective, config = flatten(config), config.in_effect
+    if (effective := in_effect(config)) != config:
+        before_objective, config = flatten(config), effective
         report = replace(report_on(config), warnings=report.warnings)
         reasons |= {
             name: f"because train.objective is {config.train.objective}"

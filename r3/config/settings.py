@@ -49,38 +49,6 @@ _TEMPERATURES = (0.01, 2.0)
 _LONGEST_S = 1_000_000
 
 
-_OF_SFT: dict[str, Any] = {
-    "rollout.group_size": 1,
-    "rollout.temperature": 1.0,
-    "rollout.top_p": 1.0,
-    "rollout.top_k": 0,
-    "rollout.step_token_budget": 0,
-    "algo.advantage": "reinforce_pp",
-    "algo.baseline": "prompt",
-    "algo.dynamic_sampling": 0,
-    "algo.overlong_buffer": 0,
-    "algo.overlong_filter": False,
-    # With an advantage of 1, the cross-entropy.
-    "algo.loss": "pg",
-    "algo.args": (),
-    "algo.correction": "none",
-    "algo.kl_coef": 0.0,
-    "replay.mode": "off",
-}
-FIXED: dict[str, dict[str, Any]] = {
-    "rl": {},
-    # Nothing is sampled, compared or replayed.
-    "sft": _OF_SFT,
-    # Responses are not compared with each other.
-    "distill": {
-        "algo.advantage": "reinforce_pp",
-        "algo.baseline": "prompt",
-        "algo.dynamic_sampling": 0,
-    },
-}
-"""Settings that train.objective fixes, whatever the others are."""
-
-
 def _learning_rate_decays(config: Config) -> bool:
     """Every learning rate of a decaying schedule depends on the number of steps."""
     return config.train.lr_schedule != "constant"
@@ -483,14 +451,6 @@ class AlgoConfig:
         """Which of "loss" and "advantage" are users' functions, as path/to/file.py:function."""
         named = {"advantage": self.advantage, "loss": self.loss}
         return {role: spec for role, spec in named.items() if ":" in spec}
-
-    @property
-    def args_of_loss(self) -> tuple[str, ...]:
-        """The items of `args` that are for the loss."""
-        owners = ("loss", "") if ":" in self.loss else ("loss",)
-        return tuple(
-            item for item in self.args if item.partition("=")[0].rpartition(".")[0] in owners
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -907,22 +867,6 @@ class Config:
     def uses_engine(self) -> bool:
         """Whether anything is sampled: rollouts or evaluations."""
         return self.train.objective != "sft" or bool(self.eval.path)
-
-    @property
-    def in_effect(self) -> Config:
-        """The config with the settings that `train.objective` fixes."""
-        return with_values(self, self.fixed)
-
-    @property
-    def fixed(self) -> dict[str, Any]:
-        """Settings that `train.objective` fixes."""
-        values = dict(FIXED[self.train.objective])
-        if self.train.objective == "distill":
-            # The advantage is the teacher's; the loss may be the user's.
-            values["algo.args"] = self.algo.args_of_loss
-            if self.algo.takes_kl_from_reward:
-                values["algo.kl_coef"] = 0.0
-        return values
 
     def of_teacher(self, *, is_dense: bool) -> Config:
         """The config that a teacher is built with: settings of the policy's model are left out."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from r3.cli.checks.objective import in_effect
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.sources import columns_of
 from r3.handover.rollouts import PackingSpec, distribute
@@ -58,7 +59,8 @@ def _rows(rows: str, model: str, **sections: Any) -> tuple[Any, Dataset]:
         data={"path": (rows,), "prompt_key": "messages", "answer_key": ""},
         train={"objective": "sft", "lr": 1e-3, "micro_batch_tokens": 256},
         **sections,
-    ).in_effect
+    )
+    config = in_effect(config)
     dataset = load_prompts(
         rows,
         AutoTokenizer.from_pretrained(config.model.path),

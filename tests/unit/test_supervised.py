@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.cli.checks import problems, warnings
+from r3.cli.checks.objective import FIXED, in_effect
 from r3.cli.memory_plan import memory
 from r3.config import with_values
-from r3.config.settings import FIXED
 from r3.data.prompts import DataError, load_prompts
 from r3.data.sources import Columns
 from r3.models.shape import ModelShape
@@ -167,13 +167,13 @@ def test_settings_of_rollouts_are_fixed_and_warned_of() -> None:
     text = "\n".join(warnings(given, 1))
     for name in ("algo.kl_coef", "replay.mode", "algo.loss", "log.show_every", "engine.dtype"):
         assert f"{name} = " in text and "no effect" in text
-    effective = given.in_effect
+    effective = in_effect(given)
     assert all(
         getattr(getattr(effective, section), field) == value
         for name, value in FIXED["sft"].items()
         for section, field in [name.split(".")]
     )
-    assert with_values(SFT, {"train.objective": "rl"}).in_effect.algo.loss == "ppo_clip"
+    assert in_effect(with_values(SFT, {"train.objective": "rl"})).algo.loss == "ppo_clip"
 
 
 @pytest.mark.parametrize(

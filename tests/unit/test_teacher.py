@@ -14,6 +14,7 @@ from r3 import assets
 from r3.algo.loss import LOSSES, Bounds, LossInputs, Sequences, teacher_advantage
 from r3.cli.checks import problems, warnings
 from r3.cli.checks.ignored import ignored_settings
+from r3.cli.checks.objective import in_effect
 from r3.cli.memory_plan import host_memory, memory, teacher_bytes
 from r3.config import ConfigError, with_values
 from r3.models.shape import ModelShape
@@ -129,19 +130,31 @@ def test_the_plan_counts_teachers(tmp_path: Path) -> None:
     ("loss", "args", "kept"),
     [
         ("mine.py:f", ("loss.tau=1", "advantage.x=2"), ("loss.tau=1",)),
-        ("mine.py:f", ("tau=1",), ("tau=1",)),
+        ("mine.py:f", ("x=2", "tau=1"), ("tau=1",)),
+        ("mine.py:f", ("both=3", "unknown=4"), ("both=3", "unknown=4")),
         ("ppo_clip", ("x=2",), ()),
     ],
 )
 def test_a_loss_of_the_users_keeps_its_arguments(
-    loss: str, args: tuple[str, ...], kept: tuple[str, ...]
+    loss: str,
+    args: tuple[str, ...],
+    kept: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """What only the advantage takes is dropped with a warning, a misspelt one is refused."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "def f(inputs, bounds, tau=0, both=0): ...\ndef g(rewards_R, groups_R, x=0, both=0): ...\n"
+    )
     values: dict[str, Any] = {"algo.loss": loss, "algo.args": args, "algo.advantage": "mine.py:g"}
     config = with_values(DISTILL, values)
-    assert config.in_effect.algo.args == kept
+    assert in_effect(config).algo.args == kept
     text = "\n".join(ignored_settings(config, None, None))
     gone = " ".join(item for item in args if item not in kept)
     assert (f"algo.args {gone} has no effect: train.objective distill" in text) == bool(gone)
+    refused = [each for each in problems(in_effect(config), 2) if each.field == "algo.args"]
+    assert [each.value for each in refused] == [item for item in kept if "unknown" in item]
 
 
 def test_settings_without_effect_are_warned_of() -> None:
@@ -152,8 +165,8 @@ def test_settings_without_effect_are_warned_of() -> None:
     text = "\n".join(warnings(config, 1))
     for setting in ("algo.kl_coef = 0.3", "algo.kl_in = 'reward'"):
         assert f"{setting} has no effect: train.objective distill" in text
-    assert config.in_effect.algo.kl_coef == 0.0, "no pass of a reference policy"
+    assert in_effect(config).algo.kl_coef == 0.0, "no pass of a reference policy"
     in_loss = with_values(config, {"algo.kl_in": "loss", "algo.kl_estimator": "k2"})
-    assert warnings(in_loss, 1) == warnings(DISTILL, 1) and in_loss.in_effect.algo.kl_coef == 0.3
+    assert warnings(in_loss, 1) == warnings(DISTILL, 1) and in_effect(in_loss).algo.kl_coef == 0.3
     text = "\n".join(warnings(with_values(tiny_config(), {"algo.teacher_coef": 2.0}), 1))
     assert "algo.teacher_coef = 2.0 has no effect: algo.teacher is empty" in text

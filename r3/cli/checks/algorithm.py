@@ -60,25 +60,30 @@ def check_algorithm(config: Config, found: Findings) -> None:
         found.add("algo.overlong_buffer", rule, "DAPO uses a fifth of it; 0 disables the penalty")
 
 
+def takers_of_arguments(config: Config, found: Findings) -> list[Taker]:
+    """The user's advantage and loss, which `algo.args` are for; a missing one is a problem."""
+    takers = []
+    for role, spec in config.algo.own_functions.items():
+        node = find_function(spec, f"algo.{role}", found)
+        signature = signature_of(node) if node else None
+        passed = len(ALGORITHM_PARAMETERS[f"algo.{role}"])
+        takers.append(Taker(name=role, signature=signature, passed=passed))
+    return takers
+
+
 def _check_own_functions(config: Config, found: Findings) -> None:
     """The user's loss and advantage must be callable with what R3 passes and with algo.args."""
-    own, nodes, takers = config.algo.own_functions, {}, []
-    for role, spec in own.items():
-        field = f"algo.{role}"
-        node = find_function(spec, field, found)
-        nodes[role] = signature_of(node) if node else None
-        passed = len(ALGORITHM_PARAMETERS[field])
-        takers.append(Taker(name=role, signature=nodes[role], passed=passed))
+    takers = takers_of_arguments(config, found)
     given, faults = assigned(config.algo.args, takers)
     for item, rule, fix in faults:
         found.add("algo.args", rule, fix, value=item)
     if not found.sound("algo.args"):
         return
-    for (role, spec), arguments in zip(own.items(), given, strict=True):
-        field = f"algo.{role}"
-        if signature := nodes[role]:
-            parameters = ALGORITHM_PARAMETERS[field]
-            if problem := call_problem(field, spec, signature, parameters, arguments):
+    for taker, arguments in zip(takers, given, strict=True):
+        field = f"algo.{taker.name}"
+        if taker.signature:
+            spec, parameters = config.algo.own_functions[taker.name], ALGORITHM_PARAMETERS[field]
+            if problem := call_problem(field, spec, taker.signature, parameters, arguments):
                 found.problems.append(problem)
 
 

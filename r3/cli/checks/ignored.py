@@ -8,6 +8,7 @@ from typing import Any
 from r3.cli.checks.algorithm import algorithm_notes
 from r3.cli.checks.environment import check_environment_file
 from r3.cli.checks.findings import Findings
+from r3.cli.checks.objective import fixed
 from r3.config import Config, flatten
 from r3.config.settings import LOSSES
 from r3.models.shape import ModelShape
@@ -81,16 +82,17 @@ def ignored_settings(
     if config.train.objective == "sft":
         _supervised(config, values, ignored)
     if config.train.objective == "distill":
-        fixed = [name for name, value in config.fixed.items() if values[name] != value]
+        names = [name for name, value in fixed(config).items() if values[name] != value]
         because = "train.objective distill learns from the teacher alone"
-        if "algo.args" in fixed:
-            fixed.remove("algo.args")
-            own = [item for item in config.algo.args if item not in config.algo.args_of_loss]
+        if "algo.args" in names:
+            names.remove("algo.args")
+            kept = fixed(config)["algo.args"]
+            own = [item for item in config.algo.args if item not in kept]
             notes.append(f"algo.args {' '.join(own)} has no effect: {because}")
-        if "algo.kl_coef" in fixed:
-            fixed.append("algo.kl_in")
+        if "algo.kl_coef" in names:
+            names.append("algo.kl_in")
             because = f"{because}, not from rewards (--algo.kl_in loss has an effect)"
-        ignored(because, *fixed, "algo.dynamic_sampling_metric", "algo.overlong_buffer")
+        ignored(because, *names, "algo.dynamic_sampling_metric", "algo.overlong_buffer")
         ignored(because, "algo.overlong_penalty")
     if not config.algo.teacher:
         ignored("algo.teacher is empty", "algo.teacher_coef")
@@ -114,9 +116,10 @@ def ignored_settings(
 
 
 def _supervised(config: Config, values: Mapping[str, Any], ignored: _Ignored) -> None:
-    fixed = [name for name, value in config.fixed.items() if values[name] != value]
-    others = [name for name in values if name.startswith(_OF_ROLLOUTS) and name not in config.fixed]
-    ignored("train.objective is sft", *fixed, *others)
+    of_sft = fixed(config)
+    names = [name for name, value in of_sft.items() if values[name] != value]
+    others = [name for name in values if name.startswith(_OF_ROLLOUTS) and name not in of_sft]
+    ignored("train.objective is sft", *names, *others)
     if not config.uses_engine:
         because = "train.objective is sft and eval.path is empty, so nothing is sampled"
         names = [name for name in values if name.startswith(_OF_SAMPLING)]
