@@ -103,6 +103,22 @@ def accuracy_metrics(
     return metrics
 
 
+def is_graded(values: Sequence[float]) -> bool:
+    """Whether the function that decides gives more than right (1) and wrong (0)."""
+    return not all(are_equal((value, 0.0)) or are_equal((value, 1.0)) for value in values)
+
+
+def none_right(name: str, values: Sequence[float], decides: str) -> str:
+    """What to say of graded values of which none is that of a right response; "" if one is."""
+    if any(map(reaches, values)):
+        return ""
+    return (
+        f"{name}: no response is right: {decides} gave at most {max(values):.4g}, and a right "
+        "response has at least 1. The figure of the evaluation is the mean reward. "
+        "--reward.correct names the function that decides"
+    )
+
+
 def evaluate(
     engine: Engine,
     heldout: HeldOut,
@@ -177,14 +193,9 @@ def evaluate(
     )
     values = [value for _, part in gathered for value in part]
     note = ""
-    if not all(are_equal((value, 0.0)) or are_equal((value, 1.0)) for value in values):
+    if is_graded(values):
         metrics[f"eval/{settings.name}/reward"] = Mean(math.fsum(rewards), float(len(rewards)))
-        if not any(row["right"] for row in merged):
-            note = (
-                f"{settings.name}: no response is right: {decides} gave at most "
-                f"{max(values):.4g}, and a right response has at least 1. The figure of the "
-                "evaluation is the mean reward. --reward.correct names the function that decides"
-            )
+        note = none_right(settings.name, values, decides)
     if merged and all(row["finish_reason"] == "length" for row in merged):
         limit = f"{collector.max_response_tokens} tokens"
         setup = heldout.conversation_setup

@@ -122,10 +122,10 @@ class RolloutSource:
         if found and not self._said_constant:
             self._said_constant = True
             index, experts = found[0]
-            layer = self._task.shape.moe_layers[index]
+            layer, others = self._task.shape.moe_layers[index], len(found) - 1
             say(
                 f"step {step}: layer {layer} sent all tokens of all rollouts to experts {experts}"
-                f"{f', and so did {len(found) - 1} others' if len(found) > 1 else ''}. The router "
+                f"{f', and so did {others} more' if others else ''}. The router "
                 f"collapsed, or the capture of the layer does not work: if "
                 f"routing/agreement_layer/{layer} is near 1, the policy's own router agrees",
                 error=True,

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from r3.rollout.evaluate import accuracy_metrics, pass_at_k
+from r3.rollout.evaluate import accuracy_metrics, is_graded, none_right, pass_at_k
 
 pytestmark = pytest.mark.unit
 
@@ -60,6 +60,16 @@ def test_the_deciding_function_says_what_is_right() -> None:
     # A length penalty lowers right rewards below 1; a format reward lifts wrong ones above.
     metrics = accuracy_metrics("a", [0.97, 1.2, 0.3], 1, deciding=[1.0, 0.0, 0.0])
     assert value(metrics["eval/a/accuracy"]) == 1 / 3
+
+
+def test_a_graded_function_without_a_right_response_is_named() -> None:
+    assert not is_graded([0.0, 1.0, 0.7 + 0.2 + 0.1, 0.0]) and is_graded([0.0, 1.0, 0.5])
+    assert is_graded([0.0, -1.0]) and is_graded([2.0])
+    assert none_right("a", [0.25, 0.7 + 0.2 + 0.1], "length") == "", "1 but for rounding"
+    assert none_right("a", [0.25, 0.512345], "length").startswith(
+        "a: no response is right: length gave at most 0.5123, and a right response has at least 1. "
+        "The figure of the evaluation is the mean reward. --reward.correct names the function"
+    )
 
 
 def test_a_k_beyond_the_samples_of_a_set_is_left_to_the_other_sets() -> None:

@@ -22,8 +22,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from r3.metrics.console import COLUMNS, Console, columns_for, duration_text, stage, step_line
-from r3.metrics.glossary import GLOSSARY, Entry, UnknownMetricError, explain, is_wall_clock
+from r3.metrics.console import COLUMNS, Console, columns_for, duration_text, notes, stage, step_line
+from r3.metrics.glossary import (
+    GLOSSARY,
+    Entry,
+    UnknownMetricError,
+    explain,
+    headlines,
+    is_wall_clock,
+)
 from r3.metrics.heatmap import Grid
 from r3.metrics.meter import Meter
 from r3.metrics.reduce import (
@@ -461,6 +468,16 @@ def test_the_first_page_is_that_of_the_design(tmp_path: Path) -> None:
         {"mismatch/f2_replay", "mismatch/f2_live"},
         {"mismatch/abs_max_replay", "mismatch/abs_max_live"},
     ]
+
+
+def test_the_figure_of_a_graded_evaluation_is_its_mean_reward() -> None:
+    """Values between 0 and 1 are seldom "right": their accuracy would stay at 0."""
+    graded = {"eval/a/accuracy": 0.0, "eval/a/reward": 0.437, "eval/a/reward/length": 9.0}
+    row = {"eval/b/accuracy": 0.25, **graded}
+    assert headlines(row) == {"a": "eval/a/reward", "b": "eval/b/accuracy"}
+    assert "  eval 0.437" in step_line(row, 1, 2)
+    assert notes(row) == ["a accuracy 0.000", "a reward length 9.000", "b 0.250"]
+    assert "  eval 0.250" in step_line({"eval/b/accuracy": 0.25}, 1, 2)
 
 
 def test_the_layout_draws_known_metrics_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from r3.rollout.scored import (
     rescored,
     score_all,
 )
+from r3.rollout.step import RolloutSource
 from r3.runtime.mesh import Axis
 from r3.types import Rollout
 from tests.tiny import random_rollouts, tiny_config
@@ -160,6 +162,66 @@ def test_rewards_that_differ_by_rounding_have_no_signal() -> None:
     assert figures(rewards)["reward/group_zero_std_frac"] == 0.5
     advantages = [item.advantage for item in score_all(some, rewards, CONFIG)]
     assert advantages[:2] == [0.0, 0.0] and advantages[2] < 0 < advantages[3]
+
+
+def source(config: Config = CONFIG) -> RolloutSource:
+    """A source of rollouts that is asked for its warnings alone: without an engine."""
+    parts: Any = SimpleNamespace(
+        is_leader=True,
+        world=ALONE,
+        engine_dp=ALONE,
+        conversation_setup=None,
+        scorer=None,
+        shape=SHAPE,
+    )
+    return RolloutSource(parts, parts, config, parts)
+
+
+def test_a_step_without_signal_is_said_at_first_and_every_tenth(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    of_run = source()
+    flat, mixed = (
+        gather_rewards(collected(rewards=each), ALONE, CONFIG)
+        for each in ((1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 0.0, 1.0))
+    )
+    said = {}
+    # Steps 3 and 4 have no signal, nor have steps 6 to 26.
+    for step in range(1, 27):
+        of_run._warn_without_signal(step, mixed if step in (1, 2, 5) else flat)
+        if text := capsys.readouterr().err:
+            said[step] = text
+    first = "step 3: all 2 groups have equal rewards: rewards taught nothing. The questions are all"
+    assert list(said) == [3, 15, 25] and said[3].startswith(first)
+    assert "equal rewards, as in the 9 steps before: rewards taught" in said[15]
+    assert "equal rewards, as in the 19 steps before: rewards taught" in said[25]
+    whitened = source(replace(CONFIG, algo=replace(CONFIG.algo, advantage="reinforce_pp")))
+    whitened._warn_without_signal(1, flat)
+    assert not capsys.readouterr().err, "its advantages compare groups"
+    taught = source(replace(CONFIG, algo=replace(CONFIG.algo, teacher=("folder",))))
+    taught._warn_without_signal(1, flat)
+    assert not capsys.readouterr().err, "a teacher teaches all groups"
+
+
+def test_routers_that_send_all_tokens_the_same_way_are_said_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    working = collected((40, 41), (1.0, 0.0))
+    collapsed = collected((40, 41), (1.0, 0.0))
+    for rollout in collapsed.rollouts:
+        rollout.routed_experts[:] = np.arange(SHAPE.topk)
+    of_run, layers, experts = source(), SHAPE.moe_layers, list(range(SHAPE.topk))
+    counted = {}
+    for step, made in enumerate((working, collapsed, collapsed), 1):
+        (part,) = of_run._routes(step, made).values()
+        counted[step] = type(part).reduce([part]), capsys.readouterr().err
+    assert counted[1] == (0.0, "") and counted[3] == (len(layers), ""), "and goes on"
+    assert counted[2][0] == len(layers)
+    assert counted[2][1].startswith(
+        f"step 2: layer {layers[0]} sent all tokens of all rollouts to experts {experts}, and so "
+        f"did {len(layers) - 1} more. The router collapsed, or the capture of the layer does not "
+        f"work: if routing/agreement_layer/{layers[0]} is near 1, the policy's own router agrees"
+    )
 
 
 def dapo(metric: Literal["correct", "reward"], **algo: Any) -> Config:
