@@ -319,6 +319,20 @@ def test_corrections_by_hand(name: str, expected: list[float], cut: list[int]) -
     assert found_cut == [bool(value) for value in cut]
 
 
+def test_a_product_of_ratios_shrinks_with_the_length_and_a_mean_does_not() -> None:
+    """Ratios of 0.997: the product over 2,000 tokens leaves 0.25 % of the loss, and cuts nothing.
+
+    `correction/weight_mean` shows it; `correction/cut_frac` and `mismatch/weight` do not.
+    """
+    old_N = torch.full((2000,), math.log(0.997))
+    inputs = mismatch_inputs(old_N, torch.zeros(2000), torch.ones(2000), (0, 2000))
+    found = {name: correct(each, inputs) for name, each in CORRECTIONS.items()}
+    # float32: 2,000 rounded logarithms are added
+    assert found["sequence_tis"].weights_N[0] == pytest.approx(0.997**2000, rel=1e-3)
+    assert not found["sequence_tis"].cut_N.any() and found["sequence_mis"].cut_N.all()
+    assert found["token_tis"].weights_N.mean() == pytest.approx(0.997, rel=1e-5)
+
+
 def test_every_correction_is_tested_by_hand() -> None:
     names = {
         mark.args[1][i][0]

@@ -13,6 +13,7 @@ import torch
 from r3.algo.loss import Bounds, LossInputs, Sequences, aggregate, pg
 from r3.algo.packing import pack, with_advantages
 from r3.config import Config
+from r3.handover.rollouts import gather_lengths
 from r3.models.shape import ModelShape
 from r3.rollout.codec import decode, encode
 from r3.rollout.collected import CollectedRollouts
@@ -121,6 +122,18 @@ def test_filtered_responses_count_for_the_baseline_only() -> None:
     assert [item.trains for item in decode(encode(scored))] == [True, False, True, True]
     off = score_all(some, gather_rewards(some, ALONE, CONFIG), CONFIG)
     assert all(item.trains for item in off)
+    # Neither in the sum of the loss nor in its denominator.
+    assert [each.loss_tokens for each in gather_lengths(scored, ALONE)] == [6, 0, 16, 8]
+    assert [each.loss_tokens for each in gather_lengths(off, ALONE)] == [6, 20, 16, 8]
+
+
+def test_a_prompt_twice_in_a_step_is_two_groups() -> None:
+    """At the border of two epochs; one group of four would have another mean."""
+    twice = collected(rewards=(1.0, 0.0, 1.0, 1.0))
+    twice.rollouts[:] = [replace(each, prompt_id="rows:1") for each in twice.rollouts]
+    config = replace(CONFIG, algo=replace(CONFIG.algo, advantage="dr_grpo"))
+    scored = score_all(twice, gather_rewards(twice, ALONE, config), config)
+    assert [item.advantage for item in scored] == [0.5, -0.5, 0.0, 0.0]
 
 
 def test_advantages_can_be_replaced_in_a_packed_micro_batch() -> None:

@@ -266,6 +266,19 @@ def test_every_file_of_a_folder_is_read_and_bad_rows_name_theirs(tmp_path: Path)
     assert len(files_of(str(tmp_path))) == 3 and len(files_of(f"{tmp_path}/*.jsonl")) == 2
 
 
+def test_nulls_and_types_of_other_rows_change_no_value(tmp_path: Path) -> None:
+    """Neither of rows before, nor of other files: no column has one type for all rows."""
+    hints = [None, "x", 1.0, 2**60 + 1, [None, 1], {"a": 1}, {"b": None}]
+    for index, hint in enumerate(hints):
+        row = {"question": "?", "answer": "7", "hint": hint}
+        (tmp_path / f"{index}.jsonl").write_bytes(as_lines([row, row | {"hint": None}]))
+    rows, problems = read_rows(str(tmp_path), Columns())
+    assert not problems
+    found = [row.columns["hint"] for row in rows]
+    assert found == [each for hint in hints for each in (hint, None)]
+    assert [type(each) for each in found[::2]] == [type(hint) for hint in hints]
+
+
 def test_a_split_of_a_folder_is_told_by_names(tmp_path: Path) -> None:
     files = ("data/train-00000-of-00002", "data/train-00001-of-00002", "data/test-00000-of-00001")
     for index, name in enumerate((*files, "validation/a", "validation/b")):

@@ -65,6 +65,17 @@ def test_every_assistant_message_is_a_span(tokenizer: Any, tmp_path: Path) -> No
     assert learned == [place for first, end in row.spans for place in range(first, end)]
 
 
+def test_the_end_token_is_learned_where_it_also_pads(tmp_path: Path) -> None:
+    """Labels that leave out the padding token would leave out the end of every message."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.TINY_MOE)
+    tokenizer.pad_token = tokenizer.eos_token
+    path = write(tmp_path, json.dumps({"messages": CHAT}))
+    (row,) = load_prompts(path, tokenizer, **CHATS).prompts
+    rollout = as_rollout(row, 0, 0)
+    learned = rollout.tokens_T[rollout.loss_mask_T > 0].tolist()
+    assert learned.count(tokenizer.pad_token_id) == 2
+
+
 def test_an_answer_follows_the_prompt_of_rl(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path, json.dumps({"question": "Tom has 3 books.", "answer": "no number"}))
     (row,) = load_prompts(path, tokenizer, **ANSWERS).prompts
