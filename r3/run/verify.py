@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from r3.config import Config
+from r3.models.hf_checkpoint import replace_folder
 from r3.rollout.partial import FILE_PREFIX
 from r3.run.folder import RunDir
 from r3.run.identity import read_identity
@@ -55,9 +56,7 @@ def newest_whole(
             )
         notes.append(f"{text}; falling back to an older checkpoint")
         if writes and world.rank == 0:
-            aside = folder.with_name(f"damaged_{folder.name}")
-            if not aside.exists():
-                folder.rename(aside)
+            replace_folder(folder, folder.with_name(f"damaged_{folder.name}"))
     raise ResumeError(
         "\n".join([*notes, "no checkpoint of the run is whole. Fix: give another --log.dir"])
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import Metadata
 
 from r3 import assets
 from r3.config import ConfigError, from_yaml
@@ -21,8 +23,11 @@ from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import read_task
 from r3.run.folder import RunDir
 from r3.run.identity import read_identity
-from r3.run.resume import Start, open_run, register_start
+from r3.run.manifest import write_manifest
+from r3.run.resume import Found, Start, find_latest, open_run, register_start
 from r3.run.sources import read_sources, sources_of
+from r3.run.verify import newest_whole
+from r3.runtime.mesh import Axis
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -225,6 +230,26 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused(place: Place) -> None:
     with pytest.raises(ConfigError, match=r"train\.steps = 2: .*of step 3.*r3\.export .*--step 2"):
         place.start()
     assert place.start(train={"steps": 3}).found.step == 3  # type: ignore[union-attr]
+
+
+def test_a_checkpoint_that_is_damaged_again_is_moved_aside_again(tmp_path: Path) -> None:
+    """One that kept its name would count as the newest, and `checkpoint.keep` delete later ones."""
+    run_dir, alone = RunDir(tmp_path), Axis(name="world", group=None, rank=0, size=1)
+
+    def save(step: int) -> Found:
+        folder = run_dir.checkpoint(step)
+        folder.mkdir(parents=True)
+        (folder / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+        write_manifest(folder, run_id="", step=step, files={})
+        return Found(folder=folder, step=step)
+
+    first = save(1)
+    for _ in range(2):
+        damaged = save(2)
+        (damaged.folder / "manifest.json").unlink()
+        start = newest_whole(Start(found=damaged), run_dir, tiny_config(), alone, writes=True)
+        assert start.found == first and find_latest(run_dir.checkpoints) == first
+    assert (run_dir.checkpoints / "damaged_step_000002").is_dir()
 
 
 def test_the_model_of_an_abandoned_attempt_loses_its_name(place: Place) -> None:
