@@ -6,12 +6,23 @@
 # BASE is a preset, my.yaml, my_presets.py:function, or --from RUN_DIR: see train.py --help.
 #
 # NPROC   number of ranks (default: the GPUs that torch sees, or 2 without any)
-# PYTHON  interpreter (default: .venv/bin/python of this checkout, else python3)
+# PYTHON  interpreter (default: .venv/bin/python of this checkout, else the python3 in PATH)
 # MAX_RESTARTS  how often failed ranks are started again (default 0); a run resumes by itself
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
-if [ -z "${PYTHON:-}" ] && [ ! -x "$python" ]; then python=python3; fi
+if [ -z "${PYTHON:-}" ] && ! "$python" -c '' >/dev/null 2>&1; then
+  python=$(command -v python3 || true)
+  note="r3: $root/.venv has no Python that runs; 'make setup' makes one"
+fi
+# A Python without torch would end in a traceback. What it cannot import otherwise, it says itself.
+find='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
+if ! "${python:-false}" -c "$find" >/dev/null 2>&1; then
+  [ -z "${note:-}" ] || echo "$note" >&2
+  echo "r3: ${python:-python3} has no torch, or does not run: run 'make setup', or set PYTHON" >&2
+  exit 2
+fi
+if [ -n "${note:-}" ]; then echo "$note; taking $python" >&2; fi
 
 for word in "$@"; do
   case $word in
@@ -32,7 +43,7 @@ else
 fi
 
 # With GPUs too: torchrun would set 1, and packing and checks on the host would run on one core.
-cores=$(env -u OMP_NUM_THREADS nproc) # nproc would answer with that variable
+cores=$("$python" -I "$root/r3/runtime/limits.py") # nproc knows no quota of a container
 threads=$((cores / ranks))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 

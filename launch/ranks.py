@@ -54,6 +54,10 @@ def launch(argv: list[str]) -> int:
         from torch.distributed.elastic.multiprocessing import api
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main, parse_args
+
+        if not __package__:  # a script: R3 may not be installed
+            sys.path.append(str(Path(__file__).resolve().parents[1]))
+        from r3.run.rendezvous import Unreachable, addressed, impatient
     if check:
         _say("starting the ranks")
 
@@ -72,7 +76,12 @@ def launch(argv: list[str]) -> int:
     ignored = [each for each in signal.Signals if signal.getsignal(each) == signal.SIG_IGN]
     handled = [name for name in _SIGNALS if signal.Signals[name] not in ignored]
     try:
-        main(["--signals-to-handle", ",".join(handled), *argv])
+        flags = ["--signals-to-handle", ",".join(handled), *addressed(words)]
+        with impatient(words, _say):
+            main([*flags, *argv])
+    except Unreachable as error:
+        _say(f"r3: {error}", descriptor=2)
+        return 1
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code: int = failure.exitcode

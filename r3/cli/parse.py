@@ -250,7 +250,8 @@ def _laid_over(base: Base | None, values: Mapping[str, object]) -> Config:
     start = base.config if base else Config()
     config = with_values(start, replacing(start, values))
     if base and not config.log.dir:
-        config = with_values(config, {"log.dir": start.log.dir or base.log_dir})
+        folder = start.log.dir or os.environ.get("R3_LOG_DIR") or base.log_dir
+        config = with_values(config, {"log.dir": folder})
     return config
 
 

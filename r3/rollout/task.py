@@ -22,7 +22,8 @@ from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.evaluate import HeldOut
 from r3.runtime.algorithm import advantage_of, loss_of
-from r3.runtime.device import device_gib, has_gpu, host_gib
+from r3.runtime.device import device_gib, has_gpu
+from r3.runtime.limits import host_gib
 from r3.runtime.process import importing
 
 

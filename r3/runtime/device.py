@@ -28,6 +28,7 @@ from torch.multiprocessing import reductions
 
 from r3.runtime import terminal
 from r3.runtime.gloo import share_gloo_thread
+from r3.runtime.limits import host_gib, openmp_threads
 
 GIB = 2**30
 KEPT_SHARE = 1 / 4
@@ -184,26 +185,6 @@ def device_gib() -> float | None:
     )
 
 
-def host_gib() -> float:
-    """Memory in GiB of this machine, or of the job's part of it (cgroup version 2)."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return min(total, int(text) if text.isdecimal() else total) / GIB
-
-
-def host_processors(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Number of processors that this process may use, on Linux: those of its affinity, or fewer if
-    the job has a quota.
-
-    Args:
-        limit: file with the quota and its period in microseconds (cgroup version 2).
-    """
-    allowed = float(len(os.sched_getaffinity(0)))
-    quota, *period = limit.read_text().split() if limit.exists() else ["max"]
-    return min(allowed, int(quota) / int(period[0])) if quota.isdecimal() else allowed
-
-
 def processor(info: Path = Path("/proc/cpuinfo")) -> tuple[str, int]:
     """Vendor and family of the processor, as x86 processors under Linux name them; else ("", 0)."""
     first, *_ = info.read_text().split("\n\n") if info.exists() else [""]
@@ -230,8 +211,8 @@ def init_device(*, timeout_s: float = 1800.0) -> Device:
     is_cuda = has_gpu()
     local_rank = int(os.environ["LOCAL_RANK"])
     select_device()
-    if not is_cuda and "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if not is_cuda:
+        torch.set_num_threads(openmp_threads(os.environ["OMP_NUM_THREADS"]))
     if not is_cuda:
         keep_freed_memory()
     if not dist.is_initialized():

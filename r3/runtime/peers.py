@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from r3.runtime.device import host_processors
+from r3.runtime.limits import host_processors
 from r3.runtime.process import let_siblings_read, read_memory
 
 _SPIN_S = 0.01

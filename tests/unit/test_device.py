@@ -192,7 +192,8 @@ def test_much_freed_memory_goes_back_to_the_system_and_little_stays(ranks: int) 
     program = """
 import torch
 from r3.runtime import device as module
-from r3.runtime.device import Device, host_gib, keep_freed_memory
+from r3.runtime.device import Device, keep_freed_memory
+from r3.runtime.limits import host_gib
 
 module.KEPT_SHARE = 0.25 / host_gib()  # 256 MiB for all ranks of the machine
 device = Device(

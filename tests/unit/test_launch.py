@@ -6,7 +6,9 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +33,7 @@ _PROGRAMS = {
         ' echo "check $* on $LOCAL_WORLD_SIZE"; sleep $CHECK_S; exit $CHECK;;\n'
         ' *r3.doctor*) echo "health $*"; sleep $CHECK_S; exit $HEALTH;; esac\n'
         "trap 'echo stopped; exit 75' USR1 TERM\n"
-        'echo "ranks $*"\necho "threads $OMP_NUM_THREADS"\n'
+        'echo "ranks $*"\necho "folder $R3_LOG_DIR"\necho "threads $OMP_NUM_THREADS"\n'
         "for i in $(seq 20); do sleep 0.1; done; exit $CODE\n"
     ),
 }
@@ -97,12 +99,66 @@ def test_ranks_are_the_gpus_that_were_asked_for(
     assert code == 0
     assert f"--check --world-size {gpus} on {gpus}\n" in said
     assert f"--nproc_per_node {gpus} " in said
-    assert "--log.dir runs/slurm-77" in said
+    assert "\nfolder runs/slurm-77\n" in said
 
 
 def test_job_without_gpus_says_so(tmp_path: Path) -> None:
     code, said = submit(tmp_path, SLURM_GPUS_ON_NODE="")
     assert code == 2 and "no GPUs in this job" in said
+
+
+def test_the_folder_of_a_yaml_file_counts_before_that_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else each job of a chain begins a run of its own at step 0."""
+    monkeypatch.setenv("R3_LOG_DIR", "runs/slurm-77")
+    (tmp_path / "own.yaml").write_text("base: tiny-smoke\nlog: {dir: runs/mine}\n")
+    words = [str(tmp_path / "own.yaml"), "--parallel.ep", "1"]
+    assert parse(words).config.log.dir == "runs/mine"
+    assert parse([*words, "--log.dir", "runs/flag"]).config.log.dir == "runs/flag"
+    assert parse(["tiny-smoke", *words[1:]]).config.log.dir == "runs/slurm-77"
+
+
+def test_one_node_needs_no_name_and_several_take_a_free_port(tmp_path: Path) -> None:
+    code, said = submit(tmp_path)
+    assert code == 0 and " --standalone train.py tiny\n" in said and "rdzv" not in said
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 20077))
+        taken.listen()
+        code, said = submit(tmp_path, SLURM_JOB_NUM_NODES="2", R3_HEALTH="0")
+    assert code == 0 and re.search(r" --rdzv_endpoint node1:2007[89] --rdzv_id 77-0-run ", said)
+
+
+def test_a_job_without_python_says_what_to_do(tmp_path: Path) -> None:
+    code, said = submit(tmp_path, PYTHON=str(tmp_path / "absent"))
+    assert code == 2 and "absent: submit from the root of the checkout, run 'make setup'" in said
+
+
+@pytest.mark.parametrize("kind", ["absent", "broken"])
+def test_local_sh_names_the_python_that_it_takes(kind: str, tmp_path: Path) -> None:
+    root = tmp_path / "clone"
+    (root / "launch").mkdir(parents=True)
+    shutil.copy(ROOT / "launch/local.sh", root / "launch")
+    if kind == "broken":  # its interpreter was removed, as after an upgrade of the system
+        (root / ".venv/bin").mkdir(parents=True)
+        (root / ".venv/bin/python").symlink_to(tmp_path / "gone")
+
+    def run(python3: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [root / "launch/local.sh", "--help"],
+            env={"PATH": programs(tmp_path, {"python3": python3})},
+            capture_output=True,
+            text=True,
+        )
+
+    done = run('[ "$1" != -c ] || exit 1')  # it has no torch
+    first, second = done.stderr.splitlines()
+    assert done.returncode == 2 and f"{root}/.venv has no Python that runs; 'make setup'" in first
+    assert second.startswith(f"r3: {tmp_path}/python3 has no torch")
+    done = run('[ "$1" = -c ] || echo "$*"')
+    assert done.stdout == f"{root}/train.py --help\n"
+    assert f"; taking {tmp_path}/python3" in done.stderr
 
 
 @pytest.mark.parametrize(("cores", "threads"), [("64", 8), ("8", 1), ("4", 1)])
@@ -168,9 +224,9 @@ def test_ranks_of_a_gpu_machine_share_its_cores(
         tmp_path,
         {
             "nvidia-smi": "",
-            "nproc": f"echo ${{OMP_NUM_THREADS:-{cores}}}",
             # Torch sees four GPUs; other calls say what they would run on.
-            "r3": 'if [ "$1" = -c ]; then echo 4; else echo "$* on $OMP_NUM_THREADS"; fi',
+            "r3": f'case "$*" in -c*) echo 4;; *limits.py) echo {cores};; '
+            '*) echo "$* on $OMP_NUM_THREADS";; esac',
         },
     )
     done = subprocess.run(

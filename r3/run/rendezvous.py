@@ -1,0 +1,133 @@
+"""How launchers find each other: what torchrun takes from a host name that may not resolve."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_PATIENCE_S = 8.0  # machines that start together meet within a second
+_CONNECT_S = 2.0
+_LOOPBACK = "127.0.0.1"
+
+
+class Unreachable(Exception):
+    """The launchers cannot meet; the message says why and what to do."""
+
+
+def addressed(words: Any) -> list[str]:
+    """Flags of torchrun that make up for a name of this machine that does not resolve.
+
+    On one machine, ranks never need that name. Otherwise rank 0 would tell the others to find it
+    by a name that nobody knows, and they would wait for half an hour.
+
+    Args:
+        words: torchrun's, parsed.
+
+    Raises:
+        Unreachable: the name of the rendezvous does not resolve.
+    """
+    if words.standalone or words.nnodes in ("1", "1:1"):
+        return [] if words.local_addr else ["--local_addr", _LOOPBACK]
+    if words.rdzv_backend != "c10d":
+        return []  # --master_addr says all
+    host, port = endpoint(words)
+    if not _addresses(host):
+        raise Unreachable(
+            f"{host} of --rdzv_endpoint does not resolve on {socket.gethostname()}. Give the "
+            "address of the first machine as a number, or correct /etc/hosts or DNS"
+        )
+    flags: list[str] = []
+    if not _addresses(socket.gethostname()):
+        if not words.local_addr:
+            flags += ["--local_addr", _own_address(host, port)]
+        if not words.rdzv_conf:  # torchrun would compare names
+            flags += ["--rdzv_conf", f"is_host={int(is_here(host))}"]
+    return flags
+
+
+def endpoint(words: Any) -> tuple[str, int]:
+    """Host and port of the rendezvous."""
+    host, _, port = words.rdzv_endpoint.rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() else (words.rdzv_endpoint, 0)
+
+
+def _addresses(host: str) -> list[tuple[Any, ...]]:
+    try:
+        return [each[4] for each in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)]
+    except OSError:
+        return []
+
+
+def is_here(host: str) -> bool:
+    """Whether an address of the host belongs to this machine."""
+    return any(_binds(address[0], 0) for address in _addresses(host))
+
+
+def _binds(address: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine on the way to the host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((host, port or 1))
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def impatient(words: Any, say: Callable[[str], None]) -> Iterator[None]:
+    """Say what is waited for, if launchers of several machines have not met soon after the start.
+
+    Args:
+        words: torchrun's, parsed.
+        say: writes a line.
+    """
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+
+    if words.standalone or words.rdzv_backend != "c10d":
+        yield
+        return
+    host, port = endpoint(words)
+    if port and is_here(host) and not _binds(host, port):
+        say(
+            f"r3: port {port} of this machine is taken. If that is not another launcher of this "
+            "run, end this one and give --rdzv_endpoint a free port"
+        )
+    timer = threading.Timer(_PATIENCE_S, lambda: say(_waits_for(host, port, words.nnodes)))
+    timer.daemon = True
+    plain: Any = SimpleElasticAgent._rendezvous
+
+    def rendezvous(*arguments: Any) -> Any:
+        result = plain(*arguments)
+        timer.cancel()
+        return result
+
+    timer.start()
+    setattr(SimpleElasticAgent, "_rendezvous", rendezvous)  # noqa: B010
+    try:
+        yield
+    finally:
+        timer.cancel()
+        setattr(SimpleElasticAgent, "_rendezvous", plain)  # noqa: B010
+
+
+def _waits_for(host: str, port: int, nodes: str) -> str:
+    """What a launcher says that has waited for the others."""
+    here = f"r3: waiting for the launchers of {nodes} machines at {host}:{port}"
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except TimeoutError:
+        return f"{here}, which does not answer: does a firewall block the port?"
+    except OSError as error:
+        return f"{here}: {error.strerror or error}. Does the launcher run on {host}?"
+    return f"{here}: not all have come. Do they run, with this endpoint and --rdzv_id?"

@@ -1,0 +1,89 @@
+"""Processors and memory that this process may use: the machine's, or its job's part of them.
+
+A container, a Slurm job or a systemd unit limits its processes with control groups: version 2, or
+one tree per controller in version 1. Limits of the groups above a process hold too.
+
+    python r3/runtime/limits.py        print the number of processors: launch/local.sh
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_GIB = 1024**3
+
+
+def host_gib(root: Path = Path("/")) -> float:
+    """Memory in GiB of this machine, or of the job's part of it.
+
+    Args:
+        root: folder that stands for `/`, in tests.
+    """
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for version, group in _groups("memory", root):
+        text = _read(group / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+        if text.isdecimal():  # without a limit: "max", or in version 1 more than any machine has
+            limits.append(int(text))
+    return min(limits) / _GIB
+
+
+def host_processors(root: Path = Path("/")) -> float:
+    """Number of processors that this process may use, on Linux: those of its affinity, or fewer if
+    the job has a quota.
+
+    Args:
+        root: folder that stands for `/`, in tests.
+    """
+    limits = [float(len(os.sched_getaffinity(0)))]
+    for version, group in _groups("cpu", root):
+        if version == 2:
+            quota, _, period = _read(group / "cpu.max").partition(" ")
+        else:
+            quota, period = (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if quota.isdecimal() and period.isdecimal():  # without a limit: "max", or -1
+            limits.append(int(quota) / int(period))
+    return min(limits)
+
+
+def openmp_threads(value: str) -> int:
+    """Threads that OMP_NUM_THREADS asks for: the first number of a list (`8,2`); 1 if there is
+    none.
+    """
+    first = value.split(",")[0].strip()
+    return max(1, int(first)) if first.isdecimal() else 1
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
+    """Version and folder of each group that holds this process, up to the root of its tree.
+
+    A container may see its own group as the root of a tree, under the path that it has outside.
+    """
+    mounted = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _number, controllers, path = line.split(":", 2)
+        if not controllers:
+            trees = [(2, mounted), (2, mounted / "unified")]  # the latter beside version 1
+        elif controller in controllers.split(","):
+            trees = [(1, mounted / controller), (1, mounted / controllers)]
+        else:
+            continue
+        for version, tree in trees:
+            here = tree / path.lstrip("/")
+            yield from ((version, each) for each in (here, *here.parents) if _is_in(each, tree))
+
+
+def _is_in(path: Path, tree: Path) -> bool:
+    return path == tree or tree in path.parents
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    print(max(1, int(host_processors())))

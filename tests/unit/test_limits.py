@@ -1,0 +1,87 @@
+"""Limits of a job: the files of control groups as Linux, Docker and Slurm write them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from r3.runtime.limits import host_gib, host_processors, openmp_threads
+
+pytestmark = pytest.mark.unit
+
+_MIB = 2**20
+_UNLIMITED = "9223372036854771712"  # memory.limit_in_bytes of version 1
+_CASES = {
+    "version 2, the group of a container is its root": (
+        "0::/",
+        {"cpu.max": "50000 100000", "memory.max": str(64 * _MIB)},
+        (0.5, 64),
+    ),
+    "version 2, a Slurm step below its job, which has the limit": (
+        "0::/system.slice/slurmstepd.scope/job_7/step_0/user",
+        {
+            "system.slice/slurmstepd.scope/job_7/memory.max": str(32 * _MIB),
+            "system.slice/slurmstepd.scope/job_7/step_0/memory.max": "max",
+            "system.slice/slurmstepd.scope/job_7/cpu.max": "max 100000",
+            "system.slice/slurmstepd.scope/job_7/step_0/user/cpu.max": "25000 100000",
+            "system.slice/slurmstepd.scope/job_8/memory.max": str(_MIB),
+        },
+        (0.25, 32),
+    ),
+    "version 1, Slurm": (
+        "12:cpu,cpuacct:/slurm/uid_0/job_7\n5:memory:/slurm/uid_0/job_7\n1:name=systemd:/x",
+        {
+            "cpu,cpuacct/slurm/uid_0/job_7/cpu.cfs_quota_us": "20000",
+            "cpu,cpuacct/slurm/uid_0/job_7/cpu.cfs_period_us": "100000",
+            "memory/slurm/uid_0/job_7/memory.limit_in_bytes": str(16 * _MIB),
+            "memory/memory.limit_in_bytes": _UNLIMITED,
+        },
+        (0.2, 16),
+    ),
+    "version 1, docker --cpus 0.5: the path outside, the files at the root": (
+        "4:cpu,cpuacct:/docker/4f\n3:memory:/docker/4f\n0::/docker/4f",
+        {
+            "cpu/cpu.cfs_quota_us": "50000",
+            "cpu/cpu.cfs_period_us": "100000",
+            "memory/memory.limit_in_bytes": str(8 * _MIB),
+        },
+        (0.5, 8),
+    ),
+    "version 1 without limits": (
+        "4:cpu:/\n3:memory:/",
+        {
+            "cpu/cpu.cfs_quota_us": "-1",
+            "cpu/cpu.cfs_period_us": "100000",
+            "memory/memory.limit_in_bytes": _UNLIMITED,
+        },
+        None,
+    ),
+    "no control groups": (None, {}, None),
+}
+
+
+@pytest.mark.parametrize(("own", "files", "expected"), _CASES.values(), ids=_CASES)
+def test_limits_of_the_job_count(
+    own: str | None,
+    files: dict[str, str],
+    expected: tuple[float, float] | None,
+    tmp_path: Path,
+) -> None:
+    texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    if own is not None:
+        texts["proc/self/cgroup"] = own
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _MIB
+    processors, mib = expected or (len(os.sched_getaffinity(0)), machine)
+    assert (host_processors(tmp_path), host_gib(tmp_path) * 1024) == (processors, mib)
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"), [("4", 4), ("8,2", 8), (" 3 ", 3), ("", 1), ("0", 1), ("-1", 1)]
+)
+def test_every_form_of_omp_num_threads_is_read(value: str, threads: int) -> None:
+    assert openmp_threads(value) == threads
