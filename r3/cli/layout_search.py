@@ -24,7 +24,7 @@ from r3.cli.step_time import (
     step_seconds,
     train_seconds,
 )
-from r3.config import Config, flatten, with_values
+from r3.config import Config, Problem, flatten, with_values
 from r3.models.shape import ModelShape
 
 _POLICY_PHASES = ("TRAIN", "OPTIMIZER", "SAVE")
@@ -67,11 +67,14 @@ class Search:
         proposals: at most one per layout of the ranks, the best first.
         tried: number of layouts.
         lacking_gib: phase -> GiB that even the best layout for that phase lacks.
+        refused: what the checks refuse in layouts whose memory suffices; of the layout with the
+            fewest such problems.
     """
 
     proposals: tuple[Proposal, ...]
     tried: int
     lacking_gib: Mapping[str, float]
+    refused: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +127,7 @@ def search(
     )
     lacking = dict.fromkeys(PHASES, float("inf"))
     found: list[tuple[tuple[float, float], Proposal]] = []
+    refused: list[Problem] = []
     tried = 0
     for layout in layouts(config, shape, world_size):
         tried += 1
@@ -137,7 +141,10 @@ def search(
         values = {**own, **engine}
         candidate = with_values(config, values)
         fits = target.fit(values)
-        if not fits.fits or not is_accepted(candidate, shape, world_size):
+        if not fits.fits:
+            continue
+        if problems := refusals(candidate, shape, world_size):
+            refused = min(refused or problems, problems, key=len)
             continue
         seconds = step_seconds(candidate, shape, world_size, gpu)
         proposal = Proposal(changes=target.changes(values), fit=fits, seconds=seconds)
@@ -147,6 +154,7 @@ def search(
         proposals=tuple(proposal for _, proposal in found),
         tried=tried,
         lacking_gib={phase: gib for phase, gib in lacking.items() if gib > 0},
+        refused=tuple(refused),
     )
 
 
@@ -240,10 +248,10 @@ def _engine_settings(target: _Target, layout: Values) -> Iterator[Values]:
                 yield values | {"engine.memory_fraction": fraction}
 
 
-def is_accepted(config: Config, shape: ModelShape, world_size: int) -> bool:
-    """Whether the checks of batch, layout and lengths find nothing wrong."""
+def refusals(config: Config, shape: ModelShape, world_size: int) -> list[Problem]:
+    """What the checks of batch, layout and lengths find wrong."""
     found = Findings(config)
     check_batch(config, found, world_size)
     check_layout(config, found, shape, world_size)
     check_lengths(config, found, shape)
-    return not found.problems
+    return found.problems

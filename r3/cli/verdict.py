@@ -18,7 +18,7 @@ from r3.cli.memory_plan import (
     host_memory,
 )
 from r3.cli.step_time import DEFAULT_GPU, EFFICIENCY, GPUS, Gpu
-from r3.config import Config, Problem
+from r3.config import Config, Problem, with_values
 from r3.models.shape import ModelShape
 
 _SHOWN_PROPOSALS = 3
@@ -74,6 +74,8 @@ def _remedy(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> str
 
 
 def _nowhere(config: Config, shape: ModelShape, world_size: int, gpu: Gpu, found: Search) -> str:
+    if found.refused and not found.lacking_gib:
+        return _refused(config, shape, world_size, gpu, found)
     lacks = ", ".join(f"{phase} {gib:.1f} GiB" for phase, gib in found.lacking_gib.items())
     text = (
         f"none of {found.tried} layouts of {world_size} devices of {gpu.gib:g} GiB fits, with any "
@@ -87,6 +89,20 @@ def _nowhere(config: Config, shape: ModelShape, world_size: int, gpu: Gpu, found
         if search(config, shape, count, gpu).proposals:
             return f"{text}\n{count} such devices would fit: --plan-for {count}x{gpu.gib:g}"
     return text
+
+
+def _refused(config: Config, shape: ModelShape, world_size: int, gpu: Gpu, found: Search) -> str:
+    """Memory suffices: the settings that do not fit so many devices, and a batch that does."""
+    lines = [f"memory is enough on {world_size} devices of {gpu.gib:g} GiB, but"]
+    lines += [f"  - {problem}" for problem in found.refused]
+    if [problem.field for problem in found.refused] == ["rollout.prompts_per_step"]:
+        unit = math.lcm(world_size, config.train.updates_per_step)
+        prompts = math.ceil(config.rollout.prompts_per_step / unit) * unit
+        larger = with_values(config, {"rollout.prompts_per_step": prompts})
+        if proposals := search(larger, shape, world_size, gpu).proposals:
+            flags = f"--rollout.prompts_per_step {prompts} {proposals[0].flags}".strip()
+            lines.append(f"{flags} fit (tried; a step takes about {proposals[0].step_s:.0f} s)")
+    return "\n".join(lines)
 
 
 def plan_for(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> tuple[bool, str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from r3.config import ConfigError, Problem
 from r3.run.folder import owner_of
+from r3.runtime.process import boot_id
 from r3.runtime.terminal import say
 
 _NAME = "run.lock"
@@ -39,8 +40,13 @@ class Holder:
     host: str
     pid: int
     started: str
+    boot: str = ""
     beat: int = 0
     ended: bool = False
+
+    def shares_locks(self, other: Holder) -> bool:
+        """Whether one kernel serves both. Machines that are copies of one have equal names."""
+        return (self.boot or self.host) == (other.boot if self.boot else other.host)
 
 
 class RunLock:
@@ -140,10 +146,14 @@ def hold(folder: Path, *, stale_s: float = _STALE_S) -> RunLock:
     try:
         local = _flock(descriptor, path)
         holder = _read(descriptor)
-        host = socket.gethostname()
-        if holder is not None and not holder.ended and not (local and holder.host == host):
+        mine = Holder(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=time.strftime("%Y-%m-%d %H:%M:%S"),
+            boot=boot_id(),
+        )
+        if holder is not None and not holder.ended and not (local and mine.shares_locks(holder)):
             _require_silence(path, holder, stale_s)
-        mine = Holder(host=host, pid=os.getpid(), started=time.strftime("%Y-%m-%d %H:%M:%S"))
         return RunLock(descriptor, mine, path)
     except ConfigError:
         os.close(descriptor)

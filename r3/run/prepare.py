@@ -29,6 +29,7 @@ from r3.run.check import check_task
 from r3.run.folder import RunDir
 from r3.run.header import result
 from r3.run.lock import require_free
+from r3.run.rendezvous import addresses
 from r3.run.resume import ResumeError, Start, open_run
 from r3.run.sources import sources_of
 from r3.run.watchdog import Watchdog
@@ -185,8 +186,21 @@ def require_others_in_reach(*, launched: bool = True) -> None:
         rule = f"{socket.gethostname()} has no network interface {missing[0]}"
         fix = f"name one of {', '.join(here)}, or unset the variable"
         problems.append(Problem("GLOO_SOCKET_IFNAME", named, rule, fix))
+    several = launched and world != os.environ.get("LOCAL_WORLD_SIZE", world)
+    if several and has_address and not named and not _inside(os.environ["MASTER_ADDR"]):
+        own = addresses(name := socket.gethostname())
+        if all(map(_inside, own)):  # gloo would give it to the others as its address
+            found = f"resolves to {own[0]}" if own else "does not resolve"
+            rule = f"other machines cannot reach this one: its name {name} {found}"
+            fix = f"name one of {', '.join(each for each in here if each != 'lo')}"
+            problems.append(Problem("GLOO_SOCKET_IFNAME", named, rule, fix))
     if problems:
         raise LaunchError(problems)
+
+
+def _inside(address: str) -> bool:
+    """Whether an address is one that each machine has for itself."""
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def require_engines_within_machines(config: Config) -> None:

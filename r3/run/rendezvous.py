@@ -34,13 +34,13 @@ def addressed(words: Any) -> list[str]:
     if words.rdzv_backend != "c10d":
         return []  # --master_addr says all
     host, port = endpoint(words)
-    if not _addresses(host):
+    if not addresses(host):
         raise Unreachable(
             f"{host} of --rdzv_endpoint does not resolve on {socket.gethostname()}. Give the "
             "address of the first machine as a number, or correct /etc/hosts or DNS"
         )
     flags: list[str] = []
-    if not _addresses(socket.gethostname()):
+    if not addresses(socket.gethostname()):
         if not words.local_addr:
             flags += ["--local_addr", _own_address(host, port)]
         if not words.rdzv_conf:  # torchrun would compare names
@@ -54,16 +54,19 @@ def endpoint(words: Any) -> tuple[str, int]:
     return (host.strip("[]"), int(port)) if host and port.isdecimal() else (words.rdzv_endpoint, 0)
 
 
-def _addresses(host: str) -> list[tuple[Any, ...]]:
+def addresses(host: str) -> list[str]:
+    """The addresses of a host; none if its name does not resolve."""
     try:
-        return [each[4] for each in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)]
+        return [
+            str(each[4][0]) for each in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+        ]
     except OSError:
         return []
 
 
 def is_here(host: str) -> bool:
     """Whether an address of the host belongs to this machine."""
-    return any(_binds(address[0], 0) for address in _addresses(host))
+    return any(_binds(address, 0) for address in addresses(host))
 
 
 def _binds(address: str, port: int) -> bool:

@@ -29,6 +29,7 @@ from torch.multiprocessing import reductions
 from r3.runtime import terminal
 from r3.runtime.gloo import share_gloo_thread
 from r3.runtime.limits import host_gib, openmp_threads
+from r3.runtime.process import boot_id
 
 GIB = 2**30
 KEPT_SHARE = 1 / 4
@@ -295,10 +296,10 @@ def machine_id() -> str:
     Equal host names of two containers differ so, and so do two containers of one machine that do
     not see each other's processes: shared tensors are opened through /proc.
     """
-    boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    processes = Path("/proc/self/ns/pid")
     parts = [
         os.uname().nodename,
-        boot.read_text().strip() if boot.exists() else "",
+        boot_id(),
         os.readlink(processes) if processes.is_symlink() else "",
     ]
     return ":".join(parts)

@@ -12,10 +12,17 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 _MOST_FILES = 1 << 16  # some libraries go through all that are allowed
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_PTRACER = 1, 15, 0x59616D61
+
+
+def boot_id() -> str:
+    """What Linux calls the time since this machine was started; "" elsewhere."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
 
 
 def die_with_parent(parent: int) -> None:

@@ -388,6 +388,17 @@ def test_every_proposal_is_accepted_and_fits(
     assert fits and "3. " in text and "4. " not in text
 
 
+def test_a_batch_that_does_not_divide_is_no_lack_of_memory() -> None:
+    config = PRESETS["qwen3-0.6b"]()
+    fits, text = plan_for(config, DENSE_SHAPE, 6, gpu(80))
+    first, problem, proposal = text.splitlines()
+    assert not fits and first == "memory is enough on 6 devices of 80 GiB, but"
+    assert "rollout.prompts_per_step = 64: must be a multiple of the 6 ranks" in problem
+    assert proposal.startswith("--rollout.prompts_per_step 66 ") and "fit (tried" in proposal
+    larger = with_values(config, {"rollout.prompts_per_step": 66})
+    assert plan_for(larger, DENSE_SHAPE, 6, gpu(80))[0]
+
+
 def test_a_model_that_fits_nowhere_is_said_to() -> None:
     found = search(BIG, BIG_SHAPE, 1, gpu(80))
     assert found.proposals == () and found.lacking_gib["TRAIN"] > 100

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -339,6 +340,34 @@ def test_a_rank_that_would_wait_without_end_says_why(
     assert end.value.code == 2 and rule in capfd.readouterr().err
     if "RANK" in variables:
         require_others_in_reach(launched=False)  # a launcher will set its own
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("localhost", "its name localhost resolves to "),  # as Debian's 127.0.1.1
+        ("nowhere.invalid", "its name nowhere.invalid does not resolve"),  # RFC 2606
+        ("192.0.2.7", ""),
+    ],
+)
+def test_a_machine_that_others_cannot_reach_is_named(
+    name: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo gives the others the address of the name, and they would wait without end."""
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    variables = _RANK | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    if rule:
+        with pytest.raises(ConfigError, match=f"GLOO_SOCKET_IFNAME.*{rule}"):
+            require_others_in_reach()
+    else:
+        require_others_in_reach()
+    for variable, value in {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        with monkeypatch.context() as patch:  # all ranks are here
+            patch.setenv(variable, value)
+            require_others_in_reach()
 
 
 def test_small_shared_memory_is_refused_before_the_ranks_use_it(
