@@ -57,7 +57,7 @@ def launch(argv: list[str]) -> int:
 
         if not __package__:  # a script: R3 may not be installed
             sys.path.append(str(Path(__file__).resolve().parents[1]))
-        from r3.run.rendezvous import Unreachable, addressed, impatient
+        from r3.run.rendezvous import addressed, impatient
     if check:
         _say("starting the ranks")
 
@@ -72,16 +72,17 @@ def launch(argv: list[str]) -> int:
         # Ranks that are restarted would otherwise read the addresses of the dead ones. The price:
         # rank 0 listens on a port that was free seconds ago, when the launcher chose it.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    try:
+        found = addressed(words)
+    except ValueError as error:
+        _say(f"r3: {error}", descriptor=2)
+        return 1
     # What this process ignores, as after nohup, it goes on to ignore.
     ignored = [each for each in signal.Signals if signal.getsignal(each) == signal.SIG_IGN]
     handled = [name for name in _SIGNALS if signal.Signals[name] not in ignored]
     try:
-        flags = ["--signals-to-handle", ",".join(handled), *addressed(words)]
         with impatient(words, _say):
-            main([*flags, *argv])
-    except Unreachable as error:
-        _say(f"r3: {error}", descriptor=2)
-        return 1
+            main(["--signals-to-handle", ",".join(handled), *found, *argv])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code: int = failure.exitcode

@@ -13,10 +13,6 @@ _CONNECT_S = 2.0
 _LOOPBACK = "127.0.0.1"
 
 
-class Unreachable(Exception):
-    """The launchers cannot meet; the message says why and what to do."""
-
-
 def addressed(words: Any) -> list[str]:
     """Flags of torchrun that make up for a name of this machine that does not resolve.
 
@@ -27,7 +23,7 @@ def addressed(words: Any) -> list[str]:
         words: torchrun's, parsed.
 
     Raises:
-        Unreachable: the name of the rendezvous does not resolve.
+        ValueError: the name of the rendezvous does not resolve.
     """
     if words.standalone or words.nnodes in ("1", "1:1"):
         return [] if words.local_addr else ["--local_addr", _LOOPBACK]
@@ -35,7 +31,7 @@ def addressed(words: Any) -> list[str]:
         return []  # --master_addr says all
     host, port = endpoint(words)
     if not addresses(host):
-        raise Unreachable(
+        raise ValueError(
             f"{host} of --rdzv_endpoint does not resolve on {socket.gethostname()}. Give the "
             "address of the first machine as a number, or correct /etc/hosts or DNS"
         )
