@@ -22,11 +22,12 @@ from r3.config import ConfigError, from_yaml
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import read_task
 from r3.run.folder import RunDir
-from r3.run.identity import read_identity
+from r3.run.identity import Identity, read_identity
 from r3.run.manifest import write_manifest
 from r3.run.resume import Found, Start, find_latest, open_run, register_start
 from r3.run.sources import read_sources, sources_of
 from r3.run.verify import newest_whole
+from r3.run.writing import Unwritten
 from r3.runtime.mesh import Axis
 from tests.tiny import tiny_config
 
@@ -250,6 +251,28 @@ def test_a_checkpoint_that_is_damaged_again_is_moved_aside_again(tmp_path: Path)
         start = newest_whole(Start(found=damaged), run_dir, tiny_config(), alone, writes=True)
         assert start.found == first and find_latest(run_dir.checkpoints) == first
     assert (run_dir.checkpoints / "damaged_step_000002").is_dir()
+
+
+def test_checkpoints_of_an_earlier_process_count_for_keep(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        (tmp_path / f"step_{step:06d}").mkdir()
+    (tmp_path / ".step_000004.partial").mkdir()
+    written = Unwritten(
+        folder=tmp_path / "step_000004",
+        shards={},
+        files={},
+        private={},
+        facts={"step": 4},
+        identity=Identity(run_id="", key=""),
+        keep=2,
+        started=0.0,
+    )
+    written._publish([])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step_000003",
+        "step_000004",
+    ]
 
 
 def test_the_model_of_an_abandoned_attempt_loses_its_name(place: Place) -> None:
