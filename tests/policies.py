@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -212,3 +213,18 @@ def read_back(policy: Policy, *, backward: bool = False) -> Iterator[dict[int, l
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def tensors_with(sizes: Sequence[int]) -> list[str]:
+    """Shapes of the reachable tensors, or of their bases, with a dimension of one of these sizes.
+
+    Tensors without memory do not count.
+    """
+    gc.collect()
+    return sorted(
+        f"{tuple(one.shape)} {one.dtype}"
+        for one in gc.get_objects()
+        if issubclass(type(one), torch.Tensor)  # `isinstance` makes modules warn
+        and not {*sizes}.isdisjoint((*one.shape, *(one._base.shape if one._is_view() else ())))
+        and one.untyped_storage().nbytes()
+    )

@@ -318,6 +318,11 @@ GLOSSARY: dict[str, Entry] = {
     "memory/residue_gib": Entry(
         "memory in GiB that stays while engine and policy are both put away, fullest rank", _MEMORY
     ),
+    "memory/fragmented_gib": Entry(
+        "memory of the device in GiB that no tensor uses and that cannot be returned, after the "
+        "policy's offload, fullest rank; 0 on CPU",
+        _MEMORY,
+    ),
     **{
         f"memory/{phase}_gib": Entry(f"memory use in GiB in state {phase}, fullest rank", _MEMORY)
         for phase in ("sync", "generate", "train")

@@ -20,13 +20,15 @@ nothing meanwhile, because a rank copies by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import nn
 
 from r3.policy import kernels  # noqa: F401  (defines torch.ops.r3)
 from r3.runtime.mesh import Axis
@@ -61,7 +63,9 @@ def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
 
 def first_set(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
     """Columns of the first `topk` true values of each row, without waiting for the device."""
-    return routing_map.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :topk]
+    order_NE = routing_map.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    # A view would keep the memory of all columns until backward.
+    return order_NE[:, :topk].contiguous()
 
 
 class Rows(NamedTuple):
@@ -381,6 +385,24 @@ class TokenDispatcher(MoETokenDispatcher):
         # They would live until the next forward.
         self._tokens = self._shared_output = None
         return output
+
+
+@contextmanager
+def restored_dispatchers(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """After the block, the dispatchers of all MoE layers have the attributes that they had before.
+
+    Inside, Megatron's and R3's dispatchers keep tensors of the micro-batch, some with their graph,
+    until the next forward. On CUDA, one such tensor keeps the whole segment of the allocator that
+    it lies in, which may be one that gradients were cut from.
+    """
+    layers = [one for chunk in chunks for one in chunk.modules() if isinstance(one, MoELayer)]
+    kept = [(layer.token_dispatcher, dict(vars(layer.token_dispatcher))) for layer in layers]
+    try:
+        yield
+    finally:
+        for dispatcher, attributes in kept:
+            vars(dispatcher).clear()
+            vars(dispatcher).update(attributes)
 
 
 def owned_by_rank(experts_NK: torch.Tensor, ranks: int, local: int) -> torch.Tensor:

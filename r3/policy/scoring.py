@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from r3.algo.packing import filler_micro_batch
 from r3.models.shape import ModelShape
+from r3.policy.dispatch import restored_dispatchers
 from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.modules import packed_params
 from r3.policy.stages import KnownShapes
@@ -156,7 +157,7 @@ class ScoringPolicy:
         if self.mesh.pp.size > 1:
             config, chunks = self.wrapped[0].config, len(self.wrapped)
             stages = KnownShapes(config, self.mesh, lengths, num_chunks=chunks)
-        with torch.no_grad() if forward_only else nullcontext():
+        with torch.no_grad() if forward_only else nullcontext(), restored_dispatchers(self.wrapped):
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=[iter(enumerate(everything)) for _ in self.wrapped],

@@ -86,6 +86,15 @@ class Device:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
 
+    def fragmented_gib(self) -> float:
+        """Memory in GiB that torch keeps on the device beyond its tensors; 0 on CPU.
+
+        After `release_memory` it is what lies around tensors in segments that cannot be returned.
+        """
+        if not self.is_cuda:
+            return 0.0
+        return (torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / GIB
+
     def name(self) -> str:
         """The model of the GPU, or "CPU"."""
         return torch.cuda.get_device_name() if self.is_cuda else "CPU"

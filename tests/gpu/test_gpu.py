@@ -14,6 +14,8 @@ import torch
 from r3.policy import kernels
 from tests.e2e import precision_cases, push_cases, step_cases
 from tests.e2e.step_cases import StepRoutes
+from tests.families import random_checkpoint
+from tests.ranks import memory_cases
 from tests.world import run_world
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +48,17 @@ def test_push_makes_the_engine_equal_to_a_freshly_loaded_one(tmp_path: Path) -> 
     assert engine.cached == fresh
     assert engine.slept == [fresh, fresh]
     assert engine.compared > 0
+
+
+def test_the_policy_returns_its_memory_after_every_step(tmp_path: Path) -> None:
+    # 100 million parameters: gradients and optimizer state take 1.5 GiB, in segments that a small
+    # tensor would keep. On CPU the steps run, and nothing is measured.
+    wide = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32}
+    wide |= {"num_hidden_layers": 4}
+    sizes = wide if torch.cuda.is_available() else {}
+    model = str(random_checkpoint(tmp_path / "model", **sizes))
+    (found,) = run_world(memory_cases.fragments, 1, path=model, timeout_s=600.0)
+    assert len(found) == 5 and max(found) < 0.3, found
 
 
 @pytest.mark.parametrize("name", ["weighted_swiglu", "weighted_swiglu_backward", "sum_rows"])

@@ -1,0 +1,77 @@
+"""What a policy keeps of a step, on real ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from r3.config import Config
+from r3.policy.updates import train_on
+from r3.runtime.device import Device
+from r3.runtime.mesh import Mesh, build_mesh
+from tests.policies import batches_of, experts_as_on_cuda, policy_of, tensors_with
+from tests.tiny import tiny_config
+
+# Their sums are no dimension of the model.
+LENGTHS = (37, 53, 41, 67, 43, 61, 47, 59)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Reachable tensors with a dimension of the tokens of a micro-batch.
+
+    Attributes:
+        after_step: of the step.
+        with_a_slice: the same, while a slice of one more is kept.
+    """
+
+    after_step: list[str]
+    with_a_slice: list[str]
+
+
+def kept(device: Device, ep: int, settings: list[dict[str, dict[str, Any]]]) -> list[Kept]:
+    """What is reachable after a step with each of several settings. All ranks must call."""
+    found = []
+    mesh = build_mesh(device, tiny_config(parallel={"ep": ep}).parallel)
+    for sections in settings:
+        model = sections.get("model", {})
+        model["experts"] = experts_as_on_cuda(model.get("experts", "auto"))
+        always = {"model": model, "train": {"updates_per_step": 2}, "parallel": {"ep": ep}}
+        found.append(_kept(device, mesh, tiny_config(**sections | always)))
+    return found
+
+
+def _kept(device: Device, mesh: Mesh, config: Config) -> Kept:
+    policy = policy_of(device, mesh, config)
+
+    def trained() -> set[int]:
+        batches = batches_of(mesh, policy.shape, LENGTHS, num_updates=2)
+        rewards_R, groups_R = torch.ones(len(LENGTHS)), torch.arange(len(LENGTHS)) // 2
+        reported: dict[str, Any] = {}
+        report = reported.update
+        train_on(policy, batches, rewards_R, groups_R, config, step=1, report=report)
+        return {one.num_tokens for batch in batches for one in batch.micro_batches}
+
+    counts = sorted(trained())
+    after_step = tensors_with(counts)
+    column = torch.ones(8, counts[0])[:, 0]
+    with_a_slice = tensors_with(counts)
+    assert len(column) == 8  # it lives until here
+    return Kept(after_step, with_a_slice)
+
+
+def fragments(device: Device, path: str) -> list[float]:
+    """What the device cannot get back after each of five steps, in GiB."""
+    config = tiny_config(path, **{"model": {"dtype": "bfloat16"}})
+    mesh = build_mesh(device, config.parallel)
+    policy = policy_of(device, mesh, config)
+    found = []
+    for _ in range(5):
+        (batch,) = batches_of(mesh, policy.shape, LENGTHS)
+        policy.update(batch, total_updates=5)
+        policy.offload()
+        found.append(device.fragmented_gib())
+        policy.onload()
+    return found
