@@ -180,7 +180,7 @@ def parse(argv: Sequence[str]) -> Invocation:
             header = f"note: {config.log.dir} has another run, so a start there would be refused"
             text.append(_indented(header, [f"- {other}" for other in others]))
         if needs:
-            header = "needs (not here yet; the files in configs/ say where to get it)"
+            header = "needs (not here yet; files in configs/ say where to get what a preset names)"
             text.append(_indented(header, [f"- {need}" for need in needs]))
         _leave(0, "\n\n".join(text))
     # The run that follows a check prints the warnings, all but those about --device-gib.
@@ -546,18 +546,22 @@ def _resume_problems(config: Config, known: Sequence[Problem]) -> list[Problem]:
 
 
 def _needs(base: Base, problems: list[Problem]) -> list[Problem]:
-    """Problems that a download solves: what a preset names and the user has not changed."""
-    if base.root not in PRESETS:
-        return []
-    named = flatten(base.root_config)
+    """Problems that a download solves: what a preset names and the user has not changed, and files
+    that a model's folder lacks beside its config.json.
+    """
+    named = flatten(base.root_config) if base.root in PRESETS else {}
     return [
         problem
         for problem in problems
-        if problem.field in ("model.path", "data.path", "eval.path")
-        and problem.value
-        in (value if isinstance(value := named[problem.field], tuple) else (value,))
-        and not Path(str(problem.value)).exists()
-        and (problem.field != "model.path" or problem.value in KNOWN_SHAPES)
+        if problem.is_missing
+        or (
+            problem.field in named
+            and problem.field in ("model.path", "data.path", "eval.path")
+            and problem.value
+            in (value if isinstance(value := named[problem.field], tuple) else (value,))
+            and not Path(str(problem.value)).exists()
+            and (problem.field != "model.path" or problem.value in KNOWN_SHAPES)
+        )
     ]
 
 

@@ -33,6 +33,7 @@ class Problem:
         rule: the rule that the value breaks.
         fix: what to do.
         origin: the preset that set the value, if the user did not.
+        is_missing: a file is not there yet, which a run needs and a plan does not.
     """
 
     field: str
@@ -40,6 +41,7 @@ class Problem:
     rule: str
     fix: str
     origin: str = ""
+    is_missing: bool = False
 
     def __str__(self) -> str:
         origin = f" (set by {self.origin})" if self.origin else ""

@@ -37,6 +37,10 @@ _SHOWN_SHARDS = 3
 _BLOCK = 1 << 22
 
 
+class AbsentWeightsError(ShapeError):
+    """Files with weights are not there, or not all of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes and architecture of a model. A dense model has 0 experts and no `moe_layers`.
@@ -352,7 +356,7 @@ def weight_files(folder: str | Path) -> list[Path]:
             )
         return [folder / name for name in sorted(wanted)]
     if not names:
-        raise ShapeError("there are no *.safetensors files")
+        raise AbsentWeightsError("there are no *.safetensors files")
     if _WHOLE in names:
         return [folder / _WHOLE]
     for name in names:
@@ -367,7 +371,7 @@ def _require_all(absent: Sequence[str], count: int) -> None:
     if absent:
         shown = ", ".join(absent[:_SHOWN_SHARDS])
         more = f" and {len(absent) - _SHOWN_SHARDS} more" if len(absent) > _SHOWN_SHARDS else ""
-        raise ShapeError(f"{len(absent)} of {count} shards are missing: {shown}{more}")
+        raise AbsentWeightsError(f"{len(absent)} of {count} shards are missing: {shown}{more}")
 
 
 def checkpoint_faults(folder: str | Path, shape: ModelShape) -> list[str]:

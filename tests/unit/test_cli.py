@@ -725,6 +725,26 @@ def test_a_dry_run_excuses_only_what_the_preset_itself_names(
     assert "config: 4 problems" in message  # what is missing is said beside what is wrong
 
 
+def test_a_dry_run_plans_from_config_json_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes((TINY_MOE / "config.json").read_bytes())
+    whole, alone = (["--model.path", str(path)] for path in (TINY_MOE, tmp_path))
+    plans = []
+    for words in (whole, alone, [*whole, "--algo.teacher", str(tmp_path)]):
+        with pytest.raises(SystemExit) as end:
+            cli.parse(["tiny", "--dry-run", *words])
+        assert end.value.code == 0
+        plans.append(capsys.readouterr().out)
+    memory, needs = (plans[1].partition(title)[2] for title in ("memory per rank", "needs ("))
+    assert memory.partition("needs (")[0] in plans[0].partition("memory per rank")[2] + "\n\n"
+    for lacking in ("no tokenizer.json", "no chat template", "no *.safetensors files"):
+        assert lacking in needs
+    assert "algo.teacher = " in plans[2].partition("needs (")[2]
+    # A run has to load the model.
+    assert "no *.safetensors files" in refusal(capsys, "tiny", *alone)
+
+
 def test_a_dry_run_reads_the_data_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     for part, source in (("train", WORD_PROBLEMS_TRAIN), ("test", WORD_PROBLEMS_EVAL)):
         path = Path(f"data/gsm8k/{part}.jsonl")

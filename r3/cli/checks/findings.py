@@ -15,10 +15,12 @@ class Findings:
         self.values = flatten(config)
         self.problems: list[Problem] = []
 
-    def add(self, name: str, rule: str, fix: str, value: object = None) -> None:
+    def add(
+        self, name: str, rule: str, fix: str, value: object = None, *, is_missing: bool = False
+    ) -> None:
         """Add a problem with a setting, or with `value`, a part of it; each problem once."""
         shown = self.values[name] if value is None else value
-        problem = Problem(name, shown, rule, fix)
+        problem = Problem(name, shown, rule, fix, is_missing=is_missing)
         if problem not in self.problems:
             self.problems.append(problem)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from r3.cli.checks.findings import Findings
 from r3.config import Config, ConfigError
 from r3.models.freeze import frozen_tensors
-from r3.models.shape import ModelShape, ShapeError, checkpoint_faults
+from r3.models.shape import AbsentWeightsError, ModelShape, ShapeError, checkpoint_faults
 from r3.runtime.user_code import path_fix
 
 _SHOWN_TENSORS = 5  # of a checkpoint that does not fit
@@ -48,13 +48,13 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
         return None
     if not (folder / "tokenizer.json").is_file():
         fix = "save the model's fast tokenizer beside its weights"
-        found.add("model.path", "the folder has no tokenizer.json", fix)
+        found.add("model.path", "the folder has no tokenizer.json", fix, is_missing=True)
     if not has_chat_template(folder):
         fix = (
             "write chat_template.jinja into the folder; an instruction-tuned model of the same "
             "family has one"
         )
-        found.add("model.path", "the tokenizer has no chat template", fix)
+        found.add("model.path", "the tokenizer has no chat template", fix, is_missing=True)
     try:
         shape = ModelShape.read(folder)
     except OSError:
@@ -67,7 +67,9 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
     try:
         faults = checkpoint_faults(folder, shape)
     except ShapeError as error:
-        found.add("model.path", str(error), "download or export the checkpoint again")
+        absent = isinstance(error, AbsentWeightsError)
+        fix = "download or export the checkpoint again"
+        found.add("model.path", str(error), fix, is_missing=absent)
         return shape
     if faults:
         shown = "; ".join(faults[:_SHOWN_TENSORS])

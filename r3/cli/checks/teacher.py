@@ -8,7 +8,7 @@ from r3.cli.checks.findings import Findings
 from r3.cli.checks.layout import check_layout
 from r3.cli.checks.model import is_folder
 from r3.config import Config
-from r3.models.shape import ModelShape, ShapeError, checkpoint_faults
+from r3.models.shape import AbsentWeightsError, ModelShape, ShapeError, checkpoint_faults
 
 
 def check_teacher(
@@ -39,11 +39,15 @@ def _fault(
     """Why a checkpoint cannot be the teacher; "" if it can."""
     if not is_folder(Path(path)):
         return "there is no such folder"
+    faults: list[str] = []
     try:
         teacher = ModelShape.read(path)
         faults = checkpoint_faults(path, teacher)
     except OSError:
         return "the folder has no config.json"
+    except AbsentWeightsError as error:
+        fix = "download or export the checkpoint again"
+        found.add("algo.teacher", str(error), fix, value=path, is_missing=True)
     except ShapeError as error:
         return str(error)
     if faults:
