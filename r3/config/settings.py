@@ -771,8 +771,9 @@ class EvalConfig:
 class CheckpointConfig:
     """Checkpoints to resume from, and the exported model."""
 
-    every: Annotated[int, AtLeast(0)] = 0
-    """Steps between checkpoints. 0: only after the last step."""
+    every: Annotated[int, AtLeast(-1)] = 0
+    """Steps between checkpoints. 0: only after the last step. -1: none, except where a signal stops
+    the run."""
     keep: Annotated[int, AtLeast(0)] = 2
     """Number of newest checkpoints to keep. 0: all."""
     background: bool = True

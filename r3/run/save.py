@@ -32,7 +32,7 @@ class Saver:
         settings = run.config.checkpoint
         self._beside = (
             axis_beside(run.mesh.world, timeout_s=run.config.debug.collective_timeout_s)
-            if settings.background and settings.every
+            if settings.background and settings.every > 0
             else None
         )
 
@@ -52,8 +52,7 @@ class Saver:
         settings, run = self._run.config, self._run
         is_last = step == settings.train.steps
         signal_name = "" if is_last else run.stop.agreed(run.mesh.world)
-        every = settings.checkpoint.every
-        if is_last or signal_name or (every and step % every == 0):
+        if signal_name or is_due(step, settings.checkpoint.every, last=settings.train.steps):
             self._due = True
         elif run.background.is_busy and all(
             run.mesh.world.all_gather_object(run.background.is_done)
@@ -115,6 +114,11 @@ class Saver:
         if self._run.device.rank == 0:
             text = f"checkpoint of step {step} not written: {error}; the next step tries again"
             say(text, error=True)
+
+
+def is_due(step: int, every: int, *, last: int) -> bool:
+    """Whether `checkpoint.every` asks for a checkpoint after a step."""
+    return (step == last and every >= 0) or (every > 0 and step % every == 0)
 
 
 def export_weights(run: Run) -> None:
