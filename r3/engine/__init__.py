@@ -5,12 +5,14 @@ This is the only room that imports vllm, and it does so only when an engine is b
 
 from r3.engine.build import EngineConfigError
 from r3.engine.engine import Engine, EngineStateError, WeightMismatch
+from r3.engine.memory import DeviceMemoryError
 from r3.engine.parsers import message_parser
 from r3.engine.sampler import Sampled, Sampling, Turn, sampling_seed
 from r3.engine.transcript import CaptureSpec, Transcript
 
 __all__ = [
     "CaptureSpec",
+    "DeviceMemoryError",
     "Engine",
     "EngineConfigError",
     "EngineStateError",

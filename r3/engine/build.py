@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from r3.engine.layers import replace_layers
+from r3.engine.memory import neighbours_named
+from r3.engine.messages import show_as_lines
 from r3.runtime.device import preserved_random_state
 from r3.runtime.process import importing
 
@@ -135,7 +137,13 @@ def kept_process_state() -> Iterator[None]:
 
 
 def build_llm(
-    config: Config, device: Device, *, max_model_len: int, capture: bool, from_disk: bool = False
+    config: Config,
+    device: Device,
+    *,
+    max_model_len: int,
+    capture: bool,
+    share: float,
+    from_disk: bool = False,
 ) -> LLM:
     """Build vLLM's `LLM`. All ranks must call at the same place: it creates process groups.
 
@@ -146,15 +154,18 @@ def build_llm(
     Args:
         max_model_len: maximum tokens of a conversation.
         capture: whether routed experts are returned.
+        share: fraction of the device's memory that must be free (`share_of_device`); GPU only.
         from_disk: load the checkpoint's weights instead of random ones.
 
     Raises:
         EngineConfigError: the engine differs from what R3 relies on.
+        DeviceMemoryError: another process has memory of the device that the engine needs.
     """
     if not device.is_cuda:
         import_for_cpu()
     with importing():
         from vllm import LLM
+    show_as_lines()
 
     engine = config.engine
     arguments: dict[str, Any] = dict(
@@ -178,13 +189,7 @@ def build_llm(
     if engine.kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 2**30)
     if device.is_cuda:
-        arguments |= dict(
-            enable_sleep_mode=True,
-            gpu_memory_utilization=engine.memory_fraction,
-            # Modular Triton experts capture routes; up to vLLM 0.27 a fused kernel returned only
-            # zeros.
-            moe_backend="triton",
-        )
+        arguments |= cuda_arguments(config, share)
     else:
         _inspect_models_in_this_process()
         arguments |= dict(
@@ -200,7 +205,7 @@ def build_llm(
         )
         arguments.setdefault("kv_cache_memory_bytes", DEFAULT_CPU_KV_CACHE_BYTES)
     names = _own_shared_memory() if not device.is_cuda and config.parallel.engine_tp > 1 else ""
-    with kept_process_state():
+    with kept_process_state(), neighbours_named(device, share):
         llm = LLM(**arguments)
     for segment in Path("/dev/shm").glob(f"{names}*") if names else ():
         # All ranks have mapped it: unlinked now, it cannot outlive a run that is killed.
@@ -213,6 +218,18 @@ def build_llm(
         )
     require_head_type(llm, config)
     return llm
+
+
+def cuda_arguments(config: Config, share: float) -> dict[str, Any]:
+    """What an engine on CUDA gets beside the arguments of every engine; see `build_llm`."""
+    return dict(
+        enable_sleep_mode=True,
+        gpu_memory_utilization=share,
+        # Modular Triton experts capture routes; up to vLLM 0.27 a fused kernel returned only zeros.
+        moe_backend="triton",
+        # Inductor refuses vLLM's graphs in torch's deterministic mode.
+        enforce_eager=config.debug.deterministic,
+    )
 
 
 def require_head_type(llm: LLM, config: Config) -> None:

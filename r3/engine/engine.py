@@ -14,7 +14,7 @@ import torch
 from r3.engine.build import build_llm
 from r3.engine.direct import DirectWeights
 from r3.engine.experts import ExpertBlock
-from r3.engine.memory import Part, Sleeper
+from r3.engine.memory import Part, Sleeper, share_of_device
 from r3.engine.proof import Comparison, compare
 from r3.engine.sampler import Sampler
 from r3.engine.slots import SlotRoutes
@@ -90,11 +90,18 @@ class Engine:
         self.reloaded_experts: dict[int, str] = {}
         self.why_reloaded = ""
         self._plan: DirectWeights | None = None  # of the last `load_weights`
+        _, total_gib = device.memory_gib()
+        share = share_of_device(config, shape, total_gib)
         self.llm: LLM = build_llm(
-            config, device, max_model_len=max_model_len, capture=self.capture, from_disk=from_disk
+            config,
+            device,
+            max_model_len=max_model_len,
+            capture=self.capture,
+            share=share,
+            from_disk=from_disk,
         )
         self._routes = SlotRoutes(self.llm) if self.capture and not device.is_cuda else None
-        self._sleeper = Sleeper(self.llm, device)
+        self._sleeper = Sleeper(self.llm, device, share)
         self.sleep()
 
     @property

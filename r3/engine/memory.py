@@ -10,24 +10,79 @@ they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from r3.runtime.device import Device, discard
+from r3.models.shape import BYTES_OF, ModelShape
+from r3.runtime.device import GIB, Device, discard
 
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from r3.config import Config
+
 Part = Literal["weights", "kv_cache"]
+
+
+# What vLLM says where another process has memory, or takes some -> what that means for a user.
+_TAKEN = {
+    "Free memory on device": "the engine does not fit beside the other processes on this device",
+    "Memory usage increased after sleeping": "another process took memory of this device while the "
+    "engine gave up its own, which vLLM takes for its own mistake",
+}
+
+
+class DeviceMemoryError(RuntimeError):
+    """Another process has memory of the device that the engine needs."""
+
+
+def share_of_device(config: Config, shape: ModelShape, total_gib: float) -> float:
+    """Fraction of the device's memory that must be free when vLLM builds the engine.
+
+    With `engine.kv_cache_gib` that is what the cache and the weights take: then vLLM uses the
+    fraction for nothing else.
+    """
+    engine = config.engine
+    if not engine.kv_cache_gib:
+        return engine.memory_fraction
+    weights = shape.num_params * BYTES_OF[engine.dtype] / config.parallel.engine_tp
+    return min(1.0, (weights / GIB + engine.kv_cache_gib) / total_gib)
+
+
+@contextmanager
+def neighbours_named(device: Device, share: float) -> Iterator[None]:
+    """Inside, an error of vLLM about other processes' memory names these and says what to do.
+
+    Args:
+        share: fraction of the device that the engine asks for.
+
+    Raises:
+        DeviceMemoryError: in the place of vLLM's error.
+    """
+    try:
+        yield
+    except (ValueError, AssertionError) as error:
+        reason = next((said for sign, said in _TAKEN.items() if sign in str(error)), "")
+        if not reason:
+            raise
+        free, total = device.memory_gib()
+        raise DeviceMemoryError(
+            f"{reason}. {free:.1f} of {total:.1f} GiB are free; the engine asks for "
+            f"{share * total:.1f}. On the device: {', '.join(device.processes()) or 'unknown'}. "
+            "End the other processes, or use another device. engine.kv_cache_gib, or a smaller "
+            "engine.memory_fraction, lets the engine ask for less"
+        ) from error
 
 
 class Sleeper:
     """Frees and restores the memory of one engine."""
 
-    def __init__(self, llm: LLM, device: Device) -> None:
+    def __init__(self, llm: LLM, device: Device, share: float) -> None:
         self._llm = llm
-        self._device = device
+        self._device, self._share = device, share
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
 
     def sleep(self, level: int) -> None:
@@ -37,7 +92,8 @@ class Sleeper:
         core = self._llm.llm_engine.engine_core.engine_core
         while core.batch_queue:
             self._llm.llm_engine.step()
-        self._llm.sleep(level=level)
+        with neighbours_named(self._device, self._share):
+            self._llm.sleep(level=level)
         if not self._device.is_cuda:
             kept = [storage for storage in self._kv_storages() if not discard(storage)]
             self._freed = [(storage, storage.nbytes()) for storage in kept]

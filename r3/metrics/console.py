@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from r3.metrics.glossary import headlines
-from r3.runtime.terminal import out, say
+from r3.runtime.terminal import is_line_open, out, say
 
 _TITLES_EVERY = 20  # rows between two repetitions of the column titles
 _MAX_WIDTH = 160
@@ -166,7 +166,10 @@ def stage(what: str) -> Iterator[None]:
             yield
     finally:
         took = f"{time.perf_counter() - started:.1f} s"
-        say(f"{what} ... {took}" if console else f" {took}")
+        if is_line_open():
+            say(f" {took}", continues=True)
+        else:
+            say(f"{what} ... {took}")
 
 
 class Console:

@@ -12,6 +12,8 @@ import logging
 import mmap
 import os
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -81,10 +83,31 @@ class Device:
         CPU, with what `release_memory` let stay.
         """
         if self.is_cuda:
-            free, total = torch.cuda.mem_get_info()
-            return (total - free) / GIB
+            free, total = self.memory_gib()
+            return total - free
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
+
+    def memory_gib(self) -> tuple[float, float]:
+        """Free and total memory of the device; of this machine on CPU."""
+        if self.is_cuda:
+            free, total = torch.cuda.mem_get_info()
+            return free / GIB, total / GIB
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return pages / GIB, host_gib()
+
+    def processes(self) -> list[str]:
+        """Programs on this GPU as nvidia-smi lists them, with process id and memory.
+
+        Empty on CPU, without nvidia-smi, and where programs run in other containers.
+        """
+        program = shutil.which("nvidia-smi")
+        if not (self.is_cuda and program):
+            return []
+        query = ["--query-compute-apps=gpu_uuid,pid,process_name,used_memory"]
+        query += ["--format=csv,noheader"]
+        listed = subprocess.run([program, *query], capture_output=True, text=True).stdout
+        return programs_on(str(torch.cuda.get_device_properties(self.torch).uuid), listed)
 
     def fragmented_gib(self) -> float:
         """Memory in GiB that torch keeps on the device beyond its tensors; 0 on CPU.
@@ -105,6 +128,21 @@ class Device:
             return {}
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         return {"CUDA": str(torch.version.cuda), "NCCL": nccl}
+
+
+def programs_on(uuid: str, listed: str) -> list[str]:
+    """The programs on one GPU among those that nvidia-smi lists.
+
+    Args:
+        uuid: of the GPU, without the prefix that nvidia-smi gives it.
+        listed: lines of "GPU, process id, name, memory".
+    """
+    rows = [line.split(", ") for line in listed.splitlines()]
+    return [
+        f"{name} (process {pid}{', this one' if pid == str(os.getpid()) else ''}, {memory})"
+        for gpu, pid, name, memory in (row for row in rows if len(row) == 4)
+        if gpu.removeprefix("GPU-") == uuid
+    ]
 
 
 def prepare_environment() -> None:

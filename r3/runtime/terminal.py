@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 _own: dict[int, TextIO] = {}  # by descriptor, in a program that has called `own_streams`
+_open: list[TextIO] = []  # the stream with a line that has no end yet
 
 
 class _Lossy(io.FileIO):
@@ -75,11 +76,25 @@ def err() -> TextIO:
     return _own.get(2) or sys.stderr
 
 
-def say(text: object, *, error: bool = False, end: str = "\n") -> None:
-    """Write a text and a line end at once."""
+def say(text: object, *, error: bool = False, end: str = "\n", continues: bool = False) -> None:
+    """Write a text and a line end at once, on a line of its own.
+
+    Args:
+        end: "" leaves the line open.
+        continues: the text continues an open line.
+    """
     stream = err() if error else out()
+    if _open and not continues:
+        _open[0].write("\n")
+        _open[0].flush()
+    _open[:] = [] if end else [stream]
     stream.write(f"{text}{end}")
     stream.flush()
+
+
+def is_line_open() -> bool:
+    """Whether nobody has written since a `say` that left its line open."""
+    return bool(_open)
 
 
 def say_in_handler(text: str) -> None:

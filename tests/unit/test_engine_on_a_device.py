@@ -1,0 +1,130 @@
+"""What an engine asks of a device that others use too, and how vLLM's warnings are shown."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from r3.engine.build import cuda_arguments
+from r3.engine.memory import DeviceMemoryError, neighbours_named, share_of_device
+from r3.engine.messages import show_as_lines
+from r3.metrics.console import stage
+from r3.models.shape import ModelShape
+from r3.runtime.device import Device, programs_on
+from r3.runtime.terminal import say
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+SHAPE = ModelShape.read(tiny_config().model.path)
+
+
+def test_an_engine_with_a_given_cache_asks_for_that_and_its_weights() -> None:
+    config = tiny_config(engine={"kv_cache_gib": 4.0, "dtype": "bfloat16"})
+    weights_gib = 2 * SHAPE.num_params / 2**30
+    assert share_of_device(config, SHAPE, 80.0) == pytest.approx((4.0 + weights_gib) / 80)
+    assert share_of_device(config, SHAPE, 2.0) == 1.0  # vLLM allows no more
+    config = tiny_config(engine={"kv_cache_gib": 0.0, "memory_fraction": 0.3})
+    assert share_of_device(config, SHAPE, 80.0) == 0.3
+
+
+def test_a_deterministic_engine_compiles_nothing() -> None:
+    for deterministic in (True, False):
+        config = tiny_config(debug={"deterministic": deterministic})
+        assert cuda_arguments(config, 0.5)["enforce_eager"] is deterministic
+
+
+class Shared(Device):
+    """A device of 80 GiB that another program uses."""
+
+    def memory_gib(self) -> tuple[float, float]:
+        return 20.0, 80.0
+
+    def processes(self) -> list[str]:
+        return ["python (process 77, 59000 MiB)"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            ValueError("Free memory on device cuda:0 (20/80 GiB) on"),
+            "does not fit beside the other",
+        ),
+        (AssertionError("Memory usage increased after sleeping."), "another process took memory"),
+    ],
+)
+def test_errors_about_other_processes_name_them(error: Exception, reason: str) -> None:
+    here: dict[str, Any] = dict(rank=0, local_rank=0, world_size=1, host="here")
+    device = Shared(torch=torch.device("cuda", 0), is_cuda=True, **here)
+    with pytest.raises(DeviceMemoryError) as found, neighbours_named(device, 0.6):
+        raise error
+    said = str(found.value)
+    assert reason in said and "python (process 77, 59000 MiB)" in said
+    assert "20.0 of 80.0 GiB are free; the engine asks for 48.0" in said
+    other = type(error)("of another kind")
+    with pytest.raises(type(error)) as kept, neighbours_named(device, 0.6):
+        raise other
+    assert kept.value is other
+
+
+def test_programs_of_one_gpu_are_listed() -> None:
+    mine = os.getpid()
+    listed = f"GPU-a, 7, python, 10 MiB\nGPU-b, 8, python, 20 MiB\nGPU-a, {mine}, r3, 30 MiB\n"
+    assert programs_on("a", listed + "No running processes found\n") == [
+        "python (process 7, 10 MiB)",
+        f"r3 (process {mine}, this one, 30 MiB)",
+    ]
+
+
+@pytest.fixture
+def vllm_logger() -> Any:
+    """vLLM's logger, restored after the test."""
+    logger = logging.getLogger("vllm")
+    before = list(logger.handlers), logger.level, logger.propagate
+    logger.setLevel("WARNING")
+    logger.propagate = False
+    yield logger
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+def test_warnings_of_vllm_do_not_break_lines(
+    vllm_logger: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("sys.stderr", sys.stdout)  # one console for both
+    show_as_lines()
+    module = vllm_logger.getChild("worker")
+    with stage("building the engine"):
+        module.warning("unusual: %s", "a kernel")
+        module.warning("Using default MoE config. Performance might be sub-optimal!")
+        module.warning("%s %s during inference: %s", "Triton", "JIT compilation", "_swiglu")
+        module.warning("The seed: VLLM_ENABLE_V1_MULTIPROCESSING is set to False")
+        module.info("hidden")
+    with stage("building the policy"):
+        pass
+    say("step 1")
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.sub(r"\d+\.\d", "0.1", line) for line in lines] == [
+        "building the engine ...",
+        "vllm warning: unusual: a kernel",
+        "building the engine ... 0.1 s",
+        "building the policy ... 0.1 s",
+        "step 1",
+    ]
+
+
+def test_logging_that_a_user_configures_stays(
+    vllm_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", "mine.json")
+    before = list(vllm_logger.handlers)
+    show_as_lines()
+    assert vllm_logger.handlers == before
