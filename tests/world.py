@@ -36,6 +36,9 @@ QUIET_THREADS = {
     "KMP_BLOCKTIME": "0",
     "PYTHONPATH": str(ROOT),
 }
+# The processes that fork ranks ask whether there is a GPU. By default torch asks CUDA, which no
+# fork of the process can use then; with this variable it asks the driver's library.
+FORKS_CAN_USE_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 T = TypeVar("T")
 
@@ -82,7 +85,7 @@ class Rank:
             origin = subprocess.Popen(
                 [sys.executable, "-m", "tests.world"],
                 cwd=ROOT,
-                env=os.environ | QUIET_THREADS,
+                env=os.environ | QUIET_THREADS | FORKS_CAN_USE_CUDA,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,  # what is read ahead, `select` does not see

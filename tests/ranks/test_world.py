@@ -22,3 +22,9 @@ def test_hanging_rank_is_killed_and_the_next_world_runs(monkeypatch: pytest.Monk
     first, second = run_world(world_cases.facts, 2, name="R3_WORLD")
     assert first[:2] == [0, "now"] and second[:2] == [1, "now"]
     assert first[2] != second[2], "ranks have hash seeds of their own, as in a run"
+
+
+def test_the_process_that_forks_ranks_leaves_cuda_alone() -> None:
+    # It asks whether there is a GPU. Without this, no rank could use CUDA afterwards.
+    (environment,) = run_world(world_cases.forked_by, 1)
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK=1" in environment

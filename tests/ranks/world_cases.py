@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 from r3.runtime.device import Device
 
@@ -23,3 +24,9 @@ def hangs(device: Device, *, rank: int) -> None:
 def facts(device: Device, *, name: str) -> list[object]:
     """The rank's number, the value of a variable, and the hash of a text."""
     return [device.rank, os.environ.get(name), hash("text")]
+
+
+def forked_by(device: Device) -> list[str]:
+    """The environment of the process that forked this rank."""
+    environment = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    return environment.decode().split("\0")
