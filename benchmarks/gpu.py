@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from r3 import assets
+from r3.metrics.glossary import is_wall_clock
 from r3.policy.modules import causal_varlen
 from r3.run.folder import read_metrics
 from r3.runtime.device import Device, Stash, open_shared, share
@@ -322,24 +323,27 @@ def last(run: Path) -> Figures:
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0]
     wanted = (
         "reward/mean",
+        "loss/",
         "mismatch/",
         "routing/agreement",
         "time/",
+        "perf/",
         "memory/",
         "optim/grad_norm",
     )
+    curve = "reward/mean" if "reward/mean" in rows[-1] else "loss/total"
     return {
         "steps": len(rows),
-        "reward": [round(row["reward/mean"], 4) for row in rows],
+        curve.partition("/")[0]: [round(row[curve], 4) for row in rows],
         **{name: value for name, value in rows[-1].items() if name.startswith(wanted)},
     }
 
 
 def same(first: Path, second: Path) -> Figures:
-    """Whether two runs have the same figures in every step, times and memory aside."""
+    """Whether two runs have the same figures in every step, but for those of the wall clock."""
     runs = [
         [
-            {key: value for key, value in row.items() if not key.startswith(("time/", "memory/"))}
+            {key: each for key, each in row.items() if key == "step" or not is_wall_clock(key)}
             for row in read_metrics(run / "metrics.jsonl")
         ]
         for run in (first, second)

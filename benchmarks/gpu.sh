@@ -80,20 +80,25 @@ experiment stash 180
 # From the plainest engine to the one that users get.
 step doctor-plain 300 "$python" -m r3.doctor tiny $tiny --engine.async_scheduling false
 step doctor 300 "$python" -m r3.doctor tiny $tiny
-train run 600 tiny $tiny --train.steps 25 --log.dir "$out/run" --checkpoint.every 0
+train run 600 tiny $tiny --train.steps 25 --log.dir "$out/run" --checkpoint.every -1
 experiment last-run 60 "$out/run"
 # Routes, a push against a fresh engine, float32 output layer. One process per engine.
 step tests 900 "$python" -m pytest -q -m gpu tests/gpu
 experiment model 300 "$out/model"
 train large 600 tiny $tiny --model.path "$out/model" --train.steps 3 --eval.path '' \
   --engine.kv_cache_gib 16 --train.micro_batch_tokens 8192 --log.dir "$out/large" \
-  --checkpoint.every 0 --checkpoint.export false
+  --checkpoint.every -1 --checkpoint.export false
 experiment last-large 60 "$out/large"
 for i in 1 2; do
   train "deterministic-$i" 300 tiny-smoke $tiny --debug.deterministic true --train.steps 4 \
     --log.dir "$out/deterministic-$i"
 done
 experiment same-deterministic 60 "$out/deterministic-1" "$out/deterministic-2"
+for steps in 2 4; do  # the second one resumes the first
+  train "deterministic-to-$steps" 300 tiny-smoke $tiny --debug.deterministic true \
+    --train.steps $steps --log.dir "$out/deterministic-resumed"
+done
+experiment same-resumed 60 "$out/deterministic-1" "$out/deterministic-resumed"
 step doctor-runner-1 300 env VLLM_USE_V2_MODEL_RUNNER=0 "$python" -m r3.doctor tiny $tiny
 
 sleep 5

@@ -287,11 +287,31 @@ def test_first_gpu_run_types_what_exists(tmp_path: Path) -> None:
                 assert (ROOT / folder / "test_gpu.py").exists()
             case _:
                 raise AssertionError(words)
-    assert kinds == {"train": 5, "doctor": 3, "experiment": 11, "tests": 1}
+    assert kinds == {"train": 7, "doctor": 3, "experiment": 12, "tests": 1}
     steps = [json.loads(line)["step"] for line in (out / "results.jsonl").read_text().splitlines()]
     table = (ROOT / "benchmarks/gpu.md").read_text().partition("| step |")[2].partition("\n\n")[0]
     named = [name for row in table.splitlines() for name in re.findall("`([^`]*)`", row[:60])]
     assert set(steps) == {*named, "deterministic-2"} - {"-2"}
+
+
+@pytest.mark.parametrize("figure", ["reward/mean", "loss/total"])
+def test_figures_of_runs_with_and_without_rewards_are_compared(figure: str, tmp_path: Path) -> None:
+    def run(name: str, **changes: float) -> Path:
+        row = {figure: 0.5, "time/train_s": 1.0, "perf/tokens_per_s": 9.0, "memory/peak_gib": 2.0}
+        rows = [{"step": step} | row | changes for step in (1, 2)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+        return tmp_path / name
+
+    one = run("one")
+    slower = {"time/train_s": 3.0, "perf/tokens_per_s": 3.0, "memory/peak_gib": 1.0}
+    assert gpu.same(one, run("slower", **slower)) == {"different": [], "passed": True}
+    other = run("other", **{figure: 0.6, "perf/packing_efficiency": 0.9})
+    assert gpu.same(one, other) == {
+        "different": sorted([figure, "perf/packing_efficiency"]),
+        "passed": False,
+    }
+    assert gpu.last(other)[figure.partition("/")[0]] == [0.6, 0.6]
 
 
 def test_first_gpu_run_says_that_there_is_no_gpu(tmp_path: Path) -> None:
