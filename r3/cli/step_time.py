@@ -1,6 +1,6 @@
 """Seconds per phase of a step, estimated as work over the peak rates of a device.
 
-No GPU has measured them. They rank layouts; how far they are off is not known.
+They were not adjusted to a measurement. They rank layouts; how far they are off is not known.
 """
 
 from __future__ import annotations

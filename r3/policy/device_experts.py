@@ -5,8 +5,7 @@ order, go through torch's grouped products, and each token adds up its own rows 
 no atomic sum, and forward and recomputation give the same bits. Backward runs the same way in the
 other direction. Gradients of weights come last, while those of tokens travel.
 
-No GPU has run it. On CPU tensors it runs with plain torch, for tests; `r3.policy.fused_experts` is
-what CPU runs use.
+On CPU tensors it runs with plain torch, for tests; `r3.policy.fused_experts` is what CPU runs use.
 """
 
 from __future__ import annotations
