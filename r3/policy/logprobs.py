@@ -59,7 +59,7 @@ class Head:
 
         vLLM does the same for a float32 head (logits_processor.py). Products of bfloat16 numbers
         are exact in float32, so these are the logits of converted operands, about ten times faster.
-        Gradients are computed from converted operands.
+        Gradients are those of `products_of_halves`.
         """
         return self.fp32 and weight_VD.is_cuda and weight_VD.dtype == torch.bfloat16
 
@@ -145,12 +145,12 @@ class _HeadLogprobs(torch.autograd.Function):
         index_N1, mine_N = head.local_targets(targets_N, len(weight_VD))
         # d log p_target / d z_v = [v = target] - p_v and d H / d z_v = -p_v (log p_v + H).
         grad_N, entropy_grad_N = (grad / head.temperature for grad in grads)
-        weight, mixed = head.operand(weight_VD), head.is_mixed(weight_VD)
+        mixed = head.is_mixed(weight_VD)
+        weight = weight_VD if mixed else head.operand(weight_VD)
         grad_hidden_ND = torch.empty_like(hidden_ND)
         grad_weight_VD: torch.Tensor | None = None
         for rows in head.chunks(len(hidden_ND)):
-            hidden = head.operand(hidden_ND[rows])
-            scaled_NV = head.scaled_logits(hidden_ND[rows], weight_VD if mixed else weight)
+            scaled_NV = head.scaled_logits(hidden_ND[rows], weight)
             scaled_NV.sub_(top_N[rows, None])
             factor_NV = -grad_N[rows, None]
             if head.entropy_gradient:
@@ -161,9 +161,12 @@ class _HeadLogprobs(torch.autograd.Function):
             grad_NV.scatter_add_(
                 -1, index_N1[rows], torch.where(mine_N[rows], grad_N[rows], 0.0).unsqueeze(-1)
             )
-            grad_NV = grad_NV.to(weight.dtype)
-            grad_hidden_ND[rows] = product(grad_NV, weight)
-            part_VD = product(grad_NV.t(), hidden)
+            if mixed:
+                grad_hidden_ND[rows], part_VD = products_of_halves(grad_NV, weight, hidden_ND[rows])
+            else:
+                grad_NV = grad_NV.to(weight.dtype)
+                grad_hidden_ND[rows] = product(grad_NV, weight)
+                part_VD = product(grad_NV.t(), head.operand(hidden_ND[rows]))
             # Chunks are summed in float32, and the sum is rounded once.
             if grad_weight_VD is None:
                 grad_weight_VD = part_VD.to(torch.promote_types(part_VD.dtype, torch.float32))
@@ -171,6 +174,32 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad_weight_VD += part_VD
         assert grad_weight_VD is not None, "a micro-batch has at least one token"
         return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None
+
+
+def products_of_halves(
+    grad_NV: torch.Tensor, weight_VD: torch.Tensor, hidden_ND: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return grad @ weight [N, D] and grad.T @ hidden [V, D] in float32.
+
+    CUDA multiplies float32 without its tensor cores. So the gradient, float32, becomes the sum of
+    two bfloat16 numbers, which keeps 16 of its 24 bits. Their products with bfloat16 numbers are
+    exact in float32, and sums are float32.
+
+    Args:
+        grad_NV: float32.
+        weight_VD, hidden_ND: bfloat16.
+    """
+    high_NV = grad_NV.bfloat16()
+    halves = torch.cat([high_NV, (grad_NV - high_NV).bfloat16()])
+    first_ND, second_ND = _float32_product(halves, weight_VD).chunk(2)
+    return first_ND + second_ND, _float32_product(halves.t(), hidden_ND.repeat(2, 1))
+
+
+def _float32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right of bfloat16 matrices with float32 results; CPU, in tests, converts first."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 def logprobs_and_entropy(

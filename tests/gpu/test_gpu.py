@@ -16,6 +16,7 @@ from tests.e2e import precision_cases, push_cases, step_cases
 from tests.e2e.step_cases import StepRoutes
 from tests.families import random_checkpoint
 from tests.ranks import memory_cases
+from tests.unit.test_halves import errors
 from tests.world import run_world
 
 pytestmark = pytest.mark.gpu
@@ -59,6 +60,11 @@ def test_the_policy_returns_its_memory_after_every_step(tmp_path: Path) -> None:
     model = str(random_checkpoint(tmp_path / "model", **sizes))
     (found,) = run_world(memory_cases.fragments, 1, path=model, timeout_s=600.0)
     assert len(found) == 5 and max(found) < 0.3, found
+
+
+def test_gradients_of_a_float32_head_keep_16_bits() -> None:
+    found = errors("cuda" if torch.cuda.is_available() else "cpu")
+    assert max(found["halves"]) < 2**-16, found
 
 
 @pytest.mark.parametrize("name", ["weighted_swiglu", "weighted_swiglu_backward", "sum_rows"])
