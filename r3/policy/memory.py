@@ -103,7 +103,7 @@ class TrainingMemory:
         """
         adam = optimizer.optimizer
         groups, models = adam.param_groups, _model_parameters(optimizer)
-        parts = list(_parts([parameter for group in groups for parameter in group["params"]]))
+        parts = list(parts_of([parameter for group in groups for parameter in group["params"]]))
         owners = [{id(parameter) for parameter in part} for part in parts]
 
         def own(part: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -158,10 +158,14 @@ def _tensors_of(number: int, optimizer: Any) -> Iterator[tuple[torch.Tensor, str
                     yield parameter, f"{number}/state/{g}/{k}/{name}", value
 
 
-def _parts(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Split parameters into parts of about `_STREAMED_VALUES` values, at least one each."""
+def parts_of(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Split parameters into parts of about `_STREAMED_VALUES` values, at least one each.
+
+    The largest come first. A part comes to the device while the one before it goes: where both are
+    of one size, both directions of the host link are busy all the time.
+    """
     part: list[torch.Tensor] = []
-    for parameter in parameters:
+    for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
         if part and sum(one.numel() for one in part) + parameter.numel() > _STREAMED_VALUES:
             yield part
             part = []

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+import torch
 
 from r3.assets import TINY_MOE
 from r3.cli import dry_run
@@ -185,6 +187,23 @@ def test_a_streamed_optimizer_is_on_the_device_in_parts() -> None:
     assert offload_seconds(streamed, BIG_SHAPE, 8, gpu(80)) == pytest.approx(
         2 * offload_seconds(BIG, BIG_SHAPE, 8, gpu(80))
     )
+
+
+def test_both_directions_of_the_link_are_busy_while_the_optimizer_streams() -> None:
+    # A cut of Qwen3-30B-A3B: 6 layers, 128 experts, in the order of the model.
+    layer = [19 << 20, 128 * 1536 * 2048, 128 * 2048 * 768]
+    sizes = [151936 * 2048, *(layer * 6), 151936 * 2048]
+    parameters = [torch.empty(size, device="meta") for size in sizes]
+
+    def link_time(parts: list[int]) -> int:
+        """The first part comes alone; then each one goes while the next one comes."""
+        return parts[0] + sum(max(pair) for pair in pairwise([*parts, 0]))
+
+    parts = [sum(one.numel() for one in part) for part in memory.parts_of(parameters)]
+    assert sum(parts) == sum(sizes) and len(parts) == 20
+    assert link_time(parts) == sum(sizes) + max(sizes)  # nothing waits but the first part
+    # In the order of the model, large parts would wait for small ones.
+    assert link_time(sizes) > 1.4 * sum(sizes)
 
 
 def test_sync_buffers_and_cache_follow_the_layout() -> None:
