@@ -19,7 +19,7 @@ class _Lines(logging.Handler):
     """Writes each message on a line of its own, with the name of the library."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        said = record.getMessage()
+        said = self.format(record)  # with the traceback, if there is one
         if not any(phrase in said for phrase in _NEEDS_NO_ACTION):
             say(f"vllm {record.levelname.lower()}: {said}", error=True)
 
