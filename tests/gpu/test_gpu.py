@@ -15,8 +15,8 @@ from r3.policy import kernels
 from tests.e2e import precision_cases, push_cases, step_cases
 from tests.e2e.step_cases import StepRoutes
 from tests.families import random_checkpoint
+from tests.halves import errors
 from tests.ranks import memory_cases
-from tests.unit.test_halves import errors
 from tests.world import run_world
 
 pytestmark = pytest.mark.gpu

@@ -1,34 +1,12 @@
-"""Gradients of a float32 output layer by two halves in bfloat16, against float64."""
+"""Gradients of a float32 output layer keep 16 bits on tensor cores."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from r3.policy.logprobs import products_of_halves
+from tests.halves import errors
 
 pytestmark = pytest.mark.unit
-
-
-def errors(device: str) -> dict[str, list[float]]:
-    """Relative errors of both products: by halves, and by the first half alone."""
-    generator = torch.Generator().manual_seed(1)
-    tokens, vocabulary, width = 96, 3001, 64
-    logits_NV = torch.randn(tokens, vocabulary, generator=generator) * 3
-    # The gradient of a log-probability: values of all sizes, and one large one per row.
-    grad_NV = -logits_NV.softmax(-1)
-    grad_NV[torch.arange(tokens), logits_NV.argmax(-1)] += 1.0
-    weight_VD = torch.randn(vocabulary, width, generator=generator).bfloat16()
-    hidden_ND = torch.randn(tokens, width, generator=generator).bfloat16()
-    exact = (grad_NV.double() @ weight_VD.double(), grad_NV.double().t() @ hidden_ND.double())
-    rounded_NV = grad_NV.bfloat16().double()
-    rounded = (rounded_NV @ weight_VD.double(), rounded_NV.t() @ hidden_ND.double())
-    given = (each.to(device) for each in (grad_NV, weight_VD, hidden_ND))
-    halves = [each.cpu().double() for each in products_of_halves(*given)]
-    return {
-        name: [float((a - b).norm() / b.norm()) for a, b in zip(each, exact, strict=True)]
-        for name, each in {"halves": halves, "rounded": rounded}.items()
-    }
 
 
 def test_gradients_by_halves_keep_16_bits() -> None:
