@@ -61,7 +61,7 @@ class Talks:
 
     kinds: dict[str, Talk]
     guards: dict[str, str]
-    stopped: list[tuple[str, str]]
+    stopped: list[list[str]]
 
 
 def facts(rollout: Rollout, decode: Callable[[Any], str]) -> RolloutFacts:
@@ -138,7 +138,7 @@ def talks(
     return Talks(kinds=talks, guards=messages, stopped=stopped(talker, "<|im_end|>"))
 
 
-def stopped(talker: Talker, stop: str) -> list[tuple[str, str]]:
+def stopped(talker: Talker, stop: str) -> list[list[str]]:
     """Sample until a stop string; return last token and finish reason of each response."""
     sampling, found = Sampling(temperature=0.0, stop=(stop,)), []
     with talker.engine.sampler(policy_version=0) as sampler:
@@ -156,7 +156,7 @@ def stopped(talker: Talker, stop: str) -> list[tuple[str, str]]:
         while sampler.busy:
             found += sampler.step()
     decode = talker.task.tokenizer.decode
-    return [(decode(each.tokens_T[-1:]), each.finish_reason) for each in found]
+    return [[decode(each.tokens_T[-1:]), each.finish_reason] for each in found]
 
 
 def guards(engine: Engine, rollouts: Sequence[Rollout]) -> dict[str, str]:
