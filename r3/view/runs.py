@@ -121,7 +121,7 @@ def _read_rows(file: Path, notes: list[str]) -> list[dict[str, float]]:
         if isinstance(row, str) or type(step := row.get("step")) is not int:
             broken.append(number)
             continue
-        if step in found:
+        if step in found and step not in again:
             again.append(step)
         found[step] = {key: value for key, value in row.items() if _is_number(value)}
         texts += [f"{key} of step {step}" for key in row if key not in found[step]]

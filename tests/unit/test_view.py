@@ -118,6 +118,7 @@ def test_what_cannot_be_read_is_noted_and_the_rest_shown(
     run = write_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[1:1] = ["{torn", '{"reward/mean": 1}', '{"step": 2, "reward/mean": 9, "policy": "high"}']
+    lines.append(lines[-2])  # step 2 for the third time
     (run / "metrics.jsonl").write_text("\n".join(lines))
     (run / "config.yaml").write_text("train: [")
     facts = read_run(run)
