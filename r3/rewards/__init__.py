@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -29,6 +28,7 @@ from r3.config.arguments import Taker
 from r3.data.numbers import final_number
 from r3.metrics.users import checked_metrics
 from r3.runtime.exchange import number, own_copy
+from r3.runtime.terminal import say
 from r3.runtime.time_limit import time_limit
 from r3.runtime.user_code import callable_of, function_of
 from r3.runtime.workers import CallError
@@ -164,26 +164,27 @@ def compared(name: str, value: Callable[[], float], response: str) -> Score:
         response: for the message.
     """
     try:
-        return Score(time_limit(value, _LIMIT_S, _Late), {UNREAD[name]: 0.0})
+        return Score(checked(time_limit(value, _LIMIT_S, _Late)), {UNREAD[name]: 0.0})
     except Exception as error:  # it raises anything for text that a model may write
         if name not in _SAID:
             _SAID[name] = f"{type(error).__name__}: {str(error)[:200]}"
-            print(
+            say(
                 f"warning: {name} could not compare a response ({_SAID[name]}), which counts as "
                 f"wrong; {UNREAD[name]} is the share of such responses. It ends with "
                 f"{response[-200:]!r}",
-                file=sys.stderr,
-                flush=True,
+                error=True,
             )
         return Score(0.0, {UNREAD[name]: 1.0})
 
 
 def checked_score(value: Any) -> Score:
-    """Return the result of a user's function: a number, or a number and its metrics.
+    """Return the result of a function: a number, a number and its metrics, or what is checked.
 
     Raises:
-        CallError: it is neither.
+        CallError: it is none of them.
     """
+    if isinstance(value, Score):
+        return value
     if not (isinstance(value, tuple) and len(value) == 2):
         return Score(checked(value))
     try:

@@ -285,10 +285,16 @@ def test_others_scorers_fail_or_run_without_end_for_one_response_only(
     monkeypatch.setattr(rewards, "_LIMIT_S", 0.3)
     monkeypatch.setattr(rewards, "_SAID", {})
     endless = re.compile("(a+)+$")
-    for value in (lambda: endless.match("a" * 40 + "b"), lambda: float("seven")):
+    for value in (
+        lambda: endless.match("a" * 40 + "b"),
+        lambda: float("seven"),
+        lambda: float("nan"),
+    ):
         score = rewards.compared("gym", value, "seven")
         assert score == Score(0.0, {"reward/gym_unread": 1.0})
-    assert rewards.compared("gym", lambda: 0.5, "7") == Score(0.5, {"reward/gym_unread": 0.0})
+    scored = rewards.compared("gym", lambda: 0.5, "7")
+    assert scored == Score(0.5, {"reward/gym_unread": 0.0})
+    assert rewards.checked_score(scored) is scored, "what the scorer of a run takes"
     assert capsys.readouterr().err.count("gym could not compare a response (_Late") == 1
 
 
