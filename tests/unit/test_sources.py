@@ -510,11 +510,11 @@ def test_a_procedural_task_is_made_and_scored(tokenizer: Any) -> None:
     again = load_prompts(source, tokenizer, columns=Columns(), max_prompt_tokens=400)
     assert len(dataset) == 20 and dataset == again
     for prompt in dataset.prompts:
-        assert gym(prompt.answer, prompt) == 1.0
-        assert gym(f"It is so.\n#### {prompt.answer}", prompt) == 1.0
-        assert gym(f"<answer>0</answer> no, <answer>{prompt.answer}</answer>", prompt) == 1.0
-        assert gym(f"so \\boxed{{{prompt.answer}}}.", prompt) == 1.0
-        assert gym("#### nothing", prompt) < 1.0
+        assert gym(prompt.answer, prompt).value == 1.0
+        assert gym(f"It is so.\n#### {prompt.answer}", prompt).value == 1.0
+        assert gym(f"<answer>0</answer> no, <answer>{prompt.answer}</answer>", prompt).value == 1.0
+        assert gym(f"so \\boxed{{{prompt.answer}}}.", prompt).value == 1.0
+        assert gym("#### nothing", prompt).value < 1.0
     for bad in (
         "gym:no_such_task",
         "gym:chain_sum,size",
