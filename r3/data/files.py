@@ -48,6 +48,28 @@ _SPLITS = {
 }
 
 
+class TwiceError(ValueError):
+    """A key that an object of JSON has twice: one of the two values would be lost."""
+
+
+def read_json(content: bytes) -> Any:
+    """Read JSON.
+
+    Raises:
+        TwiceError: an object has a key twice.
+        ValueError, RecursionError: it is no JSON, or nested too deeply.
+    """
+    return json.loads(content, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise TwiceError(next(name for name in names if names.count(name) > 1))
+    return found
+
+
 class SourceError(ValueError):
     """A source cannot be read at all."""
 
@@ -204,7 +226,9 @@ def _content(path: Path, compression: str) -> bytes:
 
 def _array(content: bytes) -> Iterator[tuple[int, Any]]:
     try:
-        found = json.loads(content)
+        found = read_json(content)
+    except TwiceError as error:
+        raise SourceError(f"has an object with two keys {str(error)!r}", "remove one") from None
     except RecursionError:
         raise SourceError("is nested too deeply", "flatten the objects") from None
     except ValueError as error:

@@ -33,10 +33,12 @@ from r3.config.arguments import argument_value, arguments_fault
 from r3.data.conversation import MessageFault, is_learned, read_messages, read_tools
 from r3.data.files import (
     SourceError,
+    TwiceError,
     files_of_folder,
     files_of_glob,
     is_glob,
     read_file,
+    read_json,
 )
 from r3.data.numbers import final_number
 
@@ -174,6 +176,15 @@ def files_of(source: str) -> list[Path]:
         return files_of_glob(source) if is_glob(source) else []
     own = _is_saved(folder) or _has_own_configs(folder)
     return [] if own else files_of_folder(folder, split)
+
+
+def bytes_of(source: str) -> int:
+    """Bytes of the files of a source; 0 if it has none here."""
+    try:
+        files = files_of(source) or [Path(_without_slice(source)[0])]
+    except SourceError:
+        return 0
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def read_rows(source: str, columns: Columns) -> tuple[list[Row], list[RowProblem]]:
@@ -391,7 +402,7 @@ def _check(
     filled = not isinstance(content, bytes)  # tables have every key in every row
     if isinstance(content, bytes):
         try:
-            content = json.loads(content)
+            content = read_json(content)
         except UnicodeDecodeError as error:
             fault("row", f"is not UTF-8 at byte {error.start}", "save the file as UTF-8")
             return faults
@@ -404,6 +415,9 @@ def _check(
             return faults
         except RecursionError:
             fault("row", "is nested too deeply", "flatten the object")
+            return faults
+        except TwiceError as error:
+            fault("row", f"has two keys {str(error)!r}", "remove one: one value would be lost")
             return faults
         except ValueError as error:  # Python reads integers of at most 4300 digits
             fault("row", f"cannot be read ({error})", "write very long numbers as strings")

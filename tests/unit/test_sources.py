@@ -112,6 +112,7 @@ def test_every_source_names_a_bad_row(make: Any, tokenizer: Any, tmp_path: Path)
         ("rows.xlsx", "is a .xlsx file, which R3 does not read. Fix: give a JSONL, CSV"),
         ("none-*.jsonl", "matches no file"),
         ("cut.jsonl.gz", "is no whole .gz file"),
+        ("two.json", "has an object with two keys 'answer'. Fix: remove one"),
         ("short.csv", "has 1 values in line 3 for the 2 columns of line 1"),
         ("twice.csv", "has two columns 'question'"),
         ("cut.json", "begins with '[' and is not one JSON array"),
@@ -143,6 +144,7 @@ def test_a_source_that_cannot_be_read_is_named(
         "short.csv": "question,answer\n1+1?,2\n1+2?\n",
         "twice.csv": "question,question\n1,2\n",
         "cut.json": f"[{row},",
+        "two.json": '[{"question": "1?", "answer": "1", "answer": "2"}]',
         "mixed/train.jsonl": row,
         "mixed/algebra.jsonl": row,
         "mixed/geometry.jsonl": row,
@@ -298,6 +300,19 @@ def test_a_folder_that_changed_is_read_again_with_equal_size_and_time(tmp_path: 
         (tmp_path / "rows.jsonl").write_bytes(as_lines([{**ROWS[0], "answer": answer}]))
         os.utime(tmp_path / "rows.jsonl", (1, 1))
         assert read_rows(str(tmp_path), Columns())[0][0].answers == (answer,)
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_a_clone_that_changed_is_read_again_too(tmp_path: Path) -> None:
+    """Its card has `configs`, so `datasets` reads it, which keeps what it has read."""
+    card = "---\nconfigs:\n- config_name: default\n  data_files: rows.jsonl\n---\n"
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "clone" / "README.md").write_text(card)
+    for answer in ("#### 1", "#### 2"):
+        (tmp_path / "clone" / "rows.jsonl").write_bytes(as_lines([{**ROWS[0], "answer": answer}]))
+        os.utime(tmp_path / "clone" / "rows.jsonl", (1, 1))
+        rows, problems = read_rows(str(tmp_path / "clone"), Columns())
+        assert not problems and rows[0].answers == (answer,)
 
 
 @pytest.mark.parametrize(
