@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from r3.config import RewardConfig
 from r3.config.arguments import keyword_arguments
+from r3.config.secrets import HIDDEN
 from r3.rewards import problem
 from r3.rewards.judge import SHOWN, filled, parsed, template_of
 from r3.runtime.workers import CallError
@@ -114,7 +115,7 @@ class ChatJudge:
 
     def _shown(self, text: str) -> str:
         """The start of a server's answer for a message; some servers repeat the key they got."""
-        return (text.replace(self._key, "***") if self._key else text)[:SHOWN]
+        return (text.replace(self._key, HIDDEN) if self._key else text)[:SHOWN]
 
 
 def _key(name: str) -> str:

@@ -208,7 +208,7 @@ def test_a_key_that_the_server_repeats_is_masked(monkeypatch: pytest.MonkeyPatch
         judge = ChatJudge(http(url=url, api_key_env="GRADER_KEY"))
         with pytest.raises(CallError) as error:
             asyncio.run(judge.score("1", prompt))
-    assert "answered 401: wrong key: Bearer ***" in str(error.value)
+    assert "answered 401: wrong key: Bearer [hidden]" in str(error.value)
     assert "secret" not in str(error.value)
 
 
