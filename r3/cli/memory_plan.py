@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from r3.config import Config
+from r3.data.sources import bytes_of
 from r3.models.shape import BYTES_OF, ModelShape, ShapeError, checkpoint_tensors
 
 GIB = 2**30
@@ -26,6 +27,8 @@ CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context with its kernels, workspaces of c
 COMMUNICATOR_BYTES = int(0.35 * GIB)  # buffers of one NCCL communicator
 CUDA_GRAPH_BYTES = int(1.0 * GIB)  # graphs of vLLM, which stay while it sleeps
 PROCESS_BYTES = int(3.0 * GIB)  # host memory of Python with torch, vLLM and CUDA libraries
+
+ROW_BYTES = 4  # per byte of a file of rows of 1 KB and tokens of 4 bytes (docs/data.md)
 
 GATHERED_BYTES = 2 * 4 * (1 << 24)  # pieces of all ranks with the same parameters, and its own
 
@@ -358,6 +361,7 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
         reference policy    algo.kl_coef > 0: its weights, and the policy's while it scores
         teachers            algo.teacher: the weights of each
         engine weights      engine.sleep_level 1: while the policy trains
+        rows                ROW_BYTES per byte of the files of data and held-out sets
         rollouts            those a data-parallel rank trains on, of maximum length: 24 bytes and
                             the routes per token
         checkpoint          while one is written or read: weights and moments in float32 of all
@@ -379,6 +383,7 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
         "reference policy": 2 * weights * bool(config.algo.kl_coef),
         "teachers": sum(teacher_bytes(config, path) for path in dict.fromkeys(config.algo.teacher)),
         "engine weights": engine * (config.engine.sleep_level == 1),
+        "rows": ROW_BYTES * sum(map(bytes_of, (*config.data.path, *config.eval.path))),
         "rollouts": rollouts * _longest(config, shape) * (24 + route_bytes_per_token(shape)),
         "checkpoint": 12 * (others + experts) + weights,
     }

@@ -239,6 +239,7 @@ def _prompts(
     finder: SpanFinder | None,
 ) -> Iterator[Prompt | RowProblem]:
     """Tokenise rows, many in one call where they show the model the same tools."""
+    ids: dict[int, int] = {}  # one object per id: a list of the tokenizer has one per token
     for batch in _batches(rows):
         offered = list(batch[0].tools or tools)
 
@@ -271,7 +272,7 @@ def _prompts(
             yield Prompt(
                 id=f"{label}:{row.number}",
                 messages=row.messages,
-                tokens_T=tuple(tokens),
+                tokens_T=tuple(map(ids.setdefault, tokens, tokens)),
                 answer=row.answers[0],
                 answers=row.answers,
                 metadata=row.columns,
