@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,7 +25,14 @@ from r3.runtime.terminal import is_line_open, out, say
 
 _TITLES_EVERY = 20  # rows between two repetitions of the column titles
 _MAX_WIDTH = 160
+_LABEL = 11  # columns before the values of the header
 _LOG_WIDTH = 100  # of samples in log files
+
+
+def _wrapped(line: str, width: int) -> str:
+    """Break a line of the header between words; what follows stands below its value."""
+    below = " " * _LABEL
+    return textwrap.fill(line, width, subsequent_indent=below, break_on_hyphens=False)
 
 
 def share_text(value: float) -> str:
@@ -192,7 +200,8 @@ class Console:
     def header(self, lines: Sequence[str]) -> None:
         """Show what runs, before it starts."""
         if self._rich:
-            text = Text("\n".join(lines), overflow="fold")
+            width = self._rich.width - 4  # of the frame
+            text = Text("\n".join(_wrapped(line, width) for line in lines), overflow="fold")
             self._rich.print(Panel(text, title="r3", title_align="left", expand=False))
         else:
             self.line("\n".join(lines))

@@ -70,6 +70,9 @@ class Meter:
         tracker: gets rows and samples on rank 0, and is closed with the meter.
         trace: told of steps and phases.
         stream: the console; None = stdout.
+
+    Attributes:
+        last_row: the newest row; empty before the first.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Meter:
         )
         self._run_dir = run_dir if axis.rank == 0 else None
         self._tracker, self._trace = tracker, trace
+        self.last_row: dict[str, float] = {}
         self._unwritten: list[dict[str, float]] = []  # rows for which the disk had no room
         self._events: Any = None
         if self._run_dir and config.log.tensorboard:
@@ -212,7 +216,7 @@ class Meter:
         row = _merge(ranks)
         row |= _over_layers(row)
         row |= _rates(row)
-        row = dict(sorted(row.items()))
+        row = self.last_row = dict(sorted(row.items()))
         if self._run_dir:
             self._unwritten.append({"step": step, **row})
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from collections.abc import Mapping, Sequence
 from math import prod
 from statistics import fmean
@@ -48,10 +50,16 @@ def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:
     return [", ".join([f"replay: k3 {replay:.1e}", f"live: {live:.1e}", *times])]
 
 
-def closing(config: Config, run_dir: RunDir, seconds: float, step: int) -> str:
-    """The last line of a run: its duration, its result, its files."""
+def closing(
+    config: Config, run_dir: RunDir, seconds: float, step: int, row: Mapping[str, float]
+) -> str:
+    """The last line of a run: its duration, its result, its files. `row` is its last one."""
     if config.eval.only:
-        return f"done       in {seconds:.0f} s; answers in {run_dir.eval(step)}"
+        figures = ", ".join(
+            f"{name} {key.rpartition('/')[2]} {row[key]:.3f}"
+            for name, key in headlines(row).items()
+        )
+        return f"done       in {seconds:.0f} s: {figures}; answers in {run_dir.eval(step)}"
     places = [str(run_dir.hf(step))] if run_dir.hf(step).exists() else []
     places += [
         str(run_dir.metrics),
@@ -70,6 +78,17 @@ def reward_text(config: Config) -> str:
     )
 
 
+def judge_lines(config: Config) -> list[str]:
+    """The models that score responses, one line each."""
+    reward, functions = config.reward, config.reward_functions
+    judges = {
+        "http": f"{reward.model} at {reward.url}",
+        "self_judge": "the policy itself (self_judge)",
+        "model": f"reward model {reward.model_path}",
+    }
+    return [f"judge      {text}" for name, text in judges.items() if name in functions]
+
+
 def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[str]:
     """The lines of the header about the routers and about `train.freeze`."""
     names = frozen_tensors(shape, patterns)
@@ -78,8 +97,9 @@ def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[str]:
     trained = "trained" if not router & names else "frozen" if router <= names else "partly frozen"
     count = sum(prod(shape.tensor_shapes[name]) for name in names)
     frozen = f"{count:,} parameters in {len(names)} tensors (train.freeze {' '.join(patterns)})"
+    routers = [f"routers    {trained}; no load-balancing loss, expert biases frozen"]
     return [
-        f"routers    {trained}; no load-balancing loss, expert biases frozen",
+        *(routers if shape.moe_layers else []),
         *([f"frozen     {frozen}"] if names else []),
     ]
 
@@ -130,8 +150,23 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
     else:
         engines = "no engine"
     updates = f"{config.train.updates_per_step} update(s), {config.train.steps} steps"
-    replay = config.replay.mode if shape.moe_layers else "off (a dense model has no routes)"
+    read = task.prompts.read
+    environment = config.env.path or config.env.command or config.env.name
+    task_line = f"task       {environment}, reward {reward_text(config)}"
+    step_lines = [f"step       {config.rollout.prompts_per_step} conversations to learn, {updates}"]
+    if not supervised:
+        samples = f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} samples"
+        replay = (
+            f"{config.replay.mode}; missing routes: {config.replay.on_missing}; reference "
+            f"{'replays' if config.replay.reference else 'routes live'}; evaluation routes live"
+        )
+        off = "off (a dense model has no routes)"
+        step_lines = [
+            f"step       {samples}, {updates}",
+            f"replay     {replay if shape.moe_layers else off}",
+        ]
     return [
+        f"python     {platform.python_version()}, {sys.executable}",
         f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",
         *mtp,
         f"layout     {device.world_size} rank(s) on {device.torch.type}: dp {mesh.dp.size} ep "
@@ -141,21 +176,17 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         f"{f', engine {config.engine.dtype}' if config.uses_engine else ''}"
         f"{', head float32' if config.model.fp32_head else ''}"
         f"{', deterministic kernels' if config.debug.deterministic else ''}",
-        f"data       {len(task.prompts)} {what}{sources} ({left_out}), {held_out}",
-        *(f"           {each}" for each in source_lines(config.data.path, task.prompts.read)),
         *(
-            [f"step       {config.rollout.prompts_per_step} conversations to learn, {updates}"]
-            if supervised
+            [f"data       {held_out}"]
+            if config.eval.only
             else [
-                f"task       {config.env.path or config.env.command or config.env.name}, reward "
-                f"{reward_text(config)}",
-                f"step       {config.rollout.prompts_per_step} prompts x "
-                f"{config.rollout.group_size} samples, {updates}",
-                f"replay     {replay}; missing routes: {config.replay.on_missing}; reference "
-                f"{'replays' if config.replay.reference else 'routes live'}; evaluation routes "
-                "live",
+                f"data       {len(task.prompts)} {what}{sources} ({left_out}), {held_out}",
+                *(f"           {each}" for each in source_lines(config.data.path, read)),
             ]
         ),
+        *([] if supervised else [task_line]),
+        *([] if config.eval.only else step_lines),
+        *judge_lines(config),
         *([f"teacher    {' '.join(teachers)}"] if (teachers := config.algo.teacher) else []),
         f"turns      end with {' or '.join(task.conversation_setup.renderer.end_texts)}",
         *frozen_lines(shape, config.train.freeze),

@@ -89,7 +89,7 @@ def begin(prepared: Prepared) -> Iterator[Run]:
     if run.device.rank == 0:
         step = run.steps_done if config.eval.only else config.train.steps
         seconds = time.perf_counter() - prepared.began
-        say(closing(config, prepared.folder, seconds, step))
+        say(closing(config, prepared.folder, seconds, step, run.meter.last_row))
 
 
 def _build(prepared: Prepared) -> Run:

@@ -631,6 +631,15 @@ def test_a_terminal_gets_a_frame_and_bars() -> None:
     assert "1/40  0.500" in shown
 
 
+def test_a_long_line_of_the_header_goes_on_below_its_value() -> None:
+    stream = Terminal()
+    meter(stream=stream, log={"tensorboard": False}).header([f"model      {'word ' * 40}"])
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).splitlines()
+    inside = [line[2:-2].rstrip() for line in shown[1:-1]]
+    assert len(inside) > 1 and inside[0].startswith("model      word word")
+    assert all(line.startswith(" " * 11 + "word") for line in inside[1:])
+
+
 def test_bars_can_be_turned_off() -> None:
     stream = Terminal()
     with meter(stream=stream, log={"progress": False, "tensorboard": False}).progress(

@@ -240,7 +240,15 @@ def test_a_run_ends_with_its_mismatch_with_and_without_replay(tmp_path: Path) ->
     )
     said = "2 steps, heldout accuracy 0.250 -> 0.750; replay: k3 2.0e-04, live: 5.0e-03, 25 times"
     assert result(run_dir, 2) == said
-    assert closing(tiny_config(), run_dir, 61.2, 2).startswith(f"done       in 61 s: {said}; ")
+    assert closing(tiny_config(), run_dir, 61.2, 2, {}).startswith(f"done       in 61 s: {said}; ")
+
+
+def test_an_evaluation_ends_with_its_figures(tmp_path: Path) -> None:
+    row = {"eval/heldout/accuracy": 0.25, "eval/hard/accuracy": 0.5, "eval/hard/reward": 1.5}
+    said = closing(tiny_config(eval={"only": True}), RunDir(tmp_path), 6.4, 8, row)
+    assert said.startswith(
+        "done       in 6 s: hard reward 1.500, heldout accuracy 0.250; answers in"
+    )
 
 
 def test_a_run_without_paired_passes_ends_without_a_mismatch(tmp_path: Path) -> None:
