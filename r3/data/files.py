@@ -48,15 +48,19 @@ _SPLITS = {
 }
 
 
-class TwiceError(ValueError):
-    """A key that an object of JSON has twice: one of the two values would be lost."""
+class SourceError(ValueError):
+    """A source cannot be read at all."""
+
+    def __init__(self, rule: str, fix: str) -> None:
+        self.rule, self.fix = rule, fix
+        super().__init__(f"{rule}. Fix: {fix}")
 
 
 def read_json(content: bytes) -> Any:
     """Read JSON.
 
     Raises:
-        TwiceError: an object has a key twice.
+        SourceError: an object has a key twice.
         ValueError, RecursionError: it is no JSON, or nested too deeply.
     """
     return json.loads(content, object_pairs_hook=_once)
@@ -66,16 +70,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise TwiceError(next(name for name in names if names.count(name) > 1))
+        twice = next(name for name in names if names.count(name) > 1)
+        rule = f"has an object with two keys {twice!r}"
+        raise SourceError(rule, "remove one: one of the values would be lost")
     return found
-
-
-class SourceError(ValueError):
-    """A source cannot be read at all."""
-
-    def __init__(self, rule: str, fix: str) -> None:
-        self.rule, self.fix = rule, fix
-        super().__init__(f"{rule}. Fix: {fix}")
 
 
 def read_file(path: Path) -> Iterator[tuple[int, Any]]:
@@ -227,8 +225,8 @@ def _content(path: Path, compression: str) -> bytes:
 def _array(content: bytes) -> Iterator[tuple[int, Any]]:
     try:
         found = read_json(content)
-    except TwiceError as error:
-        raise SourceError(f"has an object with two keys {str(error)!r}", "remove one") from None
+    except SourceError:
+        raise
     except RecursionError:
         raise SourceError("is nested too deeply", "flatten the objects") from None
     except ValueError as error:

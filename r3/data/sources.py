@@ -33,7 +33,6 @@ from r3.config.arguments import argument_value, arguments_fault
 from r3.data.conversation import MessageFault, is_learned, read_messages, read_tools
 from r3.data.files import (
     SourceError,
-    TwiceError,
     files_of_folder,
     files_of_glob,
     is_glob,
@@ -416,8 +415,8 @@ def _check(
         except RecursionError:
             fault("row", "is nested too deeply", "flatten the object")
             return faults
-        except TwiceError as error:
-            fault("row", f"has two keys {str(error)!r}", "remove one: one value would be lost")
+        except SourceError as error:
+            fault("row", error.rule, error.fix)
             return faults
         except ValueError as error:  # Python reads integers of at most 4300 digits
             fault("row", f"cannot be read ({error})", "write very long numbers as strings")

@@ -99,8 +99,8 @@ def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
     ("line", "field", "rule"),
     [
         ('{"question": "a", "answer": ', "row", "not JSON at column 29"),
-        ('{"question": "a", "answer": "1", "answer": "2"}', "row", "has two keys 'answer'"),
-        ('{"question": "a", "answer": "1", "t": {"a": 1, "a": 2}}', "row", "has two keys 'a'"),
+        ('{"question": "a", "answer": "1", "answer": "2"}', "row", "two keys 'answer'"),
+        ('{"question": "a", "answer": "1", "t": {"a": 1, "a": 2}}', "row", "two keys 'a'"),
         (b'{"question": "\xff", "answer": "b"}', "row", "not UTF-8 at byte 14"),
         ("[1, 2]", "row", "is a list, not an object"),
         ('{"answer": "b"}', "question", "is missing; the row has answer"),
