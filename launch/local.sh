@@ -30,6 +30,13 @@ for word in "$@"; do
   esac
 done
 
+case ${NPROC:-1} in
+  *[!0-9]* | 0*)
+    echo "r3: NPROC=$NPROC must be the number of ranks, at least 1" >&2
+    exit 2
+    ;;
+esac
+
 gpus=0
 if command -v nvidia-smi >/dev/null; then # torch is asked, which takes a second: it may be a CPU build
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')

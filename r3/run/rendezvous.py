@@ -14,10 +14,10 @@ _LOOPBACK = "127.0.0.1"
 
 
 def addressed(words: Any) -> list[str]:
-    """Flags of torchrun that make up for a name of this machine that does not resolve.
+    """Flags of torchrun that give addresses where it would take the name of this machine.
 
-    On one machine, ranks never need that name. Otherwise rank 0 would tell the others to find it
-    by a name that nobody knows, and they would wait for half an hour.
+    On one machine, ranks need no name. Otherwise rank 0 would tell the others to find it by a name
+    that they may not know, and they would wait for half an hour.
 
     Args:
         words: torchrun's, parsed.
@@ -36,12 +36,24 @@ def addressed(words: Any) -> list[str]:
             "address of the first machine as a number, or correct /etc/hosts or DNS"
         )
     flags: list[str] = []
-    if not addresses(socket.gethostname()):
-        if not words.local_addr:
-            flags += ["--local_addr", _own_address(host, port)]
-        if not words.rdzv_conf:  # torchrun would compare names
-            flags += ["--rdzv_conf", f"is_host={int(is_here(host))}"]
+    own = _own_address(host, port)
+    # A loopback address is of no use to others: then the name is the better guess, if it is one.
+    if own and not words.local_addr and not (own.startswith("127.") and _is_known()):
+        flags += ["--local_addr", own]
+    if not words.rdzv_conf and is_here(host) != _torchrun_is_here(host):
+        flags += ["--rdzv_conf", f"is_host={int(is_here(host))}"]
     return flags
+
+
+def _is_known() -> bool:
+    return bool(addresses(socket.gethostname()))
+
+
+def _torchrun_is_here(host: str) -> bool | None:
+    """As torchrun sees it: several machines may have one name. None: it would raise an error."""
+    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+    return _matches_machine_hostname(host) if _is_known() else None
 
 
 def endpoint(words: Any) -> tuple[str, int]:
@@ -77,9 +89,12 @@ def _binds(address: str, port: int) -> bool:
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address of this machine on the way to the host."""
+    """The address of this machine on the way to the host; "" if there is no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-        probe.connect((host, port or 1))
+        try:
+            probe.connect((host, port or 1))
+        except OSError:  # also if the host has an address of version 6 only
+            return ""
         return str(probe.getsockname()[0])
 
 

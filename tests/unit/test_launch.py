@@ -102,9 +102,23 @@ def test_ranks_are_the_gpus_that_were_asked_for(
     assert "\nfolder runs/slurm-77\n" in said
 
 
-def test_job_without_gpus_says_so(tmp_path: Path) -> None:
-    code, said = submit(tmp_path, SLURM_GPUS_ON_NODE="")
-    assert code == 2 and "no GPUs in this job" in said
+@pytest.mark.parametrize("gpus", ["", "0", "all"])
+def test_job_without_gpus_says_so(gpus: str, tmp_path: Path) -> None:
+    code, said = submit(tmp_path, SLURM_GPUS_ON_NODE=gpus)
+    assert code == 2 and f"no GPUs in this job ({gpus or 'none'})" in said
+
+
+@pytest.mark.parametrize("ranks", ["0", "two", "-1"])
+def test_a_number_of_ranks_that_is_none_is_said(ranks: str, tmp_path: Path) -> None:
+    path = programs(tmp_path, {"r3": ""})
+    done = subprocess.run(
+        [ROOT / "launch/local.sh", "tiny"],
+        env=os.environ | {"PATH": path, "PYTHON": str(tmp_path / "r3"), "NPROC": ranks},
+        capture_output=True,
+        text=True,
+    )
+    told = f"r3: NPROC={ranks} must be the number of ranks, at least 1\n"
+    assert (done.returncode, done.stderr) == (2, told)
 
 
 def test_the_folder_of_a_yaml_file_counts_before_that_of_the_job(

@@ -65,6 +65,15 @@ def test_addresses_stand_for_a_name_of_this_machine_that_is_unknown(
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert addressed(words()) == []
+    monkeypatch.setattr(rendezvous, "_own_address", lambda *_: "10.0.0.7")  # its name may be known
+    assert addressed(words()) == ["--local_addr", "10.0.0.7"]  # nowhere else
+    monkeypatch.undo()
+    # A machine with the name of the first one, which is another.
+    monkeypatch.setattr(socket, "gethostname", lambda: "head")
+    monkeypatch.setattr(rendezvous, "addresses", lambda host: ["192.0.2.1"])
+    conf = ["--rdzv_conf", "is_host=0"]
+    assert addressed(words(rdzv_endpoint="head:29500", local_addr="10.0.0.7")) == conf
+    monkeypatch.undo()
     monkeypatch.setattr(socket, "gethostname", lambda: _NOWHERE)
     assert addressed(words()) == [
         *("--local_addr", "127.0.0.1"),
