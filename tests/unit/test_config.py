@@ -487,6 +487,17 @@ KL_IN_REWARD = {
             {"train.min_lr": 1e-5},
             "train.min_lr = 1e-05 has no effect: train.lr_schedule is constant",
         ),
+        *(
+            ({"eval.only": True, **values}, f"{name} has no effect: eval.only trains nothing")
+            for values, name in [
+                ({"train.lr": 1e-3}, "train.lr = 0.001"),
+                ({"algo.loss": "pg"}, "algo.loss = 'pg'"),
+                ({"rollout.top_p": 0.9}, "rollout.top_p = 0.9"),
+                ({"replay.shadow_every": 0}, "replay.shadow_every = 0"),
+                ({"log.show_every": 1}, "log.show_every = 1"),
+            ]
+        ),
+        ({"env.command": "true", "env.keep_reasoning": True}, "no effect: the environment is a"),
         (
             {"replay.mode": "off", "replay.on_missing": "live"},
             "replay.on_missing = 'live' has no effect",
@@ -618,6 +629,26 @@ def test_replay_of_a_dense_model_is_a_warning() -> None:
         for text in checks.examine(config, 1, DENSE).warnings
     )
     assert checks.examine(PRESETS["qwen3-0.6b"](), 1, DENSE).warnings == ()
+
+
+def test_settings_of_replay_mean_nothing_to_a_dense_model() -> None:
+    given = {"replay.shadow_every": 5, "replay.plausibility": 0.1, "replay.on_missing": "live"}
+    config = changed(given, PRESETS["qwen3-0.6b"]())
+    found = checks.examine(config, 1, DENSE, given=given).warnings
+    ends = [text for text in found if text.endswith("has no effect: the model is dense")]
+    assert sorted(text.split()[0] for text in ends) == sorted(given) and len(found) == 3
+
+
+def test_what_an_evaluation_alone_reads_is_nothing_to_warn_of() -> None:
+    given = {
+        "eval.only": True,
+        "data.system_prompt": "Think.",
+        "eval.max_prompts": 8,
+        "rollout.max_response_tokens": 30,
+        "train.micro_batch_tokens": 2048,
+        "train.seed": 3,
+    }
+    assert checks.examine(changed(given), 2, given=given).warnings == ()
 
 
 def test_r2_with_one_update_is_nothing_to_warn_of() -> None:

@@ -55,6 +55,17 @@ _OF_SAMPLING = (
     *("debug.prove_sync_every", "engine.", "env.", "parallel.engine_tp", "reward."),
     "rollout.max_response",
 )
+# Settings of training, of which an evaluation alone reads the last four only.
+_OF_TRAINING = (
+    *("algo.", "checkpoint.background", "checkpoint.every", "checkpoint.export", "checkpoint.keep"),
+    *("data.drop_duplicates", "data.on_too_long", "data.path", "data.weights", "debug.profile"),
+    *("eval.every", "log.rollouts_every", "log.show_every", "model.recompute", "replay."),
+    *("rollout.group_size", "rollout.max_staleness", "rollout.prompts_per_step"),
+    *("rollout.step_token_budget", "rollout.temperature", "rollout.top_", "train."),
+)
+_NOT_ONLY_OF_TRAINING = (
+    *("train.micro_batch_tokens", "train.objective", "train.optimizer", "train.seed"),
+)
 # Called with a reason and the settings that have no effect for it.
 _Ignored = Callable[..., None]
 
@@ -79,6 +90,32 @@ def ignored_settings(
             if values[name] != defaults[name] and (given is None or name in given)
         )
 
+    if config.eval.only:
+        names = [name for name in values if name.startswith(_OF_TRAINING)]
+        names = [name for name in names if name not in _NOT_ONLY_OF_TRAINING]
+        ignored("eval.only trains nothing", *names)
+    else:
+        _objective(config, values, notes, ignored)
+        _replay(config, shape, ignored)
+        _algorithm(config, ignored)
+        notes += algorithm_notes(config)
+        _training(config, notes, ignored)
+        _sampling(config, notes, ignored)
+    _model(config, shape, notes, ignored)
+    _environment_and_rewards(config, notes, ignored)
+    if not config.eval.path:
+        names = [name for name in values if name.startswith("eval.")]
+        ignored("eval.path is empty, so nothing is evaluated", *names)
+    else:
+        _evaluation(config, ignored)
+    if config.log.tracker == "none":
+        ignored("log.tracker is none", "log.project")
+    return list(dict.fromkeys(notes))
+
+
+def _objective(
+    config: Config, values: Mapping[str, Any], notes: list[str], ignored: _Ignored
+) -> None:
     if config.train.objective == "sft":
         _supervised(config, values, ignored)
     if config.train.objective == "distill":
@@ -96,23 +133,6 @@ def ignored_settings(
         ignored(because, "algo.overlong_penalty")
     if not config.algo.teacher:
         ignored("algo.teacher is empty", "algo.teacher_coef")
-    _model(config, shape, notes, ignored)
-    _environment_and_rewards(config, notes, ignored)
-    _replay(config, ignored)
-    _algorithm(config, ignored)
-    notes += algorithm_notes(config)
-    _training(config, notes, ignored)
-    if not config.eval.path:
-        names = [name for name in values if name.startswith("eval.")]
-        ignored("eval.path is empty, so nothing is evaluated", *names)
-    else:
-        _evaluation(config, ignored)
-    if len(config.data.path) == 1:
-        ignored("there is one source of rows", "data.weights")
-    _sampling(config, notes, ignored)
-    if config.log.tracker == "none":
-        ignored("log.tracker is none", "log.project")
-    return list(dict.fromkeys(notes))
 
 
 def _supervised(config: Config, values: Mapping[str, Any], ignored: _Ignored) -> None:
@@ -165,6 +185,8 @@ def _environment_and_rewards(config: Config, notes: list[str], ignored: _Ignored
         and not env.workers
     ):
         ignored("the environment is a built-in one, which runs at once", "env.timeout_s")
+    if _is_workflow(config) and not any(config.eval.env):
+        ignored("the environment is a workflow, which builds its own prompts", "env.keep_reasoning")
     used = set(config.reward_functions)
     for kind, names in (
         ("http", _HTTP),
@@ -185,6 +207,12 @@ def _environment_and_rewards(config: Config, notes: list[str], ignored: _Ignored
         ignored("there is one reward function, which decides", "reward.correct")
 
 
+def _is_workflow(config: Config) -> bool:
+    path = config.env.path
+    of_file = bool(path) and check_environment_file(path, "env.path", Findings(config))
+    return of_file or bool(config.env.command)
+
+
 def _evaluation(config: Config, ignored: _Ignored) -> None:
     settings = config.eval
     if not any(settings.temperature):
@@ -193,8 +221,13 @@ def _evaluation(config: Config, ignored: _Ignored) -> None:
         ignored("eval.samples is 1", "eval.pass_at")
 
 
-def _replay(config: Config, ignored: _Ignored) -> None:
+def _replay(config: Config, shape: ModelShape | None, ignored: _Ignored) -> None:
     replay = config.replay
+    if shape and not shape.moe_layers:
+        names = ("on_missing", "min_coverage", "reference", "shadow_every", "shadow_frac")
+        names = (*names, "plausibility")
+        ignored("the model is dense", *(f"replay.{name}" for name in names))
+        return
     if replay.mode == "off":
         ignored(
             "replay.mode is off", "replay.on_missing", "replay.reference", "replay.plausibility"
@@ -214,9 +247,7 @@ def _algorithm(config: Config, ignored: _Ignored) -> None:
     algo = config.algo
     if algo.kl_coef == 0:
         ignored("algo.kl_coef is 0", "algo.kl_estimator", "algo.kl_in", "replay.reference")
-    path = config.env.path
-    is_workflow = bool(path) and check_environment_file(path, "env.path", Findings(config))
-    if not is_workflow and not config.env.command:
+    if not _is_workflow(config):
         ignored("only workflows reward calls, and the environment is none", "algo.baseline")
     if algo.loss == "pg":
         ignored("algo.loss is pg, which has no ratio", "algo.clip_low", "algo.clip_high")
@@ -246,6 +277,8 @@ def _algorithm(config: Config, ignored: _Ignored) -> None:
 
 def _training(config: Config, notes: list[str], ignored: _Ignored) -> None:
     train = config.train
+    if len(config.data.path) == 1:
+        ignored("there is one source of rows", "data.weights")
     if train.lr_schedule == "constant":
         ignored("train.lr_schedule is constant", "train.min_lr")
     updates = train.steps * train.updates_per_step
