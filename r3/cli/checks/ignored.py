@@ -224,9 +224,9 @@ def _evaluation(config: Config, ignored: _Ignored) -> None:
 def _replay(config: Config, shape: ModelShape | None, ignored: _Ignored) -> None:
     replay = config.replay
     if shape and not shape.moe_layers:
-        names = ("on_missing", "min_coverage", "reference", "shadow_every", "shadow_frac")
-        names = (*names, "plausibility")
+        names = ("min_coverage", "on_missing", "plausibility", "reference")
         ignored("the model is dense", *(f"replay.{name}" for name in names))
+        ignored("the model is dense", "replay.shadow_every", "replay.shadow_frac")
         return
     if replay.mode == "off":
         ignored(
