@@ -49,15 +49,14 @@ def train(run: Run) -> None:
     from r3.rollout.scored import rescored, score_all
     from r3.rollout.step import RolloutSource
     from r3.routing.ledger import reconcile
-    from r3.run.evaluation import evaluate, evaluate_if_due
+    from r3.run.evaluation import evaluate_alone, evaluate_if_due
     from r3.run.save import Saver, export_weights
     from r3.run.supervised import supervise
     from r3.view.live import record_samples
 
     config, task, policy, meter = run.config, run.task, run.policy, run.meter
     if config.eval.only:
-        evaluate(run, run.steps_done)
-        meter.close_step(run.steps_done)
+        evaluate_alone(run)
         return
     if config.train.objective == "sft":
         supervise(run)

@@ -5,29 +5,33 @@
     result = train("tiny", {"parallel.ep": 1, "train.steps": 2, "log.dir": "runs/mine"})
     print(result.metrics[-1]["reward/mean"])
 
-One rank runs in the calling process. With `ranks=4`, torchrun starts four processes, and their
-output is printed here. In a script that torchrun has started, every rank calls `train`.
+One rank runs in the calling process, which afterwards has the settings and random states that it
+had before. With `ranks=4`, torchrun starts four processes, and their output is printed here. In a
+script that torchrun has started, every rank calls `train`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+import threading
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from r3.cli.parse import Invocation, from_python
 from r3.config import Config, ConfigError, Problem
 
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_in_progress = threading.Lock()  # process groups and engines belong to the whole process
 
 
 class RunError(RuntimeError):
-    """Ranks that torchrun started for `train` ended with an error, which they printed."""
+    """Ranks that torchrun started failed, and printed why; or a run is in progress here already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +40,23 @@ class Result:
 
     Attributes:
         folder: of the run.
-        metrics: the rows of metrics.jsonl, one per step.
+        metrics: the rows of metrics.jsonl, one per step of training. With `eval.only` the one row
+            of the evaluation.
         export: Hugging Face folder with the final weights; None if `checkpoint.export` is false.
+        first_evaluation: the row of the evaluation before step 1; empty without one.
     """
 
     folder: Path
     metrics: list[dict[str, float]]
     export: Path | None
+    first_evaluation: dict[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        last = self.metrics[-1] if self.metrics else self.first_evaluation
+        shown = {key: value for key, value in last.items() if key.startswith(("eval/", "reward/m"))}
+        facts = [f"folder={str(self.folder)!r}", f"step={last.get('step', 0):.0f}"]
+        facts += [f"{key}={shown[key]:.3f}" for key in sorted(shown)[-1:]]
+        return f"Result({', '.join(facts)}, export={str(self.export) if self.export else None!r})"
 
 
 def train(
@@ -52,7 +66,8 @@ def train(
 
     Args:
         start: settings, or a word of the command line: a preset, a YAML file, file.py:function.
-        settings: values laid over them: `{"train.lr": 1e-4}` or `{"train": {"lr": 1e-4}}`.
+        settings: values laid over them: `{"train.lr": 1e-4}` or `{"train": {"lr": 1e-4}}`. A
+            function or class of an imported file may stand for its name, `path/to/file.py:name`.
         ranks: number of ranks; None is 1, or those that torchrun has started.
 
     Raises:
@@ -60,46 +75,103 @@ def train(
         DataError, CheckpointError, ResumeError: data, model folder or run folder are wrong.
         StoppedEarly: a signal such as Ctrl-C ended the run after a step, with a checkpoint. The
             same call goes on.
-        RunError: one of several ranks failed.
+        RunError: one of several ranks failed; or another thread of this process makes a run.
     """
     started = int(os.environ.get("WORLD_SIZE", "0"))  # by torchrun
     world_size = started or (1 if ranks is None else ranks)
     if world_size < 1 or ranks not in (None, world_size):
         rule = f"torchrun has started {started} ranks" if started else "must be at least 1"
         raise ConfigError([Problem("ranks", ranks, rule, "leave it out")])
-    invocation = from_python(start, settings or {}, world_size=world_size)
-    if started or world_size == 1:
-        _run_here(invocation)
-    else:
+    invocation = from_python(start, _named(settings or {}), world_size=world_size)
+    if not started and world_size > 1:
         _run_ranks(invocation)
+        return _result(invocation.config)
+    if not _in_progress.acquire(blocking=False):
+        text = "a run is in progress in this process: wait for its end, or start another process"
+        raise RunError(text)
+    try:
+        _run_here(invocation)
+    finally:
+        _in_progress.release()
+    return _result(invocation.config)
 
+
+def _named(settings: Mapping[str, object]) -> dict[str, object]:
+    """Settings with the names of functions and classes in their place.
+
+    Every rank and worker loads them from their files, as those of a command line.
+
+    Raises:
+        ConfigError: what has no such name.
+    """
+    problems: list[Problem] = []
+
+    def named(value: Any, field: str) -> Any:
+        if isinstance(value, Mapping):
+            inside = f"{field}." if field else ""
+            return {key: named(each, f"{inside}{key}") for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)([named(each, field) for each in value])
+        if not callable(value):
+            return value
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        file = getattr(module, "__file__", None) or ""
+        if file.endswith(".py") and getattr(module, name, None) is value:
+            if getattr(module, "__name__", "") != "__main__":
+                return f"{os.path.relpath(file)}:{name}"
+        rule = "is not defined at the top of an imported file: other processes could not load it"
+        fix = f"write it into a file of its own, and give 'my_file.py:function'"
+        problems.append(Problem(field, name, rule, fix))
+        return name
+
+    values: dict[str, object] = named(settings, "")
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+def _result(config: Config) -> Result:
     from r3.run.folder import RunDir, read_metrics
 
-    run_dir = RunDir(Path(invocation.config.log.dir))
-    export = run_dir.hf(invocation.config.train.steps)
+    run_dir = RunDir(Path(config.log.dir))
+    if config.eval.only:
+        return Result(
+            folder=run_dir.path,
+            metrics=[json.loads(run_dir.evaluated.read_text(encoding="utf-8"))],
+            export=None,
+        )
+    rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+    export = run_dir.hf(config.train.steps)
     return Result(
         folder=run_dir.path,
-        metrics=read_metrics(run_dir.metrics) if run_dir.metrics.exists() else [],
+        metrics=[row for row in rows if row["step"] > 0],
         export=export if export.exists() else None,
+        first_evaluation=next((row for row in rows if row["step"] == 0), {}),
     )
 
 
 def _run_here(invocation: Invocation) -> None:
     """Run this rank in this process, and leave the process fit for another run."""
     from r3.__main__ import train as make_steps
-    from r3.run.build import release_process
-    from r3.run.failures import FailureReport
+    from r3.run.inside import imports_that_last, own_process
     from r3.run.prepare import prepare
-    from r3.run.start import begin
+    from r3.runtime.user_code import forget_files
 
-    with _kept_environment():
-        prepared = prepare(invocation)
+    several = invocation.world_size > 1
+    with own_process():
+        forget_files()  # they may have been edited since an earlier call
+        # One of several ranks that raised an error here would leave the others waiting.
+        prepared = prepare(invocation, tries_functions=not several)
         if prepared is None:
             return
+        with imports_that_last():
+            from r3.run.build import release_process
+            from r3.run.failures import FailureReport
+            from r3.run.start import begin
         rank = int(os.environ.get("RANK", "0"))
         # Other ranks would wait for one that raises an error. With several, the process ends, and
         # at once: the inner report comes before anything is closed.
-        several = invocation.world_size > 1
         report = FailureReport(prepared.folder.path, rank=rank) if several else nullcontext()
         try:
             with report, begin(prepared) as run, closing(run), report, run.background:
@@ -117,7 +189,8 @@ def _run_ranks(invocation: Invocation) -> None:
         settings = Path(folder) / "python.yaml"
         settings.write_text(invocation.overrides_with_secrets, encoding="utf-8")
         command = [
-            *(sys.executable, "-m", "r3.run.ranks", *([] if has_gpu() else ["--preload"])),
+            *(sys.executable, "-m", "r3.run.ranks", "--check"),
+            *([] if has_gpu() else ["--preload"]),
             *(
                 "--standalone",
                 "--nproc_per_node",
@@ -151,15 +224,3 @@ def _run_ranks(invocation: Invocation) -> None:
     if code:
         where = Path(invocation.config.log.dir) / "errors"
         raise RunError(f"the ranks ended with exit code {code}; see above, and {where}")
-
-
-@contextmanager
-def _kept_environment() -> Iterator[None]:
-    """Remove the variables of a single rank afterwards: the next run may have several."""
-    before = {name: os.environ.get(name) for name in _RANK_VARIABLES}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)

@@ -54,10 +54,11 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
-        super().__init__(
-            "\n".join([f"config: {count}", *(f"  - {problem}" for problem in problems)])
-        )
+        super().__init__(self.problems)  # what unpickling gives to __init__
+
+    def __str__(self) -> str:
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
+        return "\n".join([f"config: {count}", *(f"  - {problem}" for problem in self.problems)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,10 @@ class MessageFault(ValueError):
 
     def __init__(self, rule: str, fix: str) -> None:
         self.rule, self.fix = rule, fix
-        super().__init__(f"{rule}. Fix: {fix}")
+        super().__init__(rule, fix)  # what unpickling gives to __init__
+
+    def __str__(self) -> str:
+        return f"{self.rule}. Fix: {self.fix}"
 
 
 def read_messages(value: Any, *, filled: bool = False) -> tuple[Message, ...]:

@@ -29,11 +29,15 @@ class DataError(ValueError):
 
     def __init__(self, problems: Sequence[RowProblem]) -> None:
         self.problems = tuple(problems)
+        super().__init__(self.problems)  # what unpickling gives to __init__
+
+    def __str__(self) -> str:
+        problems = self.problems
         lines = [f"data: {len(problems)} problem{'s' if len(problems) != 1 else ''}"]
         lines += [f"  - {problem}" for problem in problems[:_MAX_NAMED]]
         if len(problems) > _MAX_NAMED:
             lines.append(f"  ... and {len(problems) - _MAX_NAMED} more")
-        super().__init__("\n".join(lines))
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,10 @@ class NotRendered(TemplateFault):
 
     def __init__(self, rule: str, fix: str) -> None:
         self.fix = fix
-        super().__init__(rule)
+        super().__init__(rule, fix)  # what unpickling gives to __init__
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

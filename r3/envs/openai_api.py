@@ -59,8 +59,12 @@ class ApiError(Exception):
     def __init__(
         self, status: int, text: str, *, code: str | None = None, param: str | None = None
     ) -> None:
-        super().__init__(f"{text[:_LONGEST_ERROR]} ..." if len(text) > _LONGEST_ERROR else text)
+        text = f"{text[:_LONGEST_ERROR]} ..." if len(text) > _LONGEST_ERROR else text
+        super().__init__(status, text)  # what unpickling gives to __init__
         self.status, self.code, self.param = status, code, param
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
     @property
     def body(self) -> dict[str, Any]:

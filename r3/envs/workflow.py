@@ -50,8 +50,11 @@ class ModelLimit(Exception):
     """
 
     def __init__(self, limit: Literal["turns", "length"], text: str) -> None:
-        super().__init__(text)
+        super().__init__(limit, text)  # what unpickling gives to __init__
         self.limit = limit
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class EpisodeOver(RuntimeError):

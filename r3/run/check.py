@@ -47,6 +47,12 @@ def check_task(task: Task, algo: AlgoConfig) -> Iterator[str]:
     else:
         yield f"ok: {len(task.prompts)} prompts{held_out}; longest prompt {longest} tokens"
     yield from check_messages(task)
+    yield from check_functions(task, algo)
+
+
+def check_functions(task: Task, algo: AlgoConfig) -> Iterator[str]:
+    """The lines of `check_task` about environments, rewards and users' algorithms."""
+    learned = any(each.spans for each in task.prompts.prompts)
     if task.prompts.prompts and not learned:
         yield from _check_environment(task.conversation_setup, task.prompts.prompts[0])
         yield from _check_reward(task, task.conversation_setup, task.scorer, task.prompts.prompts)

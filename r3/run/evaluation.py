@@ -6,6 +6,7 @@ from r3.rollout.evaluate import HeldOut
 from r3.rollout.evaluate import evaluate as evaluate_set
 from r3.run.build import Run
 from r3.run.dumps import write_eval
+from r3.run.folder import write_json
 from r3.runtime.terminal import say
 
 
@@ -22,6 +23,14 @@ def evaluate_if_due(run: Run, step: int) -> bool:
     if due:
         evaluate(run, step)
     return due
+
+
+def evaluate_alone(run: Run) -> None:
+    """Evaluate without training, and keep the row beside the samples. All ranks must call."""
+    evaluate(run, run.steps_done)
+    row = run.meter.close_step(run.steps_done)
+    if run.device.rank == 0:
+        write_json(run.folder.evaluated, {"step": run.steps_done, **row})
 
 
 def evaluate(run: Run, step: int) -> None:

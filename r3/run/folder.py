@@ -66,6 +66,11 @@ class RunDir:
         """The step's evaluation samples."""
         return self.path / "eval" / f"step_{step:06d}.jsonl"
 
+    @property
+    def evaluated(self) -> Path:
+        """Metrics of the last evaluation without training (eval.only)."""
+        return self.path / "eval" / "alone.json"
+
     def checkpoint(self, step: int) -> Path:
         """The checkpoint taken after `step` steps."""
         return self.checkpoints / f"step_{step:06d}"

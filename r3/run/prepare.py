@@ -25,7 +25,7 @@ from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
-from r3.run.check import check_task
+from r3.run.check import check_functions, check_task
 from r3.run.folder import RunDir
 from r3.run.header import result
 from r3.run.lock import require_free
@@ -74,8 +74,11 @@ def refusing() -> Iterator[None]:
         sys.exit(2)
 
 
-def prepare(invocation: Invocation) -> Prepared | None:
+def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepared | None:
     """Read the task, then make the run's folder ready to start or to resume. Uses no device.
+
+    Args:
+        tries_functions: call users' functions on a row each, as `--check` does.
 
     Returns:
         None if there is nothing to run: `--check` is done, or the run is finished already.
@@ -83,7 +86,7 @@ def prepare(invocation: Invocation) -> Prepared | None:
     Raises:
         ConfigError, CheckpointError, DataError, ResumeError: settings, model folder, data or the
             folder of the run are wrong.
-        EnvironmentFailed, RewardError: `--check` called a function of the user, which failed.
+        EnvironmentFailed, RewardError: a function of the user was tried, and failed.
     """
     began = time.perf_counter()
     die_with_launcher()
@@ -140,6 +143,9 @@ def prepare(invocation: Invocation) -> Prepared | None:
                     "Set a larger --train.steps to continue, or another --log.dir for a new run."
                 )
             return None
+        if tries_functions:
+            for _ in check_functions(task, config.algo):
+                watchdog.beat("trying functions")
         undo.pop_all()  # `begin` closes them
     ends = task.conversation_setup.renderer.ends
     prepare_environment()  # the caller imports Megatron-Core next

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -18,12 +19,16 @@ class StoppedEarly(Exception):
     """A signal ended the run after a step, with a checkpoint of that step."""
 
     def __init__(self, step: int, name: str) -> None:
-        super().__init__(f"stopped by {name} after step {step}")
+        super().__init__(step, name)  # what unpickling gives to __init__
+
+    def __str__(self) -> str:
+        return "stopped by {1} after step {0}".format(*self.args)
 
 
 class StopRequest:
     """Listens for SIGTERM, SIGHUP, SIGINT and SIGUSR1: `with StopRequest(first_failure) as stop:`.
 
+    In another thread than the main one, where Python allows no handlers, it hears none.
     The first signal asks for an end after the current step. A second SIGINT interrupts at once.
     A signal that this process was told to ignore, as by nohup, stays ignored.
 
@@ -39,7 +44,8 @@ class StopRequest:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in _SIGNALS:
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        for number in _SIGNALS if on_main_thread else ():
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._note)
         return self

@@ -11,7 +11,6 @@ import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,14 +30,14 @@ from r3.algo.loss import LOSSES, Bounds, Loss, LossInputs
 from r3.config import AlgoConfig, ConfigError, Problem
 from r3.config.arguments import Taker, assigned
 from r3.runtime.exchange import own_copy
-from r3.runtime.user_code import ALGORITHM_PARAMETERS, callable_of, function_of
+from r3.runtime.user_code import ALGORITHM_PARAMETERS, cached, callable_of, function_of
 
 
 class AlgorithmError(RuntimeError):
     """A user's loss or advantage raised an error or returned a wrong result."""
 
 
-@cache
+@cached
 def loss_of(algo: AlgoConfig) -> Loss:
     """Return the policy loss that `algo.loss` names; load the user's file.
 
@@ -61,7 +60,7 @@ def loss_of(algo: AlgoConfig) -> Loss:
     return loss
 
 
-@cache
+@cached
 def advantage_of(algo: AlgoConfig) -> Advantage:
     """Return the advantage that `algo.advantage` names; load the user's file.
 

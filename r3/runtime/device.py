@@ -426,15 +426,23 @@ def leave(code: int) -> None:
 
 
 @contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Restore the random states of torch, numpy and random after the block."""
+def preserved_random_state(*, with_gpus: bool = False) -> Iterator[None]:
+    """Restore the random states of torch, numpy and random after the block.
+
+    Args:
+        with_gpus: those of torch on the GPUs too, if it uses them already.
+    """
     kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    in_use = with_gpus and torch.cuda.is_initialized()
+    of_gpus = torch.cuda.get_rng_state_all() if in_use else []
     try:
         yield
     finally:
         torch.set_rng_state(kept[0])
         np.random.set_state(kept[1])
         random.setstate(kept[2])
+        if of_gpus:
+            torch.cuda.set_rng_state_all(of_gpus)
 
 
 # ------------------------------------------------------------------------------------------------

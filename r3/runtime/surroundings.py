@@ -62,7 +62,7 @@ def _set_handlers(handlers: dict[signal.Signals, Any]) -> None:
         signal.signal(number, handler)
 
 
-def _things() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+def things() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
     """How to read and to set each thing, by name; those of torch only if it is imported."""
     things: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         "the working folder": (_working_folder, os.chdir),
@@ -88,7 +88,8 @@ def _things() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
             "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
             "torch's default device": (
                 torch.get_default_device,
-                lambda _: torch.set_default_device(None),  # R3 sets none
+                # None is the CPU without a mode of torch that looks at every call.
+                lambda value: torch.set_default_device(None if value.type == "cpu" else value),
             ),
             "torch's gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
             "torch's threads": (torch.get_num_threads, torch.set_num_threads),
@@ -108,7 +109,7 @@ class Surroundings:
     """What the process has now; `restore` sets it back."""
 
     def __init__(self) -> None:
-        self._things = _things()
+        self._things = things()
         self._kept = {name: get() for name, (get, _) in self._things.items()}
         self._said: set[str] = set()
 

@@ -1,6 +1,7 @@
 """Load functions and classes from users' files, each named `path/to/file.py:name`.
 
-A file runs once per process, within a time limit. `load_for` and `function_of` turn everything that
+A file runs once per process and run, within a time limit: `forget_files` makes the next run read
+it again. `load_for` and `function_of` turn everything that
 can go wrong into one `ConfigError` that names setting, file and fix.
 """
 
@@ -13,15 +14,18 @@ import os
 import re
 import stat
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, cast
+from types import MappingProxyType, ModuleType
+from typing import Any, TypeVar, cast
 
 from r3.config import ConfigError, Problem
 from r3.runtime.surroundings import restored
 from r3.runtime.time_limit import time_limit
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # For the imports of a user's file, and the start of a worker's interpreter; a loaded machine needs
 # seconds.
@@ -67,7 +71,7 @@ class UserFileError(Exception):
 
 
 def load(spec: str, *, limit_s: float = START_LIMIT_S) -> Any:
-    """Load the object `path/to/file.py:name`. A file runs once per process; it may raise anything.
+    """Load the object `path/to/file.py:name`. A file runs once per run; it may raise anything.
 
     Raises:
         UserFileError: the file calls `sys.exit`, or runs for more than `limit_s` seconds.
@@ -79,7 +83,7 @@ def load(spec: str, *, limit_s: float = START_LIMIT_S) -> Any:
     stem = re.sub(r"\W", "_", path.stem)
     module_name = f"r3_user_{stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     if module_name not in sys.modules:
-        loaded = False
+        loaded, others = False, set(sys.modules)
         module_spec = importlib.util.spec_from_file_location(module_name, path)
         assert module_spec is not None and module_spec.loader is not None, f"{path} ends in .py"
         module = importlib.util.module_from_spec(module_spec)
@@ -87,7 +91,7 @@ def load(spec: str, *, limit_s: float = START_LIMIT_S) -> Any:
         sys.modules[module_name] = module
         try:
             late = UserFileError(f"{path} was not imported after {limit_s:g} s")
-            run = partial(module_spec.loader.exec_module, module)
+            run = partial(_run_source, path, module)
             with restored(str(path)):
                 time_limit(run, limit_s, lambda: late)
             loaded = True
@@ -97,7 +101,51 @@ def load(spec: str, *, limit_s: float = START_LIMIT_S) -> Any:
         finally:
             if not loaded:
                 del sys.modules[module_name]
+            new = {name: sys.modules[name] for name in sys.modules.keys() - others}
+            _beside.update(name for name, each in new.items() if _is_beside(each, path))
     return getattr(sys.modules[module_name], name)
+
+
+def _run_source(path: Path, module: ModuleType) -> None:
+    """Run a file as it is now. Python's cache would take one of the same second for the same."""
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+
+
+def _is_beside(module: ModuleType, path: Path) -> bool:
+    """Whether a module was imported from the folder of a user's file, and is no installed one."""
+    file = getattr(module, "__file__", None)
+    if not file or module.__name__.partition(".")[0] == "r3":
+        return False
+    installed = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    source = Path(file).resolve()
+    inside = source.is_relative_to(path.parent)
+    return inside and not any(source.is_relative_to(folder) for folder in installed)
+
+
+_beside: set[str] = set()  # modules that users' files import from their folders
+_caches: list[Callable[[], None]] = []
+
+
+def cached(function: Function) -> Function:
+    """As `functools.cache`, for functions that load users' files, until `forget_files`."""
+    found = cache(function)
+    _caches.append(found.cache_clear)
+    return cast("Function", found)
+
+
+def forget_files() -> None:
+    """Have users' files, and what they import from their folders, run again when they are needed.
+
+    A process that makes several runs calls it before each: the files may have been edited.
+    """
+    for name in [name for name in sys.modules if _MODULE.fullmatch(name)]:
+        del sys.modules[name]
+    for name in _beside:
+        sys.modules.pop(name, None)
+    _beside.clear()
+    for clear in _caches:
+        clear()
+    importlib.invalidate_caches()
 
 
 def load_for(field: str, spec: str, definition: str) -> Any:

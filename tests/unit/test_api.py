@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
+import random
+import signal
 import subprocess
 import sys
+import threading
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from r3 import train
+from r3 import api, train
+from r3.api import Result, RunError, _named
 from r3.cli.parse import from_python
 from r3.config import ConfigError, with_values
 from r3.configs import PRESETS
+from r3.run import inside
+from r3.run.inside import imports_that_last, own_process
+from r3.runtime.device import seed_everything
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
@@ -85,3 +97,90 @@ except AttributeError as error:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "module 'r3' has no attribute 'trian'\n"
+
+
+def test_a_function_of_an_imported_file_stands_for_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Path("my_reward.py").write_text("def brief(response, prompt):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    module = importlib.import_module("my_reward")
+    for settings in ({"reward.function": module.brief}, {"reward": {"function": [module.brief]}}):
+        named = _named(settings)
+        config = from_python("tiny", {"parallel.ep": 1, **named}, world_size=1).config
+        assert config.reward.function == ("my_reward.py:brief",)
+
+
+def test_a_function_that_ranks_could_not_load_is_refused() -> None:
+    with pytest.raises(ConfigError) as raised:
+        train("tiny", {"reward.function": lambda response, prompt: 1.0})
+    text = str(raised.value)
+    assert "reward.function = 'test_a_function_that" in text
+    assert "is not defined at the top of an imported file" in text
+    assert "Fix: write it into a file of its own" in text
+
+
+def test_a_call_during_another_one_is_refused_at_once() -> None:
+    with api._in_progress, pytest.raises(RunError, match="a run is in progress in this process"):
+        train("tiny", {"parallel.ep": 1})
+    assert not list(Path.cwd().iterdir())
+
+
+def test_a_result_prints_in_one_line() -> None:
+    row = {"step": 2.0, "reward/mean": 0.34375, "time/step_s": 1.0}
+    result = Result(folder=Path("runs/a"), metrics=[row] * 60, export=None)
+    assert repr(result) == "Result(folder='runs/a', step=2, reward/mean=0.344, export=None)"
+
+
+def test_the_process_is_like_a_new_one_and_then_as_it_was() -> None:
+    before = _of_this_process()
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    mine = _of_this_process()
+    try:
+        with own_process():
+            assert torch.get_default_dtype() == torch.float32
+            seed_everything(7, deterministic=True)
+            os.environ |= {"RANK": "0", "MY_VARIABLE": "1"}
+            sys.excepthook = threading.excepthook = print
+            sys.modules["triton"] = None  # type: ignore[assignment]
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            warnings.simplefilter("error")
+            torch.set_num_threads(torch.get_num_threads() + 1)
+            logging.root.addHandler(logging.NullHandler())
+            assert len(differing := _differing(mine, _of_this_process())) == len(mine), differing
+        assert _differing(mine, _of_this_process()) == []
+    finally:
+        torch.set_default_dtype(kept)
+    assert _differing(before, _of_this_process()) == []
+
+
+def _of_this_process() -> dict[str, object]:
+    return {
+        "variables": dict(os.environ),
+        "random": random.getstate(),
+        "numpy": repr(np.random.get_state()),
+        "torch": torch.get_rng_state().tolist(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "hooks": (sys.excepthook, threading.excepthook),
+        "triton": sys.modules.get("triton", "absent"),
+        "signals": signal.getsignal(signal.SIGUSR1),
+        "filters": list(warnings.filters),
+        "threads": torch.get_num_threads(),
+        "logs": list(logging.root.handlers),
+    }
+
+
+def _differing(before: dict[str, object], now: dict[str, object]) -> list[str]:
+    return [name for name in before if before[name] != now[name]]
+
+
+def test_what_imports_set_once_is_there_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inside, "_variables", {})
+    with own_process(), imports_that_last():
+        os.environ["OF_A_LIBRARY"] = "1"
+    assert "OF_A_LIBRARY" not in os.environ
+    with own_process():
+        assert os.environ["OF_A_LIBRARY"] == "1"
+    assert "OF_A_LIBRARY" not in os.environ

@@ -28,8 +28,8 @@ def check_layout(
         found.add(
             f"parallel.{name}",
             rule if product == sizes[name] else f"{factors} = {product} {rule}",
-            f"start a multiple of {product} ranks (torchrun --nproc_per_node {product}), or add "
-            f"--parallel.{name} 1",
+            f"start a multiple of {product} ranks (torchrun --nproc_per_node {product}; in a call "
+            f"of r3.train, ranks={product}), or add --parallel.{name} 1",
         )
 
     if world_size % (tp * pp * cp):

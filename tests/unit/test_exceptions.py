@@ -1,0 +1,73 @@
+"""Exceptions pass from one process to another: a pool's `map` would wait for one for ever."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from pathlib import Path
+
+import pytest
+
+from r3.config import ConfigError, Problem
+from r3.data.conversation import MessageFault
+from r3.data.prompts import DataError
+from r3.data.rendering import NotRendered
+from r3.data.sources import RowProblem, SourceError
+from r3.envs.openai_api import ApiError
+from r3.envs.workflow import ModelLimit
+from r3.run.stop import StoppedEarly
+from r3.runtime.workers import CallError, CallTimeout
+from tests.world import ROOT
+
+pytestmark = pytest.mark.unit
+
+_ROW = RowProblem(file="a.jsonl", line=3, field="answer", rule="is missing", fix="add it")
+# All that take something else than a message. Python itself passes on the others.
+EXCEPTIONS = {
+    "config: 1 problem\n  - train.lr = -1.0: must be positive. Fix: raise it": ConfigError(
+        [Problem("train.lr", -1.0, "must be positive", "raise it")]
+    ),
+    f"data: 1 problem\n  - {_ROW}": DataError([_ROW]),
+    "stopped by SIGINT after step 3": StoppedEarly(3, "SIGINT"),
+    "no rows. Fix: add some": SourceError("no rows", "add some"),
+    "no role. Fix: add role": MessageFault("no role", "add role"),
+    "it is not shown": NotRendered("it is not shown", "another template"),
+    "no turns left": ModelLimit("turns", "no turns left"),
+    "no such model": ApiError(404, "no such model", code="model_not_found", param="model"),
+    f"{'x' * 500} ...": ApiError(400, "x" * 900),
+    "busy": CallError("busy", again=False, wait_s=2.0),
+    "late": CallTimeout("late"),
+}
+
+
+@pytest.mark.parametrize("text", EXCEPTIONS)
+def test_an_exception_comes_back_from_pickle_as_it_was(text: str) -> None:
+    error = EXCEPTIONS[text]
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error)
+    assert str(back) == str(error) == text
+    assert vars(back) == vars(error)
+
+
+def test_all_exceptions_with_arguments_of_their_own_are_tried() -> None:
+    classes = [
+        node
+        for file in Path(ROOT, "r3").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    known = {"Exception", "BaseException", "ValueError", "RuntimeError", "OSError"}
+    known |= {"AssertionError", "FloatingPointError"}
+    while new := {
+        each.name
+        for each in classes
+        if each.name not in known and known & {ast.unparse(base) for base in each.bases}
+    }:
+        known |= new
+    own = {
+        each.name
+        for each in classes
+        if each.name in known
+        and any(isinstance(part, ast.FunctionDef) and part.name == "__init__" for part in each.body)
+    }
+    assert own == {type(error).__name__ for error in EXCEPTIONS.values()} - {"CallTimeout"}
