@@ -121,7 +121,7 @@ def _named(settings: Mapping[str, object]) -> dict[str, object]:
             if getattr(module, "__name__", "") != "__main__":
                 return f"{os.path.relpath(file)}:{name}"
         rule = "is not defined at the top of an imported file: other processes could not load it"
-        fix = f"write it into a file of its own, and give 'my_file.py:function'"
+        fix = "write it into a file of its own, and give 'my_file.py:function'"
         problems.append(Problem(field, name, rule, fix))
         return name
 
