@@ -153,13 +153,14 @@ def _result(config: Config) -> Result:
 
 def _run_here(invocation: Invocation) -> None:
     """Run this rank in this process, and leave the process fit for another run."""
-    from r3.__main__ import train as make_steps
     from r3.run.inside import imports_that_last, own_process
-    from r3.run.prepare import prepare
-    from r3.runtime.user_code import forget_files
 
     several = invocation.world_size > 1
     with own_process():
+        with imports_that_last():
+            from r3.__main__ import train as make_steps
+            from r3.run.prepare import prepare
+            from r3.runtime.user_code import forget_files
         forget_files()  # they may have been edited since an earlier call
         # One of several ranks that raised an error here would leave the others waiting.
         prepared = prepare(invocation, tries_functions=not several)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from r3.api import Result, RunError, _named
 from r3.cli.parse import from_python
 from r3.config import ConfigError, with_values
 from r3.configs import PRESETS
+from r3.rewards.scorer import RewardError
 from r3.run import inside
 from r3.run.inside import imports_that_last, own_process
 from r3.runtime.device import seed_everything
@@ -184,3 +186,17 @@ def test_what_imports_set_once_is_there_in_every_run(monkeypatch: pytest.MonkeyP
     with own_process():
         assert os.environ["OF_A_LIBRARY"] == "1"
     assert "OF_A_LIBRARY" not in os.environ
+
+
+def test_a_call_tries_the_reward_as_it_is_before_it_builds_anything() -> None:
+    file = Path("mine.py")
+    settings = {"parallel.ep": 1, "eval.path": (), "reward.function": "mine.py:mine"}
+    before = _of_this_process()
+    for word in ("level", "stage"):  # an edit of the same size between two calls
+        file.write_text(f"def mine(response, prompt):\n    return prompt.metadata[{word!r}]\n")
+        with pytest.raises(RewardError, match=f"KeyError: '{word}'"):
+            train("tiny", settings)
+    with ThreadPoolExecutor(1) as threads, pytest.raises(RewardError, match="KeyError: 'stage'"):
+        threads.submit(train, "tiny", settings).result()
+    assert _differing(before, _of_this_process()) == []
+    assert "vllm" not in sys.modules and "megatron" not in sys.modules
