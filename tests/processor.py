@@ -9,6 +9,7 @@ from llvmlite.binding import get_host_cpu_features
 from r3.runtime.cpu_tiles import IS_USED
 
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+HAS_AMX = torch.cpu._is_amx_tile_supported()  # as vLLM asks
 
 needs_tiles = pytest.mark.skipif(not IS_USED, reason="needs AVX-512 or AVX2, used by torch")
 needs_pairs = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from tests.e2e.guard_cases import Guards
 from tests.e2e.step_cases import Direct
 from tests.errors import NOTHING
 from tests.families import engine_sizes, family_checkpoint
-from tests.processor import HAS_AVX512, needs_tiles
+from tests.processor import HAS_AMX, HAS_AVX512, needs_tiles
 from tests.sweeps import sweep
 from tests.world import run_world
 
@@ -237,6 +237,9 @@ def test_loops_compute_what_vllms_kernels_do_with_avx512_bit_for_bit(
 @pytest.mark.parametrize("dtype", sweep(("float32", "bfloat16"), kept=("bfloat16",)))
 def test_an_engine_computes_experts_and_attention_by_the_loops(dtype: str) -> None:
     ((of_experts, of_attention),) = run_world(loop_cases.calls_while_sampling, 1, dtype=dtype)
+    if dtype == "bfloat16" and HAS_AMX:
+        assert of_experts == of_attention == 0  # vLLM's kernels use AMX, which is faster
+        return
     assert of_attention > 0
     # Attention of prompts is vLLM's where that has the same bits.
     assert of_attention < of_experts if HAS_AVX512 else of_attention == of_experts

@@ -191,7 +191,7 @@ def test_what_imports_set_once_is_there_in_every_run(monkeypatch: pytest.MonkeyP
 def test_a_call_tries_the_reward_as_it_is_before_it_builds_anything() -> None:
     file = Path("mine.py")
     settings = {"parallel.ep": 1, "eval.path": (), "reward.function": "mine.py:mine"}
-    before = _of_this_process()
+    before, modules = _of_this_process(), set(sys.modules)
     for word in ("level", "stage"):  # an edit of the same size between two calls
         file.write_text(f"def mine(response, prompt):\n    return prompt.metadata[{word!r}]\n")
         with pytest.raises(RewardError, match=f"KeyError: '{word}'"):
@@ -199,4 +199,4 @@ def test_a_call_tries_the_reward_as_it_is_before_it_builds_anything() -> None:
     with ThreadPoolExecutor(1) as threads, pytest.raises(RewardError, match="KeyError: 'stage'"):
         threads.submit(train, "tiny", settings).result()
     assert _differing(before, _of_this_process()) == []
-    assert "vllm" not in sys.modules and "megatron" not in sys.modules
+    assert not {"vllm", "megatron"} & (set(sys.modules) - modules)
