@@ -273,7 +273,10 @@ def test_evaluation_alone_scores_the_newest_checkpoint_and_trains_nothing(
         for path in folder.rglob("*")
         if path.is_file() and path.read_bytes() != before.get(path)
     }
-    assert {path for path in changed if path.parent.name != "heartbeats"} == {answers}
+    assert {path for path in changed if path.parent.name != "heartbeats"} == {
+        answers,
+        answers.with_name("alone.json"),
+    }
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
     greedy = [row for row in rows if row["set"] == "heldout"]
     old = [json.loads(line) for line in before[answers].splitlines()]

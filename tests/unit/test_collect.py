@@ -399,7 +399,8 @@ def test_on_error_covers_suspended_environments(script: Script, name: str, on_er
     script.file.write_text(STATES)
 
     def two_rounds() -> tuple[CollectedRollouts, CollectedRollouts]:
-        settings: dict[str, Any] = {"on_error": on_error, "token_budget": 2}
+        # The budget ends with the first message, which is whole: one token and the end.
+        settings: dict[str, Any] = {"on_error": on_error, "token_budget": 2, "says": "7"}
         first = script.play(name, script.scorer("none"), **settings)
         resumed = first.suspended
         return first, script.play(

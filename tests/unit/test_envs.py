@@ -92,7 +92,7 @@ def test_a_users_file_is_refused_by_name(
             "env.max_turn_tokens",
             "exceeds rollout.max_response_tokens = 24",
         ),
-        ({"timeout_s": 0.0}, "env.timeout_s", "above 0"),
+        ({"timeout_s": 0.0}, "env.timeout_s", "between 0 and 1000000 (0 excluded)"),
         ({"workers": -1}, "env.workers", "at least 0"),
         ({"retries": -1}, "env.retries", "at least 0"),
         ({"stop": ("a", "")}, "env.stop", "empty string"),
