@@ -218,8 +218,11 @@ def _open(
         return Start(found=found, notes=tuple(notes))
     notes = []
     if writes:
+        exports = run_dir.hf(0).parent
         left = [run_dir.path / name for name in _ASIDE if (run_dir.path / name).exists()]
-        if rows or run_dir.hf(0).parent.exists():
+        if exports in left and not any(exports.iterdir()):  # it may be a disk of its own
+            left.remove(exports)
+        if rows or exports in left:
             number = 1 + len(list(run_dir.path.glob("aborted_*")))
             aside = run_dir.path / f"aborted_{number:03d}"
             aside.mkdir()

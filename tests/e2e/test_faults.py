@@ -40,11 +40,12 @@ def wait_for_row(process: subprocess.Popen[str], folder: Path, rows: int = 1) ->
 
 
 def second_start(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Start a run of one process and wait for its end."""
+    """Start the first of two ranks and wait for its end."""
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return subprocess.run(
         [sys.executable, "train.py", "tiny-smoke", "--log.dir", str(folder)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"},
+        env=os.environ | ranks | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
