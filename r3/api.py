@@ -12,6 +12,7 @@ script that torchrun has started, every rank calls `train`.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -93,6 +94,7 @@ def train(
         _run_here(invocation)
     finally:
         _in_progress.release()
+        gc.collect()  # process groups, whose threads and sockets end with them
     return _result(invocation.config)
 
 

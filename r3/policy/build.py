@@ -436,6 +436,22 @@ def wrap(
     return Trainable(wrapped=wrapped, optimizer=optimizer, frozen=frozen)
 
 
+def let_go(wrapped: list[Any]) -> None:
+    """Take the hooks of data parallelism away, so that Python can free the model and its groups.
+
+    Megatron hangs a hook that knows the wrapped model on the node of each parameter in autograd,
+    and keeps the node in the wrapped model. Python's garbage collection does not see the way
+    through the node: parameters, optimizer, process groups and their threads would stay for good.
+
+    Source: megatron/core/distributed/distributed_data_parallel.py (`grad_accs`).
+    """
+    for chunk in wrapped:
+        for node in chunk.grad_accs:
+            # The handle of a further hook leads to the table of all hooks of the node.
+            node.register_hook(lambda *_: None).hooks_dict_ref().clear()
+        chunk.grad_accs.clear()
+
+
 def in_precision(
     megatron: TransformerConfig, chunks: list[Any]
 ) -> tuple[list[Any], list[torch.Tensor]]:

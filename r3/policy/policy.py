@@ -19,6 +19,7 @@ from r3.policy.build import (
     build_chunks,
     experts_kind,
     learning_rate,
+    let_go,
     transformer_config,
     wrap,
 )
@@ -108,6 +109,13 @@ class Policy(ScoringPolicy):
         )
         # Host copy of the policy's weights while the reference's are on the device.
         self._kept: list[torch.Tensor] | None = None
+
+    def close(self) -> None:
+        """Let go of the model, so that its memory is free when the last reference is gone.
+
+        The policy cannot be trained afterwards.
+        """
+        let_go(self.wrapped)
 
     # ----------------------------------------------------------------------------------------------
     # Weights

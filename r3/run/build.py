@@ -135,9 +135,10 @@ class Run:
                 prove_sync(self.engine, self.policy, prompts, self.config, self.mesh)
 
     def close(self) -> None:
-        """Close the engine, if there is one."""
+        """Close the engine, if there is one, and let go of the policy."""
         if self.built_engine is not None:
             self.built_engine.close()
+        self.policy.close()
 
     def release_engine(self) -> None:
         """Put the engine to sleep and give the device memory back to the policy."""

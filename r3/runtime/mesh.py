@@ -214,3 +214,5 @@ def forget_mesh() -> None:
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+        # It forgets this one, and whoever keeps a group keeps the threads and sockets of gloo.
+        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None

@@ -37,11 +37,16 @@ first = train("my_presets.py:small", {"log.dir": "alone"})
 assert [row["step"] for row in first.metrics] == [1], first
 assert list(first.export.glob("*.safetensors"))
 
+def held():
+    return [len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd")]
+
+held_after_one = held()
 again = train("my_presets.py:small", {"log.dir": "alone"})  # finished: returns at once
 assert again == first
 
 longer = train("my_presets.py:small", {"log.dir": "alone", "train.steps": 2, "log.show_every": 0})
 assert [row["step"] for row in longer.metrics] == [1, 2]  # another run in the same process
+assert held() == held_after_one, (held(), held_after_one)  # threads, descriptors
 
 try:
     train("my_presets.py:small", {"log.dir": "alone", "rollout.group_size": 4})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,3 +77,27 @@ def fragments(device: Device, path: str) -> list[float]:
         found.append(device.fragmented_gib())
         policy.onload()
     return found
+
+
+def alive_afterwards(device: Device) -> dict[str, list[bool]]:
+    """Whether model and optimizer outlive their last reference, by whether the policy was closed.
+
+    Each policy has trained a step.
+    """
+    mesh = build_mesh(device, tiny_config().parallel)
+    return {name: _alive(device, mesh, close=name == "closed") for name in ("closed", "kept")}
+
+
+def _alive(device: Device, mesh: Mesh, *, close: bool) -> list[bool]:
+    policy = policy_of(device, mesh, tiny_config())
+    rewards_R, groups_R = torch.arange(4.0), torch.zeros(4, dtype=torch.long)
+    batches = batches_of(mesh, policy.shape, LENGTHS[:4])
+    train_on(
+        policy, batches, rewards_R, groups_R, policy.config, step=1, report=lambda _metrics: None
+    )
+    found = [weakref.ref(each) for each in (policy.wrapped[0], policy.optimizer)]
+    if close:
+        policy.close()
+    del policy, batches
+    gc.collect()
+    return [each() is not None for each in found]

@@ -27,6 +27,12 @@ def test_nothing_of_a_micro_batch_is_reachable_after_its_step(ranks: int) -> Non
             assert any(shape.startswith("(8,)") for shape in found.with_a_slice)
 
 
+def test_a_closed_policy_is_freed_with_its_last_reference() -> None:
+    (found,) = run_world(memory_cases.alive_afterwards, 1)
+    assert found["closed"] == [False, False]
+    assert found["kept"] == [True, True], "the hooks of data parallelism keep what they know"
+
+
 def test_experts_of_tokens_do_not_keep_a_row_of_all_experts() -> None:
     chosen_NK = first_set(torch.eye(64, dtype=torch.bool), 1)
     assert chosen_NK.flatten().tolist() == [*range(64)]
