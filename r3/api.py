@@ -54,9 +54,9 @@ class Result:
 
     def __repr__(self) -> str:
         last = self.metrics[-1] if self.metrics else self.first_evaluation
-        shown = {key: value for key, value in last.items() if key.startswith(("eval/", "reward/m"))}
+        shown = [key for key in last if key == "reward/mean" or key.endswith("/accuracy")]
         facts = [f"folder={str(self.folder)!r}", f"step={last.get('step', 0):.0f}"]
-        facts += [f"{key}={shown[key]:.3f}" for key in sorted(shown)[-1:]]
+        facts += [f"{key}={last[key]:.3f}" for key in sorted(shown)[:1]]  # eval/ before reward/
         return f"Result({', '.join(facts)}, export={str(self.export) if self.export else None!r})"
 
 

@@ -132,6 +132,8 @@ def test_a_result_prints_in_one_line() -> None:
     row = {"step": 2.0, "reward/mean": 0.34375, "time/step_s": 1.0}
     result = Result(folder=Path("runs/a"), metrics=[row] * 60, export=None)
     assert repr(result) == "Result(folder='runs/a', step=2, reward/mean=0.344, export=None)"
+    row = {"step": 2.0, "eval/heldout/accuracy": 0.25, "eval/heldout/unjudged": 0.0}
+    assert "eval/heldout/accuracy=0.250" in repr(Result(Path("runs/a"), [row], None))
 
 
 def test_the_process_is_like_a_new_one_and_then_as_it_was() -> None:
