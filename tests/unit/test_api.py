@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +134,7 @@ def test_a_result_prints_in_one_line() -> None:
     result = Result(folder=Path("runs/a"), metrics=[row] * 60, export=None)
     assert repr(result) == "Result(folder='runs/a', step=2, reward/mean=0.344, export=None)"
     row = {"step": 2.0, "eval/heldout/accuracy": 0.25, "eval/heldout/unjudged": 0.0}
-    assert "eval/heldout/accuracy=0.250" in repr(Result(Path("runs/a"), [row], None))
+    assert "eval/heldout/accuracy=0.250" in repr(replace(result, metrics=[row]))
 
 
 def test_the_process_is_like_a_new_one_and_then_as_it_was() -> None:
