@@ -4,7 +4,7 @@ This is the only room that imports vllm, and it does so only when an engine is b
 """
 
 from r3.engine.build import EngineConfigError
-from r3.engine.engine import Engine, EngineStateError, WeightMismatch
+from r3.engine.engine import Engine, EngineStateError, WeightMismatch, forget_engine
 from r3.engine.memory import DeviceMemoryError
 from r3.engine.parsers import message_parser
 from r3.engine.sampler import Sampled, Sampling, Turn, sampling_seed
@@ -21,6 +21,7 @@ __all__ = [
     "Transcript",
     "Turn",
     "WeightMismatch",
+    "forget_engine",
     "message_parser",
     "sampling_seed",
 ]

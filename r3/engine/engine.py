@@ -5,6 +5,7 @@ Calls in a wrong order raise `EngineStateError`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -297,10 +298,18 @@ class Engine:
         self.reset_cache()
 
     def close(self) -> None:
-        """End the engine and vLLM's process groups, in a process that lives on."""
+        """End the engine, in a process that lives on. `forget_engine` ends vLLM's groups."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def forget_engine() -> None:
+    """Destroy vLLM's process groups, if there are any, so that an engine may be built again.
+
+    Also those of an engine whose construction ended with an error.
+    """
+    if "vllm.distributed" in sys.modules:  # no import for a run that builds no engine
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        self.llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from r3.config import Config
-from r3.engine import Engine
+from r3.engine import Engine, forget_engine
 from r3.handover.memory import Residency, State
 from r3.handover.weights import WeightStream, prove_sync, prove_weights, sync_weights
 from r3.metrics.meter import Meter
@@ -135,10 +135,10 @@ class Run:
                 prove_sync(self.engine, self.policy, prompts, self.config, self.mesh)
 
     def close(self) -> None:
-        """Close the engine, if there is one, and let go of the policy."""
+        """Let go of the policy, and close the engine, if there is one."""
+        self.policy.close()
         if self.built_engine is not None:
             self.built_engine.close()
-        self.policy.close()
 
     def release_engine(self) -> None:
         """Put the engine to sleep and give the device memory back to the policy."""
@@ -158,7 +158,11 @@ def init_rank(config: Config, *, timeout_s: float | None = None) -> tuple[Device
 
 
 def release_process() -> None:
-    """Undo `init_rank`, so that the process may make another run. All ranks must call."""
+    """Undo `init_rank`, so that the process may make another run. All ranks must call.
+
+    Also after an error or Ctrl-C while the run was built.
+    """
+    forget_engine()
     forget_mesh()
     end_process_groups()
 

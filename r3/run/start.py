@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from r3.config import Config, flatten
@@ -122,10 +122,17 @@ def _build(prepared: Prepared) -> Run:
         watchdog=prepared.watchdog,
         tracker=start_tracker(config, folder),
     )
-    if start.found:
-        with watched(f"loading {start.found.folder}"):
-            checkpoint.load(start.found, run.policy, device, mesh, weights_only=config.eval.only)
-    settle()
+    with ExitStack() as undo:
+        # What no rank waits for another in.
+        undo.callback(run.policy.close)
+        undo.enter_context(run.meter)
+        if start.found:
+            with watched(f"loading {start.found.folder}"):
+                checkpoint.load(
+                    start.found, run.policy, device, mesh, weights_only=config.eval.only
+                )
+        settle()
+        undo.pop_all()
     return run
 
 

@@ -32,6 +32,7 @@ import sys
 
 from r3 import train
 from r3.config import ConfigError
+from r3.run import start
 
 first = train("my_presets.py:small", {"log.dir": "alone"})
 assert [row["step"] for row in first.metrics] == [1], first
@@ -43,6 +44,16 @@ def held():
 held_after_one = held()
 again = train("my_presets.py:small", {"log.dir": "alone"})  # finished: returns at once
 assert again == first
+
+def interrupted():
+    raise KeyboardInterrupt
+
+settle, start.settle = start.settle, interrupted
+try:
+    train("my_presets.py:small", {"log.dir": "interrupted"})
+except KeyboardInterrupt:
+    print("INTERRUPTED")  # engine and policy were built
+start.settle = settle
 
 longer = train("my_presets.py:small", {"log.dir": "alone", "train.steps": 2, "log.show_every": 0})
 assert [row["step"] for row in longer.metrics] == [1, 2]  # another run in the same process
@@ -85,6 +96,7 @@ def test_a_script_trains_again_and_again_and_gets_exceptions(tmp_path: Path) -> 
     (tmp_path / "mine.py").write_text(PROGRAM)
     said = python(tmp_path, "mine.py")
     assert "REFUSED config: 1 problem" in said and "rollout.group_size = 4" in said
+    assert "INTERRUPTED" in said
     assert "RAISED RewardError" in said
     assert "layout     2 rank(s) on cpu" in said  # printed by the ranks, shown here
     assert "RANKS None" in said
