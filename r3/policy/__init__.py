@@ -7,7 +7,8 @@ import warnings
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
+from r3.policy.build import forget_models  # noqa: E402
 from r3.policy.policy import Policy  # noqa: E402
 from r3.policy.scoring import TokenScores  # noqa: E402
 
-__all__ = ["Policy", "TokenScores"]
+__all__ = ["Policy", "TokenScores", "forget_models"]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -401,6 +402,7 @@ def wrap(
         DistributedDataParallel(megatron, ddp, module, disable_bucketing=i > 0)
         for i, module in enumerate(modules)
     ]
+    _alive.update(wrapped)
     train = config.train
     with cuda_type_names():
         optimizer = get_megatron_optimizer(
@@ -434,6 +436,15 @@ def wrap(
     )
     megatron.grad_scale_func = optimizer.scale_loss
     return Trainable(wrapped=wrapped, optimizer=optimizer, frozen=frozen)
+
+
+# Models that have not been let go, also those of a policy whose construction ended with an error.
+_alive: WeakSet[Any] = WeakSet()
+
+
+def forget_models() -> None:
+    """Let go of every model of this process."""
+    let_go(list(_alive))
 
 
 def let_go(wrapped: list[Any]) -> None:

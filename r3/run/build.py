@@ -14,7 +14,7 @@ from r3.handover.memory import Residency, State
 from r3.handover.weights import WeightStream, prove_sync, prove_weights, sync_weights
 from r3.metrics.meter import Meter
 from r3.metrics.trackers import Tracker
-from r3.policy import Policy
+from r3.policy import Policy, forget_models
 from r3.rollout.task import Task
 from r3.run.folder import RunDir
 from r3.run.identity import Identity, read_identity
@@ -135,10 +135,10 @@ class Run:
                 prove_sync(self.engine, self.policy, prompts, self.config, self.mesh)
 
     def close(self) -> None:
-        """Let go of the policy, and close the engine, if there is one."""
-        self.policy.close()
+        """Close the engine, if there is one, and let go of the policy."""
         if self.built_engine is not None:
             self.built_engine.close()
+        self.policy.close()
 
     def release_engine(self) -> None:
         """Put the engine to sleep and give the device memory back to the policy."""
@@ -163,6 +163,7 @@ def release_process() -> None:
     Also after an error or Ctrl-C while the run was built.
     """
     forget_engine()
+    forget_models()
     forget_mesh()
     end_process_groups()
 

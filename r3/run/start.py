@@ -123,8 +123,6 @@ def _build(prepared: Prepared) -> Run:
         tracker=start_tracker(config, folder),
     )
     with ExitStack() as undo:
-        # What no rank waits for another in.
-        undo.callback(run.policy.close)
         undo.enter_context(run.meter)
         if start.found:
             with watched(f"loading {start.found.folder}"):

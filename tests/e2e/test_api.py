@@ -32,7 +32,8 @@ import sys
 
 from r3 import train
 from r3.config import ConfigError
-from r3.run import start
+from r3.policy import policy
+from r3.run import build, start
 
 first = train("my_presets.py:small", {"log.dir": "alone"})
 assert [row["step"] for row in first.metrics] == [1], first
@@ -45,15 +46,19 @@ held_after_one = held()
 again = train("my_presets.py:small", {"log.dir": "alone"})  # finished: returns at once
 assert again == first
 
-def interrupted():
+def interrupted(*args, **kwargs):
     raise KeyboardInterrupt
 
-settle, start.settle = start.settle, interrupted
-try:
-    train("my_presets.py:small", {"log.dir": "interrupted"})
-except KeyboardInterrupt:
-    print("INTERRUPTED")  # engine and policy were built
-start.settle = settle
+# While a run is built: with an engine alone, with half of a policy, with all.
+moments = (build, "Policy"), (policy, "slots"), (build, "WeightStream"), (start, "settle")
+for module, name in moments:
+    whole = getattr(module, name)
+    setattr(module, name, interrupted)
+    try:
+        train("my_presets.py:small", {"log.dir": "interrupted"})
+    except KeyboardInterrupt:
+        print("INTERRUPTED in", name)
+    setattr(module, name, whole)
 
 longer = train("my_presets.py:small", {"log.dir": "alone", "train.steps": 2, "log.show_every": 0})
 assert [row["step"] for row in longer.metrics] == [1, 2]  # another run in the same process
@@ -96,7 +101,7 @@ def test_a_script_trains_again_and_again_and_gets_exceptions(tmp_path: Path) -> 
     (tmp_path / "mine.py").write_text(PROGRAM)
     said = python(tmp_path, "mine.py")
     assert "REFUSED config: 1 problem" in said and "rollout.group_size = 4" in said
-    assert "INTERRUPTED" in said
+    assert said.count("INTERRUPTED in") == 4
     assert "RAISED RewardError" in said
     assert "layout     2 rank(s) on cpu" in said  # printed by the ranks, shown here
     assert "RANKS None" in said
