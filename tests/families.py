@@ -45,6 +45,9 @@ _DEEPSEEK: dict[str, Any] = dict(
 )
 
 
+_OF_ONE_VALUE = ("scoring_func", "topk_method")
+
+
 def _yarn(**more: float) -> dict[str, Any]:
     """YaRN from a context of 16 tokens, which all but the shortest test sequences exceed."""
     return dict(rope_type="yarn", rope_theta=10000.0, original_max_position_embeddings=16) | more
@@ -77,7 +80,8 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "moonlight": ("deepseek_v3", _DEEPSEEK),
     "deepseek_v3": (
         "deepseek_v3",
-        _DEEPSEEK
+        # As `DeepseekV3Config(...).save_pretrained` writes it, without keys of one value.
+        {key: value for key, value in _DEEPSEEK.items() if key not in _OF_ONE_VALUE}
         | dict(
             n_routed_experts=16,
             num_experts_per_tok=4,

@@ -119,31 +119,25 @@ def load_prompts(
     for source, label in zip(sources, source_labels(sources), strict=True):
         rows, bad = read_rows(source, columns)
         good: list[Prompt] = []
-        long = twice = 0
+        long: list[tuple[int, Row]] = []
+        twice = 0
         found_in_rows = _prompts(rows, label, renderer, columns, tools, finder)
         for row, found in zip(rows, found_in_rows, strict=True):
             if isinstance(found, RowProblem):
                 bad.append(found)
             elif (tokens := len(found.tokens_T)) > max_prompt_tokens:
-                long += 1
-                if on_too_long == "error":
-                    rule = (
-                        f"has {tokens} tokens with its chat template; at most {max_prompt_tokens} "
-                        "fit"
-                    )
-                    fix = "shorten it, or --data.on_too_long drop"
-                    if columns.section == "eval":  # no question is left out without a word
-                        fix = "shorten it, lower --eval.max_tokens, or leave the row out yourself"
-                    bad.append(_bad(row, columns.prompt, rule, fix))
+                long.append((tokens, row))
             elif drop_duplicates and (compared := _compared(found, columns)) in seen:
                 twice += 1
             else:
                 if drop_duplicates:
                     seen.add(compared)
                 good.append(found)
+        if long and on_too_long == "error":
+            bad.append(_too_long(source, long, len(rows), max_prompt_tokens, columns))
         if not good and not bad:
             why = (
-                f"no row of {len(rows)} remains: {long} exceed {max_prompt_tokens} tokens, {twice} "
+                f"no row of {len(rows)} remains: {len(long)} exceed {max_prompt_tokens} tokens, {twice} "
                 "are duplicates"
             )
             bad.append(
@@ -152,7 +146,7 @@ def load_prompts(
         prompts += good
         problems += bad
         sizes.append(len(good))
-        all_long, all_twice = all_long + long, all_twice + twice
+        all_long, all_twice = all_long + len(long), all_twice + twice
     if problems:
         raise DataError(problems)
     return Dataset(
@@ -163,6 +157,24 @@ def load_prompts(
         weights=tuple(weights),
         read=tuple(zip(source_labels(sources), sizes, strict=True)),
     )
+
+
+def _too_long(
+    source: str, long: Sequence[tuple[int, Row]], rows: int, limit: int, columns: Columns
+) -> RowProblem:
+    """All rows of a source that are too long, as one problem."""
+    tokens, row = max(long, key=lambda each: each[0])
+    rule = (
+        f"{len(long)} of {rows} row{'s' * (rows > 1)} {'are' if len(long) > 1 else 'is'} longer "
+        f"than {limit} tokens with the chat template; the longest has {tokens} "
+        f"({row.file}:{row.line})"
+    )
+    fix = "--data.on_too_long drop, or shorten them"
+    if columns.section == "eval":  # no question is left out without a word
+        fix = "shorten them, lower --eval.max_tokens, or leave the rows out yourself"
+    elif not columns.supervised:
+        fix += ", or give them more room (data.max_prompt_tokens, rollout.max_response_tokens)"
+    return _whole(source, rule, fix, field=columns.prompt)
 
 
 def _compared(prompt: Prompt, columns: Columns) -> tuple[Any, ...]:

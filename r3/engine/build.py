@@ -15,6 +15,8 @@ import torch
 from r3.engine.layers import replace_layers
 from r3.engine.memory import neighbours_named
 from r3.engine.messages import show_as_lines
+from r3.models.families import implied_keys
+from r3.models.shape import ModelShape
 from r3.runtime.device import preserved_random_state
 from r3.runtime.process import importing
 
@@ -179,8 +181,11 @@ def build_llm(
         max_model_len=max_model_len,
         max_num_seqs=engine.max_num_seqs,
         async_scheduling=None if engine.async_scheduling else False,  # None: vLLM decides
-        # Always set: a checkpoint's config.json may set one that the policy would not follow.
-        hf_overrides={"head_dtype": "float32" if config.model.fp32_head else "model"},
+        hf_overrides={
+            # Always set: a checkpoint's config.json may set one that the policy would not follow.
+            "head_dtype": "float32" if config.model.fp32_head else "model",
+            **implied_keys(ModelShape.read(config.model.path).architecture),
+        },
         seed=0,  # every request carries its own
         load_format="auto" if from_disk else "dummy",
         disable_log_stats=True,

@@ -9,8 +9,8 @@ that part in r3/policy/.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from r3.models.hf_config import HfConfig, ShapeError
@@ -61,12 +61,15 @@ class Family:
         fields: reads the fields of `ModelShape` that are not common to all families.
         norm_eps, rope_theta: values where config.json has none. transformers and vLLM have the
             same defaults.
+        implied: keys that have one value in this family. transformers' class has no other, so
+            `save_pretrained` leaves them out; vLLM must be told.
     """
 
     model_type: str
     fields: Callable[[HfConfig], dict[str, Any]]
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    implied: Mapping[str, str] = field(default_factory=dict)
 
 
 def _llama(_hf: HfConfig) -> dict[str, Any]:
@@ -155,9 +158,6 @@ def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
     never changes. Multi-token-prediction layers are left out.
     """
     _check_latent_rope(hf)
-    # transformers has no other values; the default of vLLM is softmax without biases.
-    hf.must("scoring_func", "sigmoid")
-    hf.must("topk_method", "noaux_tc")
     hf.only("norm_topk_prob", True)
     hf.only("moe_layer_freq", 1)
     hf.only("rope_interleave", True)
@@ -232,7 +232,17 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
         model_type="mixtral", fields=_mixtral, norm_eps=1e-5, rope_theta=1e6
     ),
-    "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3", fields=_deepseek_v3),
+    "DeepseekV3ForCausalLM": Family(
+        model_type="deepseek_v3",
+        fields=_deepseek_v3,
+        # vLLM takes softmax without biases where they are absent.
+        implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ),
     "LlamaForCausalLM": Family(model_type="llama", fields=_llama),
 }
 """Architecture, as in config.json -> its family."""
+
+
+def implied_keys(architecture: str) -> Mapping[str, str]:
+    """Keys that config.json may lack, with the value that they have then."""
+    return FAMILIES[architecture].implied if architecture in FAMILIES else {}

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from r3.models.families import implied_keys
 from r3.models.shape import ModelShape, ShapeError, weight_files
 
 # What loaders read beside config.json and weights, by name: tokenizer, chat templates, their code.
@@ -140,6 +141,7 @@ def _for_export(small_files: Mapping[str, bytes], dtype: torch.dtype) -> dict[st
         if name == "config.json":
             values["dtype"] = str(dtype).removeprefix("torch.")
             values.pop("torch_dtype", None)
+            values |= implied_keys(next(iter(values.get("architectures") or ()), ""))
             if values.get("num_nextn_predict_layers"):
                 # Multi-token-prediction layers are not exported.
                 values["num_nextn_predict_layers"] = 0

@@ -130,19 +130,26 @@ def require_tokens(values: Mapping[str, Any], vocab_size: int) -> None:
 
 
 class HfConfig:
-    """The contents of a config.json. Every method raises `ShapeError` with the key and its value.
+    """The contents of a config.json.
 
     Attributes:
         values: the parsed JSON object.
+        faults: keys that are missing, invalid or not supported, one text each. Reading goes on
+            after a fault, so that one message names all of them.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], faults: list[str] | None = None) -> None:
         self.values = values
+        self.faults: list[str] = [] if faults is None else faults
+
+    def _add(self, fault: str) -> None:
+        if fault not in self.faults:
+            self.faults.append(fault)
 
     def number(self, *names: str, default: int | None = None, least: int = 1) -> int:
         """Return the integer under the first of `names` that is present.
 
-        With a default, null counts as absent.
+        With a default, null counts as absent. After a fault, the number is 1.
         """
         present = [self.values[name] for name in names if name in self.values]
         value = present[0] if present else None
@@ -150,36 +157,34 @@ class HfConfig:
             return default
         if type(value) is not int or value < least:
             kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
-            raise ShapeError(f"key {' or '.join(names)} must be {kind}, got {value!r}")
+            self._add(f"key {' or '.join(names)} must be {kind}, got {value!r}")
+            return 1
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
-        """Return a finite number above 0. With a default, null and 0 count as absent."""
+        """Return a finite number above 0. With a default, null and 0 count as absent.
+
+        After a fault, the number is 1.
+        """
         value = self.values.get(name)
         if (value is None or value == 0) and default is not None:
             return default
         if not isinstance(value, int | float) or value is True or not 0 < value < inf:
-            raise ShapeError(f"key {name} must be a positive number, got {value!r}")
+            self._add(f"key {name} must be a positive number, got {value!r}")
+            return 1.0
         return float(value)
 
     def refuse(self, *names: str) -> None:
-        """Raise an error if one of these keys is set."""
+        """It is a fault if one of these keys is set."""
         for name in names:
             if self.values.get(name):
-                raise ShapeError(f"{name} is not supported yet")
+                self._add(f"{name} is not supported yet")
 
     def only(self, name: str, value: object) -> None:
-        """Raise an error if the key is given and has another value."""
+        """It is a fault if the key is given and has another value."""
         given = self.values.get(name)
         if given is not None and given != value:
-            raise ShapeError(f"{name} {given!r} is not supported, only {value!r} is")
-
-    def must(self, name: str, value: object) -> None:
-        """Raise an error unless the key is given with this value: vLLM has another default."""
-        if self.values.get(name) != value:
-            raise ShapeError(
-                f"{name} must be {value!r} in config.json, got {self.values.get(name)!r}"
-            )
+            self._add(f"{name} {given!r} is not supported, only {value!r} is")
 
     @property
     def rope(self) -> HfConfig:
@@ -189,7 +194,7 @@ class HfConfig:
             raise ShapeError(
                 "rope_parameters that differ between kinds of layers are not supported"
             )
-        return HfConfig(rope)
+        return HfConfig(rope, self.faults)
 
     def rope_scaling(self) -> RopeScaling | None:
         """Return the frequency scaling of a long context; None without one."""

@@ -124,8 +124,22 @@ class ModelShape:
             raise ShapeError(
                 f"architecture {architecture!r} is not known; known are {', '.join(FAMILIES)}"
             )
-        family, hf = FAMILIES[architecture], HfConfig(values)
+        hf = HfConfig(values)
+        try:
+            shape = cls._of_family(architecture, hf)
+        except ShapeError as error:  # keys that do not go together, or follow from another fault
+            hf.faults[:] = hf.faults or [str(error)]
+        if hf.faults:
+            raise ShapeError("; ".join(hf.faults))
+        return shape
+
+    @classmethod
+    def _of_family(cls, architecture: str, hf: HfConfig) -> ModelShape:
+        """Read the keys; what a key has wrong is added to `hf.faults`."""
+        family, values = FAMILIES[architecture], hf.values
         hf.only("model_type", family.model_type)
+        for name, value in family.implied.items():
+            hf.only(name, value)
         hf.only("hidden_act", "silu")
         hf.refuse(
             "use_sliding_window", "attention_bias", "mlp_bias", "clip_qkv", "quantization_config"
@@ -133,9 +147,9 @@ class ModelShape:
         # With either, two passes over one text would give different scores.
         hf.refuse("attention_dropout", "router_jitter_noise")
         if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
-            raise ShapeError("layer_types other than 'full_attention' are not supported yet")
+            hf.faults.append("layer_types other than 'full_attention' are not supported yet")
         rope = hf.rope.values
-        HfConfig({**values, **rope}).only("partial_rotary_factor", 1.0)
+        HfConfig({**values, **rope}, hf.faults).only("partial_rotary_factor", 1.0)
         num_heads, hidden_size = hf.number("num_attention_heads"), hf.number("hidden_size")
         common = dict(
             architecture=architecture,

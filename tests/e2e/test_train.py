@@ -338,7 +338,8 @@ def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path
     first, second = done.stderr.splitlines()
     assert first == "data: 1 problem"
     assert second.startswith(
-        "  - rows.jsonl:4: question: has 1211 tokens with its chat template; at most 472 fit"
+        "  - rows.jsonl: question: 1 of 4 rows is longer than 472 tokens with the chat template; "
+        "the longest has 1211 (rows.jsonl:4)"
     )
     assert not (tmp_path / "runs").exists()
 

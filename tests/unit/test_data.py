@@ -125,11 +125,6 @@ def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
             "question",
             "message 0 has no 'role'",
         ),
-        (
-            json.dumps({"question": "book " * 200, "answer": "b"}),
-            "question",
-            "tokens with its chat template; at most",
-        ),
     ],
 )
 def test_a_bad_row_is_named(
@@ -152,6 +147,24 @@ def test_all_bad_rows_are_counted_and_ten_named(tokenizer: Any, tmp_path: Path) 
     assert len(lines) == 1 + 10 + 1
     assert "rows.jsonl:11:" in lines[10]
     assert lines[11].endswith("and 3 more")
+
+
+def test_too_long_rows_are_one_problem_that_names_the_longest(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    long = [json.dumps({"question": "book " * n, "answer": "b"}) for n in (200, 300, 250)]
+    with pytest.raises(DataError) as caught:
+        load_prompts(write(tmp_path, GOOD, *long, "nonsense"), tokenizer, **OPTIONS)
+    odd, problem = caught.value.problems  # what else is wrong is not hidden
+    assert odd.line == 5
+    path, limit = tmp_path / "rows.jsonl", OPTIONS["max_prompt_tokens"]
+    assert problem.rule.startswith(
+        f"3 of 4 rows are longer than {limit} tokens with the chat template; the longest has "
+    )
+    assert problem.rule.endswith(f" ({path}:3)")
+    assert "--data.on_too_long drop" in problem.fix and "rollout.max_response_tokens" in problem.fix
+    with pytest.raises(DataError, match="1 of 1 row is longer than"):
+        load_prompts(write(tmp_path, long[0]), tokenizer, **OPTIONS)
 
 
 def test_too_long_rows_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:

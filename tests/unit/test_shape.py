@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from r3.models import families
+from r3.models.families import implied_keys
 from r3.models.rules import conversion_rules
 from r3.models.shape import ModelShape, RopeScaling, ShapeError, checkpoint_tensors
 from tests.families import FAMILIES, MOE_FAMILIES, family_checkpoint
@@ -289,13 +290,9 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
         (
             "moonlight",
             {"scoring_func": "softmax"},
-            "scoring_func must be 'sigmoid' in config.json, got 'softmax'",
+            "scoring_func 'softmax' is not supported, only 'sigmoid' is",
         ),
-        (
-            "moonlight",
-            {"topk_method": None},
-            "topk_method must be 'noaux_tc' in config.json, got None",
-        ),
+        ("moonlight", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
         ("moonlight", {"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
         ("moonlight", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
         ("moonlight", {"rope_interleave": False}, "rope_interleave False is not supported"),
@@ -315,6 +312,31 @@ def test_what_is_not_supported_is_refused_by_its_key(
     hf = json.loads((folders[name] / "config.json").read_text())
     with pytest.raises(ShapeError, match=rule):
         ModelShape.from_hf(hf | keys)
+
+
+def test_all_refused_keys_are_in_one_message(folders: dict[str, Path]) -> None:
+    hf = json.loads((folders["moonlight"] / "config.json").read_text())
+    wrong = {"scoring_func": "softmax", "attention_bias": True, "v_head_dim": 0, "n_group": None}
+    with pytest.raises(ShapeError) as refused:
+        ModelShape.from_hf(hf | wrong)
+    assert str(refused.value).split("; ") == [  # nothing that follows from a fault
+        "scoring_func 'softmax' is not supported, only 'sigmoid' is",
+        "attention_bias is not supported yet",
+        "key n_group must be a positive integer, got None",
+        "key v_head_dim must be a positive integer, got 0",
+    ]
+
+
+def test_keys_of_one_value_may_be_absent_as_transformers_leaves_them(
+    folders: dict[str, Path],
+) -> None:
+    hf = json.loads((folders["moonlight"] / "config.json").read_text())
+    implied = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    absent = {name: value for name, value in hf.items() if name not in implied}
+    assert ModelShape.from_hf(absent) == ModelShape.from_hf(hf | implied)
+    assert ModelShape.from_hf(absent | dict.fromkeys(implied)) == ModelShape.from_hf(hf)
+    assert implied_keys("DeepseekV3ForCausalLM") == implied
+    assert not implied_keys("MixtralForCausalLM")
 
 
 def test_keys_that_old_files_lack_have_their_defaults(folders: dict[str, Path]) -> None:

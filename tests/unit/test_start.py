@@ -98,7 +98,7 @@ def test_a_held_out_question_that_is_too_long_is_never_dropped(
     settings |= {"data.on_too_long": "drop", "eval.path": [str(tmp_path / "long.jsonl")]}
     settings |= {"eval.name": ["long"], "eval.function": [], "eval.max_prompts": [0]}
     settings["eval.max_tokens"] = [0]
-    with pytest.raises(DataError, match="tokens with its chat template; at most") as error:
+    with pytest.raises(DataError, match="longer than 488 tokens") as error:
         read_task(with_values(tiny_config(), settings))
     assert "--eval.max_tokens" in str(error.value) and "on_too_long" not in str(error.value)
 

@@ -15,6 +15,10 @@ from r3.runtime.user_code import path_fix
 _SHOWN_TENSORS = 5  # of a checkpoint that does not fit
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _GIVE_FOLDER = "give the folder of a Hugging Face checkpoint"
+SUPPORTED_FIX = (
+    "use a checkpoint of a supported architecture, as its authors published it, or add the family: "
+    "docs/adding-a-model-family.md"
+)
 
 
 def check_freeze(config: Config, found: Findings, shape: ModelShape | None) -> None:
@@ -61,8 +65,7 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
         found.add("model.path", "the folder has no config.json", _GIVE_FOLDER)
         return None
     except ShapeError as error:
-        fix = "use a checkpoint of a supported architecture, as its authors published it"
-        found.add("model.path", str(error), fix)
+        found.add("model.path", str(error), SUPPORTED_FIX)
         return None
     try:
         faults = checkpoint_faults(folder, shape)
