@@ -47,6 +47,7 @@ from r3.run.build import Run, build_run, init_rank
 from r3.run.prepare import refusing
 from r3.runtime.device import init_device, leave
 from r3.runtime.mesh import Axis, Mesh
+from r3.runtime.terminal import say
 from r3.types import Rollout
 
 # small, so that every rank gets several micro-batches of several sequences
@@ -594,7 +595,7 @@ def examine_path(config: Config) -> Iterator[CheckResult]:
 
 def _report(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
+        say(text)
 
 
 if __name__ == "__main__":

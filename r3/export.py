@@ -36,6 +36,7 @@ from r3.run.verify import require_whole
 from r3.runtime.device import Device, leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.process import importing
+from r3.runtime.terminal import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with refusing():
         require_whole(order.found.folder, order.found.step, mesh.world)
     write(order, device, mesh)
-    print(f"{order.to}: the weights after step {order.found.step}", flush=True)
+    say(f"{order.to}: the weights after step {order.found.step}")
     leave(0)
 
 

@@ -52,6 +52,7 @@ from r3.run.resume import Found, step_folders
 from r3.run.verify import require_whole
 from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
+from r3.runtime.terminal import say
 from r3.types import MicroBatch, Rollout
 
 # Settings that matter to a policy that only scores.
@@ -400,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             *table(rows),
             *([f"saved       {order.save_to}"] if order.save_to else []),
         ]
-        print("\n".join(lines), flush=True)
+        say("\n".join(lines))
     leave(0)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from r3.runtime.terminal import say, visible
 from r3.view.runs import Kind, ViewError, dumped_steps, read_samples
 from r3.view.samples import Sample, best, worst
 from r3.view.terminal import conversation
@@ -109,14 +110,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         notes: list[str] = []
         heading, parts = chosen(words, notes)
     except ViewError as error:
-        print(f"r3.show: {error}", file=sys.stderr)
+        say(f"r3.show: {error}", error=True)
         raise SystemExit(2) from None
     console = Console(width=words.width, highlight=False)
-    console.print(Text(heading, style="bold"))
+    console.print(Text(visible(heading), style="bold"))
     for note in notes:
-        console.print(Text(note, style="yellow"))
+        console.print(Text(visible(note), style="yellow"))
     for title, samples in parts:
-        console.print(Text(f"\n{title}", style="bold underline"))
+        console.print(Text(visible(f"\n{title}"), style="bold underline"))
         for sample in samples:
             console.print(conversation(sample))
 

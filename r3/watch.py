@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from r3.runtime.terminal import say
 from r3.view.runs import RunFacts, ViewError, read_run
 from r3.view.watch import read_heartbeats, screen
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         facts = read_run(words.run_dir)
     except ViewError as error:
-        print(f"r3.watch: {error}", file=sys.stderr)
+        say(f"r3.watch: {error}", error=True)
         raise SystemExit(2) from None
     console = Console(highlight=False)
     if words.once:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from r3.config import SETTINGS, AlgoConfig, ConfigError, Problem
 from r3.config.settings import ADVANTAGES, LOSSES
 from r3.runtime.algorithm import AlgorithmError, run_contract
+from r3.runtime.terminal import say
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -61,19 +62,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         findings = run_contract(settings_of(words), role)
     except (AlgorithmError, ConfigError) as error:
-        print(f"r3.cli.check_loss: {error}", file=sys.stderr)
+        say(f"r3.cli.check_loss: {error}", error=True)
         raise SystemExit(1 if isinstance(error, AlgorithmError) else 2) from None
-    print(f"{words.function} as algo.{role}")
+    say(f"{words.function} as algo.{role}")
     for each in findings:
         word = "ok" if not each.fault else "FAILS" if each.required else "note"
-        print(f"  {word:6}{each.claim}")
+        say(f"  {word:6}{each.claim}")
         if each.fault:
-            print(f"        {each.fault}")
+            say(f"        {each.fault}")
     failed = sum(bool(each.fault) and each.required for each in findings)
     if failed:
-        print(f"{failed} of {len(findings)} checks failed: do not train with this function")
+        say(f"{failed} of {len(findings)} checks failed: do not train with this function")
         raise SystemExit(1)
-    print(f"no check of {len(findings)} failed")
+    say(f"no check of {len(findings)} failed")
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ def load_prompts(
             bad.append(_too_long(source, long, len(rows), max_prompt_tokens, columns))
         if not good and not bad:
             why = (
-                f"no row of {len(rows)} remains: {len(long)} exceed {max_prompt_tokens} tokens, {twice} "
-                "are duplicates"
+                f"no row of {len(rows)} remains: {len(long)} exceed {max_prompt_tokens} tokens, "
+                f"{twice} are duplicates"
             )
             bad.append(
                 _whole(source, why if rows else "has no rows", "give a source with usable rows")

@@ -16,7 +16,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from r3.envs.openai_api import (
     model_entry,
 )
 from r3.envs.workflow import EpisodeOver, Model, ModelLimit
+from r3.runtime.terminal import say
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -252,11 +252,10 @@ def _warn_of_unused(names: tuple[str, ...]) -> None:
     """Warn once per run: every rank has an endpoint, and its agents are alike."""
     if names and not _WARNED and os.environ.get("RANK", "0") == "0":
         _WARNED.add(names)
-        print(
+        say(
             f"warning: a request to the endpoint sets {', '.join(names)}, which is not used: calls "
             "that are trained on are sampled as rollout.* says (or eval.* in evaluation)",
-            file=sys.stderr,
-            flush=True,
+            error=True,
         )
 
 

@@ -8,13 +8,13 @@ some: every parser is called by a `MessageReader`, which reads a message or leav
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from r3.data.conversation import arguments_of, read_json
 from r3.runtime.exchange import own_copy
+from r3.runtime.terminal import say
 from r3.runtime.time_limit import time_limit
 
 _CALL_MARKS = re.compile("</?think>|</?tool_call>")
@@ -107,12 +107,11 @@ class MessageReader:
         self._unread += 1
         if not self._is_said:
             self._is_said = True
-            print(
+            say(
                 f"warning: the parser of tool calls or reasoning failed on a message ({why}). The "
                 "message is kept as text without calls; env/unread counts such messages. It begins "
                 f"with {text[:_SHOWN]!r}",
-                file=sys.stderr,
-                flush=True,
+                error=True,
             )
         return Parsed(content=text, calls=[])
 

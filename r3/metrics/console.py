@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from r3.metrics.glossary import headlines
-from r3.runtime.terminal import is_line_open, out, say
+from r3.runtime.terminal import is_line_open, out, say, visible
 
 _TITLES_EVERY = 20  # rows between two repetitions of the column titles
 _MAX_WIDTH = 160
@@ -201,7 +201,8 @@ class Console:
         """Show what runs, before it starts."""
         if self._rich:
             width = self._rich.width - 4  # of the frame
-            text = Text("\n".join(_wrapped(line, width) for line in lines), overflow="fold")
+            wrapped = (_wrapped(visible(line), width) for line in lines)
+            text = Text("\n".join(wrapped), overflow="fold")
             self._rich.print(Panel(text, title="r3", title_align="left", expand=False))
         else:
             self.line("\n".join(lines))
@@ -209,9 +210,9 @@ class Console:
     def line(self, text: str) -> None:
         """Write one line at once."""
         if self._rich:
-            self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._rich.print(visible(text), markup=False, highlight=False, soft_wrap=True)
         elif self._is_leader:
-            print(text, file=self._stream, flush=True)
+            print(visible(text), file=self._stream, flush=True)
 
     def show(self, conversation: RenderableType) -> None:
         """Show a sample: on a terminal in colours, in a log file as plain lines."""
@@ -251,6 +252,7 @@ class Console:
 
     def _print(self, text: str, style: str | None = None) -> None:
         assert self._rich is not None
+        text = visible(text)
         self._rich.print(text, markup=False, highlight=False, style=style, soft_wrap=True)
 
     @contextmanager

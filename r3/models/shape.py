@@ -151,7 +151,7 @@ class ModelShape:
         rope = hf.rope.values
         HfConfig({**values, **rope}, hf.faults).only("partial_rotary_factor", 1.0)
         num_heads, hidden_size = hf.number("num_attention_heads"), hf.number("hidden_size")
-        common = dict(
+        common: dict[str, Any] = dict(
             architecture=architecture,
             model_type=family.model_type,
             num_layers=hf.number("num_hidden_layers"),

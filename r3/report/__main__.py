@@ -16,6 +16,7 @@ from pathlib import Path
 
 from r3.report.page import Limits, page_data, render
 from r3.run.folder import write_text
+from r3.runtime.terminal import say
 from r3.view.runs import ViewError
 
 
@@ -61,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         page = render(page_data(words.run_dirs, limits), plotly_source())
     except ViewError as error:
-        print(f"r3.report: {error}", file=sys.stderr)
+        say(f"r3.report: {error}", error=True)
         raise SystemExit(2) from None
     write_text(words.output, page)
     size = words.output.stat().st_size / 2**20
-    print(f"{words.output}: {len(words.run_dirs)} run(s), {size:.1f} MiB")
+    say(f"{words.output}: {len(words.run_dirs)} run(s), {size:.1f} MiB")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from r3.runtime.process import die_with_parent, importing, name_process
+from r3.runtime.terminal import visible
 
 _POLL_S = 0.02
 
@@ -183,7 +184,7 @@ def run_program(argv: list[str], env: dict[str, str], begin: Callable[[], None])
     except SystemExit as end:
         code = end.code or 0
         if not isinstance(code, int):
-            print(code, file=sys.stderr)
+            print(visible(code), file=sys.stderr)
             code = 1
     except KeyboardInterrupt:
         code = 130

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import sys
 from collections.abc import Sequence
@@ -76,8 +77,22 @@ def err() -> TextIO:
     return _own.get(2) or sys.stderr
 
 
+# Characters that a terminal obeys instead of showing them: C0 without tab and line feed, DEL, C1,
+# marks and overrides of the writing direction, line separators; and halves of surrogate pairs.
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def visible(text: object) -> str:
+    """The text with its control characters as escapes: a model's output moves no cursor, changes no
+    colour or title, and does not reverse what stands beside it.
+    """
+    return _OBEYED.sub(lambda each: ascii(each[0])[1:-1], str(text))
+
+
 def say(text: object, *, error: bool = False, end: str = "\n", continues: bool = False) -> None:
-    """Write a text and a line end at once, on a line of its own.
+    """Write a text and a line end at once, on a line of its own; control characters as escapes.
 
     Args:
         end: "" leaves the line open.
@@ -88,7 +103,7 @@ def say(text: object, *, error: bool = False, end: str = "\n", continues: bool =
         _open[0].write("\n")
         _open[0].flush()
     _open[:] = [] if end else [stream]
-    stream.write(f"{text}{end}")
+    stream.write(f"{visible(text)}{end}")
     stream.flush()
 
 

@@ -10,6 +10,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from r3.algo.sums import are_equal
+from r3.runtime.terminal import visible
 from r3.view.samples import Sample, tool_calls_text
 
 ROLE_STYLES = {
@@ -46,14 +47,18 @@ def facts(sample: Sample) -> str:
     return "  ".join(parts)
 
 
+def _text(text: str, style: str = "") -> Text:
+    return Text(visible(text), style=style)
+
+
 def _parts(sample: Sample) -> Iterator[RenderableType]:
     yield Rule(
-        Text(sample.name, style="bold"),
+        _text(sample.name, "bold"),
         align="left",
         style="dim",
     )
     colour = "green" if sample.reward > 0 else "red"
-    yield Text(facts(sample), style=colour)
+    yield _text(facts(sample), colour)
     if not sample.is_complete:
         yield Text(
             "This dump has the last message only; newer ones have the whole conversation.",
@@ -61,10 +66,10 @@ def _parts(sample: Sample) -> Iterator[RenderableType]:
         )
     for message in sample.messages:
         role = str(message["role"])
-        yield Text(role, style=ROLE_STYLES.get(role, "bold"))
+        yield _text(role, ROLE_STYLES.get(role, "bold"))
         body = [str(message.get("content") or "").rstrip("\n"), *tool_calls_text(message)]
-        yield Padding(Text("\n".join(filter(None, body))), (0, 0, 0, 2))
+        yield Padding(_text("\n".join(filter(None, body))), (0, 0, 0, 2))
     if sample.reference:
         yield Text("reference", style="bold yellow")
-        yield Padding(Text(sample.reference), (0, 0, 0, 2))
+        yield Padding(_text(sample.reference), (0, 0, 0, 2))
     yield Text("")

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from r3.metrics.glossary import headlines
 from r3.run.folder import RunDir
+from r3.runtime.terminal import visible
 from r3.view.runs import RunFacts
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -113,10 +114,10 @@ def screen(facts: RunFacts, beats: Sequence[Heartbeat]) -> RenderableType:
     steps = facts.steps
     done = int(facts.rows[-1]["step"]) if facts.rows else 0
     parts: list[RenderableType] = [
-        Text(str(facts.path), style="bold"),
+        Text(visible(facts.path), style="bold"),
         _progress(done, steps, _time_left(facts)),
-        *([Text(facts.end, style="bold red")] if facts.end else []),
-        *(Text(note, style="yellow") for note in facts.notes),
+        *([Text(visible(facts.end), style="bold red")] if facts.end else []),
+        *(Text(visible(note), style="yellow") for note in facts.notes),
         Text(""),
         _figures(facts.rows),
         Text(""),
@@ -157,7 +158,11 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             continue
         if key.startswith("eval/"):
             values = known  # evaluated every so many steps: without the gaps
-        table.add_row(label, Text(show(known[-1]), style="bold"), Text(curve(values), style="cyan"))
+        table.add_row(
+            Text(visible(label)),
+            Text(show(known[-1]), style="bold"),
+            Text(curve(values), style="cyan"),
+        )
     return table
 
 
@@ -179,7 +184,7 @@ def _ranks(beats: Sequence[Heartbeat], *, is_done: bool) -> RenderableType:
         named = ", ".join(map(str, ranks[:8])) + (
             f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
         )
-        text.append(f"{phase}: rank{'s' if len(ranks) > 1 else ''} {named}   ")
+        text.append(f"{visible(phase)}: rank{'s' if len(ranks) > 1 else ''} {named}   ")
     slowest = max(beats, key=lambda beat: beat.silent_s + beat.age_s)
     silent = slowest.silent_s + slowest.age_s
     if silent > STALE_S:

@@ -1,0 +1,150 @@
+"""A model's text cannot command the terminal: control characters are shown, at every door."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from r3 import show, watch
+from r3.cli import check_loss
+from r3.metrics.console import Console
+from r3.report import __main__ as report
+from r3.rewards.scorer import RewardError
+from r3.run.failures import failure_text
+from r3.run.folder import RunDir, write_json, write_text
+from r3.runtime.terminal import say, visible
+from r3.view.samples import sample_of
+from r3.view.terminal import conversation
+from tests.run_folder import write_run
+
+pytestmark = pytest.mark.unit
+
+# A title, a screen that is cleared, C1's introducer, a line that is overwritten, reversed text.
+HOSTILE = "a\x1b]0;title\x07\x1b[2J\x9b31m\rb\x08\x7f\u202ereversed\u2066\u200f\u2028"
+SHOWN = r"a\x1b]0;title\x07\x1b[2J\x9b31m\rb\x08\x7f\u202ereversed\u2066\u200f\u2028"  # 66 columns
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m|\x1b\]8;[^\x1b]*\x1b\\")  # rich's own, on a terminal
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _row(text: str) -> dict[str, object]:
+    call = {"function": {"name": text, "arguments": text}}
+    messages = [
+        {"role": "user", "content": text},
+        {"role": text, "content": "", "tool_calls": [call]},
+    ]
+    return {
+        "prompt_id": text,
+        "group": 0,
+        "sample_index": 0,
+        "reference": text,
+        "messages": messages,
+        "reward": 1.0,
+        "rewards": {text: 0.5},
+        "metrics": {text: 1.0},
+        "finish_reason": "stop",
+        "response_tokens": 3,
+    }
+
+
+def _consoles(use: Callable[[Console], None]) -> str:
+    """What a console writes, in a terminal and into a log file."""
+    terminal, file = _Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        use(Console(is_leader=True, progress=False, stream=stream))
+    return terminal.getvalue() + file.getvalue()
+
+
+def _shown_every() -> str:
+    return _consoles(lambda console: console.show(conversation(sample_of(0, _row(HOSTILE)))))
+
+
+def _header() -> str:
+    return _consoles(lambda console: console.header([HOSTILE]))
+
+
+def _line() -> str:
+    return _consoles(lambda console: console.line(HOSTILE))
+
+
+def _metric() -> str:
+    row = {"reward/mean": 1.0, f"eval/{HOSTILE}/accuracy": 1.0, f"eval/{HOSTILE}/b": 1.0}
+    return _consoles(lambda console: console.row(row, 1, 2))
+
+
+@pytest.mark.parametrize("door", [_shown_every, _header, _line, _metric])
+def test_the_console_shows_control_characters(door: Callable[[], str]) -> None:
+    written = _COLOUR.sub("", door())
+    assert not _OBEYED.search(written)
+    assert written.count(r"\x1b]0;title") >= 2, "in both"
+
+
+def _show(folder: Path) -> None:
+    run = write_run(folder, text=HOSTILE)
+    show.main([str(run), "--width", "200"])
+
+
+def _no_such_prompt(folder: Path) -> None:
+    show.main([str(write_run(folder)), "--group", HOSTILE])
+
+
+def _watch_failed(folder: Path) -> None:
+    run = RunDir(write_run(folder, steps=1))
+    run.first_failure.parent.mkdir()
+    write_text(run.first_failure, f"RewardError: {HOSTILE.partition(chr(0x2028))[0]}")
+    watch.main([str(folder), "--once"])
+
+
+def _watch_phase(folder: Path) -> None:
+    run = RunDir(write_run(folder, steps=1))
+    beat = {"rank": 0, "phase": HOSTILE, "silent_s": 0.0, "written_at": 1e12}
+    write_json(run.heartbeat(0), beat)
+    watch.main([str(folder), "--once"])
+
+
+def _report(_: Path) -> None:
+    report.main([HOSTILE])
+
+
+def _own_loss(_: Path) -> None:
+    check_loss.main([f"{HOSTILE}.py:f"])
+
+
+def _error(folder: Path) -> None:
+    error = RewardError(f"reward math failed on a response that begins with {HOSTILE}")
+    say(failure_text(error, rank=0, path=folder / "errors" / "rank_00000.txt"), error=True)
+
+
+@pytest.mark.parametrize(
+    "door", [_show, _no_such_prompt, _watch_failed, _watch_phase, _report, _own_loss, _error]
+)
+def test_commands_and_errors_show_control_characters(
+    door: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    try:
+        door(tmp_path / "run")
+    except SystemExit as end:
+        assert end.code in (1, 2)
+    captured = capsys.readouterr()
+    written = captured.out + captured.err
+    assert not _OBEYED.search(written), ascii(written)
+    assert r"\x1b]0;title" in written
+
+
+def test_ordinary_text_is_left_as_it_is() -> None:
+    assert visible(HOSTILE) == SHOWN
+    for text in ("a\tb\nc", "é ≤ 日本 😀", "می‌خواهم", "👩‍💻", "שלום"):  # joiners belong to words
+        assert visible(text) == text
+    assert visible("half \ud800") == r"half \ud800"
