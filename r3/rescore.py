@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from r3.cli import checks as validate
+from r3 import checks as validate
 from r3.config import (
     SETTINGS,
     Config,

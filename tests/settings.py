@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from r3.cli import checks
+from r3 import checks
 from r3.config import Config, parse_value, with_values
 from r3.configs import PRESETS
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from r3.cli.memory_plan import (
+from r3.config import Config, to_yaml
+from r3.models.shape import BYTES_OF, ModelShape
+from r3.models.sharding import sync_plans
+from r3.planning.memory_plan import (
     GIB,
     PHASES,
     fit,
@@ -16,11 +19,8 @@ from r3.cli.memory_plan import (
     sequence_bytes,
     stage_pieces,
 )
-from r3.cli.step_time import RANKS_PER_MACHINE, Gpu, step_seconds
-from r3.cli.verdict import assumptions, describe_seconds, verdict
-from r3.config import Config, to_yaml
-from r3.models.shape import BYTES_OF, ModelShape
-from r3.models.sharding import sync_plans
+from r3.planning.step_time import RANKS_PER_MACHINE, Gpu, step_seconds
+from r3.planning.verdict import assumptions, describe_seconds, verdict
 
 _SHOWN_RANKS = 16
 

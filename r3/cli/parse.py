@@ -21,20 +21,11 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from r3.checks import Report, examine
+from r3.checks.objective import in_effect
 from r3.cli import dry_run
 from r3.cli import help as helps
 from r3.cli.base import Base, base_of_config, base_of_run, find_base
-from r3.cli.checks import Report, examine
-from r3.cli.checks.objective import in_effect
-from r3.cli.step_time import RANKS_PER_MACHINE
-from r3.cli.verdict import (
-    host_problems,
-    memory_problems,
-    plan_for,
-    read_gpu,
-    read_host,
-    read_plan_for,
-)
 from r3.config import (
     HIDDEN,
     SETTINGS,
@@ -52,6 +43,15 @@ from r3.config import (
 )
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.shape import ModelShape
+from r3.planning.step_time import RANKS_PER_MACHINE
+from r3.planning.verdict import (
+    host_problems,
+    memory_problems,
+    plan_for,
+    read_gpu,
+    read_host,
+    read_plan_for,
+)
 from r3.runtime.process import die_with_launcher
 from r3.runtime.terminal import say
 

@@ -1,6 +1,6 @@
 """Settings of a run: the fields with their rules, problems with them, and YAML.
 
-`r3.cli.checks.problems(config, world_size)` lists everything that is wrong with a config at once,
+`r3.checks.problems(config, world_size)` lists everything that is wrong with a config at once,
 each with field, value, rule and fix, before any device is touched. Presets are in `configs/`.
 Imports nothing heavy.
 """

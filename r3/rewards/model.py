@@ -39,7 +39,7 @@ class RewardModel:
     """
 
     def __init__(self, settings: RewardConfig) -> None:
-        """Load the model; `r3.cli.checks` has checked its config.json.
+        """Load the model; `r3.checks` has checked its config.json.
 
         Raises:
             ConfigError: the files lack a tensor of the model.

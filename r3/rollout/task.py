@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from r3.cli.checks import allocator_problems, cpu_engine_problems, cuda_expert_problems
-from r3.cli.step_time import RANKS_PER_MACHINE
-from r3.cli.verdict import host_problems, memory_problems, read_gpu
+from r3.checks import allocator_problems, cpu_engine_problems, cuda_expert_problems
 from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.rendering import ChatTemplate
 from r3.data.sources import columns_of
 from r3.models.shape import ModelShape
+from r3.planning.step_time import RANKS_PER_MACHINE
+from r3.planning.verdict import host_problems, memory_problems, read_gpu
 from r3.rewards.model import RewardModel
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.conversation import ConversationSetup

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from r3.algo import packing
-from r3.cli import memory_plan as plan
 from r3.configs.tiny import tiny_smoke
 from r3.engine import Engine
 from r3.models.shape import ModelShape
+from r3.planning import memory_plan as plan
 from r3.policy import Policy
 from r3.rollout.task import read_task
 from r3.runtime.device import Device

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from r3.cli.checks.objective import in_effect
+from r3.checks.objective import in_effect
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.sources import columns_of
 from r3.handover.rollouts import PackingSpec, distribute

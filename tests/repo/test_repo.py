@@ -35,7 +35,18 @@ ROOMS = (
         "metrics",
         "routing",
     ),
-    *("envs", "rewards", "cli", "engine", "policy", "rollout", "handover", "run"),
+    *(
+        "envs",
+        "rewards",
+        "checks",
+        "planning",
+        "cli",
+        "engine",
+        "policy",
+        "rollout",
+        "handover",
+        "run",
+    ),
     *("view", "report", "show", "watch", "rescore", "export", "doctor", "__main__", "api"),
 )
 MAX_LOOSE_MODULES = 7  # files directly in r3/, __init__.py aside

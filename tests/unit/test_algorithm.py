@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from r3 import checks
 from r3.algo.contract import example_inputs, example_rewards
 from r3.algo.loss import Bounds, pg
-from r3.cli import checks
 from r3.config import AlgoConfig, Config, ConfigError, from_yaml, resume_problems, to_yaml
 from r3.rollout.collected import CollectedRollouts
 from r3.rollout.scored import Rewards, score_all

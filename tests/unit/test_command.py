@@ -14,8 +14,7 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from r3 import assets
-from r3.cli import checks
+from r3 import assets, checks
 from r3.config import EnvConfig
 from r3.envs.command import Command
 from r3.envs.workflow import Workflows

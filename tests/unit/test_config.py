@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import pytest
 
+from r3 import checks
 from r3.assets import TINY_MOE, TINY_MOE_TIES, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
-from r3.cli import checks
 from r3.config import (
     SETTINGS,
     ConfigError,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from r3.cli import checks
+from r3 import checks
 from r3.data.sources import Columns, read_rows
 from tests.settings import changed, found
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from r3 import checks
 from r3.assets import TINY_MOE
-from r3.cli import checks
 from r3.config import (
     with_values,
 )

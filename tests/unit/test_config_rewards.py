@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from r3 import checks
 from r3.assets import TINY_MOE
-from r3.cli import checks
-from r3.cli import memory_plan as plan
-from r3.cli.verdict import memory_problems, read_gpu
 from r3.config import (
     Config,
     from_yaml,
@@ -20,6 +18,8 @@ from r3.config import (
     with_values,
 )
 from r3.models.shape import ModelShape
+from r3.planning import memory_plan as plan
+from r3.planning.verdict import memory_problems, read_gpu
 from tests.settings import found
 from tests.tiny import tiny_config
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from r3.cli.checks import problems
+from r3.checks import problems
 from r3.config import ConfigError, EnvConfig
 from r3.envs import ENVIRONMENTS, Environment, checked_step, find
 from r3.envs.calculator import Calculator, evaluate

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from r3.cli.memory_plan import fit
 from r3.cli.parse import parse
 from r3.config import with_values
 from r3.models.shape import ModelShape
+from r3.planning.memory_plan import fit
 from tests.families import random_checkpoint
 from tests.world import ROOT
 

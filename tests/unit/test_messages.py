@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.cli.checks import problems
+from r3.checks import problems
 from r3.config import Config, ConfigError, EnvConfig, RewardConfig, from_yaml
 from r3.data.jinja import EndlessTemplate, apply_template
 from r3.data.prompts import DataError

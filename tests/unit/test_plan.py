@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from r3.assets import TINY_MOE
+from r3.checks import examine
 from r3.cli import dry_run
-from r3.cli import memory_plan as plan
-from r3.cli.checks import examine
-from r3.cli.layout_search import search
-from r3.cli.step_time import (
+from r3.config import Config, ParallelConfig, from_yaml, parse_value, with_values
+from r3.configs import KNOWN_SHAPES, PRESETS
+from r3.models.shape import ModelShape
+from r3.planning import memory_plan as plan
+from r3.planning.layout_search import search
+from r3.planning.step_time import (
     Gpu,
     active_params,
     forward_flops,
@@ -24,7 +27,7 @@ from r3.cli.step_time import (
     passes,
     train_seconds,
 )
-from r3.cli.verdict import (
+from r3.planning.verdict import (
     host_problems,
     memory_problems,
     plan_for,
@@ -32,9 +35,6 @@ from r3.cli.verdict import (
     read_plan_for,
     verdict,
 )
-from r3.config import Config, ParallelConfig, from_yaml, parse_value, with_values
-from r3.configs import KNOWN_SHAPES, PRESETS
-from r3.models.shape import ModelShape
 from r3.policy import memory
 from r3.run.optimizer_state import PIECE
 

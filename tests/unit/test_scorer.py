@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from r3 import assets
-from r3.cli.checks import problems
+from r3.checks import problems
 from r3.config import ConfigError, RewardConfig
 from r3.models.shape import ModelShape
 from r3.rewards.http import retry_after

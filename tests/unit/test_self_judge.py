@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from r3 import assets
-from r3.cli import checks
+from r3 import assets, checks
 from r3.config import RewardConfig
 from r3.data.template import Renderer
 from r3.engine import Sampled, Turn

@@ -11,13 +11,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3 import assets
-from r3.cli.checks import problems, warnings
-from r3.cli.checks.objective import FIXED, in_effect
-from r3.cli.memory_plan import memory
+from r3.checks import problems, warnings
+from r3.checks.objective import FIXED, in_effect
 from r3.config import with_values
 from r3.data.prompts import DataError, load_prompts
 from r3.data.sources import Columns
 from r3.models.shape import ModelShape
+from r3.planning.memory_plan import memory
 from r3.run.supervised import as_rollout
 from tests.rows import OPTIONS, write
 from tests.tiny import tiny_config

@@ -12,12 +12,12 @@ import torch
 
 from r3 import assets
 from r3.algo.loss import LOSSES, Bounds, LossInputs, Sequences, teacher_advantage
-from r3.cli.checks import problems, warnings
-from r3.cli.checks.ignored import ignored_settings
-from r3.cli.checks.objective import in_effect
-from r3.cli.memory_plan import host_memory, memory, teacher_bytes
+from r3.checks import problems, warnings
+from r3.checks.ignored import ignored_settings
+from r3.checks.objective import in_effect
 from r3.config import ConfigError, with_values
 from r3.models.shape import ModelShape
+from r3.planning.memory_plan import host_memory, memory, teacher_bytes
 from r3.rollout.task import read_task
 from tests.tiny import tiny_config
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from r3.cli.checks import problems
+from r3.checks import problems
 from r3.config import Config
 from r3.metrics.trackers import CLIENTS, Tracker, TrackerError, public_settings
 from tests.tiny import tiny_config

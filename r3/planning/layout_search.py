@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from r3.cli.checks.batch import check_batch, check_lengths
-from r3.cli.checks.findings import Findings
-from r3.cli.checks.layout import check_layout
-from r3.cli.memory_plan import GIB, PHASES, Fit, fit, memory
-from r3.cli.step_time import (
+from r3.checks.batch import check_batch, check_lengths
+from r3.checks.findings import Findings
+from r3.checks.layout import check_layout
+from r3.config import Config, Problem, flatten, with_values
+from r3.models.shape import ModelShape
+from r3.planning.memory_plan import GIB, PHASES, Fit, fit, memory
+from r3.planning.step_time import (
     RANKS_PER_MACHINE,
     Gpu,
     generate_seconds,
@@ -24,8 +26,6 @@ from r3.cli.step_time import (
     step_seconds,
     train_seconds,
 )
-from r3.config import Config, Problem, flatten, with_values
-from r3.models.shape import ModelShape
 
 _POLICY_PHASES = ("TRAIN", "OPTIMIZER", "SAVE")
 _ENGINE_PHASES = ("SYNC", "GENERATE")

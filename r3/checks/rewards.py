@@ -9,9 +9,9 @@ from pathlib import Path
 
 import regex
 
-from r3.cli.checks.findings import Findings
-from r3.cli.checks.model import has_chat_template, is_folder
-from r3.cli.checks.sources import FunctionNode, find_function, signature_of
+from r3.checks.findings import Findings
+from r3.checks.model import has_chat_template, is_folder
+from r3.checks.sources import FunctionNode, find_function, signature_of
 from r3.config import Config, EnvConfig, RewardConfig
 from r3.config.arguments import Taker, assigned
 from r3.config.names import names_of

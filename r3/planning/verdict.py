@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from r3.cli.layout_search import Proposal, Search, search
-from r3.cli.memory_plan import (
+from r3.config import Config, Problem, with_values
+from r3.models.shape import ModelShape
+from r3.planning.layout_search import Proposal, Search, search
+from r3.planning.memory_plan import (
     CERTAIN,
     GIB,
     HOST_CERTAIN,
@@ -17,9 +19,7 @@ from r3.cli.memory_plan import (
     fit,
     host_memory,
 )
-from r3.cli.step_time import DEFAULT_GPU, EFFICIENCY, GPUS, Gpu
-from r3.config import Config, Problem, with_values
-from r3.models.shape import ModelShape
+from r3.planning.step_time import DEFAULT_GPU, EFFICIENCY, GPUS, Gpu
 
 _SHOWN_PROPOSALS = 3
 

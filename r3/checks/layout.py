@@ -5,7 +5,7 @@ r3/runtime/mesh.py has the order of ranks.
 
 from __future__ import annotations
 
-from r3.cli.checks.findings import Findings
+from r3.checks.findings import Findings
 from r3.config import Config
 from r3.models.shape import ModelShape
 

@@ -13,19 +13,19 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from r3.cli.checks.algorithm import check_algorithm
-from r3.cli.checks.batch import check_batch, check_lengths
-from r3.cli.checks.data import check_data, overlap
-from r3.cli.checks.device import allocator_problems, cpu_engine_problems, cuda_expert_problems
-from r3.cli.checks.environment import check_environment
-from r3.cli.checks.evaluation import check_evaluation
-from r3.cli.checks.findings import Findings
-from r3.cli.checks.ignored import ignored_settings
-from r3.cli.checks.layout import check_layout
-from r3.cli.checks.model import check_freeze, check_model
-from r3.cli.checks.rewards import BUILTIN_REWARDS, check_rewards
-from r3.cli.checks.run_folder import check_run_folder
-from r3.cli.checks.teacher import check_teacher
+from r3.checks.algorithm import check_algorithm
+from r3.checks.batch import check_batch, check_lengths
+from r3.checks.data import check_data, overlap
+from r3.checks.device import allocator_problems, cpu_engine_problems, cuda_expert_problems
+from r3.checks.environment import check_environment
+from r3.checks.evaluation import check_evaluation
+from r3.checks.findings import Findings
+from r3.checks.ignored import ignored_settings
+from r3.checks.layout import check_layout
+from r3.checks.model import check_freeze, check_model
+from r3.checks.rewards import BUILTIN_REWARDS, check_rewards
+from r3.checks.run_folder import check_run_folder
+from r3.checks.teacher import check_teacher
 from r3.config import SETTINGS, Config, Problem
 from r3.models.shape import ModelShape
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from r3.cli.checks.findings import Findings
-from r3.cli.checks.layout import check_layout
-from r3.cli.checks.model import is_folder
+from r3.checks.findings import Findings
+from r3.checks.layout import check_layout
+from r3.checks.model import is_folder
 from r3.config import Config
 from r3.models.shape import AbsentWeightsError, ModelShape, ShapeError, checkpoint_faults
 

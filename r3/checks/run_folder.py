@@ -5,7 +5,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from r3.cli.checks.findings import Findings
+from r3.checks.findings import Findings
 from r3.config import Config
 
 _FILES = ("metrics.jsonl", "config.yaml", "overrides.yaml", "run.json", "run.lock")

@@ -6,7 +6,7 @@ import ast
 import inspect
 from pathlib import Path
 
-from r3.cli.checks.findings import Findings
+from r3.checks.findings import Findings
 from r3.runtime.user_code import file_fault, path_fix
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef

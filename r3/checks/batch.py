@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from r3.cli.checks.findings import Findings
+from r3.checks.findings import Findings
 from r3.config import Config
 from r3.config.settings import ADVANTAGES
 from r3.models.shape import BYTES_OF, ModelShape

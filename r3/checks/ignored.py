@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from r3.cli.checks.algorithm import algorithm_notes
-from r3.cli.checks.environment import check_environment_file
-from r3.cli.checks.findings import Findings
-from r3.cli.checks.objective import fixed
+from r3.checks.algorithm import algorithm_notes
+from r3.checks.environment import check_environment_file
+from r3.checks.findings import Findings
+from r3.checks.objective import fixed
 from r3.config import Config, flatten
 from r3.config.settings import LOSSES
 from r3.models.shape import ModelShape

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import get_args
 
-from r3.cli.checks.environment import check_environment_file
-from r3.cli.checks.findings import Findings
-from r3.cli.checks.rewards import check_environment_rewards, check_reward_function
+from r3.checks.environment import check_environment_file
+from r3.checks.findings import Findings
+from r3.checks.rewards import check_environment_rewards, check_reward_function
 from r3.config import EVAL_LISTS, SETTINGS, Config, EvalSet
 from r3.models.shape import ModelShape
 

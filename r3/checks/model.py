@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from r3.cli.checks.findings import Findings
+from r3.checks.findings import Findings
 from r3.config import Config, ConfigError
 from r3.models.freeze import frozen_tensors
 from r3.models.shape import AbsentWeightsError, ModelShape, ShapeError, checkpoint_faults

@@ -9,15 +9,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from r3.cli.memory_plan import (
+from r3.config import Config
+from r3.models.shape import BYTES_OF, ModelShape
+from r3.planning.memory_plan import (
     memory,
     optimizer_bytes,
     params_per_rank,
     sequence_bytes,
     teacher_bytes,
 )
-from r3.config import Config
-from r3.models.shape import BYTES_OF, ModelShape
 
 RANKS_PER_MACHINE = 8
 

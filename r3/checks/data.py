@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 
-from r3.cli.checks.findings import Findings
+from r3.checks.findings import Findings
 from r3.config import Config, EvalSet
 from r3.data.files import FILES
 from r3.data.sources import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from r3.cli.checks.findings import Findings
-from r3.cli.checks.sources import find_function, signature_of
+from r3.checks.findings import Findings
+from r3.checks.sources import find_function, signature_of
 from r3.config import Config
 from r3.config.arguments import Taker, assigned
 from r3.runtime.user_code import ALGORITHM_PARAMETERS, call_problem

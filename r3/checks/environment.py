@@ -7,8 +7,8 @@ import shlex
 import shutil
 from pathlib import Path
 
-from r3.cli.checks.findings import Findings
-from r3.cli.checks.sources import parse_file
+from r3.checks.findings import Findings
+from r3.checks.sources import parse_file
 from r3.config import Config, EnvConfig
 
 _ENVIRONMENT = {"reset": ("prompt",), "step": ("message",)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from r3.cli.checks.algorithm import takers_of_arguments
-from r3.cli.checks.findings import Findings
+from r3.checks.algorithm import takers_of_arguments
+from r3.checks.findings import Findings
 from r3.config import Config, with_values
 from r3.config.arguments import assigned
 

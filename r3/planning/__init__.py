@@ -1,0 +1,1 @@
+"""What a layout needs: memory per device, seconds per step, other layouts, and the verdict."""
