@@ -6,7 +6,7 @@ from r3.checks.findings import Findings
 from r3.checks.sources import find_function, signature_of
 from r3.config import Config
 from r3.config.arguments import Taker, assigned
-from r3.runtime.user_code import ALGORITHM_PARAMETERS, call_problem
+from r3.user_code.loading import ALGORITHM_PARAMETERS, call_problem
 
 
 def check_algorithm(config: Config, found: Findings) -> None:

@@ -10,7 +10,7 @@ from r3.checks.findings import Findings
 from r3.config import Config, ConfigError
 from r3.models.freeze import frozen_tensors
 from r3.models.shape import AbsentWeightsError, ModelShape, ShapeError, checkpoint_faults
-from r3.runtime.user_code import path_fix
+from r3.user_code.loading import path_fix
 
 _SHOWN_TENSORS = 5  # of a checkpoint that does not fit
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")

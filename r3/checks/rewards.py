@@ -16,7 +16,7 @@ from r3.config import Config, EnvConfig, RewardConfig
 from r3.config.arguments import Taker, assigned
 from r3.config.names import names_of
 from r3.models.shape import ShapeError, checkpoint_tensors
-from r3.runtime.user_code import file_fault, path_fix
+from r3.user_code.loading import file_fault, path_fix
 
 BUILTIN_REWARDS = (
     *("gsm8k", "exact", "gym", "row", "math", "http", "model", "self_judge", "env", "none"),

@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 
 from r3.checks.findings import Findings
-from r3.runtime.user_code import file_fault, path_fix
+from r3.user_code.loading import file_fault, path_fix
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from r3.config import SETTINGS, AlgoConfig, ConfigError, Problem
 from r3.config.settings import ADVANTAGES, LOSSES
-from r3.runtime.algorithm import AlgorithmError, run_contract
 from r3.runtime.terminal import say
+from r3.user_code.algorithm import AlgorithmError, run_contract
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

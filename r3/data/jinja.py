@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from r3.runtime.time_limit import time_limit
+from r3.user_code.time_limit import time_limit
 
 _LIMIT_S = 20.0  # of one rendering, which takes milliseconds
 _FAULTS = (

@@ -40,9 +40,9 @@ from r3.envs.guess_number import GuessNumber
 from r3.envs.single_turn import SingleTurn
 from r3.envs.workflow import Workflow
 from r3.metrics.users import checked_metrics
-from r3.runtime.exchange import flag, number
-from r3.runtime.user_code import load_for
 from r3.types import Message, Prompt
+from r3.user_code.loading import load_for
+from r3.user_code.values import flag, number
 
 Observed = (
     tuple[Sequence[Message], float | None, bool]

@@ -15,10 +15,10 @@ from typing import Any, cast
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
 from r3.envs import ENVIRONMENTS, Environment, Step, checked_messages, checked_step, find
-from r3.runtime.exchange import own_copy
-from r3.runtime.user_code import load
-from r3.runtime.workers import Failure, Here, Place, Pool, Processes, Threads
 from r3.types import Message, Prompt
+from r3.user_code.loading import load
+from r3.user_code.values import own_copy
+from r3.user_code.workers import Failure, Here, Place, Pool, Processes, Threads
 
 _CLOSE_POLL_S = 0.2
 

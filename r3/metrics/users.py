@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from r3.metrics.glossary import GLOSSARY
 from r3.metrics.reduce import UsersMean
-from r3.runtime.exchange import number
+from r3.user_code.values import number
 
 MOST = 32
 """Most metrics that one call may report: each becomes a curve."""

@@ -19,8 +19,8 @@ from r3.metrics.reduce import Mean
 from r3.policy import Policy, TokenScores
 from r3.policy.layout import LocalTokens, local_rows
 from r3.routing.replay import Mode, routing_metrics
-from r3.runtime.algorithm import advantage_of
 from r3.types import Batch, MicroBatch, Update
+from r3.user_code.algorithm import advantage_of
 
 Panel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, Any]]
 

@@ -27,12 +27,12 @@ from r3.config import ConfigError, Problem
 from r3.config.arguments import Taker
 from r3.data.numbers import final_number
 from r3.metrics.users import checked_metrics
-from r3.runtime.exchange import number, own_copy
 from r3.runtime.terminal import say
-from r3.runtime.time_limit import time_limit
-from r3.runtime.user_code import callable_of, function_of
-from r3.runtime.workers import CallError
 from r3.types import Prompt
+from r3.user_code.loading import callable_of, function_of
+from r3.user_code.time_limit import time_limit
+from r3.user_code.values import number, own_copy
+from r3.user_code.workers import CallError
 
 Reward = Callable[[str, Prompt], Any]
 

@@ -12,8 +12,8 @@ import regex
 from r3.config import RewardConfig
 from r3.envs.tool_calls import without_thoughts
 from r3.rewards import checked, problem
-from r3.runtime.workers import CallError
 from r3.types import Message, Prompt
+from r3.user_code.workers import CallError
 
 TEMPLATE = """You are a strict grader. Compare the response with the reference answer.
 

@@ -20,8 +20,8 @@ from r3.data.jinja import TemplateFault
 from r3.data.template import Renderer
 from r3.rewards import checked, problem
 from r3.runtime.device import Device, Stash, select_device
-from r3.runtime.workers import CallError, Failure
 from r3.types import Prompt
+from r3.user_code.workers import CallError, Failure
 
 HEADS = ("value_head", "v_head", "reward_head")
 """Names that other trainers give to the head, which is `score` in transformers."""
@@ -177,7 +177,7 @@ def _loaded(settings: RewardConfig) -> Any:
 
 
 class Batches:
-    """A place (`r3.runtime.workers.Place`) where one thread computes many calls together.
+    """A place (`r3.user_code.workers.Place`) where one thread computes many calls together.
 
     The submitted function is not called: `encode` and `score_many` do its work for many arguments
     at once.

@@ -42,11 +42,11 @@ from r3.rewards import (
     wants_messages,
 )
 from r3.rewards.self_judge import SelfJudge
-from r3.runtime.exchange import own_copy
 from r3.runtime.terminal import say
-from r3.runtime.user_code import load
-from r3.runtime.workers import CallError, Failure, Here, Place, Pool, Processes, Threads
 from r3.types import Message, Prompt, Rollout
+from r3.user_code.loading import load
+from r3.user_code.values import own_copy
+from r3.user_code.workers import CallError, Failure, Here, Place, Pool, Processes, Threads
 
 _POLL_INTERVAL_S = 0.01  # between looks at components that are all waited for
 

@@ -15,8 +15,8 @@ from r3.data.jinja import TemplateFault
 from r3.data.template import Renderer
 from r3.rewards import Score
 from r3.rewards.judge import filled, parsed, template_of
-from r3.runtime.workers import CallError, Failure
 from r3.types import Prompt
+from r3.user_code.workers import CallError, Failure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class Question:
 
 
 class SelfJudge:
-    """A place (`r3.runtime.workers.Place`) whose calls wait until the engine has replied.
+    """A place (`r3.user_code.workers.Place`) whose calls wait until the engine has replied.
 
     Attributes:
         max_tokens: maximum tokens of a reply.

@@ -21,10 +21,10 @@ from r3.rewards.model import RewardModel
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.evaluate import HeldOut
-from r3.runtime.algorithm import advantage_of, loss_of
 from r3.runtime.device import device_gib, has_gpu
 from r3.runtime.limits import host_gib
 from r3.runtime.process import importing
+from r3.user_code.algorithm import advantage_of, loss_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from r3.rewards.scorer import RewardError, RewardResult, Scorer
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.rollout.task import Task
 from r3.run.check_messages import check_messages
-from r3.runtime.algorithm import run_contract
 from r3.types import Prompt, Rollout
+from r3.user_code.algorithm import run_contract
 
 _REFERENCES = 8  # rows whose reference answers are scored if that of the first is worth nothing
 

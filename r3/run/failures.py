@@ -21,10 +21,10 @@ from r3.rollout.step import BudgetError, NoSignalError
 from r3.routing.ledger import LedgerError
 from r3.run.folder import RunDir, write_text
 from r3.run.writing import SaveError
-from r3.runtime.algorithm import AlgorithmError
 from r3.runtime.terminal import flush, say
-from r3.runtime.workers import WorkerError
 from r3.types import RouteError
+from r3.user_code.algorithm import AlgorithmError
+from r3.user_code.workers import WorkerError
 
 # Errors whose message is enough for a user: no traceback is shown for them.
 _EXPLAINED = (

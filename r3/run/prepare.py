@@ -33,11 +33,11 @@ from r3.run.rendezvous import addresses
 from r3.run.resume import ResumeError, Start, open_run
 from r3.run.sources import sources_of
 from r3.run.watchdog import Watchdog
-from r3.runtime.algorithm import AlgorithmError
 from r3.runtime.device import has_gpu, prepare_environment
 from r3.runtime.process import die_with_launcher, raise_file_limit
 from r3.runtime.terminal import say
-from r3.runtime.user_code import START_LIMIT_S
+from r3.user_code.algorithm import AlgorithmError
+from r3.user_code.loading import START_LIMIT_S
 
 
 class LaunchError(ConfigError):

@@ -18,8 +18,8 @@ from r3.rollout.collect import rollout_metrics
 from r3.rollout.collected import CollectedRollouts
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
-from r3.runtime.workers import CallError, Pool, Threads
 from r3.types import Prompt, Rollout
+from r3.user_code.workers import CallError, Pool, Threads
 from tests.talkers import Talker, values
 from tests.tiny import tiny_config
 

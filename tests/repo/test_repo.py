@@ -31,6 +31,7 @@ ROOMS = (
         "models",
         "algo",
         "runtime",
+        "user_code",
         "data",
         "metrics",
         "routing",
@@ -68,7 +69,7 @@ DEVICE_FILES = {"r3/runtime/device.py", "r3/runtime/device_cpu.py"}
 # Call what users wrote, which may raise anything.
 USERS_CODE = (
     *("r3/cli/base.py", "r3/rewards/", "r3/envs/"),
-    *("r3/runtime/algorithm.py", "r3/runtime/user_code.py", "r3/runtime/workers.py"),
+    *("r3/user_code/algorithm.py", "r3/user_code/loading.py", "r3/user_code/workers.py"),
 )
 
 Rule = Callable[[PurePosixPath, ast.Module], Complaints]
@@ -382,7 +383,7 @@ def heavy_imports(start: str) -> list[str]:
         "r3.cli.parse",
         "r3.configs",
         "train",
-        "r3.runtime.workers",
+        "r3.user_code.workers",
         "r3.envs.runner",
         "r3.rewards.scorer",
     ],

@@ -17,7 +17,7 @@ from r3.rollout.scored import Rewards, score_all
 from r3.rollout.task import read_task
 from r3.run.check import check_task
 from r3.run.failures import failure_text
-from r3.runtime.algorithm import AlgorithmError, advantage_of, bounds_of, loss_of
+from r3.user_code.algorithm import AlgorithmError, advantage_of, bounds_of, loss_of
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit

@@ -23,10 +23,10 @@ from r3.envs.runner import Environments
 from r3.envs.workflow import Workflows, checked_result
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import make_scorer
-from r3.runtime.algorithm import advantage_of, bounds_of, loss_of
-from r3.runtime.exchange import flag, number, own_copy
-from r3.runtime.user_code import load
 from r3.types import Prompt
+from r3.user_code.algorithm import advantage_of, bounds_of, loss_of
+from r3.user_code.loading import load
+from r3.user_code.values import flag, number, own_copy
 from tests.environments import collect, said
 from tests.rounds import play_round
 from tests.tiny import random_rollouts

@@ -32,10 +32,10 @@ from r3.models.shape import ModelShape
 from r3.rewards import resolve
 from r3.rewards.http import ChatJudge
 from r3.rollout.task import read_task
-from r3.runtime.time_limit import time_limit
-from r3.runtime.user_code import UserFileError, load
-from r3.runtime.workers import CallError
 from r3.types import Prompt
+from r3.user_code.loading import UserFileError, load
+from r3.user_code.time_limit import time_limit
+from r3.user_code.workers import CallError
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit

@@ -11,8 +11,8 @@ import torch
 
 from r3.config import ConfigError
 from r3.rewards import REWARDS, checked, exact, gsm8k, resolve
-from r3.runtime.workers import CallError
 from r3.types import Prompt
+from r3.user_code.workers import CallError
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,7 @@ import torch
 
 from r3.runtime.surroundings import Surroundings
 from r3.runtime.terminal import open_missing
-from r3.runtime.user_code import load
+from r3.user_code.loading import load
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from r3.config import AlgoConfig
-from r3.runtime.algorithm import advantage_of
-from r3.runtime.user_code import forget_files, load
+from r3.user_code.algorithm import advantage_of
+from r3.user_code.loading import forget_files, load
 
 pytestmark = pytest.mark.unit
 

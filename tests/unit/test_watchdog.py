@@ -194,8 +194,8 @@ import sys, time
 from pathlib import Path
 from r3.run.folder import RunDir
 from r3.run.watchdog import Watchdog
-from r3.runtime.user_code import load
-from r3.runtime.workers import Pool, Threads
+from r3.user_code.loading import load
+from r3.user_code.workers import Pool, Threads
 folder, rank, function = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 run_dir, done = RunDir(folder), folder / "done"
 with Watchdog(rank, 2, stall_s=0.5, kill_after_s=60.0) as watchdog:

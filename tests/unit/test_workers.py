@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from r3.runtime.user_code import load
-from r3.runtime.workers import Done, Here, Place, Pool, Processes, Threads, WorkerError
+from r3.user_code.loading import load
+from r3.user_code.workers import Done, Here, Place, Pool, Processes, Threads, WorkerError
 
 pytestmark = pytest.mark.unit
 
@@ -194,7 +194,7 @@ def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
 
     script = (
         "import os, time\n"
-        "from r3.runtime.workers import Pool, Processes\n"
+        "from r3.user_code.workers import Pool, Processes\n"
         "from tests.unit.test_workers import double, misbehave\n"
         "pool = Pool(Processes(1), timeout_s=60.0)\n"
         "pool.submit(0, double, 1)\n"

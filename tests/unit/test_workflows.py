@@ -17,8 +17,8 @@ from r3.envs.workflow import Workflows
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.collected import CollectedRollouts
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
-from r3.runtime.user_code import load
 from r3.types import Prompt, Rollout
+from r3.user_code.loading import load
 from tests.rounds import play_round
 from tests.settings import found
 from tests.talkers import values

@@ -35,7 +35,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from r3.runtime.process import die_with_parent
-from r3.runtime.user_code import START_LIMIT_S, as_named, load
+from r3.user_code.loading import START_LIMIT_S, as_named, load
 
 _LONGEST_BACKOFF_S = 60.0
 
@@ -479,7 +479,7 @@ def _spawn(preload: Sequence[str]) -> _Worker:
             [
                 sys.executable,
                 "-c",
-                f"from r3.runtime.workers import serve; serve({theirs.fileno()})",
+                f"from r3.user_code.workers import serve; serve({theirs.fileno()})",
             ],
             env=environment,
             pass_fds=(theirs.fileno(),),

@@ -29,8 +29,8 @@ from r3.algo.contract import (
 from r3.algo.loss import LOSSES, Bounds, Loss, LossInputs
 from r3.config import AlgoConfig, ConfigError, Problem
 from r3.config.arguments import Taker, assigned
-from r3.runtime.exchange import own_copy
-from r3.runtime.user_code import ALGORITHM_PARAMETERS, cached, callable_of, function_of
+from r3.user_code.loading import ALGORITHM_PARAMETERS, cached, callable_of, function_of
+from r3.user_code.values import own_copy
 
 
 class AlgorithmError(RuntimeError):
