@@ -17,8 +17,7 @@ import torch
 
 import train
 from r3.engine import Engine
-from r3.handover import weights as sync
-from r3.rollout import evaluate
+from r3.handover import weight_sync as sync
 
 SCALE = float(os.environ["ROUTER_NOISE"])
 
@@ -75,6 +74,6 @@ def build(engine: Engine, *args: Any, **kwargs: Any) -> None:
 
 if __name__ == "__main__":
     _build, Engine.__init__ = Engine.__init__, build  # type: ignore[method-assign]
-    evaluate.evaluate = Noise.silent(evaluate.evaluate)
+    heldout.evaluate = Noise.silent(heldout.evaluate)
     sync.prove_sync = Noise.silent(sync.prove_sync)
     train.main()

@@ -153,7 +153,7 @@ def measure(device: Device, *, model: str, dtype: str, rounds: int, profile: boo
 
 def sync(world: World) -> None:
     """The weight sync of a step, without waking and sleeping."""
-    from r3.handover.weights import sync_weights
+    from r3.handover.weight_sync import sync_weights
 
     sync_weights(world.stream, world.engine, world.device, world.mesh, policy_version=1)
 

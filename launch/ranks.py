@@ -47,7 +47,7 @@ def launch(argv: list[str]) -> int:
             script = program_of(argv)[0]
             if script != "-m":  # Python looks in the folder of a script; in this one's until now
                 sys.path[0] = str(Path(script).resolve().parent)
-            from r3.run.forked import fork_ranks, preload
+            from r3.run.forked_ranks import fork_ranks, preload
 
             preload()
             fork_ranks()

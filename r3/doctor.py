@@ -33,7 +33,7 @@ from r3.data.prompts import prompts_of_step
 from r3.engine import Sampling
 from r3.handover.memory import State
 from r3.handover.rollouts import PackingSpec, distribute
-from r3.handover.weights import prove_sync, prove_weights, sync_tolerance, sync_weights
+from r3.handover.weight_sync import prove_sync, prove_weights, sync_tolerance, sync_weights
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.rescore import panel, share_out

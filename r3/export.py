@@ -25,7 +25,7 @@ from r3.data.template import Renderer
 from r3.models.hf_checkpoint import read_small_files, with_end_tokens, write_checkpoint
 from r3.models.shape import ModelShape, ShapeError
 from r3.policy.build import build_chunks, in_precision, transformer_config
-from r3.policy.weights import HeadLayout, slots, split
+from r3.policy.weight_slots import HeadLayout, slots, split
 from r3.run import checkpoint
 from r3.run.build import init_rank
 from r3.run.folder import RunDir

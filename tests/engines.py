@@ -17,10 +17,10 @@ from r3.engine import Engine, Sampling
 from r3.engine.layers import direct_attention, direct_experts
 from r3.handover.memory import State
 from r3.handover.rollouts import PackingSpec, distribute
-from r3.handover.weights import export, sync_weights
+from r3.handover.weight_sync import export, sync_weights
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.collect import Collector
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.scored import gather_rewards, score_all
 from r3.rollout.task import Task, read_task
 from r3.run.build import build_run

@@ -12,7 +12,7 @@ from r3.engine import CaptureSpec, Sampled, Sampling, Turn, message_parser
 from r3.envs.workflow import Workflows
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import Scorer, make_scorer
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationRules, ConversationSetup
 from r3.rollout.round import Round
 from r3.types import Prompt

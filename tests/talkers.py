@@ -13,7 +13,7 @@ from r3.config import Config
 from r3.engine import Sampling
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.task import Task, read_task
 from r3.runtime.device import Device

@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PROGRAMS = {
-    "r3.run.forked:preload": ("ranks.py", "train.py"),
+    "r3.run.forked_ranks:preload": ("ranks.py", "train.py"),
     "tests.fake_cuda:preload": ("tests.fake_cuda",),
 }
 """Scripts and modules that are forked from a process that has called a function."""
-_RUNS = "r3.run.forked:preload"
+_RUNS = "r3.run.forked_ranks:preload"
 _SHEBANG = """\
 #!{python} -IS
 import sys
@@ -159,7 +159,7 @@ def _run_for(connection: socket.socket) -> NoReturn:
 
 def _be(job: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Be the program of a job."""
-    from r3.run.forked import run_program
+    from r3.run.forked_ranks import run_program
 
     def begin() -> None:
         os.setsid()

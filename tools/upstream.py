@@ -113,7 +113,7 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "kv_cache_manager": ("vllm.v1.core.kv_cache_manager.KVCacheManager",),
         "blocks": ("vllm.v1.core.kv_cache_manager.KVCacheBlocks",),
     },
-    "r3/engine/weights.py": _LLM
+    "r3/engine/weight_push.py": _LLM
     | {"info": ("vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",)},
     "r3/policy/memory.py": {
         "chunk": _MODELS["chunk"],

@@ -25,7 +25,7 @@ from r3.checks import Report, examine
 from r3.checks.objective import in_effect
 from r3.cli import dry_run
 from r3.cli import help as helps
-from r3.cli.base import Base, base_of_config, base_of_run, find_base
+from r3.cli.base_config import Base, base_of_config, base_of_run, find_base
 from r3.config import (
     HIDDEN,
     SETTINGS,

@@ -20,7 +20,7 @@ from r3.engine.proof import Comparison, compare
 from r3.engine.sampler import Sampler
 from r3.engine.slots import SlotRoutes
 from r3.engine.transcript import CaptureSpec
-from r3.engine.weights import push
+from r3.engine.weight_push import push
 from r3.runtime.device import preserved_random_state
 from r3.runtime.terminal import say
 

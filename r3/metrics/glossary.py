@@ -105,21 +105,21 @@ GLOSSARY: dict[str, Entry] = {
     "eval/SET/accuracy": Entry(
         "share of right responses: the first of reward.function, or reward.correct, gave at least "
         "1; if no function was called, the reward is at least 1",
-        "r3/rollout/evaluate.py",
+        "r3/rollout/heldout.py",
     ),
     "eval/SET/reward": Entry(
         "mean reward; reported if the function that decides what is right gave other values than 0 "
         "and 1, and then the figure of the set on the console",
-        "r3/rollout/evaluate.py",
+        "r3/rollout/heldout.py",
     ),
-    "eval/SET/unjudged": Entry("responses given 0 after a failed reward", "r3/rollout/evaluate.py"),
-    "eval/SET/avg_at_K": Entry("mean reward of K responses per question", "r3/rollout/evaluate.py"),
+    "eval/SET/unjudged": Entry("responses given 0 after a failed reward", "r3/rollout/heldout.py"),
+    "eval/SET/avg_at_K": Entry("mean reward of K responses per question", "r3/rollout/heldout.py"),
     "eval/SET/pass_at_K": Entry(
         "mean over questions of 1 - C(n-c, K) / C(n, K), for c correct of n responses",
         "arXiv 2107.03374, eq. 1",
     ),
-    "eval/SET/env/NAME": Entry("env/NAME of a held-out set", "r3/rollout/evaluate.py"),
-    "eval/SET/reward/NAME": Entry("reward/NAME of a held-out set", "r3/rollout/evaluate.py"),
+    "eval/SET/env/NAME": Entry("env/NAME of a held-out set", "r3/rollout/heldout.py"),
+    "eval/SET/reward/NAME": Entry("reward/NAME of a held-out set", "r3/rollout/heldout.py"),
     "rollout/response_tokens_mean": Entry(
         "mean number of sampled tokens per rollout, or (sft) of learned tokens per row",
         _COLLECT,

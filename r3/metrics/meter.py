@@ -48,7 +48,7 @@ class RunFiles(Protocol):
 
 
 class Trace(Protocol):
-    """What records the operations of a step; `r3.run.trace.StepTrace` is one."""
+    """What records the operations of a step; `r3.run.step_trace.StepTrace` is one."""
 
     def open_step(self, step: int) -> None: ...
 

@@ -29,7 +29,7 @@ from r3.policy.memory import TrainingMemory, chained
 from r3.policy.objective import policy_loss
 from r3.policy.scoring import ScoringPolicy
 from r3.policy.teacher import Teachers
-from r3.policy.weights import HeadLayout, Slot, load, slots
+from r3.policy.weight_slots import HeadLayout, Slot, load, slots
 from r3.routing.replay import (
     Replay,
     ReplayLedger,

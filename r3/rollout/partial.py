@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from r3.rollout.codec import decode, encode
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import Progress, SuspendedConversation
 from r3.rollout.scored import Scored
 from r3.types import Prompt

@@ -11,7 +11,7 @@ from r3.engine import Sampled, Turn
 from r3.envs.workflow import Workflows
 from r3.metrics.reduce import Mean, Sum
 from r3.rewards.scorer import Scorer
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationRules, EnvironmentFailed, SuspendedConversation
 from r3.rollout.environment import EnvironmentEpisode
 from r3.rollout.episode import Call, Episode

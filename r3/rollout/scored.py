@@ -13,7 +13,7 @@ from r3.algo.advantage import overlong_penalty, per_unit
 from r3.algo.sums import are_equal
 from r3.config import Config
 from r3.metrics.reduce import Mean, StandardDeviation
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.runtime.mesh import Axis
 from r3.types import Rollout
 from r3.user_code.algorithm import advantage_of

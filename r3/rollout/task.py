@@ -20,7 +20,7 @@ from r3.planning.verdict import host_problems, memory_problems, read_gpu
 from r3.rewards.model import RewardModel
 from r3.rewards.scorer import Scorer, make_scorer
 from r3.rollout.conversation import ConversationSetup
-from r3.rollout.evaluate import HeldOut
+from r3.rollout.heldout import HeldOut
 from r3.runtime.device import device_gib, has_gpu
 from r3.runtime.limits import host_gib
 from r3.runtime.process import importing

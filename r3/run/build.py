@@ -11,17 +11,17 @@ from types import MappingProxyType
 from r3.config import Config
 from r3.engine import Engine, forget_engine
 from r3.handover.memory import Residency, State
-from r3.handover.weights import WeightStream, prove_sync, prove_weights, sync_weights
+from r3.handover.weight_sync import WeightStream, prove_sync, prove_weights, sync_weights
 from r3.metrics.meter import Meter
 from r3.metrics.trackers import Tracker
 from r3.policy import Policy, forget_models
 from r3.rollout.task import Task
 from r3.run.folder import RunDir
-from r3.run.identity import Identity, read_identity
 from r3.run.resume import Start
+from r3.run.run_json import Identity, read_identity
 from r3.run.sources import users_files
-from r3.run.stop import StopRequest
-from r3.run.trace import StepTrace
+from r3.run.step_trace import StepTrace
+from r3.run.stop_signals import StopRequest
 from r3.run.watchdog import Watchdog
 from r3.run.writing import Background
 from r3.runtime.device import Device, end_process_groups, init_device, seed_everything

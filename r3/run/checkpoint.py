@@ -33,10 +33,10 @@ import torch
 
 from r3.policy import Policy
 from r3.policy.memory import chained
-from r3.run.identity import Identity
 from r3.run.optimizer_state import gathered_state
 from r3.run.plain import require_plain_metadata
 from r3.run.resume import Found
+from r3.run.run_json import Identity
 from r3.run.sound import require_sound
 from r3.run.writing import Unwritten, make_room
 from r3.runtime.device import Device

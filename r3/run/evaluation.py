@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from r3.rollout.evaluate import HeldOut
-from r3.rollout.evaluate import evaluate as evaluate_set
+from r3.rollout.heldout import HeldOut
+from r3.rollout.heldout import evaluate as evaluate_set
 from r3.run.build import Run
 from r3.run.dumps import write_eval
 from r3.run.folder import write_json

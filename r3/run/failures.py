@@ -12,7 +12,7 @@ import torch
 from r3.config import without_secrets
 from r3.data.prompts import DataError
 from r3.engine import DeviceMemoryError, EngineConfigError
-from r3.handover.weights import SyncError
+from r3.handover.weight_sync import SyncError
 from r3.metrics.trackers import TrackerError
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed

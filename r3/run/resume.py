@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from r3.cli.base import OVERRIDES
+from r3.cli.base_config import OVERRIDES
 from r3.config import (
     Config,
     ConfigError,
@@ -20,9 +20,9 @@ from r3.config import (
 )
 from r3.models.hf_checkpoint import replace_folder
 from r3.run.folder import RunDir, read_jsonl_and_notes, truncate_metrics, write_text
-from r3.run.identity import is_automatic, new_identity, read_identity, write_identity
 from r3.run.lock import RunLock, hold, unusable
 from r3.run.manifest import DamageError, read_manifest
+from r3.run.run_json import is_automatic, new_identity, read_identity, write_identity
 from r3.run.sources import Sources, require_same_sources, write_sources
 
 _STEP = re.compile(r"step_(\d{6,})")

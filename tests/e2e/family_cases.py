@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from r3.engine import experts
-from r3.engine.weights import Pushed, push
+from r3.engine.weight_push import Pushed, push
 from r3.handover.memory import State
-from r3.handover.weights import SyncError, prove_sync, prove_weights
+from r3.handover.weight_sync import SyncError, prove_sync, prove_weights
 from r3.runtime.device import Device
 from tests.engines import (
     World,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from r3.handover.memory import State
-from r3.handover.weights import SyncError, prove_weights
+from r3.handover.weight_sync import SyncError, prove_weights
 from r3.rollout.task import read_task
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh

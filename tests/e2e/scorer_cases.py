@@ -15,7 +15,7 @@ from r3.rewards.model import Batches, RewardModel
 from r3.rewards.scorer import Component, RewardResult, Scorer, make_scorer
 from r3.rewards.self_judge import SelfJudge
 from r3.rollout.collect import rollout_metrics
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.types import Prompt, Rollout

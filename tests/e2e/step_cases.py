@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from r3.handover.memory import State
-from r3.handover.weights import prove_sync
+from r3.handover.weight_sync import prove_sync
 from r3.metrics.mismatch import mismatch
 from r3.routing.replay import Mode
 from r3.runtime.device import Device

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from r3.run.stop import REQUEUE
+from r3.run.stop_signals import REQUEUE
 from r3.run.watcher import ENDS_RANK
 from r3.runtime.device import free_port
 from tests.faults.attempts import launch, newest_checkpoint, rows_written

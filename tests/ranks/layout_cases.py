@@ -19,7 +19,7 @@ from r3.policy.build import transformer_config
 from r3.policy.memory import chained
 from r3.policy.modules import packed_params
 from r3.policy.stages import KnownShapes
-from r3.policy.weights import load
+from r3.policy.weight_slots import load
 from r3.run import checkpoint
 from r3.run.resume import Found
 from r3.runtime.device import Device

@@ -13,7 +13,7 @@ from r3.data.sources import columns_of
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.metrics.reduce import Mean
 from r3.policy import Policy
-from r3.policy.weights import split
+from r3.policy.weight_slots import split
 from r3.rollout.scored import Scored
 from r3.run.supervised import as_rollout
 from r3.runtime.device import Device

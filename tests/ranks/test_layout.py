@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from r3 import assets
-from r3.policy.weights import join_shards
+from r3.policy.weight_slots import join_shards
 from tests.families import family_checkpoint
 from tests.ranks import layout_cases as cases
 from tests.ranks.layout_cases import Figures, UpdateFigures

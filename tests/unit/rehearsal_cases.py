@@ -19,7 +19,7 @@ from benchmarks import gpu
 from r3.config import Config
 from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
 from r3.handover.rollouts import pack_for
-from r3.handover.weights import WeightStream
+from r3.handover.weight_sync import WeightStream
 from r3.models.shape import ModelShape
 from r3.policy import Policy, kernels, memory, scoring
 from r3.policy.device_experts import DeviceExperts

@@ -12,7 +12,7 @@ from r3 import checks
 from r3.algo.contract import example_inputs, example_rewards
 from r3.algo.loss import Bounds, pg
 from r3.config import AlgoConfig, Config, ConfigError, from_yaml, resume_problems, to_yaml
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.scored import Rewards, score_all
 from r3.rollout.task import read_task
 from r3.run.check import check_task

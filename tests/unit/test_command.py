@@ -18,7 +18,7 @@ from r3 import assets, checks
 from r3.config import EnvConfig
 from r3.envs.command import Command
 from r3.envs.workflow import Workflows
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import EnvironmentFailed
 from r3.types import Prompt
 from tests.rounds import play_round

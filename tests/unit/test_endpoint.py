@@ -18,7 +18,7 @@ from r3.config import ConfigError, EnvConfig
 from r3.engine import Turn
 from r3.envs.endpoint import serve
 from r3.envs.workflow import Model, Workflows
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationSetup
 from r3.types import Prompt, Rollout
 from tests.rounds import play_round

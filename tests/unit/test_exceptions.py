@@ -16,7 +16,7 @@ from r3.data.rendering import NotRendered
 from r3.data.sources import RowProblem
 from r3.envs.openai_api import ApiError
 from r3.envs.workflow import ModelLimit
-from r3.run.stop import StoppedEarly
+from r3.run.stop_signals import StoppedEarly
 from r3.user_code.workers import CallError, CallTimeout
 from tests.world import ROOT
 

@@ -20,7 +20,7 @@ from r3.rollout.step import NoSignalError
 from r3.run.failures import FailureReport, failure_text, resume_command
 from r3.run.folder import RunDir
 from r3.run.sound import UnsoundError
-from r3.run.stop import StopRequest
+from r3.run.stop_signals import StopRequest
 from r3.run.writing import SaveError
 
 pytestmark = pytest.mark.unit

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from r3.run.forked import ForkedRank, preload
+from r3.run.forked_ranks import ForkedRank, preload
 from r3.run.watcher import ENDS_RANK
 from tests.world import ROOT
 
@@ -114,7 +114,7 @@ def test_waiting_for_a_rank_ends_in_time_and_a_signal_is_its_code(script: Path) 
 
 IN_FORK = """
 import os, signal, sys
-from r3.run.forked import ForkedRank
+from r3.run.forked_ranks import ForkedRank
 
 class Stop(Exception):
     pass
@@ -152,7 +152,7 @@ def test_a_rank_that_is_no_python_program_is_refused(script: Path) -> None:
 UNUSED = """
 import sys
 from importlib.util import find_spec
-from r3.run.forked import preload
+from r3.run.forked_ranks import preload
 from r3.engine.build import _UNUSED_ON_CPU
 
 preload()

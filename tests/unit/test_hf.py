@@ -21,7 +21,7 @@ from r3.models.hf_checkpoint import (
     write_checkpoint,
 )
 from r3.models.rules import Kind
-from r3.policy.weights import HeadLayout, Slot, join_shards, load, split
+from r3.policy.weight_slots import HeadLayout, Slot, join_shards, load, split
 
 pytestmark = pytest.mark.unit
 

@@ -170,7 +170,7 @@ def test_a_read_only_disk_is_found_by_check(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_folder_of_another_user_names_file_and_owner() -> None:
-    from r3.run.identity import new_identity, read_identity, write_identity
+    from r3.run.run_json import new_identity, read_identity, write_identity
 
     with tempfile.TemporaryDirectory() as above:
         folder = Path(above) / "run"

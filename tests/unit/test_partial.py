@@ -12,15 +12,15 @@ from r3.algo.packing import pack
 from r3.data.prompts import Dataset, prompts_from, prompts_of_step
 from r3.models.shape import ModelShape
 from r3.rollout.codec import decode, encode
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import Progress, SuspendedConversation
 from r3.rollout.partial import PartialRollouts, assign_engines, from_checkpoint, resumable, to_files
 from r3.rollout.scored import Scored
 from r3.routing.ledger import admit
 from r3.run.dumps import read_rollouts, write_rollouts
 from r3.run.folder import RunDir
-from r3.run.identity import new_identity, write_identity
 from r3.run.manifest import measure_durably, write_manifest
+from r3.run.run_json import new_identity, write_identity
 from r3.run.verify import damage_of
 from r3.runtime.mesh import Axis
 from r3.types import Prompt, Rollout, RouteError

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from r3 import assets
-from r3.cli.base import OVERRIDES
+from r3.cli.base_config import OVERRIDES
 from r3.report.page import Limits, columns, dump_data, evenly, page_data, render, shown_samples
 from r3.report.tokens import (
     disagreement,

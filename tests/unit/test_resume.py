@@ -22,9 +22,9 @@ from r3.config import ConfigError, from_yaml
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.task import read_task
 from r3.run.folder import RunDir
-from r3.run.identity import Identity, read_identity
 from r3.run.manifest import write_manifest
 from r3.run.resume import Found, Start, find_latest, open_run, register_start
+from r3.run.run_json import Identity, read_identity
 from r3.run.sources import read_sources, sources_of
 from r3.run.verify import newest_whole
 from r3.run.writing import Unwritten

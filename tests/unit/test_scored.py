@@ -16,7 +16,7 @@ from r3.config import Config
 from r3.handover.rollouts import gather_lengths
 from r3.models.shape import ModelShape
 from r3.rollout.codec import decode, encode
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.scored import (
     DroppedError,
     Rewards,

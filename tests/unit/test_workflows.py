@@ -15,7 +15,7 @@ from r3.engine import Turn
 from r3.envs import is_workflow
 from r3.envs.workflow import Workflows
 from r3.rewards.scorer import Scorer, make_scorer
-from r3.rollout.collected import CollectedRollouts
+from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.conversation import ConversationSetup, EnvironmentFailed
 from r3.types import Prompt, Rollout
 from r3.user_code.loading import load

@@ -16,7 +16,7 @@ from r3.metrics.users import means
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector, without_end
 from r3.rollout.conversation import ConversationSetup
-from r3.rollout.readable import readable
+from r3.rollout.dump_fields import readable
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt, Rollout
 

@@ -20,7 +20,7 @@ from r3.engine.experts import ExpertBlock
 from r3.handover.rollouts import pack_for
 from r3.models.hf_checkpoint import write_checkpoint
 from r3.models.sharding import S, Shard, ShardId, SyncPlan
-from r3.policy.weights import HeadLayout, join_shards, split
+from r3.policy.weight_slots import HeadLayout, join_shards, split
 from r3.rollout.codec import decode, encode
 from r3.rollout.scored import Scored
 from r3.rollout.single_turn import sample_single_turn
