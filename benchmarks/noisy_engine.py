@@ -18,6 +18,7 @@ import torch
 import train
 from r3.engine import Engine
 from r3.handover import weight_sync as sync
+from r3.rollout import heldout
 
 SCALE = float(os.environ["ROUTER_NOISE"])
 

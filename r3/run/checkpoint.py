@@ -22,7 +22,7 @@ import io
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,13 +34,22 @@ import torch
 from r3.policy import Policy
 from r3.policy.memory import chained
 from r3.run.optimizer_state import gathered_state
-from r3.run.plain import require_plain_metadata
 from r3.run.resume import Found
 from r3.run.run_json import Identity
-from r3.run.sound import require_sound
+from r3.run.verify import require_plain_metadata
 from r3.run.writing import Unwritten, make_room
 from r3.runtime.device import Device
-from r3.runtime.mesh import Mesh
+from r3.runtime.mesh import Axis, Mesh
+
+# Weights of trained transformers stay below 1e3; beyond a hundred times that, logits are noise.
+_LARGEST_WEIGHT = 1e5
+# Gradients are clipped to a norm near 1. Unclipped ones beyond 1e10 come from such weights.
+_LARGEST_MOMENT = {"exp_avg": 1e10, "exp_avg_sq": 1e20}
+_SHOWN = 3
+
+
+class UnsoundError(FloatingPointError):
+    """Weights or moments that are not finite, or far too large."""
 
 
 def capture(
@@ -161,6 +170,47 @@ def load_weights(found: Found, chunks: Sequence[Any], mesh: Mesh) -> None:
     """Load the weights of a checkpoint into model chunks. All ranks must call."""
     require_plain_metadata(found.folder / ".metadata")
     _load_state(found, chunks, _sharded_weights(chunks, mesh))
+
+
+def require_sound(policy: Policy, world: Axis, when: str) -> None:
+    """Check this rank's weights and moments. All ranks must call.
+
+    Args:
+        when: for the message, such as "after step 5".
+
+    Raises:
+        UnsoundError: on all ranks, if a tensor of one rank is not finite or too large.
+    """
+    with policy.memory.optimizer_on_device():
+        mine = [f"rank {world.rank}: {fault}" for fault in unsound(_training_tensors(policy))]
+    if everything := [fault for faults in world.all_gather_object(mine) for fault in faults]:
+        more = f" and {len(everything) - _SHOWN} more" if len(everything) > _SHOWN else ""
+        raise UnsoundError(
+            f"the policy is broken {when}: {'; '.join(everything[:_SHOWN])}{more}. Nothing was "
+            "saved or exported. Fix: lower train.lr or set train.clip_grad, then start again: the "
+            "run resumes from its newest checkpoint"
+        )
+
+
+def unsound(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
+    """Name the tensors with values that are not finite or beyond the limit of their kind."""
+    for name, tensor in tensors:
+        if not tensor.numel():
+            continue
+        # aminmax returns nan if any value is nan, and needs no copy of the tensor.
+        smallest, largest = (float(value) for value in torch.aminmax(tensor))
+        limit = _LARGEST_MOMENT.get(name.rpartition("/")[2], _LARGEST_WEIGHT)
+        lowest = 0.0 if name.endswith("/exp_avg_sq") else -limit
+        if not (lowest <= smallest and largest <= limit):  # also catches nan
+            yield f"{name} has values from {smallest:.3g} to {largest:.3g}"
+
+
+def _training_tensors(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    for i, chunk in enumerate(policy.chunks):
+        for name, parameter in chunk.named_parameters():
+            yield f"weights {i}/{name}", parameter.detach()
+    for name, tensor in policy.memory.optimizer_tensors():
+        yield f"optimizer {name}", tensor
 
 
 def _load_state(found: Found, chunks: Sequence[Any], wanted: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from r3.handover.weight_sync import export
 from r3.run import checkpoint
 from r3.run.build import Run
-from r3.run.sound import require_sound
+from r3.run.checkpoint import require_sound
 from r3.run.stop_signals import StoppedEarly
 from r3.run.writing import SaveError, Unwritten
 from r3.runtime.mesh import Axis, axis_beside

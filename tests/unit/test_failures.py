@@ -17,9 +17,9 @@ from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.scored import DroppedError
 from r3.rollout.step import NoSignalError
+from r3.run.checkpoint import UnsoundError
 from r3.run.failures import FailureReport, failure_text, resume_command
 from r3.run.folder import RunDir
-from r3.run.sound import UnsoundError
 from r3.run.stop_signals import StopRequest
 from r3.run.writing import SaveError
 
