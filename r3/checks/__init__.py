@@ -27,6 +27,7 @@ from r3.checks.rewards import BUILTIN_REWARDS, check_rewards
 from r3.checks.run_folder import check_run_folder
 from r3.checks.teacher import check_teacher
 from r3.config import SETTINGS, Config, Problem
+from r3.kernels.switch import switch_problems
 from r3.models.shape import ModelShape
 
 __all__ = [
@@ -81,6 +82,7 @@ def examine(
     for name, setting in SETTINGS.items():
         if found.sound(name) and (problem := setting.problem(found.values[name])):
             found.problems.append(problem)
+    found.problems += switch_problems()
     check_batch(config, found, world_size)
     check_algorithm(config, found)
     check_layout(config, found, shape, world_size)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from r3.engine import cpu_attention, cpu_experts
+from r3.kernels.switch import is_on
 from r3.runtime import cpu_tiles
 
 
@@ -81,7 +82,7 @@ def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
     is_plain = (experts.activation.value, kernel.isa) == ("silu", "vec")
     has_bias = kernel.w1_bias is not None or kernel.w2_bias is not None
     dtype = experts.w13_weight.dtype
-    is_own = is_plain and not has_bias and cpu_tiles.can_compute(dtype)
+    is_own = is_on("sampled_experts") and is_plain and not has_bias and cpu_tiles.can_compute(dtype)
     if is_own:
         cpu_experts.prepare(dtype)
     shared = runner.shared_experts and runner.shared_experts._layer
@@ -154,7 +155,11 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     vllms, impl, name = layer.forward, layer.impl, layer.layer_name
     of_query = -1, layer.num_heads, layer.head_size
     of_key, of_value = ((-1, layer.num_kv_heads, n) for n in (layer.head_size, layer.head_size_v))
-    is_own = has_facts(layer, _NO_EXTRAS) and cpu_tiles.can_compute(layer.dtype)
+    is_own = (
+        is_on("sampled_attention")
+        and has_facts(layer, _NO_EXTRAS)
+        and cpu_tiles.can_compute(layer.dtype)
+    )
     is_own = is_own and layer.head_size == layer.head_size_v
     if is_own:
         cpu_attention.prepare(layer.dtype)

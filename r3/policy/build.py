@@ -299,7 +299,7 @@ def _build_chunk(
     model.to(device.torch)
     use_product(model)
     first = next(model.parameters())
-    if cpu_kernels.is_faster(first):
+    if cpu_kernels.is_faster(first, "norm"):
         cpu_kernels.prepare(megatron.params_dtype)
     if cpu_attention.is_faster(first, longest=1):
         cpu_attention.prepare(megatron.params_dtype)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numba import njit
 
+from r3.kernels.switch import is_on
 from r3.policy.cpu_kernels import exponential, sum_of
 from r3.runtime import cpu_tiles
 from r3.runtime.compiled import array, compiled, like, wide
@@ -264,7 +265,7 @@ class _Causal(torch.autograd.Function):
 def is_faster(query: torch.Tensor, longest: int) -> bool:
     """Whether to use `attend`: float32 or bfloat16 on CPU, with what loops need."""
     is_here = query.device.type == "cpu" and cpu_tiles.can_compute(query.dtype)
-    return is_here and longest <= MOST_TOKENS
+    return is_on("attention") and is_here and longest <= MOST_TOKENS
 
 
 def prepare(dtype: torch.dtype) -> None:

@@ -21,6 +21,7 @@ import torch
 from numba import types
 from numba.extending import overload
 
+from r3.kernels.switch import is_on
 from r3.policy.cpu_kernels import (
     add_rows_loop,
     take_rows_loop,
@@ -204,7 +205,7 @@ def is_faster(tokens_ND: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> bo
     """Whether to use these functions: on CPU, with the type and the sizes that the loops need."""
     is_here = tokens_ND.device.type == "cpu" and tokens_ND.dtype == w1.dtype
     is_whole = not any(size % TILE for size in w2.shape[1:])
-    return is_here and is_whole and _has_products(tokens_ND.dtype)
+    return is_on("experts") and is_here and is_whole and _has_products(tokens_ND.dtype)
 
 
 def _has_products(dtype: torch.dtype) -> bool:

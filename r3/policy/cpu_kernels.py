@@ -23,6 +23,7 @@ import torch
 from numba import njit, types
 from numba.extending import overload
 
+from r3.kernels.switch import is_on
 from r3.runtime.compiled import array, compiled, fetch, like, wide
 
 # --- exponential and logistic function ----------------------------------------------------------
@@ -209,9 +210,9 @@ def take_rows_loop(values: Any, rows: Any, out: Any) -> None:
 # --- the same for tensors -----------------------------------------------------------------------
 
 
-def is_faster(tensor: torch.Tensor) -> bool:
-    """Whether to use these functions: on CPU with one thread. torch's operators use all threads."""
-    return tensor.device.type == "cpu" and torch.get_num_threads() == 1
+def is_faster(tensor: torch.Tensor, name: str) -> bool:
+    """Whether to use a function: on CPU with one thread. torch's operators use all threads."""
+    return is_on(name) and tensor.device.type == "cpu" and torch.get_num_threads() == 1
 
 
 def prepare(dtype: torch.dtype) -> None:

@@ -150,7 +150,7 @@ class _Experts(torch.autograd.Function):
 
 def _between(tokens_ND: torch.Tensor) -> ModuleType:
     """The module whose functions compute what lies between products."""
-    return cpu_kernels if cpu_kernels.is_faster(tokens_ND) else kernels
+    return cpu_kernels if cpu_kernels.is_faster(tokens_ND, "between") else kernels
 
 
 def _multiple(tokens_ND: torch.Tensor) -> int:

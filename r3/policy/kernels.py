@@ -9,9 +9,12 @@ Below, S are the slots (a token and one of its experts) in the order of their ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from r3.kernels.switch import is_on
 
 _LIBRARY = torch.library.Library("r3", "DEF")
 _LIBRARY.define("weighted_swiglu(Tensor both_SF, Tensor gates_S) -> Tensor")
@@ -84,10 +87,12 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _on_device(name: str) -> Any:
+def _on_device(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     """Call the Triton kernel of this name. Triton is imported with the first call."""
 
     def run(*tensors: torch.Tensor) -> Any:
+        if not is_on("triton"):
+            return plain(*tensors)
         from r3.policy import triton_kernels
 
         return getattr(triton_kernels, name)(*(tensor.contiguous() for tensor in tensors))
@@ -97,7 +102,7 @@ def _on_device(name: str) -> Any:
 
 for _plain in (weighted_swiglu, weighted_swiglu_backward, sum_rows):
     _LIBRARY.impl(_plain.__name__, _plain, "CPU")
-    _LIBRARY.impl(_plain.__name__, _on_device(_plain.__name__), "CUDA")
+    _LIBRARY.impl(_plain.__name__, _on_device(_plain.__name__, _plain), "CUDA")
 
 
 # Shapes of the results, for fake tensors.

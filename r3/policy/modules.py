@@ -81,7 +81,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        norm = cpu_kernels.norm if cpu_kernels.is_faster(x) else plain_norm
+        norm = cpu_kernels.norm if cpu_kernels.is_faster(x, "norm") else plain_norm
         out_ND, scale_N = norm(x.flatten(0, -2), weight, eps)
         ctx.save_for_backward(x, weight, scale_N)
         return out_ND.view(x.shape)
@@ -89,7 +89,9 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight, scale_N = ctx.saved_tensors
-        backward = cpu_kernels.norm_backward if cpu_kernels.is_faster(x) else plain_norm_backward
+        backward = (
+            cpu_kernels.norm_backward if cpu_kernels.is_faster(x, "norm") else plain_norm_backward
+        )
         d_x_ND, d_weight = backward(x.flatten(0, -2), weight, scale_N, upstream[0].flatten(0, -2))
         return d_x_ND.view(x.shape), d_weight, None
 

@@ -21,6 +21,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import nn
 
+from r3.kernels.switch import is_on
 from r3.policy import cpu_products
 from r3.runtime.device import processor
 
@@ -65,9 +66,9 @@ def product(left_MK: torch.Tensor, right_KN: torch.Tensor) -> torch.Tensor:
         return (left_MK.float() @ right_KN.float()).to(left_MK.dtype)
     if left_MK.numel() * right_KN.shape[1] < SMALLEST:
         return left_MK @ right_KN
-    if _BY_TILES and cpu_products.can_compute(left_MK, right_KN):
+    if is_on("linear") and _BY_TILES and cpu_products.can_compute(left_MK, right_KN):
         return cpu_products.product(left_MK, right_KN)
-    if not is_by_onednn(left_MK):
+    if not (is_on("linear") and is_by_onednn(left_MK)):
         return left_MK @ right_KN
     return torch.ops.mkldnn._linear_pointwise(left_MK, right_KN.t(), None, "none", [], "")
 

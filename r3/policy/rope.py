@@ -91,7 +91,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, way: int) -> torch.Tensor:
-    if cpu_kernels.is_faster(x_Nhd):
+    if cpu_kernels.is_faster(x_Nhd, "rotation"):
         return cpu_kernels.rotate(x_Nhd, cos, sin, way=way)
     # In bfloat16 the rounding of an operation depends on the layout of its inputs.
     x_Nhd = x_Nhd.contiguous()

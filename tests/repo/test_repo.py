@@ -30,6 +30,7 @@ ROOMS = (
         "configs",
         "models",
         "algo",
+        "kernels",
         "runtime",
         "user_code",
         "data",

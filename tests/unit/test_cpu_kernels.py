@@ -214,12 +214,12 @@ def test_numbers_that_are_not_finite_stay_visible(dtype: torch.dtype, value: flo
 def test_torchs_operators_run_where_they_have_several_threads() -> None:
     """They give other bits, so that a choice that is ignored would show."""
     x, weight = _numbers(64, 256, dtype=torch.float32, seed=9), torch.rand(256)
-    assert cpu_kernels.is_faster(x) and not cpu_kernels.is_faster(x.to("meta"))
+    assert cpu_kernels.is_faster(x, "norm") and not cpu_kernels.is_faster(x.to("meta"), "norm")
     in_loop, plain = cpu_kernels.norm(x, weight, 1e-6)[0], plain_norm(x, weight, 1e-6)[0]
     assert not torch.equal(in_loop, plain)
     assert torch.equal(_Norm.apply(x, weight, 1e-6), in_loop)
     torch.set_num_threads(2)
-    assert not cpu_kernels.is_faster(x)
+    assert not cpu_kernels.is_faster(x, "norm")
     assert torch.equal(_Norm.apply(x, weight, 1e-6), plain_norm(x, weight, 1e-6)[0])
 
 

@@ -1,0 +1,60 @@
+"""Which kernels are used: all, or those that the environment variable R3_KERNELS names.
+
+    R3_KERNELS=none launch/local.sh tiny                 plain torch, and vLLM's own kernels
+    R3_KERNELS=norm,attention launch/local.sh tiny       two of them
+
+Everything else asks `is_on`, and nobody else decides. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+from r3.config import ConfigError, Problem
+
+VARIABLE = "R3_KERNELS"
+KERNELS = (
+    "attention",
+    "experts",
+    "between",
+    "norm",
+    "rotation",
+    "linear",
+    "sampled_attention",
+    "sampled_experts",
+    "triton",
+)
+
+
+@cache
+def chosen(words: str) -> frozenset[str]:
+    """Return the names in a value of R3_KERNELS: all, none, or names with commas between them.
+
+    Raises:
+        ConfigError: a word is not the name of a kernel.
+    """
+    names = [word.strip() for word in words.split(",")]
+    if names in (["all"], [""]):
+        return frozenset(KERNELS)
+    unknown = [name for name in names if name not in KERNELS]
+    if names != ["none"] and unknown:
+        known = ", ".join(KERNELS)
+        rule = f"{', '.join(map(repr, unknown))}: no kernel has this name"
+        raise ConfigError([Problem(VARIABLE, words, rule, f"use all, none or some of {known}")])
+    return frozenset(names) - {"none"}
+
+
+def is_on(name: str) -> bool:
+    """Whether a kernel may be used. Its module says which inputs it can compute."""
+    assert name in KERNELS, name
+    return name in chosen(os.environ.get(VARIABLE, "all"))
+
+
+def switch_problems() -> list[Problem]:
+    """What is wrong with the value of R3_KERNELS."""
+    try:
+        chosen(os.environ.get(VARIABLE, "all"))
+    except ConfigError as error:
+        return list(error.problems)
+    return []

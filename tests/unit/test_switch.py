@@ -1,0 +1,41 @@
+"""R3_KERNELS leaves kernels out, and refuses names that no kernel has."""
+
+from __future__ import annotations
+
+import pytest
+
+from r3.cli.checks import problems
+from r3.config import ConfigError
+from r3.kernels.switch import KERNELS, VARIABLE, chosen, is_on
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [("all", set(KERNELS)), ("", set(KERNELS)), ("none", set()), ("norm", {"norm"})]
+    + [(" norm, experts", {"norm", "experts"})],
+)
+def test_kernels_are_used_that_the_variable_names(
+    words: str, names: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, words)
+    assert {name for name in KERNELS if is_on(name)} == names
+    assert problems(tiny_config(), 1) == []
+
+
+@pytest.mark.parametrize("words", ["norms", "norm,", "none,norm", "all,norm", "ALL"])
+def test_a_name_that_no_kernel_has_is_refused_with_the_list(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=f"{VARIABLE} = .*no kernel .*norm, "):
+        chosen(words)
+    monkeypatch.setenv(VARIABLE, words)
+    (problem,) = problems(tiny_config(), 1)
+    assert problem.field == VARIABLE
+
+
+def test_all_kernels_are_used_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert all(map(is_on, KERNELS))
