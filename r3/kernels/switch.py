@@ -20,7 +20,6 @@ KERNELS = (
     "between",
     "norm",
     "rotation",
-    "linear",
     "sampled_attention",
     "sampled_experts",
     "triton",

@@ -21,7 +21,7 @@ from torch import nn
 from r3.policy import cpu_experts, cpu_kernels, kernels
 from r3.policy.dispatch import Slots
 from r3.policy.modules import GroupedExperts
-from r3.policy.products import is_by_float32, is_by_onednn, product
+from r3.policy.products import is_by_float32, product
 
 
 class FusedExperts(GroupedExperts):
@@ -156,11 +156,11 @@ def _between(tokens_ND: torch.Tensor) -> ModuleType:
 def _multiple(tokens_ND: torch.Tensor) -> int:
     """What the number of an expert's rows is rounded up to.
 
-    oneDNN prepares a product anew for every number of rows that it has not seen lately, which takes
-    longer than a small product. Rounded up, the numbers repeat.
+    torch prepares a product of bfloat16 anew for every number of rows that it has not seen lately,
+    which takes longer than a small product. Rounded up, the numbers repeat.
     """
     is_bfloat16 = tokens_ND.dtype == torch.bfloat16 and not is_by_float32(tokens_ND)
-    return 64 if is_bfloat16 or is_by_onednn(tokens_ND) else 1
+    return 64 if is_bfloat16 else 1
 
 
 def _parts(
@@ -218,7 +218,7 @@ class _WeightGradient:
         total = self.total[expert]
         if is_by_float32(left):
             left, right = left.to(total.dtype), right.to(total.dtype)
-        if total.dtype == left.dtype and not is_by_onednn(left):
+        if total.dtype == left.dtype:
             total.addmm_(left, right)
         else:
             total += product(left, right)

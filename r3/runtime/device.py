@@ -233,14 +233,6 @@ def device_gib() -> float | None:
     )
 
 
-def processor(info: Path = Path("/proc/cpuinfo")) -> tuple[str, int]:
-    """Vendor and family of the processor, as x86 processors under Linux name them; else ("", 0)."""
-    first, *_ = info.read_text().split("\n\n") if info.exists() else [""]
-    lines = [line.partition(":") for line in first.splitlines()]
-    facts = {key.strip(): value.strip() for key, _, value in lines}
-    return facts.get("vendor_id", ""), int(facts.get("cpu family", 0))
-
-
 def select_device() -> None:
     """Make this rank's GPU the current device of this thread; new threads start on device 0."""
     if has_gpu():
