@@ -17,7 +17,6 @@ VARIABLE = "R3_KERNELS"
 KERNELS = (
     "attention",
     "experts",
-    "between",
     "norm",
     "rotation",
     "sampled_attention",

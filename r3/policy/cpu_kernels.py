@@ -221,60 +221,10 @@ def prepare(dtype: torch.dtype) -> None:
     Otherwise the first step would. Called before `r3.runtime.device.settle`, so that no later
     search for garbage looks at the compiler's objects.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    both_SF, gates_S = torch.zeros(1, 4, dtype=dtype), torch.zeros(1, dtype=wide)
-    inner_SF = weighted_swiglu(both_SF, gates_S)
-    weighted_swiglu_backward(both_SF, gates_S, inner_SF)
-    rows_S = torch.zeros(1, dtype=torch.int64)
-    add_rows(torch.zeros(1, 4, dtype=wide), rows_S, take_rows(both_SF, rows_S))
-    weight_D = both_SF[0]
-    _, scale_N = norm(both_SF, weight_D, 1.0)
-    norm_backward(both_SF, weight_D, scale_N, both_SF)
-    rotate(both_SF[None], both_SF[None], both_SF[None], way=1)
-
-
-def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tensor:
-    """Compute `kernels.weighted_swiglu`."""
-    assert gates_S.shape == both_SF.shape[:1], (gates_S.shape, both_SF.shape)
-    inner_SF = both_SF.new_empty(len(both_SF), both_SF.shape[1] // 2)
-    weighted_swiglu_loop(*map(array, (both_SF, gates_S, inner_SF)))
-    return inner_SF
-
-
-def weighted_swiglu_backward(
-    both_SF: torch.Tensor, gates_S: torch.Tensor, d_inner_SF: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `kernels.weighted_swiglu_backward`."""
-    shapes = gates_S.shape, both_SF.shape, d_inner_SF.shape
-    assert shapes[1:] == ((*shapes[0], 2 * shapes[2][1]), (*shapes[0], shapes[2][1])), shapes
-    inner_SF, d_both_SF = torch.empty_like(d_inner_SF), torch.empty_like(both_SF)
-    d_gates_S = torch.empty_like(gates_S)
-    tensors = (both_SF, gates_S, d_inner_SF, inner_SF, d_both_SF, d_gates_S)
-    weighted_swiglu_backward_loop(*map(array, tensors))
-    return inner_SF, d_both_SF, d_gates_S
-
-
-def add_rows(total_ND: torch.Tensor, rows_S: torch.Tensor, values_SD: torch.Tensor) -> None:
-    """Compute `kernels.add_rows`.
-
-    Raises:
-        IndexError: a row is not in the total.
-    """
-    shapes = total_ND.shape, rows_S.shape, values_SD.shape
-    assert shapes[2] == (*shapes[1], shapes[0][1]), shapes
-    add_rows_loop(*map(array, (total_ND, rows_S, values_SD)))
-
-
-def take_rows(values_ND: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
-    """Compute `kernels.take_rows`.
-
-    Raises:
-        IndexError: the values have no such row.
-    """
-    values_ND = values_ND.contiguous()
-    out_SD = values_ND.new_empty(len(rows_S), values_ND.shape[1])
-    take_rows_loop(*map(array, (values_ND, rows_S, out_SD)))
-    return out_SD
+    x_ND = torch.zeros(1, 4, dtype=dtype)
+    _, scale_N = norm(x_ND, x_ND[0], 1.0)
+    norm_backward(x_ND, x_ND[0], scale_N, x_ND)
+    rotate(x_ND[None], x_ND[None], x_ND[None], way=1)
 
 
 def norm(

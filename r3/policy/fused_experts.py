@@ -2,23 +2,22 @@
 
 Megatron's dispatcher writes one copy of a token per chosen expert, sorted, and one per output.
 Here experts take their rows from the tokens and add their outputs to them one expert after the
-other. With one thread, a compiled loop does all that lies between two products (`cpu_kernels`);
-with several, torch's operators do (`kernels`). The order of a sum is that of the experts, whatever
-the batch: forward and recomputation give the same bits.
+other. With one thread, a compiled loop computes all of them (`cpu_experts`); with several, torch's
+operators do. The order of a sum is that of the experts, whatever the batch: forward and
+recomputation give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from r3.policy import cpu_experts, cpu_kernels, kernels
+from r3.policy import cpu_experts, kernels
 from r3.policy.dispatch import Slots
 from r3.policy.modules import GroupedExperts
 from r3.policy.products import is_by_float32, product
@@ -101,13 +100,13 @@ class _Experts(torch.autograd.Function):
         dtype, wide = tokens_ND.dtype, gates_NK.dtype
         slots_S, rows_S, sizes = _parts(experts_NK, len(w1), multiple=_multiple(tokens_ND))
         gates_S = F.pad(gates_NK.flatten(), (0, 1)).index_select(0, slots_S)
-        saved, between = [], _between(tokens_ND)
+        saved = []
         out_ND = torch.zeros_like(tokens_ND, dtype=wide)
         for expert, rows, gates in _each(sizes, rows_S, gates_S):
-            both = product(between.take_rows(tokens_ND, rows), w1[expert].t())
+            both = product(tokens_ND.index_select(0, rows), w1[expert].t())
             saved.append(both)
-            inner = between.weighted_swiglu(both, gates)
-            between.add_rows(out_ND, rows, product(inner, w2[expert].t()))
+            inner = kernels.weighted_swiglu(both, gates)
+            out_ND.index_add_(0, rows, product(inner, w2[expert].t()).to(wide))
         ctx.save_for_backward(tokens_ND, gates_S, slots_S, rows_S, *saved)
         ctx.sizes, ctx.weights, ctx.shape = sizes, (w1, w2), gates_NK.shape
         return out_ND.to(dtype)
@@ -125,18 +124,17 @@ class _Experts(torch.autograd.Function):
             _WeightGradient(weight) if needed else None
             for weight, needed in zip((w1, w2), ctx.needs_input_grad[3:], strict=True)
         )
-        between = _between(tokens_ND)
         parts = _each(ctx.sizes, rows_S, gates_S, d_gates_S)
         for both, (expert, rows, gates, d_gates) in zip(saved, parts, strict=True):
-            d_outputs = between.take_rows(d_out_ND, rows)
-            inner, d_both, d_gates[:] = between.weighted_swiglu_backward(
+            d_outputs = d_out_ND.index_select(0, rows)
+            inner, d_both, d_gates[:] = kernels.weighted_swiglu_backward(
                 both, gates, product(d_outputs, w2[expert])
             )
             if w2_gradient:
                 w2_gradient.add(expert, d_outputs.t(), inner)
             if w1_gradient:
-                w1_gradient.add(expert, d_both.t(), between.take_rows(tokens_ND, rows))
-            between.add_rows(d_tokens_ND, rows, product(d_both, w1[expert]))
+                w1_gradient.add(expert, d_both.t(), tokens_ND.index_select(0, rows))
+            d_tokens_ND.index_add_(0, rows, product(d_both, w1[expert]).to(wide))
         d_gates = d_gates_S.new_zeros(ctx.shape.numel() + 1)
         d_gates[slots_S] = d_gates_S
         return (
@@ -146,11 +144,6 @@ class _Experts(torch.autograd.Function):
             w1_gradient and w1_gradient.result(),
             w2_gradient and w2_gradient.result(),
         )
-
-
-def _between(tokens_ND: torch.Tensor) -> ModuleType:
-    """The module whose functions compute what lies between products."""
-    return cpu_kernels if cpu_kernels.is_faster(tokens_ND, "between") else kernels
 
 
 def _multiple(tokens_ND: torch.Tensor) -> int:

@@ -67,22 +67,6 @@ def sum_rows(rows_SD: torch.Tensor, places_NK: torch.Tensor) -> torch.Tensor:
     return total_ND.to(rows_SD.dtype)
 
 
-def add_rows(total_ND: torch.Tensor, rows_S: torch.Tensor, values_SD: torch.Tensor) -> None:
-    """Add each row of values to a row of the total, in their order. On CPU only.
-
-    Args:
-        total_ND: float32 at least; changed in place.
-        rows_S: which row of the total.
-        values_SD: what is added.
-    """
-    total_ND.index_add_(0, rows_S, values_SD.to(total_ND.dtype))
-
-
-def take_rows(values_ND: torch.Tensor, rows_S: torch.Tensor) -> torch.Tensor:
-    """Return rows of values, [S, D]. On CPU only."""
-    return values_ND.index_select(0, rows_S)
-
-
 def _wide(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 

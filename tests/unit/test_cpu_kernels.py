@@ -15,7 +15,7 @@ import torch
 from numba import njit
 
 from r3.engine import cpu_experts
-from r3.policy import cpu_attention, cpu_kernels, cpu_products, kernels, rope
+from r3.policy import cpu_attention, cpu_kernels, cpu_products, rope
 from r3.policy import cpu_experts as policy_cpu_experts
 from r3.policy.modules import _Norm, plain_norm, plain_norm_backward
 from r3.runtime import compiled as runtime_compiled
@@ -27,19 +27,12 @@ pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 # A result is rounded once, to nearest: by half of the last of 24 or 8 bits, or of 53.
 HALF = {torch.float64: 2**-53, torch.float32: 2**-24, torch.bfloat16: 2**-9}
 ALL = pytest.mark.parametrize("dtype", list(HALF))
-S, F, D, HEADS, HEAD = 21, 40, 48, 3, 16
+S, D, HEADS, HEAD = 21, 48, 3, 16
 
 
 def _numbers(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
-
-
-def _expert(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gate beside up, weights of slots, gradient."""
-    gates_S = _numbers(S, dtype=torch.promote_types(dtype, torch.float32), seed=1).abs()
-    both_SF = _numbers(S, 2 * F, dtype=dtype, seed=0, scale=3.0)
-    return both_SF, gates_S, _numbers(S, F, dtype=dtype, seed=2)
 
 
 def _compare(found: Any, exact: Any, roundings: float, dtype: torch.dtype) -> None:
@@ -49,52 +42,6 @@ def _compare(found: Any, exact: Any, roundings: float, dtype: torch.dtype) -> No
         assert one.dtype == kind and one.shape == other.shape
         error = (one.double() - other).abs().max() / other.abs().max()
         assert error <= roundings * HALF[kind], (error, kind)
-
-
-@ALL
-def test_an_activation_and_its_gradients_equal_the_formula_in_float64(dtype: torch.dtype) -> None:
-    """A float32 result has about ten roundings behind it, a bfloat16 one a single one more."""
-    inputs = _expert(dtype)
-    exact = [one.double() for one in inputs]
-    roundings = 2.0 if dtype == torch.bfloat16 else 12.0
-    found = [cpu_kernels.weighted_swiglu(*inputs[:2])]
-    _compare(found, [kernels.weighted_swiglu(*exact[:2])], roundings, dtype)
-    found = list(cpu_kernels.weighted_swiglu_backward(*inputs))
-    # A gate's gradient is a float32 sum of F terms, also of bfloat16 numbers.
-    _compare(found[:2], kernels.weighted_swiglu_backward(*exact)[:2], roundings, dtype)
-    _compare(found[2:], kernels.weighted_swiglu_backward(*exact)[2:], F, dtype)
-    # The check sees a gradient that is 1 % too small.
-    wrong = found[1] * 0.99
-    with pytest.raises(AssertionError):
-        _compare([wrong], kernels.weighted_swiglu_backward(*exact)[1:2], roundings, dtype)
-
-
-@ALL
-def test_rows_are_added_with_the_bits_of_torch(dtype: torch.dtype) -> None:
-    wide = torch.promote_types(dtype, torch.float32)
-    rows_S = torch.tensor([4, 0, 4, 4, 1] * 4 + [0])
-    values_SD = _numbers(S, D, dtype=dtype, seed=3)
-    totals = [_numbers(6, D, dtype=wide, seed=4) for _ in range(2)]
-    before = totals[0].clone()
-    cpu_kernels.add_rows(totals[0], rows_S, values_SD)
-    kernels.add_rows(totals[1], rows_S, values_SD)
-    assert torch.equal(*totals) and not torch.equal(totals[0], before)
-    # In another order the sums round differently: the comparison would see it.
-    cpu_kernels.add_rows(before, rows_S.flip(0), values_SD.flip(0))
-    assert not torch.equal(totals[0], before)
-
-
-@ALL
-def test_rows_are_taken_wherever_they_lie(dtype: torch.dtype) -> None:
-    """Also the first and the last ones, after which there are none to ask for."""
-    values_SD = _numbers(S, D, dtype=dtype, seed=3)
-    for rows in ([], [S - 1], [0, S - 1, 7, 7], [*range(S)][::-1]):
-        rows_S = torch.tensor(rows, dtype=torch.int64)
-        found = cpu_kernels.take_rows(values_SD, rows_S)
-        assert found.dtype == dtype and torch.equal(found, kernels.take_rows(values_SD, rows_S))
-    # Rows with gaps between their numbers
-    slices, rows_S = values_SD[:, ::2], torch.tensor([2, 20])
-    assert torch.equal(cpu_kernels.take_rows(slices, rows_S), slices[rows_S])
 
 
 @ALL
@@ -150,12 +97,8 @@ def test_heads_are_turned_with_the_bits_of_two_products_and_a_sum(dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
-    both_SF, gates_S, d_inner_SF = _expert(dtype)
-    whole = cpu_kernels.weighted_swiglu_backward(both_SF, gates_S, d_inner_SF)
-    some = cpu_kernels.weighted_swiglu_backward(both_SF[7:9], gates_S[7:9], d_inner_SF[7:9])
-    assert all(torch.equal(one[7:9], other) for one, other in zip(whole, some, strict=True))
-    weight = torch.rand(2 * F).to(dtype)
-    whole, some = (cpu_kernels.norm(x, weight, 1e-6) for x in (both_SF, both_SF[7:9]))
+    x_ND, weight = _numbers(S, D, dtype=dtype, seed=0), torch.rand(D).to(dtype)
+    whole, some = (cpu_kernels.norm(x, weight, 1e-6) for x in (x_ND, x_ND[7:9]))
     assert all(torch.equal(one[7:9], other) for one, other in zip(whole, some, strict=True))
 
 
@@ -200,15 +143,10 @@ def test_the_logistic_function_is_exact_to_a_few_last_bits(kind: Any) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_that_are_not_finite_stay_visible(dtype: torch.dtype, value: float) -> None:
-    both_SF, gates_S, d_inner_SF = _expert(dtype)
-    both_SF[3, 5] = value
-    inner_SF = cpu_kernels.weighted_swiglu(both_SF, gates_S)
-    assert inner_SF.isfinite().sum() == inner_SF.numel() - 1 and not inner_SF[3, 5].isfinite()
-    _, d_both_SF, d_gates_S = cpu_kernels.weighted_swiglu_backward(both_SF, gates_S, d_inner_SF)
-    assert not d_both_SF[3, 5].isfinite() and not d_gates_S[3].isfinite()
-    assert d_both_SF[4:].isfinite().all() and d_gates_S[4:].isfinite().all()
-    out_SF, _ = cpu_kernels.norm(both_SF, torch.ones(2 * F).to(dtype), 1e-6)
-    assert not out_SF[3].isfinite().all() and out_SF[4:].isfinite().all()
+    x_ND = _numbers(S, D, dtype=dtype, seed=0)
+    x_ND[3, 5] = value
+    out_ND, _ = cpu_kernels.norm(x_ND, torch.ones(D).to(dtype), 1e-6)
+    assert not out_ND[3].isfinite().all() and out_ND[4:].isfinite().all()
 
 
 def test_torchs_operators_run_where_they_have_several_threads() -> None:
@@ -293,33 +231,22 @@ def test_memory_that_a_loop_has_seen_can_still_be_resized() -> None:
         other.untyped_storage().resize_(0)
 
 
-def test_shapes_and_rows_that_do_not_fit_are_refused() -> None:
+def test_shapes_that_do_not_fit_are_refused() -> None:
     """The loops would read and write memory of other tensors."""
-    both_SF, gates_S, d_inner_SF = _expert(torch.float32)
-    weight, scale_S = torch.ones(2 * F), torch.ones(S)
+    x_ND, weight, scale_N = torch.ones(S, D), torch.ones(D), torch.ones(S)
     cos = torch.ones(S, 1, HEAD)
     x_Nhd = _numbers(S, HEADS, HEAD, dtype=torch.float32, seed=8)
     for call in (
-        lambda: cpu_kernels.weighted_swiglu(both_SF, gates_S[1:]),
-        lambda: cpu_kernels.weighted_swiglu_backward(both_SF, gates_S, d_inner_SF[:, 1:]),
-        lambda: cpu_kernels.weighted_swiglu_backward(both_SF, gates_S[1:], d_inner_SF),
-        lambda: cpu_kernels.add_rows(both_SF, torch.zeros(3, dtype=torch.int64), both_SF),
-        lambda: cpu_kernels.norm(both_SF, weight[1:], 1e-6),
-        lambda: cpu_kernels.norm_backward(both_SF, weight, scale_S[1:], both_SF),
-        lambda: cpu_kernels.norm_backward(both_SF, weight, scale_S, both_SF[1:]),
+        lambda: cpu_kernels.norm(x_ND, weight[1:], 1e-6),
+        lambda: cpu_kernels.norm_backward(x_ND, weight, scale_N[1:], x_ND),
+        lambda: cpu_kernels.norm_backward(x_ND, weight, scale_N, x_ND[1:]),
         lambda: cpu_kernels.rotate(x_Nhd, cos[1:], cos[1:], way=1),
     ):
         with pytest.raises(AssertionError):
             call()
-    for row in (-1, S):
-        with pytest.raises(IndexError, match="does not have"):
-            cpu_kernels.add_rows(both_SF, torch.tensor([row]), both_SF[:1].clone())
-        with pytest.raises(IndexError, match="do not have"):
-            cpu_kernels.take_rows(both_SF, torch.tensor([row]))
 
 
 def test_a_tensor_with_gaps_is_refused_and_one_without_numbers_is_not() -> None:
-    both_SF, gates_S, _ = _expert(torch.float32)
     with pytest.raises(AssertionError, match="strides"):
-        cpu_kernels.weighted_swiglu(both_SF[:, ::2], gates_S)
-    assert cpu_kernels.weighted_swiglu(both_SF[:0], gates_S[:0]).shape == (0, F)
+        runtime_compiled.array(torch.ones(4, 8)[:, ::2])
+    assert cpu_kernels.norm(torch.ones(0, D), torch.ones(D), 1e-6)[0].shape == (0, D)

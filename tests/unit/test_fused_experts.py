@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,15 +18,6 @@ from r3.policy.dispatch import (
 )
 
 N, K, E, D, WIDTH = 37, 3, 6, 16, 24
-
-
-@pytest.fixture(params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One thread runs compiled loops between the products of `fused_experts`, two run torch's."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def _in_a_loop(*inputs: torch.Tensor) -> torch.Tensor:
