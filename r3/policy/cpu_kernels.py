@@ -24,7 +24,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from r3.kernels.switch import is_on
-from r3.runtime.compiled import array, compiled, fetch, like, wide
+from r3.runtime.compiled import array, compiled, like, wide
 
 # --- exponential and logistic function ----------------------------------------------------------
 
@@ -169,25 +169,10 @@ def _rotate(x: Any, cos: Any, sin: Any, way: Any, out: Any) -> None:
                     out[token, head, at] = like(first + second, value)
 
 
-AHEAD = 4
-"""Rows that lie anywhere are asked for so many rows before they are used."""
-
-
-@compiled
-def fetch_row(values: Any, rows: Any, i: Any) -> None:
-    """Ask for the i-th of the rows, if there is one."""
-    if i < len(rows):
-        size = values.shape[1] * values.itemsize
-        begin = values.ctypes.data + rows[i] * size
-        for offset in range(0, size, 64):
-            fetch(begin + offset)
-
-
 @compiled
 def add_rows_loop(total: Any, rows: Any, values: Any) -> None:
     count, width = values.shape
     for i in range(count):
-        fetch_row(total, rows, i + AHEAD)
         row = rows[i]
         if row < 0 or row >= len(total):
             raise IndexError("a row that the total does not have")
@@ -199,7 +184,6 @@ def add_rows_loop(total: Any, rows: Any, values: Any) -> None:
 def take_rows_loop(values: Any, rows: Any, out: Any) -> None:
     count, width = len(out), values.shape[1]
     for i in range(count):
-        fetch_row(values, rows, i + AHEAD)
         row = rows[i]
         if row < 0 or row >= len(values):
             raise IndexError("a row that the values do not have")

@@ -16,10 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
 
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,22 +117,3 @@ def _like_compiled(value: Any, stored: Any) -> Any:
         return np.uint16(np.uint32(kept) >> np.uint32(16))
 
     return rounded
-
-
-# --- memory that is asked for before it is read -------------------------------------------------
-
-
-@intrinsic
-def fetch(typingctx: Any, address: Any) -> Any:
-    """Bring the 64 bytes around an address into the first-level cache. Any address is allowed."""
-
-    def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        # To read, to keep, of data
-        how = [ir.Constant(number, value) for value in (0, 3, 1)]
-        builder.call(prefetch, [builder.inttoptr(values[0], pointer), *how])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), build
