@@ -5,11 +5,11 @@ next loop reads them. Here a block of an expert's rows goes through all of them 
 between stays in the second-level cache. Products are those of `cpu_products`.
 
 In bfloat16, products multiply numbers in pairs and add in float32; what a product reads is
-bfloat16, and so are the outputs of `w1`.
+bfloat16, and so are the outputs of `w1`. A processor without such products gets float32 copies of
+the numbers (`type_for`).
 
-One thread runs the loops, on processors with AVX-512 or AVX2, and for bfloat16 with its products
-and without faster ones (AMX). The result of a row depends on no other row: forward and
-recomputation have the same bits.
+One thread runs the loops, on processors with AVX-512 or AVX2. The result of a row depends on no
+other row: forward and recomputation have the same bits.
 """
 
 from __future__ import annotations
@@ -205,19 +205,18 @@ def is_faster(tokens_ND: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> bo
     """Whether to use these functions: on CPU, with the type and the sizes that the loops need."""
     is_here = tokens_ND.device.type == "cpu" and tokens_ND.dtype == w1.dtype
     is_whole = not any(size % TILE for size in w2.shape[1:])
-    return is_on("experts") and is_here and is_whole and _has_products(tokens_ND.dtype)
+    is_on_tiles = cpu_tiles.can_compute(tokens_ND.dtype)
+    return is_on("experts") and is_here and is_whole and is_on_tiles
 
 
-def _has_products(dtype: torch.dtype) -> bool:
-    if dtype == torch.bfloat16:
-        return cpu_tiles.can_pair()
-    return dtype == torch.float32 and cpu_tiles.can_compute(dtype)
+def type_for(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which the loops compute what has a data type."""
+    return dtype if dtype == torch.bfloat16 and cpu_tiles.can_pair() else torch.float32
 
 
 def prepare(dtype: torch.dtype) -> None:
     """Compile the loops for a data type, or load them. Otherwise the first step would."""
-    if not _has_products(dtype):
-        return
+    dtype = type_for(dtype)
     x, rows = torch.zeros(1, TILE, dtype=dtype), torch.zeros(1, dtype=torch.int64)
     w1, w2 = torch.zeros(1, 2 * TILE, TILE, dtype=dtype), torch.zeros(1, TILE, TILE, dtype=dtype)
     of_weights = torch.zeros(w1.shape), torch.zeros(w2.shape)

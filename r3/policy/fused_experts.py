@@ -47,7 +47,7 @@ class FusedExperts(GroupedExperts):
 
 
 class _InCache(torch.autograd.Function):
-    """The sum of `_Experts`, by `cpu_experts`."""
+    """The sum of `_Experts`, by `cpu_experts`, in the type that the loops have for it."""
 
     @staticmethod
     def forward(
@@ -59,10 +59,12 @@ class _InCache(torch.autograd.Function):
         w1: nn.Parameter,
         w2: nn.Parameter,
     ) -> torch.Tensor:
-        out_ND, both_SF = cpu_experts.forward(tokens_ND, gates_S, rows_S, sizes, w1, w2)
-        ctx.save_for_backward(tokens_ND, gates_S, rows_S, both_SF)
+        dtype, ours = tokens_ND.dtype, cpu_experts.type_for(tokens_ND.dtype)
+        slots = gates_S, rows_S, sizes
+        out_ND, both_SF = cpu_experts.forward(tokens_ND.to(ours), *slots, w1.to(ours), w2.to(ours))
+        ctx.save_for_backward(tokens_ND, gates_S, rows_S, both_SF.to(dtype))
         ctx.sizes, ctx.weights = sizes, (w1, w2)
-        return out_ND.to(tokens_ND.dtype)
+        return out_ND.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
@@ -71,10 +73,12 @@ class _InCache(torch.autograd.Function):
             _WeightGradient(weight) if needed else None
             for weight, needed in zip(ctx.weights, ctx.needs_input_grad[4:], strict=True)
         ]
-        (upstream_ND,), (w1, w2) = upstream, ctx.weights
-        d_w1, d_w2 = (gradient and gradient.total for gradient in gradients)
+        totals = (gradient and gradient.total for gradient in gradients)
+        numbers = tokens_ND, *ctx.weights, both_SF, upstream[0]
+        ours = cpu_experts.type_for(tokens_ND.dtype)
+        x_ND, w1, w2, both_SF, d_out_ND = (each.to(ours) for each in numbers)
         d_tokens_ND, d_gates_S = cpu_experts.backward(
-            tokens_ND, gates_S, rows_S, ctx.sizes, w1, w2, both_SF, upstream_ND, d_w1, d_w2
+            x_ND, gates_S, rows_S, ctx.sizes, w1, w2, both_SF, d_out_ND, *totals
         )
         results = (gradient and gradient.result() for gradient in gradients)
         return d_tokens_ND.to(tokens_ND.dtype), d_gates_S, None, None, *results

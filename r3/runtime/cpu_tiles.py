@@ -70,10 +70,9 @@ def can_compute(dtype: torch.dtype) -> bool:
 
 
 def can_pair() -> bool:
-    """Whether loops multiply pairs of bfloat16 here, and nothing on the processor is faster."""
-    has = get_host_cpu_features()
-    is_fastest = has.get("avx512bf16", False) and not has.get("amx-bf16", False)
-    return bool(is_fastest) and IS_WIDE and can_compute(torch.bfloat16)
+    """Whether loops multiply pairs of bfloat16 here."""
+    has_pairs = get_host_cpu_features().get("avx512bf16", False)
+    return bool(has_pairs) and IS_WIDE and can_compute(torch.bfloat16)
 
 
 @intrinsic

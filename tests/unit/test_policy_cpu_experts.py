@@ -9,15 +9,12 @@ from torch import nn
 from r3.policy import cpu_experts, fused_experts
 from r3.policy.cpu_experts import BLOCK
 from r3.policy.cpu_products import DEEP
-from r3.runtime import cpu_tiles
-from tests.processor import needs_pairs, needs_tiles
+from tests.processor import needs_tiles
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]
 
 Inputs = list[torch.Tensor]
-BOTH = pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_pairs)]
-)
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def _inputs(
@@ -83,7 +80,6 @@ def test_outputs_and_gradients_equal_those_in_float64(
         assert (found.double() - exact).norm() <= bound * exact.norm()
 
 
-@needs_pairs
 def test_bfloat16_rounds_no_more_than_torchs_products_between() -> None:
     inputs = _inputs(dtype=torch.bfloat16)
     exact = _results(fused_experts._Experts.apply, _doubles(inputs))
@@ -152,7 +148,7 @@ def test_loops_are_for_what_they_can_compute() -> None:
     tokens_ND, _, _, w1, w2 = _inputs(1)
     assert cpu_experts.is_faster(tokens_ND, w1, w2)
     halves = tokens_ND.bfloat16(), w1.bfloat16(), w2.bfloat16()
-    assert cpu_experts.is_faster(*halves) == cpu_tiles.can_pair()
+    assert cpu_experts.is_faster(*halves)
     assert not cpu_experts.is_faster(tokens_ND.bfloat16(), w1, w2)
     assert not cpu_experts.is_faster(tokens_ND.double(), w1.double(), w2.double())
     assert not cpu_experts.is_faster(tokens_ND, w1, w2[:, :, :31])
