@@ -147,7 +147,7 @@ def grouped() -> Figures:
 
 def kernels() -> Figures:
     """R3's Triton kernels against plain torch, in bfloat16, with sizes that fit no block."""
-    from r3.policy import kernels as plain
+    from r3.kernels import moe as plain
 
     slots, width, hidden, tokens, topk = 1000, 1030, 1500, 333, 5
     half = dict(device="cuda", dtype=torch.bfloat16)

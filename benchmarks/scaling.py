@@ -369,7 +369,7 @@ def run_kernels(task: Task) -> Callable[[int], Any]:
     """
     import torch
 
-    from r3.engine import cpu_attention, cpu_experts
+    from r3.kernels import sampled_attention, sampled_experts
 
     rollouts = sampled(task)
     torch.manual_seed(0)
@@ -418,9 +418,9 @@ def run_kernels(task: Task) -> Callable[[int], Any]:
             tokens = hidden[:n]
             for (qkv, cache, out, router, experts), chosen in zip(layers, routes, strict=True):
                 of_heads = (tokens @ qkv).view(n, -1, head).split([H, G, G], dim=1)
-                attended = cpu_attention.attend(*of_heads, cache, *context)
+                attended = sampled_attention.attend(*of_heads, cache, *context)
                 _ = attended.view(n, -1) @ out, tokens @ router
-                cpu_experts.experts(tokens, *experts, gates, chosen)
+                sampled_experts.experts(tokens, *experts, gates, chosen)
             _ = tokens @ output
 
     return run

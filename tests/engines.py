@@ -18,13 +18,13 @@ from r3.engine.layers import direct_attention, direct_experts
 from r3.handover.memory import State
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.handover.weight_sync import export, sync_weights
+from r3.kernels import tiles
 from r3.models.hf_checkpoint import read_small_files
 from r3.rollout.collect import Collector
 from r3.rollout.collected_rollouts import CollectedRollouts
 from r3.rollout.scored import gather_rewards, score_all
 from r3.rollout.task import Task, read_task
 from r3.run.build import build_run
-from r3.runtime import cpu_tiles
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch, Rollout
@@ -152,14 +152,14 @@ def without_loops(engine: Engine) -> Iterator[None]:
         lambda worker: list(worker.model_runner.get_model().modules())
     )
     replaced = {module: vars(module).pop("forward") for module in modules if is_direct(module)}
-    before, cpu_tiles.IS_USED = cpu_tiles.IS_USED, False
+    before, tiles.IS_USED = tiles.IS_USED, False
     try:
         for module in replaced:
             is_attention = type(module).__name__ == "Attention"
             module.forward = (direct_attention if is_attention else direct_experts)(module)
         yield
     finally:
-        cpu_tiles.IS_USED = before
+        tiles.IS_USED = before
         for module, forward in replaced.items():
             module.forward = forward
 

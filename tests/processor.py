@@ -6,7 +6,7 @@ import pytest
 import torch
 from llvmlite.binding import get_host_cpu_features
 
-from r3.runtime.cpu_tiles import IS_USED
+from r3.kernels.tiles import IS_USED
 
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 HAS_AMX = torch.cpu._is_amx_tile_supported()  # as vLLM asks

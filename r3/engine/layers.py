@@ -2,7 +2,7 @@
 
 In a step of a small model, vLLM (0.30) spends an eighth of its time in Python between a layer and
 the kernel that computes it. Layers that are exactly as assumed here call the kernel with the same
-arguments, or a loop of R3's own (`cpu_experts`, `cpu_attention`). All others keep vLLM's way.
+arguments, or a loop of R3's own (`r3.kernels`). All others keep vLLM's way.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from r3.engine import cpu_attention, cpu_experts
+from r3.kernels import sampled_attention, sampled_experts, tiles
 from r3.kernels.switch import is_on
-from r3.runtime import cpu_tiles
 
 
 def replace_layers(modules: Sequence[Any]) -> None:
@@ -73,7 +72,7 @@ def plain_experts() -> dict[str, object]:
 def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
     """Return `MoERunner.forward` of a layer without what it does for other layers.
 
-    With one thread, `cpu_experts` computes what vLLM's portable kernel would.
+    With one thread, `sampled_experts` computes what vLLM's portable kernel would.
     """
     from vllm._custom_ops import cpu_fused_moe
 
@@ -82,9 +81,9 @@ def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
     is_plain = (experts.activation.value, kernel.isa) == ("silu", "vec")
     has_bias = kernel.w1_bias is not None or kernel.w2_bias is not None
     dtype = experts.w13_weight.dtype
-    is_own = is_on("sampled_experts") and is_plain and not has_bias and cpu_tiles.can_compute(dtype)
+    is_own = is_on("sampled_experts") and is_plain and not has_bias and tiles.can_compute(dtype)
     if is_own:
-        cpu_experts.prepare(dtype)
+        sampled_experts.prepare(dtype)
     shared = runner.shared_experts and runner.shared_experts._layer
     scale, activation = runner.routed_scaling_factor, experts.activation.value
 
@@ -99,7 +98,7 @@ def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
         weights, ids = router.select_experts(hidden_states, router_logits, input_ids=input_ids)
         w13, w2 = experts.w13_weight, experts.w2_weight  # replaced by every weight sync
         if is_own:
-            output = cpu_experts.experts(hidden_states, w13, w2, weights, ids)
+            output = sampled_experts.experts(hidden_states, w13, w2, weights, ids)
         else:
             output = torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
             biases = kernel.w1_bias, kernel.w2_bias
@@ -130,7 +129,7 @@ def plain_attention() -> dict[str, object]:
     }
 
 
-# Attributes of attention layers for which `cpu_attention` computes what vLLM's kernel does.
+# Attributes of attention layers for which `sampled_attention` computes what vLLM's kernel does.
 _NO_EXTRAS = {
     "isa": "vec",
     "impl.kv_cache_dtype": "auto",
@@ -145,9 +144,9 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     """Return `Attention.forward` of a layer without the custom operations that call it again.
 
     They exist for compiled models, of which they would be the parts that are not compiled. With one
-    thread, `cpu_attention` computes steps that have no prompt. Without AVX-512, vLLM's kernels have
-    other bits, and `cpu_attention` computes prompts and long conversations too: a token must have
-    the same bits in a prompt and as a sample.
+    thread, `sampled_attention` computes steps that have no prompt. Without AVX-512, vLLM's kernels
+    have other bits, and `sampled_attention` computes prompts and long conversations too: a token
+    must have the same bits in a prompt and as a sample.
     """
     from vllm._custom_ops import cpu_attention_with_kv_cache, cpu_attn_reshape_and_cache
     from vllm.forward_context import get_forward_context
@@ -158,11 +157,11 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     is_own = (
         is_on("sampled_attention")
         and has_facts(layer, _NO_EXTRAS)
-        and cpu_tiles.can_compute(layer.dtype)
+        and tiles.can_compute(layer.dtype)
     )
     is_own = is_own and layer.head_size == layer.head_size_v
     if is_own:
-        cpu_attention.prepare(layer.dtype)
+        sampled_attention.prepare(layer.dtype)
 
     def forward(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
@@ -172,15 +171,15 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
         if batch is None or batch.num_actual_tokens != rows or more:
             return vllms(query, key, value, **more)
         slots, has_prompt = context.slot_mapping[name], batch.max_query_len > 1
-        is_short = batch.max_seq_len <= cpu_attention.MOST_TOKENS
+        is_short = batch.max_seq_len <= sampled_attention.MOST_TOKENS
         is_causal = batch.causal and batch.dynamic_causal is None
         tensors = query.view(of_query), key.view(of_key), value.view(of_value), layer.kv_cache
         where = batch.block_table, batch.seq_lens, impl.scale
-        if is_own and not has_prompt and (is_short or not cpu_tiles.IS_WIDE):
-            return cpu_attention.attend(*tensors, slots, *where).view(rows, -1)
-        if is_own and is_causal and not cpu_tiles.IS_WIDE:
+        if is_own and not has_prompt and (is_short or not tiles.IS_WIDE):
+            return sampled_attention.attend(*tensors, slots, *where).view(rows, -1)
+        if is_own and is_causal and not tiles.IS_WIDE:
             starts = batch.query_start_loc
-            return cpu_attention.attend_prompts(*tensors, slots, starts, *where).view(rows, -1)
+            return sampled_attention.attend_prompts(*tensors, slots, starts, *where).view(rows, -1)
         blocks, heads, size, _ = layer.kv_cache.shape
         keys, values = layer.kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
         scales = layer._k_scale_float, layer._v_scale_float, impl.kv_cache_dtype

@@ -29,9 +29,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Router
 
 from r3.config import Config, TrainConfig
+from r3.kernels import loop_attention, loop_experts, rows
 from r3.models.hf_config import yarn_mscale
 from r3.models.shape import ModelShape
-from r3.policy import cpu_attention, cpu_experts, cpu_kernels
 from r3.policy.context_parallel import ContextParallelAttention
 from r3.policy.device_experts import DeviceExperts
 from r3.policy.dispatch import TokenDispatcher
@@ -299,11 +299,11 @@ def _build_chunk(
     model.to(device.torch)
     use_product(model)
     first = next(model.parameters())
-    if cpu_kernels.is_faster(first, "norm"):
-        cpu_kernels.prepare(megatron.params_dtype)
-    if cpu_attention.is_faster(first, longest=1):
-        cpu_attention.prepare(megatron.params_dtype)
-        cpu_experts.prepare(megatron.params_dtype)
+    if rows.is_faster(first, "norm"):
+        rows.prepare(megatron.params_dtype)
+    if loop_attention.is_faster(first, longest=1):
+        loop_attention.prepare(megatron.params_dtype)
+        loop_experts.prepare(megatron.params_dtype)
     return model
 
 

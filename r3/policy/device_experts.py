@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from r3.policy import kernels  # noqa: F401  (defines torch.ops.r3)
+from r3.kernels import moe  # noqa: F401  (defines torch.ops.r3)
 from r3.policy.dispatch import Slots
 from r3.policy.modules import GroupedExperts
 

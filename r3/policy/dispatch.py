@@ -30,7 +30,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import nn
 
-from r3.policy import kernels  # noqa: F401  (defines torch.ops.r3)
+from r3.kernels import moe  # noqa: F401  (defines torch.ops.r3)
 from r3.runtime.mesh import Axis
 
 

@@ -2,7 +2,7 @@
 
 Megatron's dispatcher writes one copy of a token per chosen expert, sorted, and one per output.
 Here experts take their rows from the tokens and add their outputs to them one expert after the
-other. With one thread, a compiled loop computes all of them (`cpu_experts`); with several, torch's
+other. With one thread, a compiled loop computes all of them (`loop_experts`); with several, torch's
 operators do. The order of a sum is that of the experts, whatever the batch: forward and
 recomputation give the same bits.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from r3.policy import cpu_experts, kernels
+from r3.kernels import loop_experts, moe
 from r3.policy.dispatch import Slots
 from r3.policy.modules import GroupedExperts
 from r3.policy.products import is_by_float32, product
@@ -39,7 +39,7 @@ class FusedExperts(GroupedExperts):
             slots: experts of the tokens.
             gates_NK: weights of the slots, float32.
         """
-        if cpu_experts.is_faster(tokens_ND, self.w1, self.w2):
+        if loop_experts.is_faster(tokens_ND, self.w1, self.w2):
             slots_S, rows_S, sizes = _parts(slots.experts_NK, len(self.w1), multiple=1)
             gates_S = gates_NK.flatten().index_select(0, slots_S)
             return _InCache.apply(tokens_ND, gates_S, rows_S, sizes, self.w1, self.w2), None
@@ -47,7 +47,7 @@ class FusedExperts(GroupedExperts):
 
 
 class _InCache(torch.autograd.Function):
-    """The sum of `_Experts`, by `cpu_experts`, in the type that the loops have for it."""
+    """The sum of `_Experts`, by `loop_experts`, in the type that the loops have for it."""
 
     @staticmethod
     def forward(
@@ -59,9 +59,9 @@ class _InCache(torch.autograd.Function):
         w1: nn.Parameter,
         w2: nn.Parameter,
     ) -> torch.Tensor:
-        dtype, ours = tokens_ND.dtype, cpu_experts.type_for(tokens_ND.dtype)
+        dtype, ours = tokens_ND.dtype, loop_experts.type_for(tokens_ND.dtype)
         slots = gates_S, rows_S, sizes
-        out_ND, both_SF = cpu_experts.forward(tokens_ND.to(ours), *slots, w1.to(ours), w2.to(ours))
+        out_ND, both_SF = loop_experts.forward(tokens_ND.to(ours), *slots, w1.to(ours), w2.to(ours))
         ctx.save_for_backward(tokens_ND, gates_S, rows_S, both_SF.to(dtype))
         ctx.sizes, ctx.weights = sizes, (w1, w2)
         return out_ND.to(dtype)
@@ -75,9 +75,9 @@ class _InCache(torch.autograd.Function):
         ]
         totals = (gradient and gradient.total for gradient in gradients)
         numbers = tokens_ND, *ctx.weights, both_SF, upstream[0]
-        ours = cpu_experts.type_for(tokens_ND.dtype)
+        ours = loop_experts.type_for(tokens_ND.dtype)
         x_ND, w1, w2, both_SF, d_out_ND = (each.to(ours) for each in numbers)
-        d_tokens_ND, d_gates_S = cpu_experts.backward(
+        d_tokens_ND, d_gates_S = loop_experts.backward(
             x_ND, gates_S, rows_S, ctx.sizes, w1, w2, both_SF, d_out_ND, *totals
         )
         results = (gradient and gradient.result() for gradient in gradients)
@@ -109,7 +109,7 @@ class _Experts(torch.autograd.Function):
         for expert, rows, gates in _each(sizes, rows_S, gates_S):
             both = product(tokens_ND.index_select(0, rows), w1[expert].t())
             saved.append(both)
-            inner = kernels.weighted_swiglu(both, gates)
+            inner = moe.weighted_swiglu(both, gates)
             out_ND.index_add_(0, rows, product(inner, w2[expert].t()).to(wide))
         ctx.save_for_backward(tokens_ND, gates_S, slots_S, rows_S, *saved)
         ctx.sizes, ctx.weights, ctx.shape = sizes, (w1, w2), gates_NK.shape
@@ -131,7 +131,7 @@ class _Experts(torch.autograd.Function):
         parts = _each(ctx.sizes, rows_S, gates_S, d_gates_S)
         for both, (expert, rows, gates, d_gates) in zip(saved, parts, strict=True):
             d_outputs = d_out_ND.index_select(0, rows)
-            inner, d_both, d_gates[:] = kernels.weighted_swiglu_backward(
+            inner, d_both, d_gates[:] = moe.weighted_swiglu_backward(
                 both, gates, product(d_outputs, w2[expert])
             )
             if w2_gradient:

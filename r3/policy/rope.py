@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from r3.kernels import rows
 from r3.models.shape import RopeScaling
-from r3.policy import cpu_kernels
 
 
 def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
@@ -91,8 +91,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, way: int) -> torch.Tensor:
-    if cpu_kernels.is_faster(x_Nhd, "rotation"):
-        return cpu_kernels.rotate(x_Nhd, cos, sin, way=way)
+    if rows.is_faster(x_Nhd, "rotation"):
+        return rows.rotate(x_Nhd, cos, sin, way=way)
     # In bfloat16 the rounding of an operation depends on the layout of its inputs.
     x_Nhd = x_Nhd.contiguous()
     return (x_Nhd * cos).addcmul_(x_Nhd.roll(x_Nhd.shape[-1] // 2, -1), sin, value=way)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from r3.engine import cpu_attention, cpu_experts
+from r3.kernels import sampled_attention, sampled_experts
 from r3.runtime.device import Device
 from tests.engines import World
 from tests.tiny import tiny_config
@@ -21,7 +21,7 @@ ATTENTION = (
     (8, 4, 32, 32, 300),
     (4, 4, 64, 32, 200),
     (6, 2, 96, 128, 500),
-    (16, 1, 128, 64, cpu_attention.MOST_TOKENS),
+    (16, 1, 128, 64, sampled_attention.MOST_TOKENS),
 )
 
 
@@ -54,7 +54,7 @@ def experts(_device: Device) -> dict[str, float]:
                 chosen = torch.stack([torch.randperm(E, generator=random)[:K] for _ in range(N)])
                 vllms, layer = torch.empty_like(tokens), (gates, chosen.int())
                 cpu_fused_moe(vllms, tokens, w13, w2, None, None, *layer, "silu", "vec")
-                ours = cpu_experts.experts(tokens, w13, w2, *layer)
+                ours = sampled_experts.experts(tokens, w13, w2, *layer)
                 name = f"{dtype}, {E} experts, {N} tokens"
                 found[name] = _difference(ours, vllms)
                 # One step to the next number is a difference.
@@ -86,7 +86,7 @@ def attention(_device: Device) -> dict[str, float]:
             query, key, value = (each.view(N, -1, D) for each in rows)
             vllms_cache, where = cache.clone(), (slots, table, lengths)
             vllms = _attention_of_vllm(query, key, value, vllms_cache, *where)
-            ours = cpu_attention.attend(query, key, value, cache, *where, D**-0.5)
+            ours = sampled_attention.attend(query, key, value, cache, *where, D**-0.5)
             assert torch.equal(cache.view(torch.uint8), vllms_cache.view(torch.uint8))
             found[f"{dtype}, {H} heads of {D}, {longest} tokens"] = _difference(ours, vllms)
             ours.view(torch.int16)[0, 0, 0] += 1
@@ -133,7 +133,7 @@ def _attention_of_vllm(
 
 
 def calls_while_sampling(
-    device: Device, dtype: str = "float32", most_tokens: int = cpu_attention.MOST_TOKENS
+    device: Device, dtype: str = "float32", most_tokens: int = sampled_attention.MOST_TOKENS
 ) -> tuple[int, int]:
     """How often an engine calls the loops for experts and attention while it samples a round.
 
@@ -142,7 +142,7 @@ def calls_while_sampling(
     """
     world = World(device, tiny_config(model={"dtype": dtype}, engine={"dtype": dtype}))
     world.sync(0)
-    places, calls = ((cpu_experts, "experts"), (cpu_attention, "attend")), []
+    places, calls = ((sampled_experts, "experts"), (sampled_attention, "attend")), []
     loops = [getattr(*place) for place in places]
 
     def counted(loop: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -154,11 +154,11 @@ def calls_while_sampling(
 
     for place, loop in zip(places, loops, strict=True):
         setattr(*place, counted(loop))
-    before, cpu_attention.MOST_TOKENS = cpu_attention.MOST_TOKENS, most_tokens
+    before, sampled_attention.MOST_TOKENS = sampled_attention.MOST_TOKENS, most_tokens
     try:
         world.collect(0)
     finally:
-        cpu_attention.MOST_TOKENS = before
+        sampled_attention.MOST_TOKENS = before
         for place, loop in zip(places, loops, strict=True):
             setattr(*place, loop)
     of_experts, of_attention = map(calls.count, loops)

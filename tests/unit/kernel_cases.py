@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from r3.policy import kernels
+from r3.kernels import moe
 
 # Slots, width of an expert, hidden size, tokens, K: nothing fits a block, and one block is too few.
 SIZES = [(37, 24, 40, 13, 3), (1, 7, 9, 1, 1), (11, 1030, 1500, 5, 8), (0, 8, 16, 4, 2)]
@@ -52,7 +52,7 @@ def results(module: Any, name: str, arguments: tuple[Any, ...]) -> list[torch.Te
 
 def expected(name: str, arguments: tuple[Any, ...], device: str) -> list[torch.Tensor]:
     """What plain torch returns. The interpreter rounds to bfloat16 by cutting bits off."""
-    rounded = results(kernels, name, arguments)
+    rounded = results(moe, name, arguments)
     if device != "cpu":
         return rounded
     wide = tuple(one.float() if one.dtype == torch.bfloat16 else one for one in arguments)
@@ -60,7 +60,7 @@ def expected(name: str, arguments: tuple[Any, ...], device: str) -> list[torch.T
         (exact.contiguous().view(torch.int32) >> 16 << 16).view(torch.float32).bfloat16()
         if one.dtype == torch.bfloat16
         else one
-        for one, exact in zip(rounded, results(kernels, name, wide), strict=True)
+        for one, exact in zip(rounded, results(moe, name, wide), strict=True)
     ]
 
 
@@ -75,7 +75,7 @@ def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
 
 def compare(device: str) -> Iterator[dict[str, Any]]:
     """Errors of every kernel, size and type."""
-    from r3.policy import triton_kernels
+    from r3.kernels import triton_moe
 
     for dtype in (torch.float32, torch.bfloat16):
         for size in SIZES:
@@ -85,8 +85,8 @@ def compare(device: str) -> Iterator[dict[str, Any]]:
                     "kernel": name,
                     "dtype": str(dtype).removeprefix("torch."),
                     "size": size,
-                    "errors": errors(results(triton_kernels, name, arguments), exact),
-                    "wrong": errors(results(triton_kernels, name, wrong(name, arguments)), exact),
+                    "errors": errors(results(triton_moe, name, arguments), exact),
+                    "wrong": errors(results(triton_moe, name, wrong(name, arguments)), exact),
                 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from r3.policy import cpu_attention
+from r3.kernels import loop_attention
 from r3.policy.build import rounded_gating
 from r3.policy.modules import CausalAttention, _Norm, grouped_heads, packed_params
 from r3.policy.rope import Rotation
@@ -117,7 +117,7 @@ def test_neighbours_of_equal_length_attend_in_one_call_with_the_same_bits(
 ) -> None:
     from megatron.core.transformer import TransformerConfig
 
-    monkeypatch.setattr(cpu_attention, "MOST_TOKENS", 2)  # for longer ones, torch's attention
+    monkeypatch.setattr(loop_attention, "MOST_TOKENS", 2)  # for longer ones, torch's attention
     config = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0
     )

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from r3.policy import cpu_experts, fused_experts
-from r3.policy.cpu_experts import BLOCK
-from r3.policy.cpu_products import DEEP
+from r3.kernels import loop_experts
+from r3.kernels.loop_experts import BLOCK
+from r3.kernels.products import DEEP
+from r3.policy import fused_experts
 from tests.processor import needs_tiles
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]
@@ -146,16 +147,16 @@ def test_a_nan_of_one_token_reaches_its_own_sum_only() -> None:
 
 def test_loops_are_for_what_they_can_compute() -> None:
     tokens_ND, _, _, w1, w2 = _inputs(1)
-    assert cpu_experts.is_faster(tokens_ND, w1, w2)
+    assert loop_experts.is_faster(tokens_ND, w1, w2)
     halves = tokens_ND.bfloat16(), w1.bfloat16(), w2.bfloat16()
-    assert cpu_experts.is_faster(*halves)
-    assert not cpu_experts.is_faster(tokens_ND.bfloat16(), w1, w2)
-    assert not cpu_experts.is_faster(tokens_ND.double(), w1.double(), w2.double())
-    assert not cpu_experts.is_faster(tokens_ND, w1, w2[:, :, :31])
-    assert not cpu_experts.is_faster(tokens_ND, w1, w2[:, :31])
-    assert not cpu_experts.is_faster(tokens_ND.to("meta"), w1, w2)
+    assert loop_experts.is_faster(*halves)
+    assert not loop_experts.is_faster(tokens_ND.bfloat16(), w1, w2)
+    assert not loop_experts.is_faster(tokens_ND.double(), w1.double(), w2.double())
+    assert not loop_experts.is_faster(tokens_ND, w1, w2[:, :, :31])
+    assert not loop_experts.is_faster(tokens_ND, w1, w2[:, :31])
+    assert not loop_experts.is_faster(tokens_ND.to("meta"), w1, w2)
     torch.set_num_threads(2)
-    assert not cpu_experts.is_faster(tokens_ND, w1, w2)
+    assert not loop_experts.is_faster(tokens_ND, w1, w2)
 
 
 @pytest.mark.parametrize("row", [-1, 4])
@@ -164,16 +165,18 @@ def test_rows_that_are_not_among_the_tokens_are_refused(row: int) -> None:
     gates_S, rows_S, sizes = torch.ones(2), torch.tensor([0, row]), [0, 2, 0]
     both_SF, out_ND = torch.zeros(2, 64), torch.zeros_like(tokens_ND)
     with pytest.raises(IndexError):
-        cpu_experts.forward(tokens_ND, gates_S, rows_S, sizes, w1, w2)
+        loop_experts.forward(tokens_ND, gates_S, rows_S, sizes, w1, w2)
     with pytest.raises(IndexError):
-        cpu_experts.backward(tokens_ND, gates_S, rows_S, sizes, w1, w2, both_SF, out_ND, None, None)
+        loop_experts.backward(
+            tokens_ND, gates_S, rows_S, sizes, w1, w2, both_SF, out_ND, None, None
+        )
 
 
 def test_shapes_and_types_that_do_not_belong_together_are_refused() -> None:
     tokens_ND, _, _, w1, w2 = (one.detach() for one in _inputs(4))
     gates_S, rows_S, sizes = torch.ones(2), torch.tensor([0, 1]), [0, 2, 0]
     right = (tokens_ND, gates_S, rows_S, sizes, w1, w2)
-    cpu_experts.forward(*right)
+    loop_experts.forward(*right)
     wrong = {
         0: [tokens_ND[:, :32], tokens_ND.double()],
         1: [gates_S[1:], gates_S.double()],
@@ -185,15 +188,15 @@ def test_shapes_and_types_that_do_not_belong_together_are_refused() -> None:
     for place, values in wrong.items():
         for value in values:
             with pytest.raises(AssertionError):
-                cpu_experts.forward(*right[:place], value, *right[place + 1 :])  # type: ignore[arg-type]
+                loop_experts.forward(*right[:place], value, *right[place + 1 :])  # type: ignore[arg-type]
     both_SF, upstream_ND = torch.zeros(2, 64), torch.zeros_like(tokens_ND)
     with pytest.raises(AssertionError):
-        cpu_experts.backward(*right, both_SF[1:], upstream_ND, None, None)
+        loop_experts.backward(*right, both_SF[1:], upstream_ND, None, None)
     for upstream in (upstream_ND[1:], upstream_ND.bfloat16()):
         with pytest.raises(AssertionError):
-            cpu_experts.backward(*right, both_SF, upstream, None, None)
+            loop_experts.backward(*right, both_SF, upstream, None, None)
     with pytest.raises(AssertionError):
-        cpu_experts.backward(*right, both_SF.bfloat16(), upstream_ND, None, None)
+        loop_experts.backward(*right, both_SF.bfloat16(), upstream_ND, None, None)
     for total in (w2, w1[1:], w1.bfloat16()):
         with pytest.raises(AssertionError):
-            cpu_experts.backward(*right, both_SF, upstream_ND, total, None)
+            loop_experts.backward(*right, both_SF, upstream_ND, total, None)

@@ -2,7 +2,7 @@
 
 Between `fused_experts`' products lie results of hundreds of rows, which leave the cache before the
 next loop reads them. Here a block of an expert's rows goes through all of them at once: what lies
-between stays in the second-level cache. Products are those of `cpu_products`.
+between stays in the second-level cache. Products are those of `products`.
 
 In bfloat16, products multiply numbers in pairs and add in float32; what a product reads is
 bfloat16, and so are the outputs of `w1`. A processor without such products gets float32 copies of
@@ -21,17 +21,17 @@ import torch
 from numba import types
 from numba.extending import overload
 
-from r3.kernels.switch import is_on
-from r3.policy.cpu_kernels import (
+from r3.kernels import tiles
+from r3.kernels.compiled import array, compiled, like
+from r3.kernels.products import columns_loop, products_loop, tiles_loop
+from r3.kernels.rows import (
     add_rows_loop,
     take_rows_loop,
     weighted_swiglu_backward_loop,
     weighted_swiglu_loop,
 )
-from r3.policy.cpu_products import columns_loop, products_loop, tiles_loop
-from r3.runtime import cpu_tiles
-from r3.runtime.compiled import array, compiled, like
-from r3.runtime.cpu_tiles import LANES, PAIRS, ROWS, SIMILAR, TILE
+from r3.kernels.switch import is_on
+from r3.kernels.tiles import LANES, PAIRS, ROWS, SIMILAR, TILE
 
 BLOCK = 128 // ROWS * ROWS
 """Rows that are in the cache together. They are whole calls of the product, which takes ROWS."""
@@ -205,13 +205,13 @@ def is_faster(tokens_ND: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> bo
     """Whether to use these functions: on CPU, with the type and the sizes that the loops need."""
     is_here = tokens_ND.device.type == "cpu" and tokens_ND.dtype == w1.dtype
     is_whole = not any(size % TILE for size in w2.shape[1:])
-    is_on_tiles = cpu_tiles.can_compute(tokens_ND.dtype)
+    is_on_tiles = tiles.can_compute(tokens_ND.dtype)
     return is_on("experts") and is_here and is_whole and is_on_tiles
 
 
 def type_for(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which the loops compute what has a data type."""
-    return dtype if dtype == torch.bfloat16 and cpu_tiles.can_pair() else torch.float32
+    return dtype if dtype == torch.bfloat16 and tiles.can_pair() else torch.float32
 
 
 def prepare(dtype: torch.dtype) -> None:

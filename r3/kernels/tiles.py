@@ -8,7 +8,7 @@ processors have another exponential function and cut results off where these loo
 nearest bfloat16.
 
 The policy computes attention, experts and some linear layers with the same products
-(`r3.policy.cpu_attention`, `cpu_experts`, `cpu_products`), on tiles that are in the cache already.
+(`r3.kernels.loop_attention`, `loop_experts`, `products`), on tiles that are in the cache already.
 
 One thread runs the loops, on processors with AVX-512 or AVX2.
 """
@@ -25,7 +25,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from r3.runtime.compiled import compiled
+from r3.kernels.compiled import compiled
 
 IS_WIDE: bool = get_host_cpu_features().get("avx512f", False)
 """Whether the processor has AVX-512: registers of 16 numbers instead of 8, and 32 of them instead
@@ -246,7 +246,7 @@ def multiply(
 ) -> None:
     """Multiply rows by a tile of `inputs` times 32 weights, and ask for memory meanwhile.
 
-    With AVX2, read 16 for 32 and 8 for 16 here, in `cpu_products` and in `cpu_experts`.
+    With AVX2, read 16 for 32 and 8 for 16 here, in `products` and in `loop_experts`.
 
     Distances are in numbers, addresses in bytes.
 

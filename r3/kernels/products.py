@@ -1,4 +1,4 @@
-"""Rows times whole matrices on CPU, by the tiles of `r3.runtime.cpu_tiles`.
+"""Rows times whole matrices on CPU, by the tiles of `r3.kernels.tiles`.
 
 One thread runs the loops. With AVX2, read 16 for 32 here.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from r3.runtime.compiled import compiled
-from r3.runtime.cpu_tiles import LANES, TILE, multiply
+from r3.kernels.compiled import compiled
+from r3.kernels.tiles import LANES, TILE, multiply
 
 DEEP = 256
 """Terms of a sum that are added at once: a tile of so many rows stays in the first-level cache."""

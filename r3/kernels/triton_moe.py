@@ -1,4 +1,4 @@
-"""Triton kernels of `r3.policy.kernels`. Only this module imports Triton, on CUDA or in tests.
+"""Triton kernels of `r3.kernels.moe`. Only this module imports Triton, on CUDA or in tests.
 
 One program works on one row, or on one block of its columns, and nothing is added atomically: the
 same input gives the same bits, whatever else runs.

@@ -1,7 +1,7 @@
 """Attention of an engine on CPU while it samples, with keys and values that are asked for early.
 
 In such a step every conversation has one new token, which looks at all tokens before it. vLLM's
-kernel (0.30, csrc/cpu/cpu_attn_impl.hpp) reads keys and values when it needs them; `cpu_tiles` says
+kernel (0.30, csrc/cpu/cpu_attn_impl.hpp) reads keys and values when it needs them; `tiles` says
 what is done otherwise here. New keys and values are stored in the same pass. Attention with a
 window, sinks or other extras keeps vLLM's kernels; with AVX-512, where they have the same bits, so
 do steps with prompts.
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numba import carray
 
-from r3.runtime.compiled import compiled, like, wide
-from r3.runtime.cpu_tiles import LANES, SIMILAR, TILE, at, exponential, multiply
+from r3.kernels.compiled import compiled, like, wide
+from r3.kernels.tiles import LANES, SIMILAR, TILE, at, exponential, multiply
 
 MOST_TOKENS = 4096
 """Of a conversation, with AVX-512. vLLM's kernel divides longer ones, by the size of the

@@ -1,6 +1,6 @@
 """Experts of an engine on CPU: what vLLM's kernel computes, with weights that are asked for early.
 
-vLLM's kernel (0.30, csrc/cpu/cpu_fused_moe.cpp) reads a weight when it needs it; `cpu_tiles` says
+vLLM's kernel (0.30, csrc/cpu/cpu_fused_moe.cpp) reads a weight when it needs it; `tiles` says
 what is done otherwise here. The function at the end checks sizes and types, the loop experts'
 numbers.
 """
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numba import carray
 
-from r3.runtime.compiled import compiled, like, wide
-from r3.runtime.cpu_tiles import LANES, SIMILAR, TILE, at, exponential, fused, multiply
+from r3.kernels.compiled import compiled, like, wide
+from r3.kernels.tiles import LANES, SIMILAR, TILE, at, exponential, fused, multiply
 
 _PACKED = 16  # weights of an input that follow each other, whatever the processor's registers are
 

@@ -14,13 +14,11 @@ import pytest
 import torch
 from numba import njit
 
-from r3.engine import cpu_experts
-from r3.policy import cpu_attention, cpu_kernels, cpu_products, rope
-from r3.policy import cpu_experts as policy_cpu_experts
+from r3.kernels import compiled as runtime_compiled
+from r3.kernels import loop_attention, loop_experts, products, rows, sampled_experts, tiles
+from r3.kernels.compiled import compiled, like
+from r3.policy import rope
 from r3.policy.modules import _Norm, plain_norm, plain_norm_backward
-from r3.runtime import compiled as runtime_compiled
-from r3.runtime import cpu_tiles
-from r3.runtime.compiled import compiled, like
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread")]
 
@@ -51,14 +49,14 @@ def test_a_norm_and_its_gradients_equal_the_formula_in_float64(dtype: torch.dtyp
     weight_D = 1 + _numbers(D, dtype=dtype, seed=7)
     exact = [one.to(torch.float64, copy=True) for one in (x_ND, weight_D)]
     length_N1 = exact[0].square().mean(-1, keepdim=True).add(1e-2).sqrt()
-    out_ND, scale_N = cpu_kernels.norm(x_ND, weight_D, 1e-2)
+    out_ND, scale_N = rows.norm(x_ND, weight_D, 1e-2)
     roundings = 4.0 if dtype == torch.bfloat16 else 12.0
     _compare([out_ND], [exact[1] * exact[0] / length_N1], roundings, dtype)
     _compare([scale_N], [1 / length_N1[:, 0]], 12.0, scale_N.dtype)
     leaves = [one.requires_grad_() for one in exact]
     again = torch.nn.functional.rms_norm(leaves[0], (D,), leaves[1], 1e-2)
     expected = torch.autograd.grad(again, leaves, gradient_ND.double())
-    found = cpu_kernels.norm_backward(x_ND, weight_D, scale_N, gradient_ND)
+    found = rows.norm_backward(x_ND, weight_D, scale_N, gradient_ND)
     _compare(found, expected, roundings, dtype)
 
 
@@ -68,10 +66,10 @@ def test_a_norm_equals_the_one_of_torchs_operators(dtype: torch.dtype) -> None:
     x_ND, gradient_ND = (_numbers(S, D, dtype=dtype, seed=seed) for seed in (5, 6))
     weight_D = 1 + _numbers(D, dtype=dtype, seed=7)
     (out_ND, scale_N), plain = (
-        cpu_kernels.norm(x_ND, weight_D, 1e-6),
+        rows.norm(x_ND, weight_D, 1e-6),
         plain_norm(x_ND, weight_D, 1e-6),
     )
-    found = (out_ND, scale_N, *cpu_kernels.norm_backward(x_ND, weight_D, scale_N, gradient_ND))
+    found = (out_ND, scale_N, *rows.norm_backward(x_ND, weight_D, scale_N, gradient_ND))
     theirs = (*plain, *plain_norm_backward(x_ND, weight_D, plain[1], gradient_ND))
     _compare(found, [one.double() for one in theirs], 12.0, dtype)
 
@@ -83,7 +81,7 @@ def test_heads_are_turned_with_the_bits_of_two_products_and_a_sum(dtype: torch.d
     turned = rope.Rotation(torch.arange(S), torch.rand(HEAD // 2), dtype)
     swapped = x_Nhd.roll(HEAD // 2, -1)
     for way in (1, -1):
-        found = cpu_kernels.rotate(x_Nhd, turned.cos, turned.sin, way=way)
+        found = rows.rotate(x_Nhd, turned.cos, turned.sin, way=way)
         expected = x_Nhd * turned.cos
         if dtype == torch.bfloat16:
             expected = expected.addcmul(swapped, turned.sin, value=way)
@@ -92,13 +90,13 @@ def test_heads_are_turned_with_the_bits_of_two_products_and_a_sum(dtype: torch.d
         assert torch.equal(found, expected)
     parts = x_Nhd.transpose(0, 1).contiguous().transpose(0, 1)
     assert not parts.is_contiguous()
-    assert torch.equal(cpu_kernels.rotate(parts, turned.cos, turned.sin, way=-1), found)
+    assert torch.equal(rows.rotate(parts, turned.cos, turned.sin, way=-1), found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     x_ND, weight = _numbers(S, D, dtype=dtype, seed=0), torch.rand(D).to(dtype)
-    whole, some = (cpu_kernels.norm(x, weight, 1e-6) for x in (x_ND, x_ND[7:9]))
+    whole, some = (rows.norm(x, weight, 1e-6) for x in (x_ND, x_ND[7:9]))
     assert all(torch.equal(one[7:9], other) for one, other in zip(whole, some, strict=True))
 
 
@@ -111,7 +109,7 @@ def _round(values: Any, out: Any) -> None:
 @njit
 def _both_sigmoids(values: Any, sigmoids: Any, rests: Any) -> None:
     for i in range(len(values)):
-        sigmoids[i], rests[i] = cpu_kernels.sigmoids(values[i])
+        sigmoids[i], rests[i] = rows.sigmoids(values[i])
 
 
 def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
@@ -145,19 +143,19 @@ def test_the_logistic_function_is_exact_to_a_few_last_bits(kind: Any) -> None:
 def test_numbers_that_are_not_finite_stay_visible(dtype: torch.dtype, value: float) -> None:
     x_ND = _numbers(S, D, dtype=dtype, seed=0)
     x_ND[3, 5] = value
-    out_ND, _ = cpu_kernels.norm(x_ND, torch.ones(D).to(dtype), 1e-6)
+    out_ND, _ = rows.norm(x_ND, torch.ones(D).to(dtype), 1e-6)
     assert not out_ND[3].isfinite().all() and out_ND[4:].isfinite().all()
 
 
 def test_torchs_operators_run_where_they_have_several_threads() -> None:
     """They give other bits, so that a choice that is ignored would show."""
     x, weight = _numbers(64, 256, dtype=torch.float32, seed=9), torch.rand(256)
-    assert cpu_kernels.is_faster(x, "norm") and not cpu_kernels.is_faster(x.to("meta"), "norm")
-    in_loop, plain = cpu_kernels.norm(x, weight, 1e-6)[0], plain_norm(x, weight, 1e-6)[0]
+    assert rows.is_faster(x, "norm") and not rows.is_faster(x.to("meta"), "norm")
+    in_loop, plain = rows.norm(x, weight, 1e-6)[0], plain_norm(x, weight, 1e-6)[0]
     assert not torch.equal(in_loop, plain)
     assert torch.equal(_Norm.apply(x, weight, 1e-6), in_loop)
     torch.set_num_threads(2)
-    assert not cpu_kernels.is_faster(x, "norm")
+    assert not rows.is_faster(x, "norm")
     assert torch.equal(_Norm.apply(x, weight, 1e-6), plain_norm(x, weight, 1e-6)[0])
 
 
@@ -182,7 +180,7 @@ def test_machine_code_on_disk_is_not_used_after_its_functions_changed(
 ) -> None:
     """Numba itself compares only the file of the loop, which stays the same here."""
     (tmp_path / "halving.py").write_text(
-        "from r3.runtime.compiled import wide\n"
+        "from r3.kernels.compiled import wide\n"
         "def halve(values):\n"
         "    for i in range(len(values)):\n"
         "        values[i] = wide(values[i]) / 2\n"
@@ -202,9 +200,9 @@ def test_machine_code_on_disk_is_not_used_after_its_functions_changed(
 @pytest.mark.parametrize(
     ("loops", "files"),
     [
-        (cpu_experts, {cpu_tiles, runtime_compiled}),
-        # those of `cpu_products`, which has those of `cpu_tiles`
-        (policy_cpu_experts, {cpu_tiles, runtime_compiled, cpu_kernels, cpu_products}),
+        (sampled_experts, {tiles, runtime_compiled}),
+        # those of `products`, which has those of `tiles`
+        (loop_experts, {tiles, runtime_compiled, rows, products}),
     ],
 )
 def test_machine_code_is_of_the_files_that_its_functions_come_from(
@@ -214,7 +212,7 @@ def test_machine_code_is_of_the_files_that_its_functions_come_from(
     found = {runtime_compiled._version(names)}
     other = tmp_path / "changed.py"
     other.write_text("")
-    for module in (cpu_tiles, runtime_compiled, cpu_kernels, cpu_products, cpu_attention):
+    for module in (tiles, runtime_compiled, rows, products, loop_attention):
         with monkeypatch.context() as context:
             context.setattr(module, "__file__", str(other))
             found.add(runtime_compiled._version(names))
@@ -223,7 +221,7 @@ def test_machine_code_is_of_the_files_that_its_functions_come_from(
 
 def test_memory_that_a_loop_has_seen_can_still_be_resized() -> None:
     """Megatron frees outputs that it will recompute; `Tensor.numpy` would keep it from that."""
-    out_ND, _ = cpu_kernels.norm(torch.ones(3, 4), torch.ones(4), 1e-6)
+    out_ND, _ = rows.norm(torch.ones(3, 4), torch.ones(4), 1e-6)
     out_ND.untyped_storage().resize_(0)
     other = torch.ones(3)
     other.numpy()
@@ -237,10 +235,10 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     cos = torch.ones(S, 1, HEAD)
     x_Nhd = _numbers(S, HEADS, HEAD, dtype=torch.float32, seed=8)
     for call in (
-        lambda: cpu_kernels.norm(x_ND, weight[1:], 1e-6),
-        lambda: cpu_kernels.norm_backward(x_ND, weight, scale_N[1:], x_ND),
-        lambda: cpu_kernels.norm_backward(x_ND, weight, scale_N, x_ND[1:]),
-        lambda: cpu_kernels.rotate(x_Nhd, cos[1:], cos[1:], way=1),
+        lambda: rows.norm(x_ND, weight[1:], 1e-6),
+        lambda: rows.norm_backward(x_ND, weight, scale_N[1:], x_ND),
+        lambda: rows.norm_backward(x_ND, weight, scale_N, x_ND[1:]),
+        lambda: rows.rotate(x_Nhd, cos[1:], cos[1:], way=1),
     ):
         with pytest.raises(AssertionError):
             call()
@@ -249,4 +247,4 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 def test_a_tensor_with_gaps_is_refused_and_one_without_numbers_is_not() -> None:
     with pytest.raises(AssertionError, match="strides"):
         runtime_compiled.array(torch.ones(4, 8)[:, ::2])
-    assert cpu_kernels.norm(torch.ones(0, D), torch.ones(D), 1e-6)[0].shape == (0, D)
+    assert rows.norm(torch.ones(0, D), torch.ones(D), 1e-6)[0].shape == (0, D)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from r3.engine.cpu_experts import experts
-from r3.runtime.cpu_tiles import TILE
+from r3.kernels.sampled_experts import experts
+from r3.kernels.tiles import TILE
 from tests.processor import needs_tiles
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]

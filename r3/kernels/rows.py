@@ -5,7 +5,7 @@ processor's cache between two operators. Here Numba, which vLLM installs, compil
 steps. It compiles a loop at its first call, in less than a second, and keeps the machine code on
 disk for the next process.
 
-As in `r3.policy.kernels`, loops compute in float32 or float64 and round results once. Norms and
+As in `r3.kernels.moe`, loops compute in float32 or float64 and round results once. Norms and
 rotations round their first product too, as transformers does. Every sum has a fixed order: the same
 row has the same bits in any batch. One thread runs a loop.
 
@@ -23,8 +23,8 @@ import torch
 from numba import njit, types
 from numba.extending import overload
 
+from r3.kernels.compiled import array, compiled, like, wide
 from r3.kernels.switch import is_on
-from r3.runtime.compiled import array, compiled, like, wide
 
 # --- exponential and logistic function ----------------------------------------------------------
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from numba import njit
 
-from r3.runtime import cpu_tiles
-from r3.runtime.cpu_tiles import LANES, PAIRS, SIMILAR, TILE, multiply
+from r3.kernels import tiles
+from r3.kernels.tiles import LANES, PAIRS, SIMILAR, TILE, multiply
 from tests.processor import needs_pairs, needs_tiles
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]
@@ -85,7 +85,7 @@ def test_the_exponential_is_near_the_exact_one_at_all_sizes() -> None:
     @njit
     def of_all(values: Any, found: Any) -> None:
         for i in range(len(values)):
-            found[i] = cpu_tiles.exponential(values[i])
+            found[i] = tiles.exponential(values[i])
 
     values = np.array([*np.linspace(-86, 88, 10001), -1e4, -200, 200, 1e4, np.nan], np.float32)
     found = np.empty_like(values)
@@ -99,10 +99,10 @@ def test_the_exponential_is_near_the_exact_one_at_all_sizes() -> None:
 def test_loops_are_for_one_thread_two_types_and_processors_with_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert cpu_tiles.can_compute(torch.float32) and cpu_tiles.can_compute(torch.bfloat16)
-    assert not cpu_tiles.can_compute(torch.float16)
+    assert tiles.can_compute(torch.float32) and tiles.can_compute(torch.bfloat16)
+    assert not tiles.can_compute(torch.float16)
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_tiles, "IS_USED", False)
-        assert not cpu_tiles.can_compute(torch.float32)
+        patch.setattr(tiles, "IS_USED", False)
+        assert not tiles.can_compute(torch.float32)
     torch.set_num_threads(2)
-    assert not cpu_tiles.can_compute(torch.float32)
+    assert not tiles.can_compute(torch.float32)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from r3.engine import cpu_attention
-from r3.engine.cpu_attention import attend, attend_prompts
-from r3.runtime.cpu_tiles import TILE
+from r3.kernels import sampled_attention
+from r3.kernels.sampled_attention import attend, attend_prompts
+from r3.kernels.tiles import TILE
 from tests.processor import needs_tiles
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]
@@ -146,7 +146,7 @@ def test_tokens_of_a_prompt_have_the_bits_of_tokens_one_after_another(
         new = query[row], key[row], value[row], one, slots[row], table, lengths[row] + 1
         by_step.append(attend(*new, SCALE))
     for most in (256, 7):
-        monkeypatch.setattr(cpu_attention, "_ROWS_AT_ONCE", most)
+        monkeypatch.setattr(sampled_attention, "_ROWS_AT_ONCE", most)
         cache = step.cache.clone()
         where = slots, starts, step.table, step.lengths
         found = attend_prompts(query, key, value, cache, *where, SCALE)

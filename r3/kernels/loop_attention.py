@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from numba import njit
 
+from r3.kernels import tiles
+from r3.kernels.compiled import array, compiled, like, wide
+from r3.kernels.rows import exponential, sum_of
 from r3.kernels.switch import is_on
-from r3.policy.cpu_kernels import exponential, sum_of
-from r3.runtime import cpu_tiles
-from r3.runtime.compiled import array, compiled, like, wide
-from r3.runtime.cpu_tiles import LANES, TILE, multiply
+from r3.kernels.tiles import LANES, TILE, multiply
 
 MOST_TOKENS = 4096
 """Of a sequence. Scores of 32 tokens with more than these would leave the cache."""
@@ -264,7 +264,7 @@ class _Causal(torch.autograd.Function):
 
 def is_faster(query: torch.Tensor, longest: int) -> bool:
     """Whether to use `attend`: float32 or bfloat16 on CPU, with what loops need."""
-    is_here = query.device.type == "cpu" and cpu_tiles.can_compute(query.dtype)
+    is_here = query.device.type == "cpu" and tiles.can_compute(query.dtype)
     return is_on("attention") and is_here and longest <= MOST_TOKENS
 
 

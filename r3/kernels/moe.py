@@ -77,9 +77,9 @@ def _on_device(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     def run(*tensors: torch.Tensor) -> Any:
         if not is_on("triton"):
             return plain(*tensors)
-        from r3.policy import triton_kernels
+        from r3.kernels import triton_moe
 
-        return getattr(triton_kernels, name)(*(tensor.contiguous() for tensor in tensors))
+        return getattr(triton_moe, name)(*(tensor.contiguous() for tensor in tensors))
 
     return run
 

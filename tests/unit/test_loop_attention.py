@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from r3.policy import cpu_attention
-from r3.policy.cpu_attention import attend
+from r3.kernels import loop_attention
+from r3.kernels.loop_attention import attend
 from tests.processor import needs_tiles
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]
@@ -135,14 +135,14 @@ def test_a_gradient_is_the_slope() -> None:
 
 def test_the_loop_is_for_processors_types_and_lengths_that_it_can_compute() -> None:
     query = torch.zeros(1, 1, 32)
-    most = cpu_attention.MOST_TOKENS
-    assert cpu_attention.is_faster(query, most)
-    assert cpu_attention.is_faster(query.bfloat16(), most)
-    assert not cpu_attention.is_faster(query, most + 1)
-    assert not cpu_attention.is_faster(query.double(), 1)
-    assert not cpu_attention.is_faster(query.to("meta"), 1)
+    most = loop_attention.MOST_TOKENS
+    assert loop_attention.is_faster(query, most)
+    assert loop_attention.is_faster(query.bfloat16(), most)
+    assert not loop_attention.is_faster(query, most + 1)
+    assert not loop_attention.is_faster(query.double(), 1)
+    assert not loop_attention.is_faster(query.to("meta"), 1)
     torch.set_num_threads(2)
-    assert not cpu_attention.is_faster(query, 1)
+    assert not loop_attention.is_faster(query, 1)
 
 
 def test_shapes_that_do_not_belong_together_are_refused() -> None:
