@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from r3.cli.checks import problems
+from r3.checks import problems
 from r3.config import ConfigError
 from r3.kernels.switch import KERNELS, VARIABLE, chosen, is_on
 from tests.tiny import tiny_config
