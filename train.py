@@ -94,10 +94,14 @@ def train(run: Run) -> None:
         # 5 train: old log-probabilities if needed, then the updates; routes are replayed in all
         count = sum(len(batch.micro_batches) for batch in batches)
         with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
-            rewards = collected.rewards
-            of_step = (rewards.rewards_R, rewards.baselines_R, config, rewards.units_R)
             shaped = train_on(
-                policy, batches, *of_step, step=step, report=meter.add, on_micro_batch=tick
+                policy,
+                batches,
+                collected.rewards,
+                config,
+                step=step,
+                report=meter.add,
+                on_micro_batch=tick,
             )
 
         # 6 report

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from r3.algo.advantage import StepRewards
 from r3.config import Config
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.metrics.reduce import Mean
@@ -21,7 +22,7 @@ from r3.policy import Policy
 from r3.policy import build as build_policy
 from r3.policy.device_experts import DeviceExperts
 from r3.policy.layout import local_tokens
-from r3.policy.objective import policy_loss
+from r3.policy.objective import NONE_MADE, policy_loss
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
@@ -48,6 +49,17 @@ def experts_as_on_cuda(kind: str) -> str:
 def policy_of(device: Device, mesh: Mesh, config: Config) -> Policy:
     """The policy of a config on a mesh that exists already."""
     return Policy(config, device, mesh, ModelShape.read(config.model.path))
+
+
+def step_rewards(
+    rewards_R: torch.Tensor, groups_R: torch.Tensor, units_R: torch.Tensor | None = None
+) -> StepRewards:
+    """Rewards of a step; every rollout has an advantage of its own unless units are given."""
+    return StepRewards(
+        rewards_R=rewards_R.double(),
+        baselines_R=groups_R.long(),
+        units_R=torch.arange(len(rewards_R)) if units_R is None else units_R,
+    )
 
 
 def require_planned(policy: Policy) -> None:
@@ -158,7 +170,7 @@ def padded_backward(policy: Policy, batch: Batch) -> dict[str, Any]:
             logprobs_N = logits_NV.log_softmax(-1).gather(-1, micro_batch.targets_N[:, None])[:, 0]
             tokens_N = local_tokens(micro_batch, policy.mesh, policy.device.torch)
             loss, _ = policy_loss(
-                policy.config, batch, tokens_N, policy.mesh.cp, logprobs_N, logprobs_N.detach()
+                policy.config, batch, tokens_N, policy.mesh.cp, logprobs_N, NONE_MADE
             )
             loss.backward()
             total += float(loss)

@@ -9,6 +9,7 @@ all of them. A new estimator is one function, one line in `ADVANTAGES` and one r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -135,26 +136,34 @@ def reinforce_pp_baseline(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
     return (centred_R / (std + STD_EPSILON)).float()
 
 
-def per_unit(
-    advantage: Callable[[Tensor, Tensor], Tensor],
-    rewards_R: Tensor,
-    groups_R: Tensor,
-    units_R: Tensor,
-) -> Tensor:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRewards:
+    """The rewards of a step, of every rank, in the order of the rollouts' indices.
+
+    Attributes:
+        rewards_R: float64; equal for all rollouts of a unit.
+        baselines_R: label of what each reward is compared with (`algo.baseline`), int64.
+        units_R: what has one advantage, int64, numbered from 0 without gaps: rollouts of one unit
+            are the sequences of an episode.
+    """
+
+    rewards_R: Tensor
+    baselines_R: Tensor
+    units_R: Tensor
+
+
+def per_unit(advantage: Callable[[Tensor, Tensor], Tensor], rewards: StepRewards) -> Tensor:
     """Apply an advantage to units of rollouts that share one reward, and return it per rollout.
 
     A unit is an episode of several token sequences; each of them gets the episode's advantage, and
     the episode counts once in every mean and standard deviation.
-
-    Args:
-        rewards_R: equal for all rollouts of a unit.
-        units_R: unit of each rollout, int64, numbered from 0 without gaps.
     """
+    units_R = rewards.units_R
     count = int(units_R.max()) + 1 if len(units_R) else 0
     first_U = torch.full((count,), len(units_R)).scatter_reduce(
         0, units_R, torch.arange(len(units_R)), "amin"
     )
-    return advantage(rewards_R[first_U], groups_R[first_U])[units_R]
+    return advantage(rewards.rewards_R[first_U], rewards.baselines_R[first_U])[units_R]
 
 
 ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
 import torch
 
 from r3.algo.loss import (
@@ -20,16 +23,44 @@ from r3.types import Batch
 from r3.user_code.algorithm import bounds_of, loss_of
 
 
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """What passes before an update found, one tensor per micro-batch; None: not made.
+
+    Attributes:
+        old: log-probabilities before the step's first update. Where there is none, the update's
+            own forward is the old policy.
+        reference: log-probabilities of the reference policy, for the KL penalty.
+        teacher: log-probabilities of the teacher.
+        recorded: `ledger.recorded` of a pass over the same micro-batches (R2). None replays what
+            the engine captured.
+    """
+
+    old: Sequence[torch.Tensor | None] | None = None
+    reference: Sequence[torch.Tensor] | None = None
+    teacher: Sequence[torch.Tensor] | None = None
+    recorded: Sequence[torch.Tensor] | None = None
+
+    def part(self, micro_batches: slice) -> Passes:
+        """Return what was found for some of the micro-batches."""
+        columns = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Passes(
+            **{name: column and column[micro_batches] for name, column in columns.items()}
+        )
+
+
+NONE_MADE = Passes()
+
+
 def policy_loss(
     config: Config,
     batch: Batch,
     tokens: LocalTokens,
     cp: Axis,
     logprobs_N: torch.Tensor,
-    old_logprobs_N: torch.Tensor,
-    reference_logprobs_N: torch.Tensor | None = None,
-    teacher_logprobs_N: torch.Tensor | None = None,
+    passes: Passes,
     *,
+    number: int = 0,
     entropy_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Compute a micro-batch's share of the batch's loss.
@@ -45,10 +76,9 @@ def policy_loss(
         tokens: the micro-batch's tokens of this rank.
         cp: context-parallel ranks.
         logprobs_N: log-probabilities of the targets, with gradient.
-        old_logprobs_N: of the policy before the step's first update.
-        reference_logprobs_N: of the reference policy; None = no KL penalty.
-        teacher_logprobs_N: of the teacher; None = none. Its part is added to the advantages, or
-            replaces them with train.objective distill.
+        passes: what other policies give the targets. A teacher's part is added to the advantages,
+            or replaces them with train.objective distill.
+        number: of the micro-batch among those of `passes`.
         entropy_N: entropy of the policy's distribution at each token, with gradient; needed if
             `algo.entropy_coef` is above 0.
 
@@ -57,17 +87,20 @@ def policy_loss(
         "kl_teacher".
     """
     algo = config.algo
+    old_N = passes.old[number] if passes.old else None
     # Bypass: the engine's log-probabilities stand for the old policy's, so that r = pi / mu.
     if algo.correction == "bypass":
-        old_logprobs_N = tokens.rollout_logprobs_N
+        old_N = tokens.rollout_logprobs_N
+    elif old_N is None:
+        old_N = logprobs_N.detach()
     advantages_N = tokens.advantages_N
-    if teacher_logprobs_N is not None:
-        taught_N = teacher_advantage(old_logprobs_N, teacher_logprobs_N, coef=algo.teacher_coef)
+    if passes.teacher:
+        taught_N = teacher_advantage(old_N, passes.teacher[number], coef=algo.teacher_coef)
         alone = config.train.objective == "distill"
         advantages_N = tokens.loss_mask_N * (taught_N if alone else advantages_N + taught_N)
     inputs = LossInputs(
         logprobs_N=logprobs_N,
-        old_logprobs_N=old_logprobs_N,
+        old_logprobs_N=old_N,
         rollout_logprobs_N=tokens.rollout_logprobs_N,
         advantages_N=advantages_N,
         loss_mask_N=tokens.loss_mask_N,
@@ -75,7 +108,7 @@ def policy_loss(
     )
     loss_N, clipped_N = loss_of(algo)(inputs, bounds_of(algo))
     stats = {"clipped": clipped_N.float()}
-    if teacher_logprobs_N is not None:
+    if passes.teacher:
         stats["kl_teacher"] = -taught_N / algo.teacher_coef
     if algo.correction in CORRECTIONS:
         usual = CORRECTIONS[algo.correction]
@@ -83,8 +116,8 @@ def policy_loss(
         weights_N, cut_N = correct(usual._replace(low=low, high=high), inputs)
         loss_N = loss_N * weights_N
         stats |= {"weight": weights_N, "cut": cut_N.float()}
-    if reference_logprobs_N is not None:
-        kl_N = kl_penalty(logprobs_N, reference_logprobs_N, estimator=algo.kl_estimator)
+    if passes.reference:
+        kl_N = kl_penalty(logprobs_N, passes.reference[number], estimator=algo.kl_estimator)
         loss_N = loss_N + algo.kl_coef * kl_N
         stats["kl"] = kl_N.detach()
     if algo.entropy_coef:

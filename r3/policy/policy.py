@@ -26,7 +26,7 @@ from r3.policy.build import (
 from r3.policy.dispatch import size_plan
 from r3.policy.layout import LocalTokens
 from r3.policy.memory import TrainingMemory, chained
-from r3.policy.objective import policy_loss
+from r3.policy.objective import NONE_MADE, Passes, policy_loss
 from r3.policy.scoring import ScoringPolicy
 from r3.policy.teacher import Teachers
 from r3.policy.weight_slots import HeadLayout, Slot, load, slots
@@ -180,12 +180,9 @@ class Policy(ScoringPolicy):
     def update(
         self,
         batch: Batch,
+        passes: Passes = NONE_MADE,
         *,
         total_updates: int,
-        old_logprobs: Sequence[torch.Tensor] | None = None,
-        reference_logprobs: Sequence[torch.Tensor] | None = None,
-        teacher_logprobs: Sequence[torch.Tensor] | None = None,
-        recorded_routes: Sequence[torch.Tensor] | None = None,
         first: bool = True,
         on_micro_batch: Callable[[], None] = lambda: None,
         on_scores: OnScores = lambda *_: None,
@@ -194,13 +191,8 @@ class Policy(ScoringPolicy):
 
         Args:
             batch: this rank's share.
+            passes: what earlier passes found for its micro-batches.
             total_updates: updates of the whole run, for the learning-rate schedule.
-            old_logprobs: log-probabilities before the step's first update, per micro-batch. None:
-                the update's own forward is the old policy.
-            reference_logprobs: log-probabilities of the reference policy; None = no KL penalty.
-            teacher_logprobs: log-probabilities of the teacher; None = no teacher.
-            recorded_routes: `ledger.recorded` of an earlier pass over the same micro-batches (R2).
-                None replays what the engine captured.
             first: this is the step's first update.
             on_micro_batch: called after the forward of each micro-batch.
             on_scores: called on the last pipeline stage with a micro-batch's number, this rank's
@@ -210,14 +202,7 @@ class Policy(ScoringPolicy):
             FloatingPointError: on every rank: a gradient is not finite. The weights are lost.
         """
         gradients = self.forward_backward(
-            batch,
-            old_logprobs=old_logprobs,
-            reference_logprobs=reference_logprobs,
-            teacher_logprobs=teacher_logprobs,
-            recorded_routes=recorded_routes,
-            first=first,
-            on_micro_batch=on_micro_batch,
-            on_scores=on_scores,
+            batch, passes, first=first, on_micro_batch=on_micro_batch, on_scores=on_scores
         )
         lr = learning_rate(self.update_number, total_updates, self.config.train)
         for group in self.optimizer.param_groups:
@@ -245,11 +230,8 @@ class Policy(ScoringPolicy):
     def forward_backward(
         self,
         batch: Batch,
+        passes: Passes = NONE_MADE,
         *,
-        old_logprobs: Sequence[torch.Tensor] | None = None,
-        reference_logprobs: Sequence[torch.Tensor] | None = None,
-        teacher_logprobs: Sequence[torch.Tensor] | None = None,
-        recorded_routes: Sequence[torch.Tensor] | None = None,
         first: bool = True,
         on_micro_batch: Callable[[], None] = lambda: None,
         on_scores: OnScores = lambda *_: None,
@@ -272,18 +254,14 @@ class Policy(ScoringPolicy):
         def loss_of(number: int, tokens: LocalTokens, scores_2N: torch.Tensor) -> torch.Tensor:
             logprobs_N, entropy_N = scores_2N
             on_scores(number, tokens, logprobs_N.detach())
-            old_N = logprobs_N.detach() if old_logprobs is None else old_logprobs[number]
-            reference_N = reference_logprobs[number] if reference_logprobs is not None else None
-            teacher_N = teacher_logprobs[number] if teacher_logprobs is not None else None
             loss, stats = policy_loss(
                 self.config,
                 batch,
                 tokens,
                 self.mesh.cp,
                 logprobs_N,
-                old_N,
-                reference_N,
-                teacher_N,
+                passes,
+                number=number,
                 entropy_N=entropy_N,
             )
             seen.append(
@@ -305,13 +283,14 @@ class Policy(ScoringPolicy):
                 batch.micro_batches,
                 loss_of,
                 forward_only=False,
-                recorded_routes=recorded_routes,
+                recorded_routes=passes.recorded,
                 on_forward=on_micro_batch,
             )
             ledger = ledger_of()
         for parameter in self._untrained:
             parameter.main_grad.zero_()
-        return self._metrics(seen, ledger, panel=old_logprobs is None and first)
+        own_is_old = all(each is None for each in passes.old or ())
+        return self._metrics(seen, ledger, panel=first and own_is_old)
 
     # ----------------------------------------------------------------------------------------------
     # Metrics

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from r3.algo.advantage import per_unit
+from r3.algo.advantage import StepRewards, per_unit
 from r3.algo.loss import kl_penalty
 from r3.algo.packing import part_of, with_advantages
 from r3.config import AlgoConfig, Config
@@ -18,6 +18,7 @@ from r3.metrics.mismatch import mismatch, shadow
 from r3.metrics.reduce import Mean
 from r3.policy import Policy, TokenScores
 from r3.policy.layout import LocalTokens, local_rows
+from r3.policy.objective import NONE_MADE, Passes
 from r3.routing.replay import Mode, routing_metrics
 from r3.types import Batch, MicroBatch, Update
 from r3.user_code.algorithm import advantage_of
@@ -40,10 +41,8 @@ _OLD_PASS: dict[str, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
 def train_on(
     policy: Policy,
     batches: Sequence[Batch],
-    rewards_R: torch.Tensor,
-    groups_R: torch.Tensor,
+    rewards: StepRewards,
     config: Config,
-    units_R: torch.Tensor | None = None,
     *,
     step: int,
     report: Callable[[Mapping[str, Any]], None],
@@ -63,10 +62,8 @@ def train_on(
     Args:
         policy: what to train.
         batches: this rank's share of every update.
-        rewards_R, groups_R: rewards of the whole step and labels of what they are compared with,
-            for KL in the reward.
+        rewards: those of the whole step, for KL in the reward.
         config: the run's settings.
-        units_R: what has one advantage (`advantage.per_unit`); None: every rollout.
         step: number of the step, from 1.
         report: receives partials of metrics.
         on_micro_batch: called after every micro-batch of an update, for progress.
@@ -84,8 +81,7 @@ def train_on(
         tokens = math.ceil(config.replay.shadow_frac * sum(one.num_tokens for one in flat))
         sample = _live(policy, first, tokens, turn=(step - 1) // every)
 
-    old: Sequence[torch.Tensor] | None = None
-    recorded: Sequence[torch.Tensor] | None = None
+    passes = NONE_MADE
     algo = config.algo
     bypasses = algo.correction == "bypass"
     several = len(batches) > 1 and not bypasses
@@ -95,31 +91,28 @@ def train_on(
     compared = False  # live and replayed routes, at the rollout's weights
     if several or scores_first:
         scores = policy.score(flat[unscored:], mode=_OLD_PASS[mode])
-        old = scores.logprobs
         recorded = scores.ledger.recorded if mode == "r2" else None
+        passes = Passes(old=(None,) * unscored + scores.logprobs, recorded=recorded)
         report(
             {f"mismatch/{name}": part for name, part in _panel(policy, scores, mismatch).items()}
         )
         report(routing_metrics(scores.ledger))
         compared = mode == "r3" and not unscored
-    reference: Sequence[torch.Tensor] | None = None
     if algo.kl_coef:
         replays = config.replay.reference and mode != "off"
         with policy.reference_weights():
-            scores = policy.score(
-                flat, mode="replay" if replays else "live", recorded_routes=recorded
+            reference = policy.score(
+                flat, mode="replay" if replays else "live", recorded_routes=passes.recorded
             )
-            reference = scores.logprobs
-    teacher = policy.teachers.logprobs(flat) if policy.teachers else None
+        if not algo.takes_kl_from_reward:
+            passes = replace(passes, reference=reference.logprobs)
+    if policy.teachers:
+        passes = replace(passes, teacher=policy.teachers.logprobs(flat))
     shaped: Shaped | None = None
     if algo.takes_kl_from_reward:
-        before = scores.rollout_logprobs if bypasses else old
-        assert before is not None
-        shaped = take_kl_from_reward(
-            policy, batches, before, scores, rewards_R, groups_R, algo, report, units_R
-        )
+        old = reference.rollout_logprobs if bypasses else scores.logprobs
+        shaped = take_kl_from_reward(policy, batches, old, reference, rewards, algo, report)
         batches = shaped.batches
-        reference = None
 
     done = 0
     for number, batch in enumerate(batches):
@@ -127,13 +120,8 @@ def train_on(
         done = part.stop
         update = policy.update(
             batch,
+            passes.part(part),
             total_updates=config.train.steps * config.train.updates_per_step,
-            old_logprobs=old[part.start - unscored : part.stop - unscored]
-            if old is not None and part.start >= unscored
-            else None,
-            reference_logprobs=reference[part] if reference is not None else None,
-            teacher_logprobs=teacher[part] if teacher is not None else None,
-            recorded_routes=recorded[part] if recorded is not None else None,
             first=number == 0,
             on_micro_batch=on_micro_batch,
             on_scores=sample.keep if sample and number == 0 else lambda *_: None,
@@ -235,11 +223,9 @@ def take_kl_from_reward(
     batches: Sequence[Batch],
     old: Sequence[torch.Tensor],
     reference: TokenScores,
-    rewards_R: torch.Tensor,
-    groups_R: torch.Tensor,
+    rewards: StepRewards,
     algo: AlgoConfig,
     report: Callable[[Mapping[str, Any]], None],
-    units_R: torch.Tensor | None = None,
 ) -> Shaped:
     """Compute advantages of R_i - kl_coef * sum_t KL_t (arXiv 2402.14740, eq. 3).
 
@@ -252,7 +238,7 @@ def take_kl_from_reward(
         batches: this rank's share of every update.
         old: log-probabilities of the old policy, per micro-batch.
         reference: scores of the reference policy.
-        rewards_R, groups_R, units_R: see `train_on`.
+        rewards: those of the whole step.
         algo: names advantage, estimator and weight.
         report: receives the mean KL.
     """
@@ -275,15 +261,14 @@ def take_kl_from_reward(
             own += [(i, kl) for i, kl in zip(micro_batch.rollout_ids, sums, strict=True) if i >= 0]
             tokens += float(mask_N.sum())
         report({"loss/kl_ref": Mean(total=sum(kl for _, kl in own), count=tokens)})
-    kl_R = torch.zeros_like(rewards_R)
+    kl_R = torch.zeros_like(rewards.rewards_R)
     for index, kl in sorted(
         item for part in policy.mesh.world.all_gather_object(own) for item in part
     ):
         kl_R[index] += kl
-    units_R = torch.arange(len(rewards_R)) if units_R is None else units_R
-    kl_R = torch.zeros_like(kl_R).index_add(0, units_R, kl_R)[units_R]
-    shaped_R = rewards_R - algo.kl_coef * kl_R
-    advantages_R = per_unit(advantage_of(algo), shaped_R, groups_R, units_R)
+    kl_R = torch.zeros_like(kl_R).index_add(0, rewards.units_R, kl_R)[rewards.units_R]
+    shaped_R = rewards.rewards_R - algo.kl_coef * kl_R
+    advantages_R = per_unit(advantage_of(algo), replace(rewards, rewards_R=shaped_R))
     values = advantages_R.tolist()
     changed = [
         replace(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from r3.algo.advantage import overlong_penalty, per_unit
+from r3.algo.advantage import StepRewards, overlong_penalty, per_unit
 from r3.algo.sums import are_equal
 from r3.config import Config
 from r3.metrics.reduce import Mean, StandardDeviation
@@ -45,33 +45,27 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rewards:
+class Rewards(StepRewards):
     """Rewards of all rollouts of the step, of every rank, in the order of their indices.
 
+    `rewards_R` has them minus the overlong penalty. `baselines_R` names the group of a rollout, or
+    the rewarded sequences of the group that have its index in their episodes.
+
     Attributes:
-        rewards_R: rewards minus the overlong penalty, float64; equal for all sequences of an
-            episode that has one reward.
         given_R: rewards as they were given, float64.
         deciding_R: values that decide about signal beside the rewards
             (`algo.dynamic_sampling_metric`), float64; None: rewards alone do.
         trains_R: whether the rollout has tokens with loss, bool.
         groups_R: group of each rollout.
-        baselines_R: label of what its reward is compared with (`algo.baseline`): its group, or the
-            rewarded sequences of the group that have its index in their episodes.
         names_R: (group, sample_index, sequence) of each rollout. Dropped conversations leave no
             gap in the indices.
-        units_R: what has one advantage, numbered from 0: rollouts of one unit are the sequences of
-            an episode.
     """
 
-    rewards_R: torch.Tensor
     given_R: torch.Tensor
     deciding_R: torch.Tensor | None = None
     trains_R: torch.Tensor
     groups_R: torch.Tensor
-    baselines_R: torch.Tensor
     names_R: tuple[tuple[int, int, int], ...]
-    units_R: torch.Tensor
 
     @property
     def groups_with_signal(self) -> list[int]:
@@ -216,9 +210,7 @@ def score_all(collected: CollectedRollouts, rewards: Rewards, config: Config) ->
     """
     advantages_R = torch.zeros(len(rewards.rewards_R))
     if not config.algo.takes_kl_from_reward:
-        advantages_R = per_unit(
-            advantage_of(config.algo), rewards.rewards_R, rewards.baselines_R, rewards.units_R
-        )
+        advantages_R = per_unit(advantage_of(config.algo), rewards)
     index_of = {name: index for index, name in enumerate(rewards.names_R)}
     scored = []
     for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True):

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from r3.algo.advantage import dr_grpo
+from r3.algo.advantage import StepRewards, dr_grpo
 from r3.algo.loss import CORRECTIONS, LOSSES, kl_penalty
 from r3.handover.rollouts import PackingSpec, distribute, pack_for
 from r3.models.shape import ModelShape
 from r3.policy import Policy, TokenScores
 from r3.policy.layout import local_tokens, zigzag_rows
-from r3.policy.objective import policy_loss
+from r3.policy.objective import Passes, policy_loss
 from r3.policy.updates import take_kl_from_reward
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch, MicroBatch
 from tests.pages import ROOT
-from tests.policies import LENGTHS, batches_of, build
+from tests.policies import LENGTHS, batches_of, build, step_rewards
 from tests.tiny import random_rollouts, tiny_config
 
 
@@ -76,7 +76,7 @@ def losses(device: Device, *, cp: int) -> dict[str, LossFigures]:
         logprobs_N = now_N.clone().requires_grad_()
         changed = replace(config, algo=replace(config.algo, **settings))
         loss, stats = policy_loss(
-            changed, batch, tokens, mesh.cp, logprobs_N, old_N, entropy_N=-now_N
+            changed, batch, tokens, mesh.cp, logprobs_N, Passes(old=[old_N]), entropy_N=-now_N
         )
         (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
         on_N = tokens.loss_mask_N
@@ -171,12 +171,12 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> KlA
     groups_R = torch.arange(count) // 2
     reports: dict[str, Any] = {}
     given = (policy, [batch], old, reference)
-    shaped = take_kl_from_reward(*given, rewards_R, groups_R, config.algo, reports.update)
+    rewards = step_rewards(rewards_R, groups_R)
+    shaped = take_kl_from_reward(*given, rewards, config.algo, reports.update)
     (after,) = shaped.batches
     units_R = torch.arange(count) // 2
-    (episodes,) = take_kl_from_reward(
-        *given, (units_R % 3).double(), units_R // 2, config.algo, lambda _: None, units_R
-    ).batches
+    by_episode = step_rewards((units_R % 3).double(), units_R // 2, units_R)
+    (episodes,) = take_kl_from_reward(*given, by_episode, config.algo, lambda _: None).batches
     by_hand = torch.zeros(count, dtype=torch.float64)
     if mesh.world.size == 1:
         for number, micro_batch in enumerate(batch.micro_batches):
@@ -195,7 +195,7 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> KlA
         by_hand=dr_grpo(rewards_R - 0.1 * by_hand, groups_R).tolist(),
         episodes=_advantages(episodes, mesh),
         episodes_by_hand=episodes_U[units_R].tolist(),
-        half_filtered=_half_filtered(policy, batch, old, reference, rewards_R, groups_R),
+        half_filtered=_half_filtered(policy, batch, old, reference, rewards),
         filtered=filtered(policy) if mesh.world.size == 1 else None,
         kl=[reports["loss/kl_ref"].total, reports["loss/kl_ref"].count],
     )
@@ -206,8 +206,7 @@ def _half_filtered(
     batch: Batch,
     old: Sequence[torch.Tensor],
     reference: TokenScores,
-    rewards_R: torch.Tensor,
-    groups_R: torch.Tensor,
+    rewards: StepRewards,
 ) -> list[float]:
     """Advantages of the whole step if every other response has no loss, as with overlong_filter."""
     kept = [
@@ -220,8 +219,7 @@ def _half_filtered(
         [replace(batch, micro_batches=tuple(kept))],
         old,
         replace(reference, loss_mask=tuple(one.loss_mask_N for one in kept)),
-        rewards_R,
-        groups_R,
+        rewards,
         algo,
         lambda _: None,
     )

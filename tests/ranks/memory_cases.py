@@ -13,7 +13,7 @@ from r3.config import Config
 from r3.policy.updates import train_on
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
-from tests.policies import batches_of, experts_as_on_cuda, policy_of, tensors_with
+from tests.policies import batches_of, experts_as_on_cuda, policy_of, step_rewards, tensors_with
 from tests.tiny import tiny_config
 
 # Their sums are no dimension of the model.
@@ -50,10 +50,10 @@ def _kept(device: Device, mesh: Mesh, config: Config) -> Kept:
 
     def trained() -> set[int]:
         batches = batches_of(mesh, policy.shape, LENGTHS, num_updates=2)
-        rewards_R, groups_R = torch.ones(len(LENGTHS)), torch.arange(len(LENGTHS)) // 2
+        rewards = step_rewards(torch.ones(len(LENGTHS)), torch.arange(len(LENGTHS)) // 2)
         reported: dict[str, Any] = {}
         report = reported.update
-        train_on(policy, batches, rewards_R, groups_R, config, step=1, report=report)
+        train_on(policy, batches, rewards, config, step=1, report=report)
         return {one.num_tokens for batch in batches for one in batch.micro_batches}
 
     counts = sorted(trained())
@@ -90,11 +90,9 @@ def alive_afterwards(device: Device) -> dict[str, list[bool]]:
 
 def _alive(device: Device, mesh: Mesh, *, close: bool) -> list[bool]:
     policy = policy_of(device, mesh, tiny_config())
-    rewards_R, groups_R = torch.arange(4.0), torch.zeros(4, dtype=torch.long)
+    rewards = step_rewards(torch.arange(4.0), torch.zeros(4))
     batches = batches_of(mesh, policy.shape, LENGTHS[:4])
-    train_on(
-        policy, batches, rewards_R, groups_R, policy.config, step=1, report=lambda _metrics: None
-    )
+    train_on(policy, batches, rewards, policy.config, step=1, report=lambda _metrics: None)
     found = [weakref.ref(each) for each in (policy.wrapped[0], policy.optimizer)]
     if close:
         policy.close()

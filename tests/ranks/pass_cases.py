@@ -13,13 +13,14 @@ from r3.algo.packing import part_of
 from r3.metrics.mismatch import mismatch
 from r3.metrics.reduce import Mean
 from r3.policy import Policy
+from r3.policy.objective import Passes
 from r3.policy.updates import train_on
 from r3.routing.replay import routing_metrics
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch
 from tests.errors import message_of
-from tests.policies import batches_of, build, policy_of, read_back
+from tests.policies import batches_of, build, policy_of, read_back, step_rewards
 from tests.tiny import tiny_config
 
 
@@ -119,12 +120,15 @@ def consistency(device: Device, *, model: str, ep: int) -> Consistency:
         tokens: Any,
         cp: Any,
         logprobs_N: Any,
-        old_N: Any,
-        *rest: Any,
+        passes: Any,
+        *,
+        number: int,
         **more: Any,
     ) -> Any:
-        ratios.append((logprobs_N.detach() - old_N).exp()[tokens.loss_mask_N > 0])
-        return real(config, batch, tokens, cp, logprobs_N, old_N, *rest, **more)
+        now_N = logprobs_N.detach()
+        old_N = passes.old[number] if passes.old else now_N
+        ratios.append((now_N - old_N).exp()[tokens.loss_mask_N > 0])
+        return real(config, batch, tokens, cp, logprobs_N, passes, number=number, **more)
 
     module.policy_loss = watched
     old_passes = {}
@@ -132,9 +136,7 @@ def consistency(device: Device, *, model: str, ep: int) -> Consistency:
         scores = policy.score(batch.micro_batches, mode=old_mode)
         recorded = scores.ledger.recorded if old_mode == "record" else None
         ratios.clear()
-        metrics = policy.forward_backward(
-            batch, old_logprobs=scores.logprobs, recorded_routes=recorded
-        )
+        metrics = policy.forward_backward(batch, Passes(old=scores.logprobs, recorded=recorded))
         ratio = torch.cat(ratios)
         old_passes[old_mode] = OldPass(
             tokens=len(ratio),
@@ -148,7 +150,7 @@ def consistency(device: Device, *, model: str, ep: int) -> Consistency:
     recorded = policy.score(batch.micro_batches, mode="record").ledger.recorded
     agreement, kept_routes = [], []
     for _ in range(4):
-        metrics = policy.update(batch, total_updates=100, recorded_routes=recorded).metrics
+        metrics = policy.update(batch, Passes(recorded=recorded), total_updates=100).metrics
         agreement.append(metrics["routing/agreement"].total / metrics["routing/agreement"].count)
         kept_routes.append(_keeps(policy, batch, recorded))
     module.policy_loss = real
@@ -221,7 +223,7 @@ def modes(device: Device, *, model: str) -> Modes:
 
         policy.score = counting  # type: ignore[method-assign]  # the real one, counted
         train_on(
-            policy, batches, nothing_R.double(), nothing_R.long(), setting, step=2, report=report
+            policy, batches, step_rewards(nothing_R, nothing_R), setting, step=2, report=report
         )
         policy.score = real  # type: ignore[method-assign]
         reports[name] = ModeReport(

@@ -114,7 +114,7 @@ def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0
     """Forward all four micro-batches, then backward in this order; None: in one backward pass."""
     from r3.policy.layout import local_tokens
     from r3.policy.modules import packed_params
-    from r3.policy.objective import policy_loss
+    from r3.policy.objective import NONE_MADE, policy_loss
 
     for chunk in policy.wrapped:
         chunk.zero_grad_buffer()
@@ -132,7 +132,7 @@ def _in_flight(policy: Policy, batch: Batch, *, order: Sequence[int] | None = (0
                 packed_seq_params=packed_params(micro_batch.cu_seqlens, policy.device.torch),
             )
             loss, _ = policy_loss(
-                policy.config, batch, tokens, policy.mesh.cp, logprobs_N, logprobs_N.detach()
+                policy.config, batch, tokens, policy.mesh.cp, logprobs_N, NONE_MADE
             )
             losses.append(loss)
         for loss in [sum(losses)] if order is None else [losses[i] for i in order]:

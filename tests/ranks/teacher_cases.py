@@ -14,12 +14,12 @@ from r3.config import with_values
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.policy import Policy
 from r3.policy.layout import local_tokens
-from r3.policy.objective import policy_loss
+from r3.policy.objective import Passes, policy_loss
 from r3.policy.updates import train_on
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.types import Batch, Rollout
-from tests.policies import LENGTHS, batches_of, build
+from tests.policies import LENGTHS, batches_of, build, step_rewards
 from tests.tiny import random_rollouts, tiny_config
 
 TEMPERATURE = 0.7
@@ -81,7 +81,7 @@ def taught(
     alone = mesh.world.size == 1
     by_hand = _advantages_by_hand(policy, batch, scored) if alone else None
     error = _error(rollouts, teachers, batch, scored) if alone else None
-    update = policy.update(batch, total_updates=1, teacher_logprobs=scored)
+    update = policy.update(batch, Passes(teacher=scored), total_updates=1)
     masks = (
         [local_tokens(one, mesh, device.torch).loss_mask_N for one in batch.micro_batches]
         if policy.reports
@@ -134,7 +134,7 @@ def bypass(device: Device, *, model: str, teachers: list[str]) -> Bypassed:
             reports.setdefault(name, []).append(part)
 
     count = torch.zeros(len(LENGTHS), dtype=torch.float64)
-    train_on(policy, batches, count, count.long(), config, step=1, report=report)
+    train_on(policy, batches, step_rewards(count, count), config, step=1, report=report)
     after = [slot.tensor.clone() for slot in policy.slots]
 
     # By hand: log pi_teacher - log mu is the advantage of the token, and there is no teacher.
@@ -202,8 +202,8 @@ def _advantages_by_hand(policy: Policy, batch: Batch, scored: list[torch.Tensor]
             tokens,
             policy.mesh.cp,
             now_N,
-            old[number],
-            teacher_logprobs_N=scored[number],
+            Passes(old=old, teacher=scored),
+            number=number,
         )
         (gradient_N,) = torch.autograd.grad(loss, now_N)
         advantages_N = 0.5 * (scored[number] - old[number])

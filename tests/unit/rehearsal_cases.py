@@ -40,7 +40,7 @@ from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch
 from tests.fake_cuda import Order, fake_world
-from tests.policies import in_backward
+from tests.policies import in_backward, step_rewards
 from tests.tiny import random_rollouts, tiny_config
 from tests.wrong_routes import patched
 
@@ -89,8 +89,7 @@ def step(config: Config, device: Device, mesh: Mesh, batches: list[Batch]) -> Po
     train_on(
         trained,
         batches,
-        torch.ones(4),
-        torch.arange(4) // 2,
+        step_rewards(torch.ones(4), torch.arange(4) // 2),
         config,
         step=1,
         report=reported.update,
