@@ -96,7 +96,7 @@ def distribute(
             version, or was damaged on the way.
     """
     moe_layers = shape.moe_layers if spec.captured else ()
-    ledger.admit(
+    rows = ledger.admit(
         [item.rollout for item in scored],
         mesh.world,
         moe_layers=moe_layers,
@@ -107,8 +107,36 @@ def distribute(
     )
     scored = [_with_smallest_routes(item, shape.num_experts) for item in scored]
     lengths = gather_lengths(scored, mesh.world)
+    plan = _plan(lengths, mesh, spec)
+    wanted = moe_layers if spec.layers is None or not moe_layers else spec.layers
+    places = [moe_layers.index(layer) for layer in wanted]
+    received = _send_by_plan(scored, plan, mesh, places)
+    version = spec.policy_versions[-1] if spec.policy_versions else None
+    batches = [
+        _batch(update, lengths, received, mesh, shape, num_layers=len(places), version=version)
+        for update in plan
+    ]
+    packed = (micro_batch for batch in batches for micro_batch in batch.micro_batches)
+    faults = filter(None, (find_damage(micro_batch, received) for micro_batch in packed))
+    ledger.raise_together(next(faults, ""), mesh.world)
+
+    efficiency = packing.packing_efficiency(plan, [length.tokens for length in lengths])
+    own = sum(item.rollout.num_response_tokens for item in scored if item.trains)
+    metrics = rows | {
+        # All ranks have the same efficiency: its mean over ranks is that number.
+        "perf/packing_efficiency": Mean(total=efficiency, count=1.0),
+        "rollout/trained_tokens": Sum(value=float(own)),
+    }
+    if moe_layers:
+        num_bytes = sum(item.rollout.routed_experts.nbytes for item in received.values())
+        metrics["routing/bytes"] = Sum(value=float(num_bytes))
+    return batches, metrics
+
+
+def _plan(lengths: Sequence[Length], mesh: Mesh, spec: PackingSpec) -> Sequence[packing.UpdatePlan]:
+    """Who trains on what; the same on every rank."""
     multiple, each = mesh.length_multiples
-    plan = packing.plan_updates(
+    return packing.plan_updates(
         [-(-length.tokens // each) * each for length in lengths],
         [length.group for length in lengths],
         num_updates=spec.num_updates,
@@ -116,46 +144,35 @@ def distribute(
         micro_batch_tokens=spec.micro_batch_tokens,
         multiple=multiple,
     )
-    wanted = moe_layers if spec.layers is None or not moe_layers else spec.layers
-    places = [moe_layers.index(layer) for layer in wanted]
-    received = _send_by_plan(scored, plan, mesh, places)
 
-    version = spec.policy_versions[-1] if spec.policy_versions else None
-    batches = []
-    for update in plan:
-        members = [lengths[index] for index in update.rollout_ids]
-        micro_batches = tuple(
+
+def _batch(
+    update: packing.UpdatePlan,
+    lengths: Sequence[Length],
+    received: Mapping[int, Scored],
+    mesh: Mesh,
+    shape: ModelShape,
+    *,
+    num_layers: int,
+    version: int | None,
+) -> Batch:
+    """This rank's share of an update, with global denominators."""
+    members = [lengths[index] for index in update.rollout_ids]
+    return Batch(
+        micro_batches=tuple(
             pack_for(
                 mesh,
                 shape,
                 [received[index] for index in indices],
-                num_layers=len(places),
+                num_layers=num_layers,
                 policy_version=version,
             )
             for indices in update.micro_batches[mesh.dp.rank]
-        )
-        batches.append(
-            Batch(
-                micro_batches=micro_batches,
-                # At least 1: an update whose rollouts were all filtered has no loss, no gradient.
-                num_loss_tokens=max(1, sum(length.loss_tokens for length in members)),
-                num_sequences=max(1, sum(length.loss_tokens > 0 for length in members)),
-            )
-        )
-    packed = (micro_batch for batch in batches for micro_batch in batch.micro_batches)
-    faults = filter(None, (find_damage(micro_batch, received) for micro_batch in packed))
-    ledger.raise_together(next(faults, ""), mesh.world)
-
-    efficiency = packing.packing_efficiency(plan, [length.tokens for length in lengths])
-    # All ranks have the same efficiency: its mean over ranks is that number.
-    metrics: dict[str, Any] = {"perf/packing_efficiency": Mean(total=efficiency, count=1.0)}
-    own = sum(item.rollout.num_response_tokens for item in scored if item.trains)
-    metrics["rollout/trained_tokens"] = Sum(value=float(own))
-    if moe_layers:
-        metrics |= ledger.captured_rows([item.rollout for item in scored])
-        num_bytes = sum(item.rollout.routed_experts.nbytes for item in received.values())
-        metrics["routing/bytes"] = Sum(value=float(num_bytes))
-    return batches, metrics
+        ),
+        # At least 1: an update whose rollouts were all filtered has no loss, no gradient.
+        num_loss_tokens=max(1, sum(length.loss_tokens for length in members)),
+        num_sequences=max(1, sum(length.loss_tokens > 0 for length in members)),
+    )
 
 
 def gather_lengths(scored: Sequence[Scored], world: Axis) -> list[Length]:

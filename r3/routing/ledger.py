@@ -61,8 +61,8 @@ def admit(
     policy_versions: Container[int] | None,
     on_missing: Literal["error", "live"],
     min_coverage: float,
-) -> None:
-    """Check that the step's rollouts may be trained on. All ranks must call.
+) -> dict[str, Any]:
+    """Check that the step's rollouts may be trained on, and count their rows. All must call.
 
     Args:
         rollouts: the rollouts of this rank.
@@ -74,42 +74,32 @@ def admit(
         on_missing: "error" allows no missing row. "live" allows them down to `min_coverage`.
         min_coverage: smallest share of captured rows in the step, with on_missing "live".
 
+    Returns:
+        `captured_rows` of this rank's rollouts; nothing if the model has no MoE layers.
+
     Raises:
         RouteError: the same on every rank: a rollout may not be trained on.
     """
     fault = next(
         filter(None, (_fault(rollout, policy_versions, num_experts) for rollout in rollouts)), ""
     )
-    first_missing, missing, expected = "", 0, 0
-    for rollout in rollouts:
-        rows = missing_rows(rollout)
-        expected += len(rows)
-        if count := int(rows.sum()):
-            missing += count
-            cause = (
-                "the engine returned none of its routes, or too few"
-                if count == len(rows)
-                else "not captured"
-            )
-            first_missing = first_missing or (
-                f"{_name(rollout)}: no routes for position {int(rows.argmax())} in MoE layers "
-                f"{_listed(moe_layers)} ({count} of {len(rows)} rows missing; {cause})"
-            )
-    everybody = world.all_gather_object((fault, first_missing, missing, expected))
+    found = captured_rows(rollouts)
+    first_missing = next(filter(None, (_missing(each, moe_layers) for each in rollouts)), "")
+    everybody = world.all_gather_object((fault, first_missing, found["routing/coverage"]))
     if faults := [text for text, *_ in everybody if text]:
         raise RouteError(faults[0])
-    missing, expected = (sum(part[i] for part in everybody) for i in (2, 3))
-    if not missing:
-        return
-    first = next(text for _, text, *_ in everybody if text)
+    if not (first := next((text for _, text, _ in everybody if text), "")):
+        return found if moe_layers else {}
     if on_missing == "error":
         raise RouteError(f"{first}. Set replay.on_missing=live to route such tokens live")
-    coverage = 1 - missing / expected
+    expected = sum(part.count for *_, part in everybody)
+    coverage = 1 - (expected - sum(part.total for *_, part in everybody)) / expected
     if coverage < min_coverage:
         raise RouteError(
-            f"only {coverage:.4%} of the step's {expected} rows of routes were captured, "
+            f"only {coverage:.4%} of the step's {int(expected)} rows of routes were captured, "
             f"replay.min_coverage is {min_coverage:.4%}; the first missing: {first}"
         )
+    return found if moe_layers else {}
 
 
 def raise_together(fault: str, world: Axis) -> None:
@@ -172,6 +162,19 @@ def _fault(rollout: Rollout, policy_versions: Container[int] | None, num_experts
             f"the model has 0 .. {num_experts - 1}"
         )
     return ""
+
+
+def _missing(rollout: Rollout, moe_layers: Sequence[int]) -> str:
+    """Say which of a rollout's rows were not captured; empty if all were."""
+    rows = missing_rows(rollout)
+    if not (count := int(rows.sum())):
+        return ""
+    cause = "the engine returned none of its routes, or too few"
+    return (
+        f"{_name(rollout)}: no routes for position {int(rows.argmax())} in MoE layers "
+        f"{_listed(moe_layers)} ({count} of {len(rows)} rows missing; "
+        f"{cause if count == len(rows) else 'not captured'})"
+    )
 
 
 def _name(rollout: Rollout) -> str:
