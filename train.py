@@ -23,6 +23,82 @@ if TYPE_CHECKING:
     from r3.run.build import Run
 
 
+def train(run: Run) -> None:
+    """Make all steps that the checkpoint does not have, then export the weights."""
+    from r3.handover.rollouts import PackingSpec, distribute
+    from r3.policy.updates import train_on
+    from r3.rollout.scored import rescored, score_all
+    from r3.rollout.step import RolloutSource
+    from r3.rollout.supervised import rows_of_step
+    from r3.routing.ledger import reconcile
+    from r3.run.evaluation import evaluate_alone, evaluate_if_due
+    from r3.run.save import Saver, export_weights
+    from r3.view.live import record_samples
+
+    config, task, policy, meter = run.config, run.task, run.policy, run.meter
+    if config.eval.only:
+        evaluate_alone(run)
+        return
+    saver, source = Saver(run), None
+    if config.train.objective != "sft":  # which learns rows: nothing is sampled
+        source = RolloutSource(run.engine, task, config, run.mesh)
+    if not run.start.found:
+        if evaluate_if_due(run, 0):
+            meter.close_step(0)
+    elif source:
+        source.restore(run.start.found.folder)
+
+    for step in range(run.steps_done + 1, config.train.steps + 1):
+        meter.open_step(step)
+        version = step - 1  # the engine samples with the weights after this many steps
+        rewards = None
+        if source:
+            # 1 sync: the engine takes the policy's weights
+            run.sync(version)
+
+            # 2 generate: finished conversations are rewarded while others are still sampled
+            bar = meter.progress(source.size, f"step {step} generate")
+            with meter.phase("generate"), bar as tick:
+                collected = source.collect(step, on_rollout=tick)
+            for metrics in collected.metrics:
+                meter.add(metrics)
+
+            # 3 score: advantages from the rewards of all ranks
+            rewards = collected.rewards
+            with meter.phase("score"):
+                scored = score_all(collected.rollouts, rewards, config)
+            run.release_engine()
+        else:
+            scored, metrics = rows_of_step(task, config, run.mesh.world, step)
+            meter.add(metrics)
+
+        # 4 pack: rollouts go to the ranks that train on them, balanced by tokens
+        with meter.phase("pack"):
+            spec = PackingSpec.of_step(config, policy.replay.layers, version)
+            batches, metrics = distribute(scored, run.mesh, task.shape, spec)
+            meter.add(metrics)
+
+        # 5 train: old log-probabilities if needed, then the updates; routes are replayed in all
+        count = sum(len(batch.micro_batches) for batch in batches)
+        with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
+            report = meter.add
+            shaped = train_on(
+                policy, batches, rewards, config, step=step, report=report, on_micro_batch=tick
+            )
+
+        # 6 report
+        meter.add(run.residency.metrics())
+        if shaped is not None:
+            scored = rescored(scored, shaped.rewards_R, shaped.advantages_R)
+        if source:
+            record_samples(run, step, scored)
+        evaluate_if_due(run, step)
+        reconcile(meter.close_step(step))  # every captured route was replayed exactly once
+        saver.after_step(step, source.state_files if source else dict)
+
+    export_weights(run)
+
+
 def main() -> None:
     """Parse, build, loop, close."""
     own_streams()
@@ -40,80 +116,6 @@ def main() -> None:
 
     with ending(prepared), begin(prepared) as run:
         train(run)
-
-
-def train(run: Run) -> None:
-    """Make all steps that the checkpoint does not have, then export the weights."""
-    from r3.handover.rollouts import PackingSpec, distribute
-    from r3.policy.updates import train_on
-    from r3.rollout.scored import rescored, score_all
-    from r3.rollout.step import RolloutSource
-    from r3.routing.ledger import reconcile
-    from r3.run.evaluation import evaluate_alone, evaluate_if_due
-    from r3.run.save import Saver, export_weights
-    from r3.run.supervised import supervise
-    from r3.view.live import record_samples
-
-    config, task, policy, meter = run.config, run.task, run.policy, run.meter
-    if config.eval.only:
-        evaluate_alone(run)
-        return
-    if config.train.objective == "sft":
-        supervise(run)
-        return
-    source, saver = RolloutSource(run.engine, task, config, run.mesh), Saver(run)
-    if run.start.found:
-        source.restore(run.start.found.folder)
-    elif evaluate_if_due(run, 0):
-        meter.close_step(0)
-
-    for step in range(run.steps_done + 1, config.train.steps + 1):
-        meter.open_step(step)
-        version = step - 1  # the engine samples with the weights after this many steps
-
-        # 1 sync: the engine takes the policy's weights
-        run.sync(version)
-
-        # 2 generate: finished conversations are rewarded while others are still sampled
-        with meter.phase("generate"), meter.progress(source.size, f"step {step} generate") as tick:
-            collected = source.collect(step, on_rollout=tick)
-        for metrics in collected.metrics:
-            meter.add(metrics)
-
-        # 3 score: advantages from the rewards of all ranks
-        with meter.phase("score"):
-            scored = score_all(collected.rollouts, collected.rewards, config)
-        run.release_engine()
-
-        # 4 pack: rollouts go to the ranks that train on them, balanced by tokens
-        with meter.phase("pack"):
-            spec = PackingSpec.of_step(config, policy.replay.layers, version)
-            batches, metrics = distribute(scored, run.mesh, task.shape, spec)
-            meter.add(metrics)
-
-        # 5 train: old log-probabilities if needed, then the updates; routes are replayed in all
-        count = sum(len(batch.micro_batches) for batch in batches)
-        with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
-            shaped = train_on(
-                policy,
-                batches,
-                collected.rewards,
-                config,
-                step=step,
-                report=meter.add,
-                on_micro_batch=tick,
-            )
-
-        # 6 report
-        meter.add(run.residency.metrics())
-        if shaped is not None:
-            scored = rescored(scored, shaped.rewards_R, shaped.advantages_R)
-        record_samples(run, step, scored)
-        evaluate_if_due(run, step)
-        reconcile(meter.close_step(step))  # every captured route was replayed exactly once
-        saver.after_step(step, source.state_files)
-
-    export_weights(run)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ _OLD_PASS: dict[str, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
 def train_on(
     policy: Policy,
     batches: Sequence[Batch],
-    rewards: StepRewards,
+    rewards: StepRewards | None,
     config: Config,
     *,
     step: int,
@@ -62,7 +62,8 @@ def train_on(
     Args:
         policy: what to train.
         batches: this rank's share of every update.
-        rewards: those of the whole step, for KL in the reward.
+        rewards: those of the whole step, for KL in the reward; None: rows are learned (sft), which
+            no older policy has sampled.
         config: the run's settings.
         step: number of the step, from 1.
         report: receives partials of metrics.
@@ -84,7 +85,7 @@ def train_on(
     passes = NONE_MADE
     algo = config.algo
     bypasses = algo.correction == "bypass"
-    several = len(batches) > 1 and not bypasses
+    several = len(batches) > 1 and not bypasses and rewards is not None
     # The first update's batch is scored before only to record routes or to take KL from rewards.
     scores_first = mode == "r2" or (algo.takes_kl_from_reward and not bypasses)
     unscored = 0 if scores_first else len(first)
@@ -109,7 +110,7 @@ def train_on(
     if policy.teachers:
         passes = replace(passes, teacher=policy.teachers.logprobs(flat))
     shaped: Shaped | None = None
-    if algo.takes_kl_from_reward:
+    if algo.takes_kl_from_reward and rewards is not None:
         old = reference.rollout_logprobs if bypasses else scores.logprobs
         shaped = take_kl_from_reward(policy, batches, old, reference, rewards, algo, report)
         batches = shaped.batches
@@ -131,7 +132,7 @@ def train_on(
         metrics = dict(update.metrics)
         routing = {key: metrics.pop(key) for key in update.metrics if key.startswith(_COMPARISON)}
         report(metrics if compared else metrics | routing)
-        compared = True
+        compared = rewards is not None
         if len(batches) > 1 and "routing/agreement" in routing:
             report({f"routing/agreement_update_{number + 1}": routing["routing/agreement"]})
         report_update(policy, update, report)

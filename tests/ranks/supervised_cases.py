@@ -15,7 +15,7 @@ from r3.metrics.reduce import Mean
 from r3.policy import Policy
 from r3.policy.weight_slots import split
 from r3.rollout.scored import Scored
-from r3.run.supervised import as_rollout
+from r3.rollout.supervised import as_rollout
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from r3.types import Batch

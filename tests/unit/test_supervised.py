@@ -18,7 +18,7 @@ from r3.data.prompts import DataError, load_prompts
 from r3.data.sources import Columns
 from r3.models.shape import ModelShape
 from r3.planning.memory_plan import memory
-from r3.run.supervised import as_rollout
+from r3.rollout.supervised import as_rollout
 from tests.rows import OPTIONS, write
 from tests.tiny import tiny_config
 
