@@ -36,10 +36,11 @@ from r3.handover.rollouts import PackingSpec, distribute
 from r3.handover.weight_sync import prove_sync, prove_weights, sync_tolerance, sync_weights
 from r3.models.shape import ModelShape
 from r3.policy import Policy
-from r3.rescore import panel, share_out
+from r3.policy.updates import pass_figures
 from r3.rewards.scorer import Scorer
 from r3.rollout.collect import Collector
 from r3.rollout.conversation import ConversationSetup
+from r3.rollout.scored import share_out
 from r3.rollout.task import read_task
 from r3.routing.replay import RouterTap
 from r3.run import health
@@ -498,11 +499,11 @@ def check_replay(context: DoctorContext) -> str:
             on_missing=config.replay.on_missing,
         ),
     )
-    live = panel(policy, mesh, policy.score(batch.micro_batches, mode="live"))
+    live = pass_figures(policy, policy.score(batch.micro_batches, mode="live"))
     text = f"live k3 {live['k3']:.2e} max {live['abs_max']:.2e}"
     if not run.engine.capture:
         return text
-    replayed = panel(policy, mesh, policy.score(batch.micro_batches, mode="replay"))
+    replayed = pass_figures(policy, policy.score(batch.micro_batches, mode="replay"))
     text += (
         f"; replay k3 {replayed['k3']:.2e} max {replayed['abs_max']:.2e}; "
         f"live routing agrees in {replayed['agreement']:.2%} of slots"

@@ -19,30 +19,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from r3 import checks as validate
-from r3.config import (
-    SETTINGS,
-    Config,
-    ConfigError,
-    Problem,
-    from_yaml,
-    nearest_settings,
-    parse_value,
-    with_values,
-)
+from r3.cli import parse as cli
+from r3.config import Config, ConfigError, Problem, from_yaml, with_values
 from r3.handover.rollouts import PackingSpec, distribute
-from r3.metrics.mismatch import mismatch
 from r3.models.shape import ModelShape
 from r3.policy import Policy, TokenScores
-from r3.rollout.scored import Scored
-from r3.routing.replay import Mode, routing_metrics
+from r3.policy.updates import pass_figures
+from r3.rollout.scored import share_out
+from r3.routing.replay import Mode
 from r3.run import checkpoint
 from r3.run.build import init_rank
 from r3.run.dumps import read_rollouts
@@ -129,7 +119,13 @@ def parse(argv: Sequence[str]) -> Order:
     problems: list[Problem] = []
     # no reference policy and no teacher is scored
     unused = {"algo.kl_coef": 0.0, "algo.teacher": ()}
-    config = with_values(config, _values(flags, problems) | unused)
+    values = cli.settings_of(flags, problems)
+    problems += [
+        Problem(name, value, "has no effect on scores", "leave it out")
+        for name, value in values.items()
+        if not name.startswith(_MATTERS)
+    ]
+    config = with_values(config, values | unused)
     if not run_dir.rollouts(words.step).exists():
         dumped = sorted(
             int(path.stem.removeprefix("step_"))
@@ -174,28 +170,6 @@ def parse(argv: Sequence[str]) -> Order:
         weights=weights,
         save_to=run_dir.scores(words.step) if words.save else None,
     )
-
-
-def _values(flags: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
-    """Settings from `--section.field value` and `--section.field=value`."""
-    values: dict[str, Any] = {}
-    rest = list(flags)
-    while rest:
-        flag, equals, text = rest.pop(0).partition("=")
-        if not equals:
-            text = rest.pop(0) if rest else ""
-        name = flag.removeprefix("--")
-        if name not in SETTINGS:
-            problems.append(Problem(flag, text, "there is no such flag", nearest_settings(name)))
-            continue
-        if not name.startswith(_MATTERS):
-            problems.append(Problem(name, text, "has no effect on scores", "leave it out"))
-            continue
-        try:
-            values[name] = parse_value(name, text)
-        except ValueError as error:
-            problems.append(Problem(name, text, str(error), "see train.py --help"))
-    return values
 
 
 def _weights(
@@ -258,33 +232,6 @@ def _given_weights(folder: Path, policy_version: int, problems: list[Problem]) -
         return None
     trust = "" if "step" in facts else " (its version is unknown)"
     return Weights(folder=folder, is_checkpoint=not is_export, text=f"{folder}{trust}")
-
-
-def panel(policy: Policy, mesh: Mesh, scores: TokenScores) -> dict[str, float]:
-    """Mismatch metrics of a pass over all ranks, and `agreement` with replay. All ranks must
-    call.
-    """
-    partials: dict[str, Any] = {
-        name.removeprefix("routing/"): part for name, part in routing_metrics(scores.ledger).items()
-    }
-    if policy.reports:
-        columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
-        partials |= mismatch(*(torch.cat(column) for column in columns))
-    everybody = mesh.world.all_gather_object(partials)
-    figures = {}
-    for name in set().union(*everybody):
-        parts = [part[name] for part in everybody if name in part]
-        if (value := type(parts[0]).reduce(parts)) is not None:
-            figures[name] = value
-    return figures
-
-
-def share_out(rollouts: Sequence[Rollout], rank: int, size: int) -> list[Scored]:
-    """This rank's share of rollouts that every rank has, numbered from 0."""
-    return [
-        Scored(index=index, rollout=rollouts[index], advantage=0.0)
-        for index in range(rank, len(rollouts), size)
-    ]
 
 
 def save_scores(
@@ -382,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if order.save_to and captured:
         modes["live"] = "record"  # routers choose as in "live", and what they choose is kept
     passes = {label: policy.score(batch.micro_batches, mode=mode) for label, mode in modes.items()}
-    rows = {label: panel(policy, mesh, scores) for label, scores in passes.items()}
+    rows = {label: pass_figures(policy, scores) for label, scores in passes.items()}
     if order.save_to:
         save_scores(order.save_to, rollouts, batch.micro_batches, passes, mesh)
     if device.rank == 0:

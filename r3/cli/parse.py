@@ -197,6 +197,24 @@ def parse(argv: Sequence[str]) -> Invocation:
     )
 
 
+def settings_of(argv: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
+    """Values of flags `--section.field value`, for a command whose other flags are its own.
+
+    Args:
+        problems: gets everything that is wrong with the words.
+    """
+    words = _split(argv, problems)
+    own = [*_SWITCHES, *_PLAN_FLAGS, "run_dir"]
+    others = [f"--{name.replace('run_dir', 'from')}" for name in own if getattr(words, name)]
+    problems += [Problem(each, "", "is a flag of train.py", "leave it out") for each in others]
+    rule = "is neither a flag nor a flag's value"
+    problems += [Problem("WORD", word, rule, "leave it out") for word in words.bases]
+    values = read_values(words.flags, problems, words.warnings)
+    for warning in words.warnings:
+        _say(f"warning: {warning}", error=True)
+    return values
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """End the process without a traceback after Ctrl-C, while nothing has been trained yet.

@@ -287,3 +287,20 @@ def _panel(policy: Policy, scores: TokenScores, panel: Panel) -> dict[str, Any]:
         return {}
     columns = (scores.logprobs, scores.rollout_logprobs, scores.compared)
     return dict(panel(*(torch.cat(column) for column in columns)))
+
+
+def pass_figures(policy: Policy, scores: TokenScores) -> dict[str, float]:
+    """Mismatch metrics of a pass over all ranks, and `agreement` with replay. All must call."""
+    partials: dict[str, Any] = {
+        name.removeprefix("routing/"): part for name, part in routing_metrics(scores.ledger).items()
+    }
+    if policy.reports:
+        columns = (scores.logprobs, scores.rollout_logprobs, scores.loss_mask)
+        partials |= mismatch(*(torch.cat(column) for column in columns))
+    everybody = policy.mesh.world.all_gather_object(partials)
+    figures = {}
+    for name in set().union(*everybody):
+        parts = [part[name] for part in everybody if name in part]
+        if (value := type(parts[0]).reduce(parts)) is not None:
+            figures[name] = value
+    return figures

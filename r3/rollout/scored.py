@@ -229,6 +229,14 @@ def score_all(collected: CollectedRollouts, rewards: Rewards, config: Config) ->
     return scored
 
 
+def share_out(rollouts: Sequence[Rollout], rank: int, size: int) -> list[Scored]:
+    """This rank's share of rollouts that every rank has, numbered from 0."""
+    return [
+        Scored(index=index, rollout=rollouts[index], advantage=0.0)
+        for index in range(rank, len(rollouts), size)
+    ]
+
+
 def rescored(
     scored: Sequence[Scored], rewards_R: torch.Tensor, advantages_R: torch.Tensor
 ) -> list[Scored]:

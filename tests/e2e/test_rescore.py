@@ -163,6 +163,9 @@ def test_what_cannot_be_scored_is_said_at_once(
         (["--step", "1", "--save", "--parallel.tp", "2"], "needs whole sequences and all layers"),
         (["--step", "1", "--parallel.xp", "3"], "there is no such flag"),
         (["--step", "1", "--train.lr", "3"], "has no effect on scores"),
+        (["--step", "1", "--parallel.ep"], "has no value"),
+        (["--step", "1", "--check"], "is a flag of train.py"),
+        (["--step", "1", "tiny"], "is neither a flag nor a flag's value"),
     ):
         with pytest.raises(ConfigError) as caught:
             parse([str(run_dir), *flags])
