@@ -23,6 +23,7 @@ from r3.config import Config, ConfigError, ParallelConfig, Problem, from_yaml
 from r3.config.arguments import keyword_arguments
 from r3.data.template import Renderer
 from r3.models.hf_checkpoint import read_small_files, with_end_tokens, write_checkpoint
+from r3.models.hub import folder_of
 from r3.models.shape import ModelShape, ShapeError
 from r3.policy.build import build_chunks, in_precision, transformer_config
 from r3.policy.weight_slots import HeadLayout, slots, split
@@ -102,7 +103,7 @@ def _tokenizer(path: str) -> Any:
     with importing():
         from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder_of(path), local_files_only=True)
 
 
 def _changed(

@@ -28,6 +28,7 @@ from r3 import checks as validate
 from r3.cli import parse as cli
 from r3.config import Config, ConfigError, Problem, from_yaml, with_values
 from r3.handover.rollouts import PackingSpec, distribute
+from r3.models.hub import folder_of
 from r3.models.shape import ModelShape
 from r3.policy import Policy, TokenScores
 from r3.policy.updates import pass_figures
@@ -190,7 +191,9 @@ def _weights(
     if given is not None:
         return _given_weights(given, policy_version, problems)
     if policy_version == 0:
-        return Weights(folder=Path(config.model.path), is_checkpoint=False, text=config.model.path)
+        return Weights(
+            folder=Path(folder_of(config.model.path)), is_checkpoint=False, text=config.model.path
+        )
     exported, saved = run_dir.hf(policy_version), run_dir.checkpoint(policy_version)
     for folder, is_checkpoint in ((exported, False), (saved, True)):
         if folder.exists():

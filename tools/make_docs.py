@@ -114,8 +114,7 @@ say where from. Their `--dry-run` works without.
 ## The model folder
 
 `--model.path FOLDER` is a Hugging Face folder with `config.json`, `*.safetensors`, `tokenizer.json`
-and a chat template. [Limits](limits.md#models) lists the architectures. A model of the hub is
-downloaded first: `hf download OWNER/NAME --local-dir FOLDER`.
+and a chat template, and `--model.path hub:OWNER/NAME` a model of the hub. See [Models](models.md).
 """
 
 METRICS = """\

@@ -22,6 +22,10 @@ def check_environment(config: Config, found: Findings) -> None:
         rule = f"exceeds rollout.max_response_tokens = {longest}, the limit of all turns together"
         fix = "set it to 0 for what is left, or allow more response tokens"
         found.add("env.max_turn_tokens", rule, fix)
+    own = env.command or env.path or (env.name if env.name != EnvConfig().name else "")
+    if config.data.continue_final_message and own:
+        rule = f"continues a message of the row, and {own} decides what messages there are"
+        found.add("data.continue_final_message", rule, "leave it out")
     if env.command:
         check_command(config, found)
     if env.path and env.name != EnvConfig().name:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from r3.checks.findings import Findings
 from r3.config import Config, ConfigError
+from r3.models.download import fetch_small, weights_note
 from r3.models.freeze import frozen_tensors
+from r3.models.hub import HubError, command, is_hub
 from r3.models.shape import AbsentWeightsError, ModelShape, ShapeError, checkpoint_faults
 from r3.user_code.loading import path_fix
 
@@ -33,15 +35,19 @@ def check_freeze(config: Config, found: Findings, shape: ModelShape | None) -> N
 def check_model(config: Config, found: Findings) -> ModelShape | None:
     """Check `model.path`; return the shape of the model, or None if it cannot be read."""
     path = config.model.path
-    folder = Path(path)
     if not path:
         found.add("model.path", "is empty", _GIVE_FOLDER)
         return None
-    if not is_folder(folder):
+    try:
+        folder = local_folder(path)
+    except HubError as error:
+        found.add("model.path", error.rule, error.fix)
+        return None
+    if folder is None:
+        folder = Path(path)
         fix = path_fix(path, _GIVE_FOLDER)
         if _HUB_ID.fullmatch(path) and not folder.parent.exists():
-            local = f"models/{folder.name}"
-            fix = f"run `hf download {path} --local-dir {local}`, then use --model.path {local}"
+            fix = f"write hub:{path} for a model of the hub"
         found.add("model.path", "there is no such folder", fix)
         return None
     # A FIFO would block its reader for ever.
@@ -50,15 +56,16 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
         rule = f"{sorted(odd)[0]} is a device or a FIFO, not a file"
         found.add("model.path", rule, "download or export the checkpoint again")
         return None
+    may_come = not is_hub(path)  # what the hub has is here
     if not (folder / "tokenizer.json").is_file():
         fix = "save the model's fast tokenizer beside its weights"
-        found.add("model.path", "the folder has no tokenizer.json", fix, is_missing=True)
+        found.add("model.path", "the folder has no tokenizer.json", fix, is_missing=may_come)
     if not has_chat_template(folder):
         fix = (
             "write chat_template.jinja into the folder; an instruction-tuned model of the same "
             "family has one"
         )
-        found.add("model.path", "the tokenizer has no chat template", fix, is_missing=True)
+        found.add("model.path", "the tokenizer has no chat template", fix, is_missing=may_come)
     try:
         shape = ModelShape.read(folder)
     except OSError:
@@ -70,9 +77,7 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
     try:
         faults = checkpoint_faults(folder, shape)
     except ShapeError as error:
-        absent = isinstance(error, AbsentWeightsError)
-        fix = "download or export the checkpoint again"
-        found.add("model.path", str(error), fix, is_missing=absent)
+        add_fault("model.path", path, error, found)
         return shape
     if faults:
         shown = "; ".join(faults[:_SHOWN_TENSORS])
@@ -83,6 +88,30 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
             "weights and config.json must belong together: download or export them again",
         )
     return shape
+
+
+def add_fault(name: str, path: str, error: ShapeError, found: Findings) -> None:
+    """Add why the weights of a model cannot be read; a start downloads those of the hub."""
+    rule, fix = str(error), "download or export the checkpoint again"
+    absent = isinstance(error, AbsentWeightsError)
+    if absent and is_hub(path):
+        try:
+            rule = weights_note(path) or rule
+            fix = f"a start downloads them; `hf download {command(path)}` does it before"
+        except HubError as refused:
+            rule, fix, absent = refused.rule, refused.fix, False
+    found.add(name, rule, fix, value=path, is_missing=absent)
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder of a model; None if there is none. Small files of the hub are downloaded.
+
+    Raises:
+        HubError: the hub does not give them.
+    """
+    if is_hub(path):
+        return fetch_small(path)
+    return Path(path) if is_folder(Path(path)) else None
 
 
 def is_folder(path: Path) -> bool:

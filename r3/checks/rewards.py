@@ -10,11 +10,12 @@ from pathlib import Path
 import regex
 
 from r3.checks.findings import Findings
-from r3.checks.model import has_chat_template, is_folder
+from r3.checks.model import add_fault, has_chat_template, local_folder
 from r3.checks.sources import FunctionNode, find_function, signature_of
 from r3.config import Config, EnvConfig, RewardConfig
 from r3.config.arguments import Taker, assigned
 from r3.config.names import names_of
+from r3.models.hub import HubError
 from r3.models.shape import ShapeError, checkpoint_tensors
 from r3.user_code.loading import file_fault, path_fix
 
@@ -168,7 +169,7 @@ def _check_judge(config: Config, found: Findings) -> None:
 
 def _check_reward_model(config: Config, found: Findings, world_size: int) -> None:
     """A sequence classifier with one label, a tokenizer and a chat template."""
-    path, tp = Path(config.reward.model_path), config.parallel.engine_tp
+    name, tp = config.reward.model_path, config.parallel.engine_tp
     if found.sound("parallel.engine_tp"):
         scoring = tuple(range(0, world_size, tp))
         if config.reward.model_ranks and tuple(sorted(config.reward.model_ranks)) != scoring:
@@ -183,7 +184,12 @@ def _check_reward_model(config: Config, found: Findings, world_size: int) -> Non
     ) -> None:
         found.add("reward.model_path", rule, fix)
 
-    if not config.reward.model_path or not is_folder(path):
+    try:
+        path = local_folder(name) if name else None
+    except HubError as error:
+        refuse(error.rule, error.fix)
+        return
+    if path is None:
         refuse("is not a folder, and the reward model needs one")
         return
     try:
@@ -202,7 +208,7 @@ def _check_reward_model(config: Config, found: Findings, world_size: int) -> Non
     try:
         checkpoint_tensors(path, only_weights=False)
     except ShapeError as error:
-        refuse(str(error), "download or export the checkpoint again")
+        add_fault("reward.model_path", name, error, found)
     if not (path / "tokenizer.json").is_file() or not has_chat_template(path):
         refuse(
             "has no tokenizer.json with a chat template",

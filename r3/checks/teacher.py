@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from r3.checks.findings import Findings
 from r3.checks.layout import check_layout
-from r3.checks.model import is_folder
+from r3.checks.model import add_fault, local_folder
 from r3.config import Config
 from r3.models.shape import AbsentWeightsError, ModelShape, ShapeError, checkpoint_faults
 
@@ -37,17 +35,16 @@ def _fault(
     config: Config, path: str, shape: ModelShape | None, world_size: int, found: Findings
 ) -> str:
     """Why a checkpoint cannot be the teacher; "" if it can."""
-    if not is_folder(Path(path)):
-        return "there is no such folder"
     faults: list[str] = []
     try:
+        if local_folder(path) is None:
+            return "there is no such folder"
         teacher = ModelShape.read(path)
         faults = checkpoint_faults(path, teacher)
     except OSError:
         return "the folder has no config.json"
     except AbsentWeightsError as error:
-        fix = "download or export the checkpoint again"
-        found.add("algo.teacher", str(error), fix, value=path, is_missing=True)
+        add_fault("algo.teacher", path, error, found)
     except ShapeError as error:
         return str(error)
     if faults:

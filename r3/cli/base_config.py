@@ -249,7 +249,7 @@ def _from_python_file(word: str) -> tuple[Config, str]:
         raise refused(f"the file defines no {name!r}", f"it defines {', '.join(own) or 'nothing'}")
     if not isinstance(config, Config):
         fix = "return a Config of r3.config"
-        raise refused(f"{name} gives a {type(config).__name__}, not a Config", fix)
+        raise refused(f"{name} gives {config!r:.60}, not a Config", fix)
     return config, name
 
 

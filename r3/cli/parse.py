@@ -42,6 +42,8 @@ from r3.config import (
     without_secrets,
 )
 from r3.configs import KNOWN_SHAPES, PRESETS
+from r3.models.download import fetch_weights
+from r3.models.hub import HubError, is_hub
 from r3.models.shape import ModelShape
 from r3.planning.step_time import RANKS_PER_MACHINE
 from r3.planning.verdict import (
@@ -61,6 +63,8 @@ _CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.run.checkpoint names complete 
 _SWITCHES = ("dry_run", "check", "help")
 _PLAN_FLAGS = ("world_size", "device_gib", "host_gib", "plan_for")
 _SEARCHED = ("parallel.", "rollout.prompts_per_step")  # --plan-for finds what they allow
+_MODELS = ("model.path", "algo.teacher", "reward.model_path")
+_LOADED_BY_CHECK = ("reward.model_path",)
 # Settings of a preset that go back to their default when a flag contradicts them.
 _MAY_GIVE_WAY = ("parallel.", "algo.", "env.", "replay.", "eval.", "data.weights")
 
@@ -148,7 +152,14 @@ def parse(argv: Sequence[str]) -> Invocation:
     if words.plan_for is not None:
         _plan_for(words, config, base, problems)
 
-    config, reasons, report = _examine(config, base, words.flags, world_size, problems)
+    fetched = () if words.dry_run else _LOADED_BY_CHECK if words.check else _MODELS
+    config, reasons, report = _examine(
+        config, base, words.flags, world_size, problems, fetched=fetched
+    )
+    if not words.dry_run:
+        for each in filter(_is_download, problems if words.check else ()):
+            _say(f"note: {each.field} {each.value}: {each.rule}. A start downloads them")
+        problems = [each for each in problems if not _is_download(each)]
     others = _resume_problems(config, problems)
     if not words.dry_run:  # which starts nothing in the folder
         problems += others
@@ -247,7 +258,7 @@ def from_python(
     notes = list(base.notes)
     values = read_values(settings, problems, notes)
     config = _laid_over(base, values)
-    config, reasons, report = _examine(config, base, values, world_size, problems)
+    config, reasons, report = _examine(config, base, values, world_size, problems, fetched=_MODELS)
     problems += _resume_problems(config, problems)
     if problems:
         raise ConfigError(problems)
@@ -279,13 +290,16 @@ def _examine(
     names: Collection[str],
     world_size: int,
     problems: list[Problem],
+    *,
+    fetched: Collection[str] = (),
 ) -> tuple[Config, dict[str, str], Report]:
     """Resolve contradictions of the base, and add all that is wrong to `problems`.
 
     Args:
         names: the settings that the user gave beside the base.
+        fetched: settings whose models of the hub are downloaded if nothing else is wrong.
     """
-    given = {*names, *base.values}
+    asked, given = config, {*names, *base.values}
     config, reasons, report = _resolve(config, base, given, world_size)
     at_fault = {problem.field for problem in problems}  # these fields still have the base's value
     problems += [
@@ -299,7 +313,25 @@ def _examine(
         for name, value in flatten(config).items()
         if HIDDEN in str(value)
     ]
+    absent = [each for each in problems if _is_download(each) and each.field in fetched]
+    if absent and all(map(_is_download, problems)):
+        problems[:] = _downloaded(absent)
+        return _examine(asked, base, names, world_size, problems)
     return config, reasons, report
+
+
+def _is_download(problem: Problem) -> bool:
+    return problem.is_missing and is_hub(str(problem.value))
+
+
+def _downloaded(absent: Sequence[Problem]) -> list[Problem]:
+    """Download weights of the hub. Returns what went wrong."""
+    for each in absent:
+        try:
+            fetch_weights(str(each.value), say)
+        except HubError as error:
+            return [Problem(each.field, each.value, error.rule, error.fix)]
+    return []
 
 
 def _split(argv: Sequence[str], problems: list[Problem]) -> _Words:

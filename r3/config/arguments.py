@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from r3.config.names import kind_of
+
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _PYTHON_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")  # .5, 1., +3 are no JSON
 _LEADING_ZERO = re.compile(r"[-+]?0\d")  # 007 is a text, as in JSON
@@ -103,7 +105,7 @@ def argument_items(values: Mapping[str, Any]) -> list[str]:
         try:
             text = json.dumps(value)
         except (TypeError, ValueError):
-            rule = f"{key} is a {type(value).__name__}; use numbers, texts, booleans, lists"
+            rule = f"{key} is {kind_of(value)}; use numbers, texts, booleans, lists"
             raise ValueError(rule) from None
         plain = value if isinstance(value, str) else text
         items.append(f"{key}={plain if _is_read_as(plain, value) else text}")

@@ -1,8 +1,9 @@
-"""Names of reward functions in metrics, dumps and settings."""
+"""Names of reward functions in metrics, dumps and settings, and of what a value is in messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 # Names in `reward.function` that stand for the environment's own reward. `none` says that there is
 # no reward function beside it.
@@ -23,3 +24,14 @@ def names_of(specs: Sequence[str]) -> list[str]:
             name = f"{base}_{number}"
         names.append(name)
     return names
+
+
+def kind_of(value: Any) -> str:
+    """What a value of a file is, to stand behind "is"."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    kinds = {str: "a text", int | float: "a number", list | tuple: "a list", Mapping: "an object"}
+    other = f"of type {type(value).__name__}"
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), other)

@@ -67,8 +67,8 @@ class ModelConfig:
     """The initial policy."""
 
     path: Annotated[str, IsPath()] = ""
-    """Folder of a Hugging Face checkpoint: config.json, *.safetensors, and a tokenizer with a chat
-    template."""
+    """Folder of a Hugging Face checkpoint (config.json, *.safetensors, and a tokenizer with a chat
+    template), or hub:OWNER/NAME[@REVISION] for a model of the hub, which a start downloads."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the weights in training. Router scores, softmax and loss are always float32."""
     experts: Literal["auto", "fused", "grouped", "sequential"] = "auto"
@@ -124,6 +124,9 @@ class DataConfig:
     allow_control_tokens: bool = False
     """Read control tokens of the chat template in rows as such, for rows that hold templated text.
     By default `<|im_end|>` in a row is text."""
+    continue_final_message: bool = False
+    """Let the policy continue an assistant message that ends a row, as the beginning of its
+    response. By default such rows are refused. Only for single_turn."""
     max_prompt_tokens: Annotated[int, AtLeast(0)] = 0
     """Maximum tokens per prompt. 0: what rollout.max_response_tokens leaves free in the context and
     in a micro-batch."""
@@ -311,8 +314,8 @@ class RewardConfig:
     """http: seconds before the first retry, doubled before each further one. The server may ask for
     more with Retry-After."""
     model_path: Annotated[str, IsPath()] = ""
-    """model: folder of a Hugging Face sequence-classification checkpoint with one label, and its
-    tokenizer."""
+    """model: a Hugging Face sequence-classification checkpoint with one label, and its tokenizer: a
+    folder or hub:OWNER/NAME[@REVISION]."""
     model_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """model: data type of its weights and arithmetic."""
     model_ranks: Annotated[tuple[int, ...], MayChangeOnResume()] = ()
@@ -435,9 +438,9 @@ class AlgoConfig:
     """Estimator of the KL (joschu.net/blog/kl-approx.html). Use k2 or k3 in the loss, k1 in the
     reward."""
     teacher: Annotated[tuple[str, ...], IsPath()] = ()
-    """Folders of Hugging Face checkpoints with the policy's tokenizer, of any size: one per path of
-    data.path, or one for all. Their log-probabilities of the sampled tokens add to the advantages
-    (on-policy distillation). Empty: none."""
+    """Hugging Face checkpoints with the policy's tokenizer, of any size, as folders or
+    hub:OWNER/NAME[@REVISION]: one per path of data.path, or one for all. Their log-probabilities of
+    the sampled tokens add to the advantages (on-policy distillation). Empty: none."""
     teacher_coef: Annotated[float, Above(0), Fix("1.0; without algo.teacher there is none")] = 1.0
     """Weight of log pi_teacher - log pi_old in the advantage of a token."""
 

@@ -14,6 +14,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from r3.config.names import kind_of
+
 if TYPE_CHECKING:  # it imports numpy
     from r3.types import Message
 
@@ -21,6 +23,15 @@ REASONING = ("reasoning", "reasoning_content", "thinking")
 """Names of what the model thought: vLLM's, those of most templates, and harmony's."""
 
 _DEEPEST = 100  # levels of JSON; pickle, jinja and json itself fail at several hundred
+# `from` of a message with `from` and `value`, as ShareGPT and its followers have them.
+_SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation"), "tool"),
+}
+# By what the type of a part or the name of a column holds, such as image_url and input_audio.
+_SENSES = {"image": "vision", "video": "video", "audio": "audio"}
 _WEIGHTS = ("train", "loss", "weight")  # whether a message is learned; weight is OpenAI's
 
 
@@ -61,8 +72,7 @@ def read_messages(value: Any, *, filled: bool = False) -> tuple[Message, ...]:
     elif filled:
         value = without_none(value)
     if not isinstance(value, list):
-        kind = type(value).__name__
-        raise MessageFault(f"is a {kind}, neither a string nor a list of messages", fix)
+        raise MessageFault(f"is {kind_of(value)}, neither a text nor a list of messages", fix)
     if not value:
         raise MessageFault("is an empty list of messages", fix)
     messages = []
@@ -89,14 +99,21 @@ def read_message(message: Any, *, of_model: bool = False) -> dict[str, Any]:
     """
     fix = 'write {"role": ..., "content": ...}, both strings'
     if not isinstance(message, Mapping):
-        raise MessageFault(f"is a {type(message).__name__}, not an object", fix)
+        raise MessageFault(f"is {kind_of(message)}, not an object", fix)
     found = {key: value for key, value in message.items() if value is not None}
+    if "from" in found and "role" not in found:
+        speaker, fix = found.pop("from"), f"write one of {', '.join(_SPEAKERS)}"
+        if speaker == "function_call":
+            fix = "write the call as tool_calls of a message with the role assistant"
+        if not isinstance(speaker, str) or speaker not in _SPEAKERS:
+            raise MessageFault(f"is from {speaker!r}, which is not known", fix)
+        found |= {"role": _SPEAKERS[speaker], "content": found.pop("value", None)}
     if not isinstance(found.get("role"), str):
         raise MessageFault("has no 'role' that is a string", fix)
     calls = found.pop("tool_calls", None) or []
     content = _text(found.pop("content", None), fix)
     if content is None and not calls and not of_model:
-        raise MessageFault("has no 'content' that is a string", fix)
+        raise MessageFault("has no 'content'", fix)
     # Beside calls, no text and an empty one are the same; templates take one of the two.
     found["content"] = content or (None if calls else "")
     thoughts = {name: found.pop(name) for name in REASONING if name in found}
@@ -113,6 +130,25 @@ def read_message(message: Any, *, of_model: bool = False) -> dict[str, Any]:
             raise MessageFault("has 'tool_calls' that are no list", _CALL_FIX)
         found["tool_calls"] = [_call(call, of_model=of_model) for call in calls]
     return found
+
+
+def sense_of(columns: Mapping[str, Any]) -> tuple[str, str]:
+    """The column of a row that holds more than text, and the rule that it breaks; "" for none."""
+    for what, sense in _SENSES.items():
+        several = columns.get(f"{what}s")
+        one = columns.get(what)  # a text may be the name of something else, such as a container
+        if several not in (None, "", [], ()):
+            return f"{what}s", f"is not empty, and {sense} is not supported"
+        if one is not None and not isinstance(one, str | int | float):
+            return what, f"holds the content of a file, and {sense} is not supported"
+    return "", ""
+
+
+def replied(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
+    """A conversation with a response, which continues a last message of the assistant."""
+    if messages and messages[-1]["role"] == "assistant":
+        return (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + text})
+    return (*messages, {"role": "assistant", "content": text})
 
 
 def read_tools(value: Any, *, filled: bool = False) -> tuple[Mapping[str, Any], ...]:
@@ -236,11 +272,18 @@ def _text(content: Any, fix: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise MessageFault("has no 'content' that is a string", fix)
+        raise MessageFault(f"has a 'content' that is {kind_of(content)}, not a text", fix)
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping):
+            raise MessageFault(f"has a part that is {kind_of(part)} in its content", _ONLY_TEXT)
+        kind = part.get("type")
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise MessageFault(f"has a part of type {kind!r} in its content", "only text is read")
+            named = kind or " and ".join(part)
+            senses = (sense for each, sense in _SENSES.items() if each in str(named))
+            rule = f"has a part of type {named!r} in its content"
+            if sense := next(senses, ""):
+                rule += f", and {sense} is not supported"
+            raise MessageFault(rule, _ONLY_TEXT)
     return "".join(part["text"] for part in content)
 
 
@@ -260,6 +303,7 @@ def _is_learned(message: dict[str, Any]) -> bool:
     return learned
 
 
+_ONLY_TEXT = 'write parts as {"type": "text", "text": ...}, or leave the row out'
 _CALL_FIX = 'write {"function": {"name": ..., "arguments": {...}}} for each call'
 
 

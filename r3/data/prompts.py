@@ -48,6 +48,7 @@ class Dataset:
         prompts: those of all sources.
         dropped_too_long: rows dropped because of `max_prompt_tokens`.
         dropped_duplicates: rows dropped as duplicates.
+        duplicates: ids of prompts that repeat an earlier one, which was kept, with its id.
         sizes: number of prompts per source, if there are weights; else all prompts are one pool.
         read: number of prompts per source, by its label.
         weights: share of each source in what is drawn.
@@ -56,6 +57,7 @@ class Dataset:
     prompts: tuple[Prompt, ...]
     dropped_too_long: int = 0
     dropped_duplicates: int = 0
+    duplicates: tuple[tuple[str, str], ...] = ()
     sizes: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
     read: tuple[tuple[str, int], ...] = ()
@@ -114,8 +116,9 @@ def load_prompts(
     prompts: list[Prompt] = []
     problems: list[RowProblem] = []
     sizes: list[int] = []
-    seen: set[tuple[Any, ...]] = set()
-    all_long = all_twice = 0
+    seen: dict[tuple[Any, ...], str] = {}
+    repeated: list[tuple[str, str]] = []
+    all_long = 0
     for source, label in zip(sources, source_labels(sources), strict=True):
         rows, bad = read_rows(source, columns)
         good: list[Prompt] = []
@@ -125,14 +128,17 @@ def load_prompts(
         for row, found in zip(rows, found_in_rows, strict=True):
             if isinstance(found, RowProblem):
                 bad.append(found)
-            elif (tokens := len(found.tokens_T)) > max_prompt_tokens:
+                continue
+            if (tokens := len(found.tokens_T)) > max_prompt_tokens:
                 long.append((tokens, row))
-            elif drop_duplicates and (compared := _compared(found, columns)) in seen:
+                continue
+            first = seen.setdefault(_compared(found, columns), found.id)
+            if first != found.id:
                 twice += 1
-            else:
+                repeated.append((found.id, first))
                 if drop_duplicates:
-                    seen.add(compared)
-                good.append(found)
+                    continue
+            good.append(found)
         if long and on_too_long == "error":
             bad.append(_too_long(source, long, len(rows), max_prompt_tokens, columns))
         if not good and not bad:
@@ -146,13 +152,14 @@ def load_prompts(
         prompts += good
         problems += bad
         sizes.append(len(good))
-        all_long, all_twice = all_long + len(long), all_twice + twice
+        all_long += len(long)
     if problems:
         raise DataError(problems)
     return Dataset(
         prompts=tuple(prompts),
         dropped_too_long=all_long,
-        dropped_duplicates=all_twice,
+        dropped_duplicates=len(repeated) if drop_duplicates else 0,
+        duplicates=() if drop_duplicates else tuple(repeated),
         sizes=tuple(sizes) if weights else (),
         weights=tuple(weights),
         read=tuple(zip(source_labels(sources), sizes, strict=True)),
@@ -257,11 +264,18 @@ def _prompts(
     """Tokenise rows, many in one call where they show the model the same tools."""
     ids: dict[int, int] = {}  # one object per id: a list of the tokenizer has one per token
     for batch in _batches(rows):
-        offered = list(batch[0].tools or tools)
+        offered, continued = list(batch[0].tools or tools), _is_continued(batch[0])
 
-        def tokenise(some: Sequence[Row], offered: Any = offered) -> list[list[int]]:
-            found = renderer.rendered_all([row.messages for row in some], offered)
-            return renderer.batch([each.text for each in found])
+        def tokenise(
+            some: Sequence[Row], offered: Any = offered, continued: bool = continued
+        ) -> list[list[int]]:
+            chats = [row.messages for row in some]
+            found = renderer.rendered_all(chats, offered, opening=not continued)
+            if not continued:
+                return renderer.batch([each.text for each in found])
+            # What the template closes the last message with is left out.
+            whole = zip(found, chats, strict=True)
+            return renderer.batch([each.text[: each.end_of(len(chat) - 1)] for each, chat in whole])
 
         together: list[list[int]] = []
         if finder is None and len(batch) > 1:
@@ -298,16 +312,24 @@ def _prompts(
 
 
 def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Neighbours with the same tools. The first row is alone: a template may never end."""
+    """Neighbours with the same tools that end alike.
+
+    The first row is alone: a template may never end.
+    """
     start = 0
     while start < len(rows):
         end = start + 1
         while start > 0 and end < min(start + _BATCH, len(rows)):
-            if rows[end].tools != rows[start].tools:
+            first, row = rows[start], rows[end]
+            if (row.tools, _is_continued(row)) != (first.tools, _is_continued(first)):
                 break
             end += 1
         yield rows[start:end]
         start = end
+
+
+def _is_continued(row: Row) -> bool:
+    return row.messages[-1]["role"] == "assistant"
 
 
 def source_labels(sources: Sequence[str]) -> list[str]:

@@ -30,7 +30,14 @@ from typing import TYPE_CHECKING, Any
 
 from r3.config import Config, EvalSet
 from r3.config.arguments import argument_value, arguments_fault
-from r3.data.conversation import MessageFault, is_learned, read_messages, read_tools
+from r3.config.names import kind_of
+from r3.data.conversation import (
+    MessageFault,
+    is_learned,
+    read_messages,
+    read_tools,
+    sense_of,
+)
 from r3.data.files import (
     SourceError,
     files_of_folder,
@@ -64,6 +71,7 @@ class Columns:
             all, because users' code may read any.
         verifiers: what a row's column `verifier` may name; () = rows need no such column.
         supervised: rows are learned: each needs an answer or an assistant message.
+        continued: the policy continues an assistant message that ends a conversation.
         section: of the settings that name these columns, for messages.
     """
 
@@ -76,6 +84,7 @@ class Columns:
     compared: tuple[str, ...] | None = ()
     verifiers: tuple[str, ...] = ()
     supervised: bool = False
+    continued: bool = False
     section: str = "data"
 
 
@@ -149,6 +158,7 @@ def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
         if scores and "row" in functions
         else (),
         supervised=supervised,
+        continued=data.continue_final_message,
         section="eval" if each else "data",
     )
 
@@ -429,10 +439,13 @@ def _check(
         )
         return faults
     if not isinstance(content, Mapping):
-        fault(
-            "row", f"is a {type(content).__name__}, not an object", "write one JSON object per line"
-        )
+        fault("row", f"is {kind_of(content)}, not an object", "write one JSON object per line")
         return faults
+
+    column, rule = sense_of(content)
+    if column:
+        fix = "leave these rows out, or the column if the text is complete without it"
+        fault(column, rule, fix)
 
     def missing() -> str:
         return f"is missing; the row has {', '.join(content) or 'no column'}"
@@ -457,6 +470,16 @@ def _check(
             fault(columns.prompt, rule, fix)
         elif columns.system_prompt:
             messages = ({"role": "system", "content": columns.system_prompt}, *messages)
+        last = messages[-1]
+        if last["role"] == "assistant" and not columns.supervised:
+            if not columns.continued:
+                rule = "ends with an assistant message, after which the policy would begin another"
+                fix = "leave it out, or --data.continue_final_message true continues it"
+                fault(columns.prompt, rule, fix)
+            elif not last["content"] or last.keys() - {"role", "content"}:
+                rule = "ends with an assistant message that is more than a text, or empty"
+                fix = "only the content of a message can be continued"
+                fault(columns.prompt, rule, fix)
 
     answers: tuple[str, ...] = ()
     answer: Any = _look_up(content, columns.answer) if columns.answer else ""
@@ -536,7 +559,9 @@ def _check(
 
 
 _LAST_WHOLE = 2**53  # beyond it, not every whole number is a float
-_ANSWER_FIX = "write a text, a number, true or false, or a list of accepted answers"
+_ANSWER_FIX = (
+    "write a text, a number, true or false, or a list of accepted answers, or leave the row out"
+)
 
 
 def _answers(value: Any) -> tuple[str, ...] | str:
@@ -563,8 +588,8 @@ def _answers(value: Any) -> tuple[str, ...] | str:
     if isinstance(value, bool | int | Decimal):
         return (str(value),)
     if value is None:
-        return "is null"
-    return f"is of type {type(value).__name__}, not a text"
+        return "is null: the row has no reference answer"
+    return f"is {kind_of(value)}, not a text"
 
 
 def _shortest(value: float) -> str:

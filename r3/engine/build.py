@@ -16,6 +16,7 @@ from r3.engine.layers import replace_layers
 from r3.engine.memory import neighbours_named
 from r3.engine.messages import show_as_lines
 from r3.models.families import implied_keys
+from r3.models.hub import folder_of
 from r3.models.shape import ModelShape
 from r3.runtime.device import preserved_random_state
 from r3.runtime.process import importing
@@ -171,7 +172,7 @@ def build_llm(
 
     engine = config.engine
     arguments: dict[str, Any] = dict(
-        model=config.model.path,
+        model=folder_of(config.model.path),
         dtype=engine.dtype,
         tensor_parallel_size=config.parallel.engine_tp,
         distributed_executor_backend="external_launcher",

@@ -14,14 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from r3.models.families import implied_keys
+from r3.models.hub import SMALL_FILES, folder_of
 from r3.models.shape import ModelShape, ShapeError, weight_files
 
-# What loaders read beside config.json and weights, by name: tokenizer, chat templates, their code.
-_COPIED = (
-    *("config.json", "generation_config.json"),
-    *("*token*.json", "tekken.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
-    *("chat_template*", "*.jinja", "additional_chat_templates/*.jinja", "*.py"),
-)
 # Faults of a checkpoint that an error lists; the others are counted.
 _SHOWN_FAULTS = 12
 
@@ -40,7 +35,7 @@ class CheckpointReader:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder_of(folder))
         try:
             files = weight_files(self.folder)
         except ShapeError as error:
@@ -105,10 +100,10 @@ def read_small_files(folder: str | Path) -> dict[str, bytes]:
 
     Names are relative to the folder.
     """
-    folder = Path(folder)
+    folder = Path(folder_of(folder))
     return {
         str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted({path for pattern in _COPIED for path in folder.glob(pattern)})
+        for path in sorted({path for pattern in SMALL_FILES for path in folder.glob(pattern)})
         if path.is_file()
     }
 

@@ -24,6 +24,7 @@ from r3.models.hf_config import (
     require_kinds,
     require_tokens,
 )
+from r3.models.hub import folder_of
 
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 """Bytes per value of the data types that weights and arithmetic may have."""
@@ -100,7 +101,7 @@ class ModelShape:
             OSError: the folder has no config.json.
         """
         try:
-            values = json.loads((Path(folder) / "config.json").read_bytes())
+            values = json.loads((Path(folder_of(folder)) / "config.json").read_bytes())
         except (ValueError, RecursionError) as error:
             raise ShapeError(f"config.json is not JSON ({error})") from None
         if not isinstance(values, dict):
@@ -328,7 +329,6 @@ def checkpoint_tensors(
         ShapeError: as `weight_files`; or a file is truncated (or a git-lfs pointer), two files have
             the same tensor, or a tensor has a data type that cannot be loaded.
     """
-    folder = Path(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     file_of: dict[str, str] = {}
     for file in weight_files(folder):
@@ -353,7 +353,7 @@ def weight_files(folder: str | Path) -> list[Path]:
     Raises:
         ShapeError: there is no such file, a shard is missing, or readers would choose differently.
     """
-    folder = Path(folder)
+    folder = Path(folder_of(folder))
     names = {file.name for file in folder.glob("*.safetensors")}
     index = folder / "model.safetensors.index.json"
     if index.is_file():

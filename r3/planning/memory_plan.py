@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 from r3.config import Config
 from r3.data.sources import bytes_of
@@ -458,7 +457,7 @@ def fit(config: Config, shape: ModelShape, world_size: int, device_gib: float) -
 @lru_cache
 def _reward_model_params(folder: str) -> int:
     try:
-        return sum(map(math.prod, checkpoint_tensors(Path(folder), only_weights=False).values()))
+        return sum(map(math.prod, checkpoint_tensors(folder, only_weights=False).values()))
     except (OSError, ShapeError):
         return 0
 

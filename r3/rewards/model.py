@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from r3.config import RewardConfig
+from r3.data.conversation import replied
 from r3.data.jinja import TemplateFault
 from r3.data.template import Renderer
+from r3.models.hub import folder_of
 from r3.rewards import checked, problem
 from r3.runtime.device import Device, Stash, select_device
 from r3.types import Prompt
@@ -47,7 +49,9 @@ class RewardModel:
         from transformers import AutoTokenizer
 
         self.settings = settings
-        self._tokenizer = AutoTokenizer.from_pretrained(settings.model_path, model_max_length=10**9)
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            folder_of(settings.model_path), model_max_length=10**9
+        )
         self._renderer = Renderer(self._tokenizer)
         self._model = _loaded(settings)
         config = self._model.config.get_text_config()
@@ -99,7 +103,7 @@ class RewardModel:
             CallError: the template refuses them, or they exceed the context of the reward model.
                 They are never cut: the score would be that of another conversation.
         """
-        messages = [*prompt.messages, {"role": "assistant", "content": response}]
+        messages = replied(prompt.messages, response)
         try:
             text = self._renderer.render(messages, prompt.tools, opening=False)
             tokens = self._renderer.tokens(text)
@@ -160,7 +164,7 @@ def _loaded(settings: RewardConfig) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     model, report = AutoModelForSequenceClassification.from_pretrained(
-        settings.model_path,
+        folder_of(settings.model_path),
         dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model_dtype],
         key_mapping={rf"^{name}\.weight$": "score.weight" for name in HEADS},
         ignore_mismatched_sizes=True,

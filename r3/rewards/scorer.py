@@ -27,6 +27,7 @@ from typing import Any, Literal, cast
 from r3.config import ConfigError, Problem, RewardConfig
 from r3.config.arguments import assigned
 from r3.config.names import ENVIRONMENT, names_of
+from r3.data.conversation import replied
 from r3.data.sources import verifier_of
 from r3.data.template import Renderer
 from r3.rewards import (
@@ -466,8 +467,7 @@ def _arguments(
 
 def _conversation(rollout: Rollout, prompt: Prompt) -> list[Message]:
     """Return the whole conversation; a rollout of one turn has only its response."""
-    response = {"role": "assistant", "content": rollout.response}
-    return list(rollout.messages or (*prompt.messages, response))
+    return list(rollout.messages or replied(prompt.messages, rollout.response))
 
 
 def _before_response(rollout: Rollout, prompt: Prompt) -> Prompt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from r3.data.conversation import replied
 from r3.types import Prompt, Rollout
 
 
@@ -14,7 +15,7 @@ def readable(rollout: Rollout, prompt: Prompt | None) -> dict[str, Any]:
         prompt: the prompt of the rollout; None if it is not known, and then only the messages are.
     """
     opening = prompt.messages if prompt else ()
-    messages = rollout.messages or (*opening, {"role": "assistant", "content": rollout.response})
+    messages = rollout.messages or replied(opening, rollout.response)
     facts: dict[str, Any] = {
         "messages": [dict(message) for message in messages],
         "turn_rewards": list(rollout.turn_rewards),

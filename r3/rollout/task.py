@@ -14,6 +14,7 @@ from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.rendering import ChatTemplate
 from r3.data.sources import columns_of
+from r3.models.hub import folder_of
 from r3.models.shape import ModelShape
 from r3.planning.step_time import RANKS_PER_MACHINE
 from r3.planning.verdict import host_problems, memory_problems, read_gpu
@@ -93,7 +94,7 @@ def _read_tokenizer(field: str, path: str) -> Any:
 
     # R3 checks lengths itself and names the row, so the warning of transformers is off.
     try:
-        return AutoTokenizer.from_pretrained(path, model_max_length=10**9)
+        return AutoTokenizer.from_pretrained(folder_of(path), model_max_length=10**9)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         rule = f"its tokenizer cannot be loaded ({type(error).__name__}: {error})"
         fix = "copy tokenizer.json and tokenizer_config.json from the original model again"

@@ -46,6 +46,12 @@ def check_task(task: Task, algo: AlgoConfig) -> Iterator[str]:
         )
     else:
         yield f"ok: {len(task.prompts)} prompts{held_out}; longest prompt {longest} tokens"
+    if repeated := task.prompts.duplicates:
+        (twice, first), count = repeated[0], len(repeated)
+        yield (
+            f"    note: {count} of {len(task.prompts)} rows repeat an earlier one ({twice} is "
+            f"{first}); --data.drop_duplicates true leaves them out"
+        )
     yield from check_messages(task)
     yield from check_functions(task, algo)
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from r3.config.names import kind_of
+
 
 @dataclass(frozen=True)
 class RunDir:
@@ -196,7 +198,7 @@ def read_jsonl_lines(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
             found.append((number, str(error)))
             continue
         is_object = isinstance(row, dict)
-        found.append((number, row if is_object else f"a {type(row).__name__}, not an object"))
+        found.append((number, row if is_object else f"{kind_of(row)}, not an object"))
     return found
 
 

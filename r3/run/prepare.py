@@ -21,7 +21,7 @@ from r3.config import Config, ConfigError, Problem
 from r3.data.prompts import DataError
 from r3.metrics.console import stage
 from r3.models.hf_checkpoint import CheckpointError, read_small_files, with_end_tokens
-from r3.models.shape import ModelShape
+from r3.models.shape import AbsentWeightsError, ModelShape, weight_files
 from r3.rewards.scorer import RewardError
 from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
@@ -115,12 +115,14 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
         if check:
             require_free(run_dir.path)
         writes = is_leader() and not config.eval.only and not check
+        # A check downloads no weights of the hub; the start that does compares them.
+        compares = is_leader() and not (check and lacks_weights(config))
         start = open_run(
             run_dir,
             config,
             writes=writes,
             overrides=invocation.overrides,
-            sources=partial(sources_of, config, task, small_files) if is_leader() else None,
+            sources=partial(sources_of, config, task, small_files) if compares else None,
         )
         if start.lock is not None:
             undo.callback(start.lock.release)
@@ -219,6 +221,16 @@ def require_engines_within_machines(config: Config) -> None:
         rule = f"must divide the {local} rank(s) of a machine: an engine stays on one machine"
         fix = f"set parallel.engine_tp to {local} or a divisor of it, or start {size} ranks on each"
         raise ConfigError([Problem("parallel.engine_tp", size, rule, fix)])
+
+
+def lacks_weights(config: Config) -> bool:
+    """Whether weights of the policy or a teacher are not here."""
+    try:
+        for path in (config.model.path, *config.algo.teacher):
+            weight_files(path)
+    except AbsentWeightsError:
+        return True
+    return False
 
 
 _ENOUGH_FILES = 1024

@@ -60,7 +60,7 @@ def number(value: Any) -> float:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         found = value.item()
     if not isinstance(found, Real | Decimal):
-        raise ValueError(f"{value!r} ({type(value).__name__}), not a number")
+        raise ValueError(f"{value!r}, not a number")
     try:
         is_finite = math.isfinite(found)
     except OverflowError:  # an integer beyond all floats

@@ -68,17 +68,24 @@ def test_the_wheel_has_presets_program_and_data_and_one_top_level_name(wheel: Pa
     } <= set(names)
 
 
-def test_the_installed_program_runs_from_another_folder(wheel: Path, tmp_path: Path) -> None:
-    home = tmp_path / "venv"
+def installed(wheel: Path, folder: Path) -> Path:
+    """Install the wheel into an environment of its own, which is returned."""
+    home = folder / "venv"
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
     options = ("--no-deps", "--no-index", "--disable-pip-version-check", "-q")
     pip = (sys.executable, "-m", "pip", "--python", python)
-    call(*pip, "install", *options, wheel, cwd=tmp_path)
+    call(*pip, "install", *options, wheel, cwd=folder)
     # The stack of this environment. Its own .pth files, the editable install among them, are not
     # read: only folders on sys.path from the start have theirs read.
     (site,) = home.glob("lib/python3.*/site-packages")
     (site / "stack.pth").write_text(sysconfig.get_paths()["purelib"])
+    return home
+
+
+def test_the_installed_program_runs_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    home = installed(wheel, tmp_path)
+    python = home / "bin" / "python"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     where = call(python, "-c", "import r3; print(r3.__file__)", cwd=elsewhere)
@@ -90,3 +97,10 @@ def test_the_installed_program_runs_from_another_folder(wheel: Path, tmp_path: P
         python, "-m", "r3", "tiny", "--dry-run", "--train.lr", "1e-3", cwd=elsewhere
     )
     assert not list(elsewhere.iterdir())
+
+
+def test_the_installed_program_trains(wheel: Path, tmp_path: Path) -> None:
+    home = installed(wheel, tmp_path)
+    flags = "--parallel.ep 1 --train.steps 1 --rollout.prompts_per_step 4 --log.dir run"
+    call(home / "bin" / "r3", "tiny", *flags.split(), "--eval.path", "", cwd=tmp_path)
+    assert list((tmp_path / "run" / "hf" / "step_000001").glob("*.safetensors"))

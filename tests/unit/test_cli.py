@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -558,16 +557,6 @@ def test_everything_wrong_is_said_at_once(
     assert "rollout.group_size = 1" in message  # a rule
     assert "parallel.ep = 3" in message
     assert "data.path = 'rows.jsonl:2': is not JSON" in message  # a row
-
-
-def test_a_row_is_named_by_file_line_and_field(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    rows = [json.loads(line) for line in WORD_PROBLEMS_TRAIN.read_text().splitlines()[:20]]
-    del rows[16]["answer"]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    message = refusal(capsys, "tiny", "--parallel.ep", "1", "--data.path", "rows.jsonl")
-    assert "data.path = 'rows.jsonl:17:answer': is missing; the row has question" in message
 
 
 def test_a_tokenizer_without_chat_template(

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.unit
 
 ASKED = {"role": "user", "content": "Tom has 3 books."}
 ANSWER = {"role": "assistant", "content": "#### 3"}
+RESULT = {"role": "tool", "content": "sun"}
 ROW = Columns(prompt="messages", answer="", tools="tools")
 LEARNED = Columns(prompt="messages", answer="", tools="tools", supervised=True)
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -61,7 +62,7 @@ def refusal(name: str, folder: Path, messages: Any, columns: Columns = ROW, **ro
 def test_rows_of_a_table_are_those_of_json_lines(tmp_path: Path) -> None:
     """Tables fill keys that other rows have with None."""
     rows = [
-        {"messages": [ASKED, call({"city": "Rome"}, content="I look.")], "tools": TOOLS},
+        {"messages": [ASKED, call({"city": "Rome"}, content="I look."), RESULT], "tools": TOOLS},
         {"messages": [ASKED | {"name": "Tom"}], "tools": TOOLS[:1]},
     ]
     expected = shown("qwen2_5", write(tmp_path, *map(json.dumps, rows)))
@@ -71,8 +72,8 @@ def test_rows_of_a_table_are_those_of_json_lines(tmp_path: Path) -> None:
 
 def test_json_text_of_messages_and_arguments_is_decoded(tmp_path: Path) -> None:
     """OpenAI's form of arguments, and tables without nesting."""
-    messages = [ASKED, call({"city": "Rome"}, content=None)]
-    as_text = [ASKED, call('{"city": "Rome"}', content=None)]
+    messages = [ASKED, call({"city": "Rome"}, content=None), RESULT]
+    as_text = [ASKED, call('{"city": "Rome"}', content=None), RESULT]
     rows = [{"messages": each} for each in (messages, as_text, json.dumps(as_text))]
     first, *others = shown("qwen2_5", write(tmp_path, *map(json.dumps, rows)))
     assert others == [first, first] and '"arguments": {"city": "Rome"}' in first
@@ -101,10 +102,14 @@ def test_a_message_that_is_not_to_be_learned_is_not_in_the_mask(
         ("qwen2_5", [{"role": "User", "content": "a"}], "Fix: write user"),
         ("glm4", [{"role": "critic", "content": "a"}], "does not know"),
         ("qwen2_5", [ASKED | {"mood": "good"}], "has 'mood', which the chat template does not"),
-        ("qwen2_5", [ASKED, ANSWER | {"reasoning": "Hm."}], "the reasoning of message 1"),
-        ("smollm2", [ASKED, call({"city": "Rome"}, content="a")], "the call of 'weather'"),
-        ("deepseek_v3", [ASKED, call({"city": "Rome"}, content="a")], "the call of 'weather'"),
-        ("kimi_k2", [ASKED, call({"city": "Rome"}, content=None)], "the call of 'weather'"),
+        ("qwen2_5", [ASKED, ANSWER | {"reasoning": "Hm."}, ASKED], "the reasoning of message 1"),
+        ("smollm2", [ASKED, call({"city": "Rome"}, content="a"), ASKED], "the call of 'weather'"),
+        (
+            "deepseek_v3",
+            [ASKED, call({"city": "Rome"}, content="a"), ASKED],
+            "the call of 'weather'",
+        ),
+        ("kimi_k2", [ASKED, call({"city": "Rome"}, content=None), ASKED], "the call of 'weather'"),
         ("qwen2_5", [ASKED, call("Rome", content=None)], "arguments that are no JSON object"),
         ("qwen2_5", [ASKED | {"content": None}], "has no 'content'"),
         ("qwen2_5", [ASKED | {"content": [{"type": "image"}]}], "a part of type 'image'"),

@@ -95,50 +95,6 @@ def test_system_prompt_comes_first(tokenizer: Any, tmp_path: Path) -> None:
     assert tokenizer.decode(prompt.tokens_T).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
 
 
-@pytest.mark.parametrize(
-    ("line", "field", "rule"),
-    [
-        ('{"question": "a", "answer": ', "row", "not JSON at column 29"),
-        ('{"question": "a", "answer": "1", "answer": "2"}', "row", "two keys 'answer'"),
-        ('{"question": "a", "answer": "1", "t": {"a": 1, "a": 2}}', "row", "two keys 'a'"),
-        (b'{"question": "\xff", "answer": "b"}', "row", "not UTF-8 at byte 14"),
-        ("[1, 2]", "row", "is a list, not an object"),
-        ('{"answer": "b"}', "question", "is missing; the row has answer"),
-        (
-            '{"question": "a", "solution": "b"}',
-            "answer",
-            "is missing; the row has question, solution",
-        ),
-        ('{"answer": "b", "a.b": 1}', "question", "is missing; the row has answer, a.b"),
-        ('{"question": "a", "answer": {"b": 3}}', "answer", "is of type dict, not a text"),
-        ('{"question": 3, "answer": "b"}', "question", "is a int, neither a string nor a list"),
-        ('{"question": " ", "answer": "b"}', "question", "is empty"),
-        ('{"question": [], "answer": "b"}', "question", "is an empty list"),
-        ('{"question": ["a"], "answer": "b"}', "question", "message 0 is a str"),
-        (
-            '{"question": [{"role": "user"}], "answer": "b"}',
-            "question",
-            "message 0 has no 'content'",
-        ),
-        (
-            '{"question": [{"role": 1, "content": ""}], "answer": "b"}',
-            "question",
-            "message 0 has no 'role'",
-        ),
-    ],
-)
-def test_a_bad_row_is_named(
-    line: str | bytes, field: str, rule: str, tokenizer: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(DataError) as caught:
-        load_prompts(write(tmp_path, GOOD, line, GOOD), tokenizer, **OPTIONS)
-    (problem,) = caught.value.problems
-    assert (Path(problem.file).name, problem.line, problem.field) == ("rows.jsonl", 2, field)
-    assert rule in problem.rule
-    assert f"rows.jsonl:2: {field}: " in str(caught.value)
-    assert problem.fix
-
-
 def test_all_bad_rows_are_counted_and_ten_named(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         load_prompts(write(tmp_path, GOOD, *["nonsense"] * 13), tokenizer, **OPTIONS)
@@ -185,16 +141,6 @@ def test_too_long_rows_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path
         load_prompts(write(tmp_path, GOOD), tokenizer, **options)
 
 
-def test_two_system_messages_are_refused(tokenizer: Any, tmp_path: Path) -> None:
-    row = {
-        "question": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
-        "answer": "",
-    }
-    path = write(tmp_path, json.dumps(row))
-    with pytest.raises(DataError, match=r"system message while data\.system_prompt is set"):
-        load_prompts(path, tokenizer, **OPTIONS | BRIEF)
-
-
 def test_whole_files_are_refused(tokenizer: Any, tmp_path: Path) -> None:
     for path, rule in (
         (tmp_path / "absent.jsonl", "there is no such file"),
@@ -231,6 +177,6 @@ def test_a_conversation_the_template_refuses_is_named(tmp_path: Path) -> None:
     strict.chat_template = (
         "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}hello"
     )
-    row = {"question": [{"role": "assistant", "content": "b"}], "answer": ""}
+    row = {"question": [{"role": "system", "content": "b"}], "answer": ""}
     with pytest.raises(DataError, match=r"rows\.jsonl:1: question: is refused .* \(user first\)"):
         load_prompts(write(tmp_path, json.dumps(row)), strict, **OPTIONS)

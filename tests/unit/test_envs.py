@@ -137,7 +137,7 @@ def test_step_may_return_metrics() -> None:
         ({"a b": 1}, "metric 'a b': a name has letters"),
         ({2: 1}, "metric 2: a name has letters"),
         ({"n" * 65: 1}, "at most 64 characters"),
-        ({"tools": "3"}, "metric 'tools' is '3' (str), not a number"),
+        ({"tools": "3"}, "metric 'tools' is '3', not a number"),
         ({"tools": float("nan")}, "metric 'tools' is nan, not a finite number"),
         ({"turns_mean": 1}, "env/turns_mean is a metric of R3. Use another name"),
     ],

@@ -95,27 +95,6 @@ def test_data_from_a_fifo_or_a_long_name_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "rule"),
-    [
-        (r'{"question": "a \ud800 b", "answer": "#### 1"}', "half of a character"),
-        (r'{"question": "a", "answer": "#### 1", "more": [{"x": "\udfff"}]}', "half of a"),
-        ('{"question": ' + "[" * 100_000 + "}", "nested too deeply"),
-        ('{"question": "a", "answer": "#### 1", "n": ' + "7" * 5000 + "}", "long numbers"),
-        ('{"question": "a", "answer": "#### none"}', "no plain number after '####'"),
-        ('{"question": "a", "answer": "#### 1/2"}', "no plain number after '####'"),
-        ('{"question": "a", "answer": "none"}', "has no '####'"),
-    ],
-)
-def test_row_that_would_fail_later_is_named(line: str, rule: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    good = '{"question": "a", "answer": "#### $-1,234.5"}'
-    path.write_text(f"{good}\n{line}\n")
-    rows, (problem,) = read_rows(str(path), COLUMNS)
-    assert len(rows) == 1
-    assert problem.line == 2 and rule in str(problem)
-
-
-@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("rope_parameters", "x"),

@@ -80,9 +80,9 @@ def test_every_built_in_resolves_and_gives_a_number(name: str) -> None:
     [
         (float("nan"), "nan, not a finite number"),
         (float("-inf"), "-inf, not a finite number"),
-        ("1", r"'1' \(str\), not a number"),
-        (None, r"None \(NoneType\), not a number"),
-        (torch.tensor([1.0]), r"\(Tensor\), not a number"),
+        ("1", "'1', not a number"),
+        (None, "None, not a number"),
+        (torch.tensor([1.0]), r"tensor\(\[1\.\]\), not a number"),
     ],
 )
 def test_what_is_no_finite_number_is_refused(value: Any, rule: str) -> None:

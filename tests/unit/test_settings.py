@@ -336,7 +336,7 @@ def test_arguments_may_be_a_mapping(name: str) -> None:
     section, key = name.split(".")
     text = f"{section}:\n  {key}: {{bonus: 1.0, word: off}}"
     assert values_of(load_yaml(text, "f"))[name] == ("bonus=1.0", "word=off")
-    with pytest.raises(ValueError, match="when is a set; use numbers, texts"):
+    with pytest.raises(ValueError, match="when is of type set; use numbers, texts"):
         parse_value(name, {"when": {1}})
 
 

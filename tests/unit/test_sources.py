@@ -452,14 +452,6 @@ def test_tools_of_a_row_are_shown_by_the_chat_template(
     )
 
 
-@pytest.mark.parametrize("tools", ["{", "3", [1]])
-def test_bad_tools_are_named(tools: Any, tmp_path: Path) -> None:
-    _, (problem,) = read_rows(
-        jsonl(tmp_path, [{**ROWS[0], "tools": tools}]), Columns(tools="tools")
-    )
-    assert problem.field == "tools" and problem.line == 1
-
-
 def test_duplicates_can_be_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     other = {**ROWS[0], "answer": "#### 9"}  # the same question with another answer is no duplicate
     path = jsonl(tmp_path, [*ROWS, {**ROWS[0], "level": 7}, other])
@@ -486,17 +478,6 @@ def test_rows_that_differ_in_what_a_reward_reads_are_no_duplicates(
         columns = columns_of(Config(reward=RewardConfig(function=(function,))))
         options = OPTIONS | {"columns": columns, "drop_duplicates": True}
         assert len(load_prompts(path, tokenizer, **options)) == left, function
-
-
-@pytest.mark.parametrize("function", ["exact", "gsm8k", "math"])
-def test_an_empty_reference_answer_is_refused(function: str, tmp_path: Path) -> None:
-    """A response without text would equal it."""
-    path = jsonl(tmp_path, [{"question": "a", "answer": " ", "verifier": function}])
-    row = RewardConfig(function=("row",), row_functions=("exact", "gsm8k", "math"))
-    for reward in (RewardConfig(function=(function,)), row):
-        _, problems = read_rows(path, columns_of(Config(reward=reward)))
-        assert problems[0].field == "answer" and "is empty, and the" in problems[0].rule
-    assert not read_rows(path, columns_of(Config(reward=RewardConfig(function=("http",)))))[1]
 
 
 def test_labels_of_sources_differ() -> None:
