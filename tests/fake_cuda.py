@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -225,6 +225,7 @@ def fake_world(
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from r3.models.hf_checkpoint import CheckpointReader
+    from r3.runtime import host_memory
     from r3.runtime.device_cpu import _Event, _Stream
 
     current = threading.local()  # as in CUDA, a thread begins on device 0
@@ -317,6 +318,12 @@ def fake_world(
             of_rank(item, i) if others and i != rank else item for i in range(len(gathered))
         ]
 
+    def blocks(sizes: Sequence[int], _registrar: Any) -> list[Future[None]]:
+        """R3's `page_locked`: memory on the host is fake too."""
+        done: Future[None] = Future()
+        done.set_result(None)
+        return [done for _ in sizes]
+
     driver: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: size,
@@ -331,9 +338,10 @@ def fake_world(
         "manual_seed": lambda *_: None,
         "is_current_stream_capturing": lambda: False,
         "mem_get_info": lambda *_: (0, 0),
-        "cudart": lambda: types.SimpleNamespace(cudaHostRegister=lambda pointer, size, flags: 0),
-        "check_error": lambda result: None,
+        "cudart": lambda: None,
     }
+    host_memory.page_locked = blocks
+    host_memory.tensor_on = lambda _pages, like: torch.empty(like.shape, dtype=like.dtype)
     if order is not None:
         driver |= _streams(order)
     for name, answer in driver.items():

@@ -56,8 +56,13 @@ class Policy(ScoringPolicy):
         is_onloaded: gradients and optimizer state are on the device.
     """
 
-    def __init__(self, config: Config, device: Device, mesh: Mesh, shape: ModelShape) -> None:
+    def __init__(
+        self, config: Config, device: Device, mesh: Mesh, shape: ModelShape, *, trains: bool = False
+    ) -> None:
         """Build the shard and load it from `config.model.path`. All ranks must call.
+
+        Args:
+            trains: there will be updates: host memory for the optimizer is made while it is loaded.
 
         Raises:
             CheckpointError: the checkpoint does not have the tensors of the model.
@@ -81,6 +86,10 @@ class Policy(ScoringPolicy):
         trainable = wrap(config, self.megatron, chunks, mesh, device.host)
         self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
         self._frozen = trainable.frozen
+        streamed = config.train.optimizer == "streamed"
+        self.memory = TrainingMemory(self.wrapped, self.optimizer, device, streamed=streamed)
+        if trains and (streamed or config.uses_engine):
+            self.memory.reserve()
         self.chunks = chunks
         self.slots: list[Slot] = slots(chunks, shape, mesh)
         with CheckpointReader(config.model.path) as reader:
@@ -97,8 +106,6 @@ class Policy(ScoringPolicy):
             for slot in self.slots
             if names.issuperset(slot.hf) and slot.tensor.data_ptr() in at
         ]
-        streamed = config.train.optimizer == "streamed"
-        self.memory = TrainingMemory(self.wrapped, self.optimizer, device, streamed=streamed)
         self.update_number = 0
         self.is_onloaded = True
         # The reference policy: this shard's initial weights, on the host.

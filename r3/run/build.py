@@ -207,7 +207,7 @@ def build_run(
                 config, device, task.shape, task.tokenizer, max_model_len=task.max_model_len
             )
     with stage("building the policy"):
-        policy = Policy(config, device, mesh, task.shape)
+        policy = Policy(config, device, mesh, task.shape, trains=not config.eval.only)
         weights = WeightStream(policy, device, mesh, hosts=hosts)
     phases = Phases(watchdog, users_files(config))
     # Evaluation alone writes samples, but no row among those of the training.

@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
-from r3.runtime import terminal
+from r3.runtime import host_memory, terminal
 from r3.runtime.gloo import share_gloo_thread
 from r3.runtime.limits import host_gib, openmp_threads
 from r3.runtime.process import boot_id
@@ -508,18 +509,15 @@ def open_shared(handle: SharedTensor, device: Device) -> torch.Tensor:
 def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
     """Copy `tensor` to host memory. A copy from CUDA is only queued: synchronise before reading it.
 
-    Host memory for CUDA is page-locked, because other copies block and are several times slower. It
-    is registered instead of pinned by torch, which rounds each block up to a power of two.
-
     Args:
-        into: where to copy; None allocates.
+        into: where to copy; None allocates, for a copy from CUDA page-locked memory.
     """
-    if into is None:
+    if into is None and tensor.is_cuda:
+        driver = host_memory.of_driver(tensor.device.index)
+        (pages,) = host_memory.page_locked([tensor.nbytes], driver)
+        into = host_memory.tensor_on(pages.result(), tensor)
+    elif into is None:
         into = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if tensor.is_cuda:
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(into.data_ptr(), into.nbytes, 0)
-            )
     return into.copy_(tensor.detach(), non_blocking=True)
 
 
@@ -561,12 +559,30 @@ class Stash:
     On CUDA this is page-locked host memory, allocated once. On CPU it is an unlinked temporary
     file, so that the contents leave the resident set. On CUDA both directions are queued:
     synchronise afterwards.
+
+    Attributes:
+        sizes: bytes of what was put, by key.
+        coming: host memory that was reserved and not used yet.
+        pinned: host memory that was used.
+        files: those on CPU.
     """
 
     device: Device
     sizes: dict[str, int] = field(default_factory=dict)
+    coming: dict[str, Future[host_memory.Pages]] = field(default_factory=dict)
     pinned: dict[str, torch.Tensor] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
+
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Begin to make host memory for CUDA tensors, in this order, and return at once.
+
+        Args:
+            sizes: bytes by key.
+        """
+        if self.device.is_cuda:
+            driver = host_memory.of_driver(self.device.torch.index)
+            blocks = host_memory.page_locked(list(sizes.values()), driver)
+            self.coming |= zip(sizes, blocks, strict=True)
 
     def put(self, key: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` out and free its storage; does nothing if it is out already."""
@@ -578,6 +594,9 @@ class Stash:
             f"{key} does not own its storage"
         )
         if self.device.is_cuda:
+            if key in self.coming:
+                pages = self.coming.pop(key).result()
+                self.pinned[key] = host_memory.tensor_on(pages, tensor)
             # The storage freed below stays in torch's cache until this copy, on the same stream, is
             # done.
             self.pinned[key] = to_host(tensor, self.pinned.get(key))

@@ -84,7 +84,9 @@ def batches_of(mesh: Mesh, shape: ModelShape) -> list[Batch]:
 def step(config: Config, device: Device, mesh: Mesh, batches: list[Batch]) -> Policy:
     """Build a policy, train one step, and hand its memory over and back."""
     shape = ModelShape.read(config.model.path)
-    trained = Policy(config, device, mesh, shape)
+    trained = Policy(config, device, mesh, shape, trains=True)
+    stash = trained.memory._stash
+    reserved = set(stash.coming)
     reported: dict[str, Any] = {}
     train_on(
         trained,
@@ -96,6 +98,8 @@ def step(config: Config, device: Device, mesh: Mesh, batches: list[Batch]) -> Po
     )
     trained.offload()
     trained.onload()
+    # Host memory for all tensors of the optimizer was reserved, and for nothing else.
+    assert reserved and reserved == stash.pinned.keys() and not stash.coming
     assert "loss/total" in reported or not trained.reports, reported.keys()
     return trained
 

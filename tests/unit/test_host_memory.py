@@ -1,0 +1,137 @@
+"""Host memory for copies from CUDA: touched and registered by threads, released with its tensor."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+import torch
+
+from r3.runtime import host_memory
+from r3.runtime.host_memory import Registrar, page_locked, tensor_on
+
+pytestmark = pytest.mark.unit
+
+MIB = 1 << 20
+
+
+@dataclass
+class Calls:
+    """Notes what a registrar is asked for, in order, and by which thread.
+
+    Attributes:
+        meanwhile: runs in the middle of each registration.
+    """
+
+    meanwhile: Callable[[], object] = lambda: None
+    began: list[str] = field(default_factory=list)
+    registered: list[tuple[int, int]] = field(default_factory=list)
+    resident: list[bool] = field(default_factory=list)
+    by: list[str] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+
+    def registrar(self) -> Registrar:
+        return Registrar(
+            begin=lambda: self.began.append(threading.current_thread().name),
+            register=self.register,
+            unregister=self.released.append,
+        )
+
+    def register(self, address: int, size: int) -> None:
+        self.meanwhile()
+        self.registered.append((address, size))
+        self.resident.append(is_resident(address, size))
+        self.by.append(threading.current_thread().name)
+
+
+def is_resident(address: int, size: int) -> bool:
+    """Whether the system has given all pages of this memory."""
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    mincore = ctypes.CDLL("libc.so.6", use_errno=True).mincore
+    assert mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
+    return all(page & 1 for page in pages)
+
+
+@pytest.fixture(autouse=True)
+def parts_of_a_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_PART", MIB)
+
+
+def test_every_byte_is_touched_then_registered_once_and_then_released() -> None:
+    calls = Calls()
+    sizes = [5 * MIB + 4, 12, 2 * MIB]
+    blocks = [one.result(60) for one in page_locked(sizes, calls.registrar())]
+    assert sorted(size for _, size in calls.registered) == sorted(sizes)
+    ends = sorted((address, address + size) for address, size in calls.registered)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+    assert all(calls.resident)
+    # A thread that has registered is one that has begun, on this rank's GPU.
+    assert set(calls.by) <= set(calls.began) and len(set(calls.began)) == len(calls.began)
+
+    tensor = tensor_on(blocks[0], torch.empty(3, 4, dtype=torch.bfloat16))
+    view = tensor[1].fill_(2.0)
+    of_tensor = tensor.data_ptr()
+    del blocks, tensor
+    assert sorted(calls.released) == sorted({at for at, _ in calls.registered} - {of_tensor})
+    assert view.tolist() == [2.0] * 4
+    del view
+    assert sorted(calls.released) == sorted(at for at, _ in calls.registered)
+
+
+def test_residency_is_seen() -> None:
+    untouched = mmap.mmap(-1, 2 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pointer = ctypes.c_char.from_buffer(untouched)
+    assert not is_resident(ctypes.addressof(pointer), 2 * MIB)
+
+
+def test_two_threads_register_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "host_processors", lambda: 2.0)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    # One thread alone would wait here for the other.
+    calls = Calls(meanwhile=threading.Barrier(2, timeout=60).wait)
+    for block in page_locked([3 * MIB] * 4, calls.registrar()):
+        block.result(60)
+    assert len(set(calls.by)) == 2
+
+
+def test_ranks_of_a_machine_share_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "host_processors", lambda: 4.0)
+    for ranks, threads in ((1, 4), (2, 2), (8, 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        calls = Calls()
+        for block in page_locked([2 * MIB] * 8, calls.registrar()):
+            block.result(60)
+        # A pool starts a thread where none is idle.
+        assert len(calls.began) <= threads
+
+
+def test_nothing_waits_for_memory_that_is_on_its_way() -> None:
+    may_go_on = threading.Event()
+    calls = Calls(meanwhile=lambda: may_go_on.wait(60))
+    blocks = page_locked([MIB, MIB], calls.registrar())
+    assert not any(block.done() for block in blocks)
+    may_go_on.set()
+    assert [len(block.result(60)) for block in blocks] == [MIB, MIB]
+
+
+def test_memory_that_the_driver_refuses_is_an_error_and_not_unregistered() -> None:
+    def refuse() -> None:
+        raise RuntimeError("out of memory")
+
+    calls = Calls(meanwhile=refuse)
+    (block,) = page_locked([MIB], calls.registrar())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        block.result(60)
+    del block
+    assert calls.registered == calls.released == []
+
+
+def test_a_tensor_that_is_larger_than_its_memory_is_an_error() -> None:
+    (block,) = page_locked([16], Calls().registrar())
+    with pytest.raises(ValueError, match="must not be greater than actual buffer length"):
+        tensor_on(block.result(60), torch.empty(5))
