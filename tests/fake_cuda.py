@@ -338,7 +338,6 @@ def fake_world(
         "manual_seed": lambda *_: None,
         "is_current_stream_capturing": lambda: False,
         "mem_get_info": lambda *_: (0, 0),
-        "cudart": lambda: None,
     }
     host_memory.page_locked = blocks
     host_memory.tensor_on = lambda _pages, like: torch.empty(like.shape, dtype=like.dtype)

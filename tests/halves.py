@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from r3.policy.logprobs import products_of_halves
+from r3.kernels.logits import halves_of
+from r3.policy.logprobs import _float32_product, product_of_halves
 
 
 def errors(device: str) -> dict[str, list[float]]:
@@ -20,8 +21,13 @@ def errors(device: str) -> dict[str, list[float]]:
     exact = (grad_NV.double() @ weight_VD.double(), grad_NV.double().t() @ hidden_ND.double())
     rounded_NV = grad_NV.bfloat16().double()
     rounded = (rounded_NV @ weight_VD.double(), rounded_NV.t() @ hidden_ND.double())
-    given = (each.to(device) for each in (grad_NV, weight_VD, hidden_ND))
-    halves = [each.cpu().double() for each in products_of_halves(*given)]
+    grad_NV, weight_VD, hidden_ND = (each.to(device) for each in (grad_NV, weight_VD, hidden_ND))
+    halves_NV = halves_of(grad_NV)
+    of_halves = (
+        product_of_halves(halves_NV, weight_VD),
+        _float32_product(halves_NV.t(), hidden_ND.repeat(2, 1)),
+    )
+    halves = [each.cpu().double() for each in of_halves]
     return {
         name: [float((a - b).norm() / b.norm()) for a, b in zip(each, exact, strict=True)]
         for name, each in {"halves": halves, "rounded": rounded}.items()

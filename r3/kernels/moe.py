@@ -32,7 +32,7 @@ def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tenso
         both_SF: gate beside up, [S, 2F].
         gates_S: weight of each slot, float32.
     """
-    gate, up = _wide(both_SF).chunk(2, -1)
+    gate, up = wide(both_SF).chunk(2, -1)
     return (gate * torch.sigmoid(gate) * up * gates_S[:, None]).to(both_SF.dtype)
 
 
@@ -40,8 +40,8 @@ def weighted_swiglu_backward(
     both_SF: torch.Tensor, gates_S: torch.Tensor, d_inner_SF: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what `weighted_swiglu` returned, d_both [S, 2F] and d_gates [S]."""
-    gate, up = _wide(both_SF).chunk(2, -1)
-    weight, d_inner = gates_S[:, None], _wide(d_inner_SF)
+    gate, up = wide(both_SF).chunk(2, -1)
+    weight, d_inner = gates_S[:, None], wide(d_inner_SF)
     sigmoid = torch.sigmoid(gate)
     swish = gate * sigmoid
     product, d_product = swish * up, d_inner * weight
@@ -67,26 +67,29 @@ def sum_rows(rows_SD: torch.Tensor, places_NK: torch.Tensor) -> torch.Tensor:
     return total_ND.to(rows_SD.dtype)
 
 
-def _wide(values: torch.Tensor) -> torch.Tensor:
+def wide(values: torch.Tensor) -> torch.Tensor:
+    """Return values in float32, or float64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _on_device(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+def on_device(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     """Call the Triton kernel of this name. Triton is imported with the first call."""
 
-    def run(*tensors: torch.Tensor) -> Any:
+    def run(*arguments: Any) -> Any:
         if not is_on("triton"):
-            return plain(*tensors)
-        from r3.kernels import triton_moe
+            return plain(*arguments)
+        from r3.kernels import triton_kernels
 
-        return getattr(triton_moe, name)(*(tensor.contiguous() for tensor in tensors))
+        return getattr(triton_kernels, name)(
+            *(one.contiguous() if torch.is_tensor(one) else one for one in arguments)
+        )
 
     return run
 
 
 for _plain in (weighted_swiglu, weighted_swiglu_backward, sum_rows):
     _LIBRARY.impl(_plain.__name__, _plain, "CPU")
-    _LIBRARY.impl(_plain.__name__, _on_device(_plain.__name__, _plain), "CUDA")
+    _LIBRARY.impl(_plain.__name__, on_device(_plain.__name__, _plain), "CUDA")
 
 
 # Shapes of the results, for fake tensors.

@@ -284,6 +284,8 @@ def _build_chunk(
         chunk_tokens=config.train.logprob_chunk_tokens,
         fp32=config.model.fp32_head,
         entropy_gradient=config.algo.entropy_coef > 0,
+        adds_to_main_grad=device.is_cuda,  # on CPU it would need a float32 copy of the operands
+        is_embedding=shape.tied,
     )
     for module in model.modules():
         if isinstance(module, AllHeadsNorm):

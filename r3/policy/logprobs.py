@@ -16,11 +16,9 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from r3.kernels import logits  # noqa: F401  (defines torch.ops.r3)
 from r3.policy.products import product
 from r3.runtime.mesh import Axis
-
-# A logit whose probability is exactly 0 after the softmax. Unlike infinity, 0 times it is 0.
-_NOWHERE = -1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +34,9 @@ class Head:
             every logit is then rounded.
         entropy_gradient: entropies have a gradient (`algo.entropy_coef`). It needs one more tensor
             of a chunk's logits in the backward pass.
+        adds_to_main_grad: products add the weight's gradient to Megatron's float32 buffer, if it
+            has one. The sum is never rounded, and no other pass adds it.
+        is_embedding: the weight is that of the embedding too.
     """
 
     axis: Axis
@@ -44,6 +45,8 @@ class Head:
     chunk_tokens: int
     fp32: bool
     entropy_gradient: bool = False
+    adds_to_main_grad: bool = False
+    is_embedding: bool = False
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
         """Yield the rows of each chunk."""
@@ -59,37 +62,32 @@ class Head:
 
         vLLM does the same for a float32 head (logits_processor.py). Products of bfloat16 numbers
         are exact in float32, so these are the logits of converted operands, about ten times faster.
-        Gradients are those of `products_of_halves`.
+        Gradients are those of `product_of_halves`.
         """
         return self.fp32 and weight_VD.is_cuda and weight_VD.dtype == torch.bfloat16
 
-    def scaled_logits(self, hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of logits / temperature, at least float32, [N, V / tp].
+    def logits(self, hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of the logits, [N, V / tp].
 
-        Rows that pad the vocabulary are `_NOWHERE`. `weight_VD` is the `operand` of the output
-        weight, or the weight itself if `is_mixed`.
+        `weight_VD` is the `operand` of the output weight, or the weight itself if `is_mixed`.
         """
         if self.is_mixed(weight_VD):
-            logits_NV = torch.mm(hidden_ND, weight_VD.t(), out_dtype=torch.float32)
-        else:
-            logits_NV = product(self.operand(hidden_ND), weight_VD.t())
-        scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-        if self.temperature != 1:
-            scaled_NV.mul_(1.0 / self.temperature)
-        first, rows = self.axis.rank * len(weight_VD), len(weight_VD)
-        if first + rows > self.vocab_size:
-            scaled_NV[:, max(0, self.vocab_size - first) :] = _NOWHERE
-        return scaled_NV
+            return _float32_product(hidden_ND, weight_VD.t())
+        return product(self.operand(hidden_ND), weight_VD.t())
+
+    def columns(self, rows: int) -> int:
+        """How many rows of this rank's slice are tokens; the others pad the vocabulary."""
+        return max(0, min(rows, self.vocab_size - self.axis.rank * rows))
 
     def local_targets(
         self, targets_N: torch.Tensor, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each target's column in this rank's slice, [N, 1], and whether it is there, [N].
+        """Return each target's column in this rank's slice, and whether it is there, both [N].
 
         A target in another rank's slice gets an arbitrary column.
         """
         local_N = targets_N - self.axis.rank * rows
-        return local_N.clamp(0, rows - 1).unsqueeze(-1), (local_N >= 0) & (local_N < rows)
+        return local_N.clamp(0, rows - 1), (local_N >= 0) & (local_N < rows)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -101,19 +99,15 @@ class _HeadLogprobs(torch.autograd.Function):
         targets_N: torch.Tensor,
         head: Head,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        index_N1, mine_N = head.local_targets(targets_N, len(weight_VD))
+        index_N, mine_N = head.local_targets(targets_N, len(weight_VD))
         weight = weight_VD if head.is_mixed(weight_VD) else head.operand(weight_VD)
-        # Per token, over this rank's slice: largest z, sum of exp, sum of exp * z, and target's z.
-        parts = []
-        for rows in head.chunks(len(hidden_ND)):
-            scaled_NV = head.scaled_logits(hidden_ND[rows], weight)
-            top_N = scaled_NV.amax(-1)
-            scaled_NV.sub_(top_N.unsqueeze(-1))
-            target_N = scaled_NV.gather(-1, index_N1[rows]).squeeze(-1)
-            probs_NV = scaled_NV.exp()
-            parts.append(
-                torch.stack([top_N, probs_NV.sum(-1), scaled_NV.mul_(probs_NV).sum(-1), target_N])
+        columns, scale = head.columns(len(weight_VD)), 1.0 / head.temperature
+        parts = [
+            torch.ops.r3.logit_sums(
+                head.logits(hidden_ND[rows], weight), index_N[rows], columns, scale
             )
+            for rows in head.chunks(len(hidden_ND))
+        ]
         own_top_N, total_N, weighted_N, target_N = torch.cat(parts, 1).unbind(0)
 
         # Sums relative to a slice's own largest z are made relative to the largest z of all slices.
@@ -142,57 +136,67 @@ class _HeadLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         hidden_ND, weight_VD, targets_N, top_N, total_N, excess_N = ctx.saved_tensors
         head: Head = ctx.head
-        index_N1, mine_N = head.local_targets(targets_N, len(weight_VD))
+        index_N, mine_N = head.local_targets(targets_N, len(weight_VD))
         # d log p_target / d z_v = [v = target] - p_v and d H / d z_v = -p_v (log p_v + H).
         grad_N, entropy_grad_N = (grad / head.temperature for grad in grads)
+        at_target_N = torch.where(mine_N, grad_N, 0.0)
         mixed = head.is_mixed(weight_VD)
         weight = weight_VD if mixed else head.operand(weight_VD)
+        columns, scale = head.columns(len(weight_VD)), 1.0 / head.temperature
         grad_hidden_ND = torch.empty_like(hidden_ND)
-        grad_weight_VD: torch.Tensor | None = None
+        direct = head.adds_to_main_grad and hasattr(weight_VD, "main_grad")
+        total_VD: torch.Tensor | None = weight_VD.main_grad if direct else None
         for rows in head.chunks(len(hidden_ND)):
-            scaled_NV = head.scaled_logits(hidden_ND[rows], weight)
-            scaled_NV.sub_(top_N[rows, None])
-            factor_NV = -grad_N[rows, None]
-            if head.entropy_gradient:
-                factor_NV = (scaled_NV + excess_N[rows, None]).mul_(-entropy_grad_N[rows, None])
-                factor_NV.sub_(grad_N[rows, None])
-            grad_NV = scaled_NV.exp_().mul_(factor_NV.div_(total_N[rows, None]))
-            del factor_NV
-            grad_NV.scatter_add_(
-                -1, index_N1[rows], torch.where(mine_N[rows], grad_N[rows], 0.0).unsqueeze(-1)
+            grad_NV = torch.ops.r3.logit_gradient(
+                head.logits(hidden_ND[rows], weight),
+                index_N[rows],
+                columns,
+                scale,
+                top_N[rows],
+                total_N[rows],
+                grad_N[rows],
+                at_target_N[rows],
+                entropy_grad_N[rows] if head.entropy_gradient else None,
+                excess_N[rows] if head.entropy_gradient else None,
+                mixed,
             )
+            operand_ND = head.operand(hidden_ND[rows])
             if mixed:
-                grad_hidden_ND[rows], part_VD = products_of_halves(grad_NV, weight, hidden_ND[rows])
+                grad_hidden_ND[rows] = product_of_halves(grad_NV, weight)
+                operand_ND = hidden_ND[rows].repeat(2, 1)
             else:
-                grad_NV = grad_NV.to(weight.dtype)
                 grad_hidden_ND[rows] = product(grad_NV, weight)
-                part_VD = product(grad_NV.t(), head.operand(hidden_ND[rows]))
+            if direct:
+                _add_product(total_VD, grad_NV.t(), operand_ND)
+                continue
+            multiply = _float32_product if mixed else product
+            part_VD = multiply(grad_NV.t(), operand_ND)
             # Chunks are summed in float32, and the sum is rounded once.
-            if grad_weight_VD is None:
-                grad_weight_VD = part_VD.to(torch.promote_types(part_VD.dtype, torch.float32))
+            if total_VD is None:
+                total_VD = part_VD.to(torch.promote_types(part_VD.dtype, torch.float32))
             else:
-                grad_weight_VD += part_VD
-        assert grad_weight_VD is not None, "a micro-batch has at least one token"
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None
+                total_VD += part_VD
+        assert total_VD is not None, "a micro-batch has at least one token"
+        if not direct:
+            return grad_hidden_ND, total_VD.to(weight_VD.dtype), None, None
+        if head.is_embedding:  # Megatron adds the embedding's gradient, and what is returned here
+            return grad_hidden_ND, torch.zeros_like(weight_VD), None, None
+        weight_VD.grad_added_to_main_grad = True  # nobody reads what is returned
+        return grad_hidden_ND, torch.empty_like(weight_VD), None, None
 
 
-def products_of_halves(
-    grad_NV: torch.Tensor, weight_VD: torch.Tensor, hidden_ND: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return grad @ weight [N, D] and grad.T @ hidden [V, D] in float32.
+def product_of_halves(halves_NV: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """Return (upper half + lower half) @ weight in float32, [N, D].
 
-    CUDA multiplies float32 without its tensor cores. So the gradient, float32, becomes the sum of
-    two bfloat16 numbers, which keeps 16 of its 24 bits. Their products with bfloat16 numbers are
-    exact in float32, and sums are float32.
+    CUDA multiplies float32 without its tensor cores. A sum of two bfloat16 numbers keeps 16 of its
+    24 bits. Their products with bfloat16 numbers are exact in float32, and sums are float32.
 
     Args:
-        grad_NV: float32.
-        weight_VD, hidden_ND: bfloat16.
+        halves_NV: bfloat16 numbers above those that are added to them, [2N, V].
+        weight_VD: bfloat16.
     """
-    high_NV = grad_NV.bfloat16()
-    halves = torch.cat([high_NV, (grad_NV - high_NV).bfloat16()])
-    first_ND, second_ND = _float32_product(halves, weight_VD).chunk(2)
-    return first_ND + second_ND, _float32_product(halves.t(), hidden_ND.repeat(2, 1))
+    high_ND, low_ND = _float32_product(halves_NV, weight_VD).chunk(2)
+    return high_ND + low_ND
 
 
 def _float32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -200,6 +204,14 @@ def _float32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right to a float32 matrix; CPU, in tests, converts bfloat16 first."""
+    if left.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 def logprobs_and_entropy(

@@ -59,11 +59,15 @@ def of_driver(device: int) -> Registrar:
     Args:
         device: number of the GPU.
     """
-    cudart, check = torch.cuda.cudart(), torch.cuda.check_error
+
+    def register(address: int, size: int) -> None:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+
+    def unregister(address: int) -> None:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+
     return Registrar(
-        begin=lambda: torch.cuda.set_device(device),
-        register=lambda address, size: check(cudart.cudaHostRegister(address, size, 0)),
-        unregister=lambda address: check(cudart.cudaHostUnregister(address)),
+        begin=lambda: torch.cuda.set_device(device), register=register, unregister=unregister
     )
 
 

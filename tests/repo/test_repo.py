@@ -63,7 +63,7 @@ MAY_IMPORT = {
         "r3/run/checkpoint.py",
         "r3/run/writing.py",
     ),
-    "triton": ("r3/kernels/triton_moe.py",),
+    "triton": ("r3/kernels/triton_kernels.py",),
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers"}
 DEVICE_FILES = {"r3/runtime/device.py", "r3/runtime/device_cpu.py"}

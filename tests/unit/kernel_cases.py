@@ -1,4 +1,4 @@
-"""The Triton kernels of a MoE layer against plain torch: errors as JSON.
+"""The Triton kernels against plain torch, and those of the output layer against float64: errors.
 
 TRITON_INTERPRET=1 python -m tests.unit.kernel_cases      on CPU, one program after the other
 python -m tests.unit.kernel_cases cuda                    compiled, on a GPU
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from r3.kernels import moe
+from r3.kernels import logits, moe
 
 # Slots, width of an expert, hidden size, tokens, K: nothing fits a block, and one block is too few.
 SIZES = [(37, 24, 40, 13, 3), (1, 7, 9, 1, 1), (11, 1030, 1500, 5, 8), (0, 8, 16, 4, 2)]
@@ -75,7 +75,7 @@ def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
 
 def compare(device: str) -> Iterator[dict[str, Any]]:
     """Errors of every kernel, size and type."""
-    from r3.kernels import triton_moe
+    from r3.kernels import triton_kernels
 
     for dtype in (torch.float32, torch.bfloat16):
         for size in SIZES:
@@ -85,10 +85,83 @@ def compare(device: str) -> Iterator[dict[str, Any]]:
                     "kernel": name,
                     "dtype": str(dtype).removeprefix("torch."),
                     "size": size,
-                    "errors": errors(results(triton_moe, name, arguments), exact),
-                    "wrong": errors(results(triton_moe, name, wrong(name, arguments)), exact),
+                    "errors": errors(results(triton_kernels, name, arguments), exact),
+                    "wrong": errors(results(triton_kernels, name, wrong(name, arguments)), exact),
                 }
 
 
+# Tokens, rows of the output weight, and how many of them are no padding: one block and several.
+LOGITS = [(5, 3001, 2990), (3, 9000, 9000), (2, 7, 5), (2, 6, 0)]
+SCALE = 1 / 0.7
+
+
+def output_layer(device: str) -> Iterator[dict[str, Any]]:
+    """Errors of the output layer's sums and gradients against float64, by kernel and by torch."""
+    from r3.kernels import triton_kernels
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for count, width, columns in LOGITS:
+            generator = torch.Generator().manual_seed(0)
+            values_NV = torch.randn(count, width, generator=generator) * 4
+            # The largest moves from block to block, and its exponential alone would overflow.
+            values_NV = (values_NV + torch.linspace(90, 110, width)).to(dtype).to(device)
+            index = torch.randint(width, (count,), generator=generator).to(device)
+            rows = torch.randn(4, count, generator=generator, dtype=torch.float64).to(device)
+            top, total, *_ = logits.logit_sums(values_NV.double(), index, columns, SCALE)
+            # Other ranks have values_NV too, so that none of the largest is padding.
+            numbers = [top.clamp_min(100.0), total, *rows]
+            cases: dict[str, tuple[Any, ...]] = {
+                "sums": (),
+                "gradient": (*numbers[:4], None, None, False),
+                "gradient with entropy": (*numbers, False),
+                "gradient in halves": (*numbers, True),
+            }
+            for name, more in cases.items():
+                exact = _computed(logits, torch.float64, values_NV, index, columns, more)
+                given, wide = (values_NV, index, columns, more), torch.float32
+                elsewhere = (index + 1) % width
+                yield {
+                    "case": name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "size": (count, width, columns),
+                    "error": _relative(_computed(triton_kernels, wide, *given), exact),
+                    "plain": _relative(_computed(logits, wide, *given), exact),
+                    "wrong": _relative(
+                        _computed(triton_kernels, wide, values_NV, elsewhere, columns, more), exact
+                    ),
+                }
+
+
+def _computed(
+    module: Any,
+    kind: torch.dtype,
+    values_NV: torch.Tensor,
+    index: torch.Tensor,
+    columns: int,
+    more: tuple[Any, ...],
+) -> torch.Tensor:
+    """Sums, or the gradient if there is `more`, from numbers per token of one type.
+
+    With float64, logits are float64 too, and nothing is divided into halves.
+    """
+    exact = kind == torch.float64
+    given_NV = values_NV.to(kind) if exact else values_NV.clone()
+    if not more:
+        sums: torch.Tensor = module.logit_sums(given_NV, index, columns, SCALE)
+        return sums.double()
+    *numbers, halves = [one.to(kind) if torch.is_tensor(one) else one for one in more]
+    result = module.logit_gradient(
+        given_NV, index, columns, SCALE, *numbers, bool(halves and not exact)
+    )
+    return result.double().view(-1, *values_NV.shape).sum(0)
+
+
+def _relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest error of a row, relative to the row."""
+    return float(((found - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)).max())
+
+
 if __name__ == "__main__":
-    print(json.dumps(list(compare(*sys.argv[1:] or ["cpu"]))))
+    device = sys.argv[1] if sys.argv[1:] else "cpu"
+    found = {"experts": list(compare(device)), "output layer": list(output_layer(device))}
+    print(json.dumps(found))

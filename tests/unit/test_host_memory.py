@@ -17,7 +17,7 @@ from r3.runtime.host_memory import Registrar, page_locked, tensor_on
 
 pytestmark = pytest.mark.unit
 
-MIB = 1 << 20
+PART = 1 << 16
 
 
 @dataclass
@@ -58,13 +58,13 @@ def is_resident(address: int, size: int) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def parts_of_a_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_PART", MIB)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_PART", PART)
 
 
 def test_every_byte_is_touched_then_registered_once_and_then_released() -> None:
     calls = Calls()
-    sizes = [5 * MIB + 4, 12, 2 * MIB]
+    sizes = [5 * PART + 4, 12, 2 * PART]
     blocks = [one.result(60) for one in page_locked(sizes, calls.registrar())]
     assert sorted(size for _, size in calls.registered) == sorted(sizes)
     ends = sorted((address, address + size) for address, size in calls.registered)
@@ -84,9 +84,9 @@ def test_every_byte_is_touched_then_registered_once_and_then_released() -> None:
 
 
 def test_residency_is_seen() -> None:
-    untouched = mmap.mmap(-1, 2 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    untouched = mmap.mmap(-1, 2 * PART, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pointer = ctypes.c_char.from_buffer(untouched)
-    assert not is_resident(ctypes.addressof(pointer), 2 * MIB)
+    assert not is_resident(ctypes.addressof(pointer), 2 * PART)
 
 
 def test_two_threads_register_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_two_threads_register_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     # One thread alone would wait here for the other.
     calls = Calls(meanwhile=threading.Barrier(2, timeout=60).wait)
-    for block in page_locked([3 * MIB] * 4, calls.registrar()):
+    for block in page_locked([3 * PART] * 4, calls.registrar()):
         block.result(60)
     assert len(set(calls.by)) == 2
 
@@ -104,7 +104,7 @@ def test_ranks_of_a_machine_share_its_processors(monkeypatch: pytest.MonkeyPatch
     for ranks, threads in ((1, 4), (2, 2), (8, 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         calls = Calls()
-        for block in page_locked([2 * MIB] * 8, calls.registrar()):
+        for block in page_locked([2 * PART] * 8, calls.registrar()):
             block.result(60)
         # A pool starts a thread where none is idle.
         assert len(calls.began) <= threads
@@ -113,10 +113,10 @@ def test_ranks_of_a_machine_share_its_processors(monkeypatch: pytest.MonkeyPatch
 def test_nothing_waits_for_memory_that_is_on_its_way() -> None:
     may_go_on = threading.Event()
     calls = Calls(meanwhile=lambda: may_go_on.wait(60))
-    blocks = page_locked([MIB, MIB], calls.registrar())
+    blocks = page_locked([PART, PART], calls.registrar())
     assert not any(block.done() for block in blocks)
     may_go_on.set()
-    assert [len(block.result(60)) for block in blocks] == [MIB, MIB]
+    assert [len(block.result(60)) for block in blocks] == [PART, PART]
 
 
 def test_memory_that_the_driver_refuses_is_an_error_and_not_unregistered() -> None:
@@ -124,7 +124,7 @@ def test_memory_that_the_driver_refuses_is_an_error_and_not_unregistered() -> No
         raise RuntimeError("out of memory")
 
     calls = Calls(meanwhile=refuse)
-    (block,) = page_locked([MIB], calls.registrar())
+    (block,) = page_locked([PART], calls.registrar())
     with pytest.raises(RuntimeError, match="out of memory"):
         block.result(60)
     del block

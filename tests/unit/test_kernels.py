@@ -1,4 +1,4 @@
-"""The Triton kernels of a MoE layer, run by Triton's interpreter, equal plain torch."""
+"""The Triton kernels, run by Triton's interpreter, equal plain torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRITON = Path(sys.prefix) / "triton"
 
 
 @pytest.fixture(scope="module")
-def compared() -> list[dict[str, Any]]:
+def measured() -> dict[str, list[dict[str, Any]]]:
     assert (TRITON / "triton").is_dir(), f"{TRITON} has no Triton: make test installs it there"
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.kernel_cases"],
@@ -37,8 +37,13 @@ def compared() -> list[dict[str, Any]]:
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
-    return rows
+    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def compared(measured: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return measured["experts"]
 
 
 def test_kernels_equal_plain_torch_up_to_rounding(compared: list[dict[str, Any]]) -> None:
@@ -65,3 +70,25 @@ def test_mistakes_in_kernels_show(compared: list[dict[str, Any]]) -> None:
             assert max(row["wrong"]) > 0.1, row
     # Rows in another order round differently.
     assert any(max(row["wrong"]) > 0 for row in compared if row["kernel"] == "sum_rows")
+
+
+def test_sums_and_gradients_of_logits_are_as_exact_as_those_of_plain_torch(
+    measured: dict[str, list[dict[str, Any]]],
+) -> None:
+    rows = measured["output layer"]
+    names = ("sums", "gradient", "gradient with entropy", "gradient in halves")
+    assert sorted({(row["case"], row["dtype"]) for row in rows}) == sorted(
+        (name, dtype) for name in names for dtype in ("float32", "bfloat16")
+    )
+    for row in rows:
+        # z is at most 190, rounded to 2^-17 in float32, and so is the logarithm of a probability.
+        bound = 4 * 2**-17
+        if row["case"] == "gradient in halves":
+            bound += 2**-14  # the interpreter cuts bits off, where a GPU rounds: 2^-18
+        elif row["case"] != "sums" and row["dtype"] == "bfloat16":
+            bound += 2**-7  # the type of the result, cut off too
+        assert row["error"] <= bound, row
+        if row["dtype"] == "float32" and row["case"] != "gradient in halves":
+            assert row["error"] <= 1.1 * row["plain"] + 1e-7, row
+        # Another target: nothing else would show if there is only padding.
+        assert row["wrong"] > 0.1 or not row["size"][2], row
