@@ -138,6 +138,8 @@ class Peak:
         rows_chunks: the same in chunks.
         scores: largest difference between the two.
         gradients: largest difference between the two, relative to the largest gradient.
+        added: the same where products add to Megatron's buffer, as on CUDA.
+        forgotten: the same if the head did not know whether its weight is the embedding.
     """
 
     tokens: int
@@ -147,6 +149,8 @@ class Peak:
     rows_chunks: list[int]
     scores: float
     gradients: float
+    added: float
+    forgotten: float
 
 
 def peak(device: Device, *, model: str, parallel: dict[str, int]) -> Peak:
@@ -177,20 +181,27 @@ def peak(device: Device, *, model: str, parallel: dict[str, int]) -> Peak:
             rows[name].append(watch.rows)
         gradients = [gradient for _, _, gradient in full_gradients(policy).values()]
         seen[name] = torch.stack([torch.cat(scores.logprobs), torch.cat(scores.entropy)]), gradients
-    (scores_one, gradients_one), (scores_other, gradients_other) = seen.values()
-    largest = max(float(gradient.abs().max()) for gradient in gradients_one)
+    count = len(arrived)
+    for name, tied in (("added", whole.is_embedding), ("forgotten", not whole.is_embedding)):
+        model_chunk.head = replace(whole, adds_to_main_grad=True, is_embedding=tied)
+        policy.forward_backward(batch)
+        seen[name] = seen["whole"][0], [each for _, _, each in full_gradients(policy).values()]
+    largest = max(float(gradient.abs().max()) for gradient in seen["whole"][1])
+
+    def difference(name: str) -> float:
+        pairs = zip(seen["whole"][1], seen[name][1], strict=True)
+        return max(float((one - other).abs().max()) for one, other in pairs) / largest
+
     return Peak(
         tokens=max(micro_batch.num_tokens for micro_batch in batch.micro_batches),
         micro_batches=len(batch.micro_batches),
-        arrived=len(arrived),
+        arrived=count,
         rows_whole=rows["whole"],
         rows_chunks=rows["chunks"],
-        scores=float((scores_one - scores_other).abs().max()),
-        gradients=max(
-            float((one - other).abs().max())
-            for one, other in zip(gradients_one, gradients_other, strict=True)
-        )
-        / largest,
+        scores=float((seen["whole"][0] - seen["chunks"][0]).abs().max()),
+        gradients=difference("chunks"),
+        added=difference("added"),
+        forgotten=difference("forgotten"),
     )
 
 

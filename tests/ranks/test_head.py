@@ -70,6 +70,9 @@ def test_no_tensor_holds_the_logits_of_a_micro_batch(
         assert found.arrived == 2 * found.micro_batches >= 4
         assert found.scores <= 1e-5  # float32 products of other sizes sum in another order
         assert found.gradients <= 1e-5
+        assert found.added <= 1e-5
+        # A tied weight would lose the embedding's gradient. The other one is returned as zeros.
+        assert found.forgotten > 1e-3 if ranks == 1 else found.forgotten <= 1e-5
 
 
 @pytest.mark.parametrize(("ranks", "parallel"), [(1, {}), (2, {"tp": 2})], ids=["single", "tp2"])
