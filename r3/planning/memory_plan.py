@@ -144,6 +144,8 @@ def head_bytes(config: Config, shape: ModelShape) -> float:
                                                  algo.entropy_coef needs 4 C W beside them)
         both        b N D / cp                   hidden states of all tokens
                     4 D W                        float32 copy of the weight for model.fp32_head
+
+    This is what plain torch needs. The kernels for CUDA need less, which is not measured.
     """
     size, parallel = BYTES_OF[config.model.dtype], config.parallel
     operand = 4 if config.model.fp32_head else size
