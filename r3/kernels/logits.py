@@ -1,4 +1,4 @@
-"""What lies between the two products of the output layer: one kernel on CUDA, plain torch elsewhere.
+"""The output layer between its products: one kernel on CUDA, plain torch elsewhere.
 
 As in `r3.kernels.moe`, torch.ops.r3 chooses by device. Below, V are the rows of the output weight
 on this rank. Rows from `columns` on pad the vocabulary.

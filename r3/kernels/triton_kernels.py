@@ -1,7 +1,8 @@
-"""Triton kernels of `r3.kernels.moe` and `logits`. Only this module imports Triton.
+"""Triton kernels of `r3.kernels.moe` and `r3.kernels.logits`.
 
-It is imported on CUDA, and in tests. One program works on one row, or on one block of its columns, and nothing is added atomically: the
-same input gives the same bits, whatever else runs.
+Only this module imports Triton, and only CUDA and tests import it. One program works on one row, or
+on one block of its columns, and nothing is added atomically: the same input gives the same bits,
+whatever else runs.
 """
 
 from __future__ import annotations
