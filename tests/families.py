@@ -43,6 +43,17 @@ _DEEPSEEK: dict[str, Any] = dict(
     scoring_func="sigmoid",
     topk_method="noaux_tc",
 )
+_GLM: dict[str, Any] = dict(
+    num_key_value_heads=2,
+    head_dim=12,  # 6 are rotated
+    moe_intermediate_size=40,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    rms_norm_eps=1e-5,
+    attention_bias=True,
+)
 
 
 _OF_ONE_VALUE = ("scoring_func", "topk_method")
@@ -92,6 +103,17 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=_yarn(factor=40, mscale=1.0, mscale_all_dim=1.0),
         ),
     ),
+    "glm-4.5-air": ("glm4_moe", _GLM | dict(partial_rotary_factor=0.5)),
+    "glm-4.5": (
+        "glm4_moe",
+        _GLM | dict(use_qk_norm=True, first_k_dense_replace=2, routed_scaling_factor=2.5),
+    ),
+    "glm-4.7-flash": (
+        "glm4_moe_lite",
+        _DEEPSEEK
+        | dict(n_shared_experts=1, q_lora_rank=24, routed_scaling_factor=1.8)
+        | dict(qk_nope_head_dim=20, v_head_dim=28),
+    ),
     "llama": ("llama", {}),
     "llama3.1": (
         "llama",
@@ -110,6 +132,15 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 DENSE_FAMILIES = ("qwen3", "qwen2", "llama", "llama3.1", "qwen3-yarn")
 MOE_FAMILIES = tuple(name for name in FAMILIES if name not in DENSE_FAMILIES)
+ENGINE_FAMILIES = (
+    *(name for name in MOE_FAMILIES if name != "qwen3_moe"),  # in tests/e2e/test_engine.py
+    "llama3.1",
+    "qwen3-yarn",
+    # Tied embeddings: one family without experts, one with.
+    "qwen3-tied",
+    "qwen3_moe-tied",
+)
+"""Checkpoints whose weights and routes are tried in vLLM."""
 
 
 def engine_sizes(name: str) -> dict[str, Any]:
@@ -120,6 +151,9 @@ def engine_sizes(name: str) -> dict[str, Any]:
         sizes["moe_intermediate_size"] = 64
     if "head_dim" in specific:
         sizes["head_dim"] = 32
+    if name == "glm-4.7-flash":
+        latents = dict(kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
+        sizes |= latents | dict(num_key_value_heads=4)
     if model_type == "deepseek_v3":
         latents = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
         sizes |= latents | dict(num_key_value_heads=4)

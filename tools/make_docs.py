@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
+from inspect import getsource
 from pathlib import Path
 from textwrap import fill
 
@@ -20,10 +21,12 @@ from r3.config import Config, describe_fields  # noqa: E402
 from r3.config.others import TABLES  # noqa: E402
 from r3.configs import PRESETS  # noqa: E402
 from r3.metrics.glossary import GLOSSARY  # noqa: E402
+from r3.models.families import FAMILIES, PROOFS  # noqa: E402
 from tests.templates import COLUMNS, TEMPLATES  # noqa: E402
 
 DOCS = ROOT / "docs"
 COMING = "coming-from-trl-and-verl.md"
+LIMITS, ADDING = "limits.md", "adding-a-model-family.md"
 GENERATED = "<!-- Written by tools/make_docs.py from the code: change the code, not this page. -->"
 
 CONFIGURATION = """\
@@ -204,6 +207,8 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics(),
         "chat-templates.md": chat_templates(),
         COMING: coming((DOCS / COMING).read_text(encoding="utf-8")),
+        LIMITS: filled(LIMITS, "models", model_families()),
+        ADDING: filled(ADDING, "lines", lines_of_families()),
     }
 
 
@@ -283,6 +288,32 @@ def chat_templates() -> str:
     reasons = [f"{number}. \u2026 {cell(cause)} \u2026" for number, cause in enumerate(causes, 1)]
     parts = [GENERATED, CHAT_TEMPLATES, table(("model", *COLUMNS.values()), rows)]
     return "\n".join([*parts, "\nWhat the refusals say:\n", *reasons, ""])
+
+
+def model_families() -> str:
+    """Return the table of model families, and what is proved of each."""
+    rows = [
+        (f"`{name}`", family.models, ", ".join(family.proved)) for name, family in FAMILIES.items()
+    ]
+    proofs = [f"- **{name}**: {text}" for name, text in PROOFS.items()]
+    return "\n".join([table(("architecture", "models", "proved"), rows), "", *proofs])
+
+
+def lines_of_families() -> str:
+    """Return how many lines the function of each family has."""
+    rows = [
+        (f"`{name}`", str(len(getsource(family.fields).splitlines())))
+        for name, family in FAMILIES.items()
+    ]
+    return table(("architecture", "lines of its function"), rows)
+
+
+def filled(page: str, name: str, text: str) -> str:
+    """Return a page with its generated part replaced."""
+    begin = f"<!-- {name}: written by tools/make_docs.py from r3/models/families.py -->\n"
+    before, mark, rest = (DOCS / page).read_text(encoding="utf-8").partition(begin)
+    assert mark, f"{page} has no line {begin!r}"
+    return f"{before}{begin}{text}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
 
 
 def coming(page: str) -> str:

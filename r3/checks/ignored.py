@@ -162,7 +162,7 @@ def _model(config: Config, shape: ModelShape | None, notes: list[str], ignored: 
                 "model.recompute = 'moe' has no effect: the model is dense. Use full to recompute "
                 "every layer"
             )
-    if engine.dtype == "float32":
+    if engine.dtype == "float32" or (shape and shape.engine_router_fp32):
         ignored("the engine's router logits are float32", "model.router_logits")
     if model.dtype == engine.dtype == "float32":
         ignored("policy and engine are float32 throughout", "model.fp32_head")

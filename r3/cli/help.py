@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import textwrap
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -14,6 +15,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from r3.config import Config, describe_fields
 from r3.configs import PRESETS
+from r3.models.families import FAMILIES, PROOFS
 
 USAGE = """\
 usage: train.py BASE [--section.field value ...]   start or resume a run
@@ -26,6 +28,8 @@ usage: train.py BASE [--section.field value ...]   start or resume a run
        train.py BASE --check [--world-size N]      check settings, data, reward;
                     [--device-gib 80] [--host-gib 512]  and whether it can fit
        train.py BASE --help                        list every setting
+       train.py --models                           model families, and what is
+                                                   proved of each
 """
 _ABOUT = (
     "BASE is a preset, a YAML file with differences from a preset, or my_presets.py:function.",
@@ -44,7 +48,21 @@ def overview() -> str:
     return "\n".join([USAGE, *about, "", *presets_and_sections])
 
 
-def _list(entries: dict[str, str]) -> list[str]:
+def models() -> str:
+    """The known architectures of config.json, their models, and what is proved of them."""
+    rows = [
+        textwrap.fill(
+            f"{family.models} ({', '.join(family.proved)})",
+            _width(),
+            initial_indent=f"  {name:24s}",
+            subsequent_indent=" " * 26,
+        )
+        for name, family in FAMILIES.items()
+    ]
+    return "\n".join(["architectures", *rows, "", "what is proved", *_list(PROOFS)])
+
+
+def _list(entries: Mapping[str, str]) -> list[str]:
     return [
         textwrap.fill(
             text.splitlines()[0],

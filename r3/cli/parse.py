@@ -60,7 +60,7 @@ from r3.runtime.terminal import say
 T = TypeVar("T")
 
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # as r3.run.checkpoint names complete ones
-_SWITCHES = ("dry_run", "check", "help")
+_SWITCHES = ("dry_run", "check", "help", "models")
 _PLAN_FLAGS = ("world_size", "device_gib", "host_gib", "plan_for")
 _SEARCHED = ("parallel.", "rollout.prompts_per_step")  # --plan-for finds what they allow
 _MODELS = ("model.path", "algo.teacher", "reward.model_path")
@@ -108,6 +108,7 @@ class _CommandLine:
     dry_run: str = ""
     check: str = ""
     help: Annotated[str, tyro.conf.arg(aliases=["-h"])] = ""
+    models: str = ""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -124,6 +125,7 @@ class _Words:
     dry_run: bool = False
     check: bool = False
     help: bool = False
+    models: bool = False
     flags: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -138,6 +140,8 @@ def parse(argv: Sequence[str]) -> Invocation:
     words = _split(argv, problems)
     if not argv or (words.help and not words.bases and words.run_dir is None):
         _leave(0 if words.help else 2, helps.overview())
+    if words.models:
+        _leave(0, helps.models())
     base = _base(words, problems)
     if words.help and base:
         with _reader_may_leave():

@@ -59,17 +59,32 @@ class Family:
     Attributes:
         model_type: as in config.json.
         fields: reads the fields of `ModelShape` that are not common to all families.
-        norm_eps, rope_theta: values where config.json has none. transformers and vLLM have the
-            same defaults.
+        norm_eps, rope_theta, partial_rotary_factor: values where config.json has none. transformers
+            and vLLM have the same defaults.
         implied: keys that have one value in this family. transformers' class has no other, so
             `save_pretrained` leaves them out; vLLM must be told.
+        reads: keys that `fields` reads and that are refused in other families.
+        models: models of this family that people train.
+        proved: keys of `PROOFS`. Tests compare them with what is tried.
     """
 
     model_type: str
+    models: str
     fields: Callable[[HfConfig], dict[str, Any]]
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    reads: frozenset[str] = frozenset()
     implied: Mapping[str, str] = field(default_factory=dict)
+    proved: tuple[str, ...] = ("policy", "engine")
+
+
+PROOFS = {
+    "policy": "logits, gradients and export equal those of transformers, under tp, pp, ep and cp",
+    "engine": "weights reach vLLM bit for bit; captured routes are those of transformers' routers",
+    "runs": "the accuracy of complete runs rises",
+}
+"""What is proved of a family, on small random checkpoints and on the embedded model."""
 
 
 def _llama(_hf: HfConfig) -> dict[str, Any]:
@@ -151,17 +166,16 @@ def _mixtral(hf: HfConfig) -> dict[str, Any]:
     )
 
 
-def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
-    """DeepSeek-V3 (arXiv 2412.19437) and Moonlight: latent attention, sigmoid router with biases.
+def _sigmoid_moe(hf: HfConfig) -> dict[str, Any]:
+    """DeepSeek-V3's MoE layers: sigmoid router with biases and groups, shared experts.
 
     The expert bias moves the choice of experts, not their gates. It is a float32 buffer that R3
     never changes. Multi-token-prediction layers are left out.
     """
-    _check_latent_rope(hf)
+    hf.only("scoring_func", "sigmoid")
+    hf.only("topk_method", "noaux_tc")
     hf.only("norm_topk_prob", True)
     hf.only("moe_layer_freq", 1)
-    hf.only("rope_interleave", True)
-    hf.only("num_key_value_heads", hf.values.get("num_attention_heads"))
     num_experts = hf.number("num_local_experts", "n_routed_experts")
     topk = hf.number("num_experts_per_tok")
     groups, chosen = hf.number("n_group"), hf.number("topk_group")
@@ -176,7 +190,28 @@ def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
             "Megatron rates a group by that many of its best experts, transformers and vLLM by "
             "the best 2"
         )
-    moe_ffn_size, num_layers = hf.number("moe_intermediate_size"), hf.number("num_hidden_layers")
+    moe_ffn_size = hf.number("moe_intermediate_size")
+    first, num_layers = hf.number("first_k_dense_replace", least=0), hf.number("num_hidden_layers")
+    return dict(
+        num_experts=num_experts,
+        topk=topk,
+        moe_ffn_size=moe_ffn_size,
+        shared_ffn_size=moe_ffn_size * hf.number("n_shared_experts"),
+        router_score="sigmoid",
+        router_scale=hf.real("routed_scaling_factor", default=1.0),
+        expert_groups=groups,
+        topk_groups=chosen,
+        moe_layers=tuple(range(first, num_layers)),
+        moe_names=MoeNames(router_bias="mlp.gate.e_score_correction_bias"),
+        num_mtp_layers=hf.number("num_mtp_layers", "num_nextn_predict_layers", default=0, least=0),
+    )
+
+
+def _latent_attention(hf: HfConfig) -> dict[str, Any]:
+    """DeepSeek's latent attention."""
+    _check_latent_rope(hf)
+    hf.only("rope_interleave", True)
+    hf.only("num_key_value_heads", hf.values.get("num_attention_heads"))
     latent = LatentAttention(
         query_rank=hf.number("q_lora_rank", default=0),
         kv_rank=hf.number("kv_lora_rank"),
@@ -188,19 +223,39 @@ def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
         latent=latent,
         num_kv_heads=hf.number("num_attention_heads"),
         head_dim=latent.nope_size + latent.rope_size,
-        num_experts=num_experts,
-        topk=topk,
-        moe_ffn_size=moe_ffn_size,
-        shared_ffn_size=moe_ffn_size * hf.number("n_shared_experts"),
-        router_score="sigmoid",
-        # 2.5 is the default of transformers, which vLLM reads too.
-        router_scale=hf.real("routed_scaling_factor", default=2.5),
-        expert_groups=groups,
-        topk_groups=chosen,
-        moe_layers=tuple(range(hf.number("first_k_dense_replace", least=0), num_layers)),
-        moe_names=MoeNames(router_bias="mlp.gate.e_score_correction_bias"),
-        num_mtp_layers=hf.number("num_mtp_layers", "num_nextn_predict_layers", default=0, least=0),
+        rotary_size=latent.rope_size,
     )
+
+
+def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
+    """DeepSeek-V3 (arXiv 2412.19437) and Moonlight: latent attention and this router."""
+    # 2.5 is the default of transformers, which vLLM reads too.
+    scale = hf.real("routed_scaling_factor", default=2.5)
+    return _sigmoid_moe(hf) | _latent_attention(hf) | {"router_scale": scale}
+
+
+def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
+    """GLM-4.5 to GLM-4.7 (arXiv 2508.06471): half of each head is rotated, DeepSeek-V3's router.
+
+    Queries, keys and values have biases. The larger models normalise queries and keys per head.
+    """
+    return _sigmoid_moe(hf) | dict(
+        qkv_bias=bool(hf.values.get("attention_bias", False)),
+        qk_norm="head" if hf.values.get("use_qk_norm", False) else "none",
+        engine_router_fp32=True,
+    )
+
+
+def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
+    """GLM-4.7-Flash: DeepSeek-V3's attention and router in other sizes."""
+    # vLLM counts the dense layers, transformers has a kind for each layer.
+    dense = hf.number("first_k_dense_replace", least=0)
+    kinds = ["dense"] * dense + ["sparse"] * (hf.number("num_hidden_layers") - dense)
+    # Without the key, transformers takes one dense layer.
+    hf.only("mlp_layer_types", kinds)
+    if dense != 1 and hf.values.get("mlp_layer_types") is None:
+        raise ShapeError(f"first_k_dense_replace {dense} needs mlp_layer_types in config.json")
+    return _sigmoid_moe(hf) | _latent_attention(hf) | {"engine_router_fp32": True}
 
 
 def _check_latent_rope(hf: HfConfig) -> None:
@@ -224,21 +279,49 @@ def _check_latent_rope(hf: HfConfig) -> None:
 
 
 FAMILIES: dict[str, Family] = {
-    "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", fields=_qwen3_moe),
-    "Qwen3ForCausalLM": Family(model_type="qwen3", fields=_qwen3),
-    "Qwen2MoeForCausalLM": Family(model_type="qwen2_moe", fields=_qwen2_moe),
-    "Qwen2ForCausalLM": Family(model_type="qwen2", fields=_qwen2),
-    "OlmoeForCausalLM": Family(model_type="olmoe", fields=_olmoe, norm_eps=1e-5),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        fields=_qwen3_moe,
+        models="Qwen3-30B-A3B, Qwen3-235B-A22B",
+        proved=("policy", "engine", "runs"),
+    ),
+    "Qwen3ForCausalLM": Family(model_type="qwen3", fields=_qwen3, models="Qwen3, dense"),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe", fields=_qwen2_moe, models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"
+    ),
+    "Qwen2ForCausalLM": Family(
+        model_type="qwen2", fields=_qwen2, models="Qwen2 and Qwen2.5, dense", proved=("policy",)
+    ),
+    "OlmoeForCausalLM": Family(
+        model_type="olmoe", fields=_olmoe, models="OLMoE-1B-7B", norm_eps=1e-5
+    ),
     "MixtralForCausalLM": Family(
-        model_type="mixtral", fields=_mixtral, norm_eps=1e-5, rope_theta=1e6
+        model_type="mixtral", fields=_mixtral, models="Mixtral", norm_eps=1e-5, rope_theta=1e6
     ),
     "DeepseekV3ForCausalLM": Family(
         model_type="deepseek_v3",
         fields=_deepseek_v3,
+        models="Moonlight-16B-A3B, DeepSeek-V3",
         # vLLM takes softmax without biases where they are absent.
         implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
-    "LlamaForCausalLM": Family(model_type="llama", fields=_llama),
+    "Glm4MoeForCausalLM": Family(
+        model_type="glm4_moe",
+        fields=_glm4_moe,
+        models="GLM-4.5-Air, GLM-4.5, GLM-4.6, GLM-4.7",
+        norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+        reads=frozenset({"attention_bias", "partial_rotary_factor"}),
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        model_type="glm4_moe_lite",
+        fields=_glm4_moe_lite,
+        models="GLM-4.7-Flash",
+        norm_eps=1e-5,
+    ),
+    "LlamaForCausalLM": Family(
+        model_type="llama", fields=_llama, models="Llama 2 and 3, and models of their layout"
+    ),
 }
 """Architecture, as in config.json -> its family."""
 

@@ -47,6 +47,7 @@ class ModelShape:
     """Sizes and architecture of a model. A dense model has 0 experts and no `moe_layers`.
 
     Attributes:
+        rotary_size: dimensions of a query or key head with rotary position, the first ones.
         ffn_size: width of the dense MLP, in hidden units.
         tied: the output head is the embedding.
         qk_norm: queries and keys are not normalised, per head, or over all heads together.
@@ -57,6 +58,7 @@ class ModelShape:
         norm_topk_prob: the gates of the chosen experts are normalised to sum 1.
         router_score: function that makes scores of the router's logits.
         router_scale: factor on the gates.
+        engine_router_fp32: vLLM computes the router's logits in float32, whatever its data type is.
         expert_groups: the router first chooses the best `topk_groups` of so many groups of experts.
         moe_layers: numbers of the layers that have experts, from 0.
         num_mtp_layers: multi-token-prediction layers, which R3 does not load, train or export.
@@ -69,6 +71,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_size: int
     ffn_size: int
     vocab_size: int
     max_position_embeddings: int
@@ -86,6 +89,7 @@ class ModelShape:
     norm_topk_prob: bool = True
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     router_scale: float = 1.0
+    engine_router_fp32: bool = False
     expert_groups: int = 1
     topk_groups: int = 1
     moe_layers: tuple[int, ...] = ()
@@ -142,16 +146,18 @@ class ModelShape:
         for name, value in family.implied.items():
             hf.only(name, value)
         hf.only("hidden_act", "silu")
-        hf.refuse(
-            "use_sliding_window", "attention_bias", "mlp_bias", "clip_qkv", "quantization_config"
-        )
+        hf.refuse("use_sliding_window", "mlp_bias", "clip_qkv", "quantization_config")
+        hf.refuse(*{"attention_bias"} - family.reads)
         # With either, two passes over one text would give different scores.
         hf.refuse("attention_dropout", "router_jitter_noise")
         if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
             hf.faults.append("layer_types other than 'full_attention' are not supported yet")
-        rope = hf.rope.values
-        HfConfig({**values, **rope}, hf.faults).only("partial_rotary_factor", 1.0)
+        partial = HfConfig({**values, **hf.rope.values}, hf.faults)
+        if "partial_rotary_factor" not in family.reads:
+            partial.only("partial_rotary_factor", 1.0)
         num_heads, hidden_size = hf.number("num_attention_heads"), hf.number("hidden_size")
+        head_dim = hf.number("head_dim", default=hidden_size // num_heads)
+        rotated = partial.real("partial_rotary_factor", default=family.partial_rotary_factor)
         common: dict[str, Any] = dict(
             architecture=architecture,
             model_type=family.model_type,
@@ -159,7 +165,8 @@ class ModelShape:
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=hf.number("num_key_value_heads", default=num_heads),
-            head_dim=hf.number("head_dim", default=hidden_size // num_heads),
+            head_dim=head_dim,
+            rotary_size=int(head_dim * rotated),
             ffn_size=hf.number("intermediate_size"),
             vocab_size=hf.number("vocab_size"),
             max_position_embeddings=hf.number("max_position_embeddings"),
@@ -172,6 +179,11 @@ class ModelShape:
         )
         shape = cls(**(common | family.fields(hf)))
         require_tokens(values, shape.vocab_size)
+        if shape.rotary_size % 2 or not 0 < shape.rotary_size <= shape.head_dim:
+            raise ShapeError(
+                f"partial_rotary_factor {rotated} of head_dim {shape.head_dim} rotates "
+                f"{shape.rotary_size} dimensions: it must be an even number of them, at most all"
+            )
         if shape.num_heads % shape.num_kv_heads:
             raise ShapeError(
                 f"num_attention_heads {shape.num_heads} is no multiple of "

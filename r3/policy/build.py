@@ -292,7 +292,7 @@ def _build_chunk(
             module.tp = mesh.tp
         elif isinstance(module, GroupedExperts):
             module.recomputes_activation = config.model.recompute == "selective"
-        elif isinstance(module, Router) and config.model.router_logits == "engine":
+        elif isinstance(module, Router) and rounds_router_logits(config, shape):
             module.gating = rounded_gating(module.gating, _DTYPES[config.engine.dtype])
         elif isinstance(module, MoELayer) and kind == "fused":
             module.token_dispatcher = TokenDispatcher(module, mesh.megatron, mesh.ep)
@@ -307,6 +307,11 @@ def _build_chunk(
         loop_attention.prepare(megatron.params_dtype)
         loop_experts.prepare(megatron.params_dtype)
     return model
+
+
+def rounds_router_logits(config: Config, shape: ModelShape) -> bool:
+    """Whether the policy rounds its router logits as the engine does."""
+    return config.model.router_logits == "engine" and not shape.engine_router_fp32
 
 
 def rounded_gating(
@@ -336,8 +341,7 @@ def _set_rope(model: Any, shape: ModelShape) -> None:
         factor = yarn_mscale(scaling.factor, scaling.mscale_all_dim)
     elif scaling:
         factor = scaling.attention_factor
-    size = shape.latent.rope_size if shape.latent else shape.head_dim
-    frequencies = inverse_frequencies(size, shape.rope_theta, scaling)
+    frequencies = inverse_frequencies(shape.rotary_size, shape.rope_theta, scaling)
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):  # of latent attention
             module.inv_freq = frequencies

@@ -56,7 +56,7 @@ def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> 
 
 
 class Rotation:
-    """Turns pairs (x_i, x_{i + d / 2}) of a head by position * frequency_i.
+    """Turns pairs (x_i, x_{i + d / 2}) of a head's first d values by position * frequency_i.
 
     (x cos - y sin, y cos + x sin) is head * (cos, cos) + (head with swapped halves) * (-sin, sin).
 
@@ -91,6 +91,10 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, way: int) -> torch.Tensor:
+    size = cos.shape[-1]
+    if size < x_Nhd.shape[-1]:
+        turned = _turned(x_Nhd[..., :size], cos, sin, way=way)
+        return torch.cat([turned, x_Nhd[..., size:]], -1)
     if rows.is_faster(x_Nhd, "rotation"):
         return rows.rotate(x_Nhd, cos, sin, way=way)
     # In bfloat16 the rounding of an operation depends on the layout of its inputs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from r3.engine.weight_push import Pushed, push
 from r3.handover.memory import State
 from r3.handover.weight_sync import SyncError, prove_sync, prove_weights
 from r3.runtime.device import Device
+from r3.types import Rollout
 from tests.engines import (
     World,
     engine_from_disk,
@@ -48,6 +49,8 @@ class PushedFamily:
         loops_equal: R3's loops sampled the same as vLLM's kernels.
         notes: lines that two weight syncs printed.
         faults: message of the proof by planted fault.
+        routes, wrong_routes: rows of captured routes, one per token and MoE layer, and those whose
+            experts are not the ones that transformers' routers choose with the same weights.
         moved: the push changed what is sampled.
         equal: both engines sample the same.
         proofs: largest log-probability differences of the proofs.
@@ -68,6 +71,8 @@ class PushedFamily:
     loops_equal: bool
     notes: list[str]
     faults: dict[str, str]
+    routes: int
+    wrong_routes: int
     moved: bool
     equal: bool
     proofs: list[float]
@@ -94,6 +99,7 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
     world.export(folder)
     config = replace(world.config, model=replace(world.config.model, path=str(folder)))
     fresh = engine_from_disk(config, device, world.task, policy_version=1)
+    routes, wrong_routes = compare_routes(rollouts, folder)
     equal = pushed == signature(world.collect(1, engine=fresh).rollouts)
     tensors = held_tensors(world.engine) == held_tensors(fresh)
     by_reload = push(world.engine.llm, world.stream.read(), world.task.shape, copy=False)
@@ -122,10 +128,33 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
         loops_equal=by_kernels == pushed,
         notes=printed.getvalue().splitlines(),
         faults=planted_faults(world),
+        routes=routes,
+        wrong_routes=wrong_routes,
         moved=before != pushed,
         equal=equal,
         proofs=proofs,
     )
+
+
+@torch.no_grad()
+def compare_routes(rollouts: Sequence[Rollout], folder: Path) -> tuple[int, int]:
+    """Count rows of captured routes, and those that are not what transformers' routers choose."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    chosen: list[torch.Tensor] = []
+    for module in model.modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(lambda _module, _inputs, output: chosen.append(output[2]))
+    rows = wrong = 0
+    for rollout in rollouts:
+        chosen.clear()
+        model(torch.from_numpy(rollout.tokens_T)[None], use_cache=False)
+        captured = torch.from_numpy(rollout.routed_experts).long().sort(-1).values.unbind(1)
+        for theirs, ours in zip(chosen, captured, strict=True):
+            differs = (theirs[:-1].sort(-1).values != ours).any(-1)
+            rows, wrong = rows + len(differs), wrong + int(differs.sum())
+    return rows, wrong
 
 
 def unknown_kernels(world: World) -> Pushed:

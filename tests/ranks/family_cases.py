@@ -20,12 +20,14 @@ from r3.handover.weight_sync import WeightStream, export
 from r3.models.hf_checkpoint import CheckpointError, read_small_files
 from r3.models.shape import ModelShape
 from r3.policy import Policy
+from r3.policy.layout import zigzag_rows
 from r3.policy.modules import packed_params
 from r3.run import checkpoint
 from r3.run.resume import Found
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh
+from r3.types import MicroBatch
 from tests.errors import message_of
 from tests.policies import batches_of, policy_of, require_planned
 from tests.tiny import tiny_config
@@ -91,7 +93,7 @@ def contracts(
     found = {}
     for name, folder in folders.items():
         try:
-            one = pipeline_contract if mesh.pp.size > 1 else contract
+            one = pipeline_contract if mesh.pp.size * mesh.cp.size > 1 else contract
             found[name] = one(device, mesh, folder, Path(out) / name, parallel)
         except Exception:
             if mesh.world.size > 1:
@@ -162,7 +164,7 @@ def selective_is_equal(device: Device, mesh: Mesh, config: Config) -> bool:
 def pipeline_contract(
     device: Device, mesh: Mesh, folder: str, out: Path, parallel: dict[str, int]
 ) -> Contract:
-    """Try one checkpoint on several stages, through Megatron's schedule.
+    """Try one checkpoint on several stages, or with sequences divided over ranks.
 
     No rank computes logits of all layers by itself, so the policy's own passes are compared, with
     live routes.
@@ -191,13 +193,10 @@ def pipeline_contract(
     ]
     (-torch.stack(weighted).sum() / batch.num_loss_tokens).backward()
     ours = policy.score(batch.micro_batches, mode="live").logprobs
-    largest = (
-        max(
-            (float((a - b.detach()).abs().max()) for a, b in zip(ours, theirs, strict=True)),
-            default=0.0,
-        )
-        if policy.reports
-        else 0.0
+    pairs = zip(ours, theirs, batch.micro_batches, strict=True) if policy.reports else ()
+    largest = max(
+        (float((a - b.detach()[rows_of(each, mesh)]).abs().max()) for a, b, each in pairs),
+        default=0.0,
     )
     policy.forward_backward(batch)
     scratch = out.with_name(f"{out.name}.gradients")
@@ -206,6 +205,13 @@ def pipeline_contract(
         **gradient_differences(policy, mesh, stream, reference, scratch),
         round_trip=compare_files(Path(folder), out) if device.rank == 0 else [],
     )
+
+
+def rows_of(micro_batch: MicroBatch, mesh: Mesh) -> torch.Tensor | slice:
+    """Rows of a micro-batch that this rank has."""
+    if mesh.cp.size == 1:
+        return slice(None)
+    return zigzag_rows(micro_batch.cu_seqlens, mesh.cp.rank, mesh.cp.size)
 
 
 def transformers_model(folder: str) -> Any:

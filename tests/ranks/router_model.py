@@ -87,6 +87,7 @@ def model_of(
         num_heads=4,
         num_kv_heads=2,
         head_dim=8,
+        rotary_size=8,
         ffn_size=FFN,
         vocab_size=VOCAB,
         max_position_embeddings=256,

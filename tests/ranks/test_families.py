@@ -26,7 +26,9 @@ RUNS: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "ep2": (2, {"ep": 2}, list(MOE_FAMILIES)),
     "tp2": (2, {"tp": 2}, [*FAMILIES, "qwen3-tied", "qwen3_moe-tied"]),
     "pp2": (2, {"pp": 2}, [f"{name}{tied}" for name in FAMILIES for tied in ("", "-tied")]),
+    "cp2": (2, {"cp": 2}, list(FAMILIES)),
 }
+LARGE = ("tp2", "pp2", "cp2")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def test_every_known_family_is_tried_here() -> None:
 @pytest.mark.parametrize(
     ("run", "name"),
     [
-        pytest.param(run, name, marks=pytest.mark.large if run in ("tp2", "pp2") else ())
+        pytest.param(run, name, marks=pytest.mark.large if run in LARGE else ())
         for run, (_, _, names) in RUNS.items()
         for name in names
     ],
@@ -83,7 +85,7 @@ def test_contract(run: str, name: str, figures: Figures) -> None:
         assert rank.round_trip == [], "tensors that are not bit for bit those on disk"
         routed = name.removesuffix("-tied") in MOE_FAMILIES
         # Whose batch has live routes: a router may choose experts that train nothing.
-        if run != "pp2":
+        if run not in ("pp2", "cp2"):
             assert rank.layer_by_layer, "the engine would hold tensors of many layers at a time"
             assert rank.shared == (run != "single"), (
                 "buffers are exported where there are ranks to read them"

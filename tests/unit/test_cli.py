@@ -18,7 +18,9 @@ import yaml
 from r3.assets import TINY_MOE, WORD_PROBLEMS_EVAL, WORD_PROBLEMS_TRAIN
 from r3.cli import parse as cli
 from r3.config import SETTINGS, read_values, to_yaml, with_values
-from r3.configs import PRESETS
+from r3.configs import KNOWN_SHAPES, PRESETS
+from r3.models.families import FAMILIES, PROOFS
+from r3.models.shape import ModelShape
 from r3.run.folder import RunDir
 from r3.run.resume import open_run
 
@@ -654,6 +656,8 @@ def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None
         ("tiny-tools", 2),
         ("qwen3-moe-30b-a3b", 8),
         ("qwen3-moe-30b-80gb", 8),
+        ("glm-4.7-flash", 8),
+        ("glm-4.5-air", 32),
         ("qwen3-0.6b", 1),
     ],
 )
@@ -678,6 +682,36 @@ def test_every_preset_dry_runs_where_nothing_is_downloaded(
 def test_the_table_above_has_every_preset() -> None:
     marks = test_every_preset_dry_runs_where_nothing_is_downloaded.pytestmark  # type: ignore[attr-defined]
     assert {preset for preset, _ in marks[0].args[1]} == set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("preset", "path", "published"),
+    [
+        ("qwen3-moe-30b-a3b", "Qwen/Qwen3-30B-A3B", 30.5),
+        ("glm-4.7-flash", "zai-org/GLM-4.7-Flash", 30),
+        ("glm-4.5-air", "zai-org/GLM-4.5-Air", 106),
+        ("qwen3-0.6b", "Qwen/Qwen3-0.6B", 0.6),
+    ],
+)
+def test_presets_have_the_published_sizes(preset: str, path: str, published: float) -> None:
+    """Billions of parameters, as the model cards round them."""
+    assert PRESETS[preset]().model.path == path
+    ours = ModelShape.from_hf(KNOWN_SHAPES[path]).num_params / 1e9
+    assert ours == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize("preset", ["glm-4.7-flash", "glm-4.5-air"])
+def test_presets_for_gpus_of_80_gb_fit_them(
+    capsys: pytest.CaptureFixture[str], preset: str
+) -> None:
+    assert "\nverdict\n  fits: " in printed(capsys, preset, "--dry-run", "--device-gib", "80")
+
+
+def test_the_list_of_model_families_needs_no_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--models")
+    for name, family in FAMILIES.items():
+        assert name in text and family.models.split(",")[0] in text
+    assert all(proof in text for proof in PROOFS)
 
 
 def test_a_dry_run_shows_changed_settings_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from r3 import assets
 from r3.models import families
 from r3.models.families import implied_keys
 from r3.models.rules import conversion_rules
 from r3.models.shape import ModelShape, RopeScaling, ShapeError, checkpoint_tensors
-from tests.families import FAMILIES, MOE_FAMILIES, family_checkpoint
+from tests.families import ENGINE_FAMILIES, FAMILIES, MOE_FAMILIES, family_checkpoint
 
 pytestmark = pytest.mark.unit
 
@@ -34,6 +35,18 @@ def test_every_known_architecture_is_tried_here() -> None:
     assert {model_type for model_type, _ in FAMILIES.values()} == {
         family.model_type for family in families.FAMILIES.values()
     }
+
+
+def test_what_is_proved_of_a_family_is_what_is_tried() -> None:
+    proved: dict[str, set[str]] = {proof: set() for proof in families.PROOFS}
+    for family in families.FAMILIES.values():
+        for proof in family.proved:
+            proved[proof].add(family.model_type)
+    assert proved["policy"] == {model_type for model_type, _ in FAMILIES.values()}
+    names = {name.removesuffix("-tied") for name in ENGINE_FAMILIES}
+    assert proved["engine"] == {FAMILIES[name][0] for name in names}
+    embedded = json.loads((assets.TINY_MOE / "config.json").read_text())
+    assert proved["runs"] == {embedded["model_type"]}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -131,7 +144,7 @@ def test_rope_keys_of_published_files_are_read_under_both_their_names(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama3.1", "qwen3-yarn", "deepseek_v3", "qwen3-untruncated"]
+    "name", ["llama", "llama3.1", "qwen3-yarn", "deepseek_v3", "glm-4.5", "qwen3-untruncated"]
 )
 def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
     name: str, folders: dict[str, Path], tmp_path: Path
@@ -152,7 +165,7 @@ def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
     else:
         folder = folders[name]
     shape, theirs = ModelShape.read(folder), AutoConfig.from_pretrained(folder)
-    dim = shape.latent.rope_size if shape.latent else shape.head_dim
+    dim = shape.rotary_size
     ours = inverse_frequencies(dim, shape.rope_theta, shape.rope_scaling)
     if shape.rope_scaling is None:
         expected, factor = 1.0 / (shape.rope_theta ** (torch.arange(0, dim, 2).float() / dim)), 1.0
@@ -160,6 +173,7 @@ def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
         expected, factor = ROPE_INIT_FUNCTIONS[shape.rope_scaling.kind](theirs, "cpu")
         assert shape.rope_scaling.attention_factor == factor
     assert torch.equal(ours, expected)
+    assert dim == {"glm-4.5": 6}.get(name, dim)
 
 
 def test_latent_attention_caches_one_vector_a_token(folders: dict[str, Path]) -> None:
