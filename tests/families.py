@@ -114,6 +114,12 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
         | dict(n_shared_experts=1, q_lora_rank=24, routed_scaling_factor=1.8)
         | dict(qk_nope_head_dim=20, v_head_dim=28),
     ),
+    "granitemoe": (
+        "granitemoe",
+        dict(num_local_experts=8, num_experts_per_tok=3, intermediate_size=40)
+        | dict(embedding_multiplier=12.0, attention_multiplier=0.3)
+        | dict(residual_multiplier=0.22, logits_scaling=6.0),
+    ),
     "llama": ("llama", {}),
     "llama3.1": (
         "llama",
@@ -149,6 +155,8 @@ def engine_sizes(name: str) -> dict[str, Any]:
     sizes: dict[str, Any] = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
     if "moe_intermediate_size" in specific:
         sizes["moe_intermediate_size"] = 64
+    if model_type == "granitemoe":
+        sizes["intermediate_size"] = 64  # of an expert
     if "head_dim" in specific:
         sizes["head_dim"] = 32
     if name == "glm-4.7-flash":

@@ -18,7 +18,7 @@ import torch
 from r3.engine import sampling_seed
 from r3.engine.experts import ExpertBlock
 from r3.handover.rollouts import pack_for
-from r3.models.hf_checkpoint import write_checkpoint
+from r3.models.hf_checkpoint import joined, write_checkpoint
 from r3.models.sharding import S, Shard, ShardId, SyncPlan
 from r3.policy.weight_slots import HeadLayout, join_shards, split
 from r3.rollout.codec import decode, encode
@@ -61,9 +61,8 @@ def export(
     mesh.world.barrier()
     if mesh.world.rank == 0:
         dtype = policy.megatron.params_dtype
-        write_checkpoint(
-            folder, stream.read(), small_files=small_files, dtype=dtype, metadata=metadata
-        )
+        weights = joined(stream.read(), policy.shape)
+        write_checkpoint(folder, weights, small_files=small_files, dtype=dtype, metadata=metadata)
     elif stream.crosses_network:
         for _ in stream.read():
             pass

@@ -39,9 +39,14 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeNames:
-    """Tensor names of a MoE layer in the checkpoint, after `model.layers.N.`.
+    """Tensor names of a MoE layer, after `model.layers.N.`.
 
-    `{e}` is the number of the expert. An empty name: the family has no such tensor.
+    `{e}` is the number of the expert. An empty name: the family has no such tensor. They are names
+    that vLLM loads. Some checkpoints have others, or one tensor for all experts (`stacked`).
+
+    Attributes:
+        stacked: name in the checkpoint -> the tensors that it joins, if it differs from them: for
+            experts, those of one of them, joined along the first dimension.
     """
 
     router: str = "mlp.gate"
@@ -50,6 +55,7 @@ class MoeNames:
     shared_expert: str = "mlp.shared_experts"
     shared_gate: str = ""
     router_bias: str = ""
+    stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +233,31 @@ def _latent_attention(hf: HfConfig) -> dict[str, Any]:
     )
 
 
+def _granitemoe(hf: HfConfig) -> dict[str, Any]:
+    """Granite-MoE 3.0 and 3.1: multipliers, and one tensor for the experts of a layer."""
+    moe, expert = "block_sparse_moe", "block_sparse_moe.experts.{e}"
+    gate, up, down = (f"{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    return dict(
+        embedding_multiplier=hf.real("embedding_multiplier", default=1.0),
+        attention_multiplier=hf.real("attention_multiplier", default=1.0),
+        residual_multiplier=hf.real("residual_multiplier", default=1.0),
+        logits_scaling=hf.real("logits_scaling", default=1.0),
+        num_experts=hf.number("num_local_experts"),
+        topk=hf.number("num_experts_per_tok"),
+        moe_ffn_size=hf.number("intermediate_size"),
+        moe_layers=tuple(range(hf.number("num_hidden_layers"))),
+        moe_names=MoeNames(
+            router=f"{moe}.gate",
+            expert=expert,
+            stacked=(
+                (f"{moe}.router.layer.weight", (f"{moe}.gate.weight",)),
+                (f"{moe}.input_linear.weight", (gate, up)),
+                (f"{moe}.output_linear.weight", (down,)),
+            ),
+        ),
+    )
+
+
 def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
     """DeepSeek-V3 (arXiv 2412.19437) and Moonlight: latent attention and this router."""
     # 2.5 is the default of transformers, which vLLM reads too.
@@ -318,6 +349,11 @@ FAMILIES: dict[str, Family] = {
         fields=_glm4_moe_lite,
         models="GLM-4.7-Flash",
         norm_eps=1e-5,
+    ),
+    "GraniteMoeForCausalLM": Family(
+        model_type="granitemoe",
+        fields=_granitemoe,
+        models="Granite 3.0 and 3.1, 1B-A400M and 3B-A800M",
     ),
     "LlamaForCausalLM": Family(
         model_type="llama", fields=_llama, models="Llama 2 and 3, and models of their layout"

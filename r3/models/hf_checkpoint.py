@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class CheckpointReader:
             fix = "Set model.path to the folder of a Hugging Face checkpoint"
             raise CheckpointError(f"{self.folder}: {error}. {fix}") from None
         self._file_of: dict[str, Any] = {}
+        self._place_of: dict[str, tuple[str, int]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.bytes_read = self.largest_read = 0
         self._open = [safe_open(str(file), framework="pt") for file in files]
@@ -64,6 +65,8 @@ class CheckpointReader:
     def require(self, shape: ModelShape) -> None:
         """Check that the folder has exactly the tensors of the model, with their shapes.
 
+        From then on, tensors that are joined in the files can be read by their own names.
+
         Raises:
             CheckpointError: it does not; the message names the tensors.
         """
@@ -80,6 +83,11 @@ class CheckpointReader:
                 )
             )
 
+        self.shapes = shape.unstacked(self.shapes)
+        for stored, (_, parts) in shape.stored.items():
+            if stored not in self.shapes:
+                self._place_of |= {part: (stored, number) for number, part in enumerate(parts)}
+
     def read(self, name: str, dim: int = 0, index: int = 0, count: int = 1) -> torch.Tensor:
         """Read slice `index` of `count` along the first (0) or the last (-1) dimension to the host.
 
@@ -88,8 +96,19 @@ class CheckpointReader:
         size = self.shapes[name][dim]
         each = -(-size // count)
         part = slice(min(index * each, size), min((index + 1) * each, size))
-        before = len(self.shapes[name]) - 1 if dim == -1 else 0
-        piece: torch.Tensor = self._file_of[name].get_slice(name)[(slice(None),) * before + (part,)]
+        where = [slice(None)] * len(self.shapes[name])
+        where[dim] = part
+        stored, number = self._place_of.get(name, (name, 0))
+        source = self._file_of[stored].get_slice(stored)
+        first: tuple[int, ...] = ()
+        if stored != name:
+            rows = self.shapes[name][0]
+            *experts, joined, _ = source.get_shape()
+            expert, number = divmod(number, joined // rows)
+            first = (expert,) if experts else ()
+            start, stop, _ = where[0].indices(rows)
+            where[0] = slice(number * rows + start, number * rows + stop)
+        piece: torch.Tensor = source[(*first, *where)]
         self.bytes_read += piece.nbytes
         self.largest_read = max(self.largest_read, piece.nbytes)
         return piece
@@ -155,6 +174,30 @@ def _has_code(auto_map: Any, files: Collection[str]) -> bool:
         for name in names
         if name is not None
     )
+
+
+def joined(
+    weights: Iterable[tuple[str, torch.Tensor]], shape: ModelShape
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield full tensors as checkpoints of this family have them, see `ModelShape.stored`.
+
+    The parts of a joined tensor are kept until it is complete: those of one layer, in the order of
+    a weight stream.
+    """
+    stored_of = {part: name for name, (_, parts) in shape.stored.items() for part in parts}
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in weights:
+        if name not in stored_of:
+            yield name, tensor
+            continue
+        stored = stored_of[name]
+        size, parts = shape.stored[stored]
+        found = waiting.setdefault(stored, {})
+        found[name] = tensor
+        if len(found) == len(parts):
+            yield stored, torch.cat([found[part] for part in parts]).view(size)
+            del waiting[stored]
+    assert not waiting, f"parts of {sorted(waiting)} are missing"
 
 
 def write_checkpoint(

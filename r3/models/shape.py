@@ -50,6 +50,10 @@ class ModelShape:
         rotary_size: dimensions of a query or key head with rotary position, the first ones.
         ffn_size: width of the dense MLP, in hidden units.
         tied: the output head is the embedding.
+        embedding_multiplier: factor on embeddings.
+        attention_multiplier: factor on attention scores; 0 = 1 / sqrt(head_dim).
+        residual_multiplier: factor on what attention and MLP add to the residual stream.
+        logits_scaling: logits are divided by it.
         qk_norm: queries and keys are not normalised, per head, or over all heads together.
         latent: sizes of latent attention; None = ordinary (grouped-query) attention.
         topk: experts per token.
@@ -79,6 +83,10 @@ class ModelShape:
     rope_scaling: RopeScaling | None
     norm_eps: float
     tied: bool
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 0.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     qkv_bias: bool = False
     qk_norm: Literal["none", "head", "all"] = "none"
     latent: LatentAttention | None = None
@@ -202,7 +210,9 @@ class ModelShape:
 
     @cached_property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor, with the names of Hugging Face checkpoints and vLLM.
+        """Name -> shape of every tensor, with names of Hugging Face checkpoints that vLLM loads.
+
+        Some checkpoints join several of them in one tensor: `stored`.
 
         A tied output head is not a tensor of its own, although some checkpoints store a copy.
         """
@@ -279,13 +289,39 @@ class ModelShape:
             "o_proj.weight": (hidden, heads * latent.value_size),
         }
 
+    @cached_property
+    def stored(self) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        """Name in the checkpoint -> shape there, and the tensors that it joins, one after another.
+
+        Only those whose names differ from `tensor_shapes`. Experts are joined expert by expert.
+        """
+        found = {}
+        for layer in self.moe_layers:
+            prefix = f"model.layers.{layer}."
+            for name, parts in self.moe_names.stacked:
+                experts = range(self.num_experts) if "{e}" in parts[0] else (0,)
+                names = tuple(prefix + part.format(e=e) for e in experts for part in parts)
+                rows, *width = self.tensor_shapes[names[0]]
+                size = (len(parts) * rows, *width)
+                found[prefix + name] = (len(experts), *size) if len(experts) > 1 else size, names
+        return found
+
+    def unstacked(self, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return tensors of a checkpoint (name -> shape) with those joined in `stored` apart."""
+        found = dict(tensors)
+        for name, (shape, parts) in self.stored.items():
+            if found.get(name) == shape:
+                del found[name]
+                found |= {part: self.tensor_shapes[part] for part in parts}
+        return found
+
     def faults(self, tensors: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Compare a checkpoint's tensors (name -> shape) with the model's.
 
         Returns:
             One line per missing, unknown or misshaped tensor; empty if the checkpoint matches.
         """
-        expected = self.tensor_shapes
+        expected, tensors = self.tensor_shapes, self.unstacked(tensors)
         missing = [f"missing {name}" for name in expected if name not in tensors]
         unknown = [
             f"unknown {name}"

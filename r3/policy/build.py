@@ -262,6 +262,7 @@ def _build_chunk(
             experts=_experts_class(kind, device),
             attention=ContextParallelAttention if config.parallel.cp > 1 else CausalAttention,
             replaced=_attention_modules(shape),
+            residual_multiplier=shape.residual_multiplier,
             vp_stage=vp_stage,
         ),
         # Every tp rank has equally many rows. Padding is masked out of the softmax
@@ -277,10 +278,14 @@ def _build_chunk(
         pg_collection=mesh.megatron,
         vp_stage=vp_stage,
     )
+    if model.pre_process and shape.embedding_multiplier != 1:
+        factor = shape.embedding_multiplier
+        model.embedding.register_forward_hook(lambda _module, _inputs, output: output * factor)
+    model.logits_scaling = shape.logits_scaling
     model.head = Head(
         axis=mesh.tp,
         vocab_size=shape.vocab_size,
-        temperature=config.rollout.temperature,
+        temperature=config.rollout.temperature * shape.logits_scaling,
         chunk_tokens=config.train.logprob_chunk_tokens,
         fp32=config.model.fp32_head,
         entropy_gradient=config.algo.entropy_coef > 0,
@@ -346,7 +351,7 @@ def _set_rope(model: Any, shape: ModelShape) -> None:
         if isinstance(module, RotaryEmbedding):  # of latent attention
             module.inv_freq = frequencies
         elif isinstance(module, CausalAttention):
-            module.scale *= factor**2
+            module.scale = (shape.attention_multiplier or module.scale) * factor**2
             if not shape.latent:
                 module.inverse_frequencies = frequencies
 

@@ -28,7 +28,8 @@ class Head:
     Attributes:
         axis: the ranks that share the vocabulary (tp), with equally many rows of the output weight.
         vocab_size: tokens; further rows pad the vocabulary to equal parts.
-        temperature: logits are divided by it.
+        temperature: the output layer's product is divided by it: the temperature of sampling times
+            `ModelShape.logits_scaling`.
         chunk_tokens: tokens whose logits exist at a time; 0 = all.
         fp32: multiply hidden states and weight in float32; otherwise in their own type, to which
             every logit is then rounded.
@@ -244,12 +245,14 @@ class ScoringGPT(GPTModel):
     """
 
     head: Head
+    logits_scaling = 1.0  # logits are divided by it
 
     def _postprocess(
         self, hidden_states: torch.Tensor, labels: torch.Tensor | None, **rest: Any
     ) -> Any:
         if labels is None or not self.post_process:
-            return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+            output = super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)
+            return output / self.logits_scaling if self.post_process else output
         if self.head.axis.size > 1:
             assert self.config.sequence_parallel, "tensor parallel ranks hold parts of the sequence"
             # Its backward sums every rank's share of the gradient and returns to each rank the part

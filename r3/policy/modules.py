@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -444,12 +444,29 @@ class GroupedExperts(MegatronModule):
         }
 
 
+def _scaled_addition(factor: float) -> Callable[..., Any]:
+    """Return what adds `factor` times the output of attention or MLP to the residual stream.
+
+    Source: megatron/core/fusions/fused_bias_dropout.py, without bias and dropout.
+    """
+
+    def add(
+        output_with_bias: tuple[torch.Tensor, None], residual: torch.Tensor, _dropout: float
+    ) -> torch.Tensor:
+        output, bias = output_with_bias
+        assert bias is None, "output projections have no bias"
+        return residual + output * factor
+
+    return lambda _training, _fused: add
+
+
 def decoder_spec(
     config: Any,
     *,
     experts: type[MegatronModule] | None,
     attention: type[CausalAttention] = CausalAttention,
     replaced: Mapping[str, type] | None = None,
+    residual_multiplier: float = 1.0,
     vp_stage: int | None = None,
 ) -> Any:
     """Return Megatron's local decoder spec with R3's norm, attention and, if asked, experts.
@@ -459,6 +476,7 @@ def decoder_spec(
         experts: class of a MoE layer's experts; None = Megatron's own.
         attention: class of the core attention.
         replaced: parts of self-attention, by field name, that are other modules in this model.
+        residual_multiplier: factor on what attention and MLP add to the residual stream.
         vp_stage: number of the model chunk on this pipeline rank; None without virtual stages.
     """
     block = get_gpt_decoder_block_spec(
@@ -468,6 +486,8 @@ def decoder_spec(
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        if residual_multiplier != 1:
+            parts.self_attn_bda = parts.mlp_bda = _scaled_addition(residual_multiplier)
         projections = parts.self_attention.submodules
         projections.core_attention = attention
         if config.qk_layernorm and not config.multi_latent_attention:

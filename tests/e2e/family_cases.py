@@ -145,7 +145,11 @@ def compare_routes(rollouts: Sequence[Rollout], folder: Path) -> tuple[int, int]
     chosen: list[torch.Tensor] = []
     for module in model.modules():
         if type(module).__name__.lower().endswith("topkrouter"):
-            module.register_forward_hook(lambda _module, _inputs, output: chosen.append(output[2]))
+            module.register_forward_hook(
+                lambda _module, _inputs, output: chosen.extend(
+                    each for each in output if not each.is_floating_point()
+                )
+            )
     rows = wrong = 0
     for rollout in rollouts:
         chosen.clear()

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from r3.config import Config
 from r3.engine.experts import ExpertBlock
 from r3.handover.weight_sync import WeightStream, export
-from r3.models.hf_checkpoint import CheckpointError, read_small_files
+from r3.models.hf_checkpoint import CheckpointError, joined, read_small_files
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.layout import zigzag_rows
@@ -334,7 +334,7 @@ def gradient_differences(
         reference.save_pretrained(scratch)
     mesh.world.barrier()
     expected = tensors_of(scratch)
-    found = {name: tensor.clone() for name, tensor in stream.read()}
+    found = {name: tensor.clone() for name, tensor in joined(stream.read(), policy.shape)}
     assert found.keys() == expected.keys()
     mesh.world.barrier()
     sizes = {name: float(tensor.abs().max()) for name, tensor in expected.items()}
