@@ -83,10 +83,9 @@ class CheckpointReader:
                 )
             )
 
-        self.shapes = shape.unstacked(self.shapes)
         for stored, (_, parts) in shape.stored.items():
-            if stored not in self.shapes:
-                self._place_of |= {part: (stored, number) for number, part in enumerate(parts)}
+            self._place_of |= {part: (stored, number) for number, part in enumerate(parts)}
+            self.shapes |= {part: shape.tensor_shapes[part] for part in parts}
 
     def read(self, name: str, dim: int = 0, index: int = 0, count: int = 1) -> torch.Tensor:
         """Read slice `index` of `count` along the first (0) or the last (-1) dimension to the host.

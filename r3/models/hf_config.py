@@ -103,7 +103,8 @@ def require_agreement(values: Mapping[str, Any]) -> None:
     for name in ("rope_parameters", "rope_scaling"):
         section = values.get(name)
         if isinstance(section, dict):
-            _require_same(name, section, "config.json", {"rope_theta": values.get("rope_theta")})
+            keys = ("rope_theta", "partial_rotary_factor")
+            _require_same(name, section, "config.json", {key: values.get(key) for key in keys})
             _require_same(name, section, name, {"rope_type": section.get("type")})
 
 

@@ -306,14 +306,14 @@ class ModelShape:
                 found[prefix + name] = (len(experts), *size) if len(experts) > 1 else size, names
         return found
 
-    def unstacked(self, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return tensors of a checkpoint (name -> shape) with those joined in `stored` apart."""
-        found = dict(tensors)
-        for name, (shape, parts) in self.stored.items():
-            if found.get(name) == shape:
-                del found[name]
-                found |= {part: self.tensor_shapes[part] for part in parts}
-        return found
+    @cached_property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor in the checkpoint's files: some are joined (`stored`)."""
+        whole = {part: name for name, (_, parts) in self.stored.items() for part in parts}
+        return {
+            whole.get(name, name): self.stored[whole[name]][0] if name in whole else shape
+            for name, shape in self.tensor_shapes.items()
+        }
 
     def faults(self, tensors: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Compare a checkpoint's tensors (name -> shape) with the model's.
@@ -321,7 +321,7 @@ class ModelShape:
         Returns:
             One line per missing, unknown or misshaped tensor; empty if the checkpoint matches.
         """
-        expected, tensors = self.tensor_shapes, self.unstacked(tensors)
+        expected = self.stored_shapes
         missing = [f"missing {name}" for name in expected if name not in tensors]
         unknown = [
             f"unknown {name}"

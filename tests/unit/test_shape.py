@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from r3 import assets
 from r3.models import families
 from r3.models.families import implied_keys
+from r3.models.hf_checkpoint import CheckpointReader, joined
 from r3.models.rules import conversion_rules
 from r3.models.shape import ModelShape, RopeScaling, ShapeError, checkpoint_tensors
 from tests.families import ENGINE_FAMILIES, FAMILIES, MOE_FAMILIES, family_checkpoint
@@ -74,7 +76,7 @@ def test_tensor_shapes_are_those_that_transformers_writes(
     name: str, folders: dict[str, Path]
 ) -> None:
     shape = ModelShape.read(folders[name])
-    assert shape.tensor_shapes == shape.unstacked(checkpoint_tensors(folders[name]))
+    assert shape.stored_shapes == checkpoint_tensors(folders[name])
     assert shape.faults(checkpoint_tensors(folders[name])) == []
     assert bool(shape.moe_layers) == (name in MOE_FAMILIES)
 
@@ -84,7 +86,7 @@ def test_tied_embeddings_are_one_tensor(name: str, tmp_path: Path) -> None:
     folder = family_checkpoint(tmp_path, name, tied=True)
     shape, tensors = ModelShape.read(folder), checkpoint_tensors(folder)
     assert shape.tied and "lm_head.weight" not in shape.tensor_shapes
-    assert shape.tensor_shapes == shape.unstacked(tensors)
+    assert shape.stored_shapes == tensors
     # Some checkpoints store the copy all the same.
     assert shape.faults(tensors | {"lm_head.weight": (512, 64)}) == []
 
@@ -192,6 +194,43 @@ def test_multi_token_prediction_layers_are_left_out(folders: dict[str, Path]) ->
     }
     assert with_one.faults(with_one.tensor_shapes | head) == []
     assert len(without.faults(without.tensor_shapes | head)) == 2
+
+
+def test_tensors_of_stacked_experts_are_read_and_written_bit_for_bit(
+    folders: dict[str, Path],
+) -> None:
+    folder = folders["granitemoe"]
+    shape = ModelShape.read(folder)
+    on_disk = {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    with CheckpointReader(folder) as reader:
+        reader.require(shape)
+        written = dict(joined(((name, reader.read(name)) for name in shape.tensor_shapes), shape))
+        assert written.keys() == on_disk.keys()
+        assert all(torch.equal(written[name], on_disk[name]) for name in on_disk)
+        stack = "model.layers.1.block_sparse_moe"
+        up, down = (f"{stack}.experts.3.{part}_proj.weight" for part in ("up", "down"))
+        # Slices of tensor-parallel ranks. Gate comes before up.
+        assert torch.equal(
+            reader.read(up, 0, 1, 2), on_disk[f"{stack}.input_linear.weight"][3, 60:]
+        )
+        assert torch.equal(
+            reader.read(down, -1, 1, 2), on_disk[f"{stack}.output_linear.weight"][3, :, 20:]
+        )
+
+
+def test_a_misshaped_stack_is_named_as_it_is_on_disk(folders: dict[str, Path]) -> None:
+    shape = ModelShape.read(folders["granitemoe"])
+    tensors = checkpoint_tensors(folders["granitemoe"])
+    stack = "model.layers.1.block_sparse_moe.output_linear.weight"
+    faults = shape.faults(tensors | {stack: (8, 64, 39)})
+    assert f"{stack} has shape (8, 64, 39), config.json implies (8, 64, 40)" in faults
+    assert f"missing {stack}" in shape.faults(
+        {name: size for name, size in tensors.items() if name != stack}
+    )
 
 
 def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
@@ -317,6 +356,25 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
         ),
         ("deepseek_v3", {"n_group": 3}, "16 experts do not make n_group 3 groups"),
         ("deepseek_v3", {"topk_group": 3}, "num_experts_per_tok 4 // topk_group 3 must be 2"),
+        (
+            "glm-4.5-air",
+            {"partial_rotary_factor": 0.25, "rope_parameters": None},
+            "partial_rotary_factor 0.25 of head_dim 12 rotates 3 dimensions",
+        ),
+        ("glm-4.5-air", {"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
+        (
+            "glm-4.5-air",
+            {"partial_rotary_factor": 1.0},
+            "partial_rotary_factor 0.5 in rope_parameters contradicts 1.0 in config.json",
+        ),
+        ("glm-4.7-flash", {"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types .* not supported"),
+        (
+            "glm-4.7-flash",
+            {"first_k_dense_replace": 2, "mlp_layer_types": None},
+            "first_k_dense_replace 2 needs mlp_layer_types",
+        ),
+        ("granitemoe", {"attention_bias": True}, "attention_bias is not supported"),
+        ("granitemoe", {"logits_scaling": -1}, "logits_scaling must be a positive number"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
