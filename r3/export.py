@@ -111,7 +111,7 @@ def _changed(
 ) -> list[Problem]:
     """Parts of the starting model that are not those the run was trained with."""
     earlier = read_sources(run_dir)
-    if earlier is None:  # a run of an older version
+    if earlier is None:  # the file is lost
         return []
     changed = of_model(small_files, tokenizer.chat_template).changed_since(earlier)
     fix = "restore it: the export would not be what was trained"

@@ -97,7 +97,6 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "advantage": _number(sample.advantage),
         "finish": sample.finish_reason,
         "length": sample.response_tokens,
-        "complete": sample.is_complete,
     }
     return {key: value for key, value in row.items() if value not in (None, "", [], {})}
 

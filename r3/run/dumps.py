@@ -21,8 +21,6 @@ from r3.runtime.mesh import Axis
 from r3.runtime.terminal import say
 from r3.types import Prompt, Rollout
 
-_RENAMED = {"member": "sample_index", "version": "policy_version"}  # keys of dumps before 0.2
-
 
 def dump_rollouts(
     run_dir: RunDir, step: int, scored: Sequence[Scored], world: Axis, prompts: Sequence[Prompt]
@@ -34,7 +32,7 @@ def dump_rollouts(
     If the disk is full, rank 0 prints a message and the run continues.
 
     Returns:
-        The rows of the jsonl file on rank 0, nothing on others or if there is no file.
+        The dumped rows on rank 0, nothing on others or if there is no file.
     """
     counts = world.all_gather_object([item.index for item in scored])
     everything = send_rollouts(scored, {index: [0] for part in counts for index in part}, world)
@@ -44,7 +42,7 @@ def dump_rollouts(
     wanted = {item.rollout.prompt_id for item in items}
     by_id = {prompt.id: prompt for prompt in prompts if prompt.id in wanted}
     try:
-        return read_jsonl(write_rollouts(run_dir, step, items, by_id))
+        return write_rollouts(run_dir, step, items, by_id)
     except (OSError, SafetensorError) as error:
         say(f"rollouts of step {step} not dumped: {error}", error=True)
         return []
@@ -55,11 +53,14 @@ def write_rollouts(
     step: int,
     scored: Sequence[Scored],
     prompts: Mapping[str, Prompt] = MappingProxyType({}),
-) -> Path:
+) -> list[dict[str, Any]]:
     """Dump a step: text and figures as jsonl, tokens, logprobs and routes as safetensors beside it.
 
     If the jsonl file exists, the dump is complete. A rollout whose prompt is not among `prompts`
     (by id) has neither question nor reference answer in it.
+
+    Returns:
+        The rows of the jsonl file.
 
     Raises:
         ValueError: there is no rollout.
@@ -79,7 +80,7 @@ def write_rollouts(
     ):
         save_file(join_arrays([item.rollout for item in scored]), tensors)
         text.write_bytes(b"".join(map(jsonl_line, rows)))
-    return path
+    return rows
 
 
 def row_of(item: Scored, prompt: Prompt | None) -> dict[str, Any]:
@@ -105,9 +106,7 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], list[float], list[float]]:
     Raises:
         ValueError: rows or arrays are damaged, or are not of one dump.
     """
-    rows = [
-        {_RENAMED.get(name, name): value for name, value in row.items()} for row in read_jsonl(path)
-    ]
+    rows = read_jsonl(path)
     arrays = load_file(path.with_suffix(".safetensors"))
     if fault := arrays_fault(dict(enumerate(rows)), arrays):
         raise ValueError(f"{path.with_suffix('.safetensors')}: {fault}")
@@ -127,8 +126,7 @@ def arrays_fault(rows: Mapping[int, Mapping[str, Any]], arrays: Mapping[str, np.
         return f"it has the arrays of {count} rollouts, and there are {max(rows) + 1} rows"
     for place, row in rows.items():
         tokens_T = arrays["tokens"][slice(*arrays["cu_tokens"][place : place + 2])]
-        # Rows of older versions have no checksum.
-        if row.get("checksum", _checksum(tokens_T)) != _checksum(tokens_T):
+        if row.get("checksum") != _checksum(tokens_T):
             return f"its tokens are not those of row {place + 1}: it is of another step or run"
     return ""
 

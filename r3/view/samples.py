@@ -1,4 +1,4 @@
-"""One sample of a dump as people read it, whatever version of R3 wrote the row."""
+"""One sample of a dump as people read it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ class Sample:
         row: index of the row in its file; the arrays beside a rollout dump have the same order.
         group: samples with the same number answer the same prompt.
         sequence: index among the token sequences of a workflow's episode; 0 for conversations.
-        question: the last message of the user; empty in dumps that older versions wrote.
+        question: the last message of the user; empty if the dump does not have it.
         reference: the reference answer; empty when the dump does not have it.
-        messages: the whole conversation. Older dumps have the last message of the model only.
+        messages: the whole conversation.
         components: what each component of the reward gave, by name.
         metrics: what the environment and the reward functions reported, by full names.
         turn_rewards: reward of each turn that the environment rewarded, None where it gave none.
         advantage: None for evaluation.
         shaped_reward: what the advantage is made of: the reward minus penalties and KL. None for
-            evaluation, and in dumps that older versions wrote.
-        is_complete: whether `messages` is the whole conversation.
+            evaluation.
     """
 
     row: int
@@ -43,7 +42,6 @@ class Sample:
     advantage: float | None
     finish_reason: str
     response_tokens: int
-    is_complete: bool
     sequence: int = 0
     shaped_reward: float | None = None
 
@@ -55,21 +53,21 @@ class Sample:
 
 
 def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
-    """The sample of row `number`. Rows of older versions lack the question and most messages.
+    """The sample of row `number`.
 
     Raises:
         LookupError, TypeError, ValueError, AttributeError: it is no row of a dump.
     """
-    messages = row.get("messages") or [{"role": "assistant", "content": row["response"]}]
+    messages = row["messages"]
     for message in messages:
         _ = message["role"], tool_calls_text(message)
     return Sample(
         row=number,
         prompt_id=row["prompt_id"],
-        group=int(_first(row, "group", "place")),
-        sample_index=int(_first(row, "sample_index", "member", "sample")),
+        group=int(row["group"] if "group" in row else row["place"]),
+        sample_index=int(row["sample_index"] if "sample_index" in row else row["sample"]),
         question=str(row.get("question", "")),
-        reference=str(_first(row, "reference", "answer", default="")),
+        reference=str(row.get("reference", "")),
         messages=tuple(messages),
         reward=float(row["reward"]),
         components={name: float(part) for name, part in row.get("rewards", {}).items()},
@@ -78,7 +76,6 @@ def sample_of(number: int, row: Mapping[str, Any]) -> Sample:
         advantage=_real(row.get("advantage")),
         finish_reason=str(row["finish_reason"]),
         response_tokens=int(row["response_tokens"]),
-        is_complete=bool(row.get("messages")),
         sequence=row.get("sequence", 0),
         shaped_reward=_real(row.get("shaped_reward")),
     )
@@ -110,12 +107,3 @@ def _real(value: Any) -> float | None:
 def _given(turn_rewards: Sequence[float | None]) -> tuple[float | None, ...]:
     """Rewards per turn; empty if the environment left all rewards to the reward functions."""
     return tuple(turn_rewards) if any(reward is not None for reward in turn_rewards) else ()
-
-
-def _first(row: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    for name in names:
-        if name in row:
-            return row[name]
-    if default is None:
-        raise ValueError(f"a row of a dump has none of the keys {', '.join(names)}: {sorted(row)}")
-    return default

@@ -59,11 +59,6 @@ def _parts(sample: Sample) -> Iterator[RenderableType]:
     )
     colour = "green" if sample.reward > 0 else "red"
     yield _text(facts(sample), colour)
-    if not sample.is_complete:
-        yield Text(
-            "This dump has the last message only; newer ones have the whole conversation.",
-            style="dim",
-        )
     for message in sample.messages:
         role = str(message["role"])
         yield _text(role, ROLE_STYLES.get(role, "bold"))

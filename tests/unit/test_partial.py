@@ -174,8 +174,8 @@ def test_segments_count_what_is_stale_and_travel(tmp_path: Path) -> None:
     assert plain.policy_versions == (2,) and [plain.num_stale_tokens(v) for v in (2, 3)] == [0, 8]
     (item,) = decode(encode([Scored(index=0, rollout=grown, advantage=0.0)]))
     assert item.rollout.segments == grown.segments
-    path = write_rollouts(RunDir(tmp_path), 1, [item])
-    assert read_rollouts(path)[0][0].segments == grown.segments
+    write_rollouts(RunDir(tmp_path), 1, [item])
+    assert read_rollouts(RunDir(tmp_path).rollouts(1))[0][0].segments == grown.segments
 
 
 def test_the_ledger_admits_a_range_of_versions_and_nothing_older() -> None:

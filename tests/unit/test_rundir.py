@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,15 +93,21 @@ def test_names_are_those_of_the_design(tmp_path: Path) -> None:
     assert files(tmp_path) == []  # naming writes nothing
 
 
+def dump(folder: Path, items: list[Scored], prompts: Mapping[str, Prompt] | None = None) -> Path:
+    """Write the first step; what is returned is what the file holds."""
+    rows = write_rollouts(RunDir(folder), 1, items, prompts or {})
+    path = RunDir(folder).rollouts(1)
+    assert read_jsonl(path) == rows
+    return path
+
+
 def test_rollouts_read_back_exactly(tmp_path: Path) -> None:
     written = [
         rollout(0, 7, response="3+4=7\n#### 7"),
         rollout(1, 3),
         rollout(2, 11, response="\u00fc \u2028 \ud800"),
     ]
-    path = write_rollouts(
-        RunDir(tmp_path), 1, scored(written, [1.0, 0.1 + 0.2, 0.0], [0.5, -1 / 3, 2.0])
-    )
+    path = dump(tmp_path, scored(written, [1.0, 0.1 + 0.2, 0.0], [0.5, -1 / 3, 2.0]))
     assert files(tmp_path) == ["rollouts/step_000001.jsonl", "rollouts/step_000001.safetensors"]
     read, rewards, advantages = read_rollouts(path)
     assert rewards == [1.0, 0.1 + 0.2, 0.0]
@@ -145,7 +152,7 @@ def test_a_row_has_question_reference_and_the_whole_conversation(tmp_path: Path)
     ]
     item = scored(written, [1.0] * 3, [0.5] * 3)
     item[0] = replace(item[0], parts={"gsm8k": 1.0})
-    path = write_rollouts(RunDir(tmp_path), 1, item, {PROMPT.id: PROMPT})
+    path = dump(tmp_path, item, {PROMPT.id: PROMPT})
     single, several, unknown = read_jsonl(path)
     assert (single["question"], single["reference"]) == ("3+4?", "#### 7")
     assert single["messages"] == [*PROMPT.messages, {"role": "assistant", "content": "7"}]
@@ -158,19 +165,8 @@ def test_a_row_has_question_reference_and_the_whole_conversation(tmp_path: Path)
     assert several["metrics"] == again.metrics == {"env/share": 0.1}
 
 
-def test_dumps_of_older_versions_are_read(tmp_path: Path) -> None:
-    path = write_rollouts(RunDir(tmp_path), 1, scored([rollout(1, 7, response="7")]))
-    (row,) = read_jsonl(path)
-    row["member"], row["version"] = row.pop("sample_index"), row.pop("policy_version")
-    for name in ("messages", "turn_rewards", "segments", "metrics"):
-        del row[name]
-    path.write_bytes(json.dumps(row).encode())
-    (old,), _, _ = read_rollouts(path)
-    assert (old.sample_index, old.policy_version, old.segments, old.messages) == (1, 5, (), ())
-
-
 def test_a_dense_model_has_no_routes_to_dump(tmp_path: Path) -> None:
-    path = write_rollouts(RunDir(tmp_path), 1, scored([rollout(0, 4, layers=0)]))
+    path = dump(tmp_path, scored([rollout(0, 4, layers=0)]))
     assert read_rollouts(path)[0][0].routed_experts.shape == (3, 0, 0)
 
 
@@ -269,9 +265,7 @@ def test_a_bad_line_before_the_last_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_torn_dump_gives_the_rollouts_that_are_whole(tmp_path: Path) -> None:
-    path = write_rollouts(
-        RunDir(tmp_path), 1, scored([rollout(0, 7), rollout(1, 3)], [1.0, 0.0], [1.0, -1.0])
-    )
+    path = dump(tmp_path, scored([rollout(0, 7), rollout(1, 3)], [1.0, 0.0], [1.0, -1.0]))
     os.truncate(path, path.stat().st_size - 5)
     with pytest.warns(UserWarning, match="torn"):
         rollouts, rewards, _ = read_rollouts(path)
@@ -318,5 +312,5 @@ def test_arrays_in_another_memory_order_are_written_as_they_read(tmp_path: Path)
         policy_version=0,
         response="",
     )
-    (again,), _, _ = read_rollouts(write_rollouts(RunDir(tmp_path), 1, scored([rollout])))
+    (again,), _, _ = read_rollouts(dump(tmp_path, scored([rollout])))
     assert np.array_equal(again.routed_experts, routes)

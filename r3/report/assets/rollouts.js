@@ -171,10 +171,6 @@ function conversationView(sample) {
     });
     return make("div", `message ${message.role}`, {}, make("div", "role", {}, ...role), ...(message.content ? [make("pre", "", {}, message.content)] : []), ...calls);
   });
-  if (!sample.complete) {
-    parts.unshift(make("p", "note", {}, sample.tokens ? "This dump has the last message only. The tab Tokens has the whole text."
-      : "This dump has the last message only."));
-  }
   if (sample.reference) parts.push(make("div", "message reference", {}, make("div", "role", {}, "reference answer"), make("pre", "", {}, sample.reference)));
   return parts;
 }
@@ -264,7 +260,7 @@ function compareView(sample) {
   const select = make("select", "", { id: "other" }, ...others.map((each, i) => make("option", "", { value: i, textContent: `sample ${each.sample}, reward ${short(each.reward)}` })));
   select.value = others.indexOf(state.other);
   select.onchange = () => { state.other = others[Number(select.value)]; drawDetail(); };
-  const text = (each) => each.messages.filter((message, i) => sample.complete ? i > 0 || message.role === "assistant" : true)
+  const text = (each) => each.messages.filter((message, i) => i > 0 || message.role === "assistant")
     .filter((message) => ["assistant", "tool"].includes(message.role)).map((message) => message.content || "").join("\n");
   const parts = difference(words(text(sample)), words(text(state.other)));
   const side = (kind) => make("pre", "", {}, ...parts.filter(([each]) => each === "same" || each === kind).map(([each, word]) => make(each === "same" ? "span" : kind, "", {}, word)));
