@@ -151,7 +151,7 @@ def assumptions(gpu: Gpu) -> str:
     return (
         f"Times are estimates for responses of maximum length on {gpu.name} ({gpu.tflops:g} "
         f"TFLOP/s bfloat16, {gpu.memory_gbs:g} GB/s memory, {gpu.link_gbs:g} GB/s links, "
-        f"{gpu.network_gbs:g} GB/s network).\nAssumed, not measured: {EFFICIENCY}."
+        f"{gpu.network_gbs:g} GB/s network).\n{EFFICIENCY}"
     )
 
 

@@ -97,7 +97,7 @@ def dump(folder: Path, items: list[Scored], prompts: Mapping[str, Prompt] | None
     """Write the first step; what is returned is what the file holds."""
     rows = write_rollouts(RunDir(folder), 1, items, prompts or {})
     path = RunDir(folder).rollouts(1)
-    assert read_jsonl(path) == rows
+    assert read_jsonl(path) == json.loads(json.dumps(rows))  # which has lists for tuples
     return path
 
 
