@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from r3.cli import parse as cli
 from r3.metrics.console import stage
+from r3.run.finished import says_finished
 from r3.runtime.process import importing
 from r3.runtime.terminal import own_streams
 
@@ -104,12 +105,14 @@ def main() -> None:
     own_streams()
     with cli.interruptible():
         invocation = cli.parse(sys.argv[1:])  # ends here for help, dry runs and wrong settings
+        if says_finished(invocation):
+            return
         with stage("importing torch"), importing():
             from r3.run.prepare import prepare, refusing
 
         with refusing():  # ends here for wrong data and folders that cannot be resumed
             prepared = prepare(invocation)
-        if prepared is None:  # it was only to be checked, or is finished already
+        if prepared is None:  # it was only to be checked
             return
         with stage("importing Megatron-Core"), importing():
             from r3.run.start import begin, ending

@@ -30,6 +30,7 @@ _SHUTDOWN_S = "600"
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _LOGGERS = "torch.distributed.elastic"
 _REQUEUE = 75
+_FINISHED = 76  # as r3.run.finished: of the check
 _ENDS_RANK = signal.SIGRTMAX  # as r3.run.watcher, which is not imported without --preload
 _INTERRUPTED_S = 5.0  # between a second Ctrl-C and the end of the ranks by force
 _stopped_by = 0  # the first signal
@@ -146,9 +147,14 @@ def checked(argv: list[str]) -> Iterator[None]:
     words = [sys.executable, *program_of(argv), "--check", "--world-size", ranks]
     check = subprocess.Popen(words)
 
+    def code() -> int:
+        if check.returncode == _FINISHED:
+            return 0
+        return check.returncode if check.returncode > 0 else 1
+
     def ended(*_: Any) -> None:
         if check.poll():
-            os._exit(check.returncode if check.returncode > 0 else 1)
+            os._exit(code())
 
     def interrupted(*_: Any) -> None:  # an error would meet whatever is just being imported
         check.kill()
@@ -164,7 +170,7 @@ def checked(argv: list[str]) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         check.kill()
     if check.returncode:
-        sys.exit(check.returncode if check.returncode > 0 else 1)
+        sys.exit(code())
 
 
 if __name__ == "__main__":

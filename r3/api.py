@@ -27,6 +27,7 @@ from typing import Any
 
 from r3.cli.parse import Invocation, from_python
 from r3.config import Config, ConfigError, Problem
+from r3.run.finished import says_finished
 
 _in_progress = threading.Lock()  # process groups and engines belong to the whole process
 
@@ -84,6 +85,8 @@ def train(
         rule = f"torchrun has started {started} ranks" if started else "must be at least 1"
         raise ConfigError([Problem("ranks", ranks, rule, "leave it out")])
     invocation = from_python(start, _named(settings or {}), world_size=world_size)
+    if says_finished(invocation):
+        return _result(invocation.config)
     if not started and world_size > 1:
         _run_ranks(invocation)
         return _result(invocation.config)

@@ -29,9 +29,9 @@ from r3.policy.build import build_chunks, in_precision, transformer_config
 from r3.policy.weight_slots import HeadLayout, slots, split
 from r3.run import checkpoint
 from r3.run.build import init_rank
-from r3.run.folder import RunDir
+from r3.run.folder import RunDir, step_folders
 from r3.run.prepare import refusing
-from r3.run.resume import Found, step_folders
+from r3.run.resume import Found
 from r3.run.sources import of_model, read_sources
 from r3.run.verify import require_whole
 from r3.runtime.device import Device, leave

@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT))  # this checkout's code, whichever one is installe
 from r3.config import Config, describe_fields  # noqa: E402
 from r3.config.others import TABLES  # noqa: E402
 from r3.configs import PRESETS  # noqa: E402
+from r3.metrics.console import COLUMNS as CONSOLE  # noqa: E402
+from r3.metrics.console import LEFT  # noqa: E402
 from r3.metrics.glossary import GLOSSARY  # noqa: E402
 from r3.models.families import FAMILIES, PROOFS  # noqa: E402
 from tests.templates import COLUMNS, TEMPLATES  # noqa: E402
@@ -136,6 +138,13 @@ the page to watch first and a page that compares replayed with live routes.
 A key that this page does not list is an error in R3. SET is the name of a held-out set, COMPONENT
 that of a reward function, NAME that of a number that your code reports, LAYER a decoder layer from
 0, and K a number.
+"""
+
+CONSOLE_PAGE = """\
+## Columns of the console
+
+A run prints a row per step: on a terminal as a table that drops columns where it is narrow, in a
+log file as a line of labelled figures. `train.py --help columns` prints this table.
 """
 
 CHAT_TEMPLATES = """\
@@ -255,7 +264,13 @@ def configuration() -> str:
 def metrics() -> str:
     """Return one table per area of `GLOSSARY`."""
     areas = list(dict.fromkeys([*AREAS, *(key.partition("/")[0] for key in GLOSSARY)]))
-    parts = [GENERATED, METRICS]
+    columns = [
+        (f"`{each.title}`", " or ".join(f"`{key}`" for key in each.keys), each.meaning)
+        for each in CONSOLE
+    ]
+    columns.append((f"`{LEFT[0]}`", "", LEFT[1]))
+    heads = ("column", "metric", "meaning")
+    parts = [GENERATED, METRICS, f"{CONSOLE_PAGE}\n{table(heads, columns)}\n"]
     for area in areas:
         rows = [
             (f"`{key}`", entry.formula, entry.source)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import textwrap
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -15,6 +15,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from r3.config import Config, describe_fields
 from r3.configs import PRESETS
+from r3.metrics.console import COLUMNS, LEFT
 from r3.models.families import FAMILIES, PROOFS
 
 USAGE = """\
@@ -27,7 +28,8 @@ usage: train.py BASE [--section.field value ...]   start or resume a run
        train.py BASE --plan-for 8x80               settings that fit 8 such GPUs
        train.py BASE --check [--world-size N]      check settings, data, reward;
                     [--device-gib 80] [--host-gib 512]  and whether it can fit
-       train.py BASE --help                        list every setting
+       train.py BASE --help [SECTION ...]          list every setting, or some
+       train.py --help columns                     what the console's columns mean
        train.py --models                           model families, and what is
                                                    proved of each
 """
@@ -35,6 +37,10 @@ _ABOUT = (
     "BASE is a preset, a YAML file with differences from a preset, or my_presets.py:function.",
     "Start several ranks with torchrun --nproc_per_node N, or with launch/local.sh.",
 )
+SECTIONS = tuple(each.name for each in fields(Config))
+TOPICS = (*SECTIONS, "columns")
+"""Words that --help takes."""
+_COLUMNS = {each.title: each.meaning for each in COLUMNS}
 _NAMES = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
 
 
@@ -79,15 +85,37 @@ def _width() -> int:
     return max(60, min(120, shutil.get_terminal_size().columns))
 
 
-def print_settings(name: str, config: Config, *, prints: bool) -> NoReturn:
-    """Print every setting with its meaning and its value in `config`; ends the process."""
+def columns() -> str:
+    """What the columns of the console mean."""
+    return "\n".join(["columns of the console", *_list({**_COLUMNS, LEFT[0]: LEFT[1]})])
+
+
+def print_settings(
+    name: str, config: Config, sections: Collection[str] = (), *, prints: bool
+) -> NoReturn:
+    """Print every setting with its meaning and its value in `config`; ends the process.
+
+    Args:
+        name: of the base; "" without one.
+        sections: print those of these sections only.
+    """
     _give_tyro_the_texts()
+    hints = get_type_hints(Config)
+    wanted = make_dataclass(
+        "Settings",
+        [
+            (each, hints[each], field(default=getattr(config, each)))
+            for each in SECTIONS
+            if each in sections or not sections
+        ],
+        frozen=True,
+    )
+    what = f"Settings of {', '.join(sections)}" if sections else "Every setting"
     tyro.cli(
-        Config,
-        default=config,
+        wanted,
         args=["--help"],
-        prog=f"train.py {name}",
-        description=f"Every setting. Defaults are those of {name}.",
+        prog=f"train.py {name}".rstrip(),
+        description=f"{what}. Defaults are those of {name or 'an empty preset'}.",
         use_underscores=True,
         config=(tyro.conf.FlagConversionOff,),
         registry=_registry(),
@@ -104,9 +132,9 @@ def _give_tyro_the_texts() -> None:
     sections = get_type_hints(Config)
     for each in describe_fields():
         section, name = each.name.split(".")
-        (field,) = [field for field in fields(sections[section]) if field.name == name]
+        (found,) = [field for field in fields(sections[section]) if field.name == name]
         rule = f" {each.rule[0].upper()}{each.rule[1:]}." if each.rule else ""
-        field.metadata = MappingProxyType({"help": each.help + rule})
+        found.metadata = MappingProxyType({"help": each.help + rule})
 
 
 def _registry() -> ConstructorRegistry:

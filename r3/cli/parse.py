@@ -7,8 +7,10 @@ anything is written. Imports neither torch nor vllm nor megatron.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import shlex
 import sys
 import time
 from collections import Counter
@@ -32,12 +34,13 @@ from r3.config import (
     Config,
     ConfigError,
     Problem,
+    fixed_changes,
     flatten,
     from_yaml,
     nearest_settings,
+    other_run,
     read_values,
     replacing,
-    resume_problems,
     with_values,
     without_secrets,
 )
@@ -54,7 +57,7 @@ from r3.planning.verdict import (
     read_host,
     read_plan_for,
 )
-from r3.runtime.process import die_with_launcher
+from r3.runtime.process import die_with_launcher, start_command
 from r3.runtime.terminal import say
 
 T = TypeVar("T")
@@ -126,6 +129,7 @@ class _Words:
     check: bool = False
     help: bool = False
     models: bool = False
+    topics: list[str] = field(default_factory=list)
     flags: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -138,14 +142,21 @@ def parse(argv: Sequence[str]) -> Invocation:
     """
     problems: list[Problem] = []
     words = _split(argv, problems)
-    if not argv or (words.help and not words.bases and words.run_dir is None):
+    has_base = bool(words.bases) or words.run_dir is not None
+    if "columns" in words.topics:
+        _leave(0, helps.columns())
+    if not argv or (words.help and not has_base and not words.topics):
         _leave(0 if words.help else 2, helps.overview())
     if words.models:
         _leave(0, helps.models())
-    base = _base(words, problems)
-    if words.help and base:
+    base = _base(words, problems) if has_base or not words.topics else None
+    if words.help and problems:
+        fix = f"a preset or file, then sections: {', '.join(helps.TOPICS)}"
+        _leave(2, str(ConfigError([replace(each, fix=fix) for each in problems])))
+    if words.help:
+        name, config = (base.name, base.config) if base else ("", Config())
         with _reader_may_leave():
-            helps.print_settings(base.name, base.config, prints=_is_first_rank())
+            helps.print_settings(name, config, words.topics, prints=_is_first_rank())
     values = read_values(words.flags, problems, words.warnings)
     config = _laid_over(base, values)
     world_size = _world_size(words, config, problems)
@@ -164,9 +175,15 @@ def parse(argv: Sequence[str]) -> Invocation:
         for each in filter(_is_download, problems if words.check else ()):
             _say(f"note: {each.field} {each.value}: {each.rule}. A start downloads them")
         problems = [each for each in problems if not _is_download(each)]
-    others = _resume_problems(config, problems)
-    if not words.dry_run:  # which starts nothing in the folder
-        problems += others
+    is_launched = words.check and "R3_RESUME" in os.environ  # the run that follows says the notes
+    plans = words.dry_run or (words.check and not is_launched)
+    config, note = _placed(
+        config,
+        problems,
+        plans=plans,
+        is_chosen=_folder_is_chosen(base, values),
+        again=lambda folder: start_command(_with_folder(argv, folder)),
+    )
     doubts: list[str] = []
     unfit: list[Problem] = []
     if report.shape and not problems:
@@ -191,9 +208,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         verdict = [dry_run.device_verdict(config, report.shape, world_size, gpu)] if gpu else []
         text = [title, *verdict, _indented("settings", differences), described]
         text += [f"warning: {warning}" for warning in warnings]
-        if others:
-            header = f"note: {config.log.dir} has another run, so a start there would be refused"
-            text.append(_indented(header, [f"- {other}" for other in others]))
+        text += [note] * bool(note)
         if needs:
             header = "needs (not here yet; files in configs/ say where to get what a preset names)"
             text.append(_indented(header, [f"- {need}" for need in needs]))
@@ -201,6 +216,8 @@ def parse(argv: Sequence[str]) -> Invocation:
     # The run that follows a check prints the warnings, all but those about --device-gib.
     for warning in doubts if words.check else warnings:
         _say(f"warning: {warning}", error=True)
+    if note and not is_launched:
+        _say(note)
     return Invocation(
         config=config,
         base=base.name,
@@ -263,9 +280,16 @@ def from_python(
     values = read_values(settings, problems, notes)
     config = _laid_over(base, values)
     config, reasons, report = _examine(config, base, values, world_size, problems, fetched=_MODELS)
-    problems += _resume_problems(config, problems)
+    config, note = _placed(
+        config,
+        problems,
+        is_chosen=_folder_is_chosen(base, values),
+        again=lambda folder: f"the same call with log.dir {folder}",
+    )
     if problems:
         raise ConfigError(problems)
+    if note:
+        _say(note)
     for warning in (*notes, *report.warnings):
         _say(f"warning: {warning}", error=True)
     return Invocation(
@@ -286,6 +310,11 @@ def _laid_over(base: Base | None, values: Mapping[str, object]) -> Config:
         folder = start.log.dir or os.environ.get("R3_LOG_DIR") or base.log_dir
         config = with_values(config, {"log.dir": folder})
     return config
+
+
+def _folder_is_chosen(base: Base, values: Mapping[str, object]) -> bool:
+    """Whether a setting or R3_LOG_DIR names the run's folder; otherwise the base's name does."""
+    return bool(values.get("log.dir") or base.config.log.dir or os.environ.get("R3_LOG_DIR"))
 
 
 def _examine(
@@ -363,7 +392,8 @@ def _split(argv: Sequence[str], problems: list[Problem]) -> _Words:
             continue
         if name in _SWITCHES:
             setattr(words, name, True)
-            words.bases += value
+            words.topics += [word for word in value if name == "help" and word in helps.TOPICS]
+            words.bases += [word for word in value if word not in words.topics]
         elif name in SETTINGS and SETTINGS[name].is_list and value:
             words.flags[name] = value if len(value) > 1 else value[0]
         else:
@@ -577,26 +607,89 @@ def _resolve(
     return config, reasons, report
 
 
-def _resume_problems(config: Config, known: Sequence[Problem]) -> list[Problem]:
-    """Settings that differ from those of the run to resume in log.dir, although they must not.
+def _placed(
+    config: Config,
+    problems: list[Problem],
+    *,
+    is_chosen: bool,
+    again: Callable[[str], str],
+    plans: bool = False,
+) -> tuple[Config, str]:
+    """Compare with the run that the folder has, if it can be resumed.
+
+    A run with other settings is a problem, or else the config gets the next folder that is free or
+    has a run which these settings continue.
 
     Args:
-        known: what else is wrong. A setting that is wrong by itself is not compared.
+        problems: what else is wrong. A setting that is wrong by itself is not compared.
+        is_chosen: the user named the folder.
+        again: the command for another folder.
+        plans: nothing is to start, so that another run is a note.
+
+    Returns:
+        The config, and a note or "".
     """
-    folder, at_fault = Path(config.log.dir), {problem.field for problem in known}
-    is_run = any(_CHECKPOINT.fullmatch(path.name) for path in folder.glob("checkpoints/step_*"))
-    if not is_run or "log.dir" in at_fault:
-        return []
+    at_fault = {problem.field for problem in problems}
+    if "log.dir" in at_fault:
+        return config, ""
+    try:
+        changes = _changes(config, at_fault)
+        if not changes:
+            return config, ""
+    except ConfigError as error:
+        problems += error.problems
+        return config, ""
+    folder = config.log.dir
+    numbered = (with_values(config, {"log.dir": f"{folder}-{n}"}) for n in itertools.count(2))
+    other = next(each for each in numbered if _is_free(each, at_fault))
+    # An evaluation is of the checkpoint in its folder, and allow_changed is for a resume.
+    stays = is_chosen or config.eval.only or bool(config.checkpoint.allow_changed)
+    if stays and not plans:
+        fix = (
+            f"set them back to continue that run, or start a new one:\n      {again(other.log.dir)}"
+        )
+        problems.append(other_run(folder, changes, fix))
+        return config, ""
+    end = f"This one: {other.log.dir}"
+    if stays:
+        end = f"A start there is refused. Free: --log.dir {other.log.dir}"
+    return other, f"note: {folder} {other_run(folder, changes).rule}  {end}"
+
+
+def _is_free(config: Config, at_fault: Collection[str]) -> bool:
+    try:
+        return not _changes(config, at_fault)
+    except ConfigError:
+        return False
+
+
+def _changes(config: Config, at_fault: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ from those of the run to resume in log.dir, although they must not.
+
+    Raises:
+        ConfigError: the settings of that run cannot be read.
+    """
+    folder = Path(config.log.dir)
+    if not any(_CHECKPOINT.fullmatch(path.name) for path in folder.glob("checkpoints/step_*")):
+        return {}
     try:
         before = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
-        found = resume_problems(before, config)
-        return [problem for problem in found if problem.field not in at_fault]
     except (OSError, UnicodeDecodeError):
         rule = "has checkpoints, but no config.yaml to compare with"
         fix = "restore its config.yaml, or give another --log.dir"
-        return [Problem("log.dir", config.log.dir, rule, fix)]
-    except ConfigError as error:
-        return list(error.problems)
+        raise ConfigError([Problem("log.dir", config.log.dir, rule, fix)]) from None
+    changes = fixed_changes(before, config)
+    return {name: change for name, change in changes.items() if name not in at_fault}
+
+
+def _with_folder(argv: Sequence[str], folder: str) -> str:
+    """The words of a command line, with another --log.dir."""
+    kept = [
+        word
+        for before, word in zip(("", *argv), argv, strict=False)
+        if "--log.dir" not in (before, word.partition("=")[0])
+    ]
+    return shlex.join([*kept, "--log.dir", folder])
 
 
 def _needs(base: Base, problems: list[Problem]) -> list[Problem]:

@@ -18,7 +18,7 @@ from r3.config.arguments import argument_items, arguments_fault
 from r3.config.others import meaning
 from r3.config.rules import Fix, IsPath, KeyValue, MayChangeOnResume, NoneIsAValue, Rule
 from r3.config.secrets import public, without_secrets
-from r3.config.settings import Config
+from r3.config.settings import Config, flatten
 
 _Mark = TypeVar("_Mark")
 
@@ -45,7 +45,8 @@ class Problem:
 
     def __str__(self) -> str:
         origin = f" (set by {self.origin})" if self.origin else ""
-        said = f"{self.rule}. Fix: {self.fix}"
+        end = "    " if self.rule.endswith("\n") else ". "  # a rule of several lines
+        said = f"{self.rule}{end}Fix: {self.fix}"
         return f"{self.field} = {public(self.value)!r}{origin}: {without_secrets(said)}"
 
 
@@ -306,28 +307,37 @@ def nearest_settings(name: str) -> str:
     return f"{section} has {', '.join(siblings)}" if siblings else "--help lists every setting"
 
 
-def resume_problems(old: Config, new: Config) -> list[Problem]:
-    """Settings that differ from those a run was started with, although they must not.
+def fixed_changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ although a run may not change them: name -> (value, the run's value).
 
     Args:
         old: the config the run was started with.
         new: the config it is to be resumed with.
     """
-    return [
-        Problem(
-            name,
-            getattr(getattr(new, section), field),
-            f"the run was started with {public(before)!r}, and this setting may not change on "
-            "resume",
-            "set it back, or start a new run with another --log.dir",
-        )
+    before, now = flatten(old), flatten(new)
+    return {
+        name: (now[name], before[name])
         for name, setting in SETTINGS.items()
-        for section, field in [name.split(".")]
-        for before in [getattr(getattr(old, section), field)]
         # A secret is not in config.yaml, and may change.
-        if public(getattr(getattr(new, section), field)) != public(before)
+        if public(now[name]) != public(before[name])
         and not (setting.resume and setting.resume.allows(old))
+    }
+
+
+_SHOWN_CHANGES = 12
+
+
+def other_run(folder: object, changes: Mapping[str, tuple[Any, Any]], fix: str = "") -> Problem:
+    """A folder that has another run: what differs, one line each, and what to do."""
+    lines = [
+        f"      {name} = {public(now)!r} (that run: {public(before)!r})\n"
+        for name, (now, before) in list(changes.items())[:_SHOWN_CHANGES]
     ]
+    if len(changes) > _SHOWN_CHANGES:
+        lines.append(f"      and {len(changes) - _SHOWN_CHANGES} more\n")
+    rule = "has a run with other settings, which may not change on resume:\n"
+    fix = fix or "set them back to continue that run, or start a new one with another --log.dir"
+    return Problem("log.dir", str(folder), rule + "".join(lines), fix)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import io
 import os
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TextIO
@@ -27,6 +27,7 @@ _TITLES_EVERY = 20  # rows between two repetitions of the column titles
 _MAX_WIDTH = 160
 _LABEL = 11  # columns before the values of the header
 _LOG_WIDTH = 100  # of samples in log files
+_LOG_LINE = 120  # of a step in log files; metrics.jsonl has all figures
 
 
 def _wrapped(line: str, width: int) -> str:
@@ -63,44 +64,115 @@ class Column:
     Attributes:
         keys: metrics of the row that it may show; the first one present counts.
         title: its title; log files use it as a label.
-        priority: columns with larger numbers are dropped first on narrow terminals.
-        in_log: whether log files show it.
+        meaning: what it is, for --help and the docs.
+        priority: columns with larger numbers are dropped first where there is no room.
     """
 
     keys: tuple[str, ...]
     title: str
+    meaning: str
     show: Callable[[float], str]
     width: int
     priority: int
-    in_log: bool = True
 
     def text(self, row: Mapping[str, float]) -> str:
         """The figure as text; empty if the row has none."""
         return next((self.show(row[key]) for key in self.keys if key in row), "")
 
 
+_SILENT_AT_0 = ("loss/clip_frac", "/unjudged")  # 0 in most runs, at every step
 _EVAL = "eval/"  # stands for the figure of the first held-out set
 COLUMNS = (
-    Column(("reward/mean",), "reward", "{:.3f}".format, 6, 0),
-    Column((_EVAL,), "eval", "{:.3f}".format, 5, 0),
-    Column(("mismatch/k3_replay", "mismatch/k3"), "k3", _tiny, 7, 1),
-    Column(("mismatch/k3_live",), "k3 live", _tiny, 7, 1),
-    Column(("loss/nll",), "nll", "{:.4f}".format, 6, 1),
-    Column(("rollout/response_tokens_mean",), "tokens", _short, 6, 2),
-    Column(("rollout/truncated_frac",), "trunc", "{:.0%}".format, 5, 3),
-    Column(("reward/group_zero_std_frac",), "flat", "{:.0%}".format, 4, 4),
-    Column(("policy/entropy",), "entropy", "{:.3f}".format, 7, 5),
-    Column(("loss/clip_frac",), "clip", "{:.1%}".format, 5, 7),
-    Column(("loss/kl_ref",), "kl", _tiny, 7, 7),
-    Column(("loss/kl_teacher",), "kl T", _tiny, 7, 2),
-    Column(("optim/grad_norm",), "grad", "{:.2f}".format, 5, 6),
-    Column(("routing/agreement",), "agree", share_text, 5, 8),
-    Column(("perf/tokens_per_s",), "tok/s", "{:.0f}".format, 6, 6),
-    Column(("time/step_s",), "s/step", "{:.1f}".format, 6, 5),
-    Column(("time/generate_s",), "gen", "{:.1f}s".format, 6, 9),
-    Column(("time/train_s",), "train", "{:.1f}s".format, 6, 9),
-    Column(("time/sync_s",), "sync", "{:.1f}s".format, 6, 9),
+    Column(("reward/mean",), "reward", "mean reward of the step's samples", "{:.3f}".format, 6, 0),
+    Column(
+        (_EVAL,),
+        "eval",
+        "held-out accuracy, or mean reward where rewards lie between 0 and 1; only in steps with "
+        "an evaluation (eval.every)",
+        "{:.3f}".format,
+        5,
+        0,
+    ),
+    Column(
+        ("mismatch/k3_replay", "mismatch/k3"),
+        "k3",
+        "mismatch between policy and engine with replayed routes (KL divergence per token): 1e-3 "
+        "or less in bfloat16, 1e-10 or less in float32",
+        _tiny,
+        7,
+        1,
+    ),
+    Column(
+        ("mismatch/k3_live",),
+        "k3 live",
+        "the same tokens, each side with its own routes: what the mismatch is without replay",
+        _tiny,
+        7,
+        1,
+    ),
+    Column(("loss/nll",), "nll", "supervised loss per token", "{:.4f}".format, 6, 1),
+    Column(
+        ("rollout/response_tokens_mean",), "tokens", "sampled tokens per response", _short, 6, 2
+    ),
+    Column(
+        ("rollout/truncated_frac",),
+        "trunc",
+        "share of responses that were cut at rollout.max_response_tokens",
+        "{:.0%}".format,
+        5,
+        3,
+    ),
+    Column(
+        ("reward/group_zero_std_frac",),
+        "flat",
+        "share of groups without signal, such as equal rewards: they teach nothing",
+        "{:.0%}".format,
+        4,
+        4,
+    ),
+    Column(
+        ("policy/entropy",),
+        "entropy",
+        "entropy of the policy per token, in nats",
+        "{:.3f}".format,
+        7,
+        5,
+    ),
+    Column(
+        ("loss/clip_frac",),
+        "clip",
+        "share of tokens whose ratio to the old policy is out of bounds; shown once it is above 0",
+        "{:.1%}".format,
+        5,
+        7,
+    ),
+    Column(("loss/kl_ref",), "kl", "KL divergence to the reference policy", _tiny, 7, 7),
+    Column(("loss/kl_teacher",), "kl T", "KL divergence to the teacher", _tiny, 7, 2),
+    Column(
+        ("optim/grad_norm",),
+        "grad",
+        "gradient norm before clipping (train.clip_grad)",
+        "{:.2f}".format,
+        5,
+        6,
+    ),
+    Column(
+        ("routing/agreement",),
+        "agree",
+        "share of tokens and layers where the policy would have chosen the engine's experts",
+        share_text,
+        5,
+        8,
+    ),
+    Column(
+        ("perf/tokens_per_s",), "tok/s", "tokens per second over the step", "{:.0f}".format, 6, 6
+    ),
+    Column(("time/step_s",), "s/step", "seconds of the step", "{:.1f}".format, 6, 5),
+    Column(("time/generate_s",), "gen", "seconds of sampling", "{:.1f}s".format, 6, 9),
+    Column(("time/train_s",), "train", "seconds of the updates", "{:.1f}s".format, 6, 9),
+    Column(("time/sync_s",), "sync", "seconds of the weight sync", "{:.1f}s".format, 6, 9),
 )
+LEFT = ("left", "time to the end of the run, by the last steps")
 
 
 def columns_for(width: int, keys: set[str]) -> tuple[Column, ...]:
@@ -108,9 +180,13 @@ def columns_for(width: int, keys: set[str]) -> tuple[Column, ...]:
     shown = [column for column in COLUMNS if keys.intersection(column.keys)]
     room = min(width, _MAX_WIDTH) - len(_step_cell("", 7)) - 7  # the step and the time left
     while sum(column.width + 1 for column in shown) > room:
-        # The rightmost of the least important ones.
-        shown.remove(max(reversed(shown), key=lambda column: column.priority))
+        shown.remove(_least(shown))
     return tuple(shown)
+
+
+def _least(columns: Collection[Column]) -> Column:
+    """The rightmost of the least important columns."""
+    return max(reversed(list(columns)), key=lambda column: column.priority)
 
 
 def _step_cell(text: str, width: int) -> str:
@@ -118,9 +194,10 @@ def _step_cell(text: str, width: int) -> str:
 
 
 def with_evaluation(row: Mapping[str, float]) -> dict[str, float]:
-    """The row with the figure of its first held-out set under `eval/`."""
+    """The row with the figure of its first held-out set under `eval/`, without idle figures."""
     first = next(iter(headlines(row).values()), None)
-    return dict(row) | ({_EVAL: row[first]} if first else {})
+    figures = {key: value for key, value in row.items() if value or not key.endswith(_SILENT_AT_0)}
+    return figures | ({_EVAL: row[first]} if first else {})
 
 
 def notes(row: Mapping[str, float]) -> list[str]:
@@ -142,13 +219,12 @@ def notes(row: Mapping[str, float]) -> list[str]:
 def step_line(row: Mapping[str, float], step: int, steps: int, eta_s: float | None = None) -> str:
     """One labelled line for a log file: `step 12/40  reward 0.610  k3 1.2e-07 ...`."""
     row = with_evaluation(row)
-    figures = [
-        f"{column.title} {text}"
-        for column in COLUMNS
-        if column.in_log and (text := column.text(row))
-    ]
-    eta = [f"left {duration_text(eta_s)}"] if eta_s is not None else []
-    return "  ".join([f"step {step}/{steps}", *figures, *notes(row), *eta])
+    found = {column: f"{column.title} {text}" for column in COLUMNS if (text := column.text(row))}
+    first = [f"step {step}/{steps}"]
+    rest = [*notes(row), *([f"left {duration_text(eta_s)}"] if eta_s is not None else [])]
+    while len("  ".join([*first, *found.values(), *rest])) > _LOG_LINE and found:
+        del found[_least(found)]
+    return "  ".join([*first, *found.values(), *rest])
 
 
 @contextmanager

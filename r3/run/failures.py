@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from r3.rollout.step import BudgetError, NoSignalError
 from r3.routing.ledger import LedgerError
 from r3.run.folder import RunDir, write_text
 from r3.run.writing import SaveError
+from r3.runtime.process import start_command
 from r3.runtime.terminal import flush, say
 from r3.types import RouteError
 from r3.user_code.algorithm import AlgorithmError
@@ -112,12 +112,7 @@ class FailureReport:
 
 def resume_command(folder: Path) -> str:
     """The command that continues the run of a folder, as this process was started."""
-    # launch/ and r3.api set R3_RESUME. Without it, torchrun or Python started a program.
-    ranks = os.environ.get("LOCAL_WORLD_SIZE")
-    launcher = f"torchrun --nproc_per_node {ranks}" if ranks else "python"
-    program = "-m r3" if Path(sys.argv[0]).name == "__main__.py" else sys.argv[0]
-    by_hand = f"{launcher} {program} --from RUN_DIR"
-    return os.environ.get("R3_RESUME", by_hand).replace("RUN_DIR", str(folder))
+    return start_command(f"--from {folder}")
 
 
 def failure_text(error: BaseException, *, rank: int, path: Path, is_written: bool = True) -> str:

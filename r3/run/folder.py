@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from r3.config.names import kind_of
+
+_STEP = re.compile(r"step_(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,15 @@ def jsonl_line(row: Mapping[str, Any]) -> bytes:
     # Python's JSON writes floats so that they read back bit for bit; NaN and Infinity stay visible
     # as such. Half a surrogate pair, which a response may hold, becomes its JSON escape.
     return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+
+def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Complete checkpoints, oldest first. A checkpoint gets its final name when it is complete."""
+    return sorted(
+        (int(match[1]), path)
+        for path in checkpoints.glob("step_*")
+        if (match := _STEP.fullmatch(path.name))
+    )
 
 
 def owner_of(path: Path) -> str:

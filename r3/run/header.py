@@ -6,7 +6,6 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from math import prod
-from statistics import fmean
 
 from r3.config import Config
 from r3.data.sources import files_of
@@ -14,40 +13,11 @@ from r3.metrics.glossary import headlines
 from r3.models.freeze import frozen_tensors
 from r3.models.shape import ModelShape
 from r3.rollout.task import Task
-from r3.run.folder import RunDir, read_metrics
+from r3.run.finished import result
+from r3.run.folder import RunDir
 from r3.run.resume import Start
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
-
-
-def result(run_dir: RunDir, step: int) -> str:
-    """What a run came to, from its rows: steps, the figure of each held-out set before and after,
-    mismatch with and without replay.
-
-    A figure is left out unless it was measured before and after, the mismatch unless it was
-    measured at all.
-    """
-    rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
-    figures = [
-        f"{name} {key.rpartition('/')[2]} {rows[0][key]:.3f} -> {rows[-1][key]:.3f}"
-        for name, key in (headlines(rows[-1]).items() if len(rows) > 1 else ())
-        if key in rows[0]
-    ]
-    return "; ".join([", ".join([f"{step} steps", *figures]), *_mismatch_of(rows)])
-
-
-def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """Mean k3 over the steps with replayed and with live routes of the same tokens, or nothing."""
-    pairs = [
-        (row["mismatch/k3_replay"], row["mismatch/k3_live"])
-        for row in rows
-        if "mismatch/k3_replay" in row and "mismatch/k3_live" in row
-    ]
-    if not pairs:
-        return []
-    replay, live = (fmean(column) for column in zip(*pairs, strict=True))
-    times = [f"{live / replay:.3g} times"] if replay else []
-    return [", ".join([f"replay: k3 {replay:.1e}", f"live: {live:.1e}", *times])]
 
 
 def closing(

@@ -27,14 +27,13 @@ from r3.rollout.conversation import EnvironmentFailed
 from r3.rollout.task import Task, read_task
 from r3.run.check import check_functions, check_task
 from r3.run.folder import RunDir
-from r3.run.header import result
 from r3.run.lock import require_free
 from r3.run.rendezvous import addresses
 from r3.run.resume import ResumeError, Start, open_run
 from r3.run.sources import sources_of
 from r3.run.watchdog import Watchdog
 from r3.runtime.device import has_gpu, prepare_environment
-from r3.runtime.process import die_with_launcher, raise_file_limit
+from r3.runtime.process import die_with_launcher, importing, raise_file_limit
 from r3.runtime.terminal import say
 from r3.user_code.algorithm import AlgorithmError
 from r3.user_code.loading import START_LIMIT_S
@@ -81,7 +80,7 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
         tries_functions: call users' functions on a row each, as `--check` does.
 
     Returns:
-        None if there is nothing to run: `--check` is done, or the run is finished already.
+        None if there is nothing to run: `--check` is done.
 
     Raises:
         ConfigError, CheckpointError, DataError, ResumeError: settings, model folder, data or the
@@ -107,6 +106,8 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
         watchdog.start()
         undo.callback(watchdog.close)
         watchdog.beat("reading data and rewards")
+        with stage("importing transformers"), importing():
+            from transformers import AutoTokenizer  # noqa: F401 (takes longer than to read)
         with stage("reading model facts, data and rewards"):
             task = read_task(config, invocation.world_size)
         undo.callback(task.close)
@@ -138,13 +139,6 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
             )
             changed = start.notes[1:] if start.found else ()
             start = replace(start, notes=(f"evaluating {what}; no training", *changed))
-        elif start.found is not None and _is_finished(config, run_dir, start.found.step):
-            if is_leader():
-                say(
-                    f"{run_dir.path} is finished: {result(run_dir, start.found.step)}. "
-                    "Set a larger --train.steps to continue, or another --log.dir for a new run."
-                )
-            return None
         if tries_functions:
             for _ in check_functions(task, config.algo):
                 watchdog.beat("trying functions")
@@ -162,11 +156,6 @@ def prepare(invocation: Invocation, *, tries_functions: bool = False) -> Prepare
         small_files=with_end_tokens(small_files, ends) if small_files else {},
         watchdog=watchdog,
     )
-
-
-def _is_finished(config: Config, run_dir: RunDir, step: int) -> bool:
-    exported = not config.checkpoint.export or run_dir.hf(config.train.steps).exists()
-    return step >= config.train.steps and exported
 
 
 def require_others_in_reach(*, launched: bool = True) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -13,19 +12,25 @@ from r3.config import (
     Config,
     ConfigError,
     Problem,
+    fixed_changes,
     from_yaml,
-    resume_problems,
+    other_run,
     to_yaml,
     with_values,
 )
 from r3.models.hf_checkpoint import replace_folder
-from r3.run.folder import RunDir, read_jsonl_and_notes, truncate_metrics, write_text
+from r3.run.folder import (
+    RunDir,
+    read_jsonl_and_notes,
+    step_folders,
+    truncate_metrics,
+    write_text,
+)
 from r3.run.lock import RunLock, hold, unusable
 from r3.run.manifest import DamageError, read_manifest
 from r3.run.run_json import is_automatic, new_identity, read_identity, write_identity
 from r3.run.sources import Sources, require_same_sources, write_sources
 
-_STEP = re.compile(r"step_(\d{6,})")
 _FRUITLESS_RESTARTS = 1
 _FAILURES_OF_A_STEP = 1  # the same failure twice is no accident
 _ASIDE = (
@@ -59,15 +64,6 @@ class Start:
     found: Found | None = None
     notes: tuple[str, ...] = ()
     lock: RunLock | None = None  # of the process that writes, until the run ends
-
-
-def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints, oldest first. A checkpoint gets its final name when it is complete."""
-    return sorted(
-        (int(match[1]), path)
-        for path in checkpoints.glob("step_*")
-        if (match := _STEP.fullmatch(path.name))
-    )
 
 
 def find_latest(checkpoints: Path) -> Found | None:
@@ -203,7 +199,8 @@ def _open(
     if found is not None:
         problems = _beyond(config, run_dir, found)
         if run_dir.config.exists():
-            problems += resume_problems(from_yaml(run_dir.config.read_text()), config)
+            changes = fixed_changes(from_yaml(run_dir.config.read_text()), config)
+            problems += [other_run(run_dir.path, changes)] if changes else []
         if problems:
             raise ConfigError(problems)
         notes = [resume_note(found), *copied]

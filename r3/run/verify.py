@@ -27,9 +27,9 @@ import torch
 from r3.config import Config
 from r3.models.hf_checkpoint import replace_folder
 from r3.rollout.partial import FILE_PREFIX
-from r3.run.folder import RunDir
+from r3.run.folder import RunDir, step_folders
 from r3.run.manifest import DamageError, Manifest, faults, read_manifest
-from r3.run.resume import Found, ResumeError, Start, drop_after, resume_note, step_folders
+from r3.run.resume import Found, ResumeError, Start, drop_after, resume_note
 from r3.run.run_json import read_identity
 from r3.runtime.mesh import Axis
 

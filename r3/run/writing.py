@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import torch.distributed.checkpoint as dcp
 
 from r3.models.hf_checkpoint import replace_folder
-from r3.run.folder import sync_to_disk
+from r3.run.folder import step_folders, sync_to_disk
 from r3.run.manifest import FileFacts, measure_durably, write_manifest
-from r3.run.resume import step_folders
 from r3.run.run_json import Identity
 from r3.runtime.mesh import Axis
 

@@ -25,6 +25,16 @@ def boot_id() -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
+def start_command(words: str) -> str:
+    """The command that starts this program with other words, as this process was started."""
+    # launch/ and r3.api set R3_RESUME. Without it, torchrun or Python started a program.
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    launcher = f"torchrun --nproc_per_node {ranks}" if ranks else "python"
+    program = "-m r3" if Path(sys.argv[0]).name == "__main__.py" else sys.argv[0]
+    by_hand = f"{launcher} {program} --from RUN_DIR"
+    return os.environ.get("R3_RESUME", by_hand).replace("--from RUN_DIR", words)
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process as soon as process `parent`, which started it, is gone.
 

@@ -125,6 +125,7 @@ def test_finished_run_started_again_changes_nothing(straight: Path) -> None:
     before = (straight / "metrics.jsonl").read_bytes()
     output = run(straight, *FLAGS)
     assert "is finished: 6 steps, heldout accuracy" in output
+    assert "importing" not in output and "starting the ranks" not in output
     assert (straight / "metrics.jsonl").read_bytes() == before
 
 
@@ -333,8 +334,9 @@ def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path
         check=False,
     )
     assert done.returncode == 2
-    loading, reading = done.stdout.splitlines()
+    loading, tokenizers, reading = done.stdout.splitlines()
     assert loading.startswith("importing torch") and reading.startswith("reading model facts")
+    assert tokenizers.startswith("importing transformers")
     first, second = done.stderr.splitlines()
     assert first == "data: 1 problem"
     assert second.startswith(

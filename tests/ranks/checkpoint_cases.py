@@ -23,10 +23,10 @@ from r3.policy.memory import chained
 from r3.rollout.partial import PartialRollouts, to_files
 from r3.run import checkpoint
 from r3.run.checkpoint import UnsoundError
-from r3.run.folder import RunDir
+from r3.run.folder import RunDir, step_folders
 from r3.run.manifest import measure, read_manifest, write_manifest
 from r3.run.optimizer_state import KEYS, gathered_state
-from r3.run.resume import Found, ResumeError, Start, find_latest, step_folders
+from r3.run.resume import Found, ResumeError, Start, find_latest
 from r3.run.run_json import new_identity, write_identity
 from r3.run.verify import newest_whole
 from r3.run.writing import Background, SaveError

@@ -390,6 +390,9 @@ def test_too_few_ranks_are_explained_by_the_preset(capsys: pytest.CaptureFixture
 # ---- going on with a run
 
 
+ONE = ("--parallel.ep", "1")  # rank
+
+
 def started_run(folder: Path, *, seed: int = 0, checkpoint: bool = True) -> Path:
     config = with_values(
         PRESETS["tiny"](), {"parallel.ep": 1, "log.dir": str(folder), "train.seed": seed}
@@ -417,8 +420,9 @@ def test_from_may_start_a_run_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_may_not_change_what_is_learnt(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("R3_RESUME", "launch/local.sh --from RUN_DIR")
     run = started_run(tmp_path / "old")
     message = refusal(
         capsys,
@@ -431,9 +435,16 @@ def test_a_resumed_run_may_not_change_what_is_learnt(
         "--eval.every",
         "1",
     )
-    assert "config: 2 problems" in message
-    assert "train.lr = 0.001: the run was started with 0.0002" in message
-    assert "rollout.group_size = 4: the run was started with 8" in message
+    assert message.splitlines() == [
+        "config: 1 problem",
+        f"  - log.dir = {str(run)!r}: has a run with other settings, which may not change on "
+        "resume:",
+        "      rollout.group_size = 4 (that run: 8)",
+        "      train.lr = 0.001 (that run: 0.0002)",
+        "    Fix: set them back to continue that run, or start a new one:",
+        f"      launch/local.sh --from {run} --train.lr 1e-3 --rollout.group_size 4 --eval.every 1 "
+        f"--log.dir {run}-2",
+    ]
 
 
 def test_ctrl_c_before_the_run_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -446,7 +457,74 @@ def test_ctrl_c_before_the_run_ends_with_one_line(capsys: pytest.CaptureFixture[
 def test_the_same_folder_resumes_under_a_preset_too(capsys: pytest.CaptureFixture[str]) -> None:
     started_run(Path("runs/tiny"))
     assert cli.parse(["tiny", "--parallel.ep", "1"]).config.log.dir == "runs/tiny"
-    assert "train.seed = 1" in refusal(capsys, "tiny", "--parallel.ep", "1", "--train.seed", "1")
+    assert cli.parse(["tiny", *ONE, "--train.steps", "50"]).config.log.dir == "runs/tiny"
+    assert capsys.readouterr() == ("", "")
+    words = ["tiny", *ONE, "--train.seed", "1", "--log.dir=runs/tiny"]
+    assert "train.seed = 1 (that run: 0)" in refusal(capsys, *words)
+
+
+def test_other_settings_get_the_next_free_folder_and_find_it_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    started_run(Path("runs/tiny"))
+    words = ["tiny", *ONE, "--train.seed", "1"]
+    assert cli.parse(words).config.log.dir == "runs/tiny-2"
+    note = capsys.readouterr().out
+    assert note == (
+        "note: runs/tiny has a run with other settings, which may not change on resume:\n"
+        "      train.seed = 1 (that run: 0)\n"
+        "  This one: runs/tiny-2\n"
+    )
+    started_run(Path("runs/tiny-2"), seed=1)
+    more = cli.parse([*words, "--train.steps", "50"])  # may change on resume
+    assert more.config.log.dir == "runs/tiny-2", "the run that these settings continue"
+    assert cli.parse(["tiny", *ONE, "--train.seed", "2"]).config.log.dir == "runs/tiny-3"
+    assert cli.parse(["tiny", *ONE]).config.log.dir == "runs/tiny", "equal settings resume"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--log.dir", "runs/tiny"],
+        ["--eval.only"],  # of the checkpoint there, not of the starting model
+        ["--checkpoint.allow_changed", "data"],  # is for a resume
+    ],
+)
+def test_no_other_folder_is_taken_where_one_is_meant(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    started_run(Path("runs/tiny"))
+    message = refusal(capsys, "tiny", *ONE, "--train.seed", "1", *words)
+    assert "log.dir = 'runs/tiny': has a run with other settings" in message
+    assert message.rstrip().endswith("--log.dir runs/tiny-2")
+
+
+def test_r3_log_dir_is_a_folder_that_is_meant(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_run(Path("runs/job"))
+    monkeypatch.setenv("R3_LOG_DIR", "runs/job")
+    assert "runs/job" in refusal(capsys, "tiny", *ONE, "--train.seed", "1")
+
+
+def test_a_check_notes_another_run_and_a_launch_refuses_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_run(Path("runs/tiny"))
+    words = ["tiny", "--check", "--train.seed", "1", "--log.dir", "runs/tiny"]
+    assert cli.parse(words).config.log.dir == "runs/tiny-2", "what a start there would read"
+    assert "A start there is refused. Free: --log.dir runs/tiny-2" in capsys.readouterr().out
+    monkeypatch.setenv("R3_RESUME", "launch/local.sh --from RUN_DIR")  # the ranks come next
+    assert "has a run with other settings" in refusal(capsys, *words)
+    cli.parse(words[:-2])
+    assert capsys.readouterr().out == "", "the ranks say where the run is"
+
+
+def test_a_run_whose_settings_cannot_be_read_is_not_left_aside(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (started_run(Path("runs/tiny")) / "config.yaml").unlink()
+    assert "no config.yaml to compare with" in refusal(capsys, "tiny", *ONE, "--train.seed", "1")
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume() -> None:
@@ -620,8 +698,22 @@ def test_help_of_a_preset_has_every_field_with_its_default(
     assert "(default: 0.0002)" in text
 
 
+def test_help_of_a_section_has_its_settings_only(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "tiny", "--help", "checkpoint", "log")
+    shown = {name for name in SETTINGS if f"--{name} " in text}
+    assert shown == {name for name in SETTINGS if name.startswith(("checkpoint.", "log."))}
+    assert "Defaults are those of tiny." in text
+    text = printed(capsys, "--help", "train")  # no base: the defaults
+    assert "--train.lr " in text and "--log.dir" not in text and "an empty preset" in text
+    assert "  flat  " in printed(capsys, "--help", "columns")
+    message = refusal(capsys, "tiny", "--help", "reword")
+    assert "PRESET = 'reword'" in message and "sections: model, data, env" in message
+
+
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("argv", [["--help"], ["tiny", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["tiny", "--help"], ["--help", "columns"]], ids=" ".join
+)
 def test_help_fits_the_terminal(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -632,7 +724,7 @@ def test_help_fits_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = printed(capsys, *argv).splitlines()
     assert max(map(len, lines)) <= columns
-    if len(argv) == 2:  # the boxes of the settings; prose may be shorter
+    if "tiny" in argv:  # the boxes of the settings; prose may be shorter
         assert max(map(len, lines)) == columns
     text = [line.strip("\u2502 ") for line in lines if line.startswith("\u2502       ")]
     for line, following in pairwise(text):
@@ -725,9 +817,14 @@ def test_a_dry_run_shows_changed_settings_and_warnings(capsys: pytest.CaptureFix
 def test_a_dry_run_notes_another_run_in_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
     started_run(Path("runs/tiny"))
     text = printed(capsys, "tiny", "--dry-run", "--train.seed", "1")
-    assert "note: runs/tiny has another run, so a start there would be refused" in text
-    assert "- train.seed = 1: the run was started with 0" in text
-    assert "another run" not in printed(capsys, "tiny", "--dry-run")
+    assert (
+        "note: runs/tiny has a run with other settings, which may not change on resume:\n"
+        "      train.seed = 1 (that run: 0)\n"
+        "  This one: runs/tiny-2"
+    ) in text
+    assert "has a run" not in printed(capsys, "tiny", "--dry-run")
+    text = printed(capsys, "tiny", "--dry-run", "--train.seed", "1", "--log.dir", "runs/tiny")
+    assert "A start there is refused. Free: --log.dir runs/tiny-2" in text
 
 
 def test_a_setting_that_is_wrong_itself_is_not_compared_with_the_run(
@@ -735,7 +832,7 @@ def test_a_setting_that_is_wrong_itself_is_not_compared_with_the_run(
 ) -> None:
     started_run(Path("runs/tiny"))
     message = refusal(capsys, "tiny", "--parallel.ep", "1", "--rollout.group_size", "0")
-    assert "config: 1 problem\n" in message and "the run was started with" not in message
+    assert "config: 1 problem\n" in message and "has a run with" not in message
 
 
 def test_a_dry_run_excuses_only_what_the_preset_itself_names(

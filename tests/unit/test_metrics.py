@@ -22,6 +22,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
+from r3.cli.help import columns as columns_help
 from r3.metrics.console import COLUMNS, Console, columns_for, duration_text, notes, stage, step_line
 from r3.metrics.glossary import (
     GLOSSARY,
@@ -509,6 +510,32 @@ def test_a_log_file_gets_labelled_figures() -> None:
     )
     evaluated = {"eval/heldout/accuracy": 0.328, "eval/heldout/pass_at_8": 0.7}
     assert step_line(evaluated, 0, 40) == "step 0/40  eval 0.328  heldout pass_at_8 0.700"
+
+
+def test_a_line_of_a_log_file_is_not_wide_and_keeps_what_matters() -> None:
+    row = {key: 0.123456 for column in COLUMNS for key in column.keys} | ROW
+    row |= {"eval/heldout/accuracy": 0.5, "eval/heldout/pass_at_8": 0.7}
+    del row["loss/nll"]  # of supervised steps
+    line = step_line(row, 12, 10000, eta_s=90)
+    assert len(line) <= 120
+    for title in ("reward", "eval", "k3", "k3 live", "tokens", "heldout pass_at_8", "left"):
+        assert f"  {title} " in line
+    assert "  sync " not in line, "metrics.jsonl has it"
+
+
+def test_figures_that_are_0_in_most_runs_are_not_shown() -> None:
+    idle = {"reward/mean": 0.0, "loss/clip_frac": 0.0, "eval/a/accuracy": 0.0}
+    line = step_line(idle | {"eval/a/unjudged": 0.0}, 1, 2)
+    assert line == "step 1/2  reward 0.000  eval 0.000"
+    busy = step_line(idle | {"loss/clip_frac": 0.012, "eval/a/unjudged": 3.0}, 1, 2)
+    assert "  clip 1.2%  a unjudged 3.000" in busy
+
+
+def test_every_column_is_explained_in_help_and_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    for column in COLUMNS:
+        assert f"| `{column.title}` | " in page
+        assert f"\n  {column.title} " in columns_help()
 
 
 def test_a_share_just_below_one_is_not_shown_as_one() -> None:

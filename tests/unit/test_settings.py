@@ -16,13 +16,14 @@ from r3.config import (
     ParallelConfig,
     Problem,
     describe_fields,
+    fixed_changes,
     flatten,
     from_yaml,
     load_yaml,
     nearest_settings,
+    other_run,
     parse_value,
     read_values,
-    resume_problems,
     to_yaml,
     values_of,
     with_values,
@@ -371,9 +372,11 @@ def test_resuming_may_not_change_what_is_learnt() -> None:
         "train.lr": 1e-5,
         "replay.mode": "off",
     }
-    problems = resume_problems(TINY, with_values(TINY, changes))
-    assert {problem.field: problem.value for problem in problems} == changes
-    assert "was started with 0.0002" in str(next(p for p in problems if p.field == "train.lr"))
+    found = fixed_changes(TINY, with_values(TINY, changes))
+    assert {name: now for name, (now, _) in found.items()} == changes
+    assert "train.lr = 1e-05 (that run: 0.0002)\n" in str(other_run("runs/a", found))
+    many = {f"a.b{n}": (1, 2) for n in range(14)}
+    assert "and 2 more" in str(other_run("runs/a", many))
 
 
 def test_resuming_may_change_length_layout_logging_and_memory() -> None:
@@ -388,13 +391,12 @@ def test_resuming_may_change_length_layout_logging_and_memory() -> None:
         "debug.prove_sync_every": 1,
         "model.recompute": "full",
     }
-    assert resume_problems(TINY, with_values(TINY, changes)) == []
+    assert fixed_changes(TINY, with_values(TINY, changes)) == {}
 
 
 def test_the_number_of_steps_is_frozen_under_a_decaying_schedule() -> None:
     old = with_values(TINY, {"train.lr_schedule": "cosine"})
-    problems = resume_problems(old, with_values(old, {"train.steps": 99}))
-    assert [problem.field for problem in problems] == ["train.steps"]
+    assert list(fixed_changes(old, with_values(old, {"train.steps": 99}))) == ["train.steps"]
 
 
 @pytest.mark.parametrize(
@@ -414,8 +416,7 @@ def test_micro_batch_size_is_frozen_where_it_limits_prompts(
     settings: dict[str, object], frozen: list[str]
 ) -> None:
     old = with_values(TINY, {"data.max_prompt_tokens": 0, **settings})
-    problems = resume_problems(old, with_values(old, {"train.micro_batch_tokens": 2048}))
-    assert [problem.field for problem in problems] == frozen
+    assert list(fixed_changes(old, with_values(old, {"train.micro_batch_tokens": 2048}))) == frozen
 
 
 def test_every_field_says_whether_it_may_change_on_resume() -> None:

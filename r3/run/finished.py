@@ -1,0 +1,76 @@
+"""Runs that have made all their steps. Imports nothing heavy, so that they say so at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from r3.cli.parse import Invocation
+from r3.metrics.glossary import headlines
+from r3.run.folder import RunDir, read_metrics, step_folders
+from r3.runtime.terminal import say
+
+FINISHED = 76  # exit code of the check before a launch: there is nothing to launch
+
+
+def says_finished(invocation: Invocation) -> bool:
+    """Whether all steps are made, and the model is exported if it is to be; rank 0 says so.
+
+    The check before a launch ends here then. A check that the user asked for is made all the same.
+    """
+    config, run_dir = invocation.config, RunDir(Path(invocation.config.log.dir))
+    is_launched = invocation.check and "R3_RESUME" in os.environ
+    if config.eval.only or (invocation.check and not is_launched):
+        return False
+    steps = config.train.steps
+    saved = step_folders(run_dir.checkpoints)
+    # Fewer steps than the newest checkpoint has are refused later.
+    if not saved or saved[-1][0] != steps:
+        return False
+    if config.checkpoint.export and not run_dir.hf(steps).exists():
+        return False
+    try:
+        text = result(run_dir, steps)
+    except ValueError:  # rows that cannot be read: `open_run` names them
+        return False
+    if os.environ.get("RANK", "0") == "0":
+        say(
+            f"{run_dir.path} is finished: {text}. "
+            "Set a larger --train.steps to continue, or another --log.dir for a new run."
+        )
+    if is_launched:
+        sys.exit(FINISHED)
+    return True
+
+
+def result(run_dir: RunDir, step: int) -> str:
+    """What a run came to, from its rows: steps, the figure of each held-out set before and after,
+    mismatch with and without replay.
+
+    A figure is left out unless it was measured before and after, the mismatch unless it was
+    measured at all.
+    """
+    rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+    figures = [
+        f"{name} {key.rpartition('/')[2]} {rows[0][key]:.3f} -> {rows[-1][key]:.3f}"
+        for name, key in (headlines(rows[-1]).items() if len(rows) > 1 else ())
+        if key in rows[0]
+    ]
+    return "; ".join([", ".join([f"{step} steps", *figures]), *_mismatch_of(rows)])
+
+
+def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """Mean k3 over the steps with replayed and with live routes of the same tokens, or nothing."""
+    pairs = [
+        (row["mismatch/k3_replay"], row["mismatch/k3_live"])
+        for row in rows
+        if "mismatch/k3_replay" in row and "mismatch/k3_live" in row
+    ]
+    if not pairs:
+        return []
+    replay, live = (fmean(column) for column in zip(*pairs, strict=True))
+    times = [f"{live / replay:.3g} times"] if replay else []
+    return [", ".join([f"replay: k3 {replay:.1e}", f"live: {live:.1e}", *times])]
