@@ -64,7 +64,7 @@ def test_the_check_of_a_launch_ends_the_launch(
     assert end.value.code == FINISHED
 
 
-def test_a_finished_run_that_is_launched_again_ends_well_and_starts_no_ranks(run: RunDir) -> None:
+def test_a_finished_run_that_is_launched_again_starts_no_ranks(run: RunDir) -> None:
     command = [ROOT / "launch" / "local.sh", "--from", str(run.path)]
     environment = os.environ | {"PYTHON": sys.executable, "NPROC": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
