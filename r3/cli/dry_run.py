@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: verdict, config, model, ranks, batch, memory and seconds per phase."""
+"""What `--dry-run` prints: verdict, model, ranks, batch, memory, seconds per phase, config."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SHOWN_RANKS = 16
 def describe(config: Config, shape: ModelShape, world_size: int, gpu: Gpu | None = None) -> str:
     """The whole plan as text, for `--dry-run`. With a device, it has seconds too."""
     sections = {
-        "config": to_yaml(config).rstrip(),
         "model": _model(shape),
         f"ranks ({world_size})": _layout(config, shape, world_size),
         "batch": _batch(config, shape, world_size),
         "memory per rank, GiB (estimate)": _memory(config, shape, world_size, gpu),
         "weight sync, GiB read per rank": _sync(config, shape, world_size),
         "seconds per step (estimate)": _times(config, shape, world_size, gpu) if gpu else "",
+        "config": to_yaml(config).rstrip(),
     }
     return "\n\n".join(f"{title}\n{_indent(text)}" for title, text in sections.items() if text)
 

@@ -256,6 +256,11 @@ def stage(what: str) -> Iterator[None]:
             say(f"{what} ... {took}")
 
 
+def say_labelled(line: str) -> None:
+    """Say a line of the form of the header; on a terminal, what does not fit stands below."""
+    say(_wrapped(line, RichConsole(file=out()).width) if out().isatty() else line)
+
+
 class Console:
     """Writes to one stream; a console that is not the leader's writes nothing.
 

@@ -124,15 +124,18 @@ def plan_for(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> tu
         f"{len(found.proposals)} of {found.tried} layouts of {world_size} devices of "
         f"{gpu.gib:g} GiB fit. The fastest by estimate:"
     )
-    shown = found.proposals[:_SHOWN_PROPOSALS]
-    return True, "\n\n".join([head, *map(_entry, range(1, 4), shown), assumptions(gpu)])
+    entries: dict[str, str] = {}  # layouts with the same figures are one choice: the first
+    for proposal in found.proposals:
+        entries.setdefault(_figures(proposal), proposal.flags or "(the settings as they are)")
+    shown = list(entries.items())[:_SHOWN_PROPOSALS]
+    texts = [f"{number}. {flags}\n{text}" for number, (text, flags) in enumerate(shown, 1)]
+    return True, "\n\n".join([head, *texts, assumptions(gpu)])
 
 
-def _entry(number: int, proposal: Proposal) -> str:
+def _figures(proposal: Proposal) -> str:
     needs = ", ".join(f"{phase} {gib:.1f}" for phase, gib in proposal.fit.needs_gib.items())
     return "\n".join(
         [
-            f"{number}. {proposal.flags or '(the settings as they are)'}",
             f"   step about {proposal.step_s:.0f} s: {describe_seconds(proposal.seconds)}",
             f"   GiB of {proposal.fit.usable_gib:.1f}: {needs}",
             f"   KV cache of an engine: {proposal.fit.cached_sequences:,.0f} sequences of maximum "

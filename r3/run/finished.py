@@ -72,5 +72,5 @@ def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:
     if not pairs:
         return []
     replay, live = (fmean(column) for column in zip(*pairs, strict=True))
-    times = [f"{live / replay:.3g} times"] if replay else []
+    times = [f"{live / replay:,.0f} times"] if replay else []
     return [", ".join([f"replay: k3 {replay:.1e}", f"live: {live:.1e}", *times])]

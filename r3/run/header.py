@@ -41,6 +41,8 @@ def closing(
 def reward_text(config: Config) -> str:
     """The reward functions in one line: `math` or `math + 0.1 my.py:short`."""
     reward = config.reward
+    if reward.function == ("none",):
+        return "of the environment"
     weights = reward.weights or (1.0,) * len(reward.function)
     terms = zip(reward.function, weights, strict=True)
     return " + ".join(

@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from r3.cli.help import columns as columns_help
-from r3.metrics.console import COLUMNS, Console, columns_for, duration_text, notes, stage, step_line
+from r3.metrics.console import (
+    COLUMNS,
+    Console,
+    columns_for,
+    duration_text,
+    notes,
+    say_labelled,
+    stage,
+    step_line,
+)
 from r3.metrics.glossary import (
     GLOSSARY,
     Entry,
@@ -665,6 +675,20 @@ def test_a_long_line_of_the_header_goes_on_below_its_value() -> None:
     inside = [line[2:-2].rstrip() for line in shown[1:-1]]
     assert len(inside) > 1 and inside[0].startswith("model      word word")
     assert all(line.startswith(" " * 11 + "word") for line in inside[1:])
+
+
+def test_the_last_line_of_a_run_is_wrapped_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = (
+        "done       in 256 s: 3 steps, heldout accuracy 0.230 -> 0.262; runs/a/hf, runs/a/metrics"
+    )
+    monkeypatch.setenv("COLUMNS", "80")
+    first, _, last = line.rpartition(" ")
+    for stream, expected in ((io.StringIO(), [line]), (Terminal(), [first, " " * 11 + last])):
+        monkeypatch.setattr(sys, "stdout", stream)
+        say_labelled(line)
+        assert stream.getvalue().splitlines() == expected
 
 
 def test_bars_can_be_turned_off() -> None:

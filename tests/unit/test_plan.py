@@ -254,6 +254,20 @@ def test_kv_cache_demand_by_hand() -> None:
     assert plan.kv_cache_demand(few, TINY_SHAPE, 2) == 8 * 512 * (2 * 4 * 2 * 32) * 4
 
 
+def test_the_whole_config_comes_last() -> None:
+    text = dry_run.describe(TINY, TINY_SHAPE, 4)
+    titles = [line for line in text.splitlines() if line[:1] > " "]
+    assert titles[0] == "model" and titles[-1] == "config"
+
+
+def test_layouts_with_the_same_figures_are_one_choice() -> None:
+    fits, text = plan_for(BIG, BIG_SHAPE, 8, gpu(141))
+    entries = [part.split("\n", 1) for part in text.split("\n\n")[1:-1]]
+    assert fits and len(entries) == 3
+    assert [first[:3] for first, _ in entries] == ["1. ", "2. ", "3. "]
+    assert len({figures for _, figures in entries}) == 3
+
+
 def test_the_layout_follows_megatron_order() -> None:
     text = dry_run.describe(TINY, TINY_SHAPE, 4)
     rows = [line.split() for line in text.split("ranks (4)\n")[1].split("\n\n")[0].splitlines()]

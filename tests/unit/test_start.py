@@ -30,7 +30,7 @@ from r3.rollout.task import Task, read_task
 from r3.run.check import check_task
 from r3.run.finished import result
 from r3.run.folder import RunDir
-from r3.run.header import closing, source_lines
+from r3.run.header import closing, reward_text, source_lines
 from r3.run.prepare import refusing, require_others_in_reach, require_resources
 from r3.runtime.device import writable_caches
 from r3.runtime.process import importing
@@ -242,6 +242,12 @@ def test_a_run_ends_with_its_mismatch_with_and_without_replay(tmp_path: Path) ->
     said = "2 steps, heldout accuracy 0.250 -> 0.750; replay: k3 2.0e-04, live: 5.0e-03, 25 times"
     assert result(run_dir, 2) == said
     assert closing(tiny_config(), run_dir, 61.2, 2, {}).startswith(f"done       in 61 s: {said}; ")
+
+
+def test_rewards_of_the_environment_are_named() -> None:
+    assert reward_text(tiny_config(reward={"function": ("none",)})) == "of the environment"
+    own = {"function": ("gsm8k", "my.py:short"), "weights": (1.0, 0.1)}
+    assert reward_text(tiny_config(reward=own)) == "gsm8k + 0.1 my.py:short"
 
 
 def test_an_evaluation_ends_with_its_figures(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ function drawTime() {
 function drawMemory() {
   const parts = Object.keys(MEMORY);
   for (const run of RUNS.filter((each) => parts.some((part) => known(each.metrics[`memory/${part}_gib`]).length))) {
-    const plot = chartCard(byId("memory"), `Memory, ${run.name}`, "GiB in use per phase, fullest rank; residue: both worlds have given up theirs",
+    const plot = chartCard(byId("memory"), `Memory, ${run.name}`, "GiB in use per phase, fullest rank; residue: what stays while engine and policy are both put away",
       parts.map((part) => [part, "solid", MEMORY[part]]));
     const traces = parts.map((part) => ({ type: "scatter", mode: "lines", name: part, ...points(run, `memory/${part}_gib`),
       line: { color: MEMORY[part], width: 1.8 }, hovertemplate: "%{y:.3~f} GiB" }));
