@@ -339,7 +339,7 @@ def test_a_python_function_is_a_preset(tmp_path: Path) -> None:
         ("my.yaml", "base: tiny\ntrain: {lrr: 1}", "my.yaml", "train.lrr = 1: there is no such"),
         ("my.yaml", "", "other.yaml", "PRESET = 'other.yaml': cannot be read"),
         ("my.py", "x = 1", "my.py:small", "the file defines no 'small'. Fix: it defines nothing"),
-        ("my.py", "def f(): return 1", "my.py:f", "f gives a int, not a Config"),
+        ("my.py", "def f(): return 1", "my.py:f", "f gives 1, not a Config"),
         ("my.py", "\ndef f(): return 1 / 0", "my.py:f", "line 2 raises ZeroDivisionError"),
         ("my.py", "def f(:", "my.py:f", "raises SyntaxError"),
         ("my.py", "import sys\nsys.exit(0)", "my.py:f", "line 2 raises SystemExit: 0"),
@@ -606,7 +606,7 @@ def test_a_run_whose_config_is_damaged_is_refused(
         ),
         (["--from", "nowhere"], "--from = 'nowhere': there is no config.yaml to read"),
         (["tiny", "--from", "nowhere"], "a run's folder and a preset are given"),
-        (["qwen3-0.6b"], "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"),
+        (["qwen3-0.6b"], "Fix: write hub:Qwen/Qwen3-0.6B for a model of the hub"),
     ],
 )
 def test_one_message_and_exit_code_2(

@@ -268,7 +268,7 @@ def test_reinforce_pp_needs_no_groups() -> None:
         ({"data.path": ""}, "data.path", "is empty"),
         ({"data.path": "missing.jsonl"}, "data.path", "no such file"),
         ({"model.path": ""}, "model.path", "is empty"),
-        ({"model.path": "Qwen/Qwen3-30B-A3B"}, "model.path", "hf download Qwen/Qwen3-30B-A3B"),
+        ({"model.path": "Qwen/Qwen3-30B-A3B"}, "model.path", "write hub:Qwen/Qwen3-30B-A3B"),
     ],
 )
 def test_one_bad_setting_is_one_problem(values: dict[str, Any], field: str, rule: str) -> None:

@@ -65,6 +65,10 @@ BAD: list[tuple[Columns, str | bytes, str, str]] = [
     (PLAIN, answered("null"), "answer", "is null: the row has no reference answer"),
     (PLAIN, answered("[]"), "answer", "is an empty list"),
     (PLAIN, answered('["1", null]'), "answer", "is a list with entries that are no texts"),
+    (PLAIN, answered('[["7"]]'), "answer", "is a list with entries that are no texts"),
+    (PLAIN, answered("NaN"), "answer", "is nan, which is no number"),
+    # 2^53 + 2 in a column with gaps
+    (PLAIN, answered("9007199254740994.0"), "answer", "a floating-point number that may have lost"),
     (NUMBERS, answered('"#### none"'), "answer", "no plain number after '####'"),
     (NUMBERS, answered('"#### 1/2"'), "answer", "no plain number after '####'"),
     (NUMBERS, answered('"none"'), "answer", "has no '####'"),
