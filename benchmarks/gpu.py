@@ -147,20 +147,26 @@ def grouped() -> Figures:
 
 def kernels() -> Figures:
     """R3's Triton kernels against plain torch, in bfloat16, with sizes that fit no block."""
-    from r3.kernels import moe as plain
+    from r3.kernels import logits, moe
 
     slots, width, hidden, tokens, topk = 1000, 1030, 1500, 333, 5
     half = dict(device="cuda", dtype=torch.bfloat16)
     both, gates = torch.randn(slots, 2 * width, **half), torch.rand(slots, device="cuda")
     places = torch.randint(0, slots + 200, (tokens, topk), device="cuda")
-    arguments = {
-        "weighted_swiglu": (both, gates),
-        "weighted_swiglu_backward": (both, gates, torch.randn(slots, width, **half)),
-        "sum_rows": (torch.randn(slots, hidden, **half), places),
+    # Logits of 3001 rows of the output weight, 11 of them padding, at temperature 0.7.
+    of_targets = (torch.randn(tokens, 3001, **half), places[:, 0] % 2990, 2990, 1 / 0.7)
+    top, total, *per_token = torch.rand(6, tokens, device="cuda").add_(1).unbind()
+    arguments: dict[Callable[..., Any], tuple[Any, ...]] = {
+        moe.weighted_swiglu: (both, gates),
+        moe.weighted_swiglu_backward: (both, gates, torch.randn(slots, width, **half)),
+        moe.sum_rows: (torch.randn(slots, hidden, **half), places),
+        logits.logit_sums: of_targets,
+        logits.logit_gradient: (*of_targets, top, total, *per_token, False),
     }
     errors = {}
-    for name, given in arguments.items():
-        pairs = [getattr(torch.ops.r3, name)(*given), getattr(plain, name)(*given)]
+    for plain, given in arguments.items():
+        name = plain.__name__
+        pairs = [getattr(torch.ops.r3, name)(*given), plain(*given)]
         ours, theirs = ([one] if torch.is_tensor(one) else list(one) for one in pairs)
         errors[name] = [
             float((a - b).float().norm() / b.float().norm())

@@ -128,12 +128,12 @@ def _logit_gradient(  # type: ignore[no-untyped-def]
     grad = -tl.exp(z) * factor / tl.load(totals + row)
     grad = tl.where(at < columns, grad, 0.0)
     grad += tl.where(at == tl.load(index + row), tl.load(at_targets + row), 0.0)
-    place, kind = out + row * width + at, out.dtype.element_ty
+    kind = out.dtype.element_ty
     high = grad.to(kind)
-    tl.store(place, high, mask=at < width)
+    tl.store(out + row * width + at, high, mask=at < width)
     if halves:
         low = (grad - high.to(tl.float32)).to(kind)
-        tl.store(place + count.to(tl.int64) * width, low, mask=at < width)
+        tl.store(out + (row + count) * width + at, low, mask=at < width)
 
 
 def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tensor:

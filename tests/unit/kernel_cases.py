@@ -1,6 +1,7 @@
 """The Triton kernels against plain torch, and those of the output layer against float64: errors.
 
 TRITON_INTERPRET=1 python -m tests.unit.kernel_cases      on CPU, one program after the other
+python -m tests.unit.kernel_cases compile                 for an H100, on any machine
 python -m tests.unit.kernel_cases cuda                    compiled, on a GPU
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -161,7 +163,63 @@ def _relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((found - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)).max())
 
 
+# Types of the kernels' arguments by name; `*` begins those that have the type of the tensors.
+ARGUMENTS = {
+    "both inner d_inner d_both rows logits out": "*",
+    "gates d_gates sums tops totals grads at_targets entropy_grads excesses": "*fp32",
+    "places index": "*i64",
+    "count width columns": "i32",
+    "scale nowhere": "fp32",
+}
+CONSTANTS: dict[str, list[dict[str, Any]]] = {
+    "_weighted_swiglu": [{"block": 1024}],
+    "_weighted_swiglu_backward": [{"block": 1024}],
+    "_sum_rows": [{"block": 1024, "topk": 8}],
+    "_logit_sums": [{"block": 4096}],
+    "_logit_gradient": [
+        {"block": 1024, "has_entropy": entropy, "halves": halves}
+        for entropy in (False, True)
+        for halves in (False, True)
+    ],
+}
+
+
+def compile_all() -> dict[str, int]:
+    """Bytes of each kernel for an H100, for which no GPU is needed, by name, type and constants.
+
+    The interpreter runs Python that the compiler refuses. A number that is 1 is a constant.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from r3.kernels import triton_kernels
+
+    types = {name: kind for names, kind in ARGUMENTS.items() for name in names.split()}
+    sizes = {}
+    for name, variants in CONSTANTS.items():
+        kernel = getattr(triton_kernels, name)
+        for kind, one, constants in product(("bf16", "fp32"), (False, True), variants):
+            given = constants | ({"count": 1} if one and "count" in kernel.arg_names else {})
+            signature = {
+                argument: "constexpr"
+                if argument in given
+                else f"*{kind}"
+                if types[argument] == "*"
+                else types[argument]
+                for argument in kernel.arg_names
+            }
+            if constants.get("halves"):
+                signature["out"] = "*bf16"
+            source = ASTSource(fn=kernel, signature=signature, constexprs=given)
+            made = compile(source, target=GPUTarget("cuda", 90, 32))
+            sizes[f"{name} {kind} {given}"] = len(made.asm["cubin"])
+    return sizes
+
+
 if __name__ == "__main__":
-    device = sys.argv[1] if sys.argv[1:] else "cpu"
-    found = {"experts": list(compare(device)), "output layer": list(output_layer(device))}
+    word = sys.argv[1] if sys.argv[1:] else "cpu"
+    if word == "compile":
+        found: dict[str, Any] = compile_all()
+    else:
+        found = {"experts": list(compare(word)), "output layer": list(output_layer(word))}
     print(json.dumps(found))

@@ -20,8 +20,9 @@ from r3.config import Config
 from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
 from r3.handover.rollouts import pack_for
 from r3.handover.weight_sync import WeightStream
+from r3.kernels import moe
 from r3.models.shape import ModelShape
-from r3.policy import Policy, kernels, memory, scoring
+from r3.policy import Policy, memory, scoring
 from r3.policy.device_experts import DeviceExperts
 from r3.policy.dispatch import Transfer
 from r3.policy.layout import LocalTokens, local_tokens
@@ -472,7 +473,7 @@ def first_experiments() -> list[str]:
     experiments = (gpu.attention, gpu.grouped, gpu.kernels, gpu.layer, gpu.stash)
     with fake_world(topk=8):
         # plain torch, for comparison, asks how many rows there are
-        kernels.sum_rows = torch.ops.r3.sum_rows
+        moe.sum_rows = torch.ops.r3.sum_rows
         for experiment in experiments:
             experiment()
     return [experiment.__name__ for experiment in experiments]

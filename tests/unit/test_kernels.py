@@ -27,18 +27,22 @@ TRITON = Path(sys.prefix) / "triton"
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, list[dict[str, Any]]]:
+    return json.loads(run(TRITON_INTERPRET="1"))
+
+
+def run(*words: str, **variables: str) -> str:
+    """What `kernel_cases` prints."""
     assert (TRITON / "triton").is_dir(), f"{TRITON} has no Triton: make test installs it there"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.kernel_cases"],
+        [sys.executable, "-m", "tests.unit.kernel_cases", *words],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{TRITON}:{ROOT}", "TRITON_INTERPRET": "1"},
+        env=os.environ | {"PYTHONPATH": f"{TRITON}:{ROOT}"} | variables,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
-    return found
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +96,9 @@ def test_sums_and_gradients_of_logits_are_as_exact_as_those_of_plain_torch(
             assert row["error"] <= 1.1 * row["plain"] + 1e-7, row
         # Another target: nothing else would show if there is only padding.
         assert row["wrong"] > 0.1 or not row["size"][2], row
+
+
+def test_every_kernel_compiles_for_an_h100(tmp_path: Path) -> None:
+    sizes = json.loads(run("compile", TRITON_CACHE_DIR=str(tmp_path)))
+    # Two types. Three kernels also have a number that may be 1, and one of them four variants.
+    assert len(sizes) == 2 * (1 + 1 + 2 + 2 + 2 * 4) and min(sizes.values()) > 1000
