@@ -33,7 +33,7 @@ def train(run: Run) -> None:
     from r3.rollout.supervised import rows_of_step
     from r3.routing.ledger import reconcile
     from r3.run.evaluation import evaluate_alone, evaluate_if_due
-    from r3.run.save import Saver, export_weights
+    from r3.run.save import Saver, export_last
     from r3.view.live import record_samples
 
     config, task, policy, meter = run.config, run.task, run.policy, run.meter
@@ -49,7 +49,7 @@ def train(run: Run) -> None:
     elif source:
         source.restore(run.start.found.folder)
 
-    for step in range(run.steps_done + 1, config.train.steps + 1):
+    for step in range(run.steps_done + 1, saver.last_step + 1):
         meter.open_step(step)
         version = step - 1  # the engine samples with the weights after this many steps
         rewards = None
@@ -80,7 +80,7 @@ def train(run: Run) -> None:
             meter.add(metrics)
 
         # 5 train: old log-probabilities if needed, then the updates; routes are replayed in all
-        count = sum(len(batch.micro_batches) for batch in batches)
+        count = config.train.epochs_per_step * sum(len(batch.micro_batches) for batch in batches)
         with meter.phase("train"), meter.progress(count, f"step {step} train") as tick:
             report = meter.add
             shaped = train_on(
@@ -94,10 +94,13 @@ def train(run: Run) -> None:
         if source:
             record_samples(run, step, scored)
         evaluate_if_due(run, step)
-        reconcile(meter.close_step(step))  # every captured route was replayed exactly once
+        # every captured route was replayed exactly once in each epoch
+        reconcile(meter.close_step(step), epochs=config.train.epochs_per_step)
         saver.after_step(step, source.state_files if source else dict)
+        if step == saver.last_step:  # train.patience may end the run early
+            break
 
-    export_weights(run)
+    export_last(run, saver.last_step)
 
 
 def main() -> None:

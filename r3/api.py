@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from r3.cli.parse import Invocation, from_python
-from r3.config import Config, ConfigError, Problem
+from r3.config import Config, ConfigError, Problem, flatten
 from r3.run.finished import says_finished
 
 _in_progress = threading.Lock()  # process groups and engines belong to the whole process
@@ -46,18 +46,24 @@ class Result:
             of the evaluation.
         export: Hugging Face folder with the final weights; None if `checkpoint.export` is false.
         first_evaluation: the row of the evaluation before step 1; empty without one.
+        best: the checkpoint with the best `checkpoint.keep_best`; None if there is none.
+        ended_early: why the run ended before `train.steps` (train.patience); empty if it did not.
     """
 
     folder: Path
     metrics: list[dict[str, float]]
     export: Path | None
     first_evaluation: dict[str, float] = field(default_factory=dict)
+    best: Path | None = None
+    ended_early: str = ""
 
     def __repr__(self) -> str:
         last = self.metrics[-1] if self.metrics else self.first_evaluation
         shown = [key for key in last if key == "reward/mean" or key.endswith("/accuracy")]
         facts = [f"folder={str(self.folder)!r}", f"step={last.get('step', 0):.0f}"]
         facts += [f"{key}={last[key]:.3f}" for key in sorted(shown)[:1]]  # eval/ before reward/
+        facts += [f"best={str(self.best)!r}"] if self.best else []
+        facts += [f"ended_early={self.ended_early!r}"] if self.ended_early else []
         return f"Result({', '.join(facts)}, export={str(self.export) if self.export else None!r})"
 
 
@@ -137,6 +143,7 @@ def _named(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _result(config: Config) -> Result:
+    from r3.run.best import Goal
     from r3.run.folder import RunDir, read_metrics
 
     run_dir = RunDir(Path(config.log.dir))
@@ -147,12 +154,16 @@ def _result(config: Config) -> Result:
             export=None,
         )
     rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
-    export = run_dir.hf(config.train.steps)
+    export = run_dir.hf(int(rows[-1]["step"]) if rows else config.train.steps)
+    best = run_dir.checkpoints / "best"
+    goal = Goal.of(flatten(config))
     return Result(
         folder=run_dir.path,
         metrics=[row for row in rows if row["step"] > 0],
         export=export if export.exists() else None,
         first_evaluation=next((row for row in rows if row["step"] == 0), {}),
+        best=best.resolve() if goal.metric and best.exists() else None,
+        ended_early=goal.end(goal.values(rows)),
     )
 
 

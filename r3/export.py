@@ -61,7 +61,7 @@ def parse(argv: Sequence[str]) -> Order:
         prog="r3.export", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
     )
     parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("--step", type=int, help="step of the checkpoint; the newest if not given")
+    parser.add_argument("--step", help="step of the checkpoint, or best; if not given, the newest")
     parser.add_argument("--to", type=Path, help="folder to write; RUN_DIR/hf/step_N if not given")
     words = parser.parse_args(argv)
     run_dir = RunDir(words.run_dir)
@@ -71,12 +71,17 @@ def parse(argv: Sequence[str]) -> Order:
         fix = "give the folder of a run that has saved a checkpoint"
         raise ConfigError([Problem("RUN_DIR", str(run_dir.path), f"it has no {what}", fix)])
     config = from_yaml(run_dir.config.read_text(encoding="utf-8"))
-    step = words.step if words.step is not None else max(saved)
+    best = run_dir.checkpoints / "best"
+    names = {None: max(saved)} | {str(step): step for step in saved}
+    names |= {"best": int(best.resolve().name.removeprefix("step_"))} if best.exists() else {}
+    step = names.get(words.step, -1)
     to = words.to or run_dir.hf(step)
     problems: list[Problem] = []
     if step not in saved:
         rule = f"is not kept; the run has checkpoints of steps {', '.join(map(str, saved))}"
-        problems.append(Problem("--step", step, rule, "choose one of them"))
+        if words.step == "best":
+            rule = "there is none: the run was made without checkpoint.keep_best"
+        problems.append(Problem("--step", words.step, rule, "choose one of them"))
     if to.exists():
         problems.append(Problem("--to", str(to), "exists already", "give another folder"))
     try:

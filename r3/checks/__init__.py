@@ -18,7 +18,7 @@ from r3.checks.batch import check_batch, check_lengths
 from r3.checks.data import check_data, overlap
 from r3.checks.device import allocator_problems, cpu_engine_problems, cuda_expert_problems
 from r3.checks.environment import check_environment
-from r3.checks.evaluation import check_evaluation
+from r3.checks.evaluation import check_best, check_evaluation
 from r3.checks.findings import Findings
 from r3.checks.ignored import ignored_settings
 from r3.checks.layout import check_layout
@@ -92,6 +92,7 @@ def examine(
     check_environment(config, found)
     check_rewards(config, found, world_size)
     sets = check_evaluation(config, found, shape)
+    check_best(config, found, sets)
     training, heldout = check_data(config, found, sets)
     check_run_folder(config, found)
     if config.log.tracker != "none" and not _is_installed(config.log.tracker):

@@ -105,7 +105,7 @@ def algorithm_notes(config: Config) -> list[str]:
             f"algo.clip_high = {algo.clip_high} is a bound of PPO: it would bound the weights of "
             f"cispo at {1 + algo.clip_high}. 3 to 5 are common"
         )
-    several = config.train.updates_per_step > 1 and config.train.objective != "sft"
+    several = config.train.updates_of_step > 1 and config.train.objective != "sft"
     if algo.loss == "pg" and several:
         notes.append(
             "algo.loss = 'pg' has no ratio: all updates of a step but the first are biased"

@@ -57,7 +57,8 @@ _OF_SAMPLING = (
 )
 # Settings of training, of which an evaluation alone reads the last four only.
 _OF_TRAINING = (
-    *("algo.", "checkpoint.background", "checkpoint.every", "checkpoint.export", "checkpoint.keep"),
+    *("algo.", "checkpoint.background", "checkpoint.best_is", "checkpoint.every"),
+    *("checkpoint.export", "checkpoint.keep"),
     *("data.drop_duplicates", "data.on_too_long", "data.path", "data.weights", "debug.profile"),
     *("eval.every", "log.rollouts_every", "log.show_every", "model.recompute", "replay."),
     *("rollout.group_size", "rollout.max_staleness", "rollout.prompts_per_step"),
@@ -253,7 +254,7 @@ def _algorithm(config: Config, ignored: _Ignored) -> None:
         ignored("algo.loss is pg, which has no ratio", "algo.clip_low", "algo.clip_high")
     elif (
         algo.loss in LOSSES  # a user's loss may use bounds otherwise
-        and config.train.updates_per_step == 1
+        and config.train.updates_of_step == 1
         and algo.correction != "bypass"
     ):
         because = "with one update per step (train.updates_per_step) the policy is pi_old: r is 1"
@@ -279,13 +280,17 @@ def _training(config: Config, notes: list[str], ignored: _Ignored) -> None:
     train = config.train
     if len(config.data.path) == 1:
         ignored("there is one source of rows", "data.weights")
+    if not config.checkpoint.keep_best:
+        ignored("checkpoint.keep_best is empty", "checkpoint.best_is")
+    if config.eval.path and not config.eval.every:
+        because = "eval.every is 0: the run is evaluated before its first and after its last step"
+        ignored(because, "train.patience")
     if train.lr_schedule == "constant":
         ignored("train.lr_schedule is constant", "train.min_lr")
-    updates = train.steps * train.updates_per_step
-    if train.warmup_updates >= updates:
+    if train.warmup_updates >= train.total_updates:
         notes.append(
             f"train.lr is never reached: train.warmup_updates = {train.warmup_updates} of "
-            f"{updates} updates"
+            f"{train.total_updates} updates"
         )
 
 

@@ -26,6 +26,7 @@ _OF_SFT: dict[str, Any] = {
     "algo.correction": "none",
     "algo.kl_coef": 0.0,
     "replay.mode": "off",
+    "train.epochs_per_step": 1,
 }
 FIXED: dict[str, dict[str, Any]] = {
     "rl": {},

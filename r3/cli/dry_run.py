@@ -138,6 +138,8 @@ def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
     # A micro-batch has whole sequences, so the longest ones waste the most of it.
     micro_batches = math.ceil(per_update / (train.micro_batch_tokens // longest))
     updates = f"{train.updates_per_step} per step of {rollouts // train.updates_per_step} rollouts"
+    if train.epochs_per_step > 1:
+        updates += f", in each of {train.epochs_per_step} epochs"
     if config.train.objective == "sft":
         return "\n".join(
             [
@@ -154,7 +156,7 @@ def _batch(config: Config, shape: ModelShape, world_size: int) -> str:
         f"{longest} tokens",
         f"tokens        at most {rollouts * longest:,} per step, "
         f"{rollouts // data_ranks * longest:,} per data-parallel rank",
-        f"updates       {updates}; {train.steps * train.updates_per_step} in {train.steps} steps",
+        f"updates       {updates}; {train.total_updates} in {train.steps} steps",
         f"micro-batches at most {micro_batches} per update and rank, of {train.micro_batch_tokens} "
         "tokens",
     ]

@@ -17,7 +17,7 @@ TABLES = {
 `rollout.prompts_per_step` (samples per step = prompts * group size)
 `steps_per_generation` | `train.updates_per_step` = `steps_per_generation` / \
 `gradient_accumulation_steps`
-`num_iterations` | no equivalent: each sample is used in one update
+`num_iterations` | `train.epochs_per_step`
 `max_completion_length` | `rollout.max_response_tokens`
 `temperature`, `top_p`, `top_k` | `rollout.temperature`, `rollout.top_p`, `rollout.top_k`
 `learning_rate`, `warmup_steps`, `lr_scheduler_type` | `train.lr`, `train.warmup_updates`, \
@@ -50,6 +50,9 @@ TABLES = {
 `eval_dataset`, `eval_steps`, `num_generations_eval` | `eval.path`, `eval.every`, `eval.samples`
 `save_steps`, `save_total_limit`, `resume_from_checkpoint` | `checkpoint.every`, \
 `checkpoint.keep`, the same `log.dir`
+`save_strategy="best"`, `metric_for_best_model`, `greater_is_better`, `load_best_model_at_end` | \
+`checkpoint.keep_best`, `checkpoint.best_is`; `python -m r3.export RUN --step best`
+`EarlyStoppingCallback`, `early_stopping_patience` | `train.patience`
 `output_dir`, `log_completions` | `log.dir`, `log.show_every` and `log.rollouts_every`
 `report_to`, `project` | `log.tracker`, `log.project`
 `trainer.train()` | `r3.train` ([Train from Python](python.md))
@@ -86,7 +89,7 @@ reward_model.ground_truth`
 `rollout.top_p`, `rollout.top_k` (0 = all)
 `actor_rollout_ref.actor.ppo_mini_batch_size` (prompts) | `train.updates_per_step` = \
 `train_batch_size` / `ppo_mini_batch_size`
-`actor_rollout_ref.actor.ppo_epochs` | no equivalent: 1
+`actor_rollout_ref.actor.ppo_epochs` | `train.epochs_per_step`; `actor.shuffle` `false`: always
 `use_dynamic_bsz`, `ppo_max_token_len_per_gpu` | `train.micro_batch_tokens`; always dynamic
 `actor.optim.lr`, `lr_warmup_steps`, `lr_decay_style`, `weight_decay`, `clip_grad` | `train.lr`, \
 `train.warmup_updates`, `train.lr_schedule`, `train.weight_decay`, `train.clip_grad`
@@ -125,6 +128,8 @@ or `r3`: one setting
 `verl.trainer.sft_trainer` | `--train.objective sft`
 `trainer.total_training_steps`, `test_freq`, `save_freq` | `train.steps`, `eval.every`, \
 `checkpoint.every`
+`trainer.max_actor_ckpt_to_keep` | `checkpoint.keep`, `checkpoint.keep_best`
+`actor.checkpoint.save_contents` with `hf_model` | `checkpoint.export_every`
 `trainer.default_local_dir`, `resume_mode=auto` | `log.dir`; always resumes
 `trainer.rollout_data_dir` | `log.rollouts_every`
 `trainer.logger`, `project_name` | TensorBoard, `metrics.jsonl`, and `log.tracker`, `log.project`

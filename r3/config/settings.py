@@ -472,6 +472,9 @@ class TrainConfig:
         ),
     ] = 100
     """Number of steps. A step is one round of generation and its updates."""
+    patience: Annotated[int, AtLeast(0), MayChangeOnResume()] = 0
+    """Evaluations in a row that are not better than the best by checkpoint.keep_best, after which
+    the run ends, as after its last step (early stopping). 0: the run makes all steps."""
     lr: Annotated[float, Above(0), Fix("1e-6 is common for models of billions of parameters")] = (
         1e-6
     )
@@ -498,7 +501,10 @@ class TrainConfig:
     """Patterns over the checkpoint's tensor names (* and ?): parameters that match keep their
     initial values, as in *.mlp.gate.weight, the routers of many models. Memory stays the same."""
     updates_per_step: Annotated[int, AtLeast(1)] = 1
-    """Optimizer updates per step. Each takes an equal share of the rollouts."""
+    """Optimizer updates per step and epoch. Each takes an equal share of the rollouts."""
+    epochs_per_step: Annotated[int, AtLeast(1)] = 1
+    """Times that the rollouts of a step are trained on. Each epoch makes the same updates in the
+    same order. Old log-probabilities, advantages and routes are those of the rollouts."""
     micro_batch_tokens: Annotated[
         int,
         AtLeast(1),
@@ -513,6 +519,16 @@ class TrainConfig:
     micro-batch."""
     seed: Annotated[int, Between(0, 2**31 - 1), Fix("any small number")] = 0
     """Seed of data order and sampling: the same seed gives the same run."""
+
+    @property
+    def updates_of_step(self) -> int:
+        """Optimizer updates of a step, over all of its epochs."""
+        return self.updates_per_step * self.epochs_per_step
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer updates of the run."""
+        return self.steps * self.updates_of_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -776,9 +792,19 @@ class CheckpointConfig:
 
     every: Annotated[int, AtLeast(-1)] = 0
     """Steps between checkpoints. 0: only after the last step. -1: none, except where a signal stops
-    the run."""
+    the run or checkpoint.keep_best saves."""
     keep: Annotated[int, AtLeast(0)] = 2
     """Number of newest checkpoints to keep. 0: all."""
+    keep_best: Annotated[
+        str,
+        Matches("|eval/[A-Za-z0-9_.-]+/.+", "a metric of an evaluation"),
+        Fix("eval/heldout/accuracy, with the name of your set"),
+    ] = ""
+    """Metric of the evaluations, such as eval/heldout/accuracy. A checkpoint is saved after each
+    evaluation that is better than all before, and the best one is kept beside the newest. Empty:
+    none."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which value of checkpoint.keep_best is the best."""
     background: bool = True
     """Write checkpoints while the next steps are made, from a copy in host memory. A checkpoint is
     complete some time after its step; a run that fails completes it first. false: the run waits."""
@@ -786,11 +812,19 @@ class CheckpointConfig:
     """If the newest checkpoint is damaged: resume from the newest one that is whole, or stop."""
     export: bool = True
     """Write Hugging Face safetensors after the last step, to LOG_DIR/hf/."""
+    export_every: Annotated[int, AtLeast(0)] = 0
+    """Steps between such exports during the run, each to a folder of its own. 0: none."""
     allow_changed: tuple[
         Literal["data", "tokenizer", "template", "model", "weights", "teacher", "reward_model"], ...
     ] = ()
     """What may have changed since the run was started, for this one resume. Empty: a resume is
     refused if rows, tokenizer, chat template or a model folder changed."""
+
+    def exports_after(self, step: int, *, is_last: bool) -> bool:
+        """Whether the weights after a step are exported."""
+        return (is_last and self.export) or (
+            self.export_every > 0 and step % self.export_every == 0
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from r3.engine import sampling_seed
 from r3.engine.experts import ExpertBlock
@@ -46,7 +47,7 @@ def export(
 ) -> None:
     """Write the policy as a Hugging Face checkpoint, completely or not at all.
 
-    All ranks must call. Rank 0 writes; the others read too if shards must cross the network.
+    All ranks must call. Rank 0 writes; all read if shards must cross the network.
 
     Args:
         folder: the new checkpoint; replaced if it exists.
@@ -56,17 +57,26 @@ def export(
         mesh: the layout of the ranks.
         small_files: config, tokenizer and templates, from `read_small_files`; rank 0 needs them.
         metadata: where the weights come from, for `r3.json`.
+
+    Raises:
+        OSError: on all ranks: the disk is full or cannot be written.
     """
     device.synchronize()
     mesh.world.barrier()
+    weights, failure = stream.read(), ""
     if mesh.world.rank == 0:
-        dtype = policy.megatron.params_dtype
-        weights = joined(stream.read(), policy.shape)
-        write_checkpoint(folder, weights, small_files=small_files, dtype=dtype, metadata=metadata)
-    elif stream.crosses_network:
-        for _ in stream.read():
+        weights, dtype = joined(weights, policy.shape), policy.megatron.params_dtype
+        try:
+            write_checkpoint(
+                folder, weights, small_files=small_files, dtype=dtype, metadata=metadata
+            )
+        except (OSError, SafetensorError) as error:
+            failure = str(error)
+    if stream.crosses_network:  # after a failure too: other ranks read as far
+        for _ in weights:
             pass
-    mesh.world.barrier()
+    if failure := mesh.world.all_gather_object(failure)[0]:
+        raise OSError(failure)
 
 
 class SyncError(RuntimeError):

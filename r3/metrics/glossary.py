@@ -258,12 +258,12 @@ GLOSSARY: dict[str, Entry] = {
     ),
     "routing/rows_replayed": Entry(
         "tokens that the policy's routers replayed in the updates, counted there; equals "
-        "rows_captured (r2: tokens routed as recorded)",
+        "rows_captured, times train.epochs_per_step (r2: tokens routed as recorded)",
         _REPLAY,
     ),
     "routing/rows_live": Entry(
         "tokens that the routers routed live, counted there; equals rows_last_token + "
-        "rows_missing + rows_missing_rollout",
+        "rows_missing + rows_missing_rollout, times train.epochs_per_step",
         _REPLAY,
     ),
     "routing/rows_filler": Entry("packed filler tokens, counted by the routers", _REPLAY),
@@ -293,7 +293,19 @@ GLOSSARY: dict[str, Entry] = {
     "correction/cut_frac": Entry(
         "share of loss tokens whose importance weight is truncated or masked", _LOSS
     ),
+    "policy/kl_old": Entry(
+        "mean over loss tokens of r - 1 - log r, r = pi / pi_old, in updates that have an earlier "
+        "pi_old: estimates KL(pi_old || pi), how far the step's updates have moved the policy",
+        _POLICY,
+    ),
     "policy/entropy": Entry("mean over loss tokens of -sum_v p_v log p_v", _POLICY),
+    **{
+        f"{name}_epoch_K": Entry(
+            f"{name} in epoch K of the step, from 1; reported if train.epochs_per_step is above 1",
+            "r3/policy/updates.py",
+        )
+        for name in ("loss/total", "loss/clip_frac", "policy/entropy", "policy/kl_old")
+    },
     "optim/grad_norm": Entry("global gradient norm before clipping, mean over updates", _POLICY),
     "optim/router_grad_norm": Entry("gradient norm of the router weights alone", _POLICY),
     "optim/lr": Entry("learning rate, mean over updates", _POLICY),

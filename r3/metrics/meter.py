@@ -73,6 +73,7 @@ class Meter:
 
     Attributes:
         last_row: the newest row; empty before the first.
+        last_step: its step, or that of the checkpoint that the run goes on from; -1 before both.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Meter:
             purge_step = first_step + 1 if first_step else None
             self._events = SummaryWriter(str(self._run_dir.tensorboard), purge_step=purge_step)
             self._events.add_custom_scalars(tensorboard_layout(config.eval.name))
-        self._last_step = first_step if first_step else -1  # a fresh run may report a step 0
+        self.last_step = first_step if first_step else -1  # a fresh run may report a step 0
         self._agreement: deque[tuple[int, dict[int, float]]] = deque(maxlen=STEPS)
         self._parts: dict[str, list[Partial]] = {}
         self._seconds: dict[str, float] = {}
@@ -197,9 +198,9 @@ class Meter:
         Raises:
             ValueError: the step is not later than that of the last row.
         """
-        if step <= self._last_step:
+        if step <= self.last_step:
             raise ValueError(
-                f"a row of step {step} after one of step {self._last_step} would repeat the step"
+                f"a row of step {step} after one of step {self.last_step} would repeat the step"
             )
         self._on_phase("report")
         now = time.perf_counter()
@@ -210,7 +211,7 @@ class Meter:
         }
         if self._began is not None:
             mine["time/step_s"] = [Max(now - self._began)]
-        self._parts, self._seconds, self._began, self._last_step = {}, {}, None, step
+        self._parts, self._seconds, self._began, self.last_step = {}, {}, None, step
 
         ranks = self._axis.all_gather_object(mine)
         row = _merge(ranks)

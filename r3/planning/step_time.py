@@ -117,7 +117,7 @@ def step_seconds(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -
 
 def offload_seconds(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> float:
     """Seconds to take the optimizer's state to the host and back: per step, or per update."""
-    times = config.train.updates_per_step if config.train.optimizer == "streamed" else 1
+    times = config.train.updates_of_step if config.train.optimizer == "streamed" else 1
     return (
         2
         * times
@@ -177,7 +177,7 @@ def passes(config: Config, shape: ModelShape) -> tuple[float, float]:
 
     See `r3.policy.updates.train_on` for the first. An update is a forward and a backward of twice
     its cost, and what is recomputed: all, the MoE layers' share of the parameters, or attention's
-    share of the operations at the longest sequence.
+    share of the operations at the longest sequence. Each epoch updates all tokens.
     """
     algo, updates = config.algo, config.train.updates_per_step
     mode = config.replay.mode if shape.moe_layers else "off"
@@ -199,7 +199,8 @@ def passes(config: Config, shape: ModelShape) -> tuple[float, float]:
     own = sum(params_per_rank(config, shape)) * BYTES_OF[config.model.dtype]
     for path in dict.fromkeys(algo.teacher):
         scored += teacher_bytes(config, path) / own
-    return scored + bool(algo.kl_coef), 3 + again[config.model.recompute]
+    once = 3 + again[config.model.recompute]
+    return scored + bool(algo.kl_coef), once * config.train.epochs_per_step
 
 
 def train_seconds(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> float:
@@ -236,11 +237,12 @@ def train_seconds(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) 
     experts = etp * parallel.ep
     moe = len(shape.moe_layers) * hidden / tp * shape.topk
     exchange += moe * 2 * (1 - 1 / experts) / link(experts)
-    exchange *= scored + 2 + (config.model.recompute in ("moe", "full"))
+    again = config.model.recompute in ("moe", "full")
+    exchange *= scored + (2 + again) * config.train.epochs_per_step
 
     stage_ranks = world_size // pp
     own = sum(params_per_rank(config, shape))
-    reduced = config.train.updates_per_step * own * (4 + size) / link(stage_ranks)
+    reduced = config.train.updates_of_step * own * (4 + size) / link(stage_ranks)
     micro_batches = tokens * tp * cp * pp / world_size / config.train.micro_batch_tokens
     micro_batches = max(1.0, micro_batches / config.train.updates_per_step)
     bubble = 1 + (pp - 1) / (micro_batches * parallel.vpp)

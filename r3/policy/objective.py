@@ -83,8 +83,8 @@ def policy_loss(
             `algo.entropy_coef` is above 0.
 
     Returns:
-        The loss (a scalar) and statistics [N]: "clipped", and if used "weight", "cut", "kl" and
-        "kl_teacher".
+        The loss (a scalar) and statistics [N]: "clipped", and if used "kl_old", "weight", "cut",
+        "kl" and "kl_teacher".
     """
     algo = config.algo
     old_N = passes.old[number] if passes.old else None
@@ -108,6 +108,8 @@ def policy_loss(
     )
     loss_N, clipped_N = loss_of(algo)(inputs, bounds_of(algo))
     stats = {"clipped": clipped_N.float()}
+    if passes.old and passes.old[number] is not None and algo.correction != "bypass":
+        stats["kl_old"] = kl_penalty(old_N, logprobs_N.detach(), estimator="k3")
     if passes.teacher:
         stats["kl_teacher"] = -taught_N / algo.teacher_coef
     if algo.correction in CORRECTIONS:

@@ -341,6 +341,8 @@ class Policy(ScoringPolicy):
         for name, key in (("weight", "correction/weight_mean"), ("cut", "correction/cut_frac")):
             if name in column:
                 partials[key] = mean(name)
+        if "kl_old" in column:
+            partials["policy/kl_old"] = mean("kl_old")
         # The first update's own forward is at the rollout's weights.
         if panel:
             panel_metrics = mismatch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ _COMPARISON = (
     "routing/router_",
 )
 
+# Metrics that are reported for each epoch too.
+_OF_EPOCHS = ("loss/total", "loss/clip_frac", "policy/entropy", "policy/kl_old")
+
 # replay.mode -> mode of the pass that scores old log-probabilities.
 _OLD_PASS: dict[str, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
 
@@ -48,13 +51,15 @@ def train_on(
     report: Callable[[Mapping[str, Any]], None],
     on_micro_batch: Callable[[], None] = lambda: None,
 ) -> Shaped | None:
-    """Make the step's updates, one per batch. All ranks must call.
+    """Make the step's updates: in each epoch, one per batch. All ranks must call.
 
-    Old log-probabilities are scored before the first update if
-      - there are several updates (all batches but the first: later updates have other weights)
+    Every epoch makes the same updates in the same order, with the same micro-batches, advantages
+    and routes. Old log-probabilities are scored before the first update if
+      - there are several batches (all but the first: later updates have other weights)
       - routes are recorded, not captured (R2)
       - KL is subtracted from the reward
-    Otherwise the update's own forward is the old policy. With algo.correction bypass the engine's
+    Otherwise the first update's own forward is the old policy, and later epochs use what it
+    computed. With algo.correction bypass the engine's
     log-probabilities stand for the old policy's everywhere, and only R2 scores them. The reference
     policy scores all batches before the first update, because it uses the policy's memory. So do
     teachers.
@@ -115,26 +120,38 @@ def train_on(
         shaped = take_kl_from_reward(policy, batches, old, reference, rewards, algo, report)
         batches = shaped.batches
 
-    done = 0
-    for number, batch in enumerate(batches):
-        part = slice(done, done + len(batch.micro_batches))
-        done = part.stop
+    borders = list(pairwise(accumulate((len(each.micro_batches) for each in batches), initial=0)))
+    of_first: list[torch.Tensor] = []  # old log-probabilities that the first update computes
+
+    def keep(number: int, tokens: LocalTokens, logprobs_N: torch.Tensor) -> None:
+        of_first.append(logprobs_N)
+        if sample:
+            sample.keep(number, tokens, logprobs_N)
+
+    epochs = config.train.epochs_per_step
+    for number in range(epochs * len(batches)):
+        epoch, place = divmod(number, len(batches))
         update = policy.update(
-            batch,
-            passes.part(part),
-            total_updates=config.train.steps * config.train.updates_per_step,
+            batches[place],
+            passes.part(slice(*borders[place])),
+            total_updates=config.train.total_updates,
             first=number == 0,
             on_micro_batch=on_micro_batch,
-            on_scores=sample.keep if sample and number == 0 else lambda *_: None,
+            on_scores=keep if number == 0 else lambda *_: None,
         )
-        if sample and number == 0:
+        if number == 0 and epochs > 1 and unscored:
+            passes = replace(passes, old=(*of_first, *(passes.old or ())[unscored:]))
+        if number == 0 and sample:
             report(sample.metrics(policy))
         metrics = dict(update.metrics)
         routing = {key: metrics.pop(key) for key in update.metrics if key.startswith(_COMPARISON)}
         report(metrics if compared else metrics | routing)
         compared = rewards is not None
-        if len(batches) > 1 and "routing/agreement" in routing:
+        if epochs * len(batches) > 1 and "routing/agreement" in routing:
             report({f"routing/agreement_update_{number + 1}": routing["routing/agreement"]})
+        if epochs > 1:
+            names = [name for name in _OF_EPOCHS if name in metrics]
+            report({f"{name}_epoch_{epoch + 1}": metrics[name] for name in names})
         report_update(policy, update, report)
     return shaped
 

@@ -140,7 +140,7 @@ def run_data(path: Path, limits: Limits) -> dict[str, Any]:
         ViewError: `path` is not the folder of a run.
     """
     facts = read_run(path)
-    notes = list(facts.notes)
+    notes = [*filter(None, [facts.end]), *facts.notes]
     dumps, loads, ids = [], [], set()
     shape = _shape(facts, notes)
     for kind in ("train", "eval"):

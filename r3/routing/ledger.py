@@ -3,9 +3,9 @@
     expected = captured + missing                counted at generation, over the rollouts
     packed   = replayed + live + filler          counted by the policy's routers, in the updates
 
-Every captured row must be replayed exactly once, and only rows that are missing or are a sequence's
-last token may route live. `reconcile` compares both ends in the step's metrics, so a row that is
-lost in transit, in packing or in slicing is detected.
+Every captured row must be replayed exactly once in each epoch, and only rows that are missing or
+are a sequence's last token may route live. `reconcile` compares both ends in the step's metrics,
+so a row that is lost in transit, in packing or in slicing is detected.
 """
 
 from __future__ import annotations
@@ -113,10 +113,14 @@ def raise_together(fault: str, world: Axis) -> None:
         raise RouteError(faults[0])
 
 
-def reconcile(row: Mapping[str, float]) -> None:
+def reconcile(row: Mapping[str, float], *, epochs: int = 1) -> None:
     """Compare both ends of the ledger in a step's row of metrics, which is the same on all ranks.
 
     Does nothing in a step without captured routes.
+
+    Args:
+        row: metrics of the step.
+        epochs: times that the step's rollouts were trained on; each replays every row once.
 
     Raises:
         LedgerError: the rows replayed are not those captured, or the rows routed live are not those
@@ -138,10 +142,11 @@ def reconcile(row: Mapping[str, float]) -> None:
         ),
     }
     for name, (used, known, what) in ends.items():
-        if used != known:
+        if used != epochs * known:
+            times = f" in {epochs} epochs" if epochs > 1 else ""
             raise LedgerError(
-                f"routers of the policy counted {used:g} rows {name}, generation {known:g} rows "
-                f"{what}: {'rows were lost' if used < known else 'rows were added'} "
+                f"routers of the policy counted {used:g} rows {name}{times}, generation {known:g} "
+                f"rows {what}: rows were {'lost' if used < epochs * known else 'added'} "
                 "between engine and router"
             )
 

@@ -60,6 +60,7 @@ def capture(
     *,
     step: int,
     keep: int,
+    values: Mapping[int, float] | None = None,
     files: Mapping[str, bytes] | None = None,
     identity: Identity | None = None,
 ) -> Unwritten:
@@ -70,6 +71,7 @@ def capture(
 
     Args:
         keep: checkpoints older than the newest so many are deleted when the new one is on the disk.
+        values: of the evaluations by step; the checkpoint of the highest is not deleted.
         files: further files of this rank, by names that no other rank gives.
         identity: of the run, for the manifest.
 
@@ -104,6 +106,7 @@ def capture(
         },
         identity=identity or Identity(run_id="", key=""),
         keep=keep,
+        values=dict(values or {}),
         started=started,
     )
 

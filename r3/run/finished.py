@@ -9,7 +9,9 @@ from pathlib import Path
 from statistics import fmean
 
 from r3.cli.parse import Invocation
+from r3.config import Config, flatten
 from r3.metrics.glossary import headlines
+from r3.run.best import Goal, best_step
 from r3.run.folder import RunDir, read_metrics, step_folders
 from r3.runtime.terminal import say
 
@@ -25,30 +27,35 @@ def says_finished(invocation: Invocation) -> bool:
     is_launched = invocation.check and "R3_RESUME" in os.environ
     if config.eval.only or (invocation.check and not is_launched):
         return False
-    steps = config.train.steps
     saved = step_folders(run_dir.checkpoints)
-    # Fewer steps than the newest checkpoint has are refused later.
-    if not saved or saved[-1][0] != steps:
-        return False
-    if config.checkpoint.export and not run_dir.hf(steps).exists():
-        return False
+    step = saved[-1][0] if saved else 0
+    goal = Goal.of(flatten(config))
     try:
-        text = result(run_dir, steps)
+        rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+        # Rows after the checkpoint are made again.
+        has_ended = goal.end(goal.values(row for row in rows if row.get("step", 0) <= step))
+        # Fewer steps than the newest checkpoint has are refused later.
+        if not saved or not (step == config.train.steps or has_ended):
+            return False
+        if config.checkpoint.exports_after(step, is_last=True) and not run_dir.hf(step).exists():
+            return False
+        text = result(config, run_dir, step)
     except ValueError:  # rows that cannot be read: `open_run` names them
         return False
     if os.environ.get("RANK", "0") == "0":
+        more = "--train.patience" if step < config.train.steps else "--train.steps"
         say(
             f"{run_dir.path} is finished: {text}. "
-            "Set a larger --train.steps to continue, or another --log.dir for a new run."
+            f"Set a larger {more} to continue, or another --log.dir for a new run."
         )
     if is_launched:
         sys.exit(FINISHED)
     return True
 
 
-def result(run_dir: RunDir, step: int) -> str:
+def result(config: Config, run_dir: RunDir, step: int) -> str:
     """What a run came to, from its rows: steps, the figure of each held-out set before and after,
-    mismatch with and without replay.
+    mismatch with and without replay, the best checkpoint, and why it ended early if it did.
 
     A figure is left out unless it was measured before and after, the mismatch unless it was
     measured at all.
@@ -59,7 +66,14 @@ def result(run_dir: RunDir, step: int) -> str:
         for name, key in (headlines(rows[-1]).items() if len(rows) > 1 else ())
         if key in rows[0]
     ]
-    return "; ".join([", ".join([f"{step} steps", *figures]), *_mismatch_of(rows)])
+    parts = [", ".join([f"{step} steps", *figures]), *_mismatch_of(rows)]
+    goal = Goal.of(flatten(config))
+    values = goal.values(rows)
+    if best := best_step(values):
+        where = run_dir.checkpoint(best)
+        kept = f": {where}" if where.exists() else ", which has no checkpoint"
+        parts.append(f"best after step {best}{kept}")
+    return "; ".join([*parts, *filter(None, [goal.end(values)])])
 
 
 def _mismatch_of(rows: Sequence[Mapping[str, float]]) -> list[str]:

@@ -35,7 +35,7 @@ def closing(
         str(run_dir.metrics),
         *([str(run_dir.tensorboard)] if config.log.tensorboard else []),
     ]
-    return f"done       in {seconds:.0f} s: {result(run_dir, step)}; {', '.join(places)}"
+    return f"done       in {seconds:.0f} s: {result(config, run_dir, step)}; {', '.join(places)}"
 
 
 def reward_text(config: Config) -> str:
@@ -121,7 +121,8 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         engines = f"{mesh.engine_dp.size} engine(s) of {parallel.engine_tp}"
     else:
         engines = "no engine"
-    updates = f"{config.train.updates_per_step} update(s), {config.train.steps} steps"
+    epochs = f" x {n} epochs" if (n := config.train.epochs_per_step) > 1 else ""
+    updates = f"{config.train.updates_per_step} update(s){epochs}, {config.train.steps} steps"
     read = task.prompts.read
     environment = config.env.path or config.env.command or config.env.name
     task_line = f"task       {environment}, reward {reward_text(config)}"

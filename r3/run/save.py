@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from safetensors import SafetensorError
-
+from r3.config import flatten
 from r3.handover.weight_sync import export
 from r3.run import checkpoint
+from r3.run.best import Goal, best_step
 from r3.run.build import Run
 from r3.run.checkpoint import require_sound
+from r3.run.folder import read_metrics
 from r3.run.stop_signals import StoppedEarly
 from r3.run.writing import SaveError, Unwritten
 from r3.runtime.mesh import Axis, axis_beside
@@ -19,27 +21,40 @@ from r3.runtime.terminal import say
 
 
 class Saver:
-    """Saves checkpoints when they are due, and ends the run when a signal asks for it.
+    """Saves checkpoints and exports when they are due, and says after which step the run ends.
 
     With `checkpoint.background` the state is copied to host memory, and written while the next
     steps are made. One checkpoint is written at a time.
+
+    Attributes:
+        last_step: of the run: `train.steps`, or an earlier one if train.patience has ended it.
     """
 
     def __init__(self, run: Run) -> None:
-        """Prepare for saves. All ranks must call."""
+        """Prepare for saves; make the export that an earlier attempt owes. All ranks must call."""
         self._run = run
         self._due = False  # stays true after a save that failed, until one succeeds
         settings = run.config.checkpoint
         self._beside = (
             axis_beside(run.mesh.world, timeout_s=run.config.debug.collective_timeout_s)
-            if settings.background and settings.every > 0
+            if settings.background and (settings.every > 0 or settings.keep_best)
             else None
         )
+        self._goal = Goal.of(flatten(run.config))
+        file, world = run.folder.metrics, run.mesh.world
+        rows = read_metrics(file) if world.rank == 0 and run.steps_done and file.exists() else []
+        self._values = world.all_gather_object(self._goal.values(rows))[0]
+        self.last_step = run.config.train.steps
+        if self._goal.end(self._values):
+            self.last_step = run.steps_done
+        elif 0 < run.steps_done < self.last_step:
+            self._export_if_due(run.steps_done)
 
     def after_step(self, step: int, files: Callable[[], Mapping[str, bytes]]) -> None:
-        """Save the state after `step` steps if that is due. All ranks must call, in state TRAIN.
+        """Save and export after `step` steps what is due. All ranks must call, in state TRAIN.
 
         If a disk is full or cannot be written, rank 0 prints it, and the next step tries again.
+        The step's row of metrics must have been closed.
 
         Args:
             files: gives further files of this rank, by names that no other rank uses.
@@ -50,9 +65,13 @@ class Saver:
             UnsoundError: on all ranks: weights or moments are not finite or far too large.
         """
         settings, run = self._run.config, self._run
-        is_last = step == settings.train.steps
+        is_best = self._is_best(step)
+        if self._goal.end(self._values):
+            self.last_step = step
+        is_last = step == self.last_step
         signal_name = "" if is_last else run.stop.agreed(run.mesh.world)
-        if signal_name or is_due(step, settings.checkpoint.every, last=settings.train.steps):
+        is_due = is_checkpoint_due(step, settings.checkpoint.every, last=self.last_step)
+        if signal_name or is_due or is_best:
             self._due = True
         elif run.background.is_busy and all(
             run.mesh.world.all_gather_object(run.background.is_done)
@@ -62,6 +81,29 @@ class Saver:
             self._save(step, files(), must=is_last or bool(signal_name))
         if signal_name:
             raise StoppedEarly(step, signal_name)
+        if not is_last:
+            self._export_if_due(step)
+
+    def _is_best(self, step: int) -> bool:
+        """Take the step's evaluation, if it was evaluated; say whether it is the best so far.
+
+        The row, and so the answer, is the same on all ranks.
+        """
+        row = self._run.meter.last_row
+        self._values |= self._goal.values([{"step": step, **row}])
+        named = [key for key in row if key.startswith("eval/")]
+        if self._goal.metric and named and step not in self._values:
+            there = f"the evaluation after step {step} has no such value, but {', '.join(named)}"
+            self._run.meter.line(f"checkpoint.keep_best {self._goal.metric}: {there}")
+        return step > 0 and step == best_step(self._values)
+
+    def _export_if_due(self, step: int) -> None:
+        """Export after a step before the last, where a failure does not end the run."""
+        if self._run.config.checkpoint.exports_after(step, is_last=False):
+            try:
+                export_weights(self._run, step)
+            except SaveError as error:
+                self._run.meter.line(f"{error}; the run goes on")
 
     def _is_written(self) -> bool:
         """Wait for the checkpoint in flight, if there is one. The same on all ranks."""
@@ -85,6 +127,7 @@ class Saver:
                     run.mesh,
                     step=step,
                     keep=run.config.checkpoint.keep,
+                    values=self._values,
                     files=files,
                     identity=run.identity,
                 )
@@ -116,20 +159,29 @@ class Saver:
             say(text, error=True)
 
 
-def is_due(step: int, every: int, *, last: int) -> bool:
+def is_checkpoint_due(step: int, every: int, *, last: int) -> bool:
     """Whether `checkpoint.every` asks for a checkpoint after a step."""
     return (step == last and every >= 0) or (every > 0 and step % every == 0)
 
 
-def export_weights(run: Run) -> None:
-    """Write the final weights as a Hugging Face checkpoint, once. All ranks must call.
+def export_last(run: Run, step: int) -> None:
+    """Export the weights after the last step, if the settings ask for it. All ranks must call.
 
     Raises:
-        SaveError: on the rank that writes: the disk is full or cannot be written.
+        SaveError: as `export_weights`.
     """
-    step = run.config.train.steps
+    if run.config.checkpoint.exports_after(step, is_last=True):
+        export_weights(run, step)
+
+
+def export_weights(run: Run, step: int) -> None:
+    """Write the weights as a Hugging Face checkpoint, once. All ranks must call.
+
+    Raises:
+        SaveError: on all ranks: the disk is full or cannot be written.
+    """
     folder = run.folder.hf(step)
-    if not run.config.checkpoint.export or folder.exists():
+    if folder.exists():
         return
     require_sound(run.policy, run.mesh.world, "at the export")
     try:
@@ -143,8 +195,9 @@ def export_weights(run: Run) -> None:
                 small_files=run.small_files,
                 metadata={"step": step, "from": run.config.model.path},
             )
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        shutil.rmtree(folder.with_name(f".{folder.name}.partial"), ignore_errors=True)
         raise SaveError(
-            f"{folder}: not exported: {error}. The checkpoint of the last step is complete. Fix: "
-            "make room and start again; that exports the weights and trains nothing"
+            f"{folder}: not exported: {error}. Fix: make room. If the step has a checkpoint, "
+            f"python -m r3.export {run.folder.path} --step {step} exports it"
         ) from error

@@ -87,7 +87,7 @@ def begin(prepared: Prepared) -> Iterator[Run]:
         if lock is not None:
             lock.release()
     if run.device.rank == 0:
-        step = run.steps_done if config.eval.only else config.train.steps
+        step = run.steps_done if config.eval.only else run.meter.last_step
         seconds = time.perf_counter() - prepared.began
         say_labelled(closing(config, prepared.folder, seconds, step, run.meter.last_row))
 

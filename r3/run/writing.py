@@ -8,13 +8,14 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed.checkpoint as dcp
 
 from r3.models.hf_checkpoint import replace_folder
+from r3.run.best import best_step
 from r3.run.folder import step_folders, sync_to_disk
 from r3.run.manifest import FileFacts, measure_durably, write_manifest
 from r3.run.run_json import Identity
@@ -71,6 +72,7 @@ class Unwritten:
         facts: for `r3.json`.
         identity: of the run, for the manifest.
         keep: number of newest checkpoints that are kept; 0 = all.
+        values: of the evaluations by step, the highest is the best. The best checkpoint is kept.
         started: when the save began (time.time()).
     """
 
@@ -82,9 +84,12 @@ class Unwritten:
     identity: Identity
     keep: int
     started: float
+    values: Mapping[int, float] = field(default_factory=dict)
 
     def write(self, axis: Axis) -> Path:
-        """Write the checkpoint, point `latest` at it, delete old ones; returns its folder.
+        """Write the checkpoint, point `latest` and `best` at theirs, delete old ones.
+
+        Returns the folder.
 
         All ranks must call. Uses no device, and no collective but those of `axis`.
 
@@ -151,18 +156,25 @@ class Unwritten:
             key=self.identity.key_bytes,
         )
         replace_folder(partial, self.folder)
-        link = checkpoints / ".latest.partial"
-        link.unlink(missing_ok=True)
-        link.symlink_to(self.folder.name)
-        os.replace(link, checkpoints / "latest")
+        saved = dict(step_folders(checkpoints))
+        best = best_step({step: self.values[step] for step in saved if step in self.values})
+        links = {"latest": self.folder} | ({} if best is None else {"best": saved[best]})
+        for name, folder in links.items():
+            link = checkpoints / f".{name}.partial"
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder.name)
+            os.replace(link, checkpoints / name)
+        if best is None:
+            (checkpoints / "best").unlink(missing_ok=True)
         sync_to_disk(checkpoints)
-        if self.keep:
-            for _, old in step_folders(checkpoints)[: -self.keep]:
-                # Renamed first: a kill in the middle must not leave half a folder of that name.
-                unused = old.with_name(f".{old.name}.old")
-                shutil.rmtree(unused, ignore_errors=True)
-                os.replace(old, unused)
-                shutil.rmtree(unused, ignore_errors=True)
+        for step in list(saved)[: -self.keep] if self.keep else ():
+            if step == best:
+                continue
+            # Renamed first: a kill in the middle must not leave half a folder of that name.
+            unused = saved[step].with_name(f".{saved[step].name}.old")
+            shutil.rmtree(unused, ignore_errors=True)
+            os.replace(saved[step], unused)
+            shutil.rmtree(unused, ignore_errors=True)
 
 
 class Background:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from r3.config import ConfigError, load_yaml, public
+from r3.run.best import Goal
 from r3.run.folder import RunDir, read_jsonl_lines
 from r3.view.samples import Sample, sample_of
 
@@ -58,14 +59,15 @@ class RunFacts:
 
     @property
     def end(self) -> str:
-        """Why the last attempt ended before its last step; "" if it did not, or was killed."""
+        """Why the last attempt ended before `train.steps`; "" if it did not, or was killed."""
         run_dir = RunDir(self.path)
         for file, prefix in ((run_dir.stopped, ""), (run_dir.first_failure, "failed: ")):
             with suppress(OSError):
                 lines = file.read_text(errors="replace").split("\n")
                 if first := next(filter(None, map(str.strip, lines)), ""):
                     return f"{prefix}{first}; see errors/" if prefix else first
-        return ""
+        goal = Goal.of(self.settings)
+        return goal.end(goal.values(self.rows))
 
     @property
     def model_path(self) -> str:

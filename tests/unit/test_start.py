@@ -240,7 +240,7 @@ def test_a_run_ends_with_its_mismatch_with_and_without_replay(tmp_path: Path) ->
         | {"eval/heldout/accuracy": 0.75},
     )
     said = "2 steps, heldout accuracy 0.250 -> 0.750; replay: k3 2.0e-04, live: 5.0e-03, 25 times"
-    assert result(run_dir, 2) == said
+    assert result(Config(), run_dir, 2) == said
     assert closing(tiny_config(), run_dir, 61.2, 2, {}).startswith(f"done       in 61 s: {said}; ")
 
 
@@ -261,13 +261,13 @@ def test_an_evaluation_ends_with_its_figures(tmp_path: Path) -> None:
 def test_a_run_without_paired_passes_ends_without_a_mismatch(tmp_path: Path) -> None:
     """Replay is off, or no step was compared (replay.shadow_every)."""
     run_dir = run_of(tmp_path, {}, {"mismatch/k3": 1e-3})
-    assert result(run_dir, 1) == "1 steps"
-    assert result(RunDir(tmp_path / "nothing"), 0) == "0 steps"
+    assert result(Config(), run_dir, 1) == "1 steps"
+    assert result(Config(), RunDir(tmp_path / "nothing"), 0) == "0 steps"
 
 
 def test_a_mismatch_of_nothing_has_no_ratio(tmp_path: Path) -> None:
     run_dir = run_of(tmp_path, {}, {"mismatch/k3_replay": 0.0, "mismatch/k3_live": 0.0})
-    assert result(run_dir, 1) == "1 steps; replay: k3 0.0e+00, live: 0.0e+00"
+    assert result(Config(), run_dir, 1) == "1 steps; replay: k3 0.0e+00, live: 0.0e+00"
 
 
 def test_mistakes_show_before_megatron_and_vllm_are_imported() -> None:

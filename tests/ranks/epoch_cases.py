@@ -1,0 +1,225 @@
+"""Several epochs over the samples of a step, against a loop that is written out here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from r3.config import Config, with_values
+from r3.policy import Policy
+from r3.policy.layout import LocalTokens
+from r3.policy.updates import train_on
+from r3.runtime.device import Device
+from r3.runtime.device_cpu import cuda_type_names
+from r3.runtime.mesh import Mesh, build_mesh
+from r3.types import Batch
+from tests.policies import LENGTHS, batches_of, build, policy_of
+from tests.tiny import tiny_config
+
+_LR = 3e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epochs:
+    """A step of several epochs, by R3 and by hand.
+
+    Attributes:
+        way: largest change of a weight by the step.
+        off_by: largest difference between the weights of both.
+        off_by_once: the same, if the loop makes one epoch only.
+        off_by_rescored: the same, if the loop scores pi_old again before each epoch.
+        off_by_live: the same, if the loop lets routers choose after the first epoch.
+        scored: micro-batches that R3 scored before the updates.
+        of_first, of_step: micro-batches of the first update, and of an epoch.
+        updates: that the policy counts.
+        row: metrics of the step.
+        clipped: share of clipped loss tokens by epoch, by hand.
+    """
+
+    way: float
+    off_by: float
+    off_by_once: float
+    off_by_rescored: float
+    off_by_live: float
+    scored: int
+    of_first: int
+    of_step: int
+    updates: int
+    row: dict[str, float]
+    clipped: list[float]
+
+
+class Reported:
+    """What a step reports, and what its policy scores by mode."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.parts: dict[str, list[Any]] = {}
+        self.scored: dict[str, int] = {}
+        real = policy.score
+
+        def counting(micro_batches: Any, **rest: Any) -> Any:
+            mode = rest["mode"]
+            self.scored[mode] = self.scored.get(mode, 0) + len(micro_batches)
+            return real(micro_batches, **rest)
+
+        policy.score = counting  # type: ignore[method-assign]  # the real one, counted
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        for key, part in metrics.items():
+            self.parts.setdefault(key, []).append(part)
+
+    def row(self) -> dict[str, float]:
+        return {key: type(some[0]).reduce(some) for key, some in self.parts.items()}
+
+
+def epochs(
+    device: Device, *, model: str, updates: int, count: int, parallel: dict[str, int]
+) -> Epochs:
+    """Make a step with `train_on`, and loops over the same batches."""
+    config = tiny_config(
+        model,
+        parallel=parallel,
+        algo={"loss": "ppo_clip", "clip_low": 0.1, "clip_high": 0.15},
+        train={"lr": _LR, "updates_per_step": updates, "epochs_per_step": count},
+        replay={"shadow_every": 0},
+    )
+    mesh, policy = build(device, config)
+    batches = batches_of(mesh, policy.shape, num_updates=updates, micro_batch_tokens=96)
+    start = _weights(policy)
+    reported = Reported(policy)
+    none_R = torch.zeros(len(LENGTHS), dtype=torch.float64)
+    train_on(policy, batches, none_R, none_R.long(), config, step=1, report=reported.report)
+    after = _weights(policy)
+
+    def off_by(**how: Any) -> tuple[float, list[float]]:
+        other = policy_of(device, mesh, config)
+        clipped = by_hand(other, batches, mesh, config, **how)
+        return _distance(_weights(other), after), clipped
+
+    same, clipped = off_by(count=count)
+    return Epochs(
+        way=_distance(start, after),
+        off_by=same,
+        off_by_once=off_by(count=1)[0],
+        off_by_rescored=off_by(count=count, rescored=True)[0],
+        off_by_live=off_by(count=count, live=True)[0],
+        scored=reported.scored.get("replay", 0),
+        of_first=len(batches[0].micro_batches),
+        of_step=sum(len(batch.micro_batches) for batch in batches),
+        updates=policy.update_number,
+        row=reported.row(),
+        clipped=clipped,
+    )
+
+
+def by_hand(
+    policy: Policy,
+    batches: Sequence[Batch],
+    mesh: Mesh,
+    config: Config,
+    *,
+    count: int,
+    rescored: bool = False,
+    live: bool = False,
+) -> list[float]:
+    """PPO over the batches, `count` times; returns the share of clipped tokens by epoch.
+
+    The forward and the optimizer are the policy's; what is made with which numbers is written here.
+    """
+    low, high = 1 - config.algo.clip_low, 1 + config.algo.clip_high
+    replayed = "live" if live else "replay"
+    old = [policy.score(batch.micro_batches, mode="replay").logprobs for batch in batches]
+    shares = []
+    for epoch in range(count):
+        if rescored and epoch:
+            old = [policy.score(batch.micro_batches, mode="replay").logprobs for batch in batches]
+        clipped = tokens_of_epoch = 0.0
+        for number, batch in enumerate(batches):
+            for chunk in policy.wrapped:
+                chunk.zero_grad_buffer()
+            policy.optimizer.zero_grad()
+            clips: list[torch.Tensor] = []
+
+            def loss_of(
+                place: int,
+                tokens: LocalTokens,
+                scores_2N: torch.Tensor,
+                old: Any = old[number],
+                batch: Batch = batch,
+                clips: list[torch.Tensor] = clips,
+            ) -> torch.Tensor:
+                ratio_N = torch.exp(scores_2N[0] - old[place])
+                gain_N = ratio_N * tokens.advantages_N
+                bounded_N = ratio_N.clamp(low, high) * tokens.advantages_N
+                clips.append(((bounded_N < gain_N) & (tokens.loss_mask_N > 0)).detach())
+                loss_N = -torch.minimum(gain_N, bounded_N)
+                return (loss_N * tokens.loss_mask_N).sum() / batch.num_loss_tokens
+
+            mode = "replay" if epoch == 0 else replayed
+            with policy.replay.schedule(mode, training=True) as ledger_of:  # type: ignore[arg-type]
+                policy._run_schedule(batch.micro_batches, loss_of, forward_only=False)
+                ledger_of()
+            for group in policy.optimizer.param_groups:
+                group["lr"] = _LR
+            with cuda_type_names():
+                policy.optimizer.step()
+            clipped += float(sum(each.sum() for each in clips))
+            tokens_of_epoch += batch.num_loss_tokens
+        shares.append(float(mesh.dp.all_reduce(torch.tensor(clipped))) / tokens_of_epoch)
+    return shares
+
+
+def _weights(policy: Policy) -> list[torch.Tensor]:
+    return [slot.tensor.clone() for slot in policy.slots]
+
+
+def _distance(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A step of two epochs.
+
+    Attributes:
+        way: largest change of a weight.
+        passes: micro-batches that were scored, divided by those of the step, by mode.
+        updates: that the policy counts.
+        row: metrics.
+    """
+
+    way: float
+    passes: dict[str, float]
+    updates: int
+    row: dict[str, float]
+
+
+def variants(device: Device, *, model: str, settings: dict[str, dict[str, Any]]) -> list[Variant]:
+    """Make a step of two epochs under each of the settings."""
+    found = []
+    mesh = build_mesh(device, tiny_config(model).parallel)
+    for values in settings.values():
+        config = with_values(
+            tiny_config(model, train={"lr": _LR, "epochs_per_step": 2}),
+            {"replay.shadow_every": 0, **values},
+        )
+        policy = policy_of(device, mesh, config)
+        batches = batches_of(mesh, policy.shape, micro_batch_tokens=96)
+        start = _weights(policy)
+        reported = Reported(policy)
+        rewards_R = torch.arange(len(LENGTHS), dtype=torch.float64)
+        groups_R = torch.arange(len(LENGTHS)) // 2
+        train_on(policy, batches, rewards_R, groups_R, config, step=1, report=reported.report)
+        count = len(batches[0].micro_batches)
+        found.append(
+            Variant(
+                way=_distance(start, _weights(policy)),
+                passes={mode: number / count for mode, number in reported.scored.items()},
+                updates=policy.update_number,
+                row=reported.row(),
+            )
+        )
+    return found

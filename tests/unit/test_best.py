@@ -1,0 +1,171 @@
+"""Which evaluation is the best, which checkpoint is kept for it, and when it ends the run.
+
+What others' users report of such settings is tried here: a resumed run counts from nothing, and
+takes a worse model for the best; the newest checkpoint is deleted in place of the oldest; a figure
+that is not a number is the best for ever; the metric is compared in the wrong direction; an equal
+value counts as better, so that the run never ends.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from r3.cli.checks import problems, warnings
+from r3.config import Config, flatten, with_values
+from r3.run.best import Goal, best_step
+from r3.run.identity import Identity
+from r3.run.prepare import _is_finished
+from r3.run.resume import step_folders
+from r3.run.folder import RunDir
+from r3.run.writing import Unwritten
+from tests.run_folder import write_run
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.unit
+
+METRIC = "eval/heldout/accuracy"
+
+
+def rows(*values: float, metric: str = METRIC) -> list[dict[str, float]]:
+    """An evaluation every second step, from step 0; NaN: a step whose evaluation lacks the metric."""
+    return [
+        {"step": 2 * i, **({} if value is None else {metric: value})}
+        for i, value in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "sign", "best", "ends"),
+    [
+        ((0.3, 0.4, 0.5), 1, 4, False),
+        ((0.3, 0.4, 0.4, 0.4), 1, 2, True),  # equal is not better
+        ((0.3, 0.2, 0.1), 1, 0, True),  # the starting model
+        ((0.3, 0.2, 0.1), -1, 4, False),  # lower is better
+        ((0.3, math.nan, 0.2), 1, 0, False),  # what is no number does not count
+        ((math.nan, 0.1, 0.2), 1, 4, False),
+        ((0.3, None, 0.2), 1, 0, False),  # an evaluation without this metric
+        ((0.5, 0.1, 0.6, 0.2), 1, 4, False),  # a new best begins the count again
+        ((), 1, None, False),
+    ],
+)
+def test_the_run_ends_when_evaluations_do_not_become_better(
+    values: tuple[float, ...], sign: int, best: int | None, ends: bool
+) -> None:
+    goal = Goal(metric=METRIC, sign=sign, patience=2)
+    found = goal.values(rows(*values))
+    assert best_step(found) == best
+    assert bool(goal.end(found)) == ends
+    assert not Goal(metric=METRIC, sign=sign).end(found), "without patience no run ends"
+
+
+def test_the_end_says_what_was_best_and_for_how_long() -> None:
+    goal = Goal(metric=METRIC, sign=-1, patience=2)
+    assert goal.end(goal.values(rows(0.5, 0.25, 0.3, 0.3))) == (
+        "stopped after step 6: eval/heldout/accuracy was best after step 2 (0.25) and not better "
+        "in 2 evaluations since (train.patience 2)"
+    )
+
+
+def publish(folder: Path, step: int, *, keep: int, values: dict[int, float]) -> list[str]:
+    """Complete a checkpoint; returns what is in the folder."""
+    (folder / f".step_{step:06d}.partial").mkdir()
+    Unwritten(
+        folder=folder / f"step_{step:06d}",
+        shards={},
+        files={},
+        private={},
+        facts={"step": step},
+        identity=Identity(run_id="", key=""),
+        keep=keep,
+        started=0.0,
+        values=values,
+    )._publish([])
+    return [str(step) for step, _ in step_folders(folder)]
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    values = {0: 0.9, 2: 0.6, 4: 0.5, 8: 0.7}  # step 6 was saved, and not evaluated
+    kept = {}
+    for step in (2, 4, 6, 8, 10):
+        known = {each: value for each, value in values.items() if each <= step}
+        kept[step] = publish(tmp_path, step, keep=1, values=known)
+    assert kept == {2: ["2"], 4: ["2", "4"], 6: ["2", "6"], 8: ["8"], 10: ["8", "10"]}
+    assert (tmp_path / "best").resolve().name == "step_000008"
+    assert (tmp_path / "latest").resolve().name == "step_000010"
+
+
+def test_without_the_setting_no_link_is_left_behind(tmp_path: Path) -> None:
+    publish(tmp_path, 1, keep=1, values={1: 0.5})
+    assert (tmp_path / "best").exists()
+    assert publish(tmp_path, 2, keep=1, values={}) == ["2"]
+    assert not (tmp_path / "best").is_symlink()
+
+
+def test_a_run_that_ended_early_is_finished_unless_more_is_asked(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    config = with_values(
+        tiny_config(train={"steps": 100}),
+        {"checkpoint.keep_best": METRIC, "train.patience": 2, "checkpoint.export": False},
+    )
+    for row in rows(0.3, 0.5, 0.4, 0.4):
+        run_dir.append_metrics(row)
+    assert _is_finished(config, run_dir, 6)
+    assert not _is_finished(with_values(config, {"train.patience": 3}), run_dir, 6)
+    assert not _is_finished(with_values(config, {"train.patience": 0}), run_dir, 6)
+    # From an older checkpoint the later rows are made again.
+    assert not _is_finished(config, run_dir, 4)
+    exports = with_values(config, {"checkpoint.export": True})
+    assert not _is_finished(exports, run_dir, 6), "the export is still to be made"
+    run_dir.hf(6).mkdir(parents=True)
+    assert _is_finished(exports, run_dir, 6)
+
+
+def checked(**values: object) -> list[str]:
+    names = {name.replace("__", "."): value for name, value in values.items()}
+    return [str(each) for each in problems(with_values(tiny_config(), names), 1)]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"train__patience": 2}, "train.patience = 2: needs checkpoint.keep_best"),
+        ({"checkpoint__keep_best": "reward/mean"}, "must be a metric of an evaluation"),
+        ({"checkpoint__keep_best": "eval/other/accuracy"}, "other is no held-out set"),
+        ({"checkpoint__keep_best": "eval/heldout/acuracy"}, "evaluations have no acuracy"),
+        ({"checkpoint__keep_best": "eval/heldout/pass_at_4"}, "evaluations have no pass_at_4"),
+        ({"checkpoint__keep_best": METRIC, "eval__path": ()}, "eval.path is empty"),
+    ],
+)
+def test_a_metric_that_no_evaluation_has_is_refused(
+    values: dict[str, object], expected: str, tmp_path: Path
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1+1", "answer": "#### 2"}\n')
+    values = {"eval__path": (str(data),), **values}
+    assert any(expected in each for each in checked(**values)), checked(**values)
+    sound = {**values, "checkpoint__keep_best": METRIC, "eval__path": (str(data),)}
+    assert not any("keep_best" in each or "patience" in each for each in checked(**sound))
+
+
+def test_settings_without_effect_are_said(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1+1", "answer": "#### 2"}\n')
+    base = {"eval.path": (str(data),), "eval.every": 0}
+    config = with_values(tiny_config(), {**base, "checkpoint.best_is": "lowest"})
+    assert any("checkpoint.best_is" in each for each in warnings(config, 1))
+    best = {"checkpoint.keep_best": METRIC, "train.patience": 1}
+    assert any("train.patience" in each for each in warnings(with_values(config, best), 1))
+
+
+def test_texts_of_a_run_folder_give_the_same_goal() -> None:
+    config = with_values(
+        Config(),
+        {"checkpoint.keep_best": METRIC, "checkpoint.best_is": "lowest", "train.patience": 3},
+    )
+    texts = {name: str(value) for name, value in flatten(config).items()}
+    assert asdict(Goal.of(texts)) == asdict(Goal.of(flatten(config)))
+    assert Goal.of({}) == Goal(metric="")
