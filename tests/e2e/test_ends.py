@@ -19,7 +19,10 @@ from tests.world import ROOT
 pytestmark = pytest.mark.e2e
 
 METRIC = "eval/heldout/accuracy"
-SMALL = ("--rollout.prompts_per_step", "4", "--rollout.group_size", "4", "--eval.max_prompts", "32")
+SMALL = (
+    *("--rollout.prompts_per_step", "8", "--rollout.group_size", "4", "--eval.max_prompts", "32"),
+    *("--parallel.ep", "1", "--log.tensorboard", "false"),
+)
 BEST = ("--eval.every", "1", "--checkpoint.keep_best", METRIC, "--checkpoint.keep", "1")
 TRAINED = (
     *(*SMALL, *BEST, "--checkpoint.export_every", "2", "--checkpoint.export", "false"),
@@ -27,10 +30,15 @@ TRAINED = (
 )
 
 
+def run_alone(folder: Path, *flags: str) -> str:
+    """A run of one rank to its end."""
+    return run(folder, *flags, ranks=1)
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "straight"
-    run(folder, *TRAINED, "--train.steps", "4")
+    run_alone(folder, *TRAINED, "--train.steps", "4")
     return folder
 
 
@@ -42,8 +50,8 @@ def test_a_resumed_run_of_several_epochs_is_the_same_bit_for_bit(
     straight: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "resumed"
-    run(folder, *TRAINED, "--train.steps", "3")
-    output = run(folder, *TRAINED, "--train.steps", "4")
+    run_alone(folder, *TRAINED, "--train.steps", "3")
+    output = run_alone(folder, *TRAINED, "--train.steps", "4")
     assert "after step 3" in output
     assert [timeless(row) for row in rows_of(folder)] == [
         timeless(row) for row in rows_of(straight)
@@ -115,7 +123,7 @@ def test_a_run_whose_evaluations_do_not_become_better_ends(tmp_path: Path) -> No
     )
     patient = ("--train.patience", "2")
     end = "stopped after step 2: eval/heldout/accuracy was best after step 0"
-    output = run(folder, *flags, *patient)
+    output = run_alone(folder, *flags, *patient)
     assert end in " ".join(output.split()) and [row["step"] for row in rows_of(folder)] == [0, 1, 2]
     assert (folder / "hf" / "step_000002").is_dir(), "exported as after a last step"
     facts = read_run(folder)
@@ -128,8 +136,8 @@ def test_a_run_whose_evaluations_do_not_become_better_ends(tmp_path: Path) -> No
     )
     # Started again it has nothing to do; with more patience it goes on.
     before = (folder / "metrics.jsonl").read_bytes()
-    output = " ".join(run(folder, *flags, *patient).split())
+    output = " ".join(run_alone(folder, *flags, *patient).split())
     assert "is finished: 2 steps" in output and "larger --train.patience to continue" in output
     assert (folder / "metrics.jsonl").read_bytes() == before
-    run(folder, *flags, "--train.patience", "3")
+    run_alone(folder, *flags, "--train.patience", "3")
     assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3]

@@ -17,12 +17,11 @@ import pytest
 from r3.cli.checks import problems, warnings
 from r3.config import Config, flatten, with_values
 from r3.run.best import Goal, best_step
+from r3.run.folder import RunDir
 from r3.run.identity import Identity
 from r3.run.prepare import _is_finished
 from r3.run.resume import step_folders
-from r3.run.folder import RunDir
 from r3.run.writing import Unwritten
-from tests.run_folder import write_run
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.unit
@@ -30,8 +29,8 @@ pytestmark = pytest.mark.unit
 METRIC = "eval/heldout/accuracy"
 
 
-def rows(*values: float, metric: str = METRIC) -> list[dict[str, float]]:
-    """An evaluation every second step, from step 0; NaN: a step whose evaluation lacks the metric."""
+def rows(*values: float | None, metric: str = METRIC) -> list[dict[str, float]]:
+    """An evaluation every second step, from step 0; None is one without the metric."""
     return [
         {"step": 2 * i, **({} if value is None else {metric: value})}
         for i, value in enumerate(values)
@@ -53,7 +52,7 @@ def rows(*values: float, metric: str = METRIC) -> list[dict[str, float]]:
     ],
 )
 def test_the_run_ends_when_evaluations_do_not_become_better(
-    values: tuple[float, ...], sign: int, best: int | None, ends: bool
+    values: tuple[float | None, ...], sign: int, best: int | None, ends: bool
 ) -> None:
     goal = Goal(metric=METRIC, sign=sign, patience=2)
     found = goal.values(rows(*values))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from r3.run.save import is_due
+from r3.run.save import is_checkpoint_due
 
 pytestmark = pytest.mark.unit
 
@@ -13,4 +13,4 @@ pytestmark = pytest.mark.unit
     ("every", "steps"), [(-1, []), (0, [7]), (1, [*range(1, 8)]), (3, [3, 6, 7])]
 )
 def test_checkpoints_are_due_as_the_setting_says(every: int, steps: list[int]) -> None:
-    assert [step for step in range(1, 8) if is_due(step, every, last=7)] == steps
+    assert [step for step in range(1, 8) if is_checkpoint_due(step, every, last=7)] == steps

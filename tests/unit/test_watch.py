@@ -84,6 +84,21 @@ def test_the_end_of_a_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "stopped by SIGINT after step 1" in capsys.readouterr().out
 
 
+def test_an_early_end_is_said_and_ends_the_watch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", steps=3)  # evaluated before and after: 0.25 and 0.85
+    beat(run, 0, "train")
+    best = {"checkpoint.keep_best": "eval/heldout/accuracy", "checkpoint.best_is": "lowest"}
+    ends = {"train.steps": 9, "train.patience": 1}
+    config = with_values(from_yaml(RunDir(run).config.read_text()), {**best, **ends})
+    RunDir(run).config.write_text(to_yaml(config))
+    watch.main([str(run)])  # ends by itself
+    out = " ".join(capsys.readouterr().out.split())
+    assert "stopped after step 3: eval/heldout/accuracy was best after step 0 (0.25)" in out
+    assert "left" not in out and "train: rank 0" not in out
+
+
 def test_files_that_cannot_be_read_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
