@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from r3.cli.checks import problems, warnings
+from r3.checks import problems, warnings
 from r3.config import Config, flatten, with_values
 from r3.run.best import Goal, best_step
 from r3.run.folder import RunDir
-from r3.run.identity import Identity
 from r3.run.prepare import _is_finished
 from r3.run.resume import step_folders
+from r3.run.run_json import Identity
 from r3.run.writing import Unwritten
 from tests.tiny import tiny_config
 

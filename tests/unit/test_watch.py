@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from r3 import watch
+from r3.config import from_yaml, to_yaml, with_values
 from r3.run.folder import RunDir, write_json
 from r3.view.watch import BARS, STALE_S, curve, duration, read_heartbeats, remaining_s
 from tests.run_folder import write_run
