@@ -1,0 +1,125 @@
+"""The end of steps with real weights: what is saved, kept and exported, and when a run ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from r3.config import Config, with_values
+from r3.handover.weight_sync import WeightStream
+from r3.metrics.meter import Meter
+from r3.metrics.reduce import Mean
+from r3.models.hf_checkpoint import read_small_files
+from r3.policy import Policy
+from r3.run.build import Phases, Run
+from r3.run.folder import RunDir
+from r3.run.resume import Found, Start, find_latest, step_folders
+from r3.run.save import Saver, export_last
+from r3.run.stop_signals import StopRequest
+from r3.runtime.device import Device
+from r3.runtime.mesh import Mesh
+from tests.policies import batches_of, build
+from tests.tiny import tiny_config
+
+METRIC = "eval/heldout/accuracy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What an attempt at a run leaves.
+
+    Attributes:
+        steps: that it made.
+        kept: steps of the checkpoints, and the names that `best` and `latest` point to.
+        exports: in hf/.
+    """
+
+    steps: list[int]
+    kept: list[int]
+    best: str
+    latest: str
+    exports: list[str]
+
+
+def attempts(device: Device, *, model: str, out: str, parallel: dict[str, int]) -> list[Attempt]:
+    """A run of which every second step is evaluated, stopped after step 4 and resumed twice."""
+    config = with_values(
+        tiny_config(model, parallel=parallel, train={"steps": 20, "lr": 1e-3}),
+        {
+            **{"checkpoint.keep_best": METRIC, "checkpoint.keep": 1, "checkpoint.every": 3},
+            **{"checkpoint.export_every": 3, "train.patience": 2, "log.tensorboard": False},
+        },
+    )
+    mesh, policy = build(device, config)
+    (batch,) = batches_of(mesh, policy.shape)
+    policy.update(batch, total_updates=20)  # the optimizer has a state to save
+    run_dir = RunDir(Path(out))
+    if device.rank == 0:
+        run_dir.path.mkdir(exist_ok=True)
+        # The first export finds a file where its folder should be.
+        run_dir.hf(3).parent.mkdir()
+        run_dir.hf(3).with_name(".step_000003.partial").write_text("")
+    dist.barrier()
+    values = {2: 0.3, 4: 0.5, 6: 0.4, 8: 0.5, 10: 0.9}
+    found = []
+    for stops_after, patience in ((4, 2), (99, 2), (99, 3)):
+        now = with_values(config, {"train.patience": patience})
+        found.append(_attempt(now, device, mesh, policy, run_dir, values, stops_after))
+        if device.rank == 0:
+            run_dir.hf(3).with_name(".step_000003.partial").unlink(missing_ok=True)
+        dist.barrier()
+    return found
+
+
+def _attempt(
+    config: Config,
+    device: Device,
+    mesh: Mesh,
+    policy: Policy,
+    run_dir: RunDir,
+    values: dict[int, float],
+    stops_after: int,
+) -> Attempt:
+    latest: Found | None = find_latest(run_dir.checkpoints)
+    nothing: Any = None  # no step is made here
+    run = Run(
+        config=config,
+        task=nothing,
+        device=device,
+        mesh=mesh,
+        built_engine=None,
+        policy=policy,
+        weights=WeightStream(policy, device, mesh),
+        residency=nothing,
+        meter=Meter(run_dir, mesh.world, config, first_step=latest.step if latest else 0),
+        phases=Phases(None, ()),
+        folder=run_dir,
+        stop=StopRequest(run_dir.first_failure),
+        start=Start(found=latest),
+        small_files=read_small_files(config.model.path),
+    )
+    made = []
+    with run.meter, run.background:
+        saver = Saver(run)
+        for step in range(run.steps_done + 1, saver.last_step + 1):
+            if step in values:
+                run.meter.add({METRIC: Mean(values[step], 1.0)})
+            run.meter.close_step(step)
+            made.append(step)
+            saver.after_step(step, dict)
+            if step in (saver.last_step, stops_after):
+                break
+        if made[-1:] != [stops_after]:
+            export_last(run, saver.last_step)
+    dist.barrier()
+    links = [run_dir.checkpoints / name for name in ("best", "latest")]
+    return Attempt(
+        steps=made,
+        kept=[step for step, _ in step_folders(run_dir.checkpoints)],
+        best=links[0].resolve().name,
+        latest=links[1].resolve().name,
+        exports=sorted(path.name for path in run_dir.hf(0).parent.glob("step_*")),
+    )
