@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from r3.algo.advantage import StepRewards
 from r3.config import Config, with_values
 from r3.policy import Policy
 from r3.policy.layout import LocalTokens
@@ -90,8 +91,7 @@ def epochs(
     batches = batches_of(mesh, policy.shape, num_updates=updates, micro_batch_tokens=96)
     start = _weights(policy)
     reported = Reported(policy)
-    none_R = torch.zeros(len(LENGTHS), dtype=torch.float64)
-    train_on(policy, batches, none_R, none_R.long(), config, step=1, report=reported.report)
+    train_on(policy, batches, _rewards(), config, step=1, report=reported.report)
     after = _weights(policy)
 
     def off_by(**how: Any) -> tuple[float, list[float]]:
@@ -172,6 +172,11 @@ def by_hand(
     return shares
 
 
+def _rewards() -> StepRewards:
+    numbers_R = torch.arange(len(LENGTHS))
+    return StepRewards(rewards_R=numbers_R.double(), baselines_R=numbers_R // 2, units_R=numbers_R)
+
+
 def _weights(policy: Policy) -> list[torch.Tensor]:
     return [slot.tensor.clone() for slot in policy.slots]
 
@@ -210,9 +215,7 @@ def variants(device: Device, *, model: str, settings: dict[str, dict[str, Any]])
         batches = batches_of(mesh, policy.shape, micro_batch_tokens=96)
         start = _weights(policy)
         reported = Reported(policy)
-        rewards_R = torch.arange(len(LENGTHS), dtype=torch.float64)
-        groups_R = torch.arange(len(LENGTHS)) // 2
-        train_on(policy, batches, rewards_R, groups_R, config, step=1, report=reported.report)
+        train_on(policy, batches, _rewards(), config, step=1, report=reported.report)
         count = len(batches[0].micro_batches)
         found.append(
             Variant(
