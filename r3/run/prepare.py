@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from r3.cli.parse import Invocation
-from r3.config import Config, ConfigError, Problem, flatten
+from r3.config import Config, ConfigError, Problem
 from r3.data.prompts import DataError
 from r3.metrics.console import stage
 from r3.models.hf_checkpoint import CheckpointError, read_small_files, with_end_tokens

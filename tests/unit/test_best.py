@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from r3.checks import problems, warnings
-from r3.config import Config, flatten, with_values
+from r3.cli.parse import Invocation, from_python
+from r3.config import Config, flatten, to_yaml, with_values
 from r3.run.best import Goal, best_step
-from r3.run.folder import RunDir
-from r3.run.prepare import _is_finished
+from r3.run.finished import says_finished
+from r3.run.folder import RunDir, write_text
 from r3.run.resume import step_folders
 from r3.run.run_json import Identity
 from r3.run.writing import Unwritten
@@ -104,23 +105,35 @@ def test_without_the_setting_no_link_is_left_behind(tmp_path: Path) -> None:
     assert not (tmp_path / "best").is_symlink()
 
 
-def test_a_run_that_ended_early_is_finished_unless_more_is_asked(tmp_path: Path) -> None:
+def test_a_run_that_ended_early_is_finished_unless_more_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = RunDir(tmp_path)
-    config = with_values(
-        tiny_config(train={"steps": 100}),
-        {"checkpoint.keep_best": METRIC, "train.patience": 2, "checkpoint.export": False},
-    )
     for row in rows(0.3, 0.5, 0.4, 0.4):
         run_dir.append_metrics(row)
-    assert _is_finished(config, run_dir, 6)
-    assert not _is_finished(with_values(config, {"train.patience": 3}), run_dir, 6)
-    assert not _is_finished(with_values(config, {"train.patience": 0}), run_dir, 6)
-    # From an older checkpoint the later rows are made again.
-    assert not _is_finished(config, run_dir, 4)
-    exports = with_values(config, {"checkpoint.export": True})
-    assert not _is_finished(exports, run_dir, 6), "the export is still to be made"
+
+    def start(**more: object) -> Invocation:
+        settings = {"checkpoint.keep_best": METRIC, "train.patience": 2, "parallel.ep": 1}
+        settings |= {"train.steps": 100, "checkpoint.export": False, "log.dir": str(tmp_path)}
+        settings |= {name.replace("__", "."): value for name, value in more.items()}
+        return from_python("tiny", settings, world_size=1)
+
+    def is_finished(**more: object) -> bool:
+        return says_finished(start(**more))
+
+    write_text(run_dir.config, to_yaml(start().config))
+    run_dir.checkpoint(6).mkdir(parents=True)
+    assert is_finished()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "best after step 2" in said and "not better in 2 evaluations since" in said
+    assert "Set a larger --train.patience to continue" in said
+    assert not is_finished(train__patience=3) and not is_finished(train__patience=0)
+    assert not is_finished(checkpoint__export=True), "the export is still to be made"
     run_dir.hf(6).mkdir(parents=True)
-    assert _is_finished(exports, run_dir, 6)
+    assert is_finished(checkpoint__export=True)
+    # From an older checkpoint the later rows are made again.
+    run_dir.checkpoint(6).rename(run_dir.checkpoint(4))
+    assert not is_finished()
 
 
 def checked(**values: object) -> list[str]:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from r3 import assets
-from r3.config import ConfigError, parse_value, with_values
+from r3.config import Config, ConfigError, parse_value, with_values
 from r3.data.prompts import DataError, prompts_of_step
 from r3.models.shape import ModelShape
 from r3.rewards.scorer import RewardError
