@@ -38,7 +38,6 @@ import torch.nn.functional as F
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from r3.algo import packing
 from r3.config import Config, ModelConfig, ReplayConfig, TrainConfig
-from r3.kernels import loop_attention
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.products import product
@@ -341,11 +340,8 @@ def one_attention(shape: ModelShape, length: int) -> Callable[[], None]:
     qkv = [torch.randn(length, each, shape.head_dim, requires_grad=True) for each in heads]
 
     def run() -> None:
-        if loop_attention.is_faster(qkv[0], length):
-            out = loop_attention.attend(*qkv, [length], shape.head_dim**-0.5)  # type: ignore[misc]
-        else:
-            turned = (one.transpose(0, 1)[None] for one in qkv)
-            out = F.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)
+        turned = (one.transpose(0, 1)[None] for one in qkv)
+        out = F.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)
         torch.autograd.grad(out, qkv, torch.ones_like(out))
 
     return run

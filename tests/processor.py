@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llvmlite.binding import get_host_cpu_features
 
 from r3.kernels.tiles import IS_USED
 
@@ -12,7 +11,3 @@ HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 HAS_AMX = torch.cpu._is_amx_tile_supported()  # as vLLM asks
 
 needs_tiles = pytest.mark.skipif(not IS_USED, reason="needs AVX-512 or AVX2, used by torch")
-needs_pairs = pytest.mark.skipif(
-    not get_host_cpu_features().get("avx512bf16", False),
-    reason="needs AVX-512 with bfloat16 products",
-)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from r3.kernels import sampled_attention, sampled_experts, tiles
+from r3.kernels.prepare import prepare
 from r3.kernels.switch import is_on
 
 
@@ -83,7 +84,7 @@ def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
     dtype = experts.w13_weight.dtype
     is_own = is_on("sampled_experts") and is_plain and not has_bias and tiles.can_compute(dtype)
     if is_own:
-        sampled_experts.prepare(dtype)
+        prepare(dtype)
     shared = runner.shared_experts and runner.shared_experts._layer
     scale, activation = runner.routed_scaling_factor, experts.activation.value
 
@@ -144,9 +145,9 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     """Return `Attention.forward` of a layer without the custom operations that call it again.
 
     They exist for compiled models, of which they would be the parts that are not compiled. With one
-    thread, `sampled_attention` computes steps that have no prompt. Without AVX-512, vLLM's kernels
-    have other bits, and `sampled_attention` computes prompts and long conversations too: a token
-    must have the same bits in a prompt and as a sample.
+    thread, `sampled_attention` computes steps that have no prompt. Where registers are not wide
+    (`tiles.IS_WIDE`), vLLM's kernels have other bits, and `sampled_attention` computes prompts and
+    long conversations too: a token must have the same bits in a prompt and as a sample.
     """
     from vllm._custom_ops import cpu_attention_with_kv_cache, cpu_attn_reshape_and_cache
     from vllm.forward_context import get_forward_context
@@ -161,7 +162,7 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
     )
     is_own = is_own and layer.head_size == layer.head_size_v
     if is_own:
-        sampled_attention.prepare(layer.dtype)
+        prepare(layer.dtype)
 
     def forward(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
@@ -214,8 +215,8 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
 def cuts_off() -> bool:
     """Whether vLLM's kernels cut results off where they should round to the nearest bfloat16.
 
-    Its build for processors without AVX-512 does. One kernel is asked here. Those for rotations,
-    experts and attention were measured and did the same.
+    Its build for processors without wide registers (`tiles.IS_WIDE`) does. One kernel is asked
+    here. Those for rotations, experts and attention were measured and did the same.
     """
     from vllm._custom_ops import rms_norm
 

@@ -125,7 +125,7 @@ def _same(full: torch.Tensor, held: torch.Tensor, piece: Piece, rank: int, ranks
 def _effective(module: Any, parameter: torch.Tensor) -> torch.Tensor:
     """The weight that the layer multiplies by.
 
-    On CPU oneDNN packs the weights of linear layers, and vLLM drops its own copy or keeps one that
+    On CPU torch packs the weights of linear layers, and vLLM drops its own copy or keeps one that
     is not used. The product of the layer with the identity is its weight, exactly.
     """
     if not hasattr(module, "cpu_linear") or not hasattr(module, "quant_method"):

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numba import carray
 
-from r3.kernels.compiled import compiled, like, wide
+from r3.kernels.compiled import compiled, inlined, like, wide
 from r3.kernels.tiles import LANES, SIMILAR, TILE, at, exponential, fused, multiply
 
 _PACKED = 16  # weights of an input that follow each other, whatever the processor's registers are
 
 
-@compiled
+@inlined
 def _product(
     tokens: Any,
     inputs: Any,

@@ -1,7 +1,7 @@
 """Which kernels are used: all, or those that the environment variable R3_KERNELS names.
 
     R3_KERNELS=none launch/local.sh tiny                 plain torch, and vLLM's own kernels
-    R3_KERNELS=norm,attention launch/local.sh tiny       two of them
+    R3_KERNELS=sampled_attention launch/local.sh tiny    one of them
 
 Everything else asks `is_on`, and nobody else decides. Imports nothing heavy.
 """
@@ -14,15 +14,7 @@ from functools import cache
 from r3.config import ConfigError, Problem
 
 VARIABLE = "R3_KERNELS"
-KERNELS = (
-    "attention",
-    "experts",
-    "norm",
-    "rotation",
-    "sampled_attention",
-    "sampled_experts",
-    "triton",
-)
+KERNELS = ("sampled_attention", "sampled_experts", "triton")
 
 
 @cache

@@ -7,9 +7,6 @@ sums have the terms and the order of vLLM's, so that the bits are the same. vLLM
 processors have another exponential function and cut results off where these loops round them to the
 nearest bfloat16.
 
-The policy computes attention, experts and some linear layers with the same products
-(`r3.kernels.loop_attention`, `loop_experts`, `products`), on tiles that are in the cache already.
-
 One thread runs the loops, on processors with AVX-512 or AVX2.
 """
 
@@ -41,38 +38,15 @@ ROWS = 8 if IS_WIDE else 6
 
 SIMILAR = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16)}
 """Array of each type that a tile may have."""
-PAIRS = np.empty(0, np.int32)
-"""Array of a further type: two bfloat16 numbers, the first in the lower half. Rows and tiles have
-such pairs as their inputs, and both products of a pair are added in one instruction."""
-
-
-class _BFloat(ir.Type):
-    """LLVM's bfloat16, which llvmlite does not have."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
 
 
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR, _BITS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
-_HALVES = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def can_compute(dtype: torch.dtype) -> bool:
     """Whether loops compute with such tiles here: one thread, AVX-512 or AVX2."""
     return IS_USED and torch.get_num_threads() == 1 and dtype in SIMILAR
-
-
-def can_pair() -> bool:
-    """Whether loops multiply pairs of bfloat16 here."""
-    has_pairs = get_host_cpu_features().get("avx512bf16", False)
-    return bool(has_pairs) and IS_WIDE and can_compute(torch.bfloat16)
 
 
 @intrinsic
@@ -145,24 +119,17 @@ def _multiply(
     """Compute `multiply` for a number of rows that is a literal."""
     if not isinstance(count, types.IntegerLiteral):
         return None
-    number_of_rows, is_paired = count.literal_value, similar.dtype == types.int32
-    is_float = similar.dtype == types.float32
-    is_asking, is_stepping = ahead != types.none, len(rows) == 3
-    size = 4 if is_float or is_paired else 2
+    number_of_rows, is_float = count.literal_value, similar.dtype == types.float32
+    size = 4 if is_float else 2
     two, three = (types.UniTuple(types.intp, n) for n in (2, 3))
-    of_rows, asked = three if is_stepping else two, two if is_asking else types.none
-    signature = types.void(count, of_rows, types.intp, three, two, types.boolean, asked, similar)
+    signature = types.void(count, two, types.intp, three, two, types.boolean, two, similar)
 
     def build(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         _, rows, inputs, tile, sums, adds, ahead, _ = values
-        (row, width, *between), (column, step, half), (total, wide) = (
+        (row, width), (column, step, half), (total, wide) = (
             cgutils.unpack_tuple(builder, each) for each in (rows, tile, sums)
         )
-        if is_paired:
-            kind = ir.FunctionType(_VECTOR, [_VECTOR, _HALVES, _HALVES])
-            name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        else:
-            kind, name = ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
+        kind, name = ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
         multiplied = cgutils.get_or_insert_function(builder.module, kind, name)
         kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), _INT32, _INT32, _INT32])
         fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -199,35 +166,28 @@ def _multiply(
         for phi, start in zip(totals, starts, strict=True):
             phi.add_incoming(start, before)
         factors = []
-        stored = {4: _BITS, 2: ir.VectorType(ir.IntType(16), LANES)}[size]
-        stored = _VECTOR if is_float else stored
+        stored = _VECTOR if is_float else ir.VectorType(ir.IntType(16), LANES)
         for lane in (0, 1):
-            if is_asking and (IS_WIDE or lane == 0):  # at most 64 bytes with AVX2: one line
+            if IS_WIDE or lane == 0:  # at most 64 bytes with AVX2: one line
                 fetched, stride = cgutils.unpack_tuple(builder, ahead)
                 asked = builder.add(builder.mul(index, stride), number(lane * LANES))
                 builder.call(fetch, [pointer(fetched, asked, ir.IntType(8), size), *how])
             place = builder.add(builder.mul(index, step), builder.mul(half, number(lane)))
             loaded = builder.load(pointer(column, place, stored, size), align=size)
-            if is_paired:
-                loaded = builder.bitcast(loaded, _HALVES)
-            elif not is_float:  # bfloat16 is the upper half of a float32
+            if not is_float:  # bfloat16 is the upper half of a float32
                 bits = builder.zext(loaded, _BITS)
                 bits = builder.shl(bits, ir.Constant(_BITS, [16] * LANES))
                 loaded = builder.bitcast(bits, _VECTOR)
             factors.append(loaded)
-        kind, many = (_INT32, _BITS) if is_paired else (_FLOAT, _VECTOR)
-        nothing, same = ir.Constant(many, ir.Undefined), ir.Constant(_BITS, [0] * LANES)
+        nothing, same = ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_BITS, [0] * LANES)
         added = []
-        at_input = builder.mul(index, *between) if is_stepping else index
         for i in range(number_of_rows):
-            place = builder.add(builder.mul(width, number(i)), at_input)
-            value = builder.load(pointer(row, place, kind, 4), align=4)
+            place = builder.add(builder.mul(width, number(i)), index)
+            value = builder.load(pointer(row, place, _FLOAT, 4), align=4)
             value = builder.insert_element(nothing, value, ir.Constant(_INT32, 0))
             value = builder.shuffle_vector(value, nothing, same)
-            value = builder.bitcast(value, _HALVES) if is_paired else value
             for factor, phi in zip(factors, totals[2 * i : 2 * i + 2], strict=True):
-                terms = [phi, value, factor] if is_paired else [value, factor, phi]
-                added.append(builder.call(multiplied, terms))
+                added.append(builder.call(multiplied, [value, factor, phi]))
         following = builder.add(index, number(1))
         for phi, value in ((index, following), *zip(totals, added, strict=True)):
             phi.add_incoming(value, loop)
@@ -246,41 +206,36 @@ def multiply(
 ) -> None:
     """Multiply rows by a tile of `inputs` times 32 weights, and ask for memory meanwhile.
 
-    With AVX2, read 16 for 32 and 8 for 16 here, in `products` and in `loop_experts`.
+    With AVX2, read 16 for 32 and 8 for 16 here.
 
     Distances are in numbers, addresses in bytes.
 
     Args:
         count: number of rows.
-        rows: address of their numbers, distance from one row to the next, and from one number of a
-            row to the next; if that is left out, 1.
+        rows: address of their numbers, and distance from one row to the next.
         inputs: numbers of a row, at least 1.
         tile: address, distance from one input's weights to the next, and from the first 16 of its
             weights to the other 16.
         sums: address of the float32 results, 32 for each row, and distance from row to row.
         adds: whether to add to them what they are.
         ahead: address of the memory to ask for, 32 numbers per input, and distance between these.
-            None: nothing is asked for.
-        similar: array of the weights' type, or `PAIRS`: rows consist of pairs too, else of float32.
+        similar: array of the weights' type. Rows are float32.
     """
-    row, (total, wide) = rows[0], sums
-    for left in range(count, 0, -ROWS):
-        of, to = (row, *rows[1:]), (total, wide)
+    row, (total, wide), left = rows[0], sums, count
+    while left > 0:  # few sizes, because each is compiled for itself
+        of, to = (row, rows[1]), (total, wide)
         if left >= ROWS:
+            done = ROWS
             _multiply(ROWS, of, inputs, tile, to, adds, ahead, similar)
-        elif left == 1:
-            _multiply(1, of, inputs, tile, to, adds, ahead, similar)
-        elif left == 2:
-            _multiply(2, of, inputs, tile, to, adds, ahead, similar)
-        elif left == 3:
-            _multiply(3, of, inputs, tile, to, adds, ahead, similar)
-        elif left == 4:
+        elif left >= 4:
+            done = 4
             _multiply(4, of, inputs, tile, to, adds, ahead, similar)
-        elif left == 5:
-            _multiply(5, of, inputs, tile, to, adds, ahead, similar)
-        elif left == 6:
-            _multiply(6, of, inputs, tile, to, adds, ahead, similar)
+        elif left >= 2:
+            done = 2
+            _multiply(2, of, inputs, tile, to, adds, ahead, similar)
         else:
-            _multiply(7, of, inputs, tile, to, adds, ahead, similar)
-        row += ROWS * rows[1] * 4
-        total += ROWS * wide * 4
+            done = 1
+            _multiply(1, of, inputs, tile, to, adds, ahead, similar)
+        row += done * rows[1] * 4
+        total += done * wide * 4
+        left -= done

@@ -29,7 +29,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Router
 
 from r3.config import Config, TrainConfig
-from r3.kernels import loop_attention, loop_experts, rows
 from r3.models.hf_config import yarn_mscale
 from r3.models.shape import ModelShape
 from r3.policy.context_parallel import ContextParallelAttention
@@ -305,12 +304,6 @@ def _build_chunk(
     _set_rope(model, shape)
     model.to(device.torch)
     use_product(model)
-    first = next(model.parameters())
-    if rows.is_faster(first, "norm"):
-        rows.prepare(megatron.params_dtype)
-    if loop_attention.is_faster(first, longest=1):
-        loop_attention.prepare(megatron.params_dtype)
-        loop_experts.prepare(megatron.params_dtype)
     return model
 
 

@@ -2,9 +2,8 @@
 
 Megatron's dispatcher writes one copy of a token per chosen expert, sorted, and one per output.
 Here experts take their rows from the tokens and add their outputs to them one expert after the
-other. With one thread, a compiled loop computes all of them (`loop_experts`); with several, torch's
-operators do. The order of a sum is that of the experts, whatever the batch: forward and
-recomputation give the same bits.
+other. The order of a sum is that of the experts, whatever the batch: forward and recomputation give
+the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from r3.kernels import loop_experts, moe
+from r3.kernels import moe
 from r3.policy.dispatch import Slots
 from r3.policy.modules import GroupedExperts
 from r3.policy.products import is_by_float32, product
@@ -39,49 +38,7 @@ class FusedExperts(GroupedExperts):
             slots: experts of the tokens.
             gates_NK: weights of the slots, float32.
         """
-        if loop_experts.is_faster(tokens_ND, self.w1, self.w2):
-            slots_S, rows_S, sizes = _parts(slots.experts_NK, len(self.w1), multiple=1)
-            gates_S = gates_NK.flatten().index_select(0, slots_S)
-            return _InCache.apply(tokens_ND, gates_S, rows_S, sizes, self.w1, self.w2), None
         return _Experts.apply(tokens_ND, gates_NK, slots.experts_NK, self.w1, self.w2), None
-
-
-class _InCache(torch.autograd.Function):
-    """The sum of `_Experts`, by `loop_experts`, in the type that the loops have for it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tokens_ND: torch.Tensor,
-        gates_S: torch.Tensor,
-        rows_S: torch.Tensor,
-        sizes: list[int],
-        w1: nn.Parameter,
-        w2: nn.Parameter,
-    ) -> torch.Tensor:
-        dtype, ours = tokens_ND.dtype, loop_experts.type_for(tokens_ND.dtype)
-        slots = gates_S, rows_S, sizes
-        out_ND, both_SF = loop_experts.forward(tokens_ND.to(ours), *slots, w1.to(ours), w2.to(ours))
-        ctx.save_for_backward(tokens_ND, gates_S, rows_S, both_SF.to(dtype))
-        ctx.sizes, ctx.weights = sizes, (w1, w2)
-        return out_ND.to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        tokens_ND, gates_S, rows_S, both_SF = ctx.saved_tensors
-        gradients = [
-            _WeightGradient(weight) if needed else None
-            for weight, needed in zip(ctx.weights, ctx.needs_input_grad[4:], strict=True)
-        ]
-        totals = (gradient and gradient.total for gradient in gradients)
-        numbers = tokens_ND, *ctx.weights, both_SF, upstream[0]
-        ours = loop_experts.type_for(tokens_ND.dtype)
-        x_ND, w1, w2, both_SF, d_out_ND = (each.to(ours) for each in numbers)
-        d_tokens_ND, d_gates_S = loop_experts.backward(
-            x_ND, gates_S, rows_S, ctx.sizes, w1, w2, both_SF, d_out_ND, *totals
-        )
-        results = (gradient and gradient.result() for gradient in gradients)
-        return d_tokens_ND.to(tokens_ND.dtype), d_gates_S, None, None, *results
 
 
 class _Experts(torch.autograd.Function):

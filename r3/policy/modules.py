@@ -23,7 +23,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from r3.kernels import loop_attention, rows
 from r3.policy.rope import Rotation
 from r3.runtime.mesh import Axis
 
@@ -76,28 +75,27 @@ class RMSNorm(nn.Module):
 class _Norm(torch.autograd.Function):
     """weight * x / sqrt(mean(x^2) + eps), with a backward in few passes that saves only its inputs.
 
-    Rows of the last dimension are normed, in one pass over memory on CPU.
+    Rows of the last dimension are normed.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        norm = rows.norm if rows.is_faster(x, "norm") else plain_norm
-        out_ND, scale_N = norm(x.flatten(0, -2), weight, eps)
+        out_ND, scale_N = plain_norm(x.flatten(0, -2), weight, eps)
         ctx.save_for_backward(x, weight, scale_N)
         return out_ND.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight, scale_N = ctx.saved_tensors
-        backward = rows.norm_backward if rows.is_faster(x, "norm") else plain_norm_backward
-        d_x_ND, d_weight = backward(x.flatten(0, -2), weight, scale_N, upstream[0].flatten(0, -2))
+        of_rows = x.flatten(0, -2), weight, scale_N, upstream[0].flatten(0, -2)
+        d_x_ND, d_weight = plain_norm_backward(*of_rows)
         return d_x_ND.view(x.shape), d_weight, None
 
 
 def plain_norm(
     x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `rows.norm` with torch's operators."""
+    """Return weight * x / sqrt(mean(x^2) + eps), and 1 / sqrt(...) of each row, [N]."""
     x32 = x_ND.float()
     length_N1 = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
     scale_N1 = length_N1.square_().div_(x_ND.shape[-1]).add_(eps).rsqrt_()
@@ -107,7 +105,7 @@ def plain_norm(
 def plain_norm_backward(
     x_ND: torch.Tensor, weight_D: torch.Tensor, scale_N: torch.Tensor, gradient_ND: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `rows.norm_backward` with torch's operators.
+    """Return the gradients of x and of the weight, for what `plain_norm` returned.
 
     With n = x * scale and d = gradient * weight: dx = (d - n mean(d n)) * scale.
     """
@@ -181,10 +179,9 @@ class CausalAttention(MegatronModule):
     """Causal core attention, packed [t, h, d] or dense [s, b, h, d].
 
     Tokens attend within their sequence only. Queries and keys are rotated here, except those of
-    latent attention. CUDA half precision uses torch's variable-length flash attention. On CPU with
-    one thread and AVX2, a compiled loop computes batches whose longest sequence has at most
-    `loop_attention.MOST_TOKENS`. Otherwise torch's attention for CPU runs once for all neighbours
-    of equal length, which `r3.algo.packing` puts next to each other, without padding or copies.
+    latent attention. CUDA half precision uses torch's variable-length flash attention. Elsewhere
+    torch's attention runs once for all neighbours of equal length, which `r3.algo.packing` puts
+    next to each other, without padding or copies.
 
     Attributes:
         inverse_frequencies: of the rotation, float32 [d / 2]; None: Megatron rotates.
@@ -251,8 +248,6 @@ class CausalAttention(MegatronModule):
             return causal_varlen(
                 query, key, value, borders, borders, longest, longest, scale=self.scale
             )
-        if loop_attention.is_faster(query, max(packed.lengths)):
-            return loop_attention.attend(query, key, value, packed.lengths, self.scale)
         grouped = query.shape[-2] != key.shape[-2]
         # The processor's bfloat16 attention rounds more, and is slower for short sequences.
         dtype = torch.promote_types(query.dtype, torch.float32)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from r3.kernels import rows
 from r3.models.shape import RopeScaling
 
 
@@ -95,8 +94,6 @@ def _turned(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, way: i
     if size < x_Nhd.shape[-1]:
         turned = _turned(x_Nhd[..., :size], cos, sin, way=way)
         return torch.cat([turned, x_Nhd[..., size:]], -1)
-    if rows.is_faster(x_Nhd, "rotation"):
-        return rows.rotate(x_Nhd, cos, sin, way=way)
     # In bfloat16 the rounding of an operation depends on the layout of its inputs.
     x_Nhd = x_Nhd.contiguous()
     return (x_Nhd * cos).addcmul_(x_Nhd.roll(x_Nhd.shape[-1] // 2, -1), sin, value=way)

@@ -45,7 +45,7 @@ _EXPLAINED = (
     TrackerError,
     WorkerError,
 )
-# What torch and oneDNN say when the system gives no memory.
+# What torch and its libraries say when the system gives no memory.
 _NO_HOST_MEMORY = (
     "can't allocate memory",
     "could not create a primitive",

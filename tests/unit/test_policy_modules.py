@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from r3.kernels import loop_attention
 from r3.policy.build import rounded_gating
 from r3.policy.modules import CausalAttention, _Norm, grouped_heads, packed_params
 from r3.policy.rope import Rotation
@@ -113,11 +112,10 @@ def test_rotation_and_its_gradient_turn_pairs(dtype: torch.dtype, tolerance: flo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_neighbours_of_equal_length_attend_in_one_call_with_the_same_bits(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
 ) -> None:
     from megatron.core.transformer import TransformerConfig
 
-    monkeypatch.setattr(loop_attention, "MOST_TOKENS", 2)  # for longer ones, torch's attention
     config = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0
     )

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.unit
 
 @pytest.mark.parametrize(
     ("words", "names"),
-    [("all", set(KERNELS)), ("", set(KERNELS)), ("none", set()), ("norm", {"norm"})]
-    + [(" norm, experts", {"norm", "experts"})],
+    [("all", set(KERNELS)), ("", set(KERNELS)), ("none", set()), ("triton", {"triton"})]
+    + [(" triton, sampled_experts", {"triton", "sampled_experts"})],
 )
 def test_kernels_are_used_that_the_variable_names(
     words: str, names: set[str], monkeypatch: pytest.MonkeyPatch
@@ -25,11 +25,11 @@ def test_kernels_are_used_that_the_variable_names(
     assert problems(tiny_config(), 1) == []
 
 
-@pytest.mark.parametrize("words", ["norms", "norm,", "none,norm", "all,norm", "ALL"])
+@pytest.mark.parametrize("words", ["tritons", "triton,", "none,triton", "all,triton", "ALL"])
 def test_a_name_that_no_kernel_has_is_refused_with_the_list(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{VARIABLE} = .*no kernel .*norm, "):
+    with pytest.raises(ConfigError, match=f"{VARIABLE} = .*no kernel .*sampled_experts, triton"):
         chosen(words)
     monkeypatch.setenv(VARIABLE, words)
     (problem,) = problems(tiny_config(), 1)

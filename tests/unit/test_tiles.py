@@ -10,8 +10,9 @@ import torch
 from numba import njit
 
 from r3.kernels import tiles
-from r3.kernels.tiles import LANES, PAIRS, SIMILAR, TILE, multiply
-from tests.processor import needs_pairs, needs_tiles
+from r3.kernels.compiled import like
+from r3.kernels.tiles import LANES, SIMILAR, TILE, multiply
+from tests.processor import needs_tiles
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_thread"), needs_tiles]
 
@@ -50,35 +51,6 @@ def test_products_equal_those_in_float64(count: int, is_packed: bool, dtype: tor
         np.testing.assert_array_equal(sums[:, TILE:], before[:, TILE:])
 
 
-@needs_pairs
-@pytest.mark.parametrize("count", [1, 8, 9, 17])
-@pytest.mark.parametrize("turned", [False, True])
-def test_products_of_pairs_equal_those_in_float64(count: int, turned: bool) -> None:
-    """Rows of pairs, or the columns of an array of pairs; nothing is asked for."""
-    random, pairs = torch.Generator().manual_seed(0), 7
-    rows, weights = (
-        torch.randn(size, pairs, 2, generator=random).bfloat16() for size in (count, TILE)
-    )
-    tile = weights.view(torch.int32).squeeze(2).t().contiguous()  # [pairs, 32]
-    of = rows.view(torch.int32).squeeze(2)
-    of = of.t().contiguous() if turned else of.contiguous()
-    distances = (1, count) if turned else (pairs, 1)
-    sums = np.zeros((count, TILE), np.float32)
-    multiply(
-        count,
-        (of.data_ptr(), *distances),
-        pairs,
-        (tile.data_ptr(), TILE, LANES),
-        (sums.ctypes.data, TILE),
-        False,
-        None,
-        PAIRS,
-    )
-    exact = torch.einsum("npk,mpk->nm", rows.double(), weights.double()).numpy()
-    # Products of bfloat16 are exact in float32; 14 sums round by 2^-24 of 16 each.
-    np.testing.assert_allclose(sums, exact, rtol=0, atol=1.4e-5)
-
-
 def test_the_exponential_is_near_the_exact_one_at_all_sizes() -> None:
     """Its series has an error of 2e-7 of the value, and its products round."""
 
@@ -106,3 +78,23 @@ def test_loops_are_for_one_thread_two_types_and_processors_with_tiles(
         assert not tiles.can_compute(torch.float32)
     torch.set_num_threads(2)
     assert not tiles.can_compute(torch.float32)
+
+
+@njit
+def _round(values: Any, out: Any) -> None:
+    for i in range(len(values)):
+        out[i] = like(values[i], out[i])
+
+
+def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
+    """All exponents and signs with bits around ties; infinities, denormals and NaNs among them."""
+    high = torch.arange(2**16, dtype=torch.int64)[:, None] << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    values = (high + low).flatten().to(torch.uint32).view(torch.float32)
+    out = torch.empty(len(values), dtype=torch.uint16)
+    _round(values.numpy(), out.numpy())
+    found, expected = out.view(torch.bfloat16), values.bfloat16()
+    is_nan = values.isnan()
+    assert is_nan.sum() > 1000 and found[is_nan].isnan().all()
+    # As integers, because a comparison of numbers takes -0 for 0.
+    assert torch.equal(found[~is_nan].view(torch.int16), expected[~is_nan].view(torch.int16))

@@ -1,0 +1,29 @@
+"""Compile the loops for a data type, or load them. Otherwise the first step would."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from r3.kernels import sampled_attention, sampled_experts
+from r3.kernels.cache import compiling
+from r3.kernels.switch import is_on
+
+_LOOPS = {
+    "sampled_attention": sampled_attention.prepare,
+    "sampled_experts": sampled_experts.prepare,
+}
+
+
+@cache
+def prepare(dtype: torch.dtype) -> None:
+    """Compile or load every loop that is on, for numbers of a type.
+
+    Called before `r3.runtime.device.settle`, so that no later search for garbage looks at the
+    compiler's objects.
+    """
+    names = [name for name in _LOOPS if is_on(name)]
+    with compiling("-".join([str(dtype).removeprefix("torch."), *names])):
+        for name in names:
+            _LOOPS[name](dtype)
