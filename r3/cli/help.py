@@ -29,7 +29,7 @@ usage: train.py BASE [--section.field value ...]   start or resume a run
        train.py BASE --check [--world-size N]      check settings, data, reward;
                     [--device-gib 80] [--host-gib 512]  and whether it can fit
        train.py BASE --help [SECTION ...]          list every setting, or some
-       train.py --help columns                     what the console's columns mean
+       train.py --help columns                     what its columns mean
        train.py --models                           model families, and what is
                                                    proved of each
 """
@@ -49,7 +49,7 @@ def overview() -> str:
     presets = {name: build.__doc__ or "" for name, build in PRESETS.items()}
     hints = get_type_hints(Config)
     sections = {each.name: hints[each.name].__doc__ or "" for each in fields(Config)}
-    about = [textwrap.fill(text, _width()) for text in _ABOUT]
+    about = [textwrap.fill(text, width()) for text in _ABOUT]
     presets_and_sections = ["presets", *_list(presets), "", "sections", *_list(sections)]
     return "\n".join([USAGE, *about, "", *presets_and_sections])
 
@@ -59,7 +59,7 @@ def models() -> str:
     rows = [
         textwrap.fill(
             f"{family.models} ({', '.join(family.proved)})",
-            _width(),
+            width(),
             initial_indent=f"  {name:24s}",
             subsequent_indent=" " * 26,
         )
@@ -72,7 +72,7 @@ def _list(entries: Mapping[str, str]) -> list[str]:
     return [
         textwrap.fill(
             text.splitlines()[0],
-            _width(),
+            width(),
             initial_indent=f"  {name:20s}",
             subsequent_indent=" " * 22,
         )
@@ -80,7 +80,7 @@ def _list(entries: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _width() -> int:
+def width() -> int:
     """Columns of the terminal, within reason."""
     return max(60, min(120, shutil.get_terminal_size().columns))
 

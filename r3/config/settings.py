@@ -833,7 +833,7 @@ class LogConfig:
 
     dir: Annotated[str, IsPath()] = ""
     """Folder of the run. Starting again with the same folder resumes from its newest checkpoint.
-    Empty: runs/PRESET."""
+    Empty: runs/PRESET, or runs/PRESET-2 and so on if that has a run with other settings."""
     rollouts_every: Annotated[int, AtLeast(0)] = 10
     """Steps between dumps of all rollouts with tokens, log-probabilities and routes; the first step
     is always dumped. 0: never."""
