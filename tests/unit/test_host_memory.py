@@ -39,8 +39,12 @@ class Calls:
         return Registrar(
             begin=lambda: self.began.append(threading.current_thread().name),
             register=self.register,
-            unregister=self.released.append,
+            unregister=self.unregister,
         )
+
+    def unregister(self, address: int) -> None:
+        assert is_resident(address, 1), "the driver must let go of it before it is unmapped"
+        self.released.append(address)
 
     def register(self, address: int, size: int) -> None:
         self.meanwhile()
@@ -135,3 +139,12 @@ def test_a_tensor_that_is_larger_than_its_memory_is_an_error() -> None:
     (block,) = page_locked([16], Calls().registrar())
     with pytest.raises(ValueError, match="must not be greater than actual buffer length"):
         tensor_on(block.result(60), torch.empty(5))
+
+
+def test_a_system_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 1 << 20)  # no system knows this advice
+    with pytest.raises(OSError, match="Invalid argument"):
+        mmap.mmap(-1, PART).madvise(mmap.MADV_HUGEPAGE)
+    calls = Calls()
+    (block,) = page_locked([3 * PART], calls.registrar())
+    assert len(block.result(60)) == 3 * PART and calls.resident == [True]
