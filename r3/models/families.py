@@ -64,6 +64,7 @@ class Family:
 
     Attributes:
         model_type: as in config.json.
+        aliases: other values of model_type for the same keys.
         fields: reads the fields of `ModelShape` that are not common to all families.
         norm_eps, rope_theta, partial_rotary_factor: values where config.json has none. transformers
             and vLLM have the same defaults.
@@ -81,6 +82,7 @@ class Family:
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0
     reads: frozenset[str] = frozenset()
+    aliases: tuple[str, ...] = ()
     implied: Mapping[str, str] = field(default_factory=dict)
     proved: tuple[str, ...] = ("policy", "engine")
 
@@ -213,6 +215,39 @@ def _sigmoid_moe(hf: HfConfig) -> dict[str, Any]:
     )
 
 
+def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
+    """MiniMax-M2: norms of queries and keys over all heads, sigmoid router with biases, no groups.
+
+    The published files give the rotated dimensions of a head instead of their share.
+    """
+    hf.only("scoring_func", "sigmoid")
+    hf.only("use_routing_bias", True)
+    hf.only("use_qk_norm", True)
+    hf.only("qk_norm_type", "per_layer")
+    hf.refuse("shared_intermediate_size", "attn_window_size")
+    rotated = hf.number("rotary_dim", default=0, least=0)
+    if rotated:
+        share = rotated / hf.number("head_dim")
+        HfConfig({**hf.values, **hf.rope.values}, hf.faults).only("partial_rotary_factor", share)
+    return dict(
+        **({"rotary_size": rotated} if rotated else {}),
+        qk_norm="all",
+        num_experts=hf.number("num_local_experts"),
+        topk=hf.number("num_experts_per_tok"),
+        moe_ffn_size=hf.number("intermediate_size"),
+        router_score="sigmoid",
+        engine_router_fp32=True,
+        moe_layers=tuple(range(hf.number("num_hidden_layers"))),
+        moe_names=MoeNames(
+            router="block_sparse_moe.gate",
+            expert="block_sparse_moe.experts.{e}",
+            gate_up_down=("w1", "w3", "w2"),
+            router_bias="block_sparse_moe.e_score_correction_bias",
+        ),
+        num_mtp_layers=hf.number("num_mtp_modules", default=0, least=0),
+    )
+
+
 def _latent_attention(hf: HfConfig) -> dict[str, Any]:
     """DeepSeek's latent attention."""
     _check_latent_rope(hf)
@@ -332,7 +367,8 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": Family(
         model_type="deepseek_v3",
         fields=_deepseek_v3,
-        models="Moonlight-16B-A3B, DeepSeek-V3",
+        models="Moonlight-16B-A3B, DeepSeek-V3, Kimi-K2 (in bfloat16)",
+        aliases=("kimi_k2",),
         # vLLM takes softmax without biases where they are absent.
         implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
@@ -354,6 +390,14 @@ FAMILIES: dict[str, Family] = {
         model_type="granitemoe",
         fields=_granitemoe,
         models="Granite 3.0 and 3.1, 1B-A400M and 3B-A800M",
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        model_type="minimax_m2",
+        fields=_minimax_m2,
+        models="MiniMax-M2 (in bfloat16)",
+        rope_theta=5e6,
+        reads=frozenset({"partial_rotary_factor"}),
+        proved=("policy",),  # the router of vLLM's CPU engine does not take it
     ),
     "LlamaForCausalLM": Family(
         model_type="llama", fields=_llama, models="Llama 2 and 3, and models of their layout"

@@ -150,7 +150,8 @@ class ModelShape:
     def _of_family(cls, architecture: str, hf: HfConfig) -> ModelShape:
         """Read the keys; what a key has wrong is added to `hf.faults`."""
         family, values = FAMILIES[architecture], hf.values
-        hf.only("model_type", family.model_type)
+        if values.get("model_type") not in family.aliases:
+            hf.only("model_type", family.model_type)
         for name, value in family.implied.items():
             hf.only(name, value)
         hf.only("hidden_act", "silu")

@@ -146,7 +146,16 @@ def test_rope_keys_of_published_files_are_read_under_both_their_names(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama3.1", "qwen3-yarn", "deepseek_v3", "glm-4.5", "qwen3-untruncated"]
+    "name",
+    [
+        "llama",
+        "llama3.1",
+        "qwen3-yarn",
+        "deepseek_v3",
+        "glm-4.5",
+        "minimax-m2",
+        "qwen3-untruncated",
+    ],
 )
 def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
     name: str, folders: dict[str, Path], tmp_path: Path
@@ -175,7 +184,7 @@ def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
         expected, factor = ROPE_INIT_FUNCTIONS[shape.rope_scaling.kind](theirs, "cpu")
         assert shape.rope_scaling.attention_factor == factor
     assert torch.equal(ours, expected)
-    assert dim == {"glm-4.5": 6}.get(name, dim)
+    assert dim == {"glm-4.5": 6, "minimax-m2": 6}.get(name, dim)
 
 
 def test_latent_attention_caches_one_vector_a_token(folders: dict[str, Path]) -> None:
@@ -373,6 +382,9 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
             {"first_k_dense_replace": 2, "mlp_layer_types": None},
             "first_k_dense_replace 2 needs mlp_layer_types",
         ),
+        ("minimax-m2", {"rotary_dim": 4}, "partial_rotary_factor 0.5 is not supported, only 0.333"),
+        ("minimax-m2", {"use_qk_norm": False}, "use_qk_norm False is not supported"),
+        ("minimax-m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is not supp"),
         ("granitemoe", {"attention_bias": True}, "attention_bias is not supported"),
         ("granitemoe", {"logits_scaling": -1}, "logits_scaling must be a positive number"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -384,6 +396,13 @@ def test_what_is_not_supported_is_refused_by_its_key(
     hf = json.loads((folders[name] / "config.json").read_text())
     with pytest.raises(ShapeError, match=rule):
         ModelShape.from_hf(hf | keys)
+
+
+def test_kimi_k2_has_the_keys_of_deepseek_v3(folders: dict[str, Path]) -> None:
+    hf = json.loads((folders["deepseek_v3"] / "config.json").read_text())
+    assert ModelShape.from_hf(hf | {"model_type": "kimi_k2"}) == ModelShape.from_hf(hf)
+    with pytest.raises(ShapeError, match="model_type 'kimi_k25' is not supported"):
+        ModelShape.from_hf(hf | {"model_type": "kimi_k25"})
 
 
 def test_all_refused_keys_are_in_one_message(folders: dict[str, Path]) -> None:
