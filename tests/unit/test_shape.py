@@ -192,8 +192,22 @@ def test_latent_attention_caches_one_vector_a_token(folders: dict[str, Path]) ->
     assert ModelShape.read(folders["llama"]).kv_values_per_token == 2 * 3 * 4 * 8
 
 
-def test_multi_token_prediction_layers_are_left_out(folders: dict[str, Path]) -> None:
-    hf = json.loads((folders["moonlight"] / "config.json").read_text())
+def test_latent_attention_of_glm_flash_caches_one_vector_too(folders: dict[str, Path]) -> None:
+    assert ModelShape.read(folders["glm-4.7-flash"]).kv_values_per_token == 3 * (32 + 8)
+
+
+def test_half_of_a_glm_head_is_rotated_where_config_json_does_not_say(
+    folders: dict[str, Path],
+) -> None:
+    hf = json.loads((folders["glm-4.5-air"] / "config.json").read_text())
+    hf |= {"partial_rotary_factor": None, "rope_parameters": None, "rope_theta": 1e6}
+    assert ModelShape.from_hf(hf).rotary_size == 6
+
+
+@pytest.mark.parametrize("name", ["moonlight", "glm-4.5-air", "glm-4.7-flash"])
+def test_multi_token_prediction_layers_are_left_out(name: str, folders: dict[str, Path]) -> None:
+    hf = json.loads((folders[name] / "config.json").read_text())
+    hf.pop("num_mtp_layers", None)
     without, with_one = (ModelShape.from_hf(hf | {"num_nextn_predict_layers": n}) for n in (0, 1))
     assert with_one.num_mtp_layers == 1
     assert with_one.tensor_shapes == without.tensor_shapes
