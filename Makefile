@@ -15,7 +15,7 @@ test test-large: export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare test test-large test-all lint fmt docs lock resolve signatures clean
+.PHONY: help setup demo compare test test-large test-all lint fmt docs lock resolve signatures gpu-bundle clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ resolve: ## resolve the GPU stack for each supported vLLM and Python (needs uv a
 
 signatures: setup ## read what R3 calls from the wheels of the supported versions (2 GB once, into .upstream)
 	$(PY) tools/upstream.py
+
+gpu-bundle: setup ## pack vLLM and packages for a GPU machine without a network (53 MB, into gpu-bundle/)
+	$(PY) tools/gpu_bundle.py gpu-bundle
 
 clean: ## remove caches and build outputs; keeps .venv and runs/
 	rm -rf build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache

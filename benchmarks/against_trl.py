@@ -35,11 +35,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from benchmarks.train_step import MIDDLE
 from r3 import assets
@@ -331,6 +326,11 @@ def write(out: Path, found: dict[str, Any]) -> None:
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / "against_trl.json").write_text(json.dumps(result, indent=1) + "\n")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(1, len(found), figsize=(3.2 * len(found), 3), squeeze=False)
     for ax, (name, task) in zip(axes[0], found.items(), strict=True):
         medians = [task[arm]["step_s"] for arm in ("r3", "trl")]

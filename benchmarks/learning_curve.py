@@ -25,11 +25,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 ROOT = Path(__file__).resolve().parents[1]
 PRESET_STEPS = 25  # of the preset `tiny`, and so of `make demo`
 TARGET = 0.90
@@ -258,6 +253,11 @@ def hardware() -> dict[str, Any]:
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
     """Draw accuracy and reward of every seed; below, the mismatch with replayed and live routes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     plt.rcParams.update(
         {
             "font.size": 9,

@@ -157,6 +157,9 @@ def prepare_environment() -> None:
         # Its warnings matter on GPUs: slow order of pushed weights, an unexpected kernel.
         "VLLM_LOGGING_LEVEL": "WARNING" if torch.cuda.is_available() else "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
+        # Every request has a seed and returns processed log-probabilities: vLLM never draws such
+        # tokens with FlashInfer, but would import it for dense models, and may compile it.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "MASTER_ADDR": "127.0.0.1",
         "RANK": "0",
         "LOCAL_RANK": "0",

@@ -90,6 +90,16 @@ def test_vllm_is_quiet_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
 
 
+def test_engines_do_without_flashinfer_unless_a_user_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a dense engine of vLLM 0.26 needs the package, and some machines cannot compile it."""
+    for asked in ("", "1"):
+        monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+        if asked:
+            monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", asked)
+        prepare_environment()
+        assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == (asked or "0")
+
+
 def test_copies_on_the_host_are_reused() -> None:
     tensor = torch.arange(4.0, requires_grad=True)
     first = to_host(tensor)

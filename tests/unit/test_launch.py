@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
 from r3.cli.parse import parse
-from r3.config import with_values
-from r3.models.shape import ModelShape
-from r3.planning.memory_plan import fit
-from tests.families import random_checkpoint
 from tests.world import ROOT
 
 pytestmark = pytest.mark.unit
@@ -254,88 +246,3 @@ def test_ranks_of_a_gpu_machine_share_its_cores(
     # Checked first, and not forked: CUDA does not survive that.
     assert "/launch/ranks.py --check --standalone --nproc_per_node 4 " in ranks
     assert ranks.endswith(f" on {threads}")
-
-
-def test_first_gpu_run_types_what_exists(tmp_path: Path) -> None:
-    out, typed = tmp_path / "out", tmp_path / "typed"
-    (out / "run").mkdir(parents=True)  # of an earlier run
-    # It finds a GPU and writes its record with the real interpreter; commands are only written
-    # down, each word ended by a tab.
-    python = (
-        f'case $1 in -c) exit 0;; -) exec "{sys.executable}" "$@";; esac\n'
-        f'printf "%s\\t" "$@" >>"{typed}"; echo >>"{typed}"'
-    )
-    path = programs(tmp_path, {"r3": python, "nvidia-smi": "echo 3 MiB", "sleep": ""})
-    subprocess.run(
-        ["benchmarks/gpu.sh", str(out)],
-        cwd=ROOT,
-        env=os.environ | {"PATH": path, "PYTHON": str(tmp_path / "r3")},
-        check=True,
-        capture_output=True,
-    )
-    assert not (out / "run").exists()
-    random_checkpoint(out / "model", num_experts=8, num_experts_per_tok=2)
-    commands = [line.split("\t")[:-1] for line in typed.read_text().splitlines()]
-    kinds = {"train": 0, "doctor": 0, "experiment": 0, "tests": 0}
-    for words in commands:
-        match words:
-            case ["train.py", *flags]:
-                kinds["train"] += 1
-                config = parse(flags).config
-                assert config.parallel.ep == 1
-                if config.model.path == str(out / "model"):
-                    shape = ModelShape.from_hf(
-                        gpu.LARGE | {"architectures": ["Qwen3MoeForCausalLM"]}
-                    )
-                    assert fit(config, shape, 1, 80).fits
-                    small = with_values(config, {"engine.kv_cache_gib": 0.06})
-                    assert not fit(small, shape, 1, 80).fits, "a cache of tiny's holds nothing"
-            case ["-m", "r3.doctor", *flags]:
-                kinds["doctor"] += 1
-                assert parse(flags).config.engine.dtype == "bfloat16"
-            case ["-m", "benchmarks.gpu", name, *paths]:
-                kinds["experiment"] += 1
-                inspect.signature(gpu.EXPERIMENTS[name]).bind(*paths)
-            case ["-m", "pytest", *_, folder]:
-                kinds["tests"] += 1
-                assert (ROOT / folder / "test_gpu.py").exists()
-            case _:
-                raise AssertionError(words)
-    assert kinds == {"train": 7, "doctor": 3, "experiment": 12, "tests": 1}
-    steps = [json.loads(line)["step"] for line in (out / "results.jsonl").read_text().splitlines()]
-    table = (ROOT / "benchmarks/gpu.md").read_text().partition("| step |")[2].partition("\n\n")[0]
-    named = [name for row in table.splitlines() for name in re.findall("`([^`]*)`", row[:60])]
-    assert set(steps) == {*named, "deterministic-2"} - {"-2"}
-
-
-@pytest.mark.parametrize("figure", ["reward/mean", "loss/total"])
-def test_figures_of_runs_with_and_without_rewards_are_compared(figure: str, tmp_path: Path) -> None:
-    def run(name: str, **changes: float) -> Path:
-        row = {figure: 0.5, "time/train_s": 1.0, "perf/tokens_per_s": 9.0, "memory/peak_gib": 2.0}
-        rows = [{"step": step} | row | changes for step in (1, 2)]
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
-        return tmp_path / name
-
-    one = run("one")
-    slower = {"time/train_s": 3.0, "perf/tokens_per_s": 3.0, "memory/peak_gib": 1.0}
-    assert gpu.same(one, run("slower", **slower)) == {"different": [], "passed": True}
-    other = run("other", **{figure: 0.6, "perf/packing_efficiency": 0.9})
-    assert gpu.same(one, other) == {
-        "different": sorted([figure, "perf/packing_efficiency"]),
-        "passed": False,
-    }
-    assert gpu.last(other)[figure.partition("/")[0]] == [0.6, 0.6]
-
-
-def test_first_gpu_run_says_that_there_is_no_gpu(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["benchmarks/gpu.sh", str(tmp_path / "out")],
-        cwd=ROOT,
-        env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (3, "")
-    assert done.stdout == "no GPU: torch finds no CUDA device (nothing was run)\n"
-    assert not (tmp_path / "out").exists()

@@ -1,0 +1,46 @@
+"""benchmarks/gpu.sh from end to end, with the CPU in the place of the GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_tables
+from benchmarks.gpu_steps import steps
+from tests.world import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.large, pytest.mark.timeout(2400)]
+
+
+def test_all_steps_pass_a_rehearsal(tmp_path: Path) -> None:
+    out = tmp_path / "gpu"
+    done = subprocess.run(
+        ["benchmarks/gpu.sh", "--rehearse", "--out", str(out)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    failed = [line for line in done.stdout.splitlines() if "failed: " in line]
+    logs = "".join(
+        f"--- {name}\n{(out / f'{name}.log').read_text()[-2000:]}\n"
+        for name in (failed[0].removeprefix("failed: ").split(", ") if failed else ())
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + logs
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == {step.name for step in steps(out, seeds=1, small=True)}
+    figures = {row["step"]: row["figures"] for row in rows}
+    for name in ("doctor", "doctor-pair", "doctor-deepseek_v3", "doctor-qwen3"):
+        assert figures[name]["passed"] == figures[name]["of"] > 0, name
+    assert figures["rescore"]["k3_replay"] < figures["rescore"]["k3_live"] / 100
+    assert set(figures["curves"]["reward"]) == {"curve-r3-0", "curve-off-0"}
+    assert figures["sft"]["peak_share_without_optimizer"] > figures["sft"]["peak_share"] > 0
+    assert figures["sft"]["trace"]["largest"] and 0 < figures["sft"]["trace"]["optimizer_share"] < 1
+    assert len(figures["large"]["by_step"]["memory/peak_gib"]) == 5
+    assert set(figures["large"]["planned_gib"]) >= {"SYNC", "GENERATE", "TRAIN"}
+    assert figures["generation-r3"]["tokens_per_s"]["vllm plain"] > 0
+    (section,) = [text for text in gpu_tables.sections(rows) if text.startswith("### ")]
+    assert "rehearsal on CPU" in section
