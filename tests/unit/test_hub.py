@@ -158,9 +158,7 @@ def test_a_revision_is_a_branch_or_a_commit(hub: Hub, tmp_path: Path) -> None:
         assert folder.name == sha_of(other)
 
 
-def test_of_shards_those_that_are_missing_are_downloaded_and_no_second_form(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_only_missing_shards_and_no_second_form_are_downloaded(hub: Hub, tmp_path: Path) -> None:
     hub.models["owner/tiny"]["main"] = sharded(tmp_path / "shards")
     folder = fetch()
     assert {"consolidated.safetensors", "pytorch_model.bin", "original/params.json"}.isdisjoint(
