@@ -30,17 +30,6 @@ from r3.config import SETTINGS, Config, Problem
 from r3.kernels.switch import switch_problems
 from r3.models.shape import ModelShape
 
-__all__ = [
-    "BUILTIN_REWARDS",
-    "Report",
-    "allocator_problems",
-    "cpu_engine_problems",
-    "cuda_expert_problems",
-    "examine",
-    "problems",
-    "warnings",
-]
-
 
 @dataclass(frozen=True)
 class Report:

@@ -9,19 +9,3 @@ from r3.engine.memory import DeviceMemoryError
 from r3.engine.parsers import message_parser
 from r3.engine.sampler import Sampled, Sampling, Turn, sampling_seed
 from r3.engine.transcript import CaptureSpec, Transcript
-
-__all__ = [
-    "CaptureSpec",
-    "DeviceMemoryError",
-    "Engine",
-    "EngineConfigError",
-    "EngineStateError",
-    "Sampled",
-    "Sampling",
-    "Transcript",
-    "Turn",
-    "WeightMismatch",
-    "forget_engine",
-    "message_parser",
-    "sampling_seed",
-]

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 from r3.config import EnvConfig
 from r3.config.arguments import keyword_arguments
@@ -97,6 +97,24 @@ class ModelMessage(dict[str, Any]):
         self.completion, self.parsed = completion, parsed
 
 
+class CallOptions(TypedDict, total=False):
+    """Keywords of a call of the model.
+
+    Attributes:
+        train: whether the sampled tokens are trained on; True if it is left out.
+        max_tokens: maximum tokens of the message, within the limits of the run.
+        stop: strings that end the message, besides those of the class and of `env.stop`.
+        temperature: of a call with `train=False`; None is the run's. So are `top_p`, `top_k`.
+    """
+
+    train: bool
+    max_tokens: int | None
+    stop: Sequence[str]
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+
+
 class Model(Protocol):
     """The policy, as an episode calls it. Calls may be in flight together."""
 
@@ -105,22 +123,14 @@ class Model(Protocol):
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        train: bool = True,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
+        **options: Unpack[CallOptions],
     ) -> ModelMessage:
         """Sample the next message of a conversation.
 
         Args:
             messages: the whole conversation, rendered by the model's chat template.
             tools: JSON schemas for the template; None: those of the row, or of the class.
-            train: whether the sampled tokens are trained on.
-            max_tokens: maximum tokens of the message, within the limits of the run.
-            stop: strings that end the message, besides those of the class and of `env.stop`.
-            temperature: of a call with `train=False`; None is the run's. So are `top_p`, `top_k`.
+            options: see `CallOptions`.
 
         Raises:
             ModelLimit: no turns or no tokens are left.
@@ -130,13 +140,7 @@ class Model(Protocol):
     async def complete(
         self,
         prompt: str | Sequence[int],
-        *,
-        train: bool = True,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
+        **options: Unpack[CallOptions],
     ) -> Completion:
         """Continue a text or tokens, without a chat template; otherwise as `chat`."""
 

@@ -14,13 +14,14 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from r3.data.conversation import MessageFault, read_message
 from r3.data.jinja import TemplateFault
 from r3.engine import Sampled, Sampling
 from r3.envs.tool_calls import Parse, Parsed, half_character
 from r3.envs.workflow import (
+    CallOptions,
     Completion,
     Ended,
     EpisodeOver,
@@ -276,18 +277,14 @@ class EpisodeModel:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        train: bool = True,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
+        **options: Unpack[CallOptions],
     ) -> ModelMessage:
         """Sample the next message of a conversation; see `Model.chat`."""
         episode, rules = self._episode, self._episode.rules
         name = self._next_name()
         episode.check(self._own_time)
-        sampling = self._sampling(train, max_tokens, stop, temperature, top_p, top_k)
+        sampling = self._sampling(options)
+        train, max_tokens = options.get("train", True), options.get("max_tokens")
         plain = [_plain(message, episode.said) for message in messages]
         if tools is None:
             tools = episode.prompt.tools or episode.workflows.tools
@@ -322,19 +319,14 @@ class EpisodeModel:
     async def complete(
         self,
         prompt: str | Sequence[int],
-        *,
-        train: bool = True,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
+        **options: Unpack[CallOptions],
     ) -> Completion:
         """Continue a text or tokens; see `Model.complete`."""
         episode, rules = self._episode, self._episode.rules
         name = self._next_name()
         episode.check(self._own_time)
-        sampling = self._sampling(train, max_tokens, stop, temperature, top_p, top_k)
+        sampling = self._sampling(options)
+        train, max_tokens = options.get("train", True), options.get("max_tokens")
         tokenizer = rules.setup.tokenizer
         limit = rules.max_model_len
         if isinstance(prompt, str) and len(prompt) > CHARACTERS_PER_TOKEN * limit:
@@ -363,28 +355,23 @@ class EpisodeModel:
     def _next_name(self) -> CallName:
         return (*self._path, next(self._numbers))
 
-    def _sampling(
-        self,
-        train: bool,
-        max_tokens: int | None,
-        stop: Sequence[str],
-        temperature: float | None,
-        top_p: float | None,
-        top_k: int | None,
-    ) -> Sampling:
+    def _sampling(self, options: CallOptions) -> Sampling:
         """The run's sampling with what a call overrides.
 
         Raises:
+            TypeError: there is no such keyword.
             ValueError: a value is not possible, or would train on another distribution.
         """
-        run = self._episode.rules.sampling
-        given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        run, stop = self._episode.rules.sampling, options.get("stop", ())
+        if unknown := options.keys() - CallOptions.__annotations__.keys():
+            raise TypeError(f"a call of the model has no keyword {min(unknown)}")
+        given: dict[str, Any] = {key: options.get(key) for key in ("temperature", "top_p", "top_k")}
         changed = {
             key: value
             for key, value in given.items()
             if value is not None and value != getattr(run, key)
         }
-        if train and changed:
+        if options.get("train", True) and changed:
             raise ValueError(
                 f"{', '.join(changed)}: tokens that are trained on are sampled as rollout.* says, "
                 "because the policy's log-probabilities are taken so. Use train=False"
@@ -393,6 +380,7 @@ class EpisodeModel:
             raise ValueError("stop must be a list of texts, and is one text")
         sampling = replace(run, stop=tuple(dict.fromkeys([*run.stop, *stop])), **changed)
         faults = sampling.faults()
+        max_tokens = options.get("max_tokens")
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             faults.append("max_tokens must be an integer of at least 1")
         if faults:

@@ -168,6 +168,10 @@ class Hot:
     async def run(self, task, model):
         await model.chat(task.messages, temperature=0.5)
 
+class Misspells:
+    async def run(self, task, model):
+        await model.chat(task.messages, max_token=5)
+
 class Leaks:
     """Calls the model after it has returned."""
     async def run(self, task, model):
@@ -464,6 +468,7 @@ def test_a_call_of_an_earlier_attempt_is_refused(play: Play) -> None:
     ("workflow", "env", "message"),
     [
         ("Hot", {}, "temperature: tokens that are trained on are sampled as rollout"),
+        ("Misspells", {}, "a call of the model has no keyword max_token"),
         ("PerCall", {"args": ("count=2",)}, "returned 2 rewards, and the episode has 3 calls"),
         ("Silent", {}, "ended without a reward"),
     ],
