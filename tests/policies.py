@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from r3.policy.device_experts import DeviceExperts
 from r3.policy.layout import local_tokens
 from r3.policy.objective import NONE_MADE, policy_loss
 from r3.rollout.scored import Scored
+from r3.run import checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch
@@ -60,6 +62,12 @@ def step_rewards(
         baselines_R=groups_R.long(),
         units_R=torch.arange(len(rewards_R)) if units_R is None else units_R,
     )
+
+
+def save_checkpoint(folder: Path, *given: Any, **settings: Any) -> Path:
+    """Capture the state of a policy and write it at once; arguments are those of `capture`."""
+    *_, mesh = given
+    return checkpoint.capture(folder, *given, **settings).write(mesh.world)
 
 
 def require_planned(policy: Policy) -> None:

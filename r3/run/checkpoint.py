@@ -111,35 +111,6 @@ def capture(
     )
 
 
-def save(
-    checkpoints: Path,
-    policy: Policy,
-    device: Device,
-    mesh: Mesh,
-    *,
-    step: int,
-    keep: int,
-    files: Mapping[str, bytes] | None = None,
-    identity: Identity | None = None,
-) -> Path:
-    """`capture` the state and write it at once; returns the folder. All ranks must call.
-
-    Raises:
-        SaveError, UnsoundError: as `capture` and `Unwritten.write`.
-    """
-    unwritten = capture(
-        checkpoints,
-        policy,
-        device,
-        mesh,
-        step=step,
-        keep=keep,
-        files=files,
-        identity=identity,
-    )
-    return unwritten.write(mesh.world)
-
-
 def load(
     found: Found, policy: Policy, device: Device, mesh: Mesh, *, weights_only: bool = False
 ) -> None:

@@ -34,7 +34,7 @@ from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, axis_beside
 from tests.errors import message_of
-from tests.policies import batches_of, build
+from tests.policies import batches_of, build, save_checkpoint
 from tests.tiny import tiny_config
 
 
@@ -196,7 +196,7 @@ def damaged(device: Device, *, out: str) -> Damaged:
         write_identity(whole.path, identity)
     for step in (1, 2):
         policy.update(batch, total_updates=4)
-        checkpoint.save(
+        save_checkpoint(
             whole.checkpoints, policy, device, mesh, step=step, keep=0, identity=identity
         )
     resumed = {"whole": resume(device, mesh, whole, tiny_config(parallel={"ep": 2}))}
@@ -274,7 +274,7 @@ def trained(device: Device) -> tuple[Mesh, Policy]:
 
 def code_in_metadata(device: Device, mesh: Mesh, policy: Policy, out: Path) -> Injected:
     """Put a program into `.metadata` of a checkpoint, with a manifest that fits; then load it."""
-    folder = checkpoint.save(out / "checkpoints", policy, device, mesh, step=1, keep=0)
+    folder = save_checkpoint(out / "checkpoints", policy, device, mesh, step=1, keep=0)
     if device.rank == 0:
         (folder / ".metadata").write_bytes(pickle.dumps(Executed(f"{out}/executed")))
         files = dict(read_manifest(folder).files)
@@ -295,7 +295,7 @@ def suspended_conversations(
     run_dir, resumed = RunDir(out), {}
     writer = new_identity("0123456789abcdef")
     files = to_files(PartialRollouts(prompts_taken=1), device.rank, is_leader=True)
-    checkpoint.save(
+    save_checkpoint(
         run_dir.checkpoints, policy, device, mesh, step=1, keep=0, files=files, identity=writer
     )
     for name, reader in {"own": writer, "other": new_identity("0123456789abcdef")}.items():
@@ -312,7 +312,7 @@ def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> Unwrita
 
     def attempt(name: str, into: Path) -> None:
         try:
-            saved[name] = checkpoint.save(into, policy, device, mesh, step=1, keep=0).name
+            saved[name] = save_checkpoint(into, policy, device, mesh, step=1, keep=0).name
         except SaveError as error:
             saved[name] = str(error)
 
@@ -334,7 +334,7 @@ def unwritable(device: Device, mesh: Mesh, policy: Policy, out: Path) -> Unwrita
 
 def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, Broken]:
     """Save with a broken weight and broken moments on the second rank only."""
-    checkpoint.save(out, policy, device, mesh, step=1, keep=0)
+    save_checkpoint(out, policy, device, mesh, step=1, keep=0)
     weight = next(policy.chunks[0].parameters()).data
     tensors = dict(policy.memory.optimizer_tensors())
     first = next(tensor for name, tensor in tensors.items() if name.endswith("/exp_avg"))
@@ -351,7 +351,7 @@ def unsound(device: Device, mesh: Mesh, policy: Policy, out: Path) -> dict[str, 
         if device.rank == 1:
             tensor.view(-1)[0] = value
         try:
-            checkpoint.save(out, policy, device, mesh, step=2, keep=0)
+            save_checkpoint(out, policy, device, mesh, step=2, keep=0)
             message = "saved"
         except UnsoundError as error:
             message = str(error)
@@ -385,7 +385,7 @@ def beside(device: Device, *, out: str) -> Beside:
     """Write the same state at once, and on a thread while the policy trains on."""
     mesh, policy = trained(device)
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
-    whole = checkpoint.save(Path(out) / "whole", policy, device, mesh, step=1, keep=0)
+    whole = save_checkpoint(Path(out) / "whole", policy, device, mesh, step=1, keep=0)
     axis, gate = axis_beside(mesh.world, timeout_s=60), threading.Event()
     with Background() as background:
         unwritten = checkpoint.capture(Path(out) / "beside", policy, device, mesh, step=1, keep=0)

@@ -29,7 +29,7 @@ from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import MicroBatch
 from tests.errors import message_of
-from tests.policies import batches_of, policy_of, require_planned
+from tests.policies import batches_of, policy_of, require_planned, save_checkpoint
 from tests.tiny import tiny_config
 
 LENGTHS = (33, 7, 64)
@@ -410,7 +410,7 @@ def expert_biases(device: Device, *, folder: str, out: str) -> ExpertBiases:
         if name.endswith("local_tokens_per_expert")
     ]
     uncounted = len(counts) == len(on_disk) and not any(tensor.any() for tensor in counts)
-    saved = checkpoint.save(Path(out) / "checkpoints", policy, device, mesh, step=2, keep=0)
+    saved = save_checkpoint(Path(out) / "checkpoints", policy, device, mesh, step=2, keep=0)
     for frozen in policy.shared_buffers()[len(policy.parameter_buffers()) :]:
         frozen.zero_()
     zeroed = not same()

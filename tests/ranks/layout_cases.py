@@ -33,6 +33,7 @@ from tests.policies import (
     full_gradients,
     padded_backward,
     require_planned,
+    save_checkpoint,
 )
 from tests.tiny import tiny_config
 
@@ -290,7 +291,7 @@ def second_update(
         checkpoint.load(Found(folder=Path(out) / "step_000001", step=1), policy, device, mesh)
     else:
         policy.update(batch, total_updates=4)
-        checkpoint.save(Path(out), policy, device, mesh, step=1, keep=0)
+        save_checkpoint(Path(out), policy, device, mesh, step=1, keep=0)
     update = policy.update(batch, total_updates=4)
     loss = update.metrics["loss/total"].total if "loss/total" in update.metrics else 0.0
     total = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
@@ -324,7 +325,7 @@ def fused_adam(device: Device, *, out: str) -> FusedAdam:
     plain.update(batch, total_updates=4)
     fused.update(batch, total_updates=4)
     expected, found = mains(plain), mains(fused)
-    saved = checkpoint.save(Path(out), fused, device, mesh, step=1, keep=0)
+    saved = save_checkpoint(Path(out), fused, device, mesh, step=1, keep=0)
     resumed = Policy(config, device, mesh, plain.shape)
     checkpoint.load(Found(folder=saved, step=1), resumed, device, mesh)
     for _ in range(2):
@@ -435,7 +436,7 @@ def streamed_optimizer(
         streamed.offload()
     resident.onload()
     streamed.onload()
-    saved = checkpoint.save(Path(out), streamed, device, mesh, step=3, keep=0)
+    saved = save_checkpoint(Path(out), streamed, device, mesh, step=3, keep=0)
     resumed = streaming()
     checkpoint.load(Found(folder=saved, step=3), resumed, device, mesh)
     for policy in (resident, streamed, resumed):
