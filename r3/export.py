@@ -145,9 +145,7 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
 def _tensors(
     chunks: list[object], shape: ModelShape, mesh: Mesh
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    heads = HeadLayout(
-        queries_per_group=shape.num_heads // shape.num_kv_heads, head_dim=shape.head_dim
-    )
+    heads = HeadLayout.of(shape)
     for slot in slots(chunks, shape, mesh):
         yield from zip(slot.hf, split(slot.kind, slot.tensor, heads), strict=True)
 

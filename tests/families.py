@@ -24,6 +24,19 @@ _SIZES: dict[str, Any] = dict(
     bos_token_id=None,
 )
 _MOE: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2)
+# Of two delta layers, two key heads for four value heads; partial rotary.
+_HYBRID: dict[str, Any] = _MOE | dict(
+    moe_intermediate_size=40,
+    shared_expert_intermediate_size=56,
+    head_dim=16,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=12,
+    linear_value_head_dim=20,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    partial_rotary_factor=0.5,
+)
 _DEEPSEEK: dict[str, Any] = dict(
     num_key_value_heads=8,
     moe_intermediate_size=40,
@@ -84,6 +97,8 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("qwen2", {}),
     "olmoe": ("olmoe", _MOE),
+    "qwen3_next": ("qwen3_next", _HYBRID | dict(norm_topk_prob=True)),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID),
     "mixtral": (
         "mixtral",
         dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=None, head_dim=16),
@@ -142,10 +157,12 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3-yarn": ("qwen3", dict(head_dim=16, rope_parameters=_yarn(factor=16.0))),
 }
 DENSE_FAMILIES = ("qwen3", "qwen2", "llama", "llama3.1", "qwen3-yarn")
+HYBRID = ("qwen3_next", "qwen3_5_moe")  # gated delta layers and attention
 MOE_FAMILIES = tuple(name for name in FAMILIES if name not in DENSE_FAMILIES)
 ENGINE_FAMILIES = (
-    # tests/e2e/test_engine.py has qwen3_moe. vLLM's CPU router refuses MiniMax-M2's.
-    *(name for name in MOE_FAMILIES if name not in ("qwen3_moe", "minimax-m2")),
+    # tests/e2e/test_engine.py has qwen3_moe. vLLM's CPU router refuses MiniMax-M2's; those with gated
+    # delta layers need bfloat16.
+    *(name for name in MOE_FAMILIES if name not in ("qwen3_moe", "minimax-m2", *HYBRID)),
     "llama3.1",
     "qwen3-yarn",
     # Tied embeddings: one family without experts, one with.
@@ -168,6 +185,8 @@ def engine_sizes(name: str) -> dict[str, Any]:
     if name == "glm-4.7-flash":
         latents = dict(kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
         sizes |= latents | dict(num_key_value_heads=4)
+    if "linear_key_head_dim" in specific:
+        sizes |= dict(linear_key_head_dim=64, linear_value_head_dim=64)
     if model_type == "deepseek_v3":
         latents = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
         sizes |= latents | dict(num_key_value_heads=4)

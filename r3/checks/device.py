@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 
@@ -22,6 +23,12 @@ def cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
         sizes.append(
             ("head_dim", shape.head_dim, shape.head_dim in _CPU_HEADS, f"is one of {known}")
         )
+    if shape.delta:
+        for name, size in (
+            ("linear_key_head_dim", shape.delta.key_size),
+            ("linear_value_head_dim", shape.delta.value_size),
+        ):
+            sizes.append((name, size, size in (64, 128), "is 64 or 128"))
     if shape.moe_layers:
         width, tp = shape.moe_ffn_size, config.parallel.engine_tp
         per_rank = f" on each of the {tp} ranks of an engine" if tp > 1 else ""
@@ -30,7 +37,23 @@ def cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
         sizes.append(
             ("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "is a multiple of 32")
         )
-    return [
+    needs_torchvision = shape.model_type == "qwen3_5_moe_text"
+    if needs_torchvision and importlib.util.find_spec("torchvision") is None:
+        return [
+            Problem(
+                "model.path",
+                config.model.path,
+                "vLLM's module of this architecture imports torchvision, also for text alone, and "
+                "there is no build of it that fits a CPU build of torch from a package index",
+                "run on a GPU, or without an engine (SFT)",
+            )
+        ]
+    found = []
+    if shape.delta and config.engine.dtype == "float32":
+        rule = "vLLM computes gated delta layers on CPU in bfloat16 only"
+        fix = "use --engine.dtype bfloat16 and --model.dtype bfloat16"
+        found.append(Problem("engine.dtype", config.engine.dtype, rule, fix))
+    return found + [
         Problem(
             "model.path",
             config.model.path,

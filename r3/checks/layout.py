@@ -72,6 +72,11 @@ def _check_shape(config: Config, found: Findings, shape: ModelShape) -> None:
     if shape.shared_ffn_size:
         width = shape.shared_ffn_size
         divides("tp", tp, width, f"shared experts' width of {width}")
+    for name in ("tp", "cp") if shape.delta else ():
+        if found.values[f"parallel.{name}"] > 1:
+            rule = "must be 1: gated delta layers are not divided over ranks"
+            fix = "shard experts (ep) and layers (pp) instead"
+            found.add(f"parallel.{name}", rule, fix)
     _check_pipeline(config, found, shape)
     if not shape.moe_layers:
         for name in ("ep", "etp"):

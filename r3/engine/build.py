@@ -146,6 +146,7 @@ def build_llm(
     max_model_len: int,
     capture: bool,
     share: float,
+    prefix_caching: bool = True,
     from_disk: bool = False,
 ) -> LLM:
     """Build vLLM's `LLM`. All ranks must call at the same place: it creates process groups.
@@ -158,6 +159,7 @@ def build_llm(
         max_model_len: maximum tokens of a conversation.
         capture: whether routed experts are returned.
         share: fraction of the device's memory that must be free (`share_of_device`); GPU only.
+        prefix_caching: whether prompts that begin alike share their KV cache.
         from_disk: load the checkpoint's weights instead of random ones.
 
     Raises:
@@ -181,6 +183,7 @@ def build_llm(
         generation_config="vllm",
         max_model_len=max_model_len,
         max_num_seqs=engine.max_num_seqs,
+        enable_prefix_caching=prefix_caching,
         async_scheduling=None if engine.async_scheduling else False,  # None: vLLM decides
         hf_overrides={
             # Always set: a checkpoint's config.json may set one that the policy would not follow.

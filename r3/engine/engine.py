@@ -99,6 +99,8 @@ class Engine:
             max_model_len=max_model_len,
             capture=self.capture,
             share=share,
+            # A shared prefix has no state of its own: vLLM would cut every prompt to save one.
+            prefix_caching=shape.delta is None,
             from_disk=from_disk,
         )
         self._routes = SlotRoutes(self.llm) if self.capture and not device.is_cuda else None

@@ -38,6 +38,51 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaSizes:
+    """Sizes of gated delta layers (arXiv 2412.06464).
+
+    Attributes:
+        key_heads, value_heads: each key head serves `value_heads / key_heads` value heads.
+        key_size, value_size: dimensions of a head.
+        taps: tokens that the convolution sees.
+        interleaved: the projection has the rows of a key head together (Qwen3-Next); otherwise q, k
+            and v, the gate, beta and decay have projections of their own (Qwen3.5).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    taps: int
+    interleaved: bool
+
+    @property
+    def keys(self) -> int:
+        """Dimensions of all key heads."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Dimensions of all value heads."""
+        return self.value_heads * self.value_size
+
+    def tensor_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of a layer's tensors, after `linear_attn.`."""
+        mixed = 2 * self.keys + self.values
+        widths = {"qkv": mixed, "z": self.values, "b": self.value_heads, "a": self.value_heads}
+        if self.interleaved:
+            widths = {"qkvz": mixed + self.values, "ba": 2 * self.value_heads}
+        return {
+            "A_log": (self.value_heads,),
+            "dt_bias": (self.value_heads,),
+            "conv1d.weight": (mixed, 1, self.taps),
+            **{f"in_proj_{name}.weight": (width, hidden) for name, width in widths.items()},
+            "norm.weight": (self.value_size,),
+            "out_proj.weight": (hidden, self.values),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoeNames:
     """Tensor names of a MoE layer, after `model.layers.N.`.
 
@@ -71,6 +116,7 @@ class Family:
         implied: keys that have one value in this family. transformers' class has no other, so
             `save_pretrained` leaves them out; vLLM must be told.
         reads: keys that `fields` reads and that are refused in other families.
+        ffn_key: has the width of dense layers.
         models: models of this family that people train.
         proved: keys of `PROOFS`. Tests compare them with what is tried.
     """
@@ -83,6 +129,7 @@ class Family:
     partial_rotary_factor: float = 1.0
     reads: frozenset[str] = frozenset()
     aliases: tuple[str, ...] = ()
+    ffn_key: str = "intermediate_size"
     implied: Mapping[str, str] = field(default_factory=dict)
     proved: tuple[str, ...] = ("policy", "engine")
 
@@ -138,6 +185,54 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
         qkv_bias=bool(hf.values.get("qkv_bias", True)),
         shared_ffn_size=hf.number("shared_expert_intermediate_size"),
         moe_names=MoeNames(shared_expert="mlp.shared_expert", shared_gate="mlp.shared_expert_gate"),
+    )
+
+
+def _qwen3_next(hf: HfConfig) -> dict[str, Any]:
+    """Qwen3-Next: gated delta layers with one layer of gated attention in four."""
+    return _qwen2_moe(hf) | _hybrid(hf, interleaved=True) | {"qkv_bias": False}
+
+
+def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
+    """The text model of Qwen3.5 and 3.6: as Qwen3-Next, experts in every layer."""
+    hf.only("norm_topk_prob", True)
+    hf.only("decoder_sparse_step", 1)
+    hf.refuse("mlp_only_layers")
+    moe = _qwen2_moe(hf) | {"norm_topk_prob": True, "qkv_bias": False}
+    return moe | _hybrid(hf, interleaved=False)
+
+
+def _hybrid(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
+    num_layers = hf.number("num_hidden_layers")
+    every = hf.number("full_attention_interval", default=4)
+    kinds = hf.values.get("layer_types") or [
+        "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(num_layers)
+    ]
+    known = {"full_attention", "linear_attention"}
+    if len(kinds) != num_layers or not known.issuperset(kinds):
+        raise ShapeError(
+            f"layer_types {kinds} must name full_attention or linear_attention for each of the "
+            f"{num_layers} layers"
+        )
+    sizes = DeltaSizes(
+        key_heads=hf.number("linear_num_key_heads"),
+        value_heads=hf.number("linear_num_value_heads"),
+        key_size=hf.number("linear_key_head_dim"),
+        value_size=hf.number("linear_value_head_dim"),
+        taps=hf.number("linear_conv_kernel_dim"),
+        interleaved=interleaved,
+    )
+    if sizes.value_heads % sizes.key_heads:
+        raise ShapeError(
+            f"linear_num_value_heads {sizes.value_heads} is no multiple of "
+            f"linear_num_key_heads {sizes.key_heads}"
+        )
+    return dict(
+        qk_norm="head",
+        centred_norms=True,
+        output_gate=True,
+        delta=sizes,
+        delta_layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
     )
 
 
@@ -357,6 +452,22 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family(
         model_type="qwen2", fields=_qwen2, models="Qwen2 and Qwen2.5, dense", proved=("policy",)
+    ),
+    "Qwen3NextForCausalLM": Family(
+        model_type="qwen3_next",
+        fields=_qwen3_next,
+        models="Qwen3-Next-80B-A3B",
+        partial_rotary_factor=0.25,
+        reads=frozenset({"layer_types", "partial_rotary_factor"}),
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        model_type="qwen3_5_moe_text",
+        fields=_qwen3_5_moe,
+        models="Qwen3.5-35B-A3B and 3.6, the text model alone",
+        proved=("policy",),
+        ffn_key="moe_intermediate_size",  # it has no dense layer
+        partial_rotary_factor=0.25,
+        reads=frozenset({"layer_types", "partial_rotary_factor"}),
     ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe", fields=_olmoe, models="OLMoE-1B-7B", norm_eps=1e-5

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from r3.models.families import FAMILIES, LatentAttention, MoeNames
+from r3.models.families import FAMILIES, DeltaSizes, LatentAttention, MoeNames
 from r3.models.hf_config import (
     HfConfig,
     RopeScaling,
@@ -65,6 +65,10 @@ class ModelShape:
         engine_router_fp32: vLLM computes the router's logits in float32, whatever its data type is.
         expert_groups: the router first chooses the best `topk_groups` of so many groups of experts.
         moe_layers: numbers of the layers that have experts, from 0.
+        centred_norms: norms multiply by 1 + weight, but for those in gated delta layers.
+        output_gate: a sigmoid of a second projection, beside that of the queries, gates attention.
+        delta: sizes of the gated delta layers.
+        delta_layers: numbers of the layers that have one in the place of attention.
         num_mtp_layers: multi-token-prediction layers, which R3 does not load, train or export.
     """
 
@@ -101,6 +105,10 @@ class ModelShape:
     expert_groups: int = 1
     topk_groups: int = 1
     moe_layers: tuple[int, ...] = ()
+    centred_norms: bool = False
+    output_gate: bool = False
+    delta: DeltaSizes | None = None
+    delta_layers: tuple[int, ...] = ()
     moe_names: MoeNames = field(default_factory=MoeNames)
     num_mtp_layers: int = 0
 
@@ -159,7 +167,8 @@ class ModelShape:
         hf.refuse(*{"attention_bias"} - family.reads)
         # With either, two passes over one text would give different scores.
         hf.refuse("attention_dropout", "router_jitter_noise")
-        if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
+        kinds = () if "layer_types" in family.reads else values.get("layer_types") or ()
+        if any(kind != "full_attention" for kind in kinds):
             hf.faults.append("layer_types other than 'full_attention' are not supported yet")
         partial = HfConfig({**values, **hf.rope.values}, hf.faults)
         if "partial_rotary_factor" not in family.reads:
@@ -176,7 +185,7 @@ class ModelShape:
             num_kv_heads=hf.number("num_key_value_heads", default=num_heads),
             head_dim=head_dim,
             rotary_size=int(head_dim * rotated),
-            ffn_size=hf.number("intermediate_size"),
+            ffn_size=hf.number(family.ffn_key),
             vocab_size=hf.number("vocab_size"),
             max_position_embeddings=hf.number("max_position_embeddings"),
             rope_theta=hf.rope.real(
@@ -234,7 +243,11 @@ class ModelShape:
         for i in range(self.num_layers):
             layer = f"model.layers.{i}"
             shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-            shapes |= {f"{layer}.self_attn.{name}": shape for name, shape in attention.items()}
+            if self.delta and i in self.delta_layers:
+                mixer, parts = "linear_attn", self.delta.tensor_shapes(hidden)
+            else:
+                mixer, parts = "self_attn", attention
+            shapes |= {f"{layer}.{mixer}.{name}": shape for name, shape in parts.items()}
             shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
             if i not in self.moe_layers:
                 add_mlp(f"{layer}.mlp", self.ffn_size)
@@ -260,7 +273,8 @@ class ModelShape:
     def _attention(self) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        gated = 2 if self.output_gate else 1
+        widths = {"q_proj": gated * queries, "k_proj": keys, "v_proj": keys}
         shapes: dict[str, tuple[int, ...]] = {
             f"{name}.weight": (width, hidden) for name, width in widths.items()
         }
@@ -360,10 +374,21 @@ class ModelShape:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers per token in the KV cache, over all layers."""
+        """Numbers per token in the KV cache, over all layers of attention."""
+        layers = self.num_layers - len(self.delta_layers)
         if self.latent:
-            return self.num_layers * (self.latent.kv_rank + self.latent.rope_size)
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+            return layers * (self.latent.kv_rank + self.latent.rope_size)
+        return 2 * layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def state_values(self) -> int:
+        """Numbers that gated delta layers keep for a conversation, whatever its length."""
+        if self.delta is None:
+            return 0
+        sizes = self.delta
+        state = sizes.value_heads * sizes.key_size * sizes.value_size
+        convolution = (2 * sizes.keys + sizes.values) * (sizes.taps - 1)
+        return len(self.delta_layers) * (state + convolution)
 
 
 def checkpoint_tensors(

@@ -477,15 +477,15 @@ def _longest(config: Config, shape: ModelShape) -> int:
 
 
 def sequence_bytes(config: Config, shape: ModelShape) -> float:
-    """Bytes of KV cache on each rank of an engine for a sequence of maximum length.
+    """Bytes of KV cache and state on each rank of an engine for a sequence of maximum length.
 
     Key-value heads are shared by the ranks of an engine; fewer heads than ranks are copied, and
     latent attention caches the same on every rank.
     """
     tp = config.parallel.engine_tp
     shards = 1 if shape.latent else min(tp, shape.num_kv_heads)
-    values = shape.kv_values_per_token / shards
-    return _longest(config, shape) * values * BYTES_OF[config.engine.dtype]
+    values = _longest(config, shape) * shape.kv_values_per_token / shards
+    return (values + shape.state_values / tp) * BYTES_OF[config.engine.dtype]
 
 
 def kv_cache_demand(config: Config, shape: ModelShape, world_size: int) -> float:

@@ -27,11 +27,13 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from r3.config import Config, TrainConfig
 from r3.models.hf_config import yarn_mscale
 from r3.models.shape import ModelShape
 from r3.policy.context_parallel import ContextParallelAttention
+from r3.policy.delta import GatedDelta
 from r3.policy.device_experts import DeviceExperts
 from r3.policy.dispatch import TokenDispatcher
 from r3.policy.exchange import exchange_without_copies
@@ -41,10 +43,12 @@ from r3.policy.memory import chained
 from r3.policy.modules import (
     AllHeadsNorm,
     CausalAttention,
+    CentredNorm,
     GroupedExperts,
     KeyHeadsNorm,
     LatentNorm,
     QueryHeadsNorm,
+    RMSNorm,
     decoder_spec,
 )
 from r3.policy.products import use_product
@@ -149,6 +153,7 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
         activation_func=F.silu,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm != "none",
+        attention_output_gate=shape.output_gate,
     )
     if latent := shape.latent:
         settings |= dict(
@@ -262,6 +267,12 @@ def _build_chunk(
             attention=ContextParallelAttention if config.parallel.cp > 1 else CausalAttention,
             replaced=_attention_modules(shape),
             residual_multiplier=shape.residual_multiplier,
+            norm=CentredNorm if shape.centred_norms else RMSNorm,
+            mixers={
+                number: ModuleSpec(module=GatedDelta, params={"sizes": shape.delta})
+                for number, layer in enumerate(config.parallel.pieces(shape.num_layers)[piece])
+                if layer in shape.delta_layers
+            },
             vp_stage=vp_stage,
         ),
         # Every tp rank has equally many rows. Padding is masked out of the softmax

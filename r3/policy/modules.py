@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -118,6 +119,14 @@ def plain_norm_backward(
     d_normed = product.copy_(gradient_ND).mul_(weight_D)
     d_x_ND = d_normed.addcmul_(normed, mean_N1, value=-1).mul_(scale_N1)
     return d_x_ND.to(x_ND.dtype), d_weight_D
+
+
+class CentredNorm(RMSNorm):
+    """Norm that multiplies by 1 + weight, in float32 before the result is rounded (Qwen3-Next)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise over the last dimension."""
+        return _Norm.apply(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class LatentNorm(RMSNorm):
@@ -462,6 +471,8 @@ def decoder_spec(
     attention: type[CausalAttention] = CausalAttention,
     replaced: Mapping[str, type] | None = None,
     residual_multiplier: float = 1.0,
+    norm: type[RMSNorm] = RMSNorm,
+    mixers: Mapping[int, ModuleSpec] | None = None,
     vp_stage: int | None = None,
 ) -> Any:
     """Return Megatron's local decoder spec with R3's norm, attention and, if asked, experts.
@@ -472,21 +483,23 @@ def decoder_spec(
         attention: class of the core attention.
         replaced: parts of self-attention, by field name, that are other modules in this model.
         residual_multiplier: factor on what attention and MLP add to the residual stream.
+        norm: class of the norms.
+        mixers: number of a layer among those of this chunk -> what it has instead of attention.
         vp_stage: number of the model chunk on this pipeline rank; None without virtual stages.
     """
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
-    block.layer_norm = RMSNorm
+    block.layer_norm = norm
     for layer in block.layer_specs:
         parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         if residual_multiplier != 1:
             parts.self_attn_bda = parts.mlp_bda = _scaled_addition(residual_multiplier)
+        parts.input_layernorm = parts.pre_mlp_layernorm = norm
         projections = parts.self_attention.submodules
         projections.core_attention = attention
         if config.qk_layernorm and not config.multi_latent_attention:
-            projections.q_layernorm = projections.k_layernorm = RMSNorm
+            projections.q_layernorm = projections.k_layernorm = norm
         for name, module in (replaced or {}).items():
             setattr(projections, name, module)
         # Megatron 0.16 describes the layer by a ModuleSpec, from 0.18 on by functools.partial.
@@ -494,4 +507,9 @@ def decoder_spec(
         if experts and (parts.mlp.module if is_spec else parts.mlp.func) is MoELayer:
             holder = parts.mlp.submodules if is_spec else parts.mlp.keywords["submodules"]
             holder.experts = ModuleSpec(module=experts) if is_spec else experts
+    for number, mixer in (mixers or {}).items():
+        # A copy: layers of one kind share their spec.
+        layer = copy(block.layer_specs[number])
+        layer.submodules = replace(layer.submodules, self_attention=mixer)
+        block.layer_specs[number] = layer
     return block

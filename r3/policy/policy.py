@@ -71,9 +71,7 @@ class Policy(ScoringPolicy):
         # First: a teacher leaves the device before the policy fills it.
         self.teachers = Teachers(config, device, mesh) if config.algo.teacher else None
         self.megatron = transformer_config(config, shape)
-        self.heads = HeadLayout(
-            queries_per_group=shape.num_heads // shape.num_kv_heads, head_dim=shape.head_dim
-        )
+        self.heads = HeadLayout.of(shape)
         chunks = build_chunks(config, shape, self.megatron, mesh, device)
         planned = experts_kind(config) == "fused" and not config.replay.plausibility
         self.replay: Replay = attach_replay(

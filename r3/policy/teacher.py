@@ -42,9 +42,7 @@ class Teacher(ScoringPolicy):
         chunks = build_chunks(config, shape, megatron, mesh, device)
         self.replay = attach_replay(chunks, shape.moe_layers, mesh.pp)
         self.wrapped, _ = in_precision(megatron, chunks)
-        heads = HeadLayout(
-            queries_per_group=shape.num_heads // shape.num_kv_heads, head_dim=shape.head_dim
-        )
+        heads = HeadLayout.of(shape)
         with CheckpointReader(path) as reader:
             reader.require(shape)
             load(slots(chunks, shape, mesh), reader.read, heads)

@@ -19,10 +19,27 @@ from r3.runtime.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """How q, k and v are interleaved: query heads per key-value group, dimensions per head."""
+    """How q, k and v are interleaved.
+
+    Attributes:
+        queries_per_group: query heads per key-value group.
+        head_dim: dimensions per head.
+        gated: each query head is followed by its output gate, which Megatron has after all query
+            heads of the group.
+    """
 
     queries_per_group: int
     head_dim: int
+    gated: bool = False
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> HeadLayout:
+        """Return the layout of a model."""
+        return cls(
+            queries_per_group=shape.num_heads // shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            gated=shape.output_gate,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +67,27 @@ class Slot:
 def views(kind: Kind, tensor: torch.Tensor, heads: HeadLayout) -> list[torch.Tensor]:
     """Return a view of each HF tensor inside a Megatron tensor, full or sharded.
 
-    Views of q, k and v are `[groups, rows per group, ...]`.
+    Views of q, k and v are `[groups, rows per group, ...]`; with an output gate that of q is
+    `[groups, heads, 2, rows per head, ...]`.
     """
     if kind == "gated":
         return list(tensor.chunk(2, 0))
     if kind == "qkv":
-        width = [heads.queries_per_group * heads.head_dim, heads.head_dim, heads.head_dim]
-        return list(tensor.unflatten(0, (-1, sum(width))).split(width, 1))
+        queries = (2 if heads.gated else 1) * heads.queries_per_group * heads.head_dim
+        width = [queries, heads.head_dim, heads.head_dim]
+        q, k, v = tensor.unflatten(0, (-1, sum(width))).split(width, 1)
+        if heads.gated:
+            q = q.unflatten(1, (2, heads.queries_per_group, heads.head_dim)).transpose(1, 2)
+        return [q, k, v]
     return [tensor]
 
 
 def split(kind: Kind, full: torch.Tensor, heads: HeadLayout) -> list[torch.Tensor]:
     """Split a full Megatron tensor into its HF tensors."""
     parts = views(kind, full, heads)
-    return [part.flatten(0, 1) for part in parts] if kind == "qkv" else parts
+    if kind != "qkv":
+        return parts
+    return [part.flatten(0, part.dim() - full.dim()) for part in parts]
 
 
 def join_shards(kind: Kind, shards: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from r3.models import families
-from tests.families import FAMILIES, MOE_FAMILIES, family_checkpoint
+from tests.families import FAMILIES, HYBRID, MOE_FAMILIES, family_checkpoint
 from tests.ranks import family_cases
 from tests.ranks.family_cases import Contract, ExpertBiases
 from tests.world import run_world
@@ -20,13 +20,15 @@ pytestmark = pytest.mark.ranks
 
 Figures = Callable[[str, str], list[Contract]]
 
+# Gated delta layers are whole on every rank.
+DIVIDED = [name for name in FAMILIES if name not in HYBRID]
 # name of a run -> ranks, layout, checkpoints
 RUNS: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "single": (1, {}, [f"{name}{tied}" for name in FAMILIES for tied in ("", "-tied")]),
     "ep2": (2, {"ep": 2}, list(MOE_FAMILIES)),
-    "tp2": (2, {"tp": 2}, [*FAMILIES, "qwen3-tied", "qwen3_moe-tied"]),
+    "tp2": (2, {"tp": 2}, [*DIVIDED, "qwen3-tied", "qwen3_moe-tied"]),
     "pp2": (2, {"pp": 2}, [f"{name}{tied}" for name in FAMILIES for tied in ("", "-tied")]),
-    "cp2": (2, {"cp": 2}, list(FAMILIES)),
+    "cp2": (2, {"cp": 2}, DIVIDED),
 }
 LARGE = ("tp2", "pp2", "cp2")
 
@@ -80,7 +82,10 @@ def test_contract(run: str, name: str, figures: Figures) -> None:
         # on gradients relative to each tensor's largest. Another epsilon in the norms of two
         # latents leaves 7e-5, a missing reduction 1e-1.
         assert rank.logits <= 1e-5
-        assert rank.gradients <= 1e-5
+        # The gradient of a decay is a sum of terms that cancel: rounding leaves 4e-5 of it.
+        # In float64 it is that of the recurrence (unit/test_delta.py).
+        hybrid = name.removesuffix("-tied") in HYBRID
+        assert rank.gradients <= (2e-4 if hybrid else 1e-5)
         assert rank.grad_norm <= 1e-6
         assert rank.round_trip == [], "tensors that are not bit for bit those on disk"
         routed = name.removesuffix("-tied") in MOE_FAMILIES

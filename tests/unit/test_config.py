@@ -382,6 +382,28 @@ def test_sizes_that_vllm_cannot_run_on_cpu_are_refused(
     )
 
 
+def test_what_vllm_lacks_for_gated_delta_layers_on_cpu_is_refused(tmp_path: Path) -> None:
+    folder = family_checkpoint(tmp_path / "next", "qwen3_next", linear_key_head_dim=12)
+    config, shape = tiny_config(folder), ModelShape.read(folder)
+    message = str(ConfigError(checks.cpu_engine_problems(config, shape)))
+    assert "linear_key_head_dim is 12" in message and "it is 64 or 128" in message
+    assert "gated delta layers on CPU in bfloat16 only" in message
+    fit = family_checkpoint(tmp_path / "fit", "qwen3_next", **engine_sizes("qwen3_next"))
+    half = with_values(config, {"engine.dtype": "bfloat16", "model.dtype": "bfloat16"})
+    assert checks.cpu_engine_problems(half, ModelShape.read(fit)) == []
+    other = family_checkpoint(tmp_path / "q", "qwen3_5_moe", **engine_sizes("qwen3_5_moe"))
+    (problem,) = checks.cpu_engine_problems(half, ModelShape.read(other))
+    assert "imports torchvision" in str(problem)
+
+
+@pytest.mark.parametrize("name", ["tp", "cp"])
+def test_gated_delta_layers_are_not_divided(name: str, tmp_path: Path) -> None:
+    folder = family_checkpoint(tmp_path / "next", "qwen3_next")
+    config = with_values(tiny_config(folder), {f"parallel.{name}": 2})
+    message = str(ConfigError(checks.examine(config, 2, ModelShape.read(folder)).problems))
+    assert f"parallel.{name} = 2" in message and "gated delta layers are not divided" in message
+
+
 def test_many_problems_come_together() -> None:
     problems = found(
         {
