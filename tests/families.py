@@ -160,8 +160,8 @@ DENSE_FAMILIES = ("qwen3", "qwen2", "llama", "llama3.1", "qwen3-yarn")
 HYBRID = ("qwen3_next", "qwen3_5_moe")  # gated delta layers and attention
 MOE_FAMILIES = tuple(name for name in FAMILIES if name not in DENSE_FAMILIES)
 ENGINE_FAMILIES = (
-    # tests/e2e/test_engine.py has qwen3_moe. vLLM's CPU router refuses MiniMax-M2's; those with gated
-    # delta layers need bfloat16.
+    # tests/e2e/test_engine.py has qwen3_moe. vLLM's CPU router refuses MiniMax-M2's; those with
+    # gated delta layers need bfloat16.
     *(name for name in MOE_FAMILIES if name not in ("qwen3_moe", "minimax-m2", *HYBRID)),
     "llama3.1",
     "qwen3-yarn",
