@@ -39,7 +39,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     ("words", "said"),
     [
         ((*ONE_STEP, "--train.objective", "sft"), "step 1/1"),
-        (("-m", "r3.rescore", str(CPU_RUN), "--step", "1"), "replay "),
+        (("-m", "r3.rescore", str(CPU_RUN), "--step", "1", "--parallel.ep", "1"), "replay "),
         (("-c", EXPERIMENTS), "passed"),
     ],
     ids=["sft", "rescore", "experiments"],
