@@ -115,6 +115,7 @@ class Family:
             and vLLM have the same defaults.
         implied: keys that have one value in this family. transformers' class has no other, so
             `save_pretrained` leaves them out; vLLM must be told.
+        no_cpu_engine: why vLLM's CPU engine cannot run it; empty if it can.
         reads: keys that `fields` reads and that are refused in other families.
         ffn_key: has the width of dense layers.
         models: models of this family that people train.
@@ -130,7 +131,8 @@ class Family:
     reads: frozenset[str] = frozenset()
     aliases: tuple[str, ...] = ()
     ffn_key: str = "intermediate_size"
-    implied: Mapping[str, str] = field(default_factory=dict)
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    no_cpu_engine: str = ""
     proved: tuple[str, ...] = ("policy", "engine")
 
 
@@ -315,17 +317,14 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
 
     The published files give the rotated dimensions of a head instead of their share.
     """
-    hf.only("scoring_func", "sigmoid")
-    hf.only("use_routing_bias", True)
     hf.only("use_qk_norm", True)
     hf.only("qk_norm_type", "per_layer")
     hf.refuse("shared_intermediate_size", "attn_window_size")
-    rotated = hf.number("rotary_dim", default=0, least=0)
-    if rotated:
-        share = rotated / hf.number("head_dim")
-        HfConfig({**hf.values, **hf.rope.values}, hf.faults).only("partial_rotary_factor", share)
+    rotated = hf.number("rotary_dim")  # vLLM has no default
+    share = rotated / hf.number("head_dim")
+    HfConfig({**hf.values, **hf.rope.values}, hf.faults).only("partial_rotary_factor", share)
     return dict(
-        **({"rotary_size": rotated} if rotated else {}),
+        rotary_size=rotated,
         qk_norm="all",
         num_experts=hf.number("num_local_experts"),
         topk=hf.number("num_experts_per_tok"),
@@ -508,7 +507,9 @@ FAMILIES: dict[str, Family] = {
         models="MiniMax-M2 (in bfloat16)",
         rope_theta=5e6,
         reads=frozenset({"partial_rotary_factor"}),
-        proved=("policy",),  # the router of vLLM's CPU engine does not take it
+        implied={"scoring_func": "sigmoid", "use_routing_bias": True},
+        proved=("policy",),
+        no_cpu_engine="its router has no sigmoid scores without groups of experts",
     ),
     "LlamaForCausalLM": Family(
         model_type="llama", fields=_llama, models="Llama 2 and 3, and models of their layout"
@@ -517,6 +518,6 @@ FAMILIES: dict[str, Family] = {
 """Architecture, as in config.json -> its family."""
 
 
-def implied_keys(architecture: str) -> Mapping[str, str]:
+def implied_keys(architecture: str) -> Mapping[str, Any]:
     """Keys that config.json may lack, with the value that they have then."""
     return FAMILIES[architecture].implied if architecture in FAMILIES else {}

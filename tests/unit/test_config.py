@@ -20,6 +20,7 @@ from r3.config.arguments import keyword_arguments
 from r3.config.settings import ADVANTAGES as ADVANTAGE_NAMES
 from r3.config.settings import LOSSES as LOSS_NAMES
 from r3.configs import KNOWN_SHAPES, PRESETS
+from r3.models import families
 from r3.models.shape import ModelShape
 from tests.families import engine_sizes, family_checkpoint
 from tests.settings import TINY, changed, found
@@ -402,6 +403,13 @@ def test_gated_delta_layers_are_not_divided(name: str, tmp_path: Path) -> None:
     config = with_values(tiny_config(folder), {f"parallel.{name}": 2})
     message = str(ConfigError(checks.examine(config, 2, ModelShape.read(folder)).problems))
     assert f"parallel.{name} = 2" in message and "gated delta layers are not divided" in message
+
+
+def test_a_family_that_vllm_cannot_run_on_cpu_is_refused_by_name(tmp_path: Path) -> None:
+    shape = ModelShape.read(family_checkpoint(tmp_path, "minimax-m2"))
+    (problem,) = checks.cpu_engine_problems(tiny_config(tmp_path), shape)
+    assert "MiniMaxM2ForCausalLM does not run in vLLM's engine on CPU: its router" in problem.rule
+    assert families.FAMILIES[shape.architecture].implied["use_routing_bias"]
 
 
 def test_many_problems_come_together() -> None:

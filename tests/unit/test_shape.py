@@ -397,6 +397,8 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
             "first_k_dense_replace 2 needs mlp_layer_types",
         ),
         ("minimax-m2", {"rotary_dim": 4}, "partial_rotary_factor 0.5 is not supported, only 0.333"),
+        ("minimax-m2", {"rotary_dim": None}, "key rotary_dim must be a positive integer"),
+        ("minimax-m2", {"use_routing_bias": False}, "use_routing_bias False is not supported"),
         ("minimax-m2", {"use_qk_norm": False}, "use_qk_norm False is not supported"),
         ("minimax-m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is not supp"),
         ("granitemoe", {"attention_bias": True}, "attention_bias is not supported"),
