@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from r3.kernels import NOWHERE
 from r3.kernels.moe import on_device, wide
 
 _LIBRARY = torch.library.Library("r3", "FRAGMENT")
@@ -21,9 +22,6 @@ _LIBRARY.define(
     " Tensor total_N, Tensor grad_N, Tensor at_target_N, Tensor? entropy_grad_N, Tensor? excess_N,"
     " bool halves) -> Tensor"
 )
-
-NOWHERE = -1e30
-"""A logit whose probability is exactly 0 after the softmax. Unlike infinity, 0 times it is 0."""
 
 
 def logit_sums(

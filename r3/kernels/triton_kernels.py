@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from r3.kernels.logits import NOWHERE
+from r3.kernels import NOWHERE
 
 _LARGEST_BLOCK = 1024
 

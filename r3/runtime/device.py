@@ -509,6 +509,24 @@ def open_shared(handle: SharedTensor, device: Device) -> torch.Tensor:
     return torch.empty(0, dtype=handle.dtype).set_(storage, 0, (handle.numel,))
 
 
+def _driver(device: int) -> host_memory.Registrar:
+    """The CUDA driver, for a GPU: threads would begin on the first one, and open a context there.
+
+    Args:
+        device: number of the GPU.
+    """
+
+    def register(address: int, size: int) -> None:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+
+    def unregister(address: int) -> None:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+
+    return host_memory.Registrar(
+        begin=lambda: torch.cuda.set_device(device), register=register, unregister=unregister
+    )
+
+
 def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
     """Copy `tensor` to host memory. A copy from CUDA is only queued: synchronise before reading it.
 
@@ -516,7 +534,7 @@ def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Ten
         into: where to copy; None allocates, for a copy from CUDA page-locked memory.
     """
     if into is None and tensor.is_cuda:
-        driver = host_memory.of_driver(tensor.device.index)
+        driver = _driver(tensor.device.index)
         (pages,) = host_memory.page_locked([tensor.nbytes], driver)
         into = host_memory.tensor_on(pages.result(), tensor)
     elif into is None:
@@ -583,7 +601,7 @@ class Stash:
             sizes: bytes by key.
         """
         if self.device.is_cuda:
-            driver = host_memory.of_driver(self.device.torch.index)
+            driver = _driver(self.device.torch.index)
             blocks = host_memory.page_locked(list(sizes.values()), driver)
             self.coming |= zip(sizes, blocks, strict=True)
 

@@ -53,24 +53,6 @@ class Pages(mmap.mmap):
             self.release()
 
 
-def of_driver(device: int) -> Registrar:
-    """The CUDA driver, for a GPU: threads would begin on the first one, and open a context there.
-
-    Args:
-        device: number of the GPU.
-    """
-
-    def register(address: int, size: int) -> None:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
-
-    def unregister(address: int) -> None:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
-
-    return Registrar(
-        begin=lambda: torch.cuda.set_device(device), register=register, unregister=unregister
-    )
-
-
 def page_locked(sizes: Sequence[int], registrar: Registrar) -> list[Future[Pages]]:
     """Start to make blocks of memory, in this order, and return at once.
 
