@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3.config.names import kind_of
 
 _STEP = re.compile(r"step_(\d{6,})")
 
@@ -200,8 +199,12 @@ def read_jsonl_lines(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
             # Also UnicodeDecodeError: a line may end inside a character.
             found.append((number, str(error)))
             continue
-        is_object = isinstance(row, dict)
-        found.append((number, row if is_object else f"{kind_of(row)}, not an object"))
+        if not isinstance(row, dict):
+            # Late: the process that watches a rank has no packages, which r3.config imports.
+            from r3.config.names import kind_of
+
+            row = f"{kind_of(row)}, not an object"
+        found.append((number, row))
     return found
 
 
