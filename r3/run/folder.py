@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 _STEP = re.compile(r"step_(\d{6,})")
 
 
