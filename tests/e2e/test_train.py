@@ -125,7 +125,7 @@ def test_finished_run_started_again_changes_nothing(straight: Path) -> None:
     before = (straight / "metrics.jsonl").read_bytes()
     output = run(straight, *FLAGS)
     assert "is finished: 6 steps, heldout accuracy" in output
-    assert "importing" not in output and "starting the ranks" not in output
+    assert "importing" not in output
     assert (straight / "metrics.jsonl").read_bytes() == before
 
 
@@ -340,7 +340,7 @@ def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path
     first, second = done.stderr.splitlines()
     assert first == "data: 1 problem"
     assert second.startswith(
-        "  - rows.jsonl: question: 1 of 4 rows is longer than 472 tokens with the chat template; "
+        "  - rows.jsonl: question: 1 of 20 rows is longer than 472 tokens with the chat template; "
         "the longest has 1211 (rows.jsonl:4)"
     )
     assert not (tmp_path / "runs").exists()

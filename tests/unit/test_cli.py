@@ -859,7 +859,7 @@ def test_a_dry_run_plans_from_config_json_alone(
         assert end.value.code == 0
         plans.append(capsys.readouterr().out)
     memory, needs = (plans[1].partition(title)[2] for title in ("memory per rank", "needs ("))
-    assert memory.partition("needs (")[0] in plans[0].partition("memory per rank")[2] + "\n\n"
+    assert memory.partition("\n\nconfig\n")[0] in plans[0].partition("memory per rank")[2]
     for lacking in ("no tokenizer.json", "no chat template", "no *.safetensors files"):
         assert lacking in needs
     assert "algo.teacher = " in plans[2].partition("needs (")[2]

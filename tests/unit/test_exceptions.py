@@ -16,6 +16,7 @@ from r3.data.rendering import NotRendered
 from r3.data.sources import RowProblem
 from r3.envs.openai_api import ApiError
 from r3.envs.workflow import ModelLimit
+from r3.models.hub import HubError
 from r3.run.stop_signals import StoppedEarly
 from r3.user_code.workers import CallError, CallTimeout
 from tests.world import ROOT
@@ -32,6 +33,7 @@ EXCEPTIONS = {
     "stopped by SIGINT after step 3": StoppedEarly(3, "SIGINT"),
     "no rows. Fix: add some": SourceError("no rows", "add some"),
     "no role. Fix: add role": MessageFault("no role", "add role"),
+    "no such model. Fix: another name": HubError("no such model", "another name"),
     "it is not shown": NotRendered("it is not shown", "another template"),
     "no turns left": ModelLimit("turns", "no turns left"),
     "no such model": ApiError(404, "no such model", code="model_not_found", param="model"),

@@ -363,7 +363,7 @@ def test_the_config_in_the_plan_can_be_read_back(
     config: Config, shape: ModelShape, world_size: int
 ) -> None:
     text = dry_run.describe(config, shape, world_size)
-    block = text.removeprefix("config\n").split("\n\nmodel\n")[0]
+    block = text.rpartition("\n\nconfig\n")[2]
     assert from_yaml("\n".join(line[2:] for line in block.splitlines())) == config
 
 
