@@ -40,7 +40,7 @@ def train(run: Run) -> None:
     if config.eval.only:
         evaluate_alone(run)
         return
-    saver, source = Saver(run), None
+    source = None
     if config.train.objective != "sft":  # which learns rows: nothing is sampled
         source = RolloutSource(run.engine, task, config, run.mesh)
     if not run.start.found:
@@ -48,6 +48,7 @@ def train(run: Run) -> None:
             meter.close_step(0)
     elif source:
         source.restore(run.start.found.folder)
+    saver = Saver(run)
 
     for step in range(run.steps_done + 1, saver.last_step + 1):
         meter.open_step(step)

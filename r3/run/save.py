@@ -31,7 +31,10 @@ class Saver:
     """
 
     def __init__(self, run: Run) -> None:
-        """Prepare for saves; make the export that an earlier attempt owes. All ranks must call."""
+        """Prepare for saves; make the export that an earlier attempt owes. All ranks must call.
+
+        The evaluation before the first step must have been made: later ones are compared with it.
+        """
         self._run = run
         self._due = False  # stays true after a save that failed, until one succeeds
         settings = run.config.checkpoint
@@ -42,7 +45,7 @@ class Saver:
         )
         self._goal = Goal.of(flatten(run.config))
         file, world = run.folder.metrics, run.mesh.world
-        rows = read_metrics(file) if world.rank == 0 and run.steps_done and file.exists() else []
+        rows = read_metrics(file) if world.rank == 0 and file.exists() else []
         self._values = world.all_gather_object(self._goal.values(rows))[0]
         self.last_step = run.config.train.steps
         if self._goal.end(self._values):

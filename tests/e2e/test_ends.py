@@ -1,0 +1,143 @@
+"""Epochs, exports during a run, the best checkpoint and early stopping, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from r3.config import from_yaml
+from r3.run.best import Goal
+from r3.run.resume import step_folders
+from r3.view.runs import read_run
+from tests.runs import rows_of, run, timeless
+from tests.world import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.large]
+
+METRIC = "eval/heldout/accuracy"
+SMALL = (
+    *("--rollout.prompts_per_step", "8", "--rollout.group_size", "4", "--eval.max_prompts", "32"),
+    *("--parallel.ep", "1", "--log.tensorboard", "false"),
+)
+BEST = ("--eval.every", "1", "--checkpoint.keep_best", METRIC, "--checkpoint.keep", "1")
+TRAINED = (
+    *(*SMALL, *BEST, "--checkpoint.export_every", "2", "--checkpoint.export", "false"),
+    *("--train.epochs_per_step", "2", "--train.updates_per_step", "2", "--algo.loss", "ppo_clip"),
+)
+
+
+def run_alone(folder: Path, *flags: str) -> str:
+    """A run of one rank to its end."""
+    return run(folder, *flags, ranks=1)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "straight"
+    run_alone(folder, *TRAINED, "--train.steps", "4")
+    return folder
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def test_a_resumed_run_of_several_epochs_is_the_same_bit_for_bit(
+    straight: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "resumed"
+    run_alone(folder, *TRAINED, "--train.steps", "3")
+    output = run_alone(folder, *TRAINED, "--train.steps", "4")
+    assert "after step 3" in output
+    assert [timeless(row) for row in rows_of(folder)] == [
+        timeless(row) for row in rows_of(straight)
+    ]
+    assert weights(folder / "hf" / "step_000004") == weights(straight / "hf" / "step_000004")
+    # Both kept the best checkpoint, although the runs saved after other steps.
+    assert best_of(folder) == best_of(straight)
+
+
+def test_each_epoch_is_reported_and_replayed(straight: Path) -> None:
+    for row in rows_of(straight)[1:]:
+        assert row["routing/rows_replayed"] == 2 * row["routing/rows_captured"] > 0
+        assert 0 <= row["policy/kl_old_epoch_1"] < row["policy/kl_old_epoch_2"]
+        assert {f"routing/agreement_update_{number}" for number in (1, 2, 3, 4)} <= row.keys()
+    facts = json.loads((straight / "checkpoints" / "latest" / "r3.json").read_text())
+    assert facts["update_number"] == 4 * 2 * 2
+
+
+def best_of(folder: Path) -> int:
+    """The step of the best evaluation after a step, as rows of metrics have it."""
+    values = {row["step"]: row[METRIC] for row in rows_of(folder) if row["step"]}
+    return max(sorted(values), key=values.__getitem__)
+
+
+def test_exports_come_every_so_many_steps_and_the_best_checkpoint_stays(straight: Path) -> None:
+    assert sorted(path.name for path in (straight / "hf").iterdir()) == [
+        "step_000002",
+        "step_000004",
+    ]
+    assert weights(straight / "hf" / "step_000002") != weights(straight / "hf" / "step_000004")
+    first = rows_of(straight)[0][METRIC]
+    kept = [step for step, _ in step_folders(straight / "checkpoints")]
+    best = best_of(straight)
+    assert rows_of(straight)[best][METRIC] > first, "the model learned something in four steps"
+    assert kept == sorted({best, 4})
+    assert (straight / "checkpoints" / "best").resolve().name == f"step_{best:06d}"
+    exported = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "r3.export",
+            str(straight),
+            "--step",
+            "best",
+            "--to",
+            str(straight / "x"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert exported.returncode == 0 and f"after step {best}" in exported.stdout, exported.stderr
+
+
+def test_a_run_whose_evaluations_do_not_become_better_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    # With this learning rate float32 weights, and so the evaluations, stay what they are.
+    flags = (
+        *SMALL,
+        *BEST,
+        "--train.lr",
+        "1e-20",
+        "--train.steps",
+        "50",
+        "--checkpoint.export",
+        "true",
+    )
+    patient = ("--train.patience", "2")
+    end = "stopped after step 2: eval/heldout/accuracy was best after step 0"
+    output = run_alone(folder, *flags, *patient)
+    assert end in " ".join(output.split()) and [row["step"] for row in rows_of(folder)] == [0, 1, 2]
+    assert (folder / "hf" / "step_000002").is_dir(), "exported as after a last step"
+    facts = read_run(folder)
+    assert facts.end.startswith(end)
+    config = from_yaml((folder / "config.yaml").read_text())
+    assert (
+        config.train.patience == 2
+        and Goal(metric=METRIC, patience=2).end(Goal(metric=METRIC).values(rows_of(folder)))
+        == facts.end
+    )
+    # Started again it has nothing to do; with more patience it goes on.
+    before = (folder / "metrics.jsonl").read_bytes()
+    output = " ".join(run_alone(folder, *flags, *patient).split())
+    assert "is finished: 2 steps" in output and "larger --train.patience to continue" in output
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    run_alone(folder, *flags, "--train.patience", "3")
+    assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3]
