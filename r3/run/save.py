@@ -201,6 +201,6 @@ def export_weights(run: Run, step: int) -> None:
     except OSError as error:
         shutil.rmtree(folder.with_name(f".{folder.name}.partial"), ignore_errors=True)
         raise SaveError(
-            f"{folder}: not exported: {error}. Fix: make room. If the step has a checkpoint, "
-            f"python -m r3.export {run.folder.path} --step {step} exports it"
+            f"{folder}: not exported: {error}. Fix: make room and start again, or, if the step has "
+            f"a checkpoint, python -m r3.export {run.folder.path} --step {step}"
         ) from error

@@ -110,8 +110,8 @@ def test_every_task_has_tests_that_exist(task: str) -> None:
 class Desk:
     """A user's folder, beside a clone of the repository."""
 
-    def __init__(self, folder: Path) -> None:
-        checkout(folder / "clone", is_warm=True)
+    def __init__(self, folder: Path, *, is_warm: bool = True) -> None:
+        checkout(folder / "clone", is_warm=is_warm)
         self.folder = folder / "proj"
         self.folder.mkdir()
 
@@ -260,15 +260,15 @@ def test_own_workflow_over_rows_that_no_reward_reads(desk: Desk) -> None:
     assert row["step"] == 1 and row["reward/mean"] > 0
 
 
+BRIEF = """\
+def brief(response, prompt):
+    return 1 / (1 + len(response))
+"""
 SCRIPT = """\
 import asyncio
 
+from mine import brief
 from r3 import train
-
-
-def brief(response, prompt):
-    return 1 / (1 + len(response))
-
 
 SETTINGS = {"parallel": {"ep": 1}, "train.steps": 1, "eval.path": (), "rollout.prompts_per_step": 4}
 
@@ -286,15 +286,16 @@ if __name__ == "__main__":
 @pytest.mark.large
 def test_a_script_and_a_running_event_loop(desk: Desk) -> None:
     """A function object as reward, sections and full names together."""
-    desk.write(script_py=SCRIPT)
+    desk.write(script_py=SCRIPT, mine_py=BRIEF)
     assert "LOOP 1" in desk.type("../clone/.venv/bin/python script.py")
     assert [row["step"] for row in rows_of(desk.folder / "loop")] == [1]
 
 
 @pytest.mark.slow
 @pytest.mark.large
-def test_a_model_by_name_trains_and_resumes_without_network(desk: Desk, tmp_path: Path) -> None:
+def test_a_model_by_name_trains_and_resumes_without_network(tmp_path: Path) -> None:
     """Two ranks ask for the weights once; the second start asks for nothing."""
+    desk = Desk(tmp_path, is_warm=False)  # a warm process has read the hub's address
     model = ROOT / "r3" / "assets" / "tiny-moe"
     cache = f"export HF_HUB_CACHE={tmp_path / 'cache'}"
     start = (
