@@ -86,7 +86,8 @@ def test_contract(run: str, name: str, figures: Figures) -> None:
         # In float64 it is that of the recurrence (unit/test_delta.py).
         hybrid = name.removesuffix("-tied") in HYBRID
         assert rank.gradients <= (2e-4 if hybrid else 1e-5)
-        assert rank.grad_norm <= 1e-6
+        # Sums of squares in float32, on two stages in another order: 1.6e-6 at most.
+        assert rank.grad_norm <= 3e-6
         assert rank.round_trip == [], "tensors that are not bit for bit those on disk"
         routed = name.removesuffix("-tied") in MOE_FAMILIES
         # Whose batch has live routes: a router may choose experts that train nothing.
