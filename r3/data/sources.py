@@ -447,14 +447,19 @@ def _check(
         fix = "leave these rows out, or the column if the text is complete without it"
         fault(column, rule, fix)
 
-    def missing() -> str:
-        return f"is missing; the row has {', '.join(content) or 'no column'}"
+    def missing(key: str) -> str:
+        known = f"is missing; the row has {', '.join(content) or 'no column'}"
+        outer = key.rpartition(".")[0]
+        inside = _look_up(content, outer)
+        if outer and isinstance(inside, Mapping):  # where the last part of the key was looked for
+            known += f"; {outer} has {', '.join(map(str, inside)) or 'nothing'}"
+        return known
 
     prompt: Any = _look_up(content, columns.prompt)
     messages: tuple[Message, ...] = ()
     if prompt is _ABSENT:
         another = f"add the column, or name another with --{columns.section}.prompt_key"
-        fault(columns.prompt, missing(), another)
+        fault(columns.prompt, missing(columns.prompt), another)
     else:
         try:
             messages = read_messages(prompt, filled=filled)
@@ -485,7 +490,7 @@ def _check(
     answer: Any = _look_up(content, columns.answer) if columns.answer else ""
     if answer is _ABSENT:
         another = f"add the column, or name another with --{columns.section}.answer_key"
-        fault(columns.answer, missing(), another)
+        fault(columns.answer, missing(columns.answer), another)
     elif isinstance(texts := _answers(answer), str):
         fault(columns.answer, texts, _ANSWER_FIX)
     elif columns.supervised and len(texts) > 1:

@@ -60,6 +60,13 @@ BAD: list[tuple[Columns, str | bytes, str, str]] = [
     (PLAIN, '{"answer": "b"}', "question", "is missing; the row has answer"),
     (PLAIN, '{"answer": "b", "a.b": 1}', "question", "is missing; the row has answer, a.b"),
     (PLAIN, '{"question": "a", "text": "b"}', "answer", "is missing; the row has question, text"),
+    (
+        Columns(prompt="ask.text"),
+        '{"ask": {"body": "b", "n": 1}, "answer": "1"}',
+        "ask.text",
+        "is missing; the row has ask, answer; ask has body, n",
+    ),
+    (Columns(prompt="ask.text"), answered("1"), "ask.text", "is missing; the row has question"),
     # Answers.
     (PLAIN, answered('{"b": 3}'), "answer", "is an object, not a text"),
     (PLAIN, answered("null"), "answer", "is null: the row has no reference answer"),
