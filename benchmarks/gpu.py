@@ -338,7 +338,33 @@ _SMALL: dict[str, Any] = dict(
     moe_intermediate_size=32,
     vocab_size=512,
 )
-FAMILIES = ("qwen3_moe", "qwen3", "qwen2_moe", "qwen2", "olmoe", "mixtral", "deepseek_v3", "llama")
+# Sizes that CUDA kernels take, of keys that a family of tests/families.py has, and of one alone.
+_OF_KEY = dict(
+    head_dim=64,
+    moe_intermediate_size=128,
+    shared_expert_intermediate_size=192,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+)
+_LATENT = dict(q_lora_rank=128, kv_lora_rank=512, qk_rope_head_dim=64)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "qwen3": {},
+    "qwen2_moe": {},
+    "qwen2": {},
+    "olmoe": {},
+    "mixtral": {},
+    "deepseek_v3": _LATENT | dict(qk_nope_head_dim=128, v_head_dim=128),
+    "llama": {},
+    "glm-4.5-air": {},
+    "glm-4.5": {},
+    "glm-4.7-flash": _LATENT | dict(qk_nope_head_dim=192, v_head_dim=256),
+    "granitemoe": dict(num_local_experts=16, intermediate_size=128),
+    "minimax-m2": dict(
+        intermediate_size=128, rotary_dim=32, scoring_func="sigmoid", use_routing_bias=True
+    ),
+    "qwen3_next": {},
+}
 
 
 def model(folder: Path) -> Figures:
@@ -362,14 +388,9 @@ def families(folder: Path) -> Figures:
     from tests.families import family_checkpoint
 
     sizes: dict[str, Any] = dict(hidden_size=256, intermediate_size=384, num_attention_heads=8)
-    latent = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    for name in FAMILIES:
-        keys = KEYS[name][1]
-        changed = {"head_dim": 64} if "head_dim" in keys else {}
-        changed |= {"moe_intermediate_size": 128} if "moe_intermediate_size" in keys else {}
-        changed |= {"shared_expert_intermediate_size": 192} if name == "qwen2_moe" else {}
-        changed |= latent | {"q_lora_rank": 128} if name == "deepseek_v3" else {}
-        family_checkpoint(folder / name, name, tied=name == "qwen3", **sizes | changed)
+    for name, own in FAMILIES.items():
+        usual = {key: size for key, size in _OF_KEY.items() if key in KEYS[name][1]}
+        family_checkpoint(folder / name, name, tied=name == "qwen3", **sizes | usual | own)
     return {"families": list(FAMILIES)}
 
 
