@@ -236,6 +236,8 @@ def cuda_arguments(config: Config, share: float) -> dict[str, Any]:
         gpu_memory_utilization=share,
         # Modular Triton experts capture routes; up to vLLM 0.27 a fused kernel returned only zeros.
         moe_backend="triton",
+        # On Hopper vLLM would choose FlashInfer, which may be absent and compiles when first used.
+        gdn_prefill_backend="triton",
         # Inductor refuses vLLM's graphs in torch's deterministic mode.
         enforce_eager=config.debug.deterministic,
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from r3.engine.build import cuda_arguments
 from r3.models.shape import ModelShape
 from r3.policy.build import megatron_settings
 from tests.families import FAMILIES, family_checkpoint
@@ -48,6 +49,13 @@ def test_every_use_fits_every_supported_version() -> None:
         "vllm.model_executor.model_loader.reload.initialize_layerwise_reload",
         "megatron.core.optimizer.get_megatron_optimizer",
     } <= names
+
+    chosen = cuda_arguments(tiny_config(), 0.5)
+    # The kernels that need no package beside vLLM and that capture routes.
+    assert chosen["moe_backend"] == chosen["gdn_prefill_backend"] == "triton"
+    for version in SIGNATURES["vllm"].values():
+        (accepted,) = version["vllm.EngineArgs"] or ()
+        assert set(chosen) <= {each.partition("=")[0] for each in accepted.split(", ")}
 
 
 VARLEN = "from torch.nn.attention.varlen import varlen_attn\n"
