@@ -207,6 +207,36 @@ def family_checkpoint(
     return save_perturbed(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder)
 
 
+def wrapped_checkpoint(folder: Path, *, stacked: bool) -> Any:
+    """Write Qwen3.5 as it is published: a text model with a vision and a prediction model.
+
+    Args:
+        stacked: the experts of a layer are one tensor each for gate over up, and down.
+
+    Returns:
+        transformers' model.
+    """
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    torch.manual_seed(0)
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
+    text = _SIZES | _HYBRID | dict(mtp_num_hidden_layers=1)
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    model = Qwen3_5MoeForConditionalGeneration(config)
+    save_perturbed(model, folder)
+    tensors = load_file(folder / "model.safetensors") | {"mtp.fc.weight": torch.ones(64, 128)}
+    experts = [name.rpartition("0.gate_proj")[0] for name in tensors if ".0.gate_proj." in name]
+    for layer in experts if stacked else ():
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{layer}{e}.{part}_proj.weight") for e in range(8)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{layer}gate_up_proj": torch.cat([gate, up], 1), f"{layer}down_proj": down}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
 def random_checkpoint(folder: Path, *, seed: int = 0, tied: bool = False, **overrides: Any) -> Path:
     """Write a random Qwen3-MoE of 16 experts, top 4, with the shipped tokenizer."""
     sizes = dict(num_experts=16, num_experts_per_tok=4) | overrides

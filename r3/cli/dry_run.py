@@ -67,8 +67,8 @@ def _model(shape: ModelShape) -> str:
     if shape.moe_layers:
         experts = f"{shape.num_experts} experts, {shape.topk} per token"
         kind = f"{len(shape.moe_layers)} MoE layers of {experts}"
-    if shape.num_mtp_layers:
-        kind += f" ({shape.num_mtp_layers} multi-token-prediction layers are not loaded)"
+    if shape.left_out:
+        kind += f" ({shape.left_out} are not loaded)"
     return (
         f"{shape.architecture}: {_count(shape.num_params)} parameters, {shape.num_layers} layers, "
         f"{kind}, context {shape.max_position_embeddings}"

@@ -20,6 +20,7 @@ from r3.config import ConfigError, Problem
 from r3.data.conversation import MessageFault, read_message
 from r3.data.jinja import TemplateFault
 from r3.data.rendering import ChatTemplate, NotRendered, Rendered, Rule
+from r3.models.families import text_model
 from r3.types import Message
 
 # Stands for the model's message. No template changes letters and digits.
@@ -350,7 +351,7 @@ def _named_ends(tokenizer: Any) -> list[int]:
             continue
         rule = ""
         try:
-            named = json.loads(file.read_bytes()).get("eos_token_id")
+            named = text_model(json.loads(file.read_bytes())).get("eos_token_id")
         except (ValueError, RecursionError, AttributeError) as error:
             rule = f"is not a JSON object ({error})"
         else:

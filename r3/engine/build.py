@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -172,7 +172,8 @@ def build_llm(
         from vllm import LLM
     show_as_lines()
 
-    engine = config.engine
+    engine, shape = config.engine, ModelShape.read(config.model.path)
+    require_architecture(shape.architecture)
     arguments: dict[str, Any] = dict(
         model=folder_of(config.model.path),
         dtype=engine.dtype,
@@ -185,11 +186,7 @@ def build_llm(
         max_num_seqs=engine.max_num_seqs,
         enable_prefix_caching=prefix_caching,
         async_scheduling=None if engine.async_scheduling else False,  # None: vLLM decides
-        hf_overrides={
-            # Always set: a checkpoint's config.json may set one that the policy would not follow.
-            "head_dtype": "float32" if config.model.fp32_head else "model",
-            **implied_keys(ModelShape.read(config.model.path).architecture),
-        },
+        hf_overrides=overrides(config, shape),
         seed=0,  # every request carries its own
         load_format="auto" if from_disk else "dummy",
         disable_log_stats=True,
@@ -227,6 +224,39 @@ def build_llm(
         )
     require_head_type(llm, config)
     return llm
+
+
+def overrides(config: Config, shape: ModelShape) -> dict[str, Any] | Callable[[Any], Any]:
+    """What vLLM must know beside the checkpoint's config.json.
+
+    Of a model that also sees images, it builds the text model alone.
+    """
+    keys = {
+        # Always set: a checkpoint's config.json may set one that the policy would not follow.
+        "head_dtype": "float32" if config.model.fp32_head else "model",
+        **implied_keys(shape.architecture),
+    }
+
+    def text_config(whole: Any) -> Any:
+        text = whole.get_text_config()
+        text.update({"architectures": [shape.architecture], **keys})
+        return text
+
+    return text_config if shape.is_wrapped else keys
+
+
+def require_architecture(architecture: str) -> None:
+    """Raise EngineConfigError if vLLM would run this model by transformers' code, without routes.
+
+    vLLM 0.26 has the text model of Qwen3.5 only as a part of the one that also sees images.
+    """
+    from vllm import ModelRegistry, __version__
+
+    if architecture not in ModelRegistry.get_supported_archs():
+        raise EngineConfigError(
+            f"vLLM {__version__} has no {architecture}: install vLLM 0.30, or train without an "
+            "engine (SFT)"
+        )
 
 
 def cuda_arguments(config: Config, share: float) -> dict[str, Any]:

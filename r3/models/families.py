@@ -10,7 +10,7 @@ that part in r3/policy/.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from r3.models.hf_config import HfConfig, ShapeError
@@ -92,6 +92,7 @@ class MoeNames:
     Attributes:
         stacked: name in the checkpoint -> the tensors that it joins, if it differs from them: for
             experts, those of one of them, joined along the first dimension.
+        may_be_stacked: the same for tensors that only some checkpoints join. Exports do not.
     """
 
     router: str = "mlp.gate"
@@ -101,6 +102,7 @@ class MoeNames:
     shared_gate: str = ""
     router_bias: str = ""
     stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    may_be_stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,7 @@ class Family:
             and vLLM have the same defaults.
         implied: keys that have one value in this family. transformers' class has no other, so
             `save_pretrained` leaves them out; vLLM must be told.
+        wrapper: architecture of published checkpoints that have it as `text_config`.
         no_cpu_engine: why vLLM's CPU engine cannot run it; empty if it can.
         reads: keys that `fields` reads and that are refused in other families.
         ffn_key: has the width of dense layers.
@@ -132,6 +135,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     ffn_key: str = "intermediate_size"
     implied: Mapping[str, Any] = field(default_factory=dict)
+    wrapper: str = ""
     no_cpu_engine: str = ""
     proved: tuple[str, ...] = ("policy", "engine")
 
@@ -199,9 +203,19 @@ def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
     """The text model of Qwen3.5 and 3.6: as Qwen3-Next, experts in every layer."""
     hf.only("norm_topk_prob", True)
     hf.only("decoder_sparse_step", 1)
+    hf.only("attn_output_gate", True)
     hf.refuse("mlp_only_layers")
     moe = _qwen2_moe(hf) | {"norm_topk_prob": True, "qkv_bias": False}
-    return moe | _hybrid(hf, interleaved=False)
+    gate, up, down = (f"mlp.experts.{{e}}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    fused = (("mlp.experts.gate_up_proj", (gate, up)), ("mlp.experts.down_proj", (down,)))
+    return (
+        moe
+        | _hybrid(hf, interleaved=False)
+        | dict(
+            moe_names=replace(moe["moe_names"], may_be_stacked=fused),
+            num_mtp_layers=hf.number("mtp_num_hidden_layers", default=0, least=0),
+        )
+    )
 
 
 def _hybrid(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
@@ -462,7 +476,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": Family(
         model_type="qwen3_5_moe_text",
         fields=_qwen3_5_moe,
-        models="Qwen3.5-35B-A3B and 3.6, the text model alone",
+        models="text models of Qwen3.5-35B-A3B and 3.6",
+        wrapper="Qwen3_5MoeForConditionalGeneration",
         proved=("policy",),
         ffn_key="moe_intermediate_size",  # it has no dense layer
         partial_rotary_factor=0.25,
@@ -516,6 +531,27 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """Architecture, as in config.json -> its family."""
+
+
+def text_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the text model in that of a model that has others beside it.
+
+    Raises:
+        ShapeError: there is none.
+    """
+    architectures = values.get("architectures")
+    for name, family in FAMILIES.items():
+        if family.wrapper and architectures == [family.wrapper]:
+            text = values.get("text_config")
+            if not isinstance(text, Mapping):
+                raise ShapeError(f"key text_config must be the text model's keys, got {text!r}")
+            whole = {key: values[key] for key in _OF_THE_WHOLE if key in values}
+            return {**whole, **text, "architectures": [name]}
+    return values
+
+
+# Keys that such a config.json has beside the section.
+_OF_THE_WHOLE = ("quantization_config", "tie_word_embeddings", "transformers_version")
 
 
 def implied_keys(architecture: str) -> Mapping[str, Any]:

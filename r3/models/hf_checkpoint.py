@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from r3.models.families import implied_keys
+from r3.models.families import implied_keys, text_model
 from r3.models.hub import SMALL_FILES, folder_of
-from r3.models.shape import ModelShape, ShapeError, weight_files
+from r3.models.shape import ModelShape, ShapeError, text_name, weight_files
 
 # Faults of a checkpoint that an error lists; the others are counted.
 _SHOWN_FAULTS = 12
@@ -41,25 +42,26 @@ class CheckpointReader:
         except ShapeError as error:
             fix = "Set model.path to the folder of a Hugging Face checkpoint"
             raise CheckpointError(f"{self.folder}: {error}. {fix}") from None
-        self._file_of: dict[str, Any] = {}
+        self._slice_of: dict[str, Callable[[], Any]] = {}
         self._place_of: dict[str, tuple[str, int]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.bytes_read = self.largest_read = 0
         self._open = [safe_open(str(file), framework="pt") for file in files]
         for file, handle in zip(files, self._open, strict=True):
-            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no dict)
-                if name in self._file_of:
+            for stored in handle.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+                name = text_name(stored)
+                if name in self._slice_of:
                     raise CheckpointError(
                         f"{file}: tensor {name} is in another file of the folder as well"
                     )
-                self._file_of[name] = handle
-                self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+                self._slice_of[name] = functools.partial(handle.get_slice, stored)
+                self.shapes[name] = tuple(self._slice_of[name]().get_shape())
 
     def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file_of.clear()
+        self._slice_of.clear()
         self._open.clear()
 
     def require(self, shape: ModelShape) -> None:
@@ -83,7 +85,7 @@ class CheckpointReader:
                 )
             )
 
-        for stored, (_, parts) in shape.stored.items():
+        for stored, (_, parts) in shape.as_stored(self.shapes).stored.items():
             self._place_of |= {part: (stored, number) for number, part in enumerate(parts)}
             self.shapes |= {part: shape.tensor_shapes[part] for part in parts}
 
@@ -98,7 +100,7 @@ class CheckpointReader:
         where = [slice(None)] * len(self.shapes[name])
         where[dim] = part
         stored, number = self._place_of.get(name, (name, 0))
-        source = self._file_of[stored].get_slice(stored)
+        source = self._slice_of[stored]()
         first: tuple[int, ...] = ()
         if stored != name:
             rows = self.shapes[name][0]
@@ -133,7 +135,7 @@ def with_end_tokens(small_files: Mapping[str, bytes], ends: Sequence[int]) -> di
     those who load an export stop where generation_config.json says so.
     """
     generation = json.loads(small_files.get("generation_config.json", b"{}"))
-    config = json.loads(small_files["config.json"])
+    config = text_model(json.loads(small_files["config.json"]))
     named = generation.get("eos_token_id", config.get("eos_token_id"))
     named = named if isinstance(named, list) else [] if named is None else [named]
     if not (missing := [token for token in ends if token not in named]):
@@ -148,16 +150,16 @@ def _for_export(small_files: Mapping[str, bytes], dtype: torch.dtype) -> dict[st
     for name in ("config.json", "tokenizer_config.json"):
         if name not in files:
             continue
-        values = json.loads(files[name])
+        values = dict(text_model(json.loads(files[name])))
         if not _has_code(values.get("auto_map"), files):
             values.pop("auto_map", None)
         if name == "config.json":
             values["dtype"] = str(dtype).removeprefix("torch.")
             values.pop("torch_dtype", None)
             values |= implied_keys(next(iter(values.get("architectures") or ()), ""))
-            if values.get("num_nextn_predict_layers"):
-                # Multi-token-prediction layers are not exported.
-                values["num_nextn_predict_layers"] = 0
+            for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+                if values.get(key):  # Multi-token-prediction layers are not exported.
+                    values[key] = 0
         elif values == json.loads(files[name]):
             continue  # byte for byte as it was
         files[name] = json.dumps(values, indent=2).encode()

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from r3.models.families import FAMILIES, DeltaSizes, LatentAttention, MoeNames
+from r3.models.families import FAMILIES, DeltaSizes, LatentAttention, MoeNames, text_model
 from r3.models.hf_config import (
     HfConfig,
     RopeScaling,
@@ -70,6 +70,8 @@ class ModelShape:
         delta: sizes of the gated delta layers.
         delta_layers: numbers of the layers that have one in the place of attention.
         num_mtp_layers: multi-token-prediction layers, which R3 does not load, train or export.
+        is_wrapped: config.json describes a model that also sees images, of which R3 does not load,
+            train or export the vision model.
     """
 
     architecture: str
@@ -111,6 +113,7 @@ class ModelShape:
     delta_layers: tuple[int, ...] = ()
     moe_names: MoeNames = field(default_factory=MoeNames)
     num_mtp_layers: int = 0
+    is_wrapped: bool = False
 
     @classmethod
     def read(cls, folder: str | Path) -> ModelShape:
@@ -135,6 +138,7 @@ class ModelShape:
         Raises:
             ShapeError: a key is missing, invalid or not supported.
         """
+        is_wrapped = values is not (values := text_model(values))
         require_kinds(values)
         require_agreement(values)
         architectures = values.get("architectures")
@@ -152,7 +156,7 @@ class ModelShape:
             hf.faults[:] = hf.faults or [str(error)]
         if hf.faults:
             raise ShapeError("; ".join(hf.faults))
-        return shape
+        return replace(shape, is_wrapped=is_wrapped)
 
     @classmethod
     def _of_family(cls, architecture: str, hf: HfConfig) -> ModelShape:
@@ -336,7 +340,7 @@ class ModelShape:
         Returns:
             One line per missing, unknown or misshaped tensor; empty if the checkpoint matches.
         """
-        expected = self.stored_shapes
+        expected = self.as_stored(tensors).stored_shapes
         missing = [f"missing {name}" for name in expected if name not in tensors]
         unknown = [
             f"unknown {name}"
@@ -350,12 +354,29 @@ class ModelShape:
         ]
         return missing + unknown + misshaped
 
+    def as_stored(self, names: Collection[str]) -> ModelShape:
+        """Return the shape with the stacked tensors of a checkpoint that has these names."""
+        stacked = self.moe_names.may_be_stacked
+        if not any(f"model.layers.{self.moe_layers[0]}.{name}" in names for name, _ in stacked):
+            return self
+        return replace(self, moe_names=replace(self.moe_names, stacked=stacked))
+
+    @property
+    def left_out(self) -> str:
+        """What of the checkpoint R3 does not load, train or export; empty if there is nothing."""
+        layers = f"{self.num_mtp_layers} multi-token-prediction layers"
+        vision = "the vision model (model.visual.*)"
+        parts = [(layers, bool(self.num_mtp_layers)), (vision, self.is_wrapped)]
+        return " and ".join(part for part, is_there in parts if is_there)
+
     def is_ignored(self, name: str) -> bool:
         """Whether R3 ignores a tensor of this name when a checkpoint has one.
 
-        These are the copy of a tied head, stored rotary frequencies and multi-token-prediction
-        layers.
+        These are the copy of a tied head, stored rotary frequencies, multi-token-prediction layers
+        and the vision model.
         """
+        if self.is_wrapped and name.startswith(("model.visual.", "mtp.")):
+            return True
         if name.startswith("model.layers."):
             number = name.split(".")[2]
             in_mtp = number.isdigit() and 0 <= int(number) - self.num_layers < self.num_mtp_layers
@@ -507,7 +528,7 @@ def _has_own_head(folder: str | Path) -> bool:
 def header_of(file: Path) -> tuple[dict[str, Any], int]:
     """Return the entries of a safetensors file, and the offset of its first tensor.
 
-    An entry has data type, shape and place of a tensor.
+    An entry has data type, shape and place of a tensor. Names are those of a text model alone.
 
     Raises:
         ShapeError: it is no safetensors file, or not a whole one.
@@ -538,4 +559,9 @@ def header_of(file: Path) -> tuple[dict[str, Any], int]:
             f"{file.name} has {file.stat().st_size} bytes, its header says {end}: "
             "an unfinished download?"
         )
-    return dict(header), 8 + size
+    return {text_name(name): entry for name, entry in header.items()}, 8 + size
+
+
+def text_name(name: str) -> str:
+    """Return a tensor's name in a text model alone, given that in one that has others beside it."""
+    return re.sub(r"^model\.language_model\.", "model.", name)

@@ -95,14 +95,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         if shape.moe_layers
         else ", dense"
     )
-    mtp = (
-        [
-            f"left out   {shape.num_mtp_layers} multi-token-prediction layers, not trained or "
-            "exported"
-        ]
-        if shape.num_mtp_layers
-        else []
-    )
+    not_loaded = [f"left out   {shape.left_out}, not trained or exported"] if shape.left_out else []
     left_out = f"{task.prompts.dropped_too_long} dropped as too long"
     if config.data.drop_duplicates:
         left_out += f", {task.prompts.dropped_duplicates} as duplicates"
@@ -141,7 +134,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
     return [
         f"python     {platform.python_version()}, {sys.executable}",
         f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",
-        *mtp,
+        *not_loaded,
         f"layout     {device.world_size} rank(s) on {device.torch.type}: dp {mesh.dp.size} ep "
         f"{parallel.ep} tp {parallel.tp} "
         f"{pipeline} cp {parallel.cp}; {engines}",

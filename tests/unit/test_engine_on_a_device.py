@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from r3.engine.build import cuda_arguments
+from r3.configs import KNOWN_SHAPES
+from r3.engine.build import (
+    EngineConfigError,
+    cuda_arguments,
+    overrides,
+    require_architecture,
+)
 from r3.engine.memory import DeviceMemoryError, neighbours_named, share_of_device
 from r3.engine.messages import show_as_lines
 from r3.metrics.console import stage
@@ -38,6 +44,24 @@ def test_a_deterministic_engine_compiles_nothing() -> None:
     for deterministic in (True, False):
         config = tiny_config(debug={"deterministic": deterministic})
         assert cuda_arguments(config, 0.5)["enforce_eager"] is deterministic
+
+
+def test_vllm_builds_the_text_model_alone() -> None:
+    from transformers import Qwen3_5MoeConfig
+
+    published = KNOWN_SHAPES["Qwen/Qwen3.5-35B-A3B"]
+    shape, config = ModelShape.from_hf(published), tiny_config()
+    found = overrides(config, shape)(Qwen3_5MoeConfig(text_config=published["text_config"]))
+    assert (found.model_type, found.head_dtype) == ("qwen3_5_moe_text", "model")
+    assert found.architectures == ["Qwen3_5MoeForCausalLM"]
+    assert found.num_experts == 256
+    assert overrides(config, SHAPE) == {"head_dtype": "model"}
+
+
+def test_an_architecture_that_vllm_would_leave_to_transformers_is_refused() -> None:
+    require_architecture(SHAPE.architecture)
+    with pytest.raises(EngineConfigError, match=r"vLLM [0-9.]+\S* has no NoSuchForCausalLM"):
+        require_architecture("NoSuchForCausalLM")
 
 
 class Shared(Device):

@@ -4,6 +4,7 @@ refused, by key.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,31 @@ import torch
 from safetensors.torch import load_file
 
 from r3 import assets
+from r3.configs import KNOWN_SHAPES
 from r3.models import families
 from r3.models.families import implied_keys
-from r3.models.hf_checkpoint import CheckpointReader, joined
+from r3.models.hf_checkpoint import (
+    CheckpointReader,
+    joined,
+    read_small_files,
+    with_end_tokens,
+    write_checkpoint,
+)
 from r3.models.rules import conversion_rules
-from r3.models.shape import ModelShape, RopeScaling, ShapeError, checkpoint_tensors
-from tests.families import ENGINE_FAMILIES, FAMILIES, MOE_FAMILIES, family_checkpoint
+from r3.models.shape import (
+    ModelShape,
+    RopeScaling,
+    ShapeError,
+    checkpoint_faults,
+    checkpoint_tensors,
+)
+from tests.families import (
+    ENGINE_FAMILIES,
+    FAMILIES,
+    MOE_FAMILIES,
+    family_checkpoint,
+    wrapped_checkpoint,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -243,6 +263,48 @@ def test_tensors_of_stacked_experts_are_read_and_written_bit_for_bit(
         assert torch.equal(
             reader.read(down, -1, 1, 2), on_disk[f"{stack}.output_linear.weight"][3, :, 20:]
         )
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_text_model_of_a_model_that_sees_images_is_read_and_exported(
+    stacked: bool, tmp_path: Path
+) -> None:
+    """Exports load as text models: no other model, prefix or stack is in files and config.json."""
+    from transformers import AutoModelForCausalLM
+
+    folder, out = tmp_path / "model", tmp_path / "export"
+    whole = wrapped_checkpoint(folder, stacked=stacked).eval()
+    shape = ModelShape.read(folder)
+    assert checkpoint_faults(folder, shape) == []
+    assert shape.left_out == (
+        "1 multi-token-prediction layers and the vision model (model.visual.*)"
+    )
+    with CheckpointReader(folder) as reader:
+        reader.require(shape)
+        weights = {name: reader.read(name) for name in shape.tensor_shapes}
+        half = reader.read("model.layers.1.mlp.experts.3.up_proj.weight", 0, 1, 2)
+    assert torch.equal(half, weights["model.layers.1.mlp.experts.3.up_proj.weight"][20:])
+    small = with_end_tokens(read_small_files(folder), [2])
+    assert small == read_small_files(folder), "the section names this end token"
+    write_checkpoint(out, weights.items(), small_files=small, dtype=torch.float32, metadata={})
+    exported = ModelShape.read(out)
+    assert exported == dataclasses.replace(shape, is_wrapped=False, num_mtp_layers=0)
+    assert checkpoint_faults(out, exported) == []
+    tokens = torch.arange(3, 40)[None]
+    alone = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    assert torch.equal(alone(tokens).logits, whole(tokens).logits)
+    # What is not the text model's is refused where nothing says that there is more.
+    tensors = checkpoint_tensors(folder)
+    assert "unknown mtp.fc.weight" in exported.faults(tensors)
+    assert any(fault.startswith("unknown model.visual.") for fault in exported.faults(tensors))
+
+
+def test_a_section_of_the_text_model_is_required() -> None:
+    with pytest.raises(ShapeError, match="key text_config must be the text model's keys, got None"):
+        ModelShape.from_hf({"architectures": ["Qwen3_5MoeForConditionalGeneration"]})
+    hf = KNOWN_SHAPES["Qwen/Qwen3.5-35B-A3B"]
+    with pytest.raises(ShapeError, match="quantization_config is not supported"):
+        ModelShape.from_hf({**hf, "quantization_config": {"quant_method": "fp8"}})
 
 
 def test_a_misshaped_stack_is_named_as_it_is_on_disk(folders: dict[str, Path]) -> None:
