@@ -160,7 +160,7 @@ def grouped() -> Figures:
 
 def kernels() -> Figures:
     """R3's Triton kernels against plain torch, in bfloat16, with sizes that fit no block."""
-    from r3.kernels import logits, moe
+    from r3.kernels import logits, moe, rows
 
     slots, width, hidden, tokens, topk = 1000, 1030, 1500, 333, 5
     half = dict(device=device().torch, dtype=torch.bfloat16)
@@ -175,6 +175,9 @@ def kernels() -> Figures:
         moe.sum_rows: (torch.randn(slots, hidden, **half), places),
         logits.logit_sums: of_targets,
         logits.logit_gradient: (*of_targets, top, total, *per_token, False),
+        rows.norm: (both, both[0], 1e-6),
+        rows.norm_backward: (both, both[0], gates, both.flip(0)),
+        rows.turn: (both.view(slots, 20, -1), *torch.randn(2, slots, 1, 70, **half).unbind(), -1),
     }
     errors = {}
     for plain, given in arguments.items():

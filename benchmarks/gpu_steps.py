@@ -222,25 +222,29 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
             Step(name=name, commands=(experiment(name),), limit_s=90, alone=True)
             for name in ("layer", "stash")
         ),
-        Step(
-            name="sft",
-            commands=(
-                train(
-                    "sft",
-                    5,
-                    *(*sft, *unsaved, "--model.path", str(models / "cut"), "--debug.profile", "5"),
-                    *("--data.path", str(out / "rows.jsonl"), "--data.prompt_key", "messages"),
-                    *("--data.answer_key", "", "--rollout.max_response_tokens", "4096"),
-                    *("--rollout.prompts_per_step", "4" if small else "64"),
-                    *("--train.micro_batch_tokens", "16384", "--train.optimizer", "streamed"),
-                    *("--model.fp32_head", "false"),
-                    shares=False,
+        *(
+            Step(
+                name=name,
+                commands=(
+                    train(
+                        name,
+                        5,
+                        *(*sft, *unsaved, "--model.path", str(models / "cut")),
+                        *("--data.path", str(out / "rows.jsonl"), "--data.prompt_key", "messages"),
+                        *("--data.answer_key", "", "--rollout.max_response_tokens", "4096"),
+                        *("--rollout.prompts_per_step", "4" if small else "64"),
+                        *("--train.micro_batch_tokens", "16384", "--train.optimizer", "streamed"),
+                        *("--model.fp32_head", "false", "--debug.profile", "5"),
+                        *("--train.logprob_chunk_tokens", chunk),
+                        shares=False,
+                    ),
+                    experiment("run", str(out / name)),
                 ),
-                experiment("run", str(out / "sft")),
-            ),
-            limit_s=120,
-            after=("model-cut",),
-            alone=True,
+                limit_s=120,
+                after=("model-cut",),
+                alone=True,
+            )
+            for name, chunk in (("sft", "1024"), ("sft-kept", "0"))
         ),
         Step(
             name="large",

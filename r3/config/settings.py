@@ -516,7 +516,7 @@ class TrainConfig:
     """Packed tokens of one forward and backward pass per rank."""
     logprob_chunk_tokens: Annotated[int, AtLeast(0), MayChangeOnResume()] = 1024
     """Tokens whose logits are in memory at a time, in scoring and in training. 0: those of a whole
-    micro-batch."""
+    micro-batch, which the backward pass keeps and does not compute again."""
     seed: Annotated[int, Between(0, 2**31 - 1), Fix("any small number")] = 0
     """Seed of data order and sampling: the same seed gives the same run."""
 

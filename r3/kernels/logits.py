@@ -14,11 +14,9 @@ from r3.kernels import NOWHERE
 from r3.kernels.moe import on_device, wide
 
 _LIBRARY = torch.library.Library("r3", "FRAGMENT")
+_LIBRARY.define("logit_sums(Tensor logits_NV, Tensor index_N, int columns, float scale) -> Tensor")
 _LIBRARY.define(
-    "logit_sums(Tensor(a!) logits_NV, Tensor index_N, int columns, float scale) -> Tensor"
-)
-_LIBRARY.define(
-    "logit_gradient(Tensor(a!) logits_NV, Tensor index_N, int columns, float scale, Tensor top_N,"
+    "logit_gradient(Tensor logits_NV, Tensor index_N, int columns, float scale, Tensor top_N,"
     " Tensor total_N, Tensor grad_N, Tensor at_target_N, Tensor? entropy_grad_N, Tensor? excess_N,"
     " bool halves) -> Tensor"
 )
@@ -32,7 +30,7 @@ def logit_sums(
     z = scale * logit, and e = exp(z - largest).
 
     Args:
-        logits_NV: logits of any type; overwritten.
+        logits_NV: logits of any type.
         index_N: column of each target.
         columns: how many are tokens.
         scale: 1 / temperature.
@@ -89,9 +87,7 @@ def halves_of(values_NV: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(logits_NV: torch.Tensor, columns: int, scale: float) -> torch.Tensor:
-    scaled_NV = wide(logits_NV)
-    if scale != 1:
-        scaled_NV.mul_(scale)
+    scaled_NV = wide(logits_NV) * scale
     scaled_NV[:, columns:] = NOWHERE
     return scaled_NV
 

@@ -1,8 +1,8 @@
-"""Triton kernels of `r3.kernels.moe` and `r3.kernels.logits`.
+"""Triton kernels of `r3.kernels.moe`, `r3.kernels.rows` and `r3.kernels.logits`.
 
-Only this module imports Triton, and only CUDA and tests import it. One program works on one row, or
-on one block of its columns, and nothing is added atomically: the same input gives the same bits,
-whatever else runs.
+Only this module imports Triton, and only CUDA and tests import it. One program works on some rows,
+or on one block of a row's columns, and nothing is added atomically: the same input gives the same
+bits, whatever else runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import triton.language as tl
 from r3.kernels import NOWHERE
 
 _LARGEST_BLOCK = 1024
+_TILE = 4096  # values that a program has at a time where it works on whole rows
+_PARTIAL_SUMS = 1024  # most programs that add up a weight's gradient
 
 
 def _block(width: int) -> int:
@@ -136,6 +138,93 @@ def _logit_gradient(  # type: ignore[no-untyped-def]
         tl.store(out + (row + count) * width + at, low, mask=at < width)
 
 
+@triton.jit
+def _norm(  # type: ignore[no-untyped-def]
+    x, weight, out, scales, count, width, eps, tile: tl.constexpr, block: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    columns = tl.arange(0, block)
+    inside = (rows < count)[:, None] & (columns < width)[None, :]
+    at = rows[:, None] * width + columns[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 1) / width + eps)
+    kind = out.dtype.element_ty
+    normed = (value * scale[:, None]).to(kind).to(tl.float32)
+    factor = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+    tl.store(out + at, (normed * factor[None, :]).to(kind), mask=inside)
+    tl.store(scales + rows, scale, mask=rows < count)
+
+
+@triton.jit
+def _norm_backward(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    scales,
+    gradient,
+    d_x,
+    sums,
+    count,
+    width,
+    turns,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, block)
+    factor = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+    total = tl.zeros([block], tl.float32)
+    for turn in range(turns):
+        rows = (program * turns + turn) * tile + tl.arange(0, tile)
+        inside = (rows < count)[:, None] & (columns < width)[None, :]
+        at = rows[:, None] * width + columns[None, :]
+        scale = tl.load(scales + rows, mask=rows < count, other=0.0)[:, None]
+        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+        grad = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(grad * normed, 0)
+        d_normed = grad * factor[None, :]
+        mean = tl.sum(d_normed * normed, 1) / width
+        d_value = (d_normed - normed * mean[:, None]) * scale
+        tl.store(d_x + at, d_value.to(d_x.dtype.element_ty), mask=inside)
+    tl.store(sums + program * width + columns, total, mask=columns < width)
+
+
+@triton.jit
+def _turn(  # type: ignore[no-untyped-def]
+    x,
+    cos,
+    sin,
+    out,
+    count,
+    width,
+    half,
+    way: tl.constexpr,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    heads, columns = tl.program_id(1) * tile + tl.arange(0, tile), tl.arange(0, block)
+    inside = (heads < count)[:, None] & (columns < half)[None, :]
+    first = (token * count + heads[:, None]) * width + columns[None, :]
+    angles, known = token * 2 * half + columns, columns < half
+    kind = out.dtype.element_ty
+    left = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(x + first + half, mask=inside, other=0.0).to(tl.float32)
+    cos_left = tl.load(cos + angles, mask=known, other=0.0).to(tl.float32)[None, :]
+    cos_right = tl.load(cos + angles + half, mask=known, other=0.0).to(tl.float32)[None, :]
+    sin_left = tl.load(sin + angles, mask=known, other=0.0).to(tl.float32)[None, :]
+    sin_right = tl.load(sin + angles + half, mask=known, other=0.0).to(tl.float32)[None, :]
+    # Plain torch rounds the first product, too.
+    left_out = (left * cos_left).to(kind).to(tl.float32) + way * (right * sin_left)
+    right_out = (right * cos_right).to(kind).to(tl.float32) + way * (left * sin_right)
+    tl.store(out + first, left_out.to(kind), mask=inside)
+    tl.store(out + first + half, right_out.to(kind), mask=inside)
+    for done in range(2 * half, width, block):
+        rest = done + columns
+        inside = (heads < count)[:, None] & (rest < width)[None, :]
+        at = (token * count + heads[:, None]) * width + rest[None, :]
+        tl.store(out + at, tl.load(x + at, mask=inside), mask=inside)
+
+
 def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up * weight, [S, F]."""
     count, width = len(both_SF), both_SF.shape[1] // 2
@@ -224,3 +313,52 @@ def logit_gradient(
         block=block,
     )
     return out
+
+
+def norm(
+    x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weight * x / sqrt(mean(x^2) + eps), and 1 / sqrt(...) of each row, [N]."""
+    count, width = x_ND.shape
+    out, scales = torch.empty_like(x_ND), x_ND.new_empty(count, dtype=torch.float32)
+    tile, block = _tile(width)
+    _norm[(triton.cdiv(count, tile),)](
+        x_ND, weight_D, out, scales, count, width, eps, tile=tile, block=block, num_warps=8
+    )
+    return out, scales
+
+
+def norm_backward(
+    x_ND: torch.Tensor, weight_D: torch.Tensor, scale_N: torch.Tensor, gradient_ND: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x and of the weight."""
+    count, width = x_ND.shape
+    tile, block = _tile(width)
+    turns = triton.cdiv(triton.cdiv(count, tile), _PARTIAL_SUMS)
+    programs = triton.cdiv(count, tile * turns) if count else 0
+    d_x, sums = torch.empty_like(x_ND), scale_N.new_empty(programs, width)
+    _norm_backward[(programs,)](
+        *(x_ND, weight_D, scale_N, gradient_ND, d_x, sums, count, width, turns),
+        tile=tile,
+        block=block,
+        num_warps=8,
+    )
+    return d_x, sums.sum(0).to(weight_D.dtype)
+
+
+def turn(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, way: int) -> torch.Tensor:
+    """Return x * cos + way * (x with swapped halves) * sin, of the columns that have angles."""
+    tokens, count, width = x_Nhd.shape
+    out, half = torch.empty_like(x_Nhd), cos.shape[-1] // 2
+    block = triton.next_power_of_2(half)
+    tile = max(1, min(triton.next_power_of_2(count), _TILE // 2 // block))
+    _turn[tokens, triton.cdiv(count, tile)](
+        x_Nhd, cos, sin, out, count, width, half, way=way, tile=tile, block=block
+    )
+    return out
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """How many rows a program has at a time, and how many columns, both powers of two."""
+    block = triton.next_power_of_2(width)
+    return max(1, _TILE // block), block

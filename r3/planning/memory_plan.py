@@ -142,6 +142,7 @@ def head_bytes(config: Config, shape: ModelShape) -> float:
                                                  summed in float32, and that of one chunk
                                                  (float32 logits become their gradient: 4 C W;
                                                  algo.entropy_coef needs 4 C W beside them)
+        all at once 2 o C W + D W (4 + o)        logits that are kept, and their gradient
         both        b N D / cp                   hidden states of all tokens
                     4 D W                        float32 copy of the weight for model.fp32_head
 
@@ -158,6 +159,8 @@ def head_bytes(config: Config, shape: ModelShape) -> float:
     if config.algo.entropy_coef:
         beside = 4
     backward = logits * (4 + beside) + weight * (4 + operand)
+    if config.train.logprob_chunk_tokens == 0:
+        logits, backward = 0.0, logits * 2 * operand + weight * (4 + operand)
     copy = 4 * weight if operand > size else 0.0
     return max(8 * logits, backward) + tokens * size * shape.hidden_size + copy
 

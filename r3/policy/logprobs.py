@@ -2,7 +2,8 @@
 
 With a vocabulary of 150,000, logits are by far the largest tensor of a training step. Here each
 chunk's logits are computed, reduced to four numbers per token and freed; the backward pass computes
-them again. The vocabulary may be sharded over tensor-parallel ranks.
+them again, unless they are those of all tokens. The vocabulary may be sharded over tensor-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Head:
         vocab_size: tokens; further rows pad the vocabulary to equal parts.
         temperature: the output layer's product is divided by it: the temperature of sampling times
             `ModelShape.logits_scaling`.
-        chunk_tokens: tokens whose logits exist at a time; 0 = all.
+        chunk_tokens: tokens whose logits exist at a time; 0 = all, and backward keeps them.
         fp32: multiply hidden states and weight in float32; otherwise in their own type, to which
             every logit is then rounded.
         entropy_gradient: entropies have a gradient (`algo.entropy_coef`). It needs one more tensor
@@ -103,12 +104,11 @@ class _HeadLogprobs(torch.autograd.Function):
         index_N, mine_N = head.local_targets(targets_N, len(weight_VD))
         weight = weight_VD if head.is_mixed(weight_VD) else head.operand(weight_VD)
         columns, scale = head.columns(len(weight_VD)), 1.0 / head.temperature
-        parts = [
-            torch.ops.r3.logit_sums(
-                head.logits(hidden_ND[rows], weight), index_N[rows], columns, scale
-            )
-            for rows in head.chunks(len(hidden_ND))
-        ]
+        parts, kept = [], []
+        for rows in head.chunks(len(hidden_ND)):
+            logits_NV = head.logits(hidden_ND[rows], weight)
+            parts.append(torch.ops.r3.logit_sums(logits_NV, index_N[rows], columns, scale))
+            kept = [] if head.chunk_tokens else [logits_NV]
         own_top_N, total_N, weighted_N, target_N = torch.cat(parts, 1).unbind(0)
 
         # Sums relative to a slice's own largest z are made relative to the largest z of all slices.
@@ -127,7 +127,7 @@ class _HeadLogprobs(torch.autograd.Function):
         entropy_N = log_total_N - weighted_N / total_N
         # log p = z - top - log total, so that log p + H = z - top + excess.
         excess_N = entropy_N - log_total_N
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, top_N, total_N, excess_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, top_N, total_N, excess_N, *kept)
         ctx.head = head
         if not head.entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
@@ -135,7 +135,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        hidden_ND, weight_VD, targets_N, top_N, total_N, excess_N = ctx.saved_tensors
+        hidden_ND, weight_VD, targets_N, top_N, total_N, excess_N, *kept = ctx.saved_tensors
         head: Head = ctx.head
         index_N, mine_N = head.local_targets(targets_N, len(weight_VD))
         # d log p_target / d z_v = [v = target] - p_v and d H / d z_v = -p_v (log p_v + H).
@@ -149,7 +149,7 @@ class _HeadLogprobs(torch.autograd.Function):
         total_VD: torch.Tensor | None = weight_VD.main_grad if direct else None
         for rows in head.chunks(len(hidden_ND)):
             grad_NV = torch.ops.r3.logit_gradient(
-                head.logits(hidden_ND[rows], weight),
+                kept[0] if kept else head.logits(hidden_ND[rows], weight),
                 index_N[rows],
                 columns,
                 scale,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from r3.kernels import rows  # noqa: F401  (defines torch.ops.r3)
 from r3.policy.rope import Rotation
 from r3.runtime.mesh import Axis
 
@@ -74,14 +75,14 @@ class RMSNorm(nn.Module):
 
 
 class _Norm(torch.autograd.Function):
-    """weight * x / sqrt(mean(x^2) + eps), with a backward in few passes that saves only its inputs.
+    """weight * x / sqrt(mean(x^2) + eps), with a backward that saves only its inputs.
 
     Rows of the last dimension are normed.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out_ND, scale_N = plain_norm(x.flatten(0, -2), weight, eps)
+        out_ND, scale_N = torch.ops.r3.norm(x.flatten(0, -2), weight, eps)
         ctx.save_for_backward(x, weight, scale_N)
         return out_ND.view(x.shape)
 
@@ -89,36 +90,8 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight, scale_N = ctx.saved_tensors
         of_rows = x.flatten(0, -2), weight, scale_N, upstream[0].flatten(0, -2)
-        d_x_ND, d_weight = plain_norm_backward(*of_rows)
+        d_x_ND, d_weight = torch.ops.r3.norm_backward(*of_rows)
         return d_x_ND.view(x.shape), d_weight, None
-
-
-def plain_norm(
-    x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weight * x / sqrt(mean(x^2) + eps), and 1 / sqrt(...) of each row, [N]."""
-    x32 = x_ND.float()
-    length_N1 = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
-    scale_N1 = length_N1.square_().div_(x_ND.shape[-1]).add_(eps).rsqrt_()
-    return (x32 * scale_N1).to(x_ND.dtype).mul_(weight_D), scale_N1[:, 0]
-
-
-def plain_norm_backward(
-    x_ND: torch.Tensor, weight_D: torch.Tensor, scale_N: torch.Tensor, gradient_ND: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x and of the weight, for what `plain_norm` returned.
-
-    With n = x * scale and d = gradient * weight: dx = (d - n mean(d n)) * scale.
-    """
-    scale_N1 = scale_N[:, None]
-    normed = x_ND.float() * scale_N1
-    product = gradient_ND.float() * normed
-    d_weight_D = product.sum(0).to(weight_D.dtype)
-    # mean(d n) = mean(gradient n weight)
-    mean_N1 = (product @ weight_D.float()).div_(x_ND.shape[-1]).unsqueeze(-1)
-    d_normed = product.copy_(gradient_ND).mul_(weight_D)
-    d_x_ND = d_normed.addcmul_(normed, mean_N1, value=-1).mul_(scale_N1)
-    return d_x_ND.to(x_ND.dtype), d_weight_D
 
 
 class CentredNorm(RMSNorm):
@@ -297,30 +270,12 @@ def causal_varlen(
     width = value.shape[-1]
     if width != query.shape[-1]:  # flash attention has one head size
         value = F.pad(value, (0, query.shape[-1] - width))
-    key, value, options = grouped_heads(
-        query, key, value, inspect.signature(varlen_attn).parameters
-    )
+    # The kernel lets queries share key heads. torch 2.13 wants to be told, 2.11 cannot be.
+    asked = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    options = {"enable_gqa": query.shape[-2] != key.shape[-2]} if asked else {}
     lengths = (borders_q, borders_k, longest_q, longest_k)
     out = varlen_attn(query, key, value, *lengths, scale=scale, window_size=(-1, 0), **options)
     return out[..., :width]
-
-
-def grouped_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parameters: Collection[str]
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, bool]]:
-    """Return keys, values and options for attention with fewer key heads than query heads.
-
-    torch 2.13 has `enable_gqa`. torch 2.11 (with vLLM 0.26) has not, so each key head is repeated
-    for its queries.
-
-    Args:
-        query, key, value: packed [t, h, d].
-        parameters: names of the parameters of the attention function.
-    """
-    groups = query.shape[-2] // key.shape[-2]
-    if groups == 1 or "enable_gqa" in parameters:
-        return key, value, {"enable_gqa": True} if groups > 1 else {}
-    return key.repeat_interleave(groups, -2), value.repeat_interleave(groups, -2), {}
 
 
 class GroupedExperts(MegatronModule):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from r3.kernels import rows  # noqa: F401  (defines torch.ops.r3)
 from r3.models.shape import RopeScaling
 
 
@@ -82,18 +83,8 @@ class _Rotate(torch.autograd.Function):
         ctx: Any, x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x_Nhd, cos, sin, way=1)
+        return torch.ops.r3.turn(x_Nhd, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _turned(upstream[0], *ctx.saved_tensors, way=-1), None, None
-
-
-def _turned(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, way: int) -> torch.Tensor:
-    size = cos.shape[-1]
-    if size < x_Nhd.shape[-1]:
-        turned = _turned(x_Nhd[..., :size], cos, sin, way=way)
-        return torch.cat([turned, x_Nhd[..., size:]], -1)
-    # In bfloat16 the rounding of an operation depends on the layout of its inputs.
-    x_Nhd = x_Nhd.contiguous()
-    return (x_Nhd * cos).addcmul_(x_Nhd.roll(x_Nhd.shape[-1] // 2, -1), sin, value=way)
+        return torch.ops.r3.turn(upstream[0], *ctx.saved_tensors, -1), None, None

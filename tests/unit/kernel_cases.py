@@ -1,4 +1,4 @@
-"""The Triton kernels against plain torch, and those of the output layer against float64: errors.
+"""The Triton kernels against plain torch, some of them against float64: errors.
 
 TRITON_INTERPRET=1 python -m tests.unit.kernel_cases      on CPU, one program after the other
 python -m tests.unit.kernel_cases compile                 for an H100, on any machine
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from r3.kernels import logits, moe
+from r3.kernels import logits, moe, rows
 
 # Slots, width of an expert, hidden size, tokens, K: nothing fits a block, and one block is too few.
 SIZES = [(37, 24, 40, 13, 3), (1, 7, 9, 1, 1), (11, 1030, 1500, 5, 8), (0, 8, 16, 4, 2)]
@@ -163,19 +163,77 @@ def _relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((found - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)).max())
 
 
+# Rows, their width, and heads of a row for the rotation: several tiles, and widths of no power of
+# two. The 300 rows are more than two programs have at a time, and are summed in several turns.
+ROWS = [(300, 128, 4), (3, 1500, 5), (0, 16, 2)]
+
+
+def whole_rows(device: str) -> Iterator[dict[str, Any]]:
+    """Errors of norms and rotations against plain torch in float64, by kernel and by torch."""
+    from r3.kernels import triton_kernels
+
+    triton_kernels._PARTIAL_SUMS = 2
+    for dtype in (torch.float32, torch.bfloat16):
+        for count, width, heads in ROWS:
+            generator = torch.Generator().manual_seed(0)
+
+            def draw(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+                return torch.randn(*shape, generator=generator).to(kind).to(device)  # noqa: B023
+
+            x, gradient, weight = draw(count, width), draw(count, width), draw(width)
+            x *= torch.linspace(0.01, 30.0, max(count, 1))[:count, None].to(x)
+            scale = rows.norm(x.float(), weight.float(), 1e-3)[1]
+            angles = draw(count, 1, width // 2)
+            sin_and_cos = angles.cos(), angles.sin()
+            turned = width // 4 * 2
+            cases: dict[str, tuple[Any, ...]] = {
+                "norm": (x, weight, 1e-3),
+                "norm_backward": (x, weight, scale, gradient),
+                "turn": (
+                    draw(count, heads, width),
+                    *(torch.cat([one, one], -1)[..., :turned].clone() for one in sin_and_cos),
+                    1 if width > 100 else -1,
+                ),
+            }
+            for name, given in cases.items():
+                exact = results(rows, name, tuple(map(_as_float64, given)))
+                first, second, *more = given
+                mistaken = (first, second * 1.5, *more)
+                yield {
+                    "kernel": name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "size": (count, width, heads),
+                    "errors": _errors(results(triton_kernels, name, given), exact),
+                    "plain": _errors(results(rows, name, given), exact),
+                    "wrong": _errors(results(triton_kernels, name, mistaken), exact),
+                }
+
+
+def _as_float64(one: Any) -> Any:
+    return one.double() if torch.is_tensor(one) else one
+
+
+def _errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
+    """Relative to the whole tensor, whatever its type."""
+    return errors([one.double() for one in found], exact)
+
+
 # Types of the kernels' arguments by name; `*` begins those that have the type of the tensors.
 ARGUMENTS = {
-    "both inner d_inner d_both rows logits out": "*",
-    "gates d_gates sums tops totals grads at_targets entropy_grads excesses": "*fp32",
+    "both inner d_inner d_both rows logits out x weight gradient d_x cos sin": "*",
+    "gates d_gates sums tops totals grads at_targets entropy_grads excesses scales": "*fp32",
     "places index": "*i64",
-    "count width columns": "i32",
-    "scale nowhere": "fp32",
+    "count width columns turns half": "i32",
+    "scale nowhere eps": "fp32",
 }
 CONSTANTS: dict[str, list[dict[str, Any]]] = {
     "_weighted_swiglu": [{"block": 1024}],
     "_weighted_swiglu_backward": [{"block": 1024}],
     "_sum_rows": [{"block": 1024, "topk": 8}],
     "_logit_sums": [{"block": 4096}],
+    "_norm": [{"block": 128, "tile": 32}],
+    "_norm_backward": [{"block": 128, "tile": 32}],
+    "_turn": [{"block": 64, "tile": 32, "way": -1}],
     "_logit_gradient": [
         {"block": 1024, "has_entropy": entropy, "halves": halves}
         for entropy in (False, True)
@@ -198,7 +256,9 @@ def compile_all() -> dict[str, int]:
     sizes = {}
     for name, variants in CONSTANTS.items():
         kernel = getattr(triton_kernels, name)
-        for kind, one, constants in product(("bf16", "fp32"), (False, True), variants):
+        # Of rows in tiles, one alone is as many as any other number.
+        numbers = (False,) if "tile" in variants[0] else (False, True)
+        for kind, one, constants in product(("bf16", "fp32"), numbers, variants):
             given = constants | ({"count": 1} if one and "count" in kernel.arg_names else {})
             signature = {
                 argument: "constexpr"
@@ -221,5 +281,9 @@ if __name__ == "__main__":
     if word == "compile":
         found: dict[str, Any] = compile_all()
     else:
-        found = {"experts": list(compare(word)), "output layer": list(output_layer(word))}
+        found = {
+            "experts": list(compare(word)),
+            "output layer": list(output_layer(word)),
+            "rows": list(whole_rows(word)),
+        }
     print(json.dumps(found))

@@ -98,7 +98,25 @@ def test_sums_and_gradients_of_logits_are_as_exact_as_those_of_plain_torch(
         assert row["wrong"] > 0.1 or not row["size"][2], row
 
 
+def test_norms_and_rotations_are_as_exact_as_plain_torch(
+    measured: dict[str, list[dict[str, Any]]],
+) -> None:
+    rows = measured["rows"]
+    assert {(row["kernel"], row["dtype"]) for row in rows} == {
+        (kernel, dtype)
+        for kernel in ("norm", "norm_backward", "turn")
+        for dtype in ("float32", "bfloat16")
+    }
+    for row in rows:
+        # In bfloat16 the interpreter cuts off what a GPU rounds: 2^-7, at most twice.
+        more = 1e-7 if row["dtype"] == "float32" else 2**-7
+        for error, plain in zip(row["errors"], row["plain"], strict=True):
+            assert error <= 2 * plain + more, row
+        # Another weight, or other cosines: nothing else would show if there are no rows.
+        assert max(row["wrong"]) > 0.1 or not row["size"][0], row
+
+
 def test_every_kernel_compiles_for_an_h100(tmp_path: Path) -> None:
     sizes = json.loads(run("compile", TRITON_CACHE_DIR=str(tmp_path)))
-    # Two types. Three kernels also have a number that may be 1, and one of them four variants.
-    assert len(sizes) == 2 * (1 + 1 + 2 + 2 + 2 * 4) and min(sizes.values()) > 1000
+    # Two types. Some kernels also have a number that may be 1, and one of them four variants.
+    assert len(sizes) == 2 * (1 + 1 + 2 + 2 + 3 + 2 * 4) and min(sizes.values()) > 1000

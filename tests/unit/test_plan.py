@@ -134,7 +134,7 @@ def test_output_layer_by_hand() -> None:
     exact = with_values(BIG, {"model.fp32_head": True})
     assert plan.head_bytes(exact, BIG_SHAPE) == logits * 4 + weight * 8 + hidden + weight * 4
     whole = with_values(BIG, {"train.logprob_chunk_tokens": 0})
-    assert plan.head_bytes(whole, BIG_SHAPE) == 8 * logits * 8 + hidden
+    assert plan.head_bytes(whole, BIG_SHAPE) == 8 * logits * 4 + weight * 6 + hidden
     cut = with_values(BIG, {"parallel.tp": 2, "parallel.cp": 2})
     assert plan.head_bytes(cut, BIG_SHAPE) == (logits * 6 + weight * 6 + hidden) / 2
     bonus = with_values(BIG, {"algo.entropy_coef": 0.001})

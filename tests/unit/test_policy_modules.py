@@ -11,31 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from r3.policy.build import rounded_gating
-from r3.policy.modules import CausalAttention, _Norm, grouped_heads, packed_params
+from r3.policy.modules import CausalAttention, _Norm, packed_params
 from r3.policy.rope import Rotation
 
 pytestmark = pytest.mark.unit
-
-
-def test_grouped_queries_where_variable_length_attention_cannot_group() -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(7, heads, 16, generator=generator) for heads in (8, 2, 2))
-
-    def attend(k: torch.Tensor, v: torch.Tensor, **options: bool) -> torch.Tensor:
-        parts = (x.transpose(0, 1)[None] for x in (query, k, v))
-        return F.scaled_dot_product_attention(*parts, is_causal=True, **options)
-
-    k, v, options = grouped_heads(query, key, value, ["scale", "window_size"])  # torch 2.11
-    assert options == {} and k.shape == v.shape == query.shape
-    # Both in float32 on the same numbers; kernels for repeated and grouped heads may sum in another
-    # order.
-    assert torch.allclose(attend(k, v), attend(key, value, enable_gqa=True), atol=1e-6)
-    wrong = attend(key.repeat(1, 4, 1), value.repeat(1, 4, 1))
-    assert not torch.allclose(wrong, attend(key, value, enable_gqa=True), atol=1e-2)
-
-    k, v, options = grouped_heads(query, key, value, ["scale", "enable_gqa"])  # torch 2.13
-    assert k is key and v is value and options == {"enable_gqa": True}
-    assert grouped_heads(query, query, query, [])[2] == {}
 
 
 def test_installed_variable_length_attention_takes_what_it_is_given() -> None:

@@ -1,0 +1,92 @@
+"""Norms and rotations of rows: one kernel on CUDA, plain torch elsewhere.
+
+As in `r3.kernels.moe`, torch.ops.r3 chooses by device. Called inside autograd functions only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from r3.kernels.moe import on_device, wide
+
+_LIBRARY = torch.library.Library("r3", "FRAGMENT")
+_LIBRARY.define("norm(Tensor x_ND, Tensor weight_D, float eps) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "norm_backward(Tensor x_ND, Tensor weight_D, Tensor scale_N, Tensor gradient_ND)"
+    " -> (Tensor, Tensor)"
+)
+_LIBRARY.define("turn(Tensor x_Nhd, Tensor cos, Tensor sin, int way) -> Tensor")
+
+
+def norm(
+    x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weight * x / sqrt(mean(x^2) + eps), and 1 / sqrt(...) of each row, [N].
+
+    What is multiplied by the weight is rounded to the type of x before.
+    """
+    x = wide(x_ND)
+    length_N1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale_N1 = length_N1.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale_N1).to(x_ND.dtype).mul_(weight_D), scale_N1[:, 0]
+
+
+def norm_backward(
+    x_ND: torch.Tensor, weight_D: torch.Tensor, scale_N: torch.Tensor, gradient_ND: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x and of the weight, for what `norm` returned.
+
+    With n = x * scale and d = gradient * weight: dx = (d - n mean(d n)) * scale.
+    """
+    scale_N1 = scale_N[:, None]
+    normed = wide(x_ND) * scale_N1
+    product = wide(gradient_ND) * normed
+    d_weight_D = product.sum(0).to(weight_D.dtype)
+    # mean(d n) = mean(gradient n weight)
+    mean_N1 = (product @ weight_D.to(product.dtype)).div_(x_ND.shape[-1]).unsqueeze(-1)
+    d_normed = product.copy_(gradient_ND).mul_(weight_D)
+    d_x_ND = d_normed.addcmul_(normed, mean_N1, value=-1).mul_(scale_N1)
+    return d_x_ND.to(x_ND.dtype), d_weight_D
+
+
+def turn(x_Nhd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, way: int) -> torch.Tensor:
+    """Return x * cos + way * (x with swapped halves) * sin, [t, h, d].
+
+    Args:
+        x_Nhd: heads.
+        cos, sin: of a token's angles, [t, 1, at most d]; further columns are returned as they are.
+        way: 1 or -1.
+    """
+    size = cos.shape[-1]
+    if size < x_Nhd.shape[-1]:
+        turned = turn(x_Nhd[..., :size], cos, sin, way)
+        return torch.cat([turned, x_Nhd[..., size:]], -1)
+    # In bfloat16 the rounding of an operation depends on the layout of its inputs.
+    x_Nhd = x_Nhd.contiguous()
+    return (x_Nhd * cos).addcmul_(x_Nhd.roll(size // 2, -1), sin, value=way)
+
+
+for _plain in (norm, norm_backward, turn):
+    _LIBRARY.impl(_plain.__name__, _plain, "CPU")
+    _LIBRARY.impl(_plain.__name__, on_device(_plain.__name__, _plain), "CUDA")
+
+
+# Shapes of the results, for fake tensors.
+@torch.library.register_fake("r3::norm", lib=_LIBRARY)
+def _(
+    x_ND: torch.Tensor, _weight_D: torch.Tensor, _eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = x_ND.new_empty(len(x_ND), dtype=torch.promote_types(x_ND.dtype, torch.float32))
+    return x_ND.new_empty(x_ND.shape), scale
+
+
+@torch.library.register_fake("r3::norm_backward", lib=_LIBRARY)
+def _(
+    x_ND: torch.Tensor, weight_D: torch.Tensor, *_: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x_ND.new_empty(x_ND.shape), torch.empty_like(weight_D)
+
+
+@torch.library.register_fake("r3::turn", lib=_LIBRARY)
+def _(x_Nhd: torch.Tensor, *_rest: object) -> torch.Tensor:
+    return x_Nhd.new_empty(x_Nhd.shape)
