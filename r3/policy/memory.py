@@ -36,7 +36,10 @@ class TrainingMemory:
         self._stash = Stash(device=device)
         self._device, self._streamed = device, streamed
         self._coming, self._going = SideStream(device), SideStream(device)
-        for i, each in enumerate(chained(optimizer) if streamed else ()):
+        for i, each in enumerate(chained(optimizer)):
+            if not streamed:
+                each.optimizer.step = partial(self._step_when_there, each.optimizer.step)
+                continue
             each.optimizer.step = partial(self._step_in_parts, i, each, each.optimizer.step)
             # Each part copies its own, while it is on the device.
             each._copy_main_params_to_model_params = lambda: None
@@ -75,6 +78,7 @@ class TrainingMemory:
 
     def offload(self) -> None:
         """Free gradients and offload the optimizer's tensors."""
+        self._coming.join()  # there may have been no step
         # Otherwise main parameters keep a copy of their gradient shard.
         self._optimizer.zero_grad(set_to_none=True)
         for buffer in self.gradient_buffers():
@@ -85,11 +89,14 @@ class TrainingMemory:
         self._device.release_memory()
 
     def onload(self) -> None:
-        """Restore optimizer tensors unless they are streamed, and gradients as zeros."""
-        for key, tensor in self.optimizer_tensors() if not self._streamed else ():
-            self._stash.get(key, tensor)
+        """Restore gradients as zeros, and optimizer tensors unless they are streamed.
+
+        On CUDA the copies are queued beside the passes: the optimizer's step waits for them.
+        """
+        with self._coming.after_current():
+            for key, tensor in self.optimizer_tensors() if not self._streamed else ():
+                self._stash.get(key, tensor)
         self._restore_gradients()
-        self._device.synchronize()
 
     @contextmanager
     def optimizer_on_device(self) -> Iterator[None]:
@@ -98,6 +105,7 @@ class TrainingMemory:
         A streamed optimizer gets the room of the gradients, which are zeros afterwards.
         """
         if not self._streamed:
+            self._coming.join()  # there may have been no step
             yield
             return
         for buffer in self.gradient_buffers():
@@ -112,6 +120,10 @@ class TrainingMemory:
                 self._stash.put(key, tensor)
             self._restore_gradients()
             self._device.synchronize()
+
+    def _step_when_there(self, step: Any) -> None:
+        self._coming.join()
+        step()
 
     def _step_in_parts(self, number: int, optimizer: Any, step: Any) -> None:
         """The step of torch's AdamW inside one of Megatron's optimizers, some parameters at a time.

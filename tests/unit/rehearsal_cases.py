@@ -337,7 +337,7 @@ def process() -> dict[str, Any]:
 
 
 def order_of_streams(path: str) -> dict[str, int]:
-    """Races of a streamed optimizer's updates: as it is, and without each of its waits."""
+    """Races of an optimizer's updates, streamed and resident: as it is, and without its waits."""
     order = Order()
     found = {}
     with fake_world(topk=2, order=order):
@@ -374,6 +374,24 @@ def order_of_streams(path: str) -> dict[str, int]:
                         trained.optimizer.step()
                 delattr(stream, method)
             found[f"without {name}"] = len(order.races)
+        resident = step(
+            tiny_config(path, **SECTIONS),
+            *(device, mesh, batches_of(mesh, ModelShape.read(config.model.path))),
+        )
+        stream = resident.memory._coming
+        for name, with_step in (("step", True), ("offload", False)):
+            for method in ("unused", "join"):
+                order.races.clear()
+                setattr(stream, method, lambda: None)
+                resident.offload()
+                resident.onload()
+                with cuda_type_names():
+                    if with_step:
+                        resident.optimizer.step()
+                    resident.offload()
+                delattr(stream, method)
+                resident.onload()
+                found[f"resident {name} without coming.{method}"] = len(order.races)
     return found
 
 

@@ -116,11 +116,13 @@ def test_ranks_compute_while_tokens_travel_and_wait_before_they_use_them(tmp_pat
     assert found["products"] == {name: count * found["layers"] for name, count in each.items()}
 
 
-def test_streamed_optimizer_needs_each_of_its_waits_and_no_other() -> None:
+def test_optimizer_needs_each_of_its_waits_and_no_other() -> None:
     # Four layers: with two, no part takes the memory of the one before it, and no wait is missed.
     races = rehearse(cases.order_of_streams, path=str(assets.TINY_MOE))
     assert races.pop("a step") == races.pop("without nothing") == 0
-    assert len(races) == 5 and all(races.values()), races
+    for name in ("step", "offload"):
+        assert races.pop(f"resident {name} without coming.unused") == 0
+    assert len(races) == 7 and all(races.values()), races
 
 
 @pytest.mark.parametrize("rank", [0, 1])
