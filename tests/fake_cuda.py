@@ -70,12 +70,10 @@ def rehearse(case: Callable[..., Any], **arguments: Any) -> Any:
     Raises:
         AssertionError: the case failed; the message ends with its output.
     """
-    from r3.runtime.device import has_gpu  # imports torch
-
     name = f"{case.__module__}:{case.__name__}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("TORCHDYNAMO_DISABLE", None)  # set on CPU only
-    python = sys.executable if has_gpu() else interpreter("tests.fake_cuda:preload")
+    python = interpreter("tests.fake_cuda:preload")
     done = subprocess.run(
         [python, "-m", "tests.fake_cuda", name, json.dumps(arguments)],
         cwd=ROOT,

@@ -1,8 +1,9 @@
 """Stand-ins for the interpreter that start programs with everything imported.
 
 Imports are most of a start of R3, and tests make many starts. A stand-in asks a process that has
-imported what a program imports, and has done nothing else, to fork the program. Programs that it
-does not know run in the real interpreter. Without a GPU only: CUDA does not survive a fork.
+imported what a program imports, and has done nothing else, to fork the program. It does so for
+scripts and modules; text after `-c`, and words with flags of Python, go to the real interpreter.
+Without a GPU only: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -22,11 +24,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 _ROOT = Path(__file__).resolve().parent.parent
-_PROGRAMS = {
-    "r3.run.forked_ranks:preload": ("ranks.py", "train.py"),
-    "tests.fake_cuda:preload": ("tests.fake_cuda",),
-}
-"""Scripts and modules that are forked from a process that has called a function."""
 _RUNS = "r3.run.forked_ranks:preload"
 _SHEBANG = """\
 #!{python} -IS
@@ -35,7 +32,7 @@ import sys
 sys.path.insert(0, {root!r})
 from tests.warm import stand_in
 
-stand_in({python!r}, {address!r}, {programs!r})
+stand_in({python!r}, {address!r})
 """
 
 
@@ -44,20 +41,19 @@ def write_stand_in(path: Path, prepare: str = _RUNS) -> None:
 
     Args:
         path: where to.
-        prepare: what that process calls first, a key of `_PROGRAMS`.
+        prepare: what that process calls first, as "module:function".
     """
-    text = _SHEBANG.format(
-        python=sys.executable,
-        root=str(_ROOT),
-        address=_address(prepare),
-        programs=_PROGRAMS[prepare],
-    )
+    text = _SHEBANG.format(python=sys.executable, root=str(_ROOT), address=address(prepare))
     path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
 
 
 def interpreter(prepare: str = _RUNS) -> str:
-    """A stand-in that lives as long as this process."""
+    """A stand-in that lives as long as this process; with a GPU, the interpreter itself."""
+    from r3.runtime.device import has_gpu
+
+    if has_gpu():
+        return sys.executable
     path = Path(_folder().name) / prepare
     if not path.exists():
         write_stand_in(path, prepare)
@@ -69,14 +65,50 @@ def _folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="r3-tests-")
 
 
+def ask(
+    address: str,
+    words: list[str],
+    *,
+    environment: Mapping[str, str],
+    folder: str,
+    executable: str,
+    descriptors: Sequence[int] = (0, 1, 2),
+) -> socket.socket:
+    """Let a process fork a program.
+
+    Args:
+        address: of the process's socket.
+        words: a script or `-m` and a module, and its words.
+        environment, folder, executable: of the program.
+        descriptors: its standard streams.
+
+    Returns:
+        A connection that gives the exit code in a line. When it is closed, the program ends.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    job = {"words": words, "environment": dict(environment), "folder": folder}
+    socket.send_fds(connection, [b"r"], descriptors)
+    connection.sendall(json.dumps(job | {"executable": executable}).encode() + b"\n")
+    return connection
+
+
 @cache
-def _address(prepare: str) -> str:
-    """Start the process that forks; returns the name of its socket."""
-    name = f"\0r3-tests-{os.getpid()}-{prepare}"  # Linux: no file
+def address(prepare: str = _RUNS, number: int = 0) -> str:
+    """Start a process that forks; returns the name of its socket.
+
+    Args:
+        prepare: what it calls first, as "module:function".
+        number: another number is another process, which orders its sets in another way.
+    """
+    name = f"\0r3-tests-{os.getpid()}-{prepare}-{number}"  # Linux: no file
     words = [sys.executable, "-m", "tests.warm", name[1:], prepare]
     # One thread, as in all programs that tests start. Torch reads TORCHDYNAMO_DISABLE when it is
     # imported, and the cases of CUDA run without.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+    # The process asks whether there is a GPU. By default torch asks CUDA, which no fork of it can
+    # use then; with this variable it asks the driver's library.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environment.pop("TORCHDYNAMO_DISABLE", None)
     process = subprocess.Popen(
         words,
@@ -95,18 +127,13 @@ def _address(prepare: str) -> str:
 # --- in the place of the interpreter ------------------------------------------------------------
 
 
-def stand_in(python: str, address: str, programs: tuple[str, ...]) -> NoReturn:
+def stand_in(python: str, address: str) -> NoReturn:
     """Run this process's words as `python` would, with its exit code."""
     words = sys.argv[1:]
-    program = words[1:2] if words[:1] == ["-m"] else [Path(word).name for word in words[:1]]
-    if not program or program[0] not in programs:
+    if not (words[:1] == ["-m"] or (words and words[0].endswith(".py"))):
         os.execv(python, [python, *words])
-    job = {"words": words, "environment": dict(os.environ), "folder": os.getcwd()}
-    job["executable"] = sys.argv[0]
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(address)
-        socket.send_fds(connection, [b"r"], [0, 1, 2])
-        connection.sendall(json.dumps(job).encode() + b"\n")
+    here = {"environment": os.environ, "folder": os.getcwd(), "executable": sys.argv[0]}
+    with ask(address, words, **here) as connection:
         code = int(connection.makefile().readline())
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)

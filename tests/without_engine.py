@@ -5,6 +5,7 @@ Also `-m MODULE ...` and `-c CODE`.
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from importlib.abc import MetaPathFinder
@@ -17,6 +18,16 @@ class NoEngine(MetaPathFinder):
     def find_spec(self, name: str, *_: Any) -> None:
         if name.partition(".")[0] == "vllm":
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def preload() -> None:
+    """Import what such programs import."""
+    sys.meta_path.insert(0, NoEngine())
+    import torch
+
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    for module in ("r3.run.start", "r3.rescore", "benchmarks.gpu"):
+        importlib.import_module(module)
 
 
 if __name__ == "__main__":

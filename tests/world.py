@@ -6,9 +6,9 @@ JSON values or frozen dataclasses of them; `run_world` returns the ranks' result
 types that the case is annotated with. Processes that outlive the limit are killed with everything
 they started, and their output is shown.
 
-Importing torch, Megatron and vLLM takes a process 5 to 8 s. So rank n of every world is forked
-from a process that has imported them and done nothing else; each n has its own such process, so
-that ranks differ in the order of their sets as they do in a run.
+Importing torch, Megatron and vLLM takes a process 5 to 8 s. So ranks are forked from processes that
+have imported them and done nothing else (`tests.warm`); there are two, so that ranks differ in the
+order of their sets as programs of torchrun do.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import importlib
 import json
 import os
 import select
-import signal
-import subprocess
 import sys
 import tempfile
-import traceback
 import types
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 QUIET_THREADS = {
@@ -36,9 +35,6 @@ QUIET_THREADS = {
     "KMP_BLOCKTIME": "0",
     "PYTHONPATH": str(ROOT),
 }
-# The processes that fork ranks ask whether there is a GPU. By default torch asks CUDA, which no
-# fork of the process can use then; with this variable it asks the driver's library.
-FORKS_CAN_USE_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 T = TypeVar("T")
 
@@ -75,47 +71,29 @@ def ranks_read_each_other() -> bool:
 
 
 class Rank:
-    """One rank of a world, forked from the process that is kept for its number."""
+    """One rank of a world, forked from one of two processes that have imported what ranks need."""
 
-    _origins: ClassVar[dict[int, subprocess.Popen[bytes]]] = {}
-
-    def __init__(self, rank: int, job: dict[str, Any]) -> None:
-        origin = self._origins.get(rank)
-        if origin is None or origin.poll() is not None:
-            origin = subprocess.Popen(
-                [sys.executable, "-m", "tests.world"],
-                cwd=ROOT,
-                env=os.environ | QUIET_THREADS | FORKS_CAN_USE_CUDA,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,  # what is read ahead, `select` does not see
-                start_new_session=True,
+    def __init__(self, rank: int, job: Path, environment: dict[str, str], output: Path) -> None:
+        # Neighbours in a row, and in a square of four, are of different processes.
+        origin = warm.address("tests.world:preload", (rank ^ rank >> 1) & 1)
+        with output.open("w") as file:
+            self._connection = warm.ask(
+                origin,
+                ["-m", "tests.world", str(job)],
+                environment=environment,
+                folder=str(ROOT),
+                executable=sys.executable,
+                descriptors=(file.fileno(),) * 3,
             )
-            self._origins[rank] = origin
-        self._origin = origin
-        self._write(json.dumps(job))
-        self.pid = int(self._read())
 
     def wait(self, timeout_s: float) -> int | None:
         """Exit code of the rank; None if it has not ended by then."""
-        assert self._origin.stdout is not None
-        ready, _, _ = select.select([self._origin.stdout], [], [], timeout_s)
-        return int(self._read()) if ready else None
+        ready, _, _ = select.select([self._connection], [], [], timeout_s)
+        return int(self._connection.makefile().readline()) if ready else None
 
-    def kill(self) -> None:
-        """Kill the rank and what it has started."""
-        os.killpg(self.pid, signal.SIGKILL)
-        self._read()
-
-    def _write(self, line: str) -> None:
-        assert self._origin.stdin is not None
-        self._origin.stdin.write(f"{line}\n".encode())
-
-    def _read(self) -> str:
-        assert self._origin.stdout is not None
-        line = self._origin.stdout.readline().decode()
-        assert line, "the process that forks the ranks has ended"
-        return line
+    def end(self) -> None:
+        """Kill the rank and what it has started, unless it has ended."""
+        self._connection.close()
 
 
 def run_world(
@@ -128,25 +106,18 @@ def run_world(
 
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"rank_{rank}.out" for rank in range(world_size)]
-        results = [Path(folder) / f"rank_{rank}.json" for rank in range(world_size)]
+        jobs = [Path(folder) / f"rank_{rank}.json" for rank in range(world_size)]
         environment = os.environ | {
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
-        job = {"case": f"{case.__module__}:{case.__name__}", "arguments": arguments}
-        waiting = {
-            rank: Rank(
-                rank,
-                job
-                | {
-                    "environment": environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    "output": str(outputs[rank]),
-                    "result": str(results[rank]),
-                },
-            )
-            for rank in range(world_size)
-        }
+        name = f"{case.__module__}:{case.__name__}"
+        waiting = {}
+        for rank in range(world_size):
+            jobs[rank].write_text(json.dumps({"case": name, "arguments": arguments}))
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | QUIET_THREADS
+            waiting[rank] = Rank(rank, jobs[rank], own, outputs[rank])
         failed = None
         try:
             for rank in range(world_size):
@@ -154,13 +125,13 @@ def run_world(
                 if code is None:
                     failed = failed or f"not done after {timeout_s:.0f} s"
                     break
-                del waiting[rank]
+                waiting.pop(rank).end()
                 if code != 0 and failed is None:
                     failed = f"rank {rank} ended with {code}"
                     timeout_s = 5.0  # the others wait for it in vain
         finally:
             for process in waiting.values():
-                process.kill()
+                process.end()
         if failed is not None:
             shown = "\n".join(
                 f"--- rank {rank}\n{output.read_text()[-4000:]}"
@@ -168,62 +139,32 @@ def run_world(
             )
             raise AssertionError(f"{case.__name__} on {world_size} ranks: {failed}\n{shown}")
         kind = get_type_hints(case)["return"]
-        return [restored(kind, json.loads(result.read_text())) for result in results]
+        return [restored(kind, json.loads(job.read_text())) for job in jobs]
 
 
-def _run_rank(job: dict[str, Any], origin: int) -> None:
-    """Be the rank of a job; never returns."""
-    code = 1
-    try:
-        os.setsid()
-        with open(job["output"], "w") as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        import torch
+def _be_rank(file: Path) -> None:
+    """Be the rank of a job, whose file is then that of its result."""
+    import torch
 
-        from r3.runtime.device import init_device
-        from r3.runtime.process import die_with_parent
+    from r3.runtime.device import init_device
 
-        die_with_parent(origin)
-        os.environ.clear()
-        os.environ.update(job["environment"] | QUIET_THREADS)
-        device = init_device(timeout_s=120.0)
-        # A rank that ends at once would take the store away from one that is still joining.
-        torch.distributed.barrier()
-        module, name = job["case"].split(":")
-        result = getattr(importlib.import_module(module), name)(device, **job["arguments"])
-        Path(job["result"]).write_text(json.dumps(plain(result)))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # engines leave threads and handles behind that a normal exit would wait for
+    device = init_device(timeout_s=120.0)
+    # A rank that ends at once would take the store away from one that is still joining.
+    torch.distributed.barrier()
+    job = json.loads(file.read_text())
+    module, name = job["case"].split(":")
+    result = getattr(importlib.import_module(module), name)(device, **job["arguments"])
+    file.write_text(json.dumps(plain(result)))
 
 
-def _serve_jobs() -> None:
-    """Fork a rank for every line of the standard input; print its process id, then its exit
-    code.
-    """
-    from r3.runtime.device import has_gpu, prepare_environment
-    from r3.runtime.process import die_with_parent
+def preload() -> None:
+    """Import what ranks need, where CUDA does not forbid it."""
+    from r3.run import forked_ranks
+    from r3.runtime.device import has_gpu
 
-    die_with_parent(os.getppid())
-    prepare_environment()  # vLLM reads some of it when it is imported
     if not has_gpu():
-        import r3.run.build  # noqa: F401
-    for line in sys.stdin:
-        job = json.loads(line)
-        if job["case"].startswith("tests.e2e.") and not has_gpu():
-            from vllm import LLM  # noqa: F401
-        origin = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            _run_rank(job, origin)
-        print(pid, flush=True)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        forked_ranks.preload()
 
 
 if __name__ == "__main__":
-    _serve_jobs()
+    _be_rank(Path(sys.argv[1]))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.runs import QUIET_THREADS, rows_of
+from tests.warm import interpreter
 from tests.world import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.large]
@@ -85,7 +85,7 @@ def python(folder: Path, *words: str) -> str:
     """What a program prints that ends well, in a folder with presets and without a checkout."""
     (folder / "my_presets.py").write_text(PRESETS)
     done = subprocess.run(
-        [sys.executable, *words],
+        [interpreter(), *words],
         cwd=folder,
         env=os.environ | QUIET_THREADS,
         stdout=subprocess.PIPE,

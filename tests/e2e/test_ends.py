@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from r3.run.best import Goal
 from r3.run.resume import step_folders
 from r3.view.runs import read_run
 from tests.runs import rows_of, run, timeless
+from tests.warm import interpreter
 from tests.world import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.large]
@@ -90,7 +90,7 @@ def test_exports_come_every_so_many_steps_and_the_best_checkpoint_stays(straight
     assert (straight / "checkpoints" / "best").resolve().name == f"step_{best:06d}"
     exported = subprocess.run(
         [
-            sys.executable,
+            interpreter(),
             "-m",
             "r3.export",
             str(straight),

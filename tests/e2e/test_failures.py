@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from r3 import assets
 from r3.cli import parse as cli
 from r3.run.prepare import prepare, refusing
+from tests.warm import interpreter
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -34,7 +34,7 @@ def test_a_wrong_reward_prints_one_block(tmp_path: Path) -> None:
     done = subprocess.run(
         ["launch/local.sh", *flags],
         cwd=ROOT,
-        env=os.environ | {"PYTHON": sys.executable, "NPROC": "2"},
+        env=os.environ | {"PYTHON": interpreter(), "NPROC": "2"},
         capture_output=True,
         text=True,
         timeout=240,

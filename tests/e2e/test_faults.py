@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from r3.runtime.device import free_port
 from tests.faults.attempts import launch, newest_checkpoint, rows_written
 from tests.faults.disk import FullDisk, HeldDisk, own_disk
 from tests.runs import finish, kill, rows_of, start, timeless
+from tests.warm import interpreter
 from tests.world import ROOT
 
 # Several starts each, on machines that may be busy.
@@ -43,7 +43,7 @@ def second_start(folder: Path) -> subprocess.CompletedProcess[str]:
     """Start the first of two ranks and wait for its end."""
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return subprocess.run(
-        [sys.executable, "train.py", "tiny-smoke", "--log.dir", str(folder)],
+        [interpreter(), "train.py", "tiny-smoke", "--log.dir", str(folder)],
         cwd=ROOT,
         env=os.environ | ranks | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -229,7 +229,7 @@ def test_rank_that_waits_for_one_that_never_joins_ends(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     limits = ("--debug.stall_s", "1", "--debug.kill_after_s", "2")
     done = subprocess.run(
-        [sys.executable, "train.py", "tiny-smoke", "--log.dir", str(tmp_path), *limits],
+        [interpreter(), "train.py", "tiny-smoke", "--log.dir", str(tmp_path), *limits],
         cwd=ROOT,
         env=os.environ
         | ranks
@@ -258,7 +258,7 @@ def test_step_that_fails_twice_ends_the_restarts(tmp_path: Path) -> None:
         *(*flags, "--checkpoint.every", "1", "--parallel.ep", "1", "--train.steps", "3"),
         ranks=1,
         launcher=("--max_restarts", "3"),
-        is_forked=False,
+        is_warm=True,
     )
     output = finish(process)
     assert process.returncode != 0

@@ -40,8 +40,8 @@ def test_two_nodes_of_one_rank_equal_one_node(nodes: Nodes, tmp_path: Path, axis
     """The test of the lost link shows the same for `parallel.ep` 2."""
     sizes = {"ep": 1} | ({axis: 2} if axis != "dp" else {})
     flags = [word for name, size in sizes.items() for word in (f"--parallel.{name}", str(size))]
-    flags += ["--train.steps", "2"]
-    finish(tmp_path / "one", *flags)
+    flags += ["--train.steps", "1"]
+    finish(tmp_path / "one", *flags, is_warm=True)
     attempts = nodes.launch(tmp_path / "two", *flags)
     assert end(attempts) == [0, 0], "\n".join(attempt.text[-3000:] for attempt in attempts)
     require_equal(tmp_path / "two", tmp_path / "one")
@@ -51,7 +51,7 @@ def test_lost_link_ends_the_run_in_time_and_it_resumes(nodes: Nodes, tmp_path: P
     """The resumed run equals that of one node: weights and rows, with experts on both nodes."""
     limits = ("--debug.stall_s", "5", "--debug.kill_after_s", f"{_KILL_AFTER_S:.0f}")
     flags = (*limits, "--parallel.ep", "2")
-    finish(tmp_path / "one", *flags)
+    finish(tmp_path / "one", *flags, is_warm=True)
     folder = tmp_path / "two"
     attempts = nodes.launch(folder, *flags)
     try:

@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from r3 import assets
 from r3.algo.advantage import reinforce_pp_baseline
 from r3.run.dumps import read_rollouts
 from tests.runs import finish, kill, rows_of, run, start, timeless
+from tests.warm import interpreter
 from tests.world import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -33,7 +33,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps that nothing interrupts."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
     debug = ("--debug.profile", "3", "--debug.prove_sync_every", "2")
-    output = run(folder, *FLAGS, *debug, is_forked=False)
+    output = run(folder, *FLAGS, *debug)
     (folder / "output.txt").write_text(output)
     return folder
 
@@ -131,7 +131,7 @@ def test_finished_run_started_again_changes_nothing(straight: Path) -> None:
 
 def test_resume_refuses_a_changed_setting_by_name(straight: Path) -> None:
     command = [
-        sys.executable,
+        interpreter(),
         "train.py",
         "tiny-smoke",
         "--log.dir",
@@ -181,7 +181,7 @@ def test_export_scores_the_same_in_transformers(straight: Path) -> None:
 
 
 def test_a_checkpoint_of_two_ranks_is_exported_by_one(straight: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "r3.export", str(straight), "--to"]
+    command = [interpreter(), "-m", "r3.export", str(straight), "--to"]
     for step, to in ((6, tmp_path / "six"), (4, tmp_path / "four")):
         words = [*command, str(to), "--step", str(step)]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
@@ -323,7 +323,7 @@ def test_a_launch_with_bad_data_ends_with_2_and_nothing_but_the_message(tmp_path
         "--eval.path",
         "",
     ]
-    environment = os.environ | {"PYTHON": sys.executable, "NPROC": "2"}
+    environment = os.environ | {"PYTHON": interpreter(), "NPROC": "2"}
     done = subprocess.run(
         command,
         cwd=tmp_path,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu_steps import CPU_RUN
+from tests.warm import interpreter
 from tests.world import QUIET_THREADS, ROOT
 
 pytestmark = pytest.mark.e2e
@@ -26,7 +26,7 @@ print("passed")
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tests.without_engine", *words],
+        [interpreter("tests.without_engine:preload"), "-m", "tests.without_engine", *words],
         cwd=ROOT,
         env=os.environ | QUIET_THREADS,
         stdout=subprocess.PIPE,

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.runs import QUIET_THREADS, rows_of, timeless
+from tests.warm import interpreter
 from tests.world import ROOT
 
 STEPS = 4
@@ -112,6 +113,7 @@ def launch(
     prefix: tuple[str, ...] = (),
     ranks: tuple[str, ...] = ("--check", "--preload", "--standalone", "--nproc_per_node", "2"),
     program: tuple[str, ...] = ("train.py",),
+    is_warm: bool = False,
 ) -> Attempt:
     """Start a run on two ranks, with its output in a file beside its folder.
 
@@ -120,13 +122,15 @@ def launch(
         prefix: a command that runs the launcher.
         ranks: where the ranks are, for the launcher.
         program: what every rank runs, with the settings of the run.
+        is_warm: whether the launcher is forked (`tests.warm`). Then nobody finds its ranks.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.parent.glob(f"{folder.name}.*.log"))) + 1
     log = folder.with_name(f"{folder.name}.{number}.log")
     command = [
         *prefix,
-        *(sys.executable, "launch/ranks.py", *ranks, "--max_restarts", str(restarts)),
+        *(interpreter() if is_warm else sys.executable, "launch/ranks.py", *ranks),
+        *("--max_restarts", str(restarts)),
         *(*program, preset, "--log.dir", str(folder)),
         *FLAGS,
         *flags,
@@ -143,9 +147,9 @@ def launch(
     return Attempt(process, folder, log)
 
 
-def finish(folder: Path, *flags: str, restarts: int = 0) -> Attempt:
+def finish(folder: Path, *flags: str, is_warm: bool = False) -> Attempt:
     """Start a run that must reach its last step."""
-    attempt = launch(folder, *flags, restarts=restarts)
+    attempt = launch(folder, *flags, is_warm=is_warm)
     if code := attempt.end():
         raise Unexpected(f"exit code {code}:\n{attempt.text[-3000:]}")
     return attempt

@@ -22,12 +22,14 @@ Figures = Callable[[str, str], list[Contract]]
 
 # Gated delta layers are whole on every rank.
 DIVIDED = [name for name in FAMILIES if name not in HYBRID]
+# Without and with experts, with scaled logits, with gated delta layers.
+TIED = ["qwen3-tied", "qwen3_moe-tied", "granitemoe-tied", "qwen3_5_moe-tied"]
 # name of a run -> ranks, layout, checkpoints
 RUNS: dict[str, tuple[int, dict[str, int], list[str]]] = {
-    "single": (1, {}, [f"{name}{tied}" for name in FAMILIES for tied in ("", "-tied")]),
+    "single": (1, {}, [*FAMILIES, *TIED]),
     "ep2": (2, {"ep": 2}, list(MOE_FAMILIES)),
     "tp2": (2, {"tp": 2}, [*DIVIDED, "qwen3-tied", "qwen3_moe-tied"]),
-    "pp2": (2, {"pp": 2}, [f"{name}{tied}" for name in FAMILIES for tied in ("", "-tied")]),
+    "pp2": (2, {"pp": 2}, [*FAMILIES, *TIED]),
     "cp2": (2, {"cp": 2}, DIVIDED),
 }
 LARGE = ("tp2", "pp2", "cp2")
