@@ -9,7 +9,7 @@ TESTS ?= tests
 PYTEST_ARGS ?= --durations=40 --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Ranks and tests share few cores; spinning OpenMP threads would slow each other down several times.
-test test-large: export OMP_NUM_THREADS := 1
+test test-large test-all: export OMP_NUM_THREADS := 1
 
 # Many container images set it: each process would then compile R3 again, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -45,7 +45,9 @@ test: lint $(TRITON) ## lint, format check, types, then the tests that are not m
 test-large: $(TRITON) ## what `make test` leaves out: Slurm, two nodes, kills, the pages' commands, sweeps
 	$(PY) -m pytest -m "large and not gpu" $(PYTEST_ARGS) $(TESTS)
 
-test-all: test test-large ## every test that needs no GPU
+# In one run: both parts would import, start and train the same things.
+test-all: lint $(TRITON) ## every test that needs no GPU
+	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS) $(TESTS)
 
 lint: setup ## ruff check, format check, mypy
 	$(PY) -m ruff check $(CODE)
