@@ -89,8 +89,12 @@ pip_install_shown --no-deps --only-binary :all: --requirement "$lock"
 # Editable, so that programs started from anywhere, torchrun's workers among them, import this tree.
 pip_install --no-deps --no-build-isolation --editable .
 
-say "trying the imports"
+# What a first run would compile, beside imports that take as long.
+say "trying the imports, and compiling the CPU kernels"
+OMP_NUM_THREADS=1 "$py" -m r3.kernels.prepare &
+kernels=$!
 VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 TORCH_CPP_LOG_LEVEL=ERROR "$py" -W ignore -c \
   'import megatron.core, r3, torch, transformers, vllm'
+wait "$kernels"
 echo "$key" >"$stamp"
 say "done in $SECONDS s"

@@ -1,4 +1,7 @@
-"""Compile the loops for a data type, or load them. Otherwise the first step would."""
+"""Compile the loops for a data type, or load them. Otherwise the first step would.
+
+    python -m r3.kernels.prepare      for every type, so that no run has to (`make setup`)
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from functools import cache
 
 import torch
 
-from r3.kernels import sampled_attention, sampled_experts
+from r3.kernels import sampled_attention, sampled_experts, tiles
 from r3.kernels.cache import compiling
 from r3.kernels.switch import is_on
 
@@ -27,3 +30,9 @@ def prepare(dtype: torch.dtype) -> None:
     with compiling("-".join([str(dtype).removeprefix("torch."), *names])):
         for name in names:
             _LOOPS[name](dtype)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for each in filter(tiles.can_compute, tiles.SIMILAR):
+        prepare(each)
