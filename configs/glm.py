@@ -1,18 +1,10 @@
 """Presets for GLM. SHAPES has the sizes, for a dry run without the model."""
 
+from dataclasses import replace
 from typing import Any
 
-from r3.config import (
-    AlgoConfig,
-    CheckpointConfig,
-    Config,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    RolloutConfig,
-    TrainConfig,
-)
-from r3.configs import gsm8k
+from r3.config import Config, ModelConfig, ParallelConfig, RolloutConfig
+from r3.configs.qwen3_moe import qwen3_moe_30b_a3b
 
 _ROUTER: dict[str, Any] = {
     "attention_dropout": 0.0,
@@ -74,33 +66,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def glm_4_7_flash() -> Config:
     """GLM-4.7-Flash on GSM8K: 8 GPUs of 80 GB, attention over 4 ranks, engines of 4 ranks."""
-    return Config(
+    return replace(
+        qwen3_moe_30b_a3b(),
         model=ModelConfig(path="zai-org/GLM-4.7-Flash", recompute="full"),
-        data=gsm8k.DATA,
-        rollout=RolloutConfig(prompts_per_step=128, group_size=16, max_response_tokens=4096),
-        algo=AlgoConfig(correction="token_tis"),
-        train=TrainConfig(
-            steps=200, lr=1e-6, warmup_updates=10, updates_per_step=2, micro_batch_tokens=8192
-        ),
         parallel=ParallelConfig(tp=4, etp=1, ep=8, engine_tp=4),
-        engine=EngineConfig(memory_fraction=0.7, max_num_seqs=256),
-        eval=gsm8k.EVAL,
-        checkpoint=CheckpointConfig(every=50),
     )
 
 
 def glm_4_5_air() -> Config:
     """GLM-4.5-Air on GSM8K: 32 GPUs of 80 GB, attention over 8 ranks, engines of 8 ranks."""
-    return Config(
+    return replace(
+        qwen3_moe_30b_a3b(),
         model=ModelConfig(path="zai-org/GLM-4.5-Air", recompute="full"),
-        data=gsm8k.DATA,
         rollout=RolloutConfig(prompts_per_step=256, group_size=16, max_response_tokens=4096),
-        algo=AlgoConfig(correction="token_tis"),
-        train=TrainConfig(
-            steps=200, lr=1e-6, warmup_updates=10, updates_per_step=2, micro_batch_tokens=8192
-        ),
         parallel=ParallelConfig(tp=8, etp=1, ep=32, engine_tp=8),
-        engine=EngineConfig(memory_fraction=0.7, max_num_seqs=256),
-        eval=gsm8k.EVAL,
-        checkpoint=CheckpointConfig(every=50),
     )
