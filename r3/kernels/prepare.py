@@ -1,6 +1,6 @@
 """Compile the loops for a data type, or load them. Otherwise the first step would.
 
-    python -m r3.kernels.prepare      for every type, so that no run has to (`make setup`)
+python -m r3.kernels.prepare      for every type, so that no run has to (`make setup`)
 """
 
 from __future__ import annotations
