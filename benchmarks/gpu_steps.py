@@ -139,11 +139,6 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
             limit_s=180,
             rehearsed=False,
         ),
-        Step(
-            name="tests",
-            commands=(("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", *listed),),
-            limit_s=200,
-        ),
         *(
             Step(
                 name=f"doctor-{family}",
@@ -274,6 +269,12 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
             for mode in ("r3", "off")
         ),
         Step(
+            name="tests",
+            commands=(("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", *listed),),
+            limit_s=240,
+            alone=True,  # vLLM takes what a neighbour allocates for a mistake of its own
+        ),
+        Step(
             name="doctor-runner-1",
             commands=(("-m", "r3.doctor", *tiny),),
             limit_s=90,
@@ -333,6 +334,11 @@ class Runner:
         words = [python, "-c", versions, *PACKAGES]
         told = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
         self.versions = json.loads(told.stdout)
+        words = ["git", "rev-parse", "--short", "HEAD"]
+        self.commit = ""
+        if shutil.which("git"):
+            told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+            self.commit = told.stdout.strip()
 
     def run(self, wanted: Sequence[Step], *, jobs: int, deadline: float) -> None:
         """Run the steps, at most so many at once.
@@ -386,6 +392,7 @@ class Runner:
             "step": step.name,
             "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": self.machine,
+            "commit": self.commit,
             "versions": self.versions,
             "command": " && ".join(shlex.join(words) for words in step.commands),
             "alone": step.alone,

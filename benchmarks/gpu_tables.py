@@ -22,14 +22,19 @@ Row = Mapping[str, Any]
 
 
 def sections(rows: Sequence[Row]) -> Iterator[str]:
-    """The tables of each date and machine, newest first."""
-    key = lambda row: (row["when"][:10], row["machine"], row.get("commit", ""))  # noqa: E731
-    for (date, machine, commit), group in groupby(sorted(rows, key=key, reverse=True), key):
-        found = list({row["step"]: row for row in group}.values())  # the last of each step
-        versions = ", ".join(f"{name} {version}" for name, version in found[0]["versions"].items())
-        yield f"### {date}, {machine}{f', commit {commit}' if commit else ''}\n\n{versions}.\n"
-        yield table(["step", "result", "seconds", "figures"], map(summary, found))
+    """The tables of each machine: the newest result of every step."""
+    newest = {(row["machine"], row["step"]): row for row in sorted(rows, key=_when)}
+    by_machine = sorted(newest.values(), key=lambda row: row["machine"])
+    for machine, group in groupby(by_machine, lambda row: row["machine"]):
+        found = sorted(group, key=lambda row: row["step"])
+        versions = max(found, key=_when)["versions"]
+        yield f"### {machine}\n\n{', '.join(f'{name} {one}' for name, one in versions.items())}.\n"
+        yield table(["step", "day, commit", "result", "seconds", "figures"], map(summary, found))
         yield from details(found)
+
+
+def _when(row: Row) -> str:
+    return str(row["when"])
 
 
 def summary(row: Row) -> list[str]:
@@ -38,6 +43,7 @@ def summary(row: Row) -> list[str]:
     failed = row.get("exit") or figures.get("passed") is False
     return [
         f"`{row['step']}`",
+        f"{row['when'][:10]} {row.get('commit', '')}",
         "failed" if failed else "passed",
         f"{row['seconds']:.0f}" if "seconds" in row else "",
         "; ".join(words(figures)),

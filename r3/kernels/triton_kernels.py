@@ -14,7 +14,7 @@ import triton.language as tl
 from r3.kernels import NOWHERE
 
 _LARGEST_BLOCK = 1024
-_TILE = 4096  # values that a program has at a time where it works on whole rows
+_TILE = 8192  # values that a program has at a time where it works on whole rows
 _PARTIAL_SUMS = 1024  # most programs that add up a weight's gradient
 
 
