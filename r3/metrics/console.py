@@ -80,7 +80,10 @@ class Column:
         return next((self.show(row[key]) for key in self.keys if key in row), "")
 
 
-_SILENT_AT_0 = ("loss/clip_frac", "/unjudged")  # 0 in most runs, at every step
+_SILENT_AT_0 = (  # 0 in many runs, at every step
+    *("rollout/truncated_frac", "reward/group_zero_std_frac"),
+    *("loss/clip_frac", "/unjudged"),
+)
 _EVAL = "eval/"  # stands for the figure of the first held-out set
 COLUMNS = (
     Column(("reward/mean",), "reward", "mean reward of the step's samples", "{:.3f}".format, 6, 0),
@@ -117,7 +120,7 @@ COLUMNS = (
     Column(
         ("rollout/truncated_frac",),
         "trunc",
-        "share of responses that were cut at rollout.max_response_tokens",
+        "share of responses that were cut at rollout.max_response_tokens; shown above 0",
         "{:.0%}".format,
         5,
         3,
@@ -125,7 +128,7 @@ COLUMNS = (
     Column(
         ("reward/group_zero_std_frac",),
         "flat",
-        "share of groups without signal, such as equal rewards: they teach nothing",
+        "share of groups without signal, such as equal rewards, which teach nothing; shown above 0",
         "{:.0%}".format,
         4,
         4,
@@ -141,7 +144,7 @@ COLUMNS = (
     Column(
         ("loss/clip_frac",),
         "clip",
-        "share of tokens whose ratio to the old policy is out of bounds; shown once it is above 0",
+        "share of tokens whose ratio to the old policy is out of bounds; shown above 0",
         "{:.1%}".format,
         5,
         7,

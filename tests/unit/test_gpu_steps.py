@@ -275,8 +275,8 @@ def test_tables_and_curves_of_the_page_are_those_of_the_results(tmp_path: Path) 
 def test_a_step_that_failed_is_a_failed_row() -> None:
     row = {"step": "ipc", "when": "2026-11-27", "machine": "one", "versions": {}, "seconds": 3.2}
     assert gpu_tables.summary(row | {"figures": None, "exit": 124})[2] == "failed"
-    assert gpu_tables.summary(row | {"figures": {"passed": False}, "exit": 0})[1] == "failed"
-    assert gpu_tables.summary(row | {"figures": {"passed": 7}, "exit": 0})[1:3] == ["passed", "3"]
+    assert gpu_tables.summary(row | {"figures": {"passed": False}, "exit": 0})[2] == "failed"
+    assert gpu_tables.summary(row | {"figures": {"passed": 7}, "exit": 0})[2:4] == ["passed", "3"]
 
 
 def test_the_carried_rollouts_name_no_machine() -> None:

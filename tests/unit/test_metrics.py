@@ -535,6 +535,7 @@ def test_a_line_of_a_log_file_is_not_wide_and_keeps_what_matters() -> None:
 
 def test_figures_that_are_0_in_most_runs_are_not_shown() -> None:
     idle = {"reward/mean": 0.0, "loss/clip_frac": 0.0, "eval/a/accuracy": 0.0}
+    idle |= {"rollout/truncated_frac": 0.0, "reward/group_zero_std_frac": 0.0}
     line = step_line(idle | {"eval/a/unjudged": 0.0}, 1, 2)
     assert line == "step 1/2  reward 0.000  eval 0.000"
     busy = step_line(idle | {"loss/clip_frac": 0.012, "eval/a/unjudged": 3.0}, 1, 2)

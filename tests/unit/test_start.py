@@ -144,6 +144,8 @@ def test_a_reward_that_no_reference_answer_earns_is_warned_of(tmp_path: Path) ->
     warning = "warning: the reference answers of the first 2 rows are worth 0 at most. high may not"
     assert warning in said("#### 7", "#### 8")
     assert "warning" not in said("#### 7", "#### 88"), "one row may be odd"
+    repeated = "note: 1 of 2 rows repeat an earlier one (rows.jsonl:2 is rows.jsonl:1)"
+    assert repeated in said("#### 7", "#### 7") and repeated not in said("#### 7", "#### 88")
 
 
 def test_sets_have_columns_system_prompts_and_environments_of_their_own(tmp_path: Path) -> None:
