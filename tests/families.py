@@ -135,6 +135,13 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
         | dict(embedding_multiplier=12.0, attention_multiplier=0.3)
         | dict(residual_multiplier=0.22, logits_scaling=6.0),
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        dict(num_local_experts=8, num_experts_per_tok=3, intermediate_size=40, head_dim=12)
+        # All but the shortest test sequences exceed the window.
+        | dict(num_key_value_heads=2, sliding_window=9)
+        | dict(rope_parameters=_yarn(factor=16.0, beta_fast=32.0, beta_slow=1.0, truncate=False)),
+    ),
     "minimax-m2": (
         "minimax_m2",
         dict(num_local_experts=8, num_experts_per_tok=3, intermediate_size=40)
@@ -158,11 +165,17 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 DENSE_FAMILIES = ("qwen3", "qwen2", "llama", "llama3.1", "qwen3-yarn")
 HYBRID = ("qwen3_next", "qwen3_5_moe")  # gated delta layers and attention
+HALF_ENGINE_FAMILIES = ("qwen3_next", "gpt_oss")
+"""What vLLM computes on CPU in bfloat16 only."""
 MOE_FAMILIES = tuple(name for name in FAMILIES if name not in DENSE_FAMILIES)
 ENGINE_FAMILIES = (
-    # tests/e2e/test_engine.py has qwen3_moe. vLLM's CPU router refuses MiniMax-M2's; those with
-    # gated delta layers need bfloat16.
-    *(name for name in MOE_FAMILIES if name not in ("qwen3_moe", "minimax-m2", *HYBRID)),
+    # tests/e2e/test_engine.py has qwen3_moe. vLLM's CPU router refuses MiniMax-M2's, and its module
+    # of Qwen3.5 does not load.
+    *(
+        name
+        for name in MOE_FAMILIES
+        if name not in ("qwen3_moe", "minimax-m2", "qwen3_5_moe", *HALF_ENGINE_FAMILIES)
+    ),
     "llama3.1",
     "qwen3-yarn",
     # Tied embeddings: one family without experts, one with.
@@ -178,7 +191,7 @@ def engine_sizes(name: str) -> dict[str, Any]:
     sizes: dict[str, Any] = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
     if "moe_intermediate_size" in specific:
         sizes["moe_intermediate_size"] = 64
-    if model_type == "granitemoe":
+    if model_type in ("granitemoe", "gpt_oss"):
         sizes["intermediate_size"] = 64  # of an expert
     if "head_dim" in specific:
         sizes["head_dim"] = 32

@@ -56,8 +56,9 @@ def cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
             )
         ]
     found = []
-    if shape.delta and config.engine.dtype == "float32":
-        rule = "vLLM computes gated delta layers on CPU in bfloat16 only"
+    half = "gated delta layers" if shape.delta else "attention with sinks" if shape.sinks else ""
+    if half and config.engine.dtype == "float32":
+        rule = f"vLLM computes {half} on CPU in bfloat16 only"
         fix = "use --engine.dtype bfloat16 and --model.dtype bfloat16"
         found.append(Problem("engine.dtype", config.engine.dtype, rule, fix))
     return found + [

@@ -77,6 +77,9 @@ def _check_shape(config: Config, found: Findings, shape: ModelShape) -> None:
             rule = "must be 1: gated delta layers are not divided over ranks"
             fix = "shard experts (ep) and layers (pp) instead"
             found.add(f"parallel.{name}", rule, fix)
+    if shape.window and parallel.cp > 1:
+        rule = "must be 1: windows of attention are not divided over ranks"
+        found.add("parallel.cp", rule, "use smaller micro-batches, or tp")
     _check_pipeline(config, found, shape)
     if not shape.moe_layers:
         for name in ("ep", "etp"):
@@ -86,6 +89,12 @@ def _check_shape(config: Config, found: Findings, shape: ModelShape) -> None:
         return
     divides("ep", parallel.ep, shape.num_experts, f"{shape.num_experts} experts")
     divides("etp", etp, shape.moe_ffn_size, f"expert width of {shape.moe_ffn_size}")
+    if shape.has_biases and etp > 1:
+        rule = "experts with biases are whole on a rank"
+        found.add("parallel.etp", rule, "use --parallel.etp 1", etp)
+    if shape.has_biases and config.model.experts not in ("auto", "grouped"):
+        rule = "only grouped experts have biases"
+        found.add("model.experts", rule, "use --model.experts auto")
     if config.model.experts == "fused" and etp > 1:
         rule = "fused experts are whole on a rank, and parallel.etp divides them"
         found.add("model.experts", rule, "use --model.experts auto, or --parallel.etp 1")

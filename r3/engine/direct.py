@@ -7,13 +7,20 @@ plainly need none of that. On CPU they are packed anew, by vLLM's own functions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices, plain_experts
+from r3.engine.experts import (
+    ExpertBlock,
+    StackedExperts,
+    expert_leaves,
+    expert_matrices,
+    plain_experts,
+)
 
 if TYPE_CHECKING:
     from r3.models.shape import ModelShape
@@ -49,7 +56,10 @@ def pieces_of(name: str, rows: int, module: Any, shape: ModelShape) -> Iterator[
         rows: of the parameter.
         module: the layer that has it.
     """
-    path, _, leaf = name.rpartition(".")
+    # gpt-oss has names of its own in vLLM.
+    name_in_checkpoint = re.sub(r"^model\.embedding\.", "model.embed_tokens.", name)
+    name_in_checkpoint = re.sub(r"(\.\d+)\.attn\.", r"\1.self_attn.", name_in_checkpoint)
+    path, _, leaf = name_in_checkpoint.rpartition(".")
     parent, _, last = path.rpartition(".")
     joined = _JOINED.get(last, (last,))
     sizes = getattr(module, "output_partition_sizes", [])
@@ -194,7 +204,7 @@ class DirectWeights:
     def _stacked(self, layer: int) -> StackedExperts:
         path, module = self.experts[layer]
         stacked = plain_experts(
-            module, {leaf: getattr(module, leaf) for leaf in _EXPERTS}, self.shape
+            module, {leaf: getattr(module, leaf) for leaf in expert_leaves(self.shape)}, self.shape
         )
         assert isinstance(stacked, StackedExperts), f"{path}: {stacked}"
         return stacked
@@ -243,7 +253,7 @@ def direct_weights(model: Any, shape: ModelShape, rank: int, ranks: int) -> Dire
     for path, module in model.named_modules():
         if isinstance(module, RoutedExperts):
             stacked = plain_experts(
-                module, {leaf: getattr(module, leaf) for leaf in _EXPERTS}, shape
+                module, {leaf: getattr(module, leaf) for leaf in expert_leaves(shape)}, shape
             )
             if isinstance(stacked, str):
                 return f"{path}: {stacked}"

@@ -22,19 +22,28 @@ _PLAIN_KERNELS = ("TRITON", "CPU")
 
 
 def expert_matrices(shape: ModelShape) -> dict[str, tuple[int, int, int]]:
-    """Map the name of every expert weight to (decoder layer, expert, 0 gate, 1 up or 2 down)."""
+    """Map the name of every expert tensor to (decoder layer, expert, part).
+
+    Parts are 0 gate, 1 up and 2 down, and their biases, if experts have some, 3, 4 and 5.
+    """
     return {
         _name(shape, layer, expert, part): (layer, expert, part)
         for layer in shape.moe_layers
         for expert in range(shape.num_experts)
-        for part in range(3)
+        for part in range(6 if shape.has_biases else 3)
     }
 
 
+def expert_leaves(shape: ModelShape) -> tuple[str, ...]:
+    """Names of the parameters that hold the experts of a layer in vLLM."""
+    biases = ("w13_bias", "w2_bias") if shape.has_biases else ()
+    return ("w13_weight", "w2_weight", *biases)
+
+
 def _name(shape: ModelShape, layer: int, expert: int, part: int) -> str:
-    names = shape.moe_names
-    piece = names.gate_up_down[part]
-    return f"model.layers.{layer}.{names.expert.format(e=expert)}.{piece}.weight"
+    names, (kind, piece) = shape.moe_names, divmod(part, 3)
+    path = f"{names.expert.format(e=expert)}.{names.gate_up_down[piece]}"
+    return f"model.layers.{layer}.{path}.{('weight', 'bias')[kind]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,28 +93,57 @@ class StackedExperts:
         w13: `[E, 2F/tp, D]`, this rank's rows of gate over its rows of up.
         w2: `[E, D, F/tp]`, this rank's columns of down.
         rank: number of this rank among the tp ranks of the engine.
-        copied: the matrices that were copied, (expert, part).
+        biases: of w13 `[E, 2F/tp]` and w2 `[E, D]`; None = experts have none. That of w2 is added
+            by the first rank.
+        alternates: rows of gate and up alternate.
+        copied: the tensors that were copied, (expert, part).
     """
 
     w13: torch.Tensor
     w2: torch.Tensor
     rank: int
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    alternates: bool = False
     copied: set[tuple[int, int]] = field(default_factory=set)
 
     def copy(self, expert: int, part: int, full: torch.Tensor) -> None:
-        """Copy this rank's part of a full matrix.
+        """Copy this rank's part of a full tensor.
 
         Args:
-            part: 0 gate, 1 up, 2 down.
-            full: `[F, D]` of gate or up, `[D, F]` of down.
+            part: as of `expert_matrices`.
+            full: `[F, D]` of gate or up, `[D, F]` of down; `[F]` and `[D]` of biases.
         """
-        width = self.w2.shape[-1]
-        if part == 2:
-            self.w2[expert].copy_(full.narrow(1, self.rank * width, width))
-        else:
-            rows = full.narrow(0, self.rank * width, width)
-            self.w13[expert].narrow(0, part * width, width).copy_(rows)
+        target = self.place(expert, part)
+        target.copy_(self.local(full, part))
         self.copied.add((expert, part))
+
+    def local(self, full: torch.Tensor, part: int) -> torch.Tensor:
+        """Return this rank's part of a full tensor."""
+        width = self.w2.shape[-1]
+        if part == 5:
+            return full if self.rank == 0 else torch.zeros_like(full)
+        return full.narrow(1 if part == 2 else 0, self.rank * width, width)
+
+    def place(self, expert: int, part: int) -> torch.Tensor:
+        """Return where a tensor's part lies, as a view."""
+        kind, piece = divmod(part, 3)
+        both = (self.w13, self.w2) if kind == 0 else self.biases
+        assert both is not None, "experts of this model have no biases"
+        if piece == 2:
+            return both[1][expert]
+        return self._gate_and_up(both[0][expert], 0).select(0, piece)
+
+    def rows_of(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of gate and up as they lie in `w13`."""
+        return (
+            torch.stack([gate, up], 1).flatten(0, 1) if self.alternates else torch.cat([gate, up])
+        )
+
+    def _gate_and_up(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
+        """View the rows of gate and up along `dim` as [..., 2, F/tp, ...]."""
+        if self.alternates:
+            return rows.unflatten(dim, (-1, 2)).transpose(dim, dim + 1)
+        return rows.unflatten(dim, (2, -1))
 
     def copy_block(self, block: ExpertBlock) -> None:
         """Copy this rank's part of a block."""
@@ -113,15 +151,15 @@ class StackedExperts:
         if block.is_down:
             target, full = self.w2, block.tensor
         else:
-            target, full = (each.unflatten(1, (2, -1)) for each in (self.w13, block.tensor))
+            target, full = self._gate_and_up(self.w13, 1), block.tensor.unflatten(1, (2, -1))
         # [n, D, F] and [n, 2, F, D]: the width that tp ranks share is dimension 2 of both.
         target[block.first : stop].copy_(full.narrow(2, self.rank * width, width))
         self.copied.update(block.places)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every matrix of every expert was copied."""
-        return len(self.copied) == 3 * len(self.w13)
+        """Whether every tensor of every expert was copied."""
+        return len(self.copied) == (6 if self.biases else 3) * len(self.w13)
 
 
 def plain_experts(
@@ -138,10 +176,15 @@ def plain_experts(
         return f"{type(method).__name__} with kernel {backend} has a weight layout of its own"
     parallel = module.moe_config.moe_parallel_config
     width = shape.moe_ffn_size // parallel.tp_size
-    expected = {
+    expected: dict[str, tuple[int, ...]] = {
         "w13_weight": (shape.num_experts, 2 * width, shape.hidden_size),
         "w2_weight": (shape.num_experts, shape.hidden_size, width),
     }
+    if shape.has_biases:
+        expected |= {
+            "w13_bias": (shape.num_experts, 2 * width),
+            "w2_bias": (shape.num_experts, shape.hidden_size),
+        }
     # The router's bias is the gate's parameter, which is loaded there.
     own = {name: tensor for name, tensor in tensors.items() if name != "e_score_correction_bias"}
     actual = {name: tuple(tensor.shape) for name, tensor in own.items()}
@@ -149,6 +192,11 @@ def plain_experts(
         return f"its parameters are {actual}, not {expected}"
     if not all(tensor.is_contiguous() for tensor in own.values()):
         return "its parameters are not contiguous"
+    w13, w2, *biases = (tensors[leaf].data for leaf in expert_leaves(shape))
     return StackedExperts(
-        w13=tensors["w13_weight"].data, w2=tensors["w2_weight"].data, rank=parallel.tp_rank
+        w13=w13,
+        w2=w2,
+        rank=parallel.tp_rank,
+        biases=(biases[0], biases[1]) if biases else None,
+        alternates=shape.moe_names.alternates,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from r3.engine.direct import DERIVED, Piece, part_of_rank, pieces_of
-from r3.engine.experts import StackedExperts, expert_matrices, plain_experts
+from r3.engine.experts import StackedExperts, expert_leaves, expert_matrices, plain_experts
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -62,7 +62,7 @@ def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelS
             if leaf in DERIVED:  # the log-probabilities cover them
                 continue
             if isinstance(module, RoutedExperts):
-                own = {key: getattr(module, key) for key in ("w13_weight", "w2_weight")}
+                own = {key: getattr(module, key) for key in expert_leaves(shape)}
                 found = plain_experts(module, own, shape) if leaf in own else "not a weight"
                 if isinstance(found, str):
                     uncompared.append(name)
@@ -84,16 +84,17 @@ def compare(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]], shape: ModelS
                     if layer not in experts:
                         continue
                     stack, pack = experts[layer]
-                    width = stack.w2.shape[-1]
-                    local = full.narrow(1 if part == 2 else 0, stack.rank * width, width)
-                    local = local.to(stack.w2.dtype)
+                    local = stack.local(full, part).to(stack.w2.dtype)
                     if part == 0:  # compared with up, which follows
                         gates[layer, expert] = local
                         continue
                     if part == 1:
-                        local = torch.cat([gates.pop((layer, expert)), local])
-                    target = stack.w2 if part == 2 else stack.w13
-                    same = torch.equal(pack(local), target[expert])
+                        local = stack.rows_of(gates.pop((layer, expert)), local)
+                    if part > 2:
+                        same = torch.equal(local, stack.place(expert, part))
+                    else:
+                        target = stack.w2 if part == 2 else stack.w13
+                        same = torch.equal(pack(local), target[expert])
                     seen |= {name}
                 else:
                     filled = pieces.get(name, [])

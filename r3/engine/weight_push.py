@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from r3.engine.direct import DirectWeights, direct_weights
-from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices, plain_experts
+from r3.engine.experts import (
+    ExpertBlock,
+    StackedExperts,
+    expert_leaves,
+    expert_matrices,
+    plain_experts,
+)
+from r3.models.hf_checkpoint import joined
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -162,7 +169,9 @@ def _reload(
             # The reload loads nothing into it: it puts the tensors back without a warning.
             info.load_numel_total = 0
     try:
-        loaded = set(model.load_weights(rest()))
+        # vLLM takes experts as its models' checkpoints have them, stacked or not.
+        stream = joined(rest(), shape) if shape.moe_names.alternates else rest()
+        loaded = set(model.load_weights(stream))
         if shape.tied and embedding and _HEAD in wanted - loaded:
             head = model.lm_head.weight
             head.weight_loader(head, *embedding)
@@ -175,7 +184,7 @@ def _reload(
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
     for layer, experts in stacked.items():
         if experts.is_complete:
-            loaded |= {f"{moe[layer][0]}.{name}" for name in ("w13_weight", "w2_weight")}
+            loaded |= {f"{moe[layer][0]}.{name}" for name in expert_leaves(shape)}
     unloaded = wanted - {_reported(name) for name in loaded}
     return Pushed(unloaded=unloaded, reloaded=reloaded)
 

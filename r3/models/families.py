@@ -83,6 +83,19 @@ class DeltaSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClampedGate:
+    """Activation of gpt-oss: (u + offset) g sigmoid(slope g), of gate g and up u.
+
+    Attributes:
+        limit: g is at most this, u between this and its negative.
+    """
+
+    limit: float
+    slope: float
+    offset: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoeNames:
     """Tensor names of a MoE layer, after `model.layers.N.`.
 
@@ -92,6 +105,8 @@ class MoeNames:
     Attributes:
         stacked: name in the checkpoint -> the tensors that it joins, if it differs from them: for
             experts, those of one of them, joined along the first dimension.
+        alternates: experts are joined as [experts, inputs, outputs], and the outputs of the joined
+            tensors alternate.
         may_be_stacked: the same for tensors that only some checkpoints join. Exports do not.
     """
 
@@ -102,6 +117,7 @@ class MoeNames:
     shared_gate: str = ""
     router_bias: str = ""
     stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    alternates: bool = False
     may_be_stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
@@ -401,6 +417,44 @@ def _granitemoe(hf: HfConfig) -> dict[str, Any]:
     )
 
 
+def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
+    """gpt-oss (arXiv 2508.10925): sinks, a window in every second layer, biases, clamped gates."""
+    # vLLM has these as constants.
+    hf.only("attention_bias", True)
+    hf.only("swiglu_limit", 7.0)
+    hf.only("swiglu_alpha", 1.702)
+    hf.rope.refuse("attention_factor", "mscale", "mscale_all_dim")
+    if hf.rope.values.get("rope_type") != "yarn":
+        raise ShapeError("rope_parameters must be given, with rope_type 'yarn'")
+    layers = range(hf.number("num_hidden_layers"))
+    kinds = [("sliding" if i % 2 == 0 else "full") + "_attention" for i in layers]
+    hf.only("layer_types", kinds)
+    parts, expert = ("gate_proj", "up_proj", "down_proj"), "mlp.experts.{e}"
+    weights, biases = ([f"{expert}.{x}.{kind}" for x in parts] for kind in ("weight", "bias"))
+    return dict(
+        qkv_bias=True,
+        has_biases=True,
+        sinks=True,
+        window=hf.number("sliding_window"),
+        window_layers=tuple(layers[::2]),
+        clamped_gate=ClampedGate(limit=7.0, slope=1.702, offset=1.0),
+        num_experts=hf.number("num_local_experts"),
+        topk=hf.number("num_experts_per_tok"),
+        moe_ffn_size=hf.number("intermediate_size"),
+        moe_layers=tuple(layers),
+        moe_names=MoeNames(
+            router="mlp.router",
+            alternates=True,
+            stacked=(
+                ("mlp.experts.gate_up_proj", tuple(weights[:2])),
+                ("mlp.experts.gate_up_proj_bias", tuple(biases[:2])),
+                ("mlp.experts.down_proj", tuple(weights[2:])),
+                ("mlp.experts.down_proj_bias", tuple(biases[2:])),
+            ),
+        ),
+    )
+
+
 def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
     """DeepSeek-V3 (arXiv 2412.19437) and Moonlight: latent attention and this router."""
     # 2.5 is the default of transformers, which vLLM reads too.
@@ -515,6 +569,14 @@ FAMILIES: dict[str, Family] = {
         model_type="granitemoe",
         fields=_granitemoe,
         models="Granite 3.0 and 3.1, 1B-A400M and 3B-A800M",
+    ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        fields=_gpt_oss,
+        models="gpt-oss-20b and 120b (in bfloat16)",
+        norm_eps=1e-5,
+        rope_theta=150000.0,
+        reads=frozenset({"attention_bias", "layer_types"}),
     ),
     "MiniMaxM2ForCausalLM": Family(
         model_type="minimax_m2",

@@ -44,6 +44,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: {error}. {fix}") from None
         self._slice_of: dict[str, Callable[[], Any]] = {}
         self._place_of: dict[str, tuple[str, int]] = {}
+        self._alternates = False
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.bytes_read = self.largest_read = 0
         self._open = [safe_open(str(file), framework="pt") for file in files]
@@ -86,6 +87,7 @@ class CheckpointReader:
             )
 
         for stored, (_, parts) in shape.as_stored(self.shapes).stored.items():
+            self._alternates = shape.moe_names.alternates
             self._place_of |= {part: (stored, number) for number, part in enumerate(parts)}
             self.shapes |= {part: shape.tensor_shapes[part] for part in parts}
 
@@ -102,14 +104,21 @@ class CheckpointReader:
         stored, number = self._place_of.get(name, (name, 0))
         source = self._slice_of[stored]()
         first: tuple[int, ...] = ()
-        if stored != name:
-            rows = self.shapes[name][0]
-            *experts, joined, _ = source.get_shape()
-            expert, number = divmod(number, joined // rows)
-            first = (expert,) if experts else ()
-            start, stop, _ = where[0].indices(rows)
-            where[0] = slice(number * rows + start, number * rows + stop)
-        piece: torch.Tensor = source[(*first, *where)]
+        rows = self.shapes[name][0]
+        start, stop, _ = where[0].indices(rows)
+        piece: torch.Tensor
+        if stored != name and self._alternates:
+            parts = source.get_shape()[-1] // rows
+            expert, number = divmod(number, parts)
+            columns = slice(parts * start, parts * stop)
+            piece = source[(expert, *where[1:], columns)][..., number::parts].t().contiguous()
+        else:
+            if stored != name:
+                *experts, joined, _ = source.get_shape()
+                expert, number = divmod(number, joined // rows)
+                first = (expert,) if experts else ()
+                where[0] = slice(number * rows + start, number * rows + stop)
+            piece = source[(*first, *where)]
         self.bytes_read += piece.nbytes
         self.largest_read = max(self.largest_read, piece.nbytes)
         return piece
@@ -196,7 +205,16 @@ def joined(
         found = waiting.setdefault(stored, {})
         found[name] = tensor
         if len(found) == len(parts):
-            yield stored, torch.cat([found[part] for part in parts]).view(size)
+            tensors = [found[part] for part in parts]
+            if shape.moe_names.alternates:
+                each = len(parts) // shape.num_experts
+                pairs = [
+                    torch.stack([part.t() for part in tensors[i : i + each]], -1)
+                    for i in range(0, len(parts), each)
+                ]
+                yield stored, torch.stack(pairs).view(size)
+            else:
+                yield stored, torch.cat(tensors).view(size)
             del waiting[stored]
     assert not waiting, f"parts of {sorted(waiting)} are missing"
 

@@ -75,6 +75,13 @@ def conversion_rules(shape: ModelShape) -> Rules:
         "linear_fc1.weight": _rule("gated", gate, up),
         "linear_fc2.weight": _rule("row", down),
     }
+    if shape.has_biases:
+        gate, up, down = (f"{names.expert}.{part}.bias" for part in names.gate_up_down)
+        expert |= {
+            "linear_fc1.bias": _rule("gated", gate, up),
+            "linear_fc2.bias": _rule("replicated", down),
+        }
+        layer["mlp.router.bias"] = _rule("replicated", f"{names.router}.bias")
     layer["mlp.router.weight"] = _rule("replicated", f"{names.router}.weight")
     if names.router_bias:
         layer["mlp.router.expert_bias"] = _rule("replicated", names.router_bias)
@@ -102,6 +109,11 @@ def _attention(shape: ModelShape) -> dict[str, Rule]:
     }
     if shape.qkv_bias:
         rules["self_attention.linear_qkv.bias"] = _rule("qkv", *biases)
+    if shape.has_biases:
+        output = _rule("replicated", "self_attn.o_proj.bias")
+        rules["self_attention.linear_proj.bias"] = output
+    if shape.sinks:
+        rules["self_attention.core_attention.sinks"] = _rule("column", "self_attn.sinks")
     if shape.qk_norm != "none":
         for x in "qk":
             norm = _rule("replicated", f"self_attn.{x}_norm.weight")

@@ -15,7 +15,14 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from r3.models.families import FAMILIES, DeltaSizes, LatentAttention, MoeNames, text_model
+from r3.models.families import (
+    FAMILIES,
+    ClampedGate,
+    DeltaSizes,
+    LatentAttention,
+    MoeNames,
+    text_model,
+)
 from r3.models.hf_config import (
     HfConfig,
     RopeScaling,
@@ -55,6 +62,10 @@ class ModelShape:
         residual_multiplier: factor on what attention and MLP add to the residual stream.
         logits_scaling: logits are divided by it.
         qk_norm: queries and keys are not normalised, per head, or over all heads together.
+        sinks: attention has one more logit per head, whose value is zero.
+        window: tokens that a token of `window_layers` sees, itself included; 0 = no such layers.
+        has_biases: output projections of attention, routers and experts have biases.
+        clamped_gate: activation of experts, if it is not SiLU.
         latent: sizes of latent attention; None = ordinary (grouped-query) attention.
         topk: experts per token.
         moe_ffn_size: width of one routed expert.
@@ -95,6 +106,11 @@ class ModelShape:
     logits_scaling: float = 1.0
     qkv_bias: bool = False
     qk_norm: Literal["none", "head", "all"] = "none"
+    sinks: bool = False
+    window: int = 0
+    window_layers: tuple[int, ...] = ()
+    has_biases: bool = False
+    clamped_gate: ClampedGate | None = None
     latent: LatentAttention | None = None
     num_experts: int = 0
     topk: int = 0
@@ -257,14 +273,17 @@ class ModelShape:
                 add_mlp(f"{layer}.mlp", self.ffn_size)
                 continue
             shapes[f"{layer}.{names.router}.weight"] = (self.num_experts, hidden)
+            if self.has_biases:
+                shapes[f"{layer}.{names.router}.bias"] = (self.num_experts,)
             if names.router_bias:
                 shapes[f"{layer}.{names.router_bias}"] = (self.num_experts,)
             for expert in range(self.num_experts):
-                add_mlp(
-                    f"{layer}.{names.expert.format(e=expert)}",
-                    self.moe_ffn_size,
-                    names.gate_up_down,
-                )
+                path = f"{layer}.{names.expert.format(e=expert)}"
+                add_mlp(path, self.moe_ffn_size, names.gate_up_down)
+                if self.has_biases:
+                    for part in names.gate_up_down:
+                        rows = shapes[f"{path}.{part}.weight"][0]
+                        shapes[f"{path}.{part}.bias"] = (rows,)
             if self.shared_ffn_size:
                 add_mlp(f"{layer}.{names.shared_expert}", self.shared_ffn_size)
             if names.shared_gate:
@@ -285,6 +304,10 @@ class ModelShape:
         if self.qkv_bias:
             shapes |= {f"{name}.bias": (width,) for name, width in widths.items()}
         shapes["o_proj.weight"] = (hidden, queries)
+        if self.has_biases:
+            shapes["o_proj.bias"] = (hidden,)
+        if self.sinks:
+            shapes["sinks"] = (self.num_heads,)
         if self.qk_norm != "none":
             is_joint = self.qk_norm == "all"
             shapes["q_norm.weight"] = (queries if is_joint else self.head_dim,)
@@ -312,7 +335,9 @@ class ModelShape:
     def stored(self) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
         """Name in the checkpoint -> shape there, and the tensors that it joins, one after another.
 
-        Only those whose names differ from `tensor_shapes`. Experts are joined expert by expert.
+        Only those whose names differ from `tensor_shapes`. Experts are joined expert by expert;
+        with `moe_names.alternates` as [experts, inputs, outputs], where the outputs of the joined
+        tensors alternate.
         """
         found = {}
         for layer in self.moe_layers:
@@ -322,6 +347,8 @@ class ModelShape:
                 names = tuple(prefix + part.format(e=e) for e in experts for part in parts)
                 rows, *width = self.tensor_shapes[names[0]]
                 size = (len(parts) * rows, *width)
+                if self.moe_names.alternates:
+                    size = (*width, len(parts) * rows)
                 found[prefix + name] = (len(experts), *size) if len(experts) > 1 else size, names
         return found
 
@@ -391,7 +418,9 @@ class ModelShape:
     @property
     def num_expert_params(self) -> int:
         """Parameters that expert parallelism shards: those of the experts, not of the routers."""
-        return len(self.moe_layers) * self.num_experts * 3 * self.hidden_size * self.moe_ffn_size
+        biases = 2 * self.moe_ffn_size + self.hidden_size if self.has_biases else 0
+        of_expert = 3 * self.hidden_size * self.moe_ffn_size + biases
+        return len(self.moe_layers) * self.num_experts * of_expert
 
     @property
     def kv_values_per_token(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -94,7 +95,6 @@ def _layout_settings(config: Config, shape: ModelShape) -> dict[str, Any]:
     """Precision, parallelism and kernels: what does not depend on the family."""
     parallel, dtype = config.parallel, _DTYPES[config.model.dtype]
     settings: dict[str, Any] = dict(
-        add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
@@ -151,10 +151,18 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
+        add_bias_linear=shape.has_biases,
         add_qkv_bias=shape.qkv_bias,
+        softmax_type="learnable" if shape.sinks else "vanilla",
         qk_layernorm=shape.qk_norm != "none",
         attention_output_gate=shape.output_gate,
     )
+    if gate := shape.clamped_gate:
+        settings |= dict(
+            activation_func=partial(_scaled_silu, slope=gate.slope),
+            activation_func_clamp_value=gate.limit,
+            glu_linear_offset=gate.offset,
+        )
     if latent := shape.latent:
         settings |= dict(
             multi_latent_attention=True,
@@ -201,6 +209,10 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
     return settings
 
 
+def _scaled_silu(x: torch.Tensor, slope: float) -> torch.Tensor:
+    return x * torch.sigmoid(x * slope)
+
+
 def _attention_modules(shape: ModelShape) -> dict[str, type]:
     """Parts of Megatron's self-attention, by field name, that this model replaces."""
     if shape.latent:
@@ -237,12 +249,16 @@ _EXPERTS: dict[str, type[MegatronModule] | None] = {
 }
 
 
-def experts_kind(config: Config) -> str:
-    """How experts run in training, `auto` resolved: fused, if experts are whole on a rank."""
+def experts_kind(config: Config, shape: ModelShape) -> str:
+    """How experts run in training, `auto` resolved.
+
+    Fused, if experts are whole on a rank and have no biases.
+    """
     parallel, kind = config.parallel, config.model.experts
     if kind != "auto":
         return kind
-    return "fused" if (parallel.etp or parallel.tp) == 1 else "grouped"
+    is_plain = (parallel.etp or parallel.tp) == 1 and not shape.has_biases
+    return "fused" if is_plain else "grouped"
 
 
 def _experts_class(kind: str, device: Device) -> type[MegatronModule] | None:
@@ -258,7 +274,7 @@ def _build_chunk(
     vp_stage: int | None,
 ) -> Any:
     piece = (vp_stage or 0) * mesh.pp.size + mesh.pp.rank
-    kind = experts_kind(config)
+    kind = experts_kind(config, shape)
     model = ScoringGPT(
         megatron,
         decoder_spec(
@@ -358,6 +374,9 @@ def _set_rope(model: Any, shape: ModelShape) -> None:
             module.scale = (shape.attention_multiplier or module.scale) * factor**2
             if not shape.latent:
                 module.inverse_frequencies = frequencies
+    for layer in model.decoder.layers if shape.window else ():
+        if layer.layer_number - 1 in shape.window_layers:
+            layer.self_attention.core_attention.window = shape.window
 
 
 def _mark_shards(model: Any) -> None:

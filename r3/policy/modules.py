@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from r3.kernels import rows  # noqa: F401  (defines torch.ops.r3)
 from r3.policy.rope import Rotation
+from r3.policy.windows import Attention, Flash, Kernel, Plain
 from r3.runtime.mesh import Axis
 
 
@@ -167,10 +168,14 @@ class CausalAttention(MegatronModule):
 
     Attributes:
         inverse_frequencies: of the rotation, float32 [d / 2]; None: Megatron rotates.
+        window: tokens that a token sees, itself included; 0 = all before it.
+        sinks: one more logit per head, with the value zero, [h]; None = none.
     """
 
     context_parallel = False  # whether sequences may be divided over ranks
     inverse_frequencies: torch.Tensor | None = None
+    window = 0
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -189,6 +194,21 @@ class CausalAttention(MegatronModule):
             "reinforcement learning runs without dropout"
         )
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.register_parameter("sinks", None)
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            self.sinks.tensor_model_parallel = True
+            self.sinks.partition_dim, self.sinks.partition_stride = 0, 1
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the sinks, which tensor-parallel ranks share out."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        own = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(own, prefix, {"sinks": 0}, sharded_offsets)
 
     def forward(
         self,
@@ -225,6 +245,8 @@ class CausalAttention(MegatronModule):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed
     ) -> torch.Tensor:
+        if self.window or self.sinks is not None:
+            return self._attend_in_windows(query, key, value, packed)
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             borders, longest = packed.cu_seqlens_device, int(packed.max_seqlen_q)
             return causal_varlen(
@@ -248,6 +270,24 @@ class CausalAttention(MegatronModule):
             for (length, count), *qkv in zip(runs, *parts, strict=True)
         ]
         return torch.cat(out).to(query.dtype)
+
+    def _attend_in_windows(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Packed
+    ) -> torch.Tensor:
+        groups, dtype = query.shape[-2] // key.shape[-2], query.dtype
+        key, value = (x.repeat_interleave(groups, -2) for x in (key, value))
+        sinks_h = self.sinks
+        if sinks_h is None:
+            sinks_h = torch.full(query.shape[1:2], -torch.inf, device=query.device)
+        kernel: Kernel
+        if query.is_cuda and dtype in (torch.float16, torch.bfloat16):
+            borders, longest = packed.cu_seqlens_device, int(packed.max_seqlen_q)
+            kernel = Flash(borders=borders, longest=longest, scale=self.scale, window=self.window)
+        else:
+            kernel = Plain(lengths=packed.lengths, scale=self.scale, window=self.window)
+            wide = torch.promote_types(dtype, torch.float32)
+            query, key, value = (x.to(wide) for x in (query, key, value))
+        return Attention.apply(query, key, value, sinks_h, kernel).to(dtype)
 
 
 def causal_varlen(
@@ -299,9 +339,7 @@ class GroupedExperts(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        assert config.gated_linear_unit and not config.add_bias_linear, (
-            "experts are gated and have no bias"
-        )
+        assert config.gated_linear_unit, "experts are gated"
         self.num_local_experts = num_local_experts
         self.ep_group, self.tp_group, self.dp_group = (
             pg_collection.ep,
@@ -318,7 +356,16 @@ class GroupedExperts(MegatronModule):
         if config.perform_initialization:
             config.init_method(self.w1)
             config.output_layer_init_method(self.w2)
-        for weight, dim in ((self.w1, 1), (self.w2, 2)):
+        biases: list[tuple[nn.Parameter, int]] = []
+        if config.add_bias_linear:
+            assert tp == 1, "experts with biases are whole on a rank"
+            for name, width in (("b1", 2 * ffn), ("b2", hidden)):
+                bias = nn.Parameter(
+                    torch.zeros(num_local_experts, width, dtype=config.params_dtype)
+                )
+                self.register_parameter(name, bias)
+                biases.append((bias, 1))
+        for weight, dim in ((self.w1, 1), (self.w2, 2), *biases):
             # False sends the gradient to the expert data-parallel group. Upstream checks ep > 1
             # only, which is wrong if experts are sharded differently from the rest (etp != tp).
             weight.allreduce = (
@@ -332,16 +379,32 @@ class GroupedExperts(MegatronModule):
         self, tokens_ND: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Map tokens sorted by expert [N, D] with gate weights [N] to outputs [N, D]."""
-        if tokens_ND.shape[0] == 0:  # keep both parameters in the graph
-            return (tokens_ND @ self.w1[0].t()).chunk(2, -1)[0] @ self.w2[0].t(), None
+        if tokens_ND.shape[0] == 0:  # keep all parameters in the graph
+            out = (tokens_ND @ self.w1[0].t()).chunk(2, -1)[0] @ self.w2[0].t()
+            if self.config.add_bias_linear:
+                out = out + 0.0 * (self.b1.sum() + self.b2.sum())
+            return out, None
         # The counts are on the host: a blocking copy would wait for all queued work, per layer.
         ends = tokens_per_expert.to(tokens_ND.device, non_blocking=True).cumsum(0).to(torch.int32)
         both = F.grouped_mm(tokens_ND, self.w1.transpose(1, 2), offs=ends)
+        if self.config.add_bias_linear:
+            # One-hot rows: the biases' gradients are products too, the same in every run.
+            rows_N = torch.arange(len(both), device=both.device)
+            expert_N = torch.searchsorted(ends, rows_N, right=True)
+            chosen_NE = F.one_hot(expert_N, self.num_local_experts).to(both.dtype)
+            both = both + chosen_NE @ self.b1
 
         def down(both: torch.Tensor, probs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
             gate, up = both.chunk(2, -1)
+            if limit := self.config.activation_func_clamp_value:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            if offset := self.config.glu_linear_offset:
+                up = up + offset
             inner = (self.config.activation_func(gate) * up * probs.unsqueeze(-1)).to(both.dtype)
-            return F.grouped_mm(inner, self.w2.transpose(1, 2), offs=ends)
+            out = F.grouped_mm(inner, self.w2.transpose(1, 2), offs=ends)
+            if self.config.add_bias_linear:
+                out = out + ((chosen_NE @ self.b2) * probs.unsqueeze(-1)).to(out.dtype)
+            return out
 
         if self.recomputes_activation:
             # It stops before the product, whose inputs are all that the recomputation is for.
@@ -389,7 +452,12 @@ class GroupedExperts(MegatronModule):
                 sharded(key, up, replica_id, (0, tp + tp_rank, 2 * tp)),
             ]
 
-        return {
+        biases = {
+            f"{prefix}{name}": sharded(f"{prefix}experts.{key}.bias", getattr(self, name), replica)
+            for name, key in (("b1", "linear_fc1"), ("b2", "linear_fc2"))
+            if self.config.add_bias_linear
+        }
+        return biases | {
             f"{prefix}w1": ShardedTensorFactory(
                 f"{prefix}experts.linear_fc1.weight",
                 self.w1,

@@ -73,7 +73,7 @@ class Policy(ScoringPolicy):
         self.megatron = transformer_config(config, shape)
         self.heads = HeadLayout.of(shape)
         chunks = build_chunks(config, shape, self.megatron, mesh, device)
-        planned = experts_kind(config) == "fused" and not config.replay.plausibility
+        planned = experts_kind(config, shape) == "fused" and not config.replay.plausibility
         self.replay: Replay = attach_replay(
             chunks,
             shape.moe_layers,

@@ -104,7 +104,11 @@ def join_shards(kind: Kind, shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-_STACKED_EXPERTS = {"mlp.experts.w1": "linear_fc1.weight", "mlp.experts.w2": "linear_fc2.weight"}
+_STACKED_EXPERTS = {
+    f"mlp.experts.{ours}{number}": f"linear_fc{number}.{part}"
+    for ours, part in (("w", "weight"), ("b", "bias"))
+    for number in (1, 2)
+}
 
 
 def slots(chunks: Iterable[Any], shape: ModelShape, mesh: Mesh) -> list[Slot]:

@@ -9,9 +9,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.e2e import family_cases
-from tests.families import ENGINE_FAMILIES, MOE_FAMILIES, engine_sizes, family_checkpoint
+from tests.families import (
+    ENGINE_FAMILIES,
+    HALF_ENGINE_FAMILIES,
+    MOE_FAMILIES,
+    engine_sizes,
+    family_checkpoint,
+)
 from tests.processor import HAS_AVX512
 from tests.runs import torchrun
 from tests.sweeps import sweep
@@ -79,9 +86,12 @@ def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
     assert max(result.proofs) <= 5e-5
 
 
-def test_gated_delta_layers_sample_and_replay(tmp_path: Path) -> None:
-    """vLLM has these layers in bfloat16 only, so that scores differ by rounding, 2e-2 at most."""
-    folder = family_checkpoint(tmp_path / "model", "qwen3_next", **engine_sizes("qwen3_next"))
+@pytest.mark.parametrize("name", HALF_ENGINE_FAMILIES)
+def test_families_that_vllm_has_in_bfloat16_only_sample_and_replay(
+    name: str, tmp_path: Path
+) -> None:
+    """Scores differ by rounding, 2e-2 at most."""
+    folder = family_checkpoint(tmp_path / "model", name, **engine_sizes(name))
     half = ("--model.dtype", "bfloat16", "--engine.dtype", "bfloat16")
     doctor = ("-m", "r3.doctor", "tiny-smoke", "--parallel.ep", "1", "--log.dir", str(tmp_path))
     done = torchrun(1, *doctor, "--model.path", str(folder), *half)
@@ -93,3 +103,30 @@ def test_gated_delta_layers_sample_and_replay(tmp_path: Path) -> None:
     assert agreement and float(agreement[1]) >= 90
     live, replayed = (float(x) for x in re.findall(r"k3 ([0-9.e+-]+) max", said)[:2])
     assert replayed < live / 5
+    if name == "gpt_oss":
+        # A window off by one and wrong sinks are far beyond this noise: 1.4e-2 and 3.4e-3.
+        assert min(wrong_attention(folder).values()) > 20 * replayed
+
+
+def wrong_attention(folder: Path) -> dict[str, float]:
+    """k3 of transformers' model with a window off by one, and with all sinks off by a half."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(3, 73)[None]
+
+    def logprobs(*, sinks: float = 0.0, **keys: int) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", **keys
+        )
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.sinks.add_(sinks)
+            rows = model(tokens).logits[0, :-1].log_softmax(-1)
+            return rows.gather(-1, tokens[0, 1:, None])
+
+    right = logprobs()
+    ratios = {"window": logprobs(sliding_window=8), "sinks": logprobs(sinks=0.5)}
+    return {
+        name: float(((wrong - right).exp() - 1 - (wrong - right)).mean())
+        for name, wrong in ratios.items()
+    }

@@ -6,12 +6,14 @@ rehearses them on CPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from r3.kernels import moe
+from r3.policy.windows import Attention, Flash, Kernel, Plain
 from tests.e2e import precision_cases, push_cases, step_cases
 from tests.e2e.step_cases import StepRoutes
 from tests.families import random_checkpoint
@@ -65,6 +67,31 @@ def test_the_policy_returns_its_memory_after_every_step(tmp_path: Path) -> None:
 def test_gradients_of_a_float32_head_keep_16_bits() -> None:
     found = errors("cuda" if torch.cuda.is_available() else "cpu")
     assert max(found["halves"]) < 2**-16, found
+
+
+def test_windows_and_sinks_on_the_device_equal_plain_torch() -> None:
+    lengths, on_gpu = (300, 64, 1, 129), torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    given = [torch.randn(sum(lengths), 4, 64).bfloat16() for _ in range(3)] + [torch.randn(4)]
+    weight = torch.randn(sum(lengths), 4, 64)
+    borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+    def run(kernel: Kernel, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+        tensors = [each.to(device, dtype).requires_grad_() for each in given]
+        out = Attention.apply(*tensors, kernel)
+        gradients = torch.autograd.grad((out.float() * weight.to(device)).sum(), tensors)
+        return [each.detach().cpu().float() for each in (out, *gradients)]
+
+    for window in (0, 8):
+        plain = Plain(lengths=lengths, scale=0.125, window=window)
+        flash = Flash(borders=borders, longest=max(lengths), scale=0.125, window=window)
+        exact = run(plain, torch.float32, "cpu")
+        found = run(flash, torch.bfloat16, device) if on_gpu else exact
+        off = run(replace(plain, window=7), torch.float32, "cpu")
+        for one, right, wrong in zip(found, exact, off, strict=True):
+            # bfloat16 has 8 bits. A window off by one shows in every tensor.
+            assert (one - right).norm() <= 2e-2 * right.norm()
+            assert (wrong - right).norm() > 2e-2 * right.norm()
 
 
 @pytest.mark.parametrize("name", ["weighted_swiglu", "weighted_swiglu_backward", "sum_rows"])

@@ -24,15 +24,19 @@ Figures = Callable[[str, str], list[Contract]]
 DIVIDED = [name for name in FAMILIES if name not in HYBRID]
 # Without and with experts, with scaled logits, with gated delta layers.
 TIED = ["qwen3-tied", "qwen3_moe-tied", "granitemoe-tied", "qwen3_5_moe-tied"]
+# Experts with biases are whole on a rank; windows are not divided over ranks of cp.
+GPT_OSS = "gpt_oss"
+PLAIN = [name for name in DIVIDED if name != GPT_OSS]
 # name of a run -> ranks, layout, checkpoints
 RUNS: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "single": (1, {}, [*FAMILIES, *TIED]),
     "ep2": (2, {"ep": 2}, list(MOE_FAMILIES)),
-    "tp2": (2, {"tp": 2}, [*DIVIDED, "qwen3-tied", "qwen3_moe-tied"]),
+    "tp2": (2, {"tp": 2}, [*PLAIN, "qwen3-tied", "qwen3_moe-tied"]),
+    "tp2-ep2": (2, {"tp": 2, "ep": 2, "etp": 1}, [GPT_OSS]),
     "pp2": (2, {"pp": 2}, [*FAMILIES, *TIED]),
-    "cp2": (2, {"cp": 2}, DIVIDED),
+    "cp2": (2, {"cp": 2}, PLAIN),
 }
-LARGE = ("tp2", "pp2", "cp2")
+LARGE = ("tp2", "tp2-ep2", "pp2", "cp2")
 
 
 @pytest.fixture(scope="module")

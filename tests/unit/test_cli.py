@@ -749,6 +749,7 @@ def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None
         ("qwen3-moe-30b-a3b", 8),
         ("qwen3-moe-30b-80gb", 8),
         ("qwen3.5-35b-a3b", 8),
+        ("gpt-oss-20b", 8),
         ("glm-4.7-flash", 8),
         ("glm-4.5-air", 32),
         ("qwen3-0.6b", 1),
@@ -784,6 +785,7 @@ def test_the_table_above_has_every_preset() -> None:
     [
         ("qwen3-moe-30b-a3b", "Qwen/Qwen3-30B-A3B", 30.5),
         ("qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", 35),
+        ("gpt-oss-20b", "openai/gpt-oss-20b", 20.9),
         ("glm-4.7-flash", "zai-org/GLM-4.7-Flash", 30),
         ("glm-4.5-air", "zai-org/GLM-4.5-Air", 106),
         ("qwen3-0.6b", "Qwen/Qwen3-0.6B", 0.6),
@@ -796,7 +798,9 @@ def test_presets_have_the_published_sizes(preset: str, path: str, published: flo
     assert ours == pytest.approx(published, rel=0.01)
 
 
-@pytest.mark.parametrize("preset", ["qwen3.5-35b-a3b", "glm-4.7-flash", "glm-4.5-air"])
+@pytest.mark.parametrize(
+    "preset", ["qwen3.5-35b-a3b", "gpt-oss-20b", "glm-4.7-flash", "glm-4.5-air"]
+)
 def test_presets_for_gpus_of_80_gb_fit_them(
     capsys: pytest.CaptureFixture[str], preset: str
 ) -> None:

@@ -405,6 +405,22 @@ def test_gated_delta_layers_are_not_divided(name: str, tmp_path: Path) -> None:
     assert f"parallel.{name} = 2" in message and "gated delta layers are not divided" in message
 
 
+def test_windows_and_biased_experts_are_not_divided(tmp_path: Path) -> None:
+    folder = family_checkpoint(tmp_path / "oss", "gpt_oss", **engine_sizes("gpt_oss"))
+    shape, config = ModelShape.read(folder), tiny_config(folder)
+    for changes, said in (
+        ({"parallel.cp": 2}, "parallel.cp = 2: must be 1: windows of attention"),
+        ({"parallel.tp": 2}, "parallel.etp = 2: experts with biases are whole on a rank"),
+        ({"model.experts": "fused"}, "model.experts = 'fused': only grouped experts have biases"),
+    ):
+        found = checks.examine(with_values(config, changes), 2, shape).problems
+        assert said in str(ConfigError(found))
+    fine = with_values(config, {"parallel.tp": 2, "parallel.etp": 1, "parallel.ep": 2})
+    assert checks.examine(fine, 2, shape).problems == ()
+    (problem,) = checks.cpu_engine_problems(config, shape)
+    assert "attention with sinks on CPU in bfloat16 only" in str(problem)
+
+
 def test_a_family_that_vllm_cannot_run_on_cpu_is_refused_by_name(tmp_path: Path) -> None:
     shape = ModelShape.read(family_checkpoint(tmp_path, "minimax-m2"))
     (problem,) = checks.cpu_engine_problems(tiny_config(tmp_path), shape)

@@ -35,6 +35,7 @@ from r3.models.shape import (
 from tests.families import (
     ENGINE_FAMILIES,
     FAMILIES,
+    HALF_ENGINE_FAMILIES,
     MOE_FAMILIES,
     family_checkpoint,
     wrapped_checkpoint,
@@ -65,7 +66,7 @@ def test_what_is_proved_of_a_family_is_what_is_tried() -> None:
         for proof in family.proved:
             proved[proof].add(family.model_type)
     assert proved["policy"] == {model_type for model_type, _ in FAMILIES.values()}
-    names = {name.removesuffix("-tied") for name in (*ENGINE_FAMILIES, "qwen3_next")}
+    names = {name.removesuffix("-tied") for name in (*ENGINE_FAMILIES, *HALF_ENGINE_FAMILIES)}
     assert proved["engine"] == {FAMILIES[name][0] for name in names}
     embedded = json.loads((assets.TINY_MOE / "config.json").read_text())
     assert proved["runs"] == {embedded["model_type"]}

@@ -1,0 +1,62 @@
+"""Preset for gpt-oss. SHAPES has the sizes, for a dry run without the model."""
+
+from r3.config import (
+    AlgoConfig,
+    CheckpointConfig,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from r3.configs import gsm8k
+
+SHAPES = {
+    "openai/gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "head_dim": 64,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    }
+}
+
+
+def gpt_oss_20b() -> Config:
+    """gpt-oss-20b on GSM8K: 8 GPUs of 80 GB, engines of 2 ranks."""
+    return Config(
+        model=ModelConfig(path="openai/gpt-oss-20b", recompute="full"),
+        data=gsm8k.DATA,
+        rollout=RolloutConfig(prompts_per_step=128, group_size=16, max_response_tokens=4096),
+        algo=AlgoConfig(correction="token_tis"),
+        train=TrainConfig(
+            steps=200, lr=1e-6, warmup_updates=10, updates_per_step=2, micro_batch_tokens=8192
+        ),
+        # Experts with biases are whole on a rank.
+        parallel=ParallelConfig(ep=8, engine_tp=2),
+        engine=EngineConfig(memory_fraction=0.7, max_num_seqs=256),
+        eval=gsm8k.EVAL,
+        checkpoint=CheckpointConfig(every=50),
+    )
