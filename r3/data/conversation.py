@@ -137,11 +137,18 @@ def sense_of(columns: Mapping[str, Any]) -> tuple[str, str]:
     for what, sense in _SENSES.items():
         several = columns.get(f"{what}s")
         one = columns.get(what)  # a text may be the name of something else, such as a container
-        if several not in (None, "", [], ()):
+        if not _is_nothing(several):
             return f"{what}s", f"is not empty, and {sense} is not supported"
         if one is not None and not isinstance(one, str | int | float):
             return what, f"holds the content of a file, and {sense} is not supported"
     return "", ""
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether a column is empty: tables that were joined have None or NaN, alone or in lists."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_nothing, value))
+    return value is None or value == "" or value != value
 
 
 def replied(messages: Sequence[Message], text: str) -> tuple[Message, ...]:

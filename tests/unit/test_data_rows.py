@@ -225,6 +225,8 @@ def test_from_and_value_are_read_as_role_and_content(as_table: bool, tmp_path: P
     [
         {"images": []},
         {"images": None, "image": None, "audio": None},
+        {"images": [None, None], "videos": ""},  # as many as in other rows
+        {"images": float("nan")},  # of tables that were joined
         {"image": "registry/python:3.11"},  # a container of a programming task
     ],
 )
