@@ -249,22 +249,25 @@ def steps(out: Path, *, seeds: int, small: bool) -> list[Step]:
             )
             for name, chunk in (("sft", "1024"), ("sft-kept", "0"))
         ),
-        Step(
-            name="large",
-            commands=(
-                train(
-                    "large",
-                    5,
-                    *(*no_eval, *unsaved, "--model.path", str(models / "large")),
-                    *("--train.micro_batch_tokens", "8192"),
-                    *("--engine.kv_cache_gib", "0.0625" if small else "16"),
-                    shares=False,
+        *(
+            Step(
+                name=name,
+                commands=(
+                    train(
+                        name,
+                        5,
+                        *(*no_eval, *unsaved, "--model.path", str(models / "large")),
+                        *("--train.micro_batch_tokens", "8192", "--train.optimizer", place),
+                        *("--engine.kv_cache_gib", "0.0625" if small else "16"),
+                        shares=False,
+                    ),
+                    experiment("run", str(out / name)),
                 ),
-                experiment("run", str(out / "large")),
-            ),
-            limit_s=120,
-            after=("model-large",),
-            alone=True,
+                limit_s=120,
+                after=("model-large",),
+                alone=True,
+            )
+            for name, place in (("large", "resident"), ("large-kept", "kept"))
         ),
         *(
             Step(

@@ -493,10 +493,11 @@ class TrainConfig:
     """Second-moment decay of AdamW."""
     clip_grad: Annotated[float, AtLeast(0), Fix("0 disables clipping, 1.0 is common")] = 1.0
     """Maximum global gradient norm. 0: no clipping."""
-    optimizer: Annotated[Literal["resident", "streamed"], MayChangeOnResume()] = "resident"
-    """Where AdamW's state is while the policy trains. resident: on the device. streamed: in host
-    memory; every update brings it to the device in parts and takes it back. The updates are the
-    same bit for bit."""
+    optimizer: Annotated[Literal["kept", "resident", "streamed"], MayChangeOnResume()] = "resident"
+    """Where AdamW's state is. resident: on the device while the policy trains, in host memory while
+    the engine generates. kept: always on the device, where there is room for both. streamed: in
+    host memory; every update brings it to the device in parts and takes it back. The updates are
+    the same bit for bit."""
     freeze: tuple[str, ...] = ()
     """Patterns over the checkpoint's tensor names (* and ?): parameters that match keep their
     initial values, as in *.mlp.gate.weight, the routers of many models. Memory stays the same."""

@@ -177,6 +177,7 @@ def memory(
         gradients        p * 4, float32
         optimizer        all parameters / ranks * s, sharded over all ranks with the same parameters
                          s = 8 (two moments); 12 for bfloat16 (and a float32 copy of the weights).
+                         Kept: in SYNC and GENERATE, too, and nothing on the host.
                          Streamed: all of it in SAVE, where the gradients make room; two parts of
                          32 million parameters, or the largest shard, in OPTIMIZER; else nothing
         activations      micro_batch_tokens * activation_bytes_per_token / (tp * cp). A pipeline
@@ -230,13 +231,16 @@ def memory(
         "activations": tokens * activation_bytes_per_token(config, shape),
         "output layer": head_bytes(config, shape),
     }
+    kept = {"optimizer": optimizer} if config.train.optimizer == "kept" else {}
     teacher = max((teacher_bytes(config, path) for path in config.algo.teacher), default=0.0)
     if (beyond := teacher - passes["activations"]) > 0:
         passes["teacher"] = beyond
     return {
         "SYNC": always
+        | kept
         | {"engine weights": engine, "sync buffers": sync_buffer_bytes(config, shape)},
         "GENERATE": always
+        | kept
         | {"engine weights": engine, "engine buffers": buffers}
         | ({"reward model": reward} if (reward := reward_model_bytes(config)) else {})
         | {"KV cache": cache},
@@ -383,7 +387,8 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
     engine = engine_bytes(config, shape)
     parts = {
         "process": PROCESS_BYTES,
-        "optimizer": optimizer_bytes(config, shape, world_size),
+        "optimizer": optimizer_bytes(config, shape, world_size)
+        * (config.train.optimizer != "kept"),
         "reference policy": 2 * weights * bool(config.algo.kl_coef),
         "teachers": sum(teacher_bytes(config, path) for path in dict.fromkeys(config.algo.teacher)),
         "engine weights": engine * (config.engine.sleep_level == 1),

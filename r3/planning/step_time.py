@@ -116,8 +116,9 @@ def step_seconds(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -
 
 
 def offload_seconds(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> float:
-    """Seconds to take the optimizer's state to the host and back: per step, or per update."""
-    times = config.train.updates_of_step if config.train.optimizer == "streamed" else 1
+    """Seconds to take the optimizer's state to the host and back, as often as it goes."""
+    often = {"kept": 0, "resident": 1, "streamed": config.train.updates_of_step}
+    times = often[config.train.optimizer]
     return (
         2
         * times

@@ -24,20 +24,22 @@ class TrainingMemory:
     half-precision model, both moments) go to the device's stash. Megatron's own optimizer offload
     is not used: it replaces tensors that are views of the parameter buffer.
 
-    With a streamed optimizer, these tensors come back for a part of the optimizer step only, some
-    parameters at a time. The same kernels see the same values, so the updates are the same bit for
-    bit. On CUDA a part comes while the one before it is updated and goes.
+    The tensors of a kept optimizer stay on the device. Those of a streamed one come back for a part
+    of the optimizer step only, some parameters at a time. The same kernels see the same values, so
+    the updates are the same bit for bit. On CUDA a part comes while the one before it is updated
+    and goes.
     """
 
     def __init__(
-        self, wrapped: list[Any], optimizer: Any, device: Device, *, streamed: bool = False
+        self, wrapped: list[Any], optimizer: Any, device: Device, *, place: str = "resident"
     ) -> None:
         self._wrapped, self._optimizer = wrapped, optimizer
         self._stash = Stash(device=device)
-        self._device, self._streamed = device, streamed
+        self._device, self._kept, self._streamed = device, place == "kept", place == "streamed"
         self._coming, self._going = SideStream(device), SideStream(device)
+        self._has_moments = False
         for i, each in enumerate(chained(optimizer)):
-            if not streamed:
+            if not self._streamed:
                 each.optimizer.step = partial(self._step_when_there, each.optimizer.step)
                 continue
             each.optimizer.step = partial(self._step_in_parts, i, each, each.optimizer.step)
@@ -77,13 +79,13 @@ class TrainingMemory:
                 yield key, tensor
 
     def offload(self) -> None:
-        """Free gradients and offload the optimizer's tensors."""
+        """Free gradients, and offload the optimizer's tensors unless they are kept."""
         self._coming.join()  # there may have been no step
         # Otherwise main parameters keep a copy of their gradient shard.
         self._optimizer.zero_grad(set_to_none=True)
         for buffer in self.gradient_buffers():
             buffer.untyped_storage().resize_(0)
-        for key, tensor in self.optimizer_tensors():
+        for key, tensor in self.optimizer_tensors() if not self._kept else ():
             self._stash.put(key, tensor)
         self._device.synchronize()
         self._device.release_memory()
@@ -123,6 +125,10 @@ class TrainingMemory:
 
     def _step_when_there(self, step: Any) -> None:
         self._coming.join()
+        if self._kept and not self._has_moments:
+            # The first step makes the moments: not inside of segments that activations have left.
+            self._device.release_memory()
+            self._has_moments = True
         step()
 
     def _step_in_parts(self, number: int, optimizer: Any, step: Any) -> None:

@@ -84,9 +84,9 @@ class Policy(ScoringPolicy):
         trainable = wrap(config, self.megatron, chunks, mesh, device.host)
         self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
         self._frozen = trainable.frozen
-        streamed = config.train.optimizer == "streamed"
-        self.memory = TrainingMemory(self.wrapped, self.optimizer, device, streamed=streamed)
-        if trains and (streamed or config.uses_engine):
+        place = config.train.optimizer
+        self.memory = TrainingMemory(self.wrapped, self.optimizer, device, place=place)
+        if trains and place != "kept" and (place == "streamed" or config.uses_engine):
             self.memory.reserve()
         self.chunks = chunks
         self.slots: list[Slot] = slots(chunks, shape, mesh)

@@ -380,17 +380,19 @@ def frozen(
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """Whether streamed optimizers make the updates of one on the device, bit for bit.
+    """Whether streamed optimizers make the updates of one that is kept, bit for bit.
 
     Attributes:
         equal: after each of three updates.
         on_device_between_updates: bytes of the streamed state on the device.
+        kept: bytes of the other state that stayed there while the engine had its turn.
         after_checkpoint, after_resume: the fourth update, saved and resumed.
         after_change: the fifth update, after moments were changed.
     """
 
     equal: list[bool]
     on_device_between_updates: int
+    kept: int
     after_checkpoint: bool
     after_resume: bool
     after_change: bool
@@ -399,12 +401,12 @@ class Streamed:
 def streamed_optimizer(
     device: Device, *, out: str, dtype: str, parallel: dict[str, int]
 ) -> Streamed:
-    """Update with the optimizer's state on the device and streamed in many parts.
+    """Update with the optimizer's state kept on the device, and streamed in many parts.
 
     After three updates one more with a resumed optimizer, and one after a change on the host.
     """
     memory._STREAMED_VALUES = 20_000
-    config = tiny_config(parallel=parallel, model={"dtype": dtype})
+    config = tiny_config(parallel=parallel, model={"dtype": dtype}, train={"optimizer": "kept"})
     mesh, resident = build(device, config)
     (batch,) = batches_of(mesh, resident.shape, micro_batch_tokens=96)
 
@@ -434,6 +436,9 @@ def streamed_optimizer(
         )
         resident.offload()
         streamed.offload()
+    kept = sum(
+        tensor.untyped_storage().nbytes() for _, tensor in resident.memory.optimizer_tensors()
+    )
     resident.onload()
     streamed.onload()
     saved = save_checkpoint(Path(out), streamed, device, mesh, step=3, keep=0)
@@ -452,6 +457,7 @@ def streamed_optimizer(
     return Streamed(
         equal=equal,
         on_device_between_updates=left,
+        kept=kept,
         after_checkpoint=after_checkpoint,
         after_resume=after_resume,
         after_change=same(resident, streamed),

@@ -249,7 +249,7 @@ def test_streamed_optimizer_makes_the_same_updates_bit_for_bit(
         cases.streamed_optimizer, ranks, out=str(tmp_path), dtype=dtype, parallel=parallel
     ):
         assert found.equal == [True, True, True]
-        assert found.on_device_between_updates == 0
+        assert found.on_device_between_updates == 0 < found.kept
         assert found.after_checkpoint and found.after_resume
         assert not found.after_change, "changed moments must change the next update"
 

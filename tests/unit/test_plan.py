@@ -190,6 +190,17 @@ def test_a_streamed_optimizer_is_on_the_device_in_parts() -> None:
     )
 
 
+def test_an_optimizer_that_is_kept_is_on_the_device_while_the_engine_generates() -> None:
+    kept = with_values(BIG, {"train.optimizer": "kept"})
+    phases, resident = (plan.memory(one, BIG_SHAPE, 8) for one in (kept, BIG))
+    state = resident["TRAIN"]["optimizer"]
+    for phase in ("SYNC", "GENERATE"):
+        assert phases[phase].pop("optimizer") == state
+    assert phases == resident
+    assert "optimizer" not in plan.host_memory(kept, BIG_SHAPE, 8)
+    assert offload_seconds(kept, BIG_SHAPE, 8, gpu(80)) == 0
+
+
 def test_both_directions_of_the_link_are_busy_while_the_optimizer_streams() -> None:
     # A cut of Qwen3-30B-A3B: 6 layers, 128 experts, in the order of the model.
     layer = [19 << 20, 128 * 1536 * 2048, 128 * 2048 * 768]
