@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from r3.config import Config
-from r3.configs import glm, gpt_oss, qwen3, qwen3_5, qwen3_moe, tiny
+from r3.configs import glm, gpt_oss, kimi, qwen3, qwen3_5, qwen3_moe, tiny
 
 PRESETS: Mapping[str, Callable[[], Config]] = {
     "tiny": tiny.tiny,
@@ -20,6 +20,7 @@ PRESETS: Mapping[str, Callable[[], Config]] = {
     "gpt-oss-20b": gpt_oss.gpt_oss_20b,
     "glm-4.7-flash": glm.glm_4_7_flash,
     "glm-4.5-air": glm.glm_4_5_air,
+    "kimi-k2": kimi.kimi_k2,
     "qwen3-0.6b": qwen3.qwen3_0_6b,
 }
 
@@ -28,6 +29,7 @@ KNOWN_SHAPES: Mapping[str, Mapping[str, Any]] = {
     **qwen3_5.SHAPES,
     **gpt_oss.SHAPES,
     **glm.SHAPES,
+    **kimi.SHAPES,
     **qwen3.SHAPES,
 }
 """config.json of models on the hub, so that `--dry-run` works before they are downloaded."""

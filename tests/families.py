@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -218,6 +219,24 @@ def family_checkpoint(
         model_type, **(_SIZES | specific | {"tie_word_embeddings": tied} | overrides)
     )
     return save_perturbed(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder)
+
+
+def in_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Store random experts in MXFP4, as gpt-oss is published; return all tensors of the folder."""
+    from safetensors.torch import load_file, save_file
+
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        size = experts, outputs, inputs // 32
+        kind = dict(generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*size, 16), **kind)
+        tensors[f"{name}_scales"] = torch.randint(119, 123, size, **kind)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
 
 
 def wrapped_checkpoint(folder: Path, *, stacked: bool) -> Any:

@@ -69,6 +69,8 @@ def _model(shape: ModelShape) -> str:
         kind = f"{len(shape.moe_layers)} MoE layers of {experts}"
     if shape.left_out:
         kind += f" ({shape.left_out} are not loaded)"
+    if shape.quantised:
+        kind += f", weights in {shape.quantised} that are read as bfloat16"
     return (
         f"{shape.architecture}: {_count(shape.num_params)} parameters, {shape.num_layers} layers, "
         f"{kind}, context {shape.max_position_embeddings}"

@@ -235,6 +235,8 @@ def overrides(config: Config, shape: ModelShape) -> dict[str, Any] | Callable[[A
         # Always set: a checkpoint's config.json may set one that the policy would not follow.
         "head_dtype": "float32" if config.model.fp32_head else "model",
         **implied_keys(shape.architecture),
+        # The policy has no quantised weights to push.
+        **({"quantization_config": None} if shape.quantised else {}),
     }
 
     def text_config(whole: Any) -> Any:

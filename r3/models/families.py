@@ -546,7 +546,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": Family(
         model_type="deepseek_v3",
         fields=_deepseek_v3,
-        models="Moonlight-16B-A3B, DeepSeek-V3, Kimi-K2 (in bfloat16)",
+        models="Moonlight-16B-A3B, DeepSeek-V3, Kimi-K2",
         aliases=("kimi_k2",),
         # vLLM takes softmax without biases where they are absent.
         implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
@@ -573,7 +573,7 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",
         fields=_gpt_oss,
-        models="gpt-oss-20b and 120b (in bfloat16)",
+        models="gpt-oss-20b and 120b",
         norm_eps=1e-5,
         rope_theta=150000.0,
         reads=frozenset({"attention_bias", "layer_types"}),
@@ -581,7 +581,7 @@ FAMILIES: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(
         model_type="minimax_m2",
         fields=_minimax_m2,
-        models="MiniMax-M2 (in bfloat16)",
+        models="MiniMax-M2",
         rope_theta=5e6,
         reads=frozenset({"partial_rotary_factor"}),
         implied={"scoring_func": "sigmoid", "use_routing_bias": True},

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from r3.models.dequantise import from_fp8, from_mxfp4
 from r3.models.families import implied_keys, text_model
 from r3.models.hub import SMALL_FILES, folder_of
 from r3.models.shape import ModelShape, ShapeError, text_name, weight_files
@@ -94,6 +95,8 @@ class CheckpointReader:
     def read(self, name: str, dim: int = 0, index: int = 0, count: int = 1) -> torch.Tensor:
         """Read slice `index` of `count` along the first (0) or the last (-1) dimension to the host.
 
+        Quantised values come as bfloat16.
+
         Only the slice is copied from the file. The last slice may be shorter than the others.
         """
         size = self.shapes[name][dim]
@@ -102,23 +105,39 @@ class CheckpointReader:
         where = [slice(None)] * len(self.shapes[name])
         where[dim] = part
         stored, number = self._place_of.get(name, (name, 0))
-        source = self._slice_of[stored]()
-        first: tuple[int, ...] = ()
         rows = self.shapes[name][0]
         start, stop, _ = where[0].indices(rows)
-        piece: torch.Tensor
+        if f"{stored}_blocks" in self._slice_of:
+            blocks, scales = (self._slice_of[f"{stored}_{x}"]() for x in ("blocks", "scales"))
+            parts = blocks.get_shape()[1] // rows
+            expert, number = divmod(number, parts)
+            mine = expert, slice(parts * start, parts * stop)
+            packed = self._counted(blocks[mine][number::parts]), scales[mine][number::parts]
+            return from_mxfp4(*packed)[(slice(None), *where[1:])]
+        source = self._slice_of[stored]()
         if stored != name and self._alternates:
             parts = source.get_shape()[-1] // rows
             expert, number = divmod(number, parts)
             columns = slice(parts * start, parts * stop)
-            piece = source[(expert, *where[1:], columns)][..., number::parts].t().contiguous()
-        else:
-            if stored != name:
-                *experts, joined, _ = source.get_shape()
-                expert, number = divmod(number, joined // rows)
-                first = (expert,) if experts else ()
-                where[0] = slice(number * rows + start, number * rows + stop)
-            piece = source[(*first, *where)]
+            piece = source[(expert, *where[1:], columns)][..., number::parts]
+            return self._counted(piece.t().contiguous())
+        first: tuple[int, ...] = ()
+        if stored != name:
+            *experts, joined, _ = source.get_shape()
+            expert, number = divmod(number, joined // rows)
+            first = (expert,) if experts else ()
+            where[0] = slice(number * rows + start, number * rows + stop)
+        piece = self._counted(source[(*first, *where)])
+        if piece.dtype.itemsize > 1:
+            return piece
+        if (of_blocks := f"{stored}_scale_inv") not in self._slice_of or first:
+            raise CheckpointError(f"{self.folder}: {stored} is {piece.dtype} without {of_blocks}")
+        corner = (
+            each.indices(size)[0] for each, size in zip(where, self.shapes[name], strict=True)
+        )
+        return from_fp8(piece, self._slice_of[of_blocks]()[:], *corner)
+
+    def _counted(self, piece: torch.Tensor) -> torch.Tensor:
         self.bytes_read += piece.nbytes
         self.largest_read = max(self.largest_read, piece.nbytes)
         return piece
@@ -165,6 +184,7 @@ def _for_export(small_files: Mapping[str, bytes], dtype: torch.dtype) -> dict[st
         if name == "config.json":
             values["dtype"] = str(dtype).removeprefix("torch.")
             values.pop("torch_dtype", None)
+            values.pop("quantization_config", None)
             values |= implied_keys(next(iter(values.get("architectures") or ()), ""))
             for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
                 if values.get(key):  # Multi-token-prediction layers are not exported.

@@ -32,6 +32,7 @@ from r3.models.hf_config import (
     require_tokens,
 )
 from r3.models.hub import folder_of
+from r3.models.quantised import Quantised, quantised_by, quantised_shapes
 
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 """Bytes per value of the data types that weights and arithmetic may have."""
@@ -39,6 +40,7 @@ BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 # Data types in safetensors files that weights may have. Packed and integer types are quantised.
 _WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
+_OF_QUANTISED = {"": (), "fp8": ("F8_E4M3",), "mxfp4": ("U8",)}
 _WHOLE = "model.safetensors"
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 _SHOWN_SHARDS = 3
@@ -83,6 +85,7 @@ class ModelShape:
         num_mtp_layers: multi-token-prediction layers, which R3 does not load, train or export.
         is_wrapped: config.json describes a model that also sees images, of which R3 does not load,
             train or export the vision model.
+        quantised: how the checkpoint's weights are stored; empty = as they are.
     """
 
     architecture: str
@@ -130,6 +133,7 @@ class ModelShape:
     moe_names: MoeNames = field(default_factory=MoeNames)
     num_mtp_layers: int = 0
     is_wrapped: bool = False
+    quantised: Quantised = ""
 
     @classmethod
     def read(cls, folder: str | Path) -> ModelShape:
@@ -183,7 +187,7 @@ class ModelShape:
         for name, value in family.implied.items():
             hf.only(name, value)
         hf.only("hidden_act", "silu")
-        hf.refuse("use_sliding_window", "mlp_bias", "clip_qkv", "quantization_config")
+        hf.refuse("use_sliding_window", "mlp_bias", "clip_qkv")
         hf.refuse(*{"attention_bias"} - family.reads)
         # With either, two passes over one text would give different scores.
         hf.refuse("attention_dropout", "router_jitter_noise")
@@ -215,7 +219,10 @@ class ModelShape:
             norm_eps=hf.real("rms_norm_eps", default=family.norm_eps),
             tied=bool(values.get("tie_word_embeddings", False)),
         )
-        shape = cls(**(common | family.fields(hf)))
+        fields = family.fields(hf)
+        alternate = fields.get("moe_names", MoeNames()).alternates
+        common["quantised"] = quantised_by(hf, stacks_alternate=alternate)
+        shape = cls(**(common | fields))
         require_tokens(values, shape.vocab_size)
         if shape.rotary_size % 2 or not 0 < shape.rotary_size <= shape.head_dim:
             raise ShapeError(
@@ -367,7 +374,8 @@ class ModelShape:
         Returns:
             One line per missing, unknown or misshaped tensor; empty if the checkpoint matches.
         """
-        expected = self.as_stored(tensors).stored_shapes
+        plain = self.as_stored(tensors).stored_shapes
+        expected = quantised_shapes(self.quantised, plain, tensors)
         missing = [f"missing {name}" for name in expected if name not in tensors]
         unknown = [
             f"unknown {name}"
@@ -442,12 +450,13 @@ class ModelShape:
 
 
 def checkpoint_tensors(
-    folder: str | Path, *, only_weights: bool = True
+    folder: str | Path, *, only_weights: bool = True, quantised: Quantised = ""
 ) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors in a folder, from the headers of its `weight_files`.
 
     Args:
         only_weights: refuse tensors that are not floating-point numbers of 16 bits or more.
+        quantised: what tensors may be beside that.
 
     Raises:
         ShapeError: as `weight_files`; or a file is truncated (or a git-lfs pointer), two files have
@@ -455,16 +464,23 @@ def checkpoint_tensors(
     """
     shapes: dict[str, tuple[int, ...]] = {}
     file_of: dict[str, str] = {}
+    in_bytes: list[str] = []
+    types = (*_WEIGHT_TYPES, *_OF_QUANTISED[quantised])
     for file in weight_files(folder):
         for name, entry in header_of(file)[0].items():
             if name in shapes:
                 raise ShapeError(f"tensor {name} is in {file_of[name]} and in {file.name}")
-            if only_weights and entry["dtype"] not in _WEIGHT_TYPES:
+            if only_weights and entry["dtype"] not in types:
                 raise ShapeError(
                     f"tensor {name} in {file.name} has data type {str(entry['dtype'])[:20]}; "
-                    f"weights must have one of {', '.join(_WEIGHT_TYPES)}"
+                    f"weights must have one of {', '.join(types)}"
                 )
             shapes[name], file_of[name] = tuple(entry["shape"]), file.name
+            if entry["dtype"] == "F8_E4M3":
+                in_bytes.append(name)
+    for name in in_bytes:
+        if only_weights and f"{name}_scale_inv" not in shapes:
+            raise ShapeError(f"tensor {name} has data type F8_E4M3 and no {name}_scale_inv")
     return shapes
 
 
@@ -520,7 +536,7 @@ def checkpoint_faults(folder: str | Path, shape: ModelShape) -> list[str]:
     Raises:
         ShapeError: as `checkpoint_tensors`.
     """
-    tensors = checkpoint_tensors(folder)
+    tensors = checkpoint_tensors(folder, quantised=shape.quantised)
     faults = shape.faults(tensors)
     if not faults and shape.tied and "lm_head.weight" in tensors and _has_own_head(folder):
         faults.append(

@@ -96,6 +96,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         else ", dense"
     )
     not_loaded = [f"left out   {shape.left_out}, not trained or exported"] if shape.left_out else []
+    read_as = [f"read as    bfloat16, from {shape.quantised}"] if shape.quantised else []
     left_out = f"{task.prompts.dropped_too_long} dropped as too long"
     if config.data.drop_duplicates:
         left_out += f", {task.prompts.dropped_duplicates} as duplicates"
@@ -135,6 +136,7 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         f"python     {platform.python_version()}, {sys.executable}",
         f"model      {config.model.path} ({shape.num_params / 1e6:,.1f} M parameters{moe})",
         *not_loaded,
+        *read_as,
         f"layout     {device.world_size} rank(s) on {device.torch.type}: dp {mesh.dp.size} ep "
         f"{parallel.ep} tp {parallel.tp} "
         f"{pipeline} cp {parallel.cp}; {engines}",

