@@ -7,6 +7,7 @@ from r3.config import (
     CheckpointConfig,
     Config,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
@@ -71,4 +72,21 @@ def qwen3_moe_30b_80gb() -> Config:
         parallel=ParallelConfig(tp=4, etp=1, ep=8, engine_tp=4),
         # A quarter of the engine's weights leaves 40 GiB of KV cache per rank.
         engine=EngineConfig(memory_fraction=0.7, max_num_seqs=512),
+    )
+
+
+def qwen3_30b_a3b_lora() -> Config:
+    """The same with LoRA on 2 GPUs of 80 GB, by the plan; `--parallel.ep 1 --parallel.engine_tp 1`
+    is for one GPU of 141 GB.
+    """
+    base = qwen3_moe_30b_a3b()
+    return replace(
+        base,
+        # 32 / 8 experts per token: as many adapted dimensions per token as elsewhere.
+        lora=LoraConfig(rank=32, expert_rank=4),
+        # Ten times what is common for full training (docs/lora.md).
+        train=replace(base.train, lr=1e-5),
+        rollout=replace(base.rollout, prompts_per_step=64, group_size=8),
+        parallel=ParallelConfig(ep=2, engine_tp=2),
+        engine=EngineConfig(memory_fraction=0.5, max_num_seqs=128),
     )

@@ -2,8 +2,10 @@
 
     python -m r3.export RUN_DIR                    the newest checkpoint, to RUN_DIR/hf/step_N
     python -m r3.export RUN_DIR --step 20 --to my-model
+    python -m r3.export RUN_DIR --adapter          the adapter alone, to RUN_DIR/adapter/step_N
 
-One process loads the weights, without optimizer and without an engine. Config, tokenizer and chat
+With `lora.rank`, the folder has the merged weights, or the adapter as PEFT and vLLM read it. One
+process loads the weights, without optimizer and without an engine. Config, tokenizer and chat
 template are those of the starting model, which must be as the run had it. Exit code 2: the run,
 the checkpoint or the starting model is missing, damaged or has changed.
 """
@@ -22,11 +24,20 @@ import torch
 from r3.config import Config, ConfigError, ParallelConfig, Problem, from_yaml
 from r3.config.arguments import keyword_arguments
 from r3.data.template import Renderer
-from r3.models.hf_checkpoint import read_small_files, with_end_tokens, write_checkpoint
+from r3.models.hf_checkpoint import (
+    CheckpointReader,
+    joined,
+    read_small_files,
+    with_end_tokens,
+    write_checkpoint,
+)
 from r3.models.hub import folder_of
+from r3.models.lora import adapted_tensors
+from r3.models.peft import adapter_config, joined_in, write_adapter
 from r3.models.shape import ModelShape, ShapeError
 from r3.policy.build import build_chunks, in_precision, transformer_config
-from r3.policy.weight_slots import HeadLayout, slots, split
+from r3.policy.lora import attach, factors
+from r3.policy.weight_slots import HeadLayout, load, slots, split
 from r3.run import checkpoint
 from r3.run.build import init_rank
 from r3.run.folder import RunDir, step_folders
@@ -49,6 +60,7 @@ class Order:
     small_files: dict[str, bytes]
     found: Found
     to: Path
+    adapter: bool
 
 
 def parse(argv: Sequence[str]) -> Order:
@@ -63,6 +75,7 @@ def parse(argv: Sequence[str]) -> Order:
     parser.add_argument("run_dir", type=Path, help="folder of the run")
     parser.add_argument("--step", help="step of the checkpoint, or best; if not given, the newest")
     parser.add_argument("--to", type=Path, help="folder to write; RUN_DIR/hf/step_N if not given")
+    parser.add_argument("--adapter", action="store_true", help="write the PEFT adapter alone")
     words = parser.parse_args(argv)
     run_dir = RunDir(words.run_dir)
     saved = dict(step_folders(run_dir.checkpoints))
@@ -75,13 +88,17 @@ def parse(argv: Sequence[str]) -> Order:
     names = {None: max(saved)} | {str(step): step for step in saved}
     names |= {"best": int(best.resolve().name.removeprefix("step_"))} if best.exists() else {}
     step = names.get(words.step, -1)
-    to = words.to or run_dir.hf(step)
+    kept = run_dir.path / "adapter" / f"step_{step:06d}" if words.adapter else run_dir.hf(step)
+    to = words.to or kept
     problems: list[Problem] = []
     if step not in saved:
         rule = f"is not kept; the run has checkpoints of steps {', '.join(map(str, saved))}"
         if words.step == "best":
             rule = "there is none: the run was made without checkpoint.keep_best"
         problems.append(Problem("--step", words.step, rule, "choose one of them"))
+    if words.adapter and not config.lora.rank:
+        fix = "leave it out: all parameters were trained"
+        problems.append(Problem("--adapter", True, "the run has no adapters (lora.rank 0)", fix))
     if to.exists():
         problems.append(Problem("--to", str(to), "exists already", "give another folder"))
     try:
@@ -89,6 +106,11 @@ def parse(argv: Sequence[str]) -> Order:
         small_files = read_small_files(config.model.path)
         tokenizer = _tokenizer(config.model.path)
         problems += _changed(run_dir, config.model.path, small_files, tokenizer)
+        ranks = adapted_tensors(shape, config.lora, config.train.freeze)
+        if words.adapter and (joined_name := joined_in(shape, ranks)):
+            rule = f"has no modules for adapters inside {joined_name}, which joins matrices"
+            fix = "leave --adapter out: the merged model has everything"
+            problems.append(Problem("model.path", config.model.path, rule, fix))
     except (OSError, ShapeError) as error:
         fix = "restore the folder: config, tokenizer and chat template come from it"
         problems.append(Problem("model.path", config.model.path, f"cannot be read: {error}", fix))
@@ -101,6 +123,7 @@ def parse(argv: Sequence[str]) -> Order:
         small_files=with_end_tokens(small_files, Renderer(tokenizer, variables).ends),
         found=Found(folder=saved[step], step=step),
         to=to,
+        adapter=words.adapter,
     )
 
 
@@ -132,10 +155,21 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
     megatron = transformer_config(alone, order.shape)
     chunks = build_chunks(alone, order.shape, megatron, mesh, device)
     in_precision(megatron, chunks)
+    if alone.lora.rank:
+        adapters = attach(alone, chunks[0], order.shape, mesh)
+        with CheckpointReader(alone.model.path) as reader:
+            reader.require(order.shape)
+            load(slots(chunks, order.shape, mesh), reader.read, HeadLayout.of(order.shape))
+        adapters.start()
     checkpoint.load_weights(order.found, chunks, mesh)
+    if order.adapter:
+        ranks = adapted_tensors(order.shape, alone.lora, alone.train.freeze)
+        config = adapter_config(order.shape, alone.lora, ranks, alone.model.path)
+        write_adapter(order.to, factors(adapters), config)
+        return
     write_checkpoint(
         order.to,
-        _tensors(chunks, order.shape, mesh),
+        joined(_tensors(chunks, order.shape, mesh), order.shape),
         small_files=order.small_files,
         dtype=megatron.params_dtype,
         metadata={"step": order.found.step, "from": order.config.model.path},

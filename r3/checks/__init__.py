@@ -22,7 +22,7 @@ from r3.checks.evaluation import check_best, check_evaluation
 from r3.checks.findings import Findings
 from r3.checks.ignored import ignored_settings
 from r3.checks.layout import check_layout
-from r3.checks.model import check_freeze, check_model
+from r3.checks.model import check_freeze, check_lora, check_model
 from r3.checks.rewards import BUILTIN_REWARDS, check_rewards
 from r3.checks.run_folder import check_run_folder
 from r3.checks.teacher import check_teacher
@@ -78,6 +78,7 @@ def examine(
     check_lengths(config, found, shape)
     check_teacher(config, found, shape, world_size)
     check_freeze(config, found, shape)
+    check_lora(config, found, shape)
     check_environment(config, found)
     check_rewards(config, found, world_size)
     sets = check_evaluation(config, found, shape)

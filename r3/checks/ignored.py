@@ -132,6 +132,9 @@ def _objective(
             because = f"{because}, not from rewards (--algo.kl_in loss has an effect)"
         ignored(because, *names, "algo.dynamic_sampling_metric", "algo.overlong_buffer")
         ignored(because, "algo.overlong_penalty")
+    if not config.lora.rank:
+        names = [name for name in values if name.startswith("lora.")]
+        ignored("lora.rank is 0, so there are no adapters", *names)
     if not config.algo.teacher:
         ignored("algo.teacher is empty", "algo.teacher_coef")
 

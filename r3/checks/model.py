@@ -11,6 +11,7 @@ from r3.config import Config, ConfigError
 from r3.models.download import fetch_small, weights_note
 from r3.models.freeze import frozen_tensors
 from r3.models.hub import HubError, command, is_hub
+from r3.models.lora import adapted_tensors, untrained_chunk
 from r3.models.shape import AbsentWeightsError, ModelShape, ShapeError, checkpoint_faults
 from r3.user_code.loading import path_fix
 
@@ -30,6 +31,32 @@ def check_freeze(config: Config, found: Findings, shape: ModelShape | None) -> N
             frozen_tensors(shape, config.train.freeze)
         except ConfigError as error:
             found.problems.extend(error.problems)
+
+
+def check_lora(config: Config, found: Findings, shape: ModelShape | None) -> None:
+    """`lora` finds matrices of the model, in every chunk of the pipeline, and its layout works."""
+    lora, parallel = config.lora, config.parallel
+    if shape is None or not found.sound("lora.rank", "train.freeze", "parallel.pp_layers"):
+        return
+    try:
+        adapted = adapted_tensors(shape, lora, config.train.freeze)
+    except ConfigError as error:
+        found.problems.extend(error.problems)
+        return
+    if not adapted:
+        return
+    if "experts" in lora.targets and config.model.experts == "sequential":
+        rule = "experts have adapters, which run with all experts of a rank as one tensor"
+        found.add("model.experts", rule, "use --model.experts auto")
+    etp = parallel.etp or parallel.tp
+    if "experts" in lora.targets and etp not in (1, parallel.tp):
+        rule = "experts have adapters, and it is neither 1 nor parallel.tp"
+        found.add("parallel.etp", rule, f"use 1 or {parallel.tp}")
+    if found.sound("parallel.pp", "parallel.vpp"):
+        number = untrained_chunk(shape, parallel, adapted)
+        if number is not None:
+            rule = f"give chunk {number} of the pipeline nothing to train"
+            found.add("lora.targets", rule, "add attention, or use fewer stages")
 
 
 def check_model(config: Config, found: Findings) -> ModelShape | None:

@@ -33,6 +33,7 @@ from r3.config.settings import (
     EvalConfig,
     EvalSet,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     ReplayConfig,

@@ -533,6 +533,44 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: W + scale * B A is trained in place of W (arXiv 2106.09685)."""
+
+    rank: Annotated[int, AtLeast(0), Fix("16; 0 trains all parameters")] = 0
+    """Rank of the adapters. The other parameters keep their initial values. 0: no adapters, all
+    parameters are trained."""
+    alpha: Annotated[float, Above(0), Fix("32")] = 32.0
+    """The product B A is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
+    targets: tuple[Literal["attention", "experts", "shared", "dense", "router", "head"], ...] = (
+        "attention",
+        "experts",
+        "shared",
+        "dense",
+    )
+    """Matrices with adapters, of those that the model has: projections of attention, experts,
+    shared experts, MLPs of dense layers, routers, output layer."""
+    expert_rank: Annotated[int, AtLeast(0), Fix("0 takes lora.rank")] = 0
+    """Rank of the adapters of experts. 0: lora.rank. lora.rank divided by the experts per token
+    gives a token as many adapted dimensions as elsewhere."""
+    dropout: Annotated[
+        float,
+        Between(0, 0, why="the engine samples without it, so probabilities would not match"),
+        Fix("0"),
+    ] = 0.0
+    """Dropout of adapters, which R3 does not have."""
+
+    def rank_of(self, target: str) -> int:
+        """Rank of the adapters of a target."""
+        return (self.expert_rank if target == "experts" else 0) or self.rank
+
+    def scale(self, rank: int) -> float:
+        """What the product of adapters of a rank is multiplied by."""
+        return self.alpha / (rank**0.5 if self.rslora else rank)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How policy and engine are sharded over the ranks. The remaining factor is data parallel."""
 
@@ -891,6 +929,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     # Neither the layout nor what is written and measured shapes what is learnt.
     parallel: Annotated[ParallelConfig, MayChangeOnResume()] = field(default_factory=ParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

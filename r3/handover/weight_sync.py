@@ -8,6 +8,7 @@ has travel over the network, as broadcasts. The same stream feeds the Hugging Fa
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -238,19 +239,17 @@ class WeightStream:
         self.traffic = self._plan.traffic
 
     def _shards(self) -> Iterator[PlacedShard]:
+        by_place = sorted((buffer.data_ptr(), i) for i, buffer in enumerate(self._own_buffers))
         for slot in self._policy.slots:
-            for number, buffer in enumerate(self._own_buffers):  # noqa: B007 (used after the loop)
-                offset, rest = divmod(
-                    slot.tensor.data_ptr() - buffer.data_ptr(), buffer.element_size()
-                )
-                if (
-                    rest == 0
-                    and 0 <= offset <= buffer.numel() - slot.tensor.numel()
-                    and slot.tensor.dtype == buffer.dtype
-                ):
-                    break
-            else:
-                raise AssertionError(f"{slot.name} is in none of the shared buffers")
+            place = slot.tensor.data_ptr()
+            number = by_place[bisect_right(by_place, (place, len(by_place))) - 1][1]
+            buffer = self._own_buffers[number]
+            offset, rest = divmod(place - buffer.data_ptr(), buffer.element_size())
+            assert (
+                rest == 0
+                and 0 <= offset <= buffer.numel() - slot.tensor.numel()
+                and slot.tensor.dtype == buffer.dtype
+            ), f"{slot.name} is in none of the shared buffers"
             assert slot.tensor.is_contiguous(), f"{slot.name} is not contiguous"
             yield PlacedShard(
                 name=slot.name,

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from r3.config import Config
 from r3.data.sources import bytes_of
+from r3.models.lora import adapted_tensors
 from r3.models.shape import BYTES_OF, ModelShape, ShapeError, checkpoint_tensors
 
 GIB = 2**30
@@ -39,7 +40,7 @@ CERTAIN = (
 )
 """Parts whose size is certain. A device that is smaller than these cannot work."""
 
-HOST_CERTAIN = ("optimizer", "reference policy", "engine weights")
+HOST_CERTAIN = ("optimizer", "reference policy", "base weights", "engine weights")
 """The same of host memory. What a checkpoint needs depends on the ranks that write it."""
 
 
@@ -57,6 +58,11 @@ def params_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
     Others are sharded by tp, experts by etp * ep. The share of a stage is its share of the layers,
     or of the MoE layers.
     """
+    others = shape.num_params - shape.num_expert_params
+    return _on_a_rank(config, shape, others, shape.num_expert_params)
+
+
+def _on_a_rank(config: Config, shape: ModelShape, others: int, experts: int) -> tuple[int, int]:
     parallel = config.parallel
     stages = [
         {layer for piece in pieces for layer in piece} for pieces in stage_pieces(config, shape)
@@ -65,9 +71,37 @@ def params_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
     moe_share = max(len(stage.intersection(shape.moe_layers)) for stage in stages) / (
         len(shape.moe_layers) or 1
     )
-    others = (shape.num_params - shape.num_expert_params) * share / parallel.tp
-    experts = shape.num_expert_params * moe_share / ((parallel.etp or parallel.tp) * parallel.ep)
-    return int(others), int(experts)
+    shards = (parallel.etp or parallel.tp) * parallel.ep
+    return int(others * share / parallel.tp), int(experts * moe_share / shards)
+
+
+def adapted_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
+    """(other, expert) parameters on such a rank that have adapters and a base on the host."""
+    names = adapted_tensors(shape, config.lora, config.train.freeze)
+    others, experts = _by_experts({name: math.prod(shape.tensor_shapes[name]) for name in names})
+    return _on_a_rank(config, shape, others, experts)
+
+
+def trained_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
+    """(other, expert) parameters on such a rank that an optimizer has: all, or the adapters'.
+
+    One factor of a pair is whole on every rank of tp; here both are.
+    """
+    if not config.lora.rank:
+        return params_per_rank(config, shape)
+    ranks = adapted_tensors(shape, config.lora, config.train.freeze)
+    others, experts = _by_experts(
+        {name: rank * sum(shape.tensor_shapes[name]) for name, rank in ranks.items()}
+    )
+    parallel = config.parallel
+    others, experts = _on_a_rank(config, shape, others, experts)
+    return others * parallel.tp, experts * (parallel.etp or parallel.tp)
+
+
+def _by_experts(values: Mapping[str, int]) -> tuple[int, int]:
+    """Sums of values outside of routed experts and of them, by names in the checkpoint."""
+    experts = sum(value for name, value in values.items() if ".experts." in name)
+    return sum(values.values()) - experts, experts
 
 
 def stage_pieces(config: Config, shape: ModelShape) -> list[tuple[range, ...]]:
@@ -180,6 +214,9 @@ def memory(
                          Kept: in SYNC and GENERATE, too, and nothing on the host.
                          Streamed: all of it in SAVE, where the gradients make room; two parts of
                          32 million parameters, or the largest shard, in OPTIMIZER; else nothing
+        adapters         lora.rank: float32. Gradients and optimizer are theirs alone, s = 8
+        weight gradient  lora.rank: of one matrix, or of the experts of a layer, and in float32
+        merging          lora.rank: the base of such a matrix, its product and sum in float32
         activations      micro_batch_tokens * activation_bytes_per_token / (tp * cp). A pipeline
                          keeps pp micro-batches of 1 / pp of the layers, an interleaved one
                          (pp - 1) / (pp vpp) more
@@ -214,7 +251,13 @@ def memory(
     if parallel.vpp > 1:
         tokens *= 1 + (parallel.pp - 1) / (parallel.pp * parallel.vpp)
     always = {"frameworks": framework_bytes(config, world_size), "policy weights": weights}
-    gradients = {"gradients": (others + experts) * 4}
+    trained = sum(trained_per_rank(config, shape))
+    gradients = {"gradients": trained * 4.0}
+    with_adapters = bool(config.lora.rank)
+    if with_adapters:
+        always["adapters"] = trained * 4.0
+        largest = max(_stacked_experts(config, shape), _largest_tensor(shape) / parallel.tp)
+        gradients["weight gradient"] = largest * (BYTES_OF[config.model.dtype] + 4)
     shard = largest_shard(config, shape, world_size)
     if config.train.optimizer == "streamed":
         train = always | gradients
@@ -245,7 +288,10 @@ def memory(
         | ({"reward model": reward} if (reward := reward_model_bytes(config)) else {})
         | {"KV cache": cache},
         "TRAIN": train | passes,
-        "OPTIMIZER": train | states | {"clipping": shard * 4},
+        "OPTIMIZER": train
+        | states
+        | {"clipping": shard * 4}
+        | ({"merging": largest * (BYTES_OF[config.model.dtype] + 8)} if with_adapters else {}),
         "SAVE": saving | {"gathered state": float(GATHERED_BYTES)},
     }
 
@@ -274,12 +320,16 @@ def teacher_bytes(config: Config, path: str) -> float:
 
 def optimizer_bytes(config: Config, shape: ModelShape, world_size: int) -> float:
     """Bytes of a rank's optimizer state, sharded over all ranks with the same parameters."""
+    if config.lora.rank:
+        others, experts = trained_per_rank(config, shape)
+        dense_dp, expert_dp = replicas(config, world_size)
+        return (others / dense_dp + experts / expert_dp) * _state_bytes(config)
     return shape.num_params / world_size * _state_bytes(config)
 
 
 def _state_bytes(config: Config) -> int:
     """Bytes of optimizer state per parameter."""
-    return 8 if config.model.dtype == "float32" else 12
+    return 8 if config.model.dtype == "float32" or config.lora.rank else 12
 
 
 def framework_bytes(config: Config, world_size: int) -> float:
@@ -322,14 +372,18 @@ def largest_shard(config: Config, shape: ModelShape, world_size: int) -> float:
 
     That is the stacked experts of a layer or a matrix, or all that the rank has if that is less.
     """
-    others, experts = params_per_rank(config, shape)
+    others, experts = trained_per_rank(config, shape)
     dense_dp, expert_dp = replicas(config, world_size)
-    shards = (config.parallel.etp or config.parallel.tp) * config.parallel.ep
-    stacked = 2 * shape.hidden_size * shape.moe_ffn_size * shape.num_experts / shards
     return max(
-        min(stacked, experts / expert_dp),
+        min(_stacked_experts(config, shape), experts / expert_dp),
         min(_largest_tensor(shape) / config.parallel.tp, others / dense_dp),
     )
+
+
+def _stacked_experts(config: Config, shape: ModelShape) -> float:
+    """Values in the larger tensor of a layer's experts on a rank."""
+    shards = (config.parallel.etp or config.parallel.tp) * config.parallel.ep
+    return 2 * shape.hidden_size * shape.moe_ffn_size * shape.num_experts / shards
 
 
 def replicas(config: Config, world_size: int) -> tuple[int, int]:
@@ -366,14 +420,16 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
 
         process             Python and its libraries
         optimizer           its state while the engine generates, page-locked
-        reference policy    algo.kl_coef > 0: its weights, and the policy's while it scores
+        reference policy    algo.kl_coef > 0: its weights, and the policy's while it scores; with
+                            adapters it is the base
+        base weights        lora.rank: of the matrices with adapters
         teachers            algo.teacher: the weights of each
         engine weights      engine.sleep_level 1: while the policy trains
         rows                ROW_BYTES per byte of the files of data and held-out sets
         rollouts            those a data-parallel rank trains on, of maximum length: 24 bytes and
                             the routes per token
-        checkpoint          while one is written or read: weights and moments in float32 of all
-                            parameters of the rank, and a copy of its weights
+        checkpoint          while one is written or read: values and moments in float32 of what the
+                            rank trains, and a copy of its weights, or of its adapters
 
     Args:
         config: the settings.
@@ -385,16 +441,19 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
     data_ranks = world_size // (parallel.tp * parallel.cp * parallel.pp)
     rollouts = config.rollout.prompts_per_step * config.rollout.group_size / data_ranks
     engine = engine_bytes(config, shape)
+    trained = sum(trained_per_rank(config, shape))
+    base = sum(adapted_per_rank(config, shape)) * BYTES_OF[config.model.dtype]
     parts = {
         "process": PROCESS_BYTES,
         "optimizer": optimizer_bytes(config, shape, world_size)
         * (config.train.optimizer != "kept"),
-        "reference policy": 2 * weights * bool(config.algo.kl_coef),
+        "reference policy": 2 * weights * (config.algo.kl_coef > 0 and not config.lora.rank),
+        "base weights": base,
         "teachers": sum(teacher_bytes(config, path) for path in dict.fromkeys(config.algo.teacher)),
         "engine weights": engine * (config.engine.sleep_level == 1),
         "rows": ROW_BYTES * sum(map(bytes_of, (*config.data.path, *config.eval.path))),
         "rollouts": rollouts * _longest(config, shape) * (24 + route_bytes_per_token(shape)),
-        "checkpoint": 12 * (others + experts) + weights,
+        "checkpoint": 12 * trained + (4 * trained if config.lora.rank else weights),
     }
     return {name: float(size) for name, size in parts.items() if size}
 

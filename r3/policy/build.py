@@ -40,6 +40,7 @@ from r3.policy.dispatch import TokenDispatcher
 from r3.policy.exchange import exchange_without_copies
 from r3.policy.fused_experts import FusedExperts
 from r3.policy.logprobs import Head, ScoringGPT
+from r3.policy.lora import attach
 from r3.policy.memory import chained
 from r3.policy.modules import (
     AllHeadsNorm,
@@ -405,7 +406,7 @@ class Trainable:
     Attributes:
         wrapped: what Megatron's schedules run.
         optimizer: Megatron's (chained) optimizer.
-        frozen: flat tensors of what is part of the model and never trained.
+        frozen: flat tensors of what is part of the model and that no optimizer has.
     """
 
     wrapped: list[Any]
@@ -414,21 +415,31 @@ class Trainable:
 
 
 def wrap(
-    config: Config, megatron: TransformerConfig, chunks: list[Any], mesh: Mesh, host: str
+    config: Config,
+    megatron: TransformerConfig,
+    chunks: list[Any],
+    shape: ModelShape,
+    mesh: Mesh,
+    host: str,
 ) -> Trainable:
     """Add data parallelism and the distributed optimizer. All ranks must call.
 
     Gradients are reduced in float32 and summed over data-parallel ranks, not averaged.
 
     Args:
-        config: the section `train` is read.
+        config: the sections `train` and `lora` are read.
         megatron: the chunks' config; the schedule's functions are set on it.
         chunks: this rank's model chunks.
+        shape: the model's.
         mesh: the layout of the ranks.
         host: identifies this rank's machine.
     """
     half = megatron.params_dtype != torch.float32
     modules, frozen = in_precision(megatron, chunks)
+    if config.lora.rank:
+        for chunk in chunks:
+            frozen += [parameter.data.view(-1) for parameter in chunk.parameters()]
+            attach(config, chunk, shape, mesh)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False
     )

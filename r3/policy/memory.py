@@ -231,5 +231,9 @@ def _model_parameters(optimizer: Any) -> dict[int, torch.Tensor]:
 
 
 def chained(optimizer: Any) -> list[Any]:
-    """Return the optimizers inside Megatron's: for dense parameters and, if ep > 1, for experts."""
-    return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
+    """Return the optimizers inside Megatron's: for dense parameters and, if ep > 1, for experts.
+
+    Those without parameters are left out.
+    """
+    every = list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
+    return [each for each in every if not each.is_stub_optimizer]

@@ -25,6 +25,7 @@ from r3.policy.build import (
 )
 from r3.policy.dispatch import size_plan
 from r3.policy.layout import LocalTokens
+from r3.policy.lora import adapters_of
 from r3.policy.memory import TrainingMemory, chained
 from r3.policy.objective import NONE_MADE, Passes, policy_loss
 from r3.policy.scoring import ScoringPolicy
@@ -81,7 +82,7 @@ class Policy(ScoringPolicy):
             plausibility=config.replay.plausibility,
             plan=size_plan(mesh.ep, shape.num_experts // mesh.ep.size) if planned else None,
         )
-        trainable = wrap(config, self.megatron, chunks, mesh, device.host)
+        trainable = wrap(config, self.megatron, chunks, shape, mesh, device.host)
         self.wrapped, self.optimizer = trainable.wrapped, trainable.optimizer
         self._frozen = trainable.frozen
         place = config.train.optimizer
@@ -94,6 +95,9 @@ class Policy(ScoringPolicy):
             reader.require(shape)
             load(self.slots, reader.read, self.heads)
         self.optimizer.reload_model_params()  # updates the float32 main parameters
+        self._adapters = list(adapters_of(chunks))
+        for adapters in self._adapters:
+            adapters.start()
         # Parameters that the optimizer must not change. Those of a unit share one parameter.
         names = frozen_tensors(shape, config.train.freeze)
         at = {
@@ -102,14 +106,14 @@ class Policy(ScoringPolicy):
         self._untrained = [
             at[slot.tensor.data_ptr()]
             for slot in self.slots
-            if names.issuperset(slot.hf) and slot.tensor.data_ptr() in at
+            if names.issuperset(slot.hf) and slot.tensor.data_ptr() in at and not self._adapters
         ]
         self.update_number = 0
         self.is_onloaded = True
         # The reference policy: this shard's initial weights, on the host.
         self._reference = (
             [to_host(buffer) for buffer in self.parameter_buffers()]
-            if config.algo.kl_coef
+            if config.algo.kl_coef and not self._adapters
             else None
         )
         # Host copy of the policy's weights while the reference's are on the device.
@@ -135,7 +139,7 @@ class Policy(ScoringPolicy):
 
     def shared_buffers(self) -> list[torch.Tensor]:
         """Return the flat tensors that `slots` are views of: parameters and expert biases."""
-        return [*self.parameter_buffers(), *self._frozen]
+        return self._frozen if self._adapters else [*self.parameter_buffers(), *self._frozen]
 
     def share_parameters(self) -> list[SharedTensor]:
         """Return handles to the shared buffers for other ranks of this machine.
@@ -149,7 +153,18 @@ class Policy(ScoringPolicy):
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Inside, the policy has the reference weights; its own are restored bit for bit."""
+        """Inside, the policy has the reference weights; its own are restored bit for bit.
+
+        With adapters, the reference weights are the base.
+        """
+        if self._adapters:
+            try:
+                for adapters in self._adapters:
+                    adapters.restore_base()
+                yield
+            finally:
+                self.merge_adapters()
+            return
         assert self._reference is not None, "no reference weights are kept when algo.kl_coef is 0"
         buffers = self.parameter_buffers()
         kept = self._kept or [None] * len(buffers)
@@ -163,6 +178,11 @@ class Policy(ScoringPolicy):
         finally:
             for buffer, weights in zip(buffers, own, strict=True):
                 buffer.copy_(weights, non_blocking=True)
+
+    def merge_adapters(self) -> None:
+        """Set the weights from base and adapters, if there are adapters."""
+        for adapters in self._adapters:
+            adapters.merge()
 
     # ----------------------------------------------------------------------------------------------
     # Memory
@@ -221,6 +241,7 @@ class Policy(ScoringPolicy):
             _, grad_norm, _ = self.optimizer.step()
         for parameter, values in zip(decays, kept, strict=True):
             parameter.data.copy_(values)
+        self.merge_adapters()
         # Megatron checks this only with a loss scaler, which can retry.
         if not math.isfinite(grad_norm):
             raise FloatingPointError(

@@ -179,7 +179,8 @@ def _no_rule(name: str, shape: ModelShape) -> str:
 
 def _tensors(chunk: Any, rules: Rules) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters, then the buffers that belong to the checkpoint (expert biases)."""
-    yield from chunk.named_parameters()
+    # Adapters (r3/policy/lora.py) are parameters that the checkpoint does not have.
+    yield from (each for each in chunk.named_parameters() if not each[0].startswith("lora."))
     for name, buffer in chunk.named_buffers():
         match = _LAYER.fullmatch(name)
         if match is not None and match[2] in rules.layer:

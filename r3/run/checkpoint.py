@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from r3.policy import Policy
+from r3.policy.lora import adapters_of
 from r3.policy.memory import chained
 from r3.run.optimizer_state import gathered_state
 from r3.run.resume import Found
@@ -194,6 +195,8 @@ def _load_state(found: Found, chunks: Sequence[Any], wanted: dict[str, Any]) -> 
     state: dict[str, Any] = dist_checkpointing.load(wanted, str(found.folder))
     for name, chunk in _named(chunks):
         chunk.load_state_dict(state[name], strict=False)
+    for adapters in adapters_of(chunks):
+        adapters.merge()
     return state
 
 
@@ -226,6 +229,9 @@ def _metadata(mesh: Mesh) -> dict[str, Any]:
 def _sharded_weights(chunks: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, chunk in _named(chunks):
+        if hasattr(chunk, "lora"):  # the base is that of the starting model
+            state[name] = chunk.lora.sharded_state_dict("lora.")
+            continue
         sharded = chunk.sharded_state_dict(metadata=_metadata(mesh))
         # Placeholders of TransformerEngine: always None here, and they differ between the two kinds
         # of experts.

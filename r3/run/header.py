@@ -11,6 +11,7 @@ from r3.config import Config
 from r3.data.sources import files_of
 from r3.metrics.glossary import headlines
 from r3.models.freeze import frozen_tensors
+from r3.models.lora import adapted_tensors
 from r3.models.shape import ModelShape
 from r3.rollout.task import Task
 from r3.run.finished import result
@@ -74,6 +75,14 @@ def frozen_lines(shape: ModelShape, patterns: Sequence[str]) -> list[str]:
         *(routers if shape.moe_layers else []),
         *([f"frozen     {frozen}"] if names else []),
     ]
+
+
+def adapter_lines(config: Config, shape: ModelShape) -> list[str]:
+    """The line of the header about adapters."""
+    ranks = adapted_tensors(shape, config.lora, config.train.freeze)
+    values = sum(rank * sum(shape.tensor_shapes[name]) for name, rank in ranks.items())
+    share = f"{values:,} parameters ({values / shape.num_params:.2%})"
+    return [f"adapters   {share} on {len(ranks)} matrices: {' '.join(config.lora.targets)}"]
 
 
 def source_lines(paths: Sequence[str], read: Sequence[tuple[str, int]]) -> list[str]:
@@ -157,7 +166,11 @@ def header(config: Config, task: Task, mesh: Mesh, device: Device, start: Start)
         *judge_lines(config),
         *([f"teacher    {' '.join(teachers)}"] if (teachers := config.algo.teacher) else []),
         f"turns      end with {' or '.join(task.conversation_setup.renderer.end_texts)}",
-        *frozen_lines(shape, config.train.freeze),
+        *(
+            adapter_lines(config, shape)
+            if config.lora.rank
+            else frozen_lines(shape, config.train.freeze)
+        ),
         f"folder     {config.log.dir}",
         *start.notes,
     ]

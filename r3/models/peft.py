@@ -1,0 +1,89 @@
+"""Adapters as PEFT and vLLM read them: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from r3.config import LoraConfig
+from r3.models.hf_checkpoint import replace_folder
+from r3.models.shape import ModelShape
+
+
+def joined_in(shape: ModelShape, adapted: Iterable[str]) -> str:
+    """Return the tensor of the checkpoint that joins matrices with adapters; "" if none does.
+
+    PEFT's adapters belong to modules, and such a tensor has none for its parts.
+    """
+    of_part = {part: name for name, (_, parts) in shape.stored.items() for part in parts}
+    return next((of_part[name] for name in adapted if name in of_part), "")
+
+
+def adapter_config(
+    shape: ModelShape, lora: LoraConfig, ranks: Mapping[str, int], base: str
+) -> dict[str, Any]:
+    """Return the content of adapter_config.json.
+
+    Args:
+        shape: the model's.
+        lora: the settings.
+        ranks: tensor of the checkpoint -> rank, for all with an adapter.
+        base: name or folder of the starting model.
+    """
+    modules = [name.removesuffix(".weight") for name in ranks]
+    # One short name for all modules that end with it, unless others do too.
+    ends = {module.rpartition(".")[2] for module in modules}
+    others = [name.removesuffix(".weight") for name in shape.tensor_shapes if name not in ranks]
+    mixed = {end for end in ends if any(other.endswith(f".{end}") for other in others)}
+    named = {module if (end := module.rpartition(".")[2]) in mixed else end for module in modules}
+    patterns = {
+        re.escape(name.removesuffix(".weight")): rank
+        for name, rank in ranks.items()
+        if rank != lora.rank
+    }
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(named),
+        "rank_pattern": patterns,
+    }
+
+
+def write_adapter(
+    folder: Path,
+    pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]],
+    config: Mapping[str, Any],
+) -> None:
+    """Write an adapter's folder, completely or not at all.
+
+    Args:
+        folder: replaced if it exists.
+        pairs: tensor of the checkpoint, A and B.
+        config: content of adapter_config.json.
+    """
+    tensors = {}
+    for name, a, b in pairs:
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{module}.lora_A.weight"] = a.cpu().contiguous()
+        tensors[f"{module}.lora_B.weight"] = b.cpu().contiguous()
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(tensors, str(partial / "adapter_model.safetensors"), metadata={"format": "pt"})
+    (partial / "adapter_config.json").write_text(json.dumps(dict(config), indent=2))
+    replace_folder(partial, folder)

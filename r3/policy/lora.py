@@ -1,0 +1,305 @@
+"""Low-rank adapters: W + scale * B A is trained in place of W.
+
+The policy computes with merged weights, round(W + scale * B A), which are the bytes that the engine
+gets: nothing of a layer changes, and the engine samples from the very policy that is trained. The
+base is in host memory, and the weights are merged anew from it after every update, so that nothing
+drifts. In backward, the gradient G of a merged weight becomes scale * B^T G for A and
+scale * G A^T for B, and is freed: the base has no gradient buffer and no optimizer state.
+
+A and B are float32, one pair per matrix of the checkpoint, sharded as that matrix is: where ranks
+share its rows, B has this rank's rows; where they share its columns, A has this rank's columns.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import groupby
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import nn
+
+from r3.config import Config
+from r3.models.lora import adapted_tensors
+from r3.models.rules import Kind, conversion_rules
+from r3.models.shape import ModelShape
+from r3.policy.weight_slots import HeadLayout, Slot, slots, views
+from r3.runtime.device import to_host
+from r3.runtime.mesh import Axis, Mesh
+
+_EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """The pair of one matrix of the checkpoint, or of that matrix of all experts of this rank.
+
+    Attributes:
+        name: of the matrix in the checkpoint; `{e}` stands for the expert's number.
+        weight: Megatron's parameter, which has the merged matrix.
+        part: number of the matrix in it: of q, k and v, or of gate and up.
+        kind: how the parameter is sharded.
+        axis: over which ranks.
+        is_expert: the parameter is that of all experts of this rank.
+        heads: how q, k and v are interleaved.
+        a: [r, in], or [experts, r, in].
+        b: [out, r], or [experts, out, r].
+        scale: factor of the product.
+    """
+
+    name: str
+    weight: nn.Parameter
+    part: int
+    kind: Kind
+    axis: Axis
+    is_expert: bool
+    heads: HeadLayout
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
+
+    @property
+    def shards(self) -> dict[str, int | None]:
+        """Dimension, from the end, along which each factor is sharded; None = it is whole."""
+        return {"a": -1 if self.kind == "row" else None, "b": _SHARDED_B[self.kind]}
+
+    def view(self, like_weight: torch.Tensor) -> torch.Tensor:
+        """The matrix inside the parameter, or inside a tensor of its shape."""
+        if self.is_expert:
+            return like_weight.chunk(2, 1)[self.part] if self.kind == "gated" else like_weight
+        return views(self.kind, like_weight, self.heads)[self.part]
+
+    def matrix(self, like_weight: torch.Tensor) -> torch.Tensor:
+        """The same in the checkpoint's order of rows, float32: [out, in] or [experts, out, in]."""
+        part = self.view(like_weight).float()
+        return part if self.is_expert else part.flatten(0, -2)
+
+    def merge(self, base: torch.Tensor) -> None:
+        """Set the matrix to base + scale * B A, rounded once."""
+        merged = self.matrix(base).add(self.b @ self.a, alpha=self.scale)
+        into = self.view(self.weight.data)
+        into.copy_(merged.view(into.shape))
+
+    def add_gradient(self, of_weight: torch.Tensor) -> None:
+        """Add to the gradients of A and B what follows from that of the merged matrix."""
+        gradient = self.matrix(of_weight)
+        self.a.main_grad.add_(self.b.mT @ gradient, alpha=self.scale)
+        self.b.main_grad.add_(gradient @ self.a.mT, alpha=self.scale)
+
+
+_SHARDED_B: dict[Kind, int | None] = {
+    "replicated": None,
+    "row": None,
+    "column": -2,
+    "qkv": -2,
+    "gated": -2,
+}
+
+
+class Adapters(MegatronModule):
+    """All adapters of a model chunk; its child `lora`.
+
+    Attributes:
+        adapters: the pairs, those of one parameter next to each other.
+    """
+
+    def __init__(self, config: Any, adapters: Sequence[Adapter], mesh: Mesh) -> None:
+        super().__init__(config=config)
+        self.adapters, self._mesh = adapters, mesh
+        # Merged parameter, its base on the host, and its adapters.
+        self._merged: list[tuple[nn.Parameter, torch.Tensor, list[Adapter]]] = []
+        for each in adapters:
+            for letter in "ab":
+                # torch allows no dots in names.
+                self.register_parameter(_key(each, letter).replace(".", "/"), getattr(each, letter))
+
+    def start(self) -> None:
+        """Keep the loaded weights as the base, and let backward reach the adapters.
+
+        Data parallelism and optimizer must exist: they take every weight that has a gradient.
+        """
+        for _, group in groupby(self.adapters, key=lambda each: id(each.weight)):
+            own = list(group)
+            weight = own[0].weight
+            weight.requires_grad_()
+            weight.register_post_accumulate_grad_hook(_Projection(self, len(self._merged)))
+            self._merged.append((weight, to_host(weight), own))
+
+    @torch.no_grad()
+    def project(self, number: int, gradient: torch.Tensor) -> None:
+        """Add to the gradients of the adapters what follows from that of a merged parameter."""
+        for each in self._merged[number][2]:
+            each.add_gradient(gradient)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Set every merged parameter from its base and its adapters."""
+        for weight, base, own in self._merged:
+            on_device = base.to(weight.device, non_blocking=True)
+            for each in own:
+                each.merge(on_device)
+
+    @torch.no_grad()
+    def restore_base(self) -> None:
+        """Set every merged parameter to its base."""
+        for weight, base, _ in self._merged:
+            weight.copy_(base, non_blocking=True)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the adapters under names and global shapes that no layout changes."""
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        del sharded_offsets, metadata
+        mesh, found = self._mesh, {}
+        for each in self.adapters:
+            copies = mesh.expert_dp if each.is_expert else mesh.dp_cp
+            for letter, dim in each.shards.items():
+                key, tensor, axis = _key(each, letter), getattr(each, letter), each.axis
+                offsets = [(0, mesh.ep.rank, mesh.ep.size)] if each.is_expert else []
+                if dim is not None:
+                    offsets.append((tensor.dim() + dim, axis.rank, axis.size))
+                found[prefix + key.replace(".", "/")] = ShardedTensor.from_rank_offsets(
+                    f"lora.{key}",
+                    tensor,
+                    *offsets,
+                    replica_id=(0, axis.rank if dim is None else 0, copies.rank),
+                    # A vocabulary is padded to equal parts of the ranks.
+                    allow_shape_mismatch=each.kind == "column",
+                )
+        return found
+
+
+class _Projection:
+    """Hook of a merged parameter. It does not keep the adapters, which know the parameter, alive:
+    Python's garbage collection does not see through hooks.
+    """
+
+    def __init__(self, adapters: Adapters, number: int) -> None:
+        self._adapters, self._number = weakref.ref(adapters), number
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        gradient, weight.grad = weight.grad, None
+        adapters = self._adapters()
+        if adapters is not None and gradient is not None:
+            adapters.project(self._number, gradient)
+
+
+def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapters:
+    """Freeze a model chunk and give it adapters, with B = 0, as its child `lora`.
+
+    Args:
+        config: the sections `lora` and `train` are read.
+        chunk: the chunk; its weights may be loaded later.
+        shape: the model's.
+        mesh: the layout of the ranks.
+    """
+    chunk.requires_grad_(False)
+    parameters = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}
+    ranks = adapted_tensors(shape, config.lora, config.train.freeze)
+    adapters = [
+        _adapter(config, shape, mesh, slot, parameters[slot.tensor.data_ptr()], part, ranks[name])
+        for slot in slots([chunk], shape, mesh)
+        # Stacked experts are one parameter, which begins where the first of them does.
+        if slot.tensor.data_ptr() in parameters
+        for part, name in enumerate(slot.hf)
+        if name in ranks
+    ]
+    chunk.lora = Adapters(chunk.config, adapters, mesh)
+    if chunk.pre_process:
+        # Recomputation by Megatron gives no gradient to a layer whose input needs none.
+        chunk.embedding.register_forward_hook(_needs_gradient)
+    return chunk.lora
+
+
+def _needs_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def adapters_of(chunks: Iterable[Any]) -> Iterator[Adapters]:
+    """Yield the adapters of model chunks that have some."""
+    yield from (chunk.lora for chunk in chunks if hasattr(chunk, "lora"))
+
+
+def factors(adapters: Adapters) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield (name of the checkpoint's matrix, A, B); without shards: of a rank that has all."""
+    for each in adapters.adapters:
+        if not each.is_expert:
+            yield each.name, each.a.detach(), each.b.detach()
+            continue
+        for expert, (a, b) in enumerate(zip(each.a.detach(), each.b.detach(), strict=True)):
+            yield each.name.format(e=expert), a, b
+
+
+def _key(adapter: Adapter, letter: str) -> str:
+    return f"{adapter.name}.{letter}"
+
+
+def _adapter(
+    config: Config,
+    shape: ModelShape,
+    mesh: Mesh,
+    slot: Slot,
+    weight: nn.Parameter,
+    part: int,
+    rank: int,
+) -> Adapter:
+    match = _EXPERT.fullmatch(slot.name)
+    axis, names, name = mesh.tp, [slot.hf[part]], slot.hf[part]
+    if match:
+        rule = conversion_rules(shape).expert[match[3]]
+        axis, name = mesh.etp, f"model.layers.{match[1]}.{rule.hf[part]}"
+        names = [name.format(e=int(match[2]) + i) for i in range(len(weight))]
+    width = shape.tensor_shapes[names[0]][1]
+    a = torch.stack([_initial(each, config.train.seed, rank, width) for each in names])
+    if slot.kind == "row":
+        a = a.chunk(axis.size, -1)[axis.rank]
+    device = {"device": weight.device}
+    adapter = Adapter(
+        name=name,
+        weight=weight,
+        part=part,
+        kind=slot.kind,
+        axis=axis,
+        is_expert=match is not None,
+        heads=HeadLayout.of(shape),
+        a=nn.Parameter((a if match else a[0]).clone().to(**device)),
+        b=nn.Parameter(torch.empty(0)),
+        scale=config.lora.scale(rank),
+    )
+    rows = adapter.matrix(torch.empty_like(weight, device="meta")).shape[:-1]
+    adapter.b.data = torch.zeros(*rows, rank, **device)
+    _mark(adapter)
+    return adapter
+
+
+def _initial(name: str, seed: int, rank: int, width: int) -> torch.Tensor:
+    """A of a matrix, uniform in +-1 / sqrt(in); the same under every layout."""
+    digest = sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return (torch.rand(rank, width, generator=generator) * 2 - 1) / width**0.5
+
+
+def _mark(adapter: Adapter) -> None:
+    """Tell Megatron how the ranks share the factors, by the attributes that its layers set."""
+    weight, axis = adapter.weight, adapter.axis
+    for letter, dim in adapter.shards.items():
+        factor = getattr(adapter, letter)
+        for name in ("allreduce", "is_router"):
+            if hasattr(weight, name):
+                setattr(factor, name, getattr(weight, name))
+        # The gradient norm leaves out factors without this mark on tp ranks other than the first,
+        # where experts that are whole are no copies.
+        factor.tensor_model_parallel = dim is not None or (adapter.is_expert and axis.size == 1)
+        # Its gradient is this rank's part of a sum over tp: rows of the matrix, or tokens.
+        factor.sequence_parallel = (
+            getattr(weight, "sequence_parallel", False)
+            if adapter.kind == "replicated"
+            else dim is None and axis.size > 1
+        )

@@ -1,0 +1,269 @@
+"""Low-rank adapters against transformers' own model with W + s B A, under several layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from r3.config import Config
+from r3.handover.weight_sync import WeightStream
+from r3.policy import Policy
+from r3.policy.build import learning_rate
+from r3.policy.layout import local_tokens
+from r3.policy.lora import Adapter, factors
+from r3.policy.objective import NONE_MADE, policy_loss
+from r3.run import checkpoint
+from r3.run.resume import Found
+from r3.runtime.device import Device
+from r3.runtime.mesh import build_mesh, forget_mesh
+from r3.types import Batch
+from tests.policies import batches_of, build, experts_as_on_cuda, policy_of, save_checkpoint
+from tests.tiny import tiny_config
+
+TOTAL = 4  # updates of the schedule
+
+
+def settings(path: str, targets: tuple[str, ...], **sections: dict[str, Any]) -> Config:
+    """Adapters of two ranks with a scale that is not 1; routers choose on both sides."""
+    lora = {"rank": 4, "expert_rank": 2, "alpha": 6.0, "targets": targets}
+    own: dict[str, Any] = {"lora": lora, "replay": {"mode": "off"}, "train": {"lr": 1e-2}}
+    return tiny_config(path, **(own | sections))
+
+
+@torch.no_grad()
+def fill_b(policy: Policy) -> None:
+    """Set every B, so that A has a gradient, to values that no layout changes."""
+    for each in adapters(policy):
+        rows = policy.shape.tensor_shapes[each.name.format(e=0)][0]
+        experts = policy.shape.num_experts if each.is_expert else 1
+        generator = torch.Generator().manual_seed(len(each.name) + each.part)
+        full = 0.02 * torch.randn(experts, rows, each.b.shape[-1], generator=generator)
+        if each.is_expert:
+            full = full.chunk(policy.mesh.ep.size)[policy.mesh.ep.rank]
+        if each.shards["b"] is not None:
+            full = full.chunk(each.axis.size, -2)[each.axis.rank]
+        each.b.copy_(full if each.is_expert else full[0])
+    policy.merge_adapters()
+
+
+def adapters(policy: Policy) -> list[Adapter]:
+    """All pairs of this rank."""
+    return [each for chunk in policy.chunks for each in chunk.lora.adapters]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oracle:
+    """Relative errors (Frobenius) against autograd through transformers with W + s B A.
+
+    Attributes:
+        gradient: of the worst factor.
+        moved: of what one AdamW step adds, over all factors.
+        norm: of the gradient norm.
+        pairs: matrices with adapters.
+        buffers, state: values in gradient buffers and in the optimizer.
+        values: values of all factors.
+        base_kept: tensors without an adapter, and the base, have not changed.
+    """
+
+    gradient: float
+    moved: float
+    norm: float
+    pairs: int
+    buffers: int
+    state: int
+    values: int
+    base_kept: bool
+
+
+def oracle(device: Device, *, model: str, targets: tuple[str, ...], **sections: Any) -> Oracle:
+    """One update of a single rank and of transformers."""
+    config = settings(model, tuple(targets), **sections)
+    mesh, policy = build(device, config)
+    began = {slot.name: slot.tensor.clone() for slot in policy.slots}
+    fill_b(policy)
+    (batch,) = batches_of(mesh, policy.shape)
+    pairs = {
+        name: (a.clone().requires_grad_(), b.clone().requires_grad_())
+        for chunk in policy.chunks
+        for name, a, b in factors(chunk.lora)
+    }
+    loss = transformers_loss(config, policy, batch, pairs)
+    loss.backward()
+    policy.forward_backward(batch)
+    ours = {
+        name: (a.clone(), b.clone())
+        for name, a, b in _each(policy, lambda tensor: tensor.main_grad)
+    }
+    errors = [
+        float((mine - theirs.grad).norm() / theirs.grad.norm())
+        for name, pair in pairs.items()
+        for mine, theirs in zip(ours[name], pair, strict=True)
+        if theirs.grad.norm() > 1e-6  # an expert without tokens has none
+    ]
+    leaves = [leaf for pair in pairs.values() for leaf in pair]
+    before = [leaf.detach().clone() for leaf in leaves]
+    norm = torch.nn.utils.clip_grad_norm_(leaves, config.train.clip_grad)
+    train = config.train
+    torch.optim.AdamW(
+        leaves,
+        lr=learning_rate(0, TOTAL, train),
+        betas=(train.beta1, train.beta2),
+        eps=1e-8,
+        weight_decay=train.weight_decay,
+    ).step()
+    update = policy.update(batch, total_updates=TOTAL)
+    moved = [x for _, a, b in _each(policy, lambda tensor: tensor.detach()) for x in (a, b)]
+    expected = [leaf.detach() - old for leaf, old in zip(leaves, before, strict=True)]
+    found = [new - old for new, old in zip(moved, before, strict=True)]
+    off = torch.cat([(x - y).flatten() for x, y in zip(found, expected, strict=True)])
+    whole = torch.cat([x.flatten() for x in expected])
+    with policy.reference_weights():
+        kept = all(torch.equal(slot.tensor, began[slot.name]) for slot in policy.slots)
+    return Oracle(
+        gradient=max(errors),
+        moved=float(off.norm() / whole.norm()),
+        norm=abs(update.grad_norm / float(norm) - 1),
+        pairs=len(pairs),
+        buffers=sum(buffer.numel() for buffer in policy.memory.gradient_buffers()),
+        state=sum(tensor.numel() for _, tensor in policy.memory.optimizer_tensors()),
+        values=sum(x.numel() for x in moved),
+        base_kept=kept,
+    )
+
+
+def _each(policy: Policy, of: Any) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(matrix of the checkpoint, what `of` takes of A, of B), experts one by one."""
+    found = []
+    for each in adapters(policy):
+        a, b = of(each.a), of(each.b)
+        if each.is_expert:
+            found += [(each.name.format(e=e), a[e], b[e]) for e in range(len(a))]
+        else:
+            found.append((each.name, a, b))
+    return found
+
+
+def transformers_loss(
+    config: Config, policy: Policy, batch: Batch, pairs: dict[str, Any]
+) -> torch.Tensor:
+    """The loss of transformers' model with W + s B A in place of W."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    names = policy.shape.moe_names
+
+    def product(name: str) -> torch.Tensor:
+        a, b = pairs[name]
+        return config.lora.scale(len(a)) * (b @ a)
+
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in model.named_parameters():
+        value = value.detach()
+        stem, _, last = name.rpartition(".")
+        if name in pairs:
+            weights[name] = value + product(name)
+        elif last in ("gate_up_proj", "down_proj"):  # experts as one tensor
+            parts = names.gate_up_down[:2] if last == "gate_up_proj" else names.gate_up_down[2:]
+            weights[name] = value + torch.stack(
+                [
+                    torch.cat([product(f"{stem}.{e}.{part}.weight") for part in parts])
+                    for e in range(len(value))
+                ]
+            )
+        else:
+            weights[name] = value
+    total = torch.zeros(())
+    for micro_batch in batch.micro_batches:
+        tokens = local_tokens(micro_batch, policy.mesh, policy.device.torch)
+        borders = micro_batch.cu_seqlens
+        rows = [
+            torch.func.functional_call(model, weights, (tokens.tokens_N[None, start:end],))
+            .logits[0]
+            .div(config.rollout.temperature)
+            .log_softmax(-1)
+            for start, end in pairwise(borders)
+        ]
+        logprobs_N = torch.cat(rows).gather(-1, tokens.targets_N[:, None])[:, 0]
+        loss, _ = policy_loss(config, batch, tokens, policy.mesh.cp, logprobs_N, NONE_MADE)
+        total = total + loss
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class InLayout:
+    """Two updates under one layout, of which the second is made by a resumed policy too.
+
+    Attributes:
+        grad_norm: of the first update.
+        resumed: weights and optimizer are the same bit for bit after the second update.
+        rewritten: the resumed policy has the weights of the saved one before that update.
+        reference: after scoring with the reference policy, the weights are the same bit for bit.
+        checkpoint_bytes: all files of the checkpoint.
+    """
+
+    grad_norm: float
+    resumed: bool
+    rewritten: bool
+    reference: bool
+    checkpoint_bytes: int
+
+
+def layouts(
+    device: Device, *, model: str, targets: tuple[str, ...], out: str, rows: dict[str, Any]
+) -> dict[str, InLayout]:
+    """Train under several layouts, one after the other, and write the weights of each."""
+    found = {}
+    for name, row in rows.items():
+        given = dict(row)
+        given["model"] = {"experts": experts_as_on_cuda(given.pop("experts", "auto"))} | given.get(
+            "model", {}
+        )
+        config = settings(model, tuple(targets), **given)
+        found[name] = _in_layout(device, config, Path(out) / name)
+        forget_mesh()
+    return found
+
+
+def _in_layout(device: Device, config: Config, out: Path) -> InLayout:
+    mesh = build_mesh(device, config.parallel)
+    policy = policy_of(device, mesh, config)
+    fill_b(policy)
+    (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
+    update = policy.update(batch, total_updates=TOTAL)
+    stream = WeightStream(policy, device, mesh)
+    tensors = {name: tensor.clone() for name, tensor in stream.read()}
+    mesh.world.barrier()
+    if device.rank == 0:
+        out.mkdir(parents=True)
+        torch.save(tensors, out / "weights.pt")
+    with policy.reference_weights():
+        pass
+    reference = all(torch.equal(tensors[name], again) for name, again in stream.read())
+    mesh.world.barrier()
+    saved = save_checkpoint(out, policy, device, mesh, step=1, keep=0)
+    resumed = Policy(config, device, mesh, policy.shape)
+    checkpoint.load(Found(folder=saved, step=1), resumed, device, mesh)
+    rewritten = _same(policy, resumed)
+    for each in (policy, resumed):
+        each.offload()
+        each.onload()
+        each.update(batch, total_updates=TOTAL)
+    return InLayout(
+        grad_norm=update.grad_norm,
+        resumed=_same(policy, resumed),
+        rewritten=rewritten,
+        reference=reference,
+        checkpoint_bytes=sum(file.stat().st_size for file in saved.rglob("*") if file.is_file()),
+    )
+
+
+def _same(one: Policy, other: Policy) -> bool:
+    with one.memory.optimizer_on_device(), other.memory.optimizer_on_device():
+        pairs = zip(one.memory.optimizer_tensors(), other.memory.optimizer_tensors(), strict=True)
+        states = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    slots = zip(one.slots, other.slots, strict=True)
+    return states and all(torch.equal(x.tensor, y.tensor) for x, y in slots)
