@@ -76,9 +76,8 @@ def qwen3_moe_30b_80gb() -> Config:
 
 
 def qwen3_30b_a3b_lora() -> Config:
-    """The same with LoRA on 2 GPUs of 80 GB, by the plan; `--parallel.ep 1 --parallel.engine_tp 1`
-    is for one GPU of 141 GB.
-    """
+    """Qwen3-30B-A3B with LoRA on GSM8K: 2 GPUs of 80 GB, by the plan."""
+    # `--parallel.ep 1 --parallel.engine_tp 1` is for one GPU of 141 GB.
     base = qwen3_moe_30b_a3b()
     return replace(
         base,

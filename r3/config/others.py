@@ -55,6 +55,8 @@ TABLES = {
 `EarlyStoppingCallback`, `early_stopping_patience` | `train.patience`
 `output_dir`, `log_completions` | `log.dir`, `log.show_every` and `log.rollouts_every`
 `report_to`, `project` | `log.tracker`, `log.project`
+`peft_config` with `r`, `lora_alpha`, `use_rslora`, `target_modules` | `lora.rank`, `lora.alpha`, \
+`lora.rslora`, `lora.targets` ([LoRA](lora.md))
 `trainer.train()` | `r3.train` ([Train from Python](python.md))
 `seed` | `train.seed`
 """,
@@ -118,6 +120,7 @@ reward_model.ground_truth`
 `virtual_pipeline_model_parallel_size`, `context_parallel_size` | `parallel.tp`, `parallel.ep`, \
 `parallel.etp`, `parallel.pp`, `parallel.vpp`, `parallel.cp`
 `rollout.tensor_model_parallel_size` | `parallel.engine_tp`
+`model.lora_rank`, `lora_alpha`, `target_modules` | `lora.rank`, `lora.alpha`, `lora.targets`
 `rollout.gpu_memory_utilization`, `max_num_seqs` | `engine.memory_fraction`, `engine.max_num_seqs`
 `actor.megatron.*_offload` | gradients and optimizer always leave the device while the engine has it
 `actor.router_replay.mode` R2 or R3, `rollout.enable_rollout_routing_replay` | `replay.mode` `r2` \

@@ -84,6 +84,10 @@ def write_adapter(
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(tensors, str(partial / "adapter_model.safetensors"), metadata={"format": "pt"})
+    file = partial / "adapter_model.safetensors"
+    file.touch()  # with the mode that the umask says; safetensors' own is 0600
+    mode = file.stat().st_mode
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    file.chmod(mode)
     (partial / "adapter_config.json").write_text(json.dumps(dict(config), indent=2))
     replace_folder(partial, folder)

@@ -21,7 +21,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from r3.config import Config
@@ -101,15 +100,15 @@ _SHARDED_B: dict[Kind, int | None] = {
 }
 
 
-class Adapters(MegatronModule):
+class Adapters(nn.Module):
     """All adapters of a model chunk; its child `lora`.
 
     Attributes:
         adapters: the pairs, those of one parameter next to each other.
     """
 
-    def __init__(self, config: Any, adapters: Sequence[Adapter], mesh: Mesh) -> None:
-        super().__init__(config=config)
+    def __init__(self, adapters: Sequence[Adapter], mesh: Mesh) -> None:
+        super().__init__()
         self.adapters, self._mesh = adapters, mesh
         # Merged parameter, its base on the host, and its adapters.
         self._merged: list[tuple[nn.Parameter, torch.Tensor, list[Adapter]]] = []
@@ -150,13 +149,10 @@ class Adapters(MegatronModule):
         for weight, base, _ in self._merged:
             weight.copy_(base, non_blocking=True)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """Return the adapters under names and global shapes that no layout changes."""
+    def sharded_state(self) -> dict[str, Any]:
+        """Return the chunk's state for a checkpoint: adapters, by names that no layout changes."""
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-        del sharded_offsets, metadata
         mesh, found = self._mesh, {}
         for each in self.adapters:
             copies = mesh.expert_dp if each.is_expert else mesh.dp_cp
@@ -165,7 +161,7 @@ class Adapters(MegatronModule):
                 offsets = [(0, mesh.ep.rank, mesh.ep.size)] if each.is_expert else []
                 if dim is not None:
                     offsets.append((tensor.dim() + dim, axis.rank, axis.size))
-                found[prefix + key.replace(".", "/")] = ShardedTensor.from_rank_offsets(
+                found[f"lora.{key.replace('.', '/')}"] = ShardedTensor.from_rank_offsets(
                     f"lora.{key}",
                     tensor,
                     *offsets,
@@ -211,7 +207,7 @@ def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapter
         for part, name in enumerate(slot.hf)
         if name in ranks
     ]
-    chunk.lora = Adapters(chunk.config, adapters, mesh)
+    chunk.lora = Adapters(adapters, mesh)
     if chunk.pre_process:
         # Recomputation by Megatron gives no gradient to a layer whose input needs none.
         chunk.embedding.register_forward_hook(_needs_gradient)

@@ -230,7 +230,7 @@ def _sharded_weights(chunks: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, chunk in _named(chunks):
         if hasattr(chunk, "lora"):  # the base is that of the starting model
-            state[name] = chunk.lora.sharded_state_dict("lora.")
+            state[name] = chunk.lora.sharded_state()
             continue
         sharded = chunk.sharded_state_dict(metadata=_metadata(mesh))
         # Placeholders of TransformerEngine: always None here, and they differ between the two kinds

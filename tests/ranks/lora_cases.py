@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from r3.config import Config
 from r3.handover.weight_sync import WeightStream
@@ -31,7 +33,8 @@ def settings(path: str, targets: tuple[str, ...], **sections: dict[str, Any]) ->
     """Adapters of two ranks with a scale that is not 1; routers choose on both sides."""
     lora = {"rank": 4, "expert_rank": 2, "alpha": 6.0, "targets": targets}
     own: dict[str, Any] = {"lora": lora, "replay": {"mode": "off"}, "train": {"lr": 1e-2}}
-    return tiny_config(path, **(own | sections))
+    merged = {name: own.get(name, {}) | sections.get(name, {}) for name in own | sections}
+    return tiny_config(path, **merged)
 
 
 @torch.no_grad()
@@ -202,33 +205,39 @@ class InLayout:
         resumed: weights and optimizer are the same bit for bit after the second update.
         rewritten: the resumed policy has the weights of the saved one before that update.
         reference: after scoring with the reference policy, the weights are the same bit for bit.
-        checkpoint_bytes: all files of the checkpoint.
+        without_base: every tensor of the checkpoint is of an adapter or of the optimizer.
+        from_other: largest |difference| of the weights after loading the checkpoint of the row
+            before, from those of that row; its layout is another one.
     """
 
     grad_norm: float
     resumed: bool
     rewritten: bool
     reference: bool
-    checkpoint_bytes: int
+    without_base: bool
+    from_other: float
 
 
 def layouts(
     device: Device, *, model: str, targets: tuple[str, ...], out: str, rows: dict[str, Any]
 ) -> dict[str, InLayout]:
     """Train under several layouts, one after the other, and write the weights of each."""
-    found = {}
+    targets = tuple(targets)
+    found: dict[str, InLayout] = {}
+    last = None
     for name, row in rows.items():
         given = dict(row)
         given["model"] = {"experts": experts_as_on_cuda(given.pop("experts", "auto"))} | given.get(
             "model", {}
         )
-        config = settings(model, tuple(targets), **given)
-        found[name] = _in_layout(device, config, Path(out) / name)
+        config = settings(model, targets, **given)
+        found[name] = _in_layout(device, config, Path(out) / name, last)
+        last = Path(out) / name if config.lora.targets == targets else last
         forget_mesh()
     return found
 
 
-def _in_layout(device: Device, config: Config, out: Path) -> InLayout:
+def _in_layout(device: Device, config: Config, out: Path, other: Path | None) -> InLayout:
     mesh = build_mesh(device, config.parallel)
     policy = policy_of(device, mesh, config)
     fill_b(policy)
@@ -242,6 +251,7 @@ def _in_layout(device: Device, config: Config, out: Path) -> InLayout:
         torch.save(tensors, out / "weights.pt")
     with policy.reference_weights():
         pass
+    mesh.world.barrier()  # ranks read each other's weights
     reference = all(torch.equal(tensors[name], again) for name, again in stream.read())
     mesh.world.barrier()
     saved = save_checkpoint(out, policy, device, mesh, step=1, keep=0)
@@ -252,13 +262,28 @@ def _in_layout(device: Device, config: Config, out: Path) -> InLayout:
         each.offload()
         each.onload()
         each.update(batch, total_updates=TOTAL)
+    same = _same(policy, resumed)
+    from_other = 0.0
+    if other:
+        checkpoint.load(Found(folder=other / "step_000001", step=1), resumed, device, mesh)
+        expected = torch.load(other / "weights.pt")
+        again = WeightStream(resumed, device, mesh).read()  # waits for all ranks to be made
+        from_other = max(float((x - expected[name]).abs().max()) for name, x in again)
+        mesh.world.barrier()
     return InLayout(
         grad_norm=update.grad_norm,
-        resumed=_same(policy, resumed),
+        resumed=same,
         rewritten=rewritten,
         reference=reference,
-        checkpoint_bytes=sum(file.stat().st_size for file in saved.rglob("*") if file.is_file()),
+        without_base=all(name.startswith(("lora.", "optimizer.")) for name in tensors_in(saved)),
+        from_other=from_other,
     )
+
+
+def tensors_in(saved: Path) -> list[str]:
+    """Names of the tensors in a checkpoint."""
+    found = FileSystemReader(saved).read_metadata().state_dict_metadata
+    return [name for name, each in found.items() if isinstance(each, TensorStorageMetadata)]
 
 
 def _same(one: Policy, other: Policy) -> bool:

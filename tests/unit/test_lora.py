@@ -1,0 +1,127 @@
+"""Which matrices have adapters, what is refused, the plan of memory, and PEFT's files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from r3.assets import TINY_MOE
+from r3.checks import problems, warnings
+from r3.config import Config, ConfigError, LoraConfig, fixed_changes
+from r3.configs import KNOWN_SHAPES, PRESETS
+from r3.models.lora import adapted_tensors
+from r3.models.peft import adapter_config, joined_in, write_adapter
+from r3.models.shape import ModelShape
+from r3.planning.memory_plan import fit, host_memory, memory
+from tests.settings import changed, found
+
+pytestmark = pytest.mark.unit
+
+SHAPE = ModelShape.read(TINY_MOE)
+"""Four layers of 8 experts."""
+
+
+def test_targets_are_matrices_of_the_checkpoint() -> None:
+    assert adapted_tensors(SHAPE, LoraConfig()) == {}
+    ranks = adapted_tensors(SHAPE, LoraConfig(rank=8, expert_rank=4))
+    assert {name.split(".")[3] for name in ranks} == {"self_attn", "mlp"}
+    experts = {name for name in ranks if ".experts." in name}
+    assert len(experts) == 3 * SHAPE.num_experts * SHAPE.num_layers
+    assert len(ranks) - len(experts) == 4 * SHAPE.num_layers  # q, k, v, o; no norm
+    assert {ranks[name] for name in experts} == {4}
+    routers = adapted_tensors(SHAPE, LoraConfig(rank=8, targets=("router",)), ["model.layers.0.*"])
+    assert sorted(routers) == [f"model.layers.{n}.mlp.gate.weight" for n in (1, 2, 3)]
+
+
+def test_a_tied_output_layer_has_no_adapter() -> None:
+    lora = LoraConfig(rank=8, targets=("head",))
+    assert list(adapted_tensors(replace(SHAPE, tied=False), lora)) == ["lm_head.weight"]
+    with pytest.raises(ConfigError, match="the embedding too in this model"):
+        adapted_tensors(replace(SHAPE, tied=True), lora)
+
+
+def test_the_scale_is_that_of_lora_or_rslora() -> None:
+    assert LoraConfig(rank=16, alpha=32).scale(16) == 2
+    assert LoraConfig(rank=16, alpha=32, rslora=True).scale(16) == 8
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "rule"),
+    [
+        (
+            {"lora.targets": ["attention", "shared"]},
+            "lora.targets",
+            "include shared, which this model",
+        ),
+        ({"lora.targets": "router", "train.freeze": "*.gate.weight"}, "lora.targets", "nothing to"),
+        ({"lora.targets": ""}, "lora.targets", "is empty"),
+        ({"lora.dropout": "0.1"}, "lora.dropout", "must be between 0 and 0: the engine samples"),
+        ({"lora.rank": "-1"}, "lora.rank", "at least 0"),
+        ({"lora.alpha": "0"}, "lora.alpha", "above 0"),
+        ({"model.experts": "sequential"}, "model.experts", "all experts of a rank as one tensor"),
+        ({"parallel.etp": "2", "parallel.ep": "1"}, "parallel.etp", "neither 1 nor parallel.tp"),
+        (
+            {"parallel.pp": "2", "parallel.ep": "1", "train.freeze": "model.layers.[01].*"},
+            "lora.targets",
+            "give chunk 0 of the pipeline nothing to train",
+        ),
+    ],
+)
+def test_what_adapters_cannot_do_is_a_config_error(
+    values: dict[str, Any], field: str, rule: str
+) -> None:
+    assert rule in found({"lora.rank": "8"} | values)[field]
+
+
+def test_settings_without_a_rank_have_no_effect() -> None:
+    assert "lora.alpha = 8.0 has no effect" in " ".join(warnings(changed({"lora.alpha": "8"}), 2))
+    assert problems(changed({"lora.rank": "8"}), 2) == []
+
+
+def test_a_resumed_run_has_the_same_adapters() -> None:
+    assert list(fixed_changes(Config(), Config(lora=LoraConfig(rank=8)))) == ["lora.rank"]
+
+
+def test_the_plan_of_memory_counts_adapters_and_not_the_base() -> None:
+    shape = ModelShape.from_hf(KNOWN_SHAPES["Qwen/Qwen3-30B-A3B"])
+    config = PRESETS["qwen3-30b-a3b-lora"]()
+    one = replace(config, parallel=replace(config.parallel, ep=1, engine_tp=1))
+    assert fit(config, shape, 2, 80).fits and fit(one, shape, 1, 141).fits
+    full = replace(one, lora=LoraConfig())
+    assert not fit(full, shape, 1, 141).fits
+    ranks = adapted_tensors(shape, one.lora)
+    values = sum(rank * sum(shape.tensor_shapes[name]) for name, rank in ranks.items())
+    train = memory(one, shape, 1)["TRAIN"]
+    assert train["gradients"] == train["adapters"] == 4 * values
+    assert train["optimizer"] == 8 * values
+    base = 2 * sum(shape.tensor_shapes[x][0] * shape.tensor_shapes[x][1] for x in ranks)
+    assert host_memory(one, shape, 1)["base weights"] == base
+
+
+def test_an_adapter_is_written_as_peft_names_it(tmp_path: Path) -> None:
+    lora = LoraConfig(rank=8, expert_rank=4, alpha=16)
+    ranks = adapted_tensors(SHAPE, lora)
+    config = adapter_config(SHAPE, lora, ranks, "base")
+    assert config["target_modules"] == [
+        *("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+    ]
+    assert set(config["rank_pattern"].values()) == {4}
+    part = adapted_tensors(SHAPE, lora, ["model.layers.0.self_attn.[qkv]_proj.weight"])
+    named = adapter_config(SHAPE, lora, part, "base")["target_modules"]
+    assert "model.layers.1.self_attn.q_proj" in named and "q_proj" not in named
+    pairs = [("model.layers.0.self_attn.q_proj.weight", torch.ones(8, 4), torch.ones(6, 8))]
+    write_adapter(tmp_path / "adapter", pairs, config)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    stem = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert {name: tuple(x.shape) for name, x in tensors.items()} == {
+        f"{stem}.lora_A.weight": (8, 4),
+        f"{stem}.lora_B.weight": (6, 8),
+    }
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 8
+    assert joined_in(SHAPE, ranks) == ""
