@@ -423,7 +423,7 @@ def test_every_field_says_whether_it_may_change_on_resume() -> None:
     free = {name.partition(".")[0] for name, setting in SETTINGS.items() if setting.resume}
     fixed = {name.partition(".")[0] for name, setting in SETTINGS.items() if not setting.resume}
     assert free - fixed == {"parallel", "eval", "checkpoint", "log", "debug"}
-    assert fixed - free == {"data", "rollout", "algo"}
+    assert fixed - free == {"data", "rollout", "algo", "lora"}
 
 
 def test_every_number_has_a_rule() -> None:
