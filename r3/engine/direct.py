@@ -41,11 +41,17 @@ _PLAIN_METHODS = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMe
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Rows `start .. start + rows` of an engine parameter, which one checkpoint tensor fills."""
+    """Rows `start .. start + rows` of an engine parameter, which one checkpoint tensor fills.
+
+    Attributes:
+        first, end: rows of the checkpoint's tensor, of which each rank has its part.
+    """
 
     parameter: str
     start: int
     rows: int
+    first: int = 0
+    end: int | None = None
 
 
 def pieces_of(name: str, rows: int, module: Any, shape: ModelShape) -> Iterator[tuple[str, Piece]]:
@@ -61,6 +67,16 @@ def pieces_of(name: str, rows: int, module: Any, shape: ModelShape) -> Iterator[
     name_in_checkpoint = re.sub(r"(\.\d+)\.attn\.", r"\1.self_attn.", name_in_checkpoint)
     path, _, leaf = name_in_checkpoint.rpartition(".")
     parent, _, last = path.rpartition(".")
+    if parts := _delta_parts(last, shape):
+        ranks, start = sum(count for _, _, count in parts) // rows, 0
+        for piece, first, count in parts:
+            own = count // ranks
+            yield (
+                f"{parent}.{piece}.{leaf}",
+                Piece(parameter=name, start=start, rows=own, first=first, end=first + count),
+            )
+            start += own
+        return
     joined = _JOINED.get(last, (last,))
     sizes = getattr(module, "output_partition_sizes", [])
     if len(sizes) != len(joined):
@@ -72,6 +88,30 @@ def pieces_of(name: str, rows: int, module: Any, shape: ModelShape) -> Iterator[
             source = "model.embed_tokens.weight"
         yield source, Piece(parameter=name, start=start, rows=count)
         start += count
+
+
+def _delta_parts(layer: str, shape: ModelShape) -> list[tuple[str, int, int]]:
+    """What vLLM divides over ranks part by part in a layer of gated delta layers.
+
+    Returns:
+        The checkpoint's layer, first row and number of rows of each; empty for other layers.
+    """
+    sizes = shape.delta
+    if sizes is None:
+        return []
+    mixed = [(0, sizes.keys), (sizes.keys, sizes.keys), (2 * sizes.keys, sizes.values)]
+    if layer == "conv1d":
+        return [(layer, *rows) for rows in mixed]
+    if sizes.interleaved:
+        return []
+    heads = sizes.value_heads
+    return {
+        "in_proj_qkvz": [
+            *(("in_proj_qkv", *rows) for rows in mixed),
+            ("in_proj_z", 0, sizes.values),
+        ],
+        "in_proj_ba": [("in_proj_b", 0, heads), ("in_proj_a", 0, heads)],
+    }.get(layer, [])
 
 
 def part_of_rank(full: torch.Tensor, size: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
@@ -121,6 +161,7 @@ class _Target:
                 else self.like.data
             )
         rows = self.filling.narrow(0, piece.start, piece.rows)
+        full = full[piece.first : piece.end]
         part = full if ranks == 1 else part_of_rank(full, rows.shape, rank, ranks)
         if part.shape != rows.shape:  # a padded vocabulary
             rows = rows[: len(part)]

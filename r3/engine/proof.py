@@ -119,7 +119,7 @@ def _tp_size(worker: Any) -> int:
 def _same(full: torch.Tensor, held: torch.Tensor, piece: Piece, rank: int, ranks: int) -> bool:
     """Whether rows of a parameter are this rank's part of a full tensor, in its own type."""
     part = held[piece.start : piece.start + piece.rows]
-    full = part_of_rank(full, part.shape, rank, ranks)
+    full = part_of_rank(full[piece.first : piece.end], part.shape, rank, ranks)
     return torch.equal(full.to(part.dtype), part[: len(full)])
 
 

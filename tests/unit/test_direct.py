@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from r3.engine.direct import DirectWeights, Piece, _state, _Target, part_of_rank
+from r3.engine.direct import (
+    DirectWeights,
+    Piece,
+    _state,
+    _Target,
+    part_of_rank,
+    pieces_of,
+)
+from r3.models.families import DeltaSizes
 from r3.models.shape import ModelShape
 from tests.tiny import tiny_config
 
@@ -38,6 +47,34 @@ def test_a_key_head_is_held_by_several_ranks() -> None:
 def test_a_padded_vocabulary_ends_with_the_last_token() -> None:
     assert torch.equal(part_of_rank(FULL, (6, 4), 1, 2), FULL[6:])
     assert torch.equal(part_of_rank(FULL, (16, 4), 0, 1), FULL)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_parts_of_a_gated_delta_layer_are_divided_one_by_one(interleaved: bool) -> None:
+    sizes = DeltaSizes(
+        key_heads=2, value_heads=4, key_size=3, value_size=5, taps=4, interleaved=interleaved
+    )
+    shape = replace(ModelShape.read(tiny_config().model.path), delta=sizes)
+    mixed = torch.arange(32.0)[:, None]  # q and k of 6 rows, v of 20
+    z, ba = 100 + torch.arange(20.0)[:, None], 200 + torch.arange(4.0)[:, None]
+    full = {"in_proj_qkv": mixed, "in_proj_z": z, "in_proj_b": ba, "in_proj_a": ba + 4}
+    full |= {"conv1d": mixed}
+    rows = {"conv1d": 16, "in_proj_qkvz": 26, "in_proj_ba": 4}
+    for rank in range(2):
+        expected = [part.chunk(2)[rank] for part in (*mixed.split([6, 6, 20]), z)]
+        whole = {
+            "conv1d": torch.cat(expected[:3]),
+            "in_proj_qkvz": torch.cat(expected),
+            "in_proj_ba": torch.cat([part.chunk(2)[rank] for part in (ba, ba + 4)]),
+        }
+        for layer in ("conv1d",) if interleaved else whole:
+            found = torch.full((rows[layer], 1), -1.0)
+            name = f"model.layers.0.linear_attn.{layer}.weight"
+            for source, piece in pieces_of(name, rows[layer], nn.Module(), shape):
+                own = found.narrow(0, piece.start, piece.rows)
+                part = full[source.split(".")[-2]][piece.first : piece.end]
+                own.copy_(part_of_rank(part, own.shape, rank, 2))
+            assert torch.equal(found, whole[layer])
 
 
 class Toy(nn.Module):
