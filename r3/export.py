@@ -105,7 +105,7 @@ def parse(argv: Sequence[str]) -> Order:
         shape = ModelShape.read(config.model.path)
         small_files = read_small_files(config.model.path)
         tokenizer = _tokenizer(config.model.path)
-        problems += _changed(run_dir, config.model.path, small_files, tokenizer)
+        problems += _changed(run_dir, config, small_files, tokenizer)
         ranks = adapted_tensors(shape, config.lora, config.train.freeze)
         if words.adapter and (joined_name := joined_in(shape, ranks)):
             rule = f"has no modules for adapters inside {joined_name}, which joins matrices"
@@ -135,13 +135,15 @@ def _tokenizer(path: str) -> Any:
 
 
 def _changed(
-    run_dir: RunDir, path: str, small_files: dict[str, bytes], tokenizer: Any
+    run_dir: RunDir, config: Config, small_files: dict[str, bytes], tokenizer: Any
 ) -> list[Problem]:
     """Parts of the starting model that are not those the run was trained with."""
     earlier = read_sources(run_dir)
     if earlier is None:  # the file is lost
         return []
-    changed = of_model(small_files, tokenizer.chat_template).changed_since(earlier)
+    path = config.model.path
+    base = path if config.lora.rank else ""
+    changed = of_model(small_files, tokenizer.chat_template, weights=base).changed_since(earlier)
     fix = "restore it: the export would not be what was trained"
     return [
         Problem("model.path", path, f"its {group} changed since the run was trained", fix)

@@ -45,7 +45,10 @@ _SHAPES_LEARNING = {
     "tokenizer": ("model.path", "the same text would be other tokens"),
     "template": ("model.path", "the policy would be shown other prompts than it was trained on"),
     "model": ("model.path", "the policy would be another model, or end its turns elsewhere"),
-    "weights": ("model.path", "they are the reference policy of algo.kl_coef"),
+    "weights": (
+        "model.path",
+        "the reference policy and the base of adapters are made of them",
+    ),
     "teacher": ("algo.teacher", "the samples would be scored by another model"),
     "reward_model": ("reward.model_path", "the responses would be scored by another model"),
 }
@@ -95,12 +98,13 @@ def sources_of(config: Config, task: Task, small_files: Mapping[str, bytes]) -> 
     )
 
 
-def of_model(small_files: Mapping[str, bytes], chat_template: Any) -> Sources:
-    """Return the sources in the folder of a model, without its weights: what an export takes.
+def of_model(small_files: Mapping[str, bytes], chat_template: Any, *, weights: str = "") -> Sources:
+    """Return the sources in the folder of a model that an export takes.
 
     Args:
         small_files: of the folder.
         chat_template: of its tokenizer.
+        weights: the folder, if its weights are the base of adapters.
     """
     # Of generation_config.json only the tokens that end a turn have an effect.
     generation = json.loads(small_files.get("generation_config.json", b"{}"))
@@ -112,6 +116,7 @@ def of_model(small_files: Mapping[str, bytes], chat_template: Any) -> Sources:
                 "config.json": _digest([_json(json.loads(small_files["config.json"]))]),
                 "end tokens": _digest([_json(generation.get("eos_token_id"))]),
             },
+            **({"weights": {"files": _weights(weights)}} if weights else {}),
         }
     )
 

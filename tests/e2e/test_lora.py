@@ -1,0 +1,69 @@
+"""A run with adapters: proved syncs, the reference policy, the exports of model and adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from r3.assets import TINY_MOE
+from tests.runs import interpreter, rows_of, run
+from tests.world import ROOT
+
+pytestmark = pytest.mark.e2e
+
+SETTINGS = {
+    **{"lora.rank": "8", "lora.expert_rank": "4", "lora.targets": ("attention", "experts")},
+    **{"train.lr": "5e-3", "train.steps": "3", "algo.kl_coef": "0.01", "algo.kl_estimator": "k3"},
+    # Every sync compares all weights of the engine with the policy's.
+    **{"debug.prove_sync_every": "1", "eval.max_prompts": "64", "log.tensorboard": "false"},
+}
+
+
+def test_export_is_base_plus_product(tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(TINY_MOE, model)
+    flags = []
+    for name, value in {**SETTINGS, "model.path": str(model)}.items():
+        flags += [f"--{name}", *([value] if isinstance(value, str) else value)]
+    assert "adapters   " in run(folder, *flags)
+    rows = rows_of(folder)
+    assert rows[-1]["eval/heldout/accuracy"] > rows[0]["eval/heldout/accuracy"] + 0.1
+    # Rounding of float32; with an adapter that is missing on one side it is 1e-4 and more.
+    assert max(row["mismatch/k3"] for row in rows if "mismatch/k3" in row) < 1e-9
+    # The reference policy is the base: the first update is made at it, later ones are not.
+    kl = [row["loss/kl_ref"] for row in rows if "loss/kl_ref" in row]
+    assert kl[0] < 1e-6 < 1e-4 < kl[-1]
+
+    command = [interpreter(), "-m", "r3.export", str(folder), "--adapter"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    adapter = load_file(folder / "adapter/step_000003/adapter_model.safetensors")
+    facts = json.loads((folder / "adapter/step_000003/adapter_config.json").read_text())
+    base = load_file(model / "model.safetensors")
+    merged = load_file(folder / "hf/step_000003/model-00001.safetensors")
+    assert merged.keys() == base.keys()
+    for name, weight in base.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" in adapter:
+            a, b = (adapter[f"{stem}.lora_{letter}.weight"] for letter in "AB")
+            weight = weight + facts["lora_alpha"] / len(a) * b @ a
+        # Sums in another order: below 1e-7. The products are 1e-3 and more.
+        assert float((merged[name] - weight).abs().max()) < 1e-6, name
+    assert len(adapter) == 2 * sum(
+        part in name
+        for name in base
+        for part in (".experts.", "q_proj", "k_proj", "v_proj", "o_proj")
+    )
+
+    # Another base is refused: base plus product would be a model that nobody trained.
+    name = next(iter(base))
+    save_file(base | {name: base[name] + 1}, model / "model.safetensors", metadata={"format": "pt"})
+    done = subprocess.run(
+        [*command, "--to", str(tmp_path / "to")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "weights changed since the run" in done.stderr, done.stderr
