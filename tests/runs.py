@@ -15,6 +15,7 @@ import pytest
 
 from r3.metrics.glossary import is_wall_clock
 from r3.runtime.device import has_gpu
+from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
 from tests.world import QUIET_THREADS, ROOT
 
@@ -43,7 +44,7 @@ def start(
     if "--max_restarts" in launcher:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/ sets it
     command = [*_launcher(ranks, is_forked=is_forked, is_warm=is_warm), *launcher]
-    command += ["train.py", preset, "--log.dir", str(log_dir), *flags]
+    command += ["train.py", preset, "--log.dir", str(log_dir), "--data.path", FEW_ROWS, *flags]
     return subprocess.Popen(
         [*prefix, *command],
         cwd=ROOT,

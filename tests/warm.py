@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 _ROOT = Path(__file__).resolve().parent.parent
-_RUNS = "r3.run.forked_ranks:preload"
+RUNS = "tests.warm:preload"
 _SHEBANG = """\
 #!{python} -IS
 import sys
@@ -36,7 +36,7 @@ stand_in({python!r}, {address!r})
 """
 
 
-def write_stand_in(path: Path, prepare: str = _RUNS) -> None:
+def write_stand_in(path: Path, prepare: str = RUNS) -> None:
     """Write the program. The process that it talks to lives as long as this one.
 
     Args:
@@ -48,7 +48,7 @@ def write_stand_in(path: Path, prepare: str = _RUNS) -> None:
     path.chmod(0o755)
 
 
-def interpreter(prepare: str = _RUNS) -> str:
+def interpreter(prepare: str = RUNS) -> str:
     """A stand-in that lives as long as this process; with a GPU, the interpreter itself."""
     from r3.runtime.device import has_gpu
 
@@ -94,7 +94,7 @@ def ask(
 
 
 @cache
-def address(prepare: str = _RUNS, number: int = 0) -> str:
+def address(prepare: str = RUNS, number: int = 0) -> str:
     """Start a process that forks; returns the name of its socket.
 
     Args:
@@ -120,7 +120,7 @@ def address(prepare: str = _RUNS, number: int = 0) -> str:
     )
     assert process.stdout is not None
     with process.stdout as output:
-        assert output.readline() == "listening\n", f"{words} has ended"
+        assert "listening\n" in output, f"{words} has ended"
     return name
 
 
@@ -141,11 +141,24 @@ def stand_in(python: str, address: str) -> NoReturn:
     sys.exit(code)
 
 
+def preload() -> None:
+    """Import what runs need, and load the loops that their engines compute with."""
+    from r3.run import forked_ranks
+
+    forked_ranks.preload()
+    import r3.cli.parse  # noqa: F401
+    from r3.kernels import tiles
+    from r3.kernels.prepare import prepare
+
+    for dtype in filter(tiles.can_compute, tiles.SIMILAR):
+        prepare(dtype)
+
+
 # --- the process that forks ---------------------------------------------------------------------
 
 
 def _serve(name: str, prepare: str) -> None:
-    """Import, then fork a process for every connection."""
+    """Prepare, then fork a process for every connection."""
     from r3.runtime.process import die_with_parent
 
     die_with_parent(os.getppid())

@@ -74,8 +74,11 @@ class Rank:
     """One rank of a world, forked from one of two processes that have imported what ranks need."""
 
     def __init__(self, rank: int, job: Path, environment: dict[str, str], output: Path) -> None:
+        from r3.runtime.device import has_gpu
+
         # Neighbours in a row, and in a square of four, are of different processes.
-        origin = warm.address("tests.world:preload", (rank ^ rank >> 1) & 1)
+        prepare = "tests.world:nothing" if has_gpu() else warm.RUNS
+        origin = warm.address(prepare, (rank ^ rank >> 1) & 1)
         with output.open("w") as file:
             self._connection = warm.ask(
                 origin,
@@ -157,13 +160,8 @@ def _be_rank(file: Path) -> None:
     file.write_text(json.dumps(plain(result)))
 
 
-def preload() -> None:
-    """Import what ranks need, where CUDA does not forbid it."""
-    from r3.run import forked_ranks
-    from r3.runtime.device import has_gpu
-
-    if not has_gpu():
-        forked_ranks.preload()
+def nothing() -> None:
+    """Import nothing, as CUDA does not survive a fork."""
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def test_an_engine_of_two_ranks_holds_the_same_kind_of_conversation(tmp_path: Pa
 
 
 def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(tmp_path: Path) -> None:
-    (found,) = run_world(trouble_cases.trouble, 1, folder=str(tmp_path), limit_s=12.0)
+    (found,) = run_world(trouble_cases.trouble, 1, folder=str(tmp_path), limit_s=8.0)
     crash, hang, rounds = found.crash, found.hang, found.rounds
     calm, dropped = rounds["calm"], rounds["drop"]
     assert len(calm.tokens) == 64 and set(calm.rewards.values()) == {1.0}
@@ -192,14 +192,14 @@ def test_a_crashing_a_hanging_and_a_slow_tool_lose_nothing_else(tmp_path: Path) 
         assert (made.metrics["env/dropped"], made.metrics["env/zeroed"]) == (0, len(failed))
         others = calm.tokens.keys() - failed
         assert all(made.tokens[who] == calm.tokens[who] for who in others)
-    # The slow tool waits until 30 conversations are over: an engine that waited for it would hang.
+    # The slow tool waits until 15 conversations are over: an engine that waited for it would hang.
     order = rounds["zero"].order
-    assert order.index(found.slow) >= 30 and len(order) == 62
+    assert order.index(found.slow) >= 15 and len(order) == 62
 
     for opened, closed in (*(each.ends for each in rounds.values()), found.stop_ends):
         assert opened and opened == closed, "every environment is closed exactly once"
     assert len(calm.ends[0]) == 64
-    assert "env.on_error" in found.stop and "rollout word_problems_train.jsonl:" in found.stop
+    assert "env.on_error" in found.stop and "rollout word_problems_train.jsonl[:512]:" in found.stop
 
 
 def test_dynamic_sampling_is_the_same_on_any_layout() -> None:

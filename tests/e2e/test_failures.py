@@ -28,7 +28,7 @@ def test_a_wrong_reward_prints_one_block(tmp_path: Path) -> None:
     )
     flags = (
         "tiny-smoke",
-        *("--train.steps", "1", "--eval.path", "", "--log.dir", str(tmp_path / "run")),
+        *("--rollout.prompts_per_step", "4", "--eval.path", "", "--log.dir", str(tmp_path / "run")),
         *("--reward.function", f"{tmp_path}/mine.py:mine", "--reward.retries", "0"),
     )
     done = subprocess.run(

@@ -80,6 +80,7 @@ class Signalled:
 def signalled(tmp_path_factory: pytest.TempPathFactory) -> Signalled:
     folder = tmp_path_factory.mktemp("signalled")
     flags = ("--eval.path", "", "--checkpoint.every", "1", "--train.steps", "100")
+    flags += ("--rollout.prompts_per_step", "8")
     process = start(folder, *flags, is_forked=False)
     wait_for_row(process, folder, rows=2)
     ranks = psutil.Process(process.pid).children(recursive=True)
@@ -253,6 +254,7 @@ def test_step_that_fails_twice_ends_the_restarts(tmp_path: Path) -> None:
         "    return float(len(response) % 7)\n"
     )
     flags = ("--reward.function", f"{reward}:fails", "--reward.retries", "0", "--eval.path", "")
+    flags += ("--rollout.prompts_per_step", "4")
     process = start(
         folder,
         *(*flags, "--checkpoint.every", "1", "--parallel.ep", "1", "--train.steps", "3"),

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import gpu_tables
 from benchmarks.gpu_steps import steps
+from tests.warm import interpreter
 from tests.world import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.large, pytest.mark.timeout(2400)]
@@ -22,6 +23,7 @@ def rehearsed(out: Path, *names: str) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         ["benchmarks/gpu.sh", "--rehearse", "--out", str(out), *names],
         cwd=ROOT,
+        env=os.environ | {"PYTHON": interpreter()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -60,6 +60,8 @@ def test_two_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
         "256",
         "--eval.path",
         "",
+        "--rollout.prompts_per_step",
+        "8",
     )
     folders = [tmp_path / name for name in ("one", "other")]
     for folder in folders:

@@ -209,6 +209,7 @@ def test_a_run_is_trained_on_several_rewards_each_recorded(tmp_path: Path) -> No
     flags += ["--reward.weights", "1.0", "-0.01", "0.1", "--reward.model_path", str(path)]
     flags += ["--reward.model_dtype", "float32", "--reward.model_ranks", "0", "1"]
     flags += ["--eval.function", "gsm8k", "--train.steps", "1", "--checkpoint.export", "False"]
+    flags += ["--rollout.prompts_per_step", "8", "--eval.max_prompts", "32"]
     run(tmp_path / "run", *flags)
     row = rows_of(tmp_path / "run")[-1]
     names = ("gsm8k", "slow", "model")

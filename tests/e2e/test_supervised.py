@@ -21,10 +21,11 @@ SFT = ("--train.objective", "sft", "--checkpoint.every", "2", "--log.tensorboard
 
 def test_a_resumed_run_learns_the_same_bit_for_bit(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    text = run(whole, *SFT, "--eval.path", "", "--train.steps", "4")
+    flags = (*SFT, "--eval.path", "", "--rollout.prompts_per_step", "8", "--train.steps")
+    text = run(whole, *flags, "4")
     assert "no engine" in text and "building the engine" not in text
-    run(parts, *SFT, "--eval.path", "", "--train.steps", "2")
-    run(parts, *SFT, "--eval.path", "", "--train.steps", "4")
+    run(parts, *flags, "2")
+    run(parts, *flags, "4")
     rows = rows_of(whole)
     assert [timeless(row) for row in rows] == [timeless(row) for row in rows_of(parts)]
     assert rows[-1]["loss/nll"] < rows[0]["loss/nll"]

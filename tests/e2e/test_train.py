@@ -102,7 +102,7 @@ def test_expert_load_is_that_of_the_dumped_routes(straight: Path) -> None:
 
 def test_killed_run_goes_on_exactly_where_it_was(straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
-    process = start(folder, *FLAGS)
+    process = start(folder, *FLAGS, is_warm=True)
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 270
     saved = folder / "checkpoints" / "step_000004"
@@ -369,7 +369,7 @@ def test_several_updates_recorded_routes_reference_and_importance_sampling(tmp_p
             "--parallel.ep",
             "1",
         ),
-        *("--algo.aggregation", "sequence"),
+        *("--algo.aggregation", "sequence", "--rollout.prompts_per_step", "8"),
     )
     first, second = rows_of(tmp_path / "r2")
     # The policy leaves the model it started from
@@ -418,6 +418,7 @@ def test_sequence_losses_work_under_context_parallelism(tmp_path: Path) -> None:
             "True",
         ),
         *("--replay.reference", "True", "--log.rollouts_every", "1"),
+        *("--rollout.prompts_per_step", "8"),
     )
     first, second = rows_of(tmp_path / "run")
     # Before any update policy and reference are one; both pass over the same tokens with the same
@@ -477,7 +478,7 @@ def test_crash_in_a_reward_names_the_sample_and_keeps_what_was_written(tmp_path:
         "def judge(response, prompt):\n"
         "    global calls\n"
         "    calls += 1\n"
-        "    if calls > 200:\n"
+        "    if calls > 50:\n"
         "        raise KeyError('no such thing')\n"
         "    return float(len(response))\n"
     )
@@ -489,14 +490,17 @@ def test_crash_in_a_reward_names_the_sample_and_keeps_what_was_written(tmp_path:
         "1",
         "--eval.path",
         "",
+        "--rollout.prompts_per_step",
+        "4",
         ranks=1,
+        is_warm=True,
     )
     output = finish(process)
     assert process.returncode != 0
     assert (
         "reward judge failed (error)" in output
         and "KeyError: 'no such thing'" in output
-        and "word_problems_train.jsonl:" in output
+        and "word_problems_train.jsonl[:512]:" in output
     )
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1]
 

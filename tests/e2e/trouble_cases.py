@@ -17,7 +17,7 @@ import os, time
 from pathlib import Path
 
 class Trouble:
-    """Two turns; prompt {crash} ends its process, {hang} never returns, {slow} waits for 30."""
+    """Two turns; prompt {crash} ends its process, {hang} never returns, {slow} waits for 15."""
     def reset(self, prompt):
         self.id, self.turns = prompt.id.rpartition(":")[2], 0
         self.log("opened")
@@ -38,7 +38,7 @@ class Trouble:
         if self.id == "{hang}":
             time.sleep(600)
         if self.id == "{slow}":
-            while len(Path("{order}").read_text().split()) < 30:
+            while len(Path("{order}").read_text().split()) < 15:
                 time.sleep(0.05)
         return [{{"role": "user", "content": "go on"}}], None, False
 '''

@@ -14,12 +14,14 @@ from pathlib import Path
 import psutil
 
 from tests.runs import QUIET_THREADS, rows_of, timeless
+from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
 from tests.world import ROOT
 
 STEPS = 4
 # Evaluation is left out and every step is saved: a fault then meets a save as often as a step.
 FLAGS = ("--eval.path", "", "--checkpoint.every", "1", "--train.steps", str(STEPS))
+FLAGS += ("--rollout.prompts_per_step", "8", "--data.path", FEW_ROWS)
 # A function with a pool that nobody closes, and faults of its own.
 REWARD = ("--reward.function", f"{ROOT}/tests/faults/reward.py:reward")
 _LIMIT_S = 300.0  # of one start, which takes 30 s on two idle cores

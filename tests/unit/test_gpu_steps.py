@@ -137,7 +137,7 @@ def test_timed_steps_have_the_device_alone_and_others_share_it(tmp_path: Path) -
 
 def test_a_limit_ends_one_step_and_all_that_it_started(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
-    child = f"__import__('subprocess').run(['bash', '-c', 'sleep 8; touch {alive}'])"
+    child = f"__import__('subprocess').run(['bash', '-c', 'sleep 4; touch {alive}'])"
     found = run(
         tmp_path,
         marked(tmp_path, "hangs", child, limit_s=1),
@@ -150,7 +150,7 @@ def test_a_limit_ends_one_step_and_all_that_it_started(tmp_path: Path) -> None:
         **{"fails": 7, "works": 0},
     }
     assert sorted(found["failed"]) == ["fails", "hangs"]
-    time.sleep(8)
+    time.sleep(4)
     assert not alive.exists()
 
 

@@ -337,7 +337,7 @@ def test_a_run_that_was_stopped_as_a_whole_has_not_stalled() -> None:
     assert len(family) == 2
     for process in family:
         process.suspend()
-    time.sleep(7)
+    time.sleep(5)
     for process in family:
         process.resume()
     said = rank.communicate(timeout=60)[1]
