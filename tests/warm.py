@@ -43,7 +43,7 @@ def write_stand_in(path: Path, prepare: str = RUNS) -> None:
         path: where to.
         prepare: what that process calls first, as "module:function".
     """
-    text = _SHEBANG.format(python=sys.executable, root=str(_ROOT), address=address(prepare))
+    text = _SHEBANG.format(python=sys.executable, root=str(_ROOT), address=address(prepare, 0))
     path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
 
@@ -94,7 +94,7 @@ def ask(
 
 
 @cache
-def address(prepare: str = RUNS, number: int = 0) -> str:
+def address(prepare: str, number: int) -> str:
     """Start a process that forks; returns the name of its socket.
 
     Args:
