@@ -27,12 +27,11 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize(
     ("ranks", "ep", "hosts", "reads"),
     [
-        pytest.param(1, 1, None, "own", marks=pytest.mark.large),
         (2, 2, None, "peer"),
         pytest.param(2, 1, None, "own", marks=pytest.mark.large),
         (2, 2, ["one", "two"], "network"),
     ],
-    ids=["single", "ep2-shared-memory", "dp2", "ep2-across-machines"],
+    ids=["ep2-shared-memory", "dp2", "ep2-across-machines"],
 )
 def test_push_makes_the_engine_bit_identical_to_a_freshly_loaded_one(
     ranks: int, ep: int, hosts: list[str] | None, reads: str, tmp_path: Path
