@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from r3 import assets
 from r3.config import from_yaml
 from r3.run.best import Goal
 from r3.run.resume import step_folders
@@ -22,6 +23,7 @@ METRIC = "eval/heldout/accuracy"
 SMALL = (
     *("--rollout.prompts_per_step", "8", "--rollout.group_size", "4", "--eval.max_prompts", "32"),
     *("--parallel.ep", "1", "--log.tensorboard", "false"),
+    *("--data.path", str(assets.WORD_PROBLEMS_TRAIN)),
 )
 BEST = ("--eval.every", "1", "--checkpoint.keep_best", METRIC, "--checkpoint.keep", "1")
 TRAINED = (

@@ -147,6 +147,7 @@ def test_a_resumed_run_goes_on_with_what_was_interrupted(tmp_path: Path) -> None
     flags += ("--checkpoint.every", "2", "--checkpoint.keep", "0", "--checkpoint.export", "false")
     flags += ("--log.rollouts_every", "1", "--train.objective", "distill")
     flags += ("--algo.teacher", str(assets.TINY_MOE_TIES))
+    flags += ("--data.path", str(assets.WORD_PROBLEMS_TRAIN))
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     run(straight, *flags)
     shutil.copytree(straight, resumed, symlinks=True)

@@ -35,7 +35,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept.
     """
     folder = tmp_path_factory.mktemp("tools") / "run"
-    flags = {"train.steps": STEPS, "train.lr": 5e-4, "log.rollouts_every": 1, "eval.every": 0}
+    flags: dict[str, Any] = {
+        "train.steps": STEPS,
+        "train.lr": 5e-4,
+        "log.rollouts_every": 1,
+        "eval.every": 0,
+    }
+    flags["data.path"] = assets.WORD_PROBLEMS_TRAIN
     run(
         folder,
         *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
