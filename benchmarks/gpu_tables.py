@@ -83,8 +83,10 @@ def details(found: Sequence[Row]) -> Iterator[str]:
             lines = [line + [""] * (width - len(line)) for line in lines]
             yield table(["figure", *(f"{step + 1}" for step in shown)], lines)
         if trace := figures.get("trace"):
-            said = "; ".join(words({k: v for k, v in trace.items() if k != "largest"}))
-            yield f"`{row['step']}`, one step traced:\n{said}.\n"
+            said = "; ".join(
+                words({k: v for k, v in trace.items() if k not in ("largest", "milliseconds")})
+            )
+            yield f"`{row['step']}`, one step traced: {trace['milliseconds']:.0f} ms.\n\n{said}.\n"
             largest = [
                 [f"`{name[:60]}`", f"{ms:g}", str(n)] for name, ms, n in trace["largest"][:12]
             ]
