@@ -158,6 +158,8 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
     chunks = build_chunks(alone, order.shape, megatron, mesh, device)
     in_precision(megatron, chunks)
     if alone.lora.rank:
+        # The checkpoint has what the adapters became.
+        alone = replace(alone, lora=replace(alone.lora, start=""))
         adapters = attach(alone, chunks[0], order.shape, mesh)
         with CheckpointReader(alone.model.path) as reader:
             reader.require(order.shape)

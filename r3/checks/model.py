@@ -11,7 +11,7 @@ from r3.config import Config, ConfigError
 from r3.models.download import fetch_small, weights_note
 from r3.models.freeze import frozen_tensors
 from r3.models.hub import HubError, command, is_hub
-from r3.models.lora import adapted_tensors, untrained_chunk
+from r3.models.lora import adapted_tensors, adapter_fault, untrained_chunk
 from r3.models.shape import AbsentWeightsError, ModelShape, ShapeError, checkpoint_faults
 from r3.user_code.loading import path_fix
 
@@ -45,6 +45,9 @@ def check_lora(config: Config, found: Findings, shape: ModelShape | None) -> Non
         return
     if not adapted:
         return
+    if lora.start and (fault := adapter_fault(lora.start, shape, lora, adapted)):
+        fix = "use the settings that the adapter has, or merge it and give the merged model"
+        found.add("lora.start", fault, fix)
     if "experts" in lora.targets and config.model.experts == "sequential":
         rule = "experts have adapters, which run with all experts of a rank as one tensor"
         found.add("model.experts", rule, "use --model.experts auto")

@@ -120,7 +120,8 @@ reward_model.ground_truth`
 `virtual_pipeline_model_parallel_size`, `context_parallel_size` | `parallel.tp`, `parallel.ep`, \
 `parallel.etp`, `parallel.pp`, `parallel.vpp`, `parallel.cp`
 `rollout.tensor_model_parallel_size` | `parallel.engine_tp`
-`model.lora_rank`, `lora_alpha`, `target_modules` | `lora.rank`, `lora.alpha`, `lora.targets`
+`model.lora_rank`, `lora_alpha`, `target_modules`, `lora_adapter_path` | `lora.rank`, \
+`lora.alpha`, `lora.targets`, `lora.start`
 `rollout.gpu_memory_utilization`, `max_num_seqs` | `engine.memory_fraction`, `engine.max_num_seqs`
 `actor.megatron.*_offload` | gradients and optimizer always leave the device while the engine has it
 `actor.router_replay.mode` R2 or R3, `rollout.enable_rollout_routing_replay` | `replay.mode` `r2` \

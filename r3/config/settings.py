@@ -554,6 +554,9 @@ class LoraConfig:
     expert_rank: Annotated[int, AtLeast(0), Fix("0 takes lora.rank")] = 0
     """Rank of the adapters of experts. 0: lora.rank. lora.rank divided by the experts per token
     gives a token as many adapted dimensions as elsewhere."""
+    start: Annotated[str, IsPath()] = ""
+    """Folder of a PEFT adapter of the same model, rank, alpha and targets to start from; the
+    reference policy has it too. Empty: B starts at 0."""
     dropout: Annotated[
         float,
         Between(0, 0, why="the engine samples without it, so probabilities would not match"),

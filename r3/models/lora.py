@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from r3.config import ConfigError, LoraConfig, ParallelConfig, Problem
 from r3.models.freeze import frozen_tensors
 from r3.models.rules import conversion_rules
-from r3.models.shape import ModelShape
+from r3.models.shape import ModelShape, ShapeError, header_of
 
 # The start of Megatron's name inside a layer -> the target.
 _OF_LAYER = {
@@ -68,6 +70,40 @@ def adapted_tensors(
         rule = "leave nothing to train beside train.freeze" if lora.targets else "is empty"
         raise _refusal(lora.targets, rule, "add a target, such as attention")
     return adapted
+
+
+def adapter_fault(
+    folder: str, shape: ModelShape, lora: LoraConfig, ranks: Mapping[str, int]
+) -> str:
+    """Why the adapter in a folder is not one of these settings and this model; "" if it is."""
+    place = Path(folder)
+    try:
+        config = json.loads((place / "adapter_config.json").read_bytes())
+        found, _ = header_of(place / "adapter_model.safetensors")
+    except (OSError, ValueError, ShapeError) as error:
+        return f"is no folder of a PEFT adapter: {error}"
+    if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("alpha_pattern"):
+        return "is no plain LoRA adapter (DoRA, alpha_pattern or another method)"
+    alpha, rslora = config.get("lora_alpha"), bool(config.get("use_rslora"))
+    if (alpha, rslora) != (lora.alpha, lora.rslora):
+        return f"has lora_alpha {alpha} and use_rslora {rslora}, unlike lora.alpha and lora.rslora"
+    expected: dict[str, tuple[int, int]] = {}
+    for name, rank in ranks.items():
+        rows, width = shape.tensor_shapes[name]
+        a, b = factor_names(name)
+        expected |= {a: (rank, width), b: (rows, rank)}
+    differing = [
+        name
+        for name in sorted({**expected, **found})
+        if name not in found or tuple(found[name]["shape"]) != expected.get(name)
+    ]
+    return f"differs in {len(differing)} tensors, such as {differing[0]}" if differing else ""
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """Names of A and B in PEFT's file, given that of the checkpoint's matrix."""
+    module = f"base_model.model.{name.removesuffix('.weight')}"
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def untrained_chunk(

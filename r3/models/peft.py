@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from r3.config import LoraConfig
 from r3.models.hf_checkpoint import replace_folder
+from r3.models.lora import factor_names
 from r3.models.shape import ModelShape
 
 
@@ -78,9 +79,8 @@ def write_adapter(
     """
     tensors = {}
     for name, a, b in pairs:
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        tensors[f"{module}.lora_A.weight"] = a.cpu().contiguous()
-        tensors[f"{module}.lora_B.weight"] = b.cpu().contiguous()
+        for factor, tensor in zip(factor_names(name), (a, b), strict=True):
+            tensors[factor] = tensor.cpu().contiguous()
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -18,13 +18,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from safetensors import safe_open
 from torch import nn
 
 from r3.config import Config
-from r3.models.lora import adapted_tensors
+from r3.models.lora import adapted_tensors, factor_names
 from r3.models.rules import Kind, conversion_rules
 from r3.models.shape import ModelShape
 from r3.policy.weight_slots import HeadLayout, Slot, slots, views
@@ -78,9 +81,9 @@ class Adapter:
         part = self.view(like_weight).float()
         return part if self.is_expert else part.flatten(0, -2)
 
-    def merge(self, base: torch.Tensor) -> None:
+    def merge(self, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Set the matrix to base + scale * B A, rounded once."""
-        merged = self.matrix(base).add(self.b @ self.a, alpha=self.scale)
+        merged = self.matrix(base).add(b @ a, alpha=self.scale)
         into = self.view(self.weight.data)
         into.copy_(merged.view(into.shape))
 
@@ -112,6 +115,8 @@ class Adapters(nn.Module):
         self.adapters, self._mesh = adapters, mesh
         # Merged parameter, its base on the host, and its adapters.
         self._merged: list[tuple[nn.Parameter, torch.Tensor, list[Adapter]]] = []
+        # Factors that the run started with, where B was not 0.
+        self._first: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for each in adapters:
             for letter in "ab":
                 # torch allows no dots in names.
@@ -128,6 +133,13 @@ class Adapters(nn.Module):
             weight.requires_grad_()
             weight.register_post_accumulate_grad_hook(_Projection(self, len(self._merged)))
             self._merged.append((weight, to_host(weight), own))
+        self._first = {
+            each.name: (each.a.detach().clone(), each.b.detach().clone())
+            for each in self.adapters
+            if each.b.any()
+        }
+        if self._first:
+            self.merge()
 
     @torch.no_grad()
     def project(self, number: int, gradient: torch.Tensor) -> None:
@@ -141,13 +153,17 @@ class Adapters(nn.Module):
         for weight, base, own in self._merged:
             on_device = base.to(weight.device, non_blocking=True)
             for each in own:
-                each.merge(on_device)
+                each.merge(on_device, each.a, each.b)
 
     @torch.no_grad()
-    def restore_base(self) -> None:
-        """Set every merged parameter to its base."""
-        for weight, base, _ in self._merged:
-            weight.copy_(base, non_blocking=True)
+    def restore_first(self) -> None:
+        """Set every merged parameter to what it was when the run started."""
+        for weight, base, own in self._merged:
+            on_device = base.to(weight.device, non_blocking=True)
+            weight.copy_(on_device)
+            for each in own:
+                if each.name in self._first:
+                    each.merge(on_device, *self._first[each.name])
 
     def sharded_state(self) -> dict[str, Any]:
         """Return the chunk's state for a checkpoint: adapters, by names that no layout changes."""
@@ -188,7 +204,9 @@ class _Projection:
 
 
 def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapters:
-    """Freeze a model chunk and give it adapters, with B = 0, as its child `lora`.
+    """Freeze a model chunk and give it adapters as its child `lora`.
+
+    They are those of `lora.start`, or have B = 0.
 
     Args:
         config: the sections `lora` and `train` are read.
@@ -199,8 +217,13 @@ def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapter
     chunk.requires_grad_(False)
     parameters = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}
     ranks = adapted_tensors(shape, config.lora, config.train.freeze)
+    file = Path(config.lora.start) / "adapter_model.safetensors"
+    start = safe_open(str(file), framework="pt") if config.lora.start else None
     adapters = [
-        _adapter(config, shape, mesh, slot, parameters[slot.tensor.data_ptr()], part, ranks[name])
+        _adapter(
+            *(config, shape, mesh, slot, parameters[slot.tensor.data_ptr()], part),
+            *(ranks[name], start),
+        )
         for slot in slots([chunk], shape, mesh)
         # Stacked experts are one parameter, which begins where the first of them does.
         if slot.tensor.data_ptr() in parameters
@@ -245,6 +268,7 @@ def _adapter(
     weight: nn.Parameter,
     part: int,
     rank: int,
+    start: Any,
 ) -> Adapter:
     match = _EXPERT.fullmatch(slot.name)
     axis, names, name = mesh.tp, [slot.hf[part]], slot.hf[part]
@@ -253,10 +277,17 @@ def _adapter(
         axis, name = mesh.etp, f"model.layers.{match[1]}.{rule.hf[part]}"
         names = [name.format(e=int(match[2]) + i) for i in range(len(weight))]
     width = shape.tensor_shapes[names[0]][1]
-    a = torch.stack([_initial(each, config.train.seed, rank, width) for each in names])
+    if start:
+        pairs = [[start.get_tensor(x).float() for x in factor_names(each)] for each in names]
+        a, b = (torch.stack(x) for x in zip(*pairs, strict=True))
+    else:
+        a = torch.stack([_initial(each, config.train.seed, rank, width) for each in names])
+        b = torch.zeros(len(names), shape.tensor_shapes[names[0]][0], rank)
     if slot.kind == "row":
         a = a.chunk(axis.size, -1)[axis.rank]
-    device = {"device": weight.device}
+    elif slot.kind != "replicated":
+        rows = -(-b.shape[1] // axis.size)
+        b = F.pad(b, (0, 0, 0, rows * axis.size - b.shape[1])).chunk(axis.size, 1)[axis.rank]
     adapter = Adapter(
         name=name,
         weight=weight,
@@ -265,12 +296,10 @@ def _adapter(
         axis=axis,
         is_expert=match is not None,
         heads=HeadLayout.of(shape),
-        a=nn.Parameter((a if match else a[0]).clone().to(**device)),
-        b=nn.Parameter(torch.empty(0)),
+        a=nn.Parameter((a if match else a[0]).clone().to(weight.device)),
+        b=nn.Parameter((b if match else b[0]).clone().to(weight.device)),
         scale=config.lora.scale(rank),
     )
-    rows = adapter.matrix(torch.empty_like(weight, device="meta")).shape[:-1]
-    adapter.b.data = torch.zeros(*rows, rank, **device)
     _mark(adapter)
     return adapter
 

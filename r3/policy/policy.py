@@ -155,12 +155,12 @@ class Policy(ScoringPolicy):
     def reference_weights(self) -> Iterator[None]:
         """Inside, the policy has the reference weights; its own are restored bit for bit.
 
-        With adapters, the reference weights are the base.
+        With adapters, they are the base, and the adapter that the run started with.
         """
         if self._adapters:
             try:
                 for adapters in self._adapters:
-                    adapters.restore_base()
+                    adapters.restore_first()
                 yield
             finally:
                 self.merge_adapters()

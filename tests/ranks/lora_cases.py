@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from r3.config import Config
 from r3.handover.weight_sync import WeightStream
+from r3.models.lora import adapted_tensors, adapter_fault
+from r3.models.peft import adapter_config, write_adapter
 from r3.policy import Policy
 from r3.policy.build import learning_rate
 from r3.policy.layout import local_tokens
@@ -70,6 +72,8 @@ class Oracle:
         buffers, state: values in gradient buffers and in the optimizer.
         values: values of all factors.
         base_kept: tensors without an adapter, and the base, have not changed.
+        started: a policy that starts from the exported adapter has the weights of this one, and so
+            has its reference policy after an update.
     """
 
     gradient: float
@@ -80,11 +84,12 @@ class Oracle:
     state: int
     values: int
     base_kept: bool
+    started: bool
 
 
-def oracle(device: Device, *, model: str, targets: tuple[str, ...], **sections: Any) -> Oracle:
+def oracle(device: Device, *, model: str, targets: tuple[str, ...], out: str) -> Oracle:
     """One update of a single rank and of transformers."""
-    config = settings(model, tuple(targets), **sections)
+    config = settings(model, tuple(targets))
     mesh, policy = build(device, config)
     began = {slot.name: slot.tensor.clone() for slot in policy.slots}
     fill_b(policy)
@@ -135,7 +140,32 @@ def oracle(device: Device, *, model: str, targets: tuple[str, ...], **sections: 
         state=sum(tensor.numel() for _, tensor in policy.memory.optimizer_tensors()),
         values=sum(x.numel() for x in moved),
         base_kept=kept,
+        started=_starts_from(policy, batch, config, Path(out)),
     )
+
+
+def _starts_from(policy: Policy, batch: Batch, config: Config, folder: Path) -> bool:
+    ranks = adapted_tensors(policy.shape, config.lora)
+    facts = adapter_config(policy.shape, config.lora, ranks, config.model.path)
+    write_adapter(folder, factors(policy.chunks[0].lora), facts)
+    lora = replace(config.lora, start=str(folder))
+    assert adapter_fault(lora.start, policy.shape, lora, ranks) == ""
+    other = replace(config.lora, alpha=1.0)
+    assert "unlike lora.alpha" in adapter_fault(lora.start, policy.shape, other, ranks)
+    other_ranks = {name: rank + 1 for name, rank in ranks.items()}
+    assert "tensors, such as" in adapter_fault(lora.start, policy.shape, lora, other_ranks)
+    assert "is no folder of" in adapter_fault(str(folder / "x"), policy.shape, lora, ranks)
+    then = Policy(replace(config, lora=lora), policy.device, policy.mesh, policy.shape)
+
+    def same() -> bool:
+        slots = zip(policy.slots, then.slots, strict=True)
+        return all(torch.equal(x.tensor, y.tensor) for x, y in slots)
+
+    began = same()
+    then.update(batch, total_updates=TOTAL)
+    moved = not same()
+    with then.reference_weights():
+        return began and moved and same()
 
 
 def _each(policy: Policy, of: Any) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -166,15 +196,15 @@ def transformers_loss(
     weights: dict[str, torch.Tensor] = {}
     for name, value in model.named_parameters():
         value = value.detach()
-        stem, _, last = name.rpartition(".")
+        last, prefix = name.rpartition(".")[2], ".".join(name.split(".")[:3])
         if name in pairs:
             weights[name] = value + product(name)
         elif last in ("gate_up_proj", "down_proj"):  # experts as one tensor
             parts = names.gate_up_down[:2] if last == "gate_up_proj" else names.gate_up_down[2:]
             weights[name] = value + torch.stack(
                 [
-                    torch.cat([product(f"{stem}.{e}.{part}.weight") for part in parts])
-                    for e in range(len(value))
+                    torch.cat([product(f"{prefix}.{expert}.{part}.weight") for part in parts])
+                    for expert in (names.expert.format(e=e) for e in range(len(value)))
                 ]
             )
         else:

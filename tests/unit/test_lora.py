@@ -61,6 +61,7 @@ def test_the_scale_is_that_of_lora_or_rslora() -> None:
         ),
         ({"lora.targets": "router", "train.freeze": "*.gate.weight"}, "lora.targets", "nothing to"),
         ({"lora.targets": ""}, "lora.targets", "is empty"),
+        ({"lora.start": "/nowhere"}, "lora.start", "is no folder of a PEFT adapter"),
         ({"lora.dropout": "0.1"}, "lora.dropout", "must be between 0 and 0: the engine samples"),
         ({"lora.rank": "-1"}, "lora.rank", "at least 0"),
         ({"lora.alpha": "0"}, "lora.alpha", "above 0"),
