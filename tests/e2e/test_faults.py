@@ -19,6 +19,7 @@ from r3.runtime.device import free_port
 from tests.faults.attempts import launch, newest_checkpoint, rows_written
 from tests.faults.disk import FullDisk, HeldDisk, own_disk
 from tests.runs import finish, kill, rows_of, start, timeless
+from tests.tiny import FEW_ROWS
 from tests.warm import interpreter
 from tests.world import ROOT
 
@@ -39,11 +40,11 @@ def wait_for_row(process: subprocess.Popen[str], folder: Path, rows: int = 1) ->
         time.sleep(0.05)
 
 
-def second_start(folder: Path) -> subprocess.CompletedProcess[str]:
+def second_start(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Start the first of two ranks and wait for its end."""
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return subprocess.run(
-        [interpreter(), "train.py", "tiny-smoke", "--log.dir", str(folder)],
+        [interpreter(), "train.py", "tiny-smoke", "--log.dir", str(folder), *flags],
         cwd=ROOT,
         env=os.environ | ranks | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -80,7 +81,7 @@ class Signalled:
 def signalled(tmp_path_factory: pytest.TempPathFactory) -> Signalled:
     folder = tmp_path_factory.mktemp("signalled")
     flags = ("--eval.path", "", "--checkpoint.every", "1", "--train.steps", "100")
-    flags += ("--rollout.prompts_per_step", "8")
+    flags += ("--rollout.prompts_per_step", "8", "--data.path", FEW_ROWS)
     process = start(folder, *flags, is_forked=False)
     wait_for_row(process, folder, rows=2)
     ranks = psutil.Process(process.pid).children(recursive=True)
@@ -88,7 +89,7 @@ def signalled(tmp_path_factory: pytest.TempPathFactory) -> Signalled:
         rank.suspend()  # a living run that writes nothing, so that any change is the second start's
     try:
         before = contents(folder)
-        second = second_start(folder)
+        second = second_start(folder, *flags)
         after = contents(folder)
     finally:
         for rank in ranks:
