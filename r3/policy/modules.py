@@ -389,7 +389,7 @@ class GroupedExperts(MegatronModule):
         both = F.grouped_mm(tokens_ND, self.w1.transpose(1, 2), offs=ends)
         if self.config.add_bias_linear:
             # One-hot rows: the biases' gradients are products too, the same in every run.
-            rows_N = torch.arange(len(both), device=both.device)
+            rows_N = torch.arange(len(both), dtype=ends.dtype, device=both.device)
             expert_N = torch.searchsorted(ends, rows_N, right=True)
             chosen_NE = F.one_hot(expert_N, self.num_local_experts).to(both.dtype)
             both = both + chosen_NE @ self.b1
