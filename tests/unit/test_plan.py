@@ -190,7 +190,7 @@ def test_a_streamed_optimizer_is_on_the_device_in_parts() -> None:
     )
 
 
-def test_an_optimizer_that_is_kept_is_on_the_device_while_the_engine_generates() -> None:
+def test_a_kept_optimizer_is_on_the_device_while_the_engine_generates() -> None:
     kept = with_values(BIG, {"train.optimizer": "kept"})
     phases, resident = (plan.memory(one, BIG_SHAPE, 8) for one in (kept, BIG))
     state = resident["TRAIN"]["optimizer"]
