@@ -169,7 +169,7 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
     if order.adapter:
         ranks = adapted_tensors(order.shape, alone.lora, alone.train.freeze)
         config = adapter_config(order.shape, alone.lora, ranks, alone.model.path)
-        write_adapter(order.to, factors(adapters), config)
+        write_adapter(order.to, factors(adapters), config, alone.lora)
         return
     write_checkpoint(
         order.to,

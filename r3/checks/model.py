@@ -45,7 +45,7 @@ def check_lora(config: Config, found: Findings, shape: ModelShape | None) -> Non
         return
     if not adapted:
         return
-    if lora.start and (fault := adapter_fault(lora.start, shape, lora, adapted)):
+    if lora.start and (fault := adapter_fault(lora.start, shape, adapted)):
         fix = "use the settings that the adapter has, or merge it and give the merged model"
         found.add("lora.start", fault, fix)
     if "experts" in lora.targets and config.model.experts == "sequential":

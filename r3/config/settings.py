@@ -555,8 +555,8 @@ class LoraConfig:
     """Rank of the adapters of experts. 0: lora.rank. lora.rank divided by the experts per token
     gives a token as many adapted dimensions as elsewhere."""
     start: Annotated[str, IsPath()] = ""
-    """Folder of a PEFT adapter of the same model, rank, alpha and targets to start from; the
-    reference policy has it too. Empty: B starts at 0."""
+    """Folder of a PEFT adapter of the same model, ranks and targets to start from; the reference
+    policy has it too. Empty: B starts at 0."""
     dropout: Annotated[
         float,
         Between(0, 0, why="the engine samples without it, so probabilities would not match"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from r3.config import ConfigError, LoraConfig, ParallelConfig, Problem
 from r3.models.freeze import frozen_tensors
@@ -72,21 +74,16 @@ def adapted_tensors(
     return adapted
 
 
-def adapter_fault(
-    folder: str, shape: ModelShape, lora: LoraConfig, ranks: Mapping[str, int]
-) -> str:
-    """Why the adapter in a folder is not one of these settings and this model; "" if it is."""
+def adapter_fault(folder: str, shape: ModelShape, ranks: Mapping[str, int]) -> str:
+    """Why the adapter in a folder does not fit the model and these ranks; "" if it does."""
     place = Path(folder)
     try:
         config = json.loads((place / "adapter_config.json").read_bytes())
         found, _ = header_of(place / "adapter_model.safetensors")
     except (OSError, ValueError, ShapeError) as error:
         return f"is no folder of a PEFT adapter: {error}"
-    if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("alpha_pattern"):
-        return "is no plain LoRA adapter (DoRA, alpha_pattern or another method)"
-    alpha, rslora = config.get("lora_alpha"), bool(config.get("use_rslora"))
-    if (alpha, rslora) != (lora.alpha, lora.rslora):
-        return f"has lora_alpha {alpha} and use_rslora {rslora}, unlike lora.alpha and lora.rslora"
+    if config.get("peft_type") != "LORA" or config.get("use_dora"):
+        return "is no plain LoRA adapter (DoRA or another method)"
     expected: dict[str, tuple[int, int]] = {}
     for name, rank in ranks.items():
         rows, width = shape.tensor_shapes[name]
@@ -98,6 +95,21 @@ def adapter_fault(
         if name not in found or tuple(found[name]["shape"]) != expected.get(name)
     ]
     return f"differs in {len(differing)} tensors, such as {differing[0]}" if differing else ""
+
+
+def scale_in(config: Mapping[str, Any], name: str) -> float:
+    """What the product of a matrix is multiplied by, by the content of adapter_config.json."""
+    module = name.removesuffix(".weight")
+
+    def value(key: str, of_others: float) -> float:
+        patterns = config.get(key) or {}
+        matching = (x for each, x in patterns.items() if re.match(rf"(.*\.)?({each})$", module))
+        return next(matching, of_others)
+
+    rank = value("rank_pattern", config["r"])
+    return value("alpha_pattern", config["lora_alpha"]) / (
+        rank**0.5 if config.get("use_rslora") else rank
+    )
 
 
 def factor_names(name: str) -> tuple[str, str]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from r3.config import LoraConfig
 from r3.models.hf_checkpoint import replace_folder
-from r3.models.lora import factor_names
+from r3.models.lora import factor_names, scale_in
 from r3.models.shape import ModelShape
 
 
@@ -30,7 +31,9 @@ def joined_in(shape: ModelShape, adapted: Iterable[str]) -> str:
 def adapter_config(
     shape: ModelShape, lora: LoraConfig, ranks: Mapping[str, int], base: str
 ) -> dict[str, Any]:
-    """Return the content of adapter_config.json.
+    """Return the content of adapter_config.json, where all products have one scale.
+
+    `write_adapter` moves the difference into B.
 
     Args:
         shape: the model's.
@@ -41,27 +44,26 @@ def adapter_config(
     modules = [name.removesuffix(".weight") for name in ranks]
     # One short name for all modules that end with it, unless others do too.
     ends = {module.rpartition(".")[2] for module in modules}
-    others = [name.removesuffix(".weight") for name in shape.tensor_shapes if name not in ranks]
-    mixed = {end for end in ends if any(other.endswith(f".{end}") for other in others)}
+    without = [name.removesuffix(".weight") for name in shape.tensor_shapes if name not in ranks]
+    mixed = {end for end in ends if any(module.endswith(f".{end}") for module in without)}
     named = {module if (end := module.rpartition(".")[2]) in mixed else end for module in modules}
-    patterns = {
-        re.escape(name.removesuffix(".weight")): rank
-        for name, rank in ranks.items()
-        if rank != lora.rank
-    }
+    # PEFT's conversion to transformers 5 reads the rank of experts here alone, and vLLM this scale.
+    rank = lora.expert_rank if len({*ranks.values()}) > 1 else next(iter(ranks.values()))
+    others = {re.escape(name.removesuffix(".weight")): r for name, r in ranks.items() if r != rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "use_rslora": lora.rslora,
+        "r": rank,
+        "lora_alpha": lora.scale(rank) * rank,
+        "use_rslora": False,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": sorted(named),
-        "rank_pattern": patterns,
+        "rank_pattern": others,
+        "alpha_pattern": {module: lora.scale(rank) * r for module, r in others.items()},
     }
 
 
@@ -69,6 +71,7 @@ def write_adapter(
     folder: Path,
     pairs: Iterable[tuple[str, torch.Tensor, torch.Tensor]],
     config: Mapping[str, Any],
+    lora: LoraConfig,
 ) -> None:
     """Write an adapter's folder, completely or not at all.
 
@@ -76,9 +79,11 @@ def write_adapter(
         folder: replaced if it exists.
         pairs: tensor of the checkpoint, A and B.
         config: content of adapter_config.json.
+        lora: the settings that A and B were trained with.
     """
     tensors = {}
     for name, a, b in pairs:
+        b = b * (lora.scale(len(a)) / scale_in(config, name))
         for factor, tensor in zip(factor_names(name), (a, b), strict=True):
             tensors[factor] = tensor.cpu().contiguous()
     partial = folder.with_name(f".{folder.name}.partial")
@@ -91,3 +96,17 @@ def write_adapter(
     file.chmod(mode)
     (partial / "adapter_config.json").write_text(json.dumps(dict(config), indent=2))
     replace_folder(partial, folder)
+
+
+def adapter_reader(
+    folder: str, lora: LoraConfig
+) -> Callable[[str], tuple[torch.Tensor, torch.Tensor]]:
+    """Return what reads A and B of a matrix, float32, with B for the scale of the settings."""
+    config = json.loads((Path(folder) / "adapter_config.json").read_bytes())
+    file = safe_open(str(Path(folder) / "adapter_model.safetensors"), framework="pt")
+
+    def read(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = (file.get_tensor(factor).float() for factor in factor_names(name))
+        return a, b * (scale_in(config, name) / lora.scale(len(a)))
+
+    return read

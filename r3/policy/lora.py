@@ -18,16 +18,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import nn
 
 from r3.config import Config
-from r3.models.lora import adapted_tensors, factor_names
+from r3.models.lora import adapted_tensors
+from r3.models.peft import adapter_reader
 from r3.models.rules import Kind, conversion_rules
 from r3.models.shape import ModelShape
 from r3.policy.weight_slots import HeadLayout, Slot, slots, views
@@ -217,8 +216,7 @@ def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapter
     chunk.requires_grad_(False)
     parameters = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}
     ranks = adapted_tensors(shape, config.lora, config.train.freeze)
-    file = Path(config.lora.start) / "adapter_model.safetensors"
-    start = safe_open(str(file), framework="pt") if config.lora.start else None
+    start = adapter_reader(config.lora.start, config.lora) if config.lora.start else None
     adapters = [
         _adapter(
             *(config, shape, mesh, slot, parameters[slot.tensor.data_ptr()], part),
@@ -278,8 +276,7 @@ def _adapter(
         names = [name.format(e=int(match[2]) + i) for i in range(len(weight))]
     width = shape.tensor_shapes[names[0]][1]
     if start:
-        pairs = [[start.get_tensor(x).float() for x in factor_names(each)] for each in names]
-        a, b = (torch.stack(x) for x in zip(*pairs, strict=True))
+        a, b = (torch.stack(x) for x in zip(*map(start, names), strict=True))
     else:
         a = torch.stack([_initial(each, config.train.seed, rank, width) for each in names])
         b = torch.zeros(len(names), shape.tensor_shapes[names[0]][0], rank)

@@ -51,7 +51,7 @@ def test_export_is_base_plus_product(tmp_path: Path) -> None:
         stem = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{stem}.lora_A.weight" in adapter:
             a, b = (adapter[f"{stem}.lora_{letter}.weight"] for letter in "AB")
-            weight = weight + facts["lora_alpha"] / len(a) * b @ a
+            weight = weight + facts["lora_alpha"] / facts["r"] * b @ a
         # Sums in another order: below 1e-7. The products are 1e-3 and more.
         assert float((merged[name] - weight).abs().max()) < 1e-6, name
     assert len(adapter) == 2 * sum(

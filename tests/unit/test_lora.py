@@ -15,8 +15,8 @@ from r3.assets import TINY_MOE
 from r3.checks import problems, warnings
 from r3.config import Config, ConfigError, LoraConfig, fixed_changes
 from r3.configs import KNOWN_SHAPES, PRESETS
-from r3.models.lora import adapted_tensors
-from r3.models.peft import adapter_config, joined_in, write_adapter
+from r3.models.lora import adapted_tensors, scale_in
+from r3.models.peft import adapter_config, adapter_reader, joined_in, write_adapter
 from r3.models.shape import ModelShape
 from r3.planning.memory_plan import fit, host_memory, memory
 from tests.settings import changed, found
@@ -112,17 +112,23 @@ def test_an_adapter_is_written_as_peft_names_it(tmp_path: Path) -> None:
     assert config["target_modules"] == [
         *("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
     ]
-    assert set(config["rank_pattern"].values()) == {4}
+    # One scale for all, that of experts: 16 / 4. vLLM has no other, and PEFT's patterns keep it.
+    assert (config["r"], config["lora_alpha"], set(config["rank_pattern"].values())) == (4, 16, {8})
+    assert {scale_in(config, name) for name in ranks} == {4.0}
     part = adapted_tensors(SHAPE, lora, ["model.layers.0.self_attn.[qkv]_proj.weight"])
     named = adapter_config(SHAPE, lora, part, "base")["target_modules"]
     assert "model.layers.1.self_attn.q_proj" in named and "q_proj" not in named
     pairs = [("model.layers.0.self_attn.q_proj.weight", torch.ones(8, 4), torch.ones(6, 8))]
-    write_adapter(tmp_path / "adapter", pairs, config)
+    write_adapter(tmp_path / "adapter", pairs, config, lora)
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     stem = "base_model.model.model.layers.0.self_attn.q_proj"
     assert {name: tuple(x.shape) for name, x in tensors.items()} == {
         f"{stem}.lora_A.weight": (8, 4),
         f"{stem}.lora_B.weight": (6, 8),
     }
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 8
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 4
+    assert tensors[f"{stem}.lora_B.weight"].unique().tolist() == [0.5], "16 / 8 in place of 16 / 4"
+    for other in (lora, replace(lora, alpha=1.0)):  # the product is the same
+        a, b = adapter_reader(str(tmp_path / "adapter"), other)(pairs[0][0])
+        assert float((other.scale(8) * b @ a).mean()) == 16.0
     assert joined_in(SHAPE, ranks) == ""
