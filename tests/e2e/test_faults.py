@@ -307,7 +307,7 @@ def test_full_disk_stops_the_export_and_the_checkpoint_remains(tmp_path: Path) -
     assert newest_checkpoint(folder) == 1 and not any((folder / "hf").iterdir())
 
     rows = rows_written(folder)
-    again = launch(folder, *flags, ranks=ONE_RANK)
+    again = launch(folder, *flags, ranks=ONE_RANK, is_warm=True)
     assert again.end() == 0, again.text[-3000:]
     assert (folder / "hf" / "step_000001" / "config.json").exists(), again.text
     assert rows_written(folder) == rows, "no step was made again"
