@@ -34,6 +34,7 @@ from r3.engine import Sampling
 from r3.handover.memory import State
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.handover.weight_sync import prove_sync, prove_weights, sync_tolerance, sync_weights
+from r3.metrics.console import say_labelled
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.updates import pass_figures
@@ -48,7 +49,6 @@ from r3.run.build import Run, build_run, init_rank
 from r3.run.prepare import refusing
 from r3.runtime.device import init_device, leave
 from r3.runtime.mesh import Axis, Mesh
-from r3.runtime.terminal import say
 from r3.types import Rollout
 
 # small, so that every rank gets several micro-batches of several sequences
@@ -547,6 +547,9 @@ CHECKS = (
 )
 
 
+_COLUMNS = 26  # before the findings of a check
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all checks, print one line per check, end the process with 0 or 1."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -596,7 +599,8 @@ def examine_path(config: Config) -> Iterator[CheckResult]:
 
 def _report(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        say(text)
+        for line in text.split("\n"):
+            say_labelled(line, _COLUMNS)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,9 @@ _LOG_WIDTH = 100  # of samples in log files
 _LOG_LINE = 120  # of a step in log files; metrics.jsonl has all figures
 
 
-def _wrapped(line: str, width: int) -> str:
-    """Break a line of the header between words; what follows stands below its value."""
-    below = " " * _LABEL
-    return textwrap.fill(line, width, subsequent_indent=below, break_on_hyphens=False)
+def _wrapped(line: str, width: int, label: int = _LABEL) -> str:
+    """Break a line between words; what follows stands below its value, behind the label."""
+    return textwrap.fill(line, width, subsequent_indent=" " * label, break_on_hyphens=False)
 
 
 def share_text(value: float) -> str:
@@ -259,9 +258,9 @@ def stage(what: str) -> Iterator[None]:
             say(f"{what} ... {took}")
 
 
-def say_labelled(line: str) -> None:
-    """Say a line of the form of the header; on a terminal, what does not fit stands below."""
-    say(_wrapped(line, RichConsole(file=out()).width) if out().isatty() else line)
+def say_labelled(line: str, label: int = _LABEL) -> None:
+    """Say a line with a label; on a terminal, what does not fit stands below the value."""
+    say(_wrapped(line, RichConsole(file=out()).width, label) if out().isatty() else line)
 
 
 class Console:

@@ -690,6 +690,8 @@ def test_the_last_line_of_a_run_is_wrapped_on_a_terminal_only(
         monkeypatch.setattr(sys, "stdout", stream)
         say_labelled(line)
         assert stream.getvalue().splitlines() == expected
+    say_labelled(line, 26)
+    assert stream.getvalue().splitlines()[-1] == " " * 26 + last
 
 
 def test_bars_can_be_turned_off() -> None:
