@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from r3.config import Config, RewardConfig
 from r3.data.conversation import read_messages
 from r3.data.prompts import DataError, load_prompts
 from r3.data.sources import Columns, columns_of, read_rows
+from r3.rewards.scorer import _conversation
+from r3.rollout.dump_fields import readable
 from tests.rows import OPTIONS, parquet, write
 from tests.settings import changed, found
+from tests.tiny import coded_rollout
 
 pytestmark = pytest.mark.unit
 
@@ -252,6 +256,16 @@ def test_a_final_message_is_continued_where_its_text_ends(tokenizer: Any, tmp_pa
     opened = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
     assert texts == [expected[0], opened, expected[1], expected[0]]
     assert texts[0].endswith("assistant\nIt is")
+
+
+def test_dumps_and_rewards_have_a_continued_message_whole(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, asked(USER, REPLY), asked(USER))
+    prompts = load_prompts(path, tokenizer, columns=CONTINUED, max_prompt_tokens=200).prompts
+    rollout = replace(coded_rollout([1, 2, 3], 1), response=" 7.", messages=())
+    for prompt, text in zip(prompts, ("It is 7.", " 7."), strict=True):
+        expected = [USER, {"role": "assistant", "content": text}]
+        assert readable(rollout, prompt)["messages"] == expected
+        assert _conversation(rollout, prompt) == expected
 
 
 def test_continued_messages_are_for_single_turns(tmp_path: Path) -> None:
