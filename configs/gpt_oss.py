@@ -1,16 +1,9 @@
 """Preset for gpt-oss. SHAPES has the sizes, for a dry run without the model."""
 
-from r3.config import (
-    AlgoConfig,
-    CheckpointConfig,
-    Config,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    RolloutConfig,
-    TrainConfig,
-)
-from r3.configs import gsm8k
+from dataclasses import replace
+
+from r3.config import Config, ModelConfig, ParallelConfig
+from r3.configs.qwen3_moe import qwen3_moe_30b_a3b
 
 SHAPES = {
     "openai/gpt-oss-20b": {
@@ -46,17 +39,9 @@ SHAPES = {
 
 def gpt_oss_20b() -> Config:
     """gpt-oss-20b on GSM8K: 8 GPUs of 80 GB, engines of 2 ranks."""
-    return Config(
+    return replace(
+        qwen3_moe_30b_a3b(),
         model=ModelConfig(path="openai/gpt-oss-20b", recompute="full"),
-        data=gsm8k.DATA,
-        rollout=RolloutConfig(prompts_per_step=128, group_size=16, max_response_tokens=4096),
-        algo=AlgoConfig(correction="token_tis"),
-        train=TrainConfig(
-            steps=200, lr=1e-6, warmup_updates=10, updates_per_step=2, micro_batch_tokens=8192
-        ),
         # Experts with biases are whole on a rank.
         parallel=ParallelConfig(ep=8, engine_tp=2),
-        engine=EngineConfig(memory_fraction=0.7, max_num_seqs=256),
-        eval=gsm8k.EVAL,
-        checkpoint=CheckpointConfig(every=50),
     )

@@ -1,16 +1,9 @@
 """Preset for Kimi-K2. SHAPES has the sizes, for a dry run without the model."""
 
-from r3.config import (
-    AlgoConfig,
-    CheckpointConfig,
-    Config,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    RolloutConfig,
-    TrainConfig,
-)
-from r3.configs import gsm8k
+from dataclasses import replace
+
+from r3.config import Config, ModelConfig, ParallelConfig, RolloutConfig
+from r3.configs.qwen3_moe import qwen3_moe_30b_a3b
 
 SHAPES = {
     "moonshotai/Kimi-K2-Instruct": {
@@ -64,23 +57,13 @@ SHAPES = {
 
 def kimi_k2() -> Config:
     """Kimi-K2 on GSM8K: 256 GPUs of 80 GB."""
-    return Config(
+    base = qwen3_moe_30b_a3b()
+    return replace(
+        base,
         model=ModelConfig(path="moonshotai/Kimi-K2-Instruct", recompute="full"),
-        data=gsm8k.DATA,
         rollout=RolloutConfig(prompts_per_step=256, group_size=16, max_response_tokens=4096),
-        algo=AlgoConfig(correction="token_tis"),
-        train=TrainConfig(
-            steps=200,
-            lr=1e-6,
-            warmup_updates=10,
-            updates_per_step=2,
-            micro_batch_tokens=8192,
-            optimizer="streamed",
-        ),
+        train=replace(base.train, optimizer="streamed"),
         parallel=ParallelConfig(
             tp=8, etp=1, ep=32, pp=8, pp_layers=(8, 8, 8, 8, 8, 8, 7, 6), engine_tp=64
         ),
-        engine=EngineConfig(memory_fraction=0.7, max_num_seqs=256),
-        eval=gsm8k.EVAL,
-        checkpoint=CheckpointConfig(every=50),
     )

@@ -1,16 +1,9 @@
 """Preset for the text model of Qwen3.5. SHAPES has the sizes, for a dry run without the model."""
 
-from r3.config import (
-    AlgoConfig,
-    CheckpointConfig,
-    Config,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    RolloutConfig,
-    TrainConfig,
-)
-from r3.configs import gsm8k
+from dataclasses import replace
+
+from r3.config import Config, ModelConfig, ParallelConfig
+from r3.configs.qwen3_moe import qwen3_moe_30b_a3b
 
 SHAPES = {
     "Qwen/Qwen3.5-35B-A3B": {
@@ -51,22 +44,11 @@ SHAPES = {
 
 def qwen3_5_35b_a3b() -> Config:
     """Qwen3.5-35B-A3B (its text model) on GSM8K: 8 GPUs of 80 GB, engines of 4 ranks."""
-    return Config(
+    base = qwen3_moe_30b_a3b()
+    return replace(
+        base,
         model=ModelConfig(path="Qwen/Qwen3.5-35B-A3B", recompute="full"),
-        data=gsm8k.DATA,
-        rollout=RolloutConfig(prompts_per_step=128, group_size=16, max_response_tokens=4096),
-        algo=AlgoConfig(correction="token_tis"),
-        train=TrainConfig(
-            steps=200,
-            lr=1e-6,
-            warmup_updates=10,
-            updates_per_step=2,
-            micro_batch_tokens=8192,
-            # Gated delta layers are whole on every rank: beside them no optimizer fits.
-            optimizer="streamed",
-        ),
+        # Gated delta layers are whole on every rank: beside them no optimizer fits.
+        train=replace(base.train, optimizer="streamed"),
         parallel=ParallelConfig(ep=8, engine_tp=4),
-        engine=EngineConfig(memory_fraction=0.7, max_num_seqs=256),
-        eval=gsm8k.EVAL,
-        checkpoint=CheckpointConfig(every=50),
     )
