@@ -345,7 +345,7 @@ class Runner:
         words = [python, "-c", versions, *PACKAGES]
         told = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
         self.versions = json.loads(told.stdout)
-        words = ["git", "rev-parse", "--short", "HEAD"]
+        words = ["git", "describe", "--always", "--dirty"]  # a copy may differ from its commit
         self.commit = ""
         if shutil.which("git"):
             told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
