@@ -31,11 +31,11 @@ import torch.nn.functional as F
 
 from r3 import assets
 from r3.config import from_yaml
+from r3.layers.modules import causal_varlen
 from r3.metrics.glossary import is_wall_clock
 from r3.models.shape import ModelShape
 from r3.planning.memory_plan import fit
 from r3.planning.step_time import DEFAULT_GPU, GPUS, forward_flops
-from r3.policy.modules import causal_varlen
 from r3.run.folder import RunDir, read_metrics
 from r3.runtime.device import Device, Stash, has_gpu, open_shared, share
 
@@ -194,7 +194,7 @@ def layer() -> Figures:
     """One MoE layer of the size of Qwen3-30B-A3B on 8 ranks: fused experts, and grouped ones."""
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-    from r3.policy.device_experts import _Experts, deferred
+    from r3.layers.device_experts import _Experts, deferred
 
     where = device().torch
     rows, experts, hidden, width, topk = (

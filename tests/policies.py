@@ -16,13 +16,13 @@ import torch.distributed as dist
 from r3.algo.advantage import StepRewards
 from r3.config import Config
 from r3.handover.rollouts import PackingSpec, distribute
+from r3.layers.device_experts import DeviceExperts
+from r3.layers.layout import local_tokens
 from r3.metrics.reduce import Mean
 from r3.models.shape import BYTES_OF, ModelShape
 from r3.models.sharding import planned_shards
 from r3.policy import Policy
 from r3.policy import build as build_policy
-from r3.policy.device_experts import DeviceExperts
-from r3.policy.layout import local_tokens
 from r3.policy.objective import NONE_MADE, policy_loss
 from r3.rollout.scored import Scored
 from r3.run import checkpoint

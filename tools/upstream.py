@@ -125,8 +125,8 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "optimizer": _MODELS["optimizer"],
     },
     "r3/policy/build.py": {"optimizer": _MODELS["optimizer"]},
-    "r3/policy/modules.py": {"pg_collection": _MODELS["pg_collection"]},
-    "r3/policy/context_parallel.py": {"pg_collection": _MODELS["pg_collection"]},
+    "r3/layers/modules.py": {"pg_collection": _MODELS["pg_collection"]},
+    "r3/layers/context_parallel.py": {"pg_collection": _MODELS["pg_collection"]},
     "r3/runtime/mesh.py": {"groups": _MODELS["groups"]},
     "r3/routing/replay.py": {
         "router": ("megatron.core.transformer.moe.router.TopKRouter",),

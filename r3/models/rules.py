@@ -56,7 +56,7 @@ def conversion_rules(shape: ModelShape) -> Rules:
     }
     layer |= _LATENT_ATTENTION if shape.latent else _attention(shape)
     for name in shape.delta.tensor_shapes(shape.hidden_size) if shape.delta else ():
-        # `r3.policy.delta` names its parameters so.
+        # `r3.layers.delta` names its parameters so.
         ours = f"self_attention.{name.replace('.', '_')}"
         layer[ours] = _rule("replicated", f"linear_attn.{name}")
     embedding = _rule("column", "model.embed_tokens.weight")

@@ -31,18 +31,12 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from r3.config import Config, TrainConfig
-from r3.models.hf_config import yarn_mscale
-from r3.models.shape import ModelShape
-from r3.policy.context_parallel import ContextParallelAttention
-from r3.policy.delta import GatedDelta
-from r3.policy.device_experts import DeviceExperts
-from r3.policy.dispatch import TokenDispatcher
-from r3.policy.exchange import exchange_without_copies
-from r3.policy.fused_experts import FusedExperts
-from r3.policy.logprobs import Head, ScoringGPT
-from r3.policy.lora import attach
-from r3.policy.memory import chained
-from r3.policy.modules import (
+from r3.layers.context_parallel import ContextParallelAttention
+from r3.layers.delta import GatedDelta
+from r3.layers.device_experts import DeviceExperts
+from r3.layers.dispatch import TokenDispatcher
+from r3.layers.fused_experts import FusedExperts
+from r3.layers.modules import (
     AllHeadsNorm,
     CausalAttention,
     CentredNorm,
@@ -53,8 +47,14 @@ from r3.policy.modules import (
     RMSNorm,
     decoder_spec,
 )
-from r3.policy.products import use_product
-from r3.policy.rope import inverse_frequencies
+from r3.layers.products import use_product
+from r3.layers.rope import inverse_frequencies
+from r3.models.hf_config import yarn_mscale
+from r3.models.shape import ModelShape
+from r3.policy.exchange import exchange_without_copies
+from r3.policy.logprobs import Head, ScoringGPT
+from r3.policy.lora import attach
+from r3.policy.memory import chained
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names, install
 from r3.runtime.mesh import Mesh

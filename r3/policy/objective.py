@@ -17,7 +17,7 @@ from r3.algo.loss import (
     teacher_advantage,
 )
 from r3.config import Config
-from r3.policy.layout import LocalTokens
+from r3.layers.layout import LocalTokens
 from r3.runtime.mesh import Axis
 from r3.types import Batch
 from r3.user_code.algorithm import bounds_of, loss_of

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from r3.config import Config
+from r3.layers.dispatch import size_plan
+from r3.layers.layout import LocalTokens
 from r3.metrics.mismatch import mismatch
 from r3.metrics.reduce import Mean, PerLayer
 from r3.models.freeze import frozen_tensors
@@ -23,8 +25,6 @@ from r3.policy.build import (
     transformer_config,
     wrap,
 )
-from r3.policy.dispatch import size_plan
-from r3.policy.layout import LocalTokens
 from r3.policy.lora import adapters_of
 from r3.policy.memory import TrainingMemory, chained
 from r3.policy.objective import NONE_MADE, Passes, policy_loss

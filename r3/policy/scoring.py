@@ -11,10 +11,10 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from r3.algo.packing import filler_micro_batch
+from r3.layers.dispatch import restored_dispatchers
+from r3.layers.layout import LocalTokens, local_tokens
+from r3.layers.modules import packed_params
 from r3.models.shape import ModelShape
-from r3.policy.dispatch import restored_dispatchers
-from r3.policy.layout import LocalTokens, local_tokens
-from r3.policy.modules import packed_params
 from r3.policy.stages import KnownShapes
 from r3.routing.replay import Mode, Replay, ReplayLedger
 from r3.runtime.device import Device

@@ -14,10 +14,10 @@ from r3.algo.advantage import StepRewards, per_unit
 from r3.algo.loss import kl_penalty
 from r3.algo.packing import part_of, with_advantages
 from r3.config import AlgoConfig, Config
+from r3.layers.layout import LocalTokens, local_rows
 from r3.metrics.mismatch import mismatch, shadow
 from r3.metrics.reduce import Mean
 from r3.policy import Policy, TokenScores
-from r3.policy.layout import LocalTokens, local_rows
 from r3.policy.objective import NONE_MADE, Passes
 from r3.routing.replay import Mode, routing_metrics
 from r3.types import Batch, MicroBatch, Update

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from r3.kernels import moe
-from r3.policy.windows import Attention, Flash, Kernel, Plain
+from r3.layers.windows import Attention, Flash, Kernel, Plain
 from tests.e2e import precision_cases, push_cases, step_cases
 from tests.e2e.step_cases import StepRoutes
 from tests.families import random_checkpoint

@@ -12,9 +12,9 @@ import torch
 from r3.algo.advantage import StepRewards, dr_grpo
 from r3.algo.loss import CORRECTIONS, LOSSES, kl_penalty
 from r3.handover.rollouts import PackingSpec, distribute, pack_for
+from r3.layers.layout import local_tokens, zigzag_rows
 from r3.models.shape import ModelShape
 from r3.policy import Policy, TokenScores
-from r3.policy.layout import local_tokens, zigzag_rows
 from r3.policy.objective import Passes, policy_loss
 from r3.policy.updates import take_kl_from_reward
 from r3.rollout.scored import Scored

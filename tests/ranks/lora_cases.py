@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from r3.config import Config
 from r3.handover.weight_sync import WeightStream
+from r3.layers.layout import local_tokens
 from r3.models.lora import adapted_tensors, adapter_fault
 from r3.models.peft import adapter_config, write_adapter
 from r3.policy import Policy
 from r3.policy.build import learning_rate
-from r3.policy.layout import local_tokens
 from r3.policy.lora import Adapter, factors
 from r3.policy.objective import NONE_MADE, policy_loss
 from r3.run import checkpoint

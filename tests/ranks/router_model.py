@@ -129,7 +129,7 @@ def forward_backward(model: Model) -> tuple[torch.Tensor, dict[str, torch.Tensor
     """Logits of packed sequences, and the gradient of every parameter for a loss that weighs all
     logits differently.
     """
-    from r3.policy.modules import packed_params
+    from r3.layers.modules import packed_params
 
     for parameter in model.chunk.parameters():
         parameter.grad = None

@@ -12,8 +12,8 @@ import torch
 
 from r3.config import with_values
 from r3.handover.rollouts import PackingSpec, distribute
+from r3.layers.layout import local_tokens
 from r3.policy import Policy
-from r3.policy.layout import local_tokens
 from r3.policy.objective import Passes, policy_loss
 from r3.policy.updates import train_on
 from r3.rollout.scored import Scored

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from r3.policy.dispatch import TokenDispatcher, size_plan
+from r3.layers.dispatch import TokenDispatcher, size_plan
 from r3.runtime import peers as module
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis

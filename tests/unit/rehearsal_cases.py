@@ -21,11 +21,11 @@ from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
 from r3.handover.rollouts import pack_for
 from r3.handover.weight_sync import WeightStream
 from r3.kernels import moe
+from r3.layers.device_experts import DeviceExperts
+from r3.layers.dispatch import Transfer
+from r3.layers.layout import LocalTokens, local_tokens
 from r3.models.shape import ModelShape
 from r3.policy import Policy, memory, scoring
-from r3.policy.device_experts import DeviceExperts
-from r3.policy.dispatch import Transfer
-from r3.policy.layout import LocalTokens, local_tokens
 from r3.policy.updates import train_on
 from r3.rewards.model import Batches
 from r3.rollout.scored import Scored

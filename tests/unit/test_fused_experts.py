@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from r3.policy import device_experts, fused_experts
-from r3.policy.dispatch import (
+from r3.layers import device_experts, fused_experts
+from r3.layers.dispatch import (
     chosen_experts,
     first_set,
     needs_of,

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from r3.layers.modules import CausalAttention, _Norm, packed_params
+from r3.layers.rope import Rotation
 from r3.policy.build import rounded_gating
-from r3.policy.modules import CausalAttention, _Norm, packed_params
-from r3.policy.rope import Rotation
 
 pytestmark = pytest.mark.unit
 

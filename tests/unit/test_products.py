@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3.policy import products
-from r3.policy.products import is_by_float32, product
+from r3.layers import products
+from r3.layers.products import is_by_float32, product
 
 pytestmark = pytest.mark.unit
 

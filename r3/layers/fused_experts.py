@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from r3.kernels import moe
-from r3.policy.dispatch import Slots
-from r3.policy.modules import GroupedExperts
-from r3.policy.products import is_by_float32, product
+from r3.layers.dispatch import Slots
+from r3.layers.modules import GroupedExperts
+from r3.layers.products import is_by_float32, product
 
 
 class FusedExperts(GroupedExperts):

@@ -5,7 +5,7 @@ order, go through torch's grouped products, and each token adds up its own rows 
 no atomic sum, and forward and recomputation give the same bits. Backward runs the same way in the
 other direction. Gradients of weights come last, while those of tokens travel.
 
-On CPU tensors it runs with plain torch, for tests; `r3.policy.fused_experts` is what CPU runs use.
+On CPU tensors it runs with plain torch, for tests; `r3.layers.fused_experts` is what CPU runs use.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from r3.kernels import moe  # noqa: F401  (defines torch.ops.r3)
-from r3.policy.dispatch import Slots
-from r3.policy.modules import GroupedExperts
+from r3.layers.dispatch import Slots
+from r3.layers.modules import GroupedExperts
 
 
 class DeviceExperts(GroupedExperts):
-    """Experts as in `GroupedExperts`, on tokens that `r3.policy.dispatch` hands over unsorted."""
+    """Experts as in `GroupedExperts`, on tokens that `r3.layers.dispatch` hands over unsorted."""
 
     _weights: Weights | None = None  # of the next forward
 

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from r3.policy.layout import zigzag_rows
-from r3.policy.modules import CausalAttention, Packed, causal_varlen
+from r3.layers.layout import zigzag_rows
+from r3.layers.modules import CausalAttention, Packed, causal_varlen
 
 
 class ContextParallelAttention(CausalAttention):
-    """Packed attention over the zigzag layout of `r3.policy.layout`. All ranks of cp must call."""
+    """Packed attention over the zigzag layout of `r3.layers.layout`. All ranks of cp must call."""
 
     context_parallel = True
 

@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from r3.kernels import rows  # noqa: F401  (defines torch.ops.r3)
-from r3.policy.rope import Rotation
-from r3.policy.windows import Attention, Flash, Kernel, Plain
+from r3.layers.rope import Rotation
+from r3.layers.windows import Attention, Flash, Kernel, Plain
 from r3.runtime.mesh import Axis
 
 

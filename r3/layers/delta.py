@@ -11,8 +11,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 if TYPE_CHECKING:
+    from r3.layers.modules import Packed
     from r3.models.families import DeltaSizes
-    from r3.policy.modules import Packed
 
 CHUNK = 64
 """Tokens that are computed by products; the state goes from chunk to chunk."""
