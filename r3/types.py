@@ -271,13 +271,11 @@ class Update:
         grad_norm: norm of all gradients before clipping.
         router_grad_norm: norm of the routers' gradients before clipping.
         lr: learning rate.
-        metrics: this rank's partials, to be reduced over ranks.
     """
 
     grad_norm: float
     router_grad_norm: float
     lr: float
-    metrics: Mapping[str, Any]
 
 
 class RouteError(RuntimeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -23,12 +23,12 @@ from r3.models.shape import BYTES_OF, ModelShape
 from r3.models.sharding import planned_shards
 from r3.policy import Policy
 from r3.policy import build as build_policy
-from r3.policy.objective import NONE_MADE, policy_loss
+from r3.policy.objective import NONE_MADE, Passes, policy_loss
 from r3.rollout.scored import Scored
 from r3.run import checkpoint
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
-from r3.types import Batch
+from r3.types import Batch, Update
 from tests.tiny import random_rollouts
 
 LENGTHS = (37, 12, 50, 9, 23, 31, 44, 18)
@@ -51,6 +51,14 @@ def experts_as_on_cuda(kind: str) -> str:
 def policy_of(device: Device, mesh: Mesh, config: Config) -> Policy:
     """The policy of a config on a mesh that exists already."""
     return Policy(config, device, mesh, ModelShape.read(config.model.path))
+
+
+def one_update(
+    policy: Policy, batch: Batch, passes: Passes = NONE_MADE, *, total_updates: int
+) -> tuple[Update, Mapping[str, Any]]:
+    """One update of a policy: what the optimizer did, and the metrics."""
+    metrics = policy.forward_backward(batch, passes)
+    return policy.step(total_updates), metrics
 
 
 def step_rewards(

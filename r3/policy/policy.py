@@ -202,57 +202,6 @@ class Policy(ScoringPolicy):
     # ----------------------------------------------------------------------------------------------
     # Passes
 
-    def update(
-        self,
-        batch: Batch,
-        passes: Passes = NONE_MADE,
-        *,
-        total_updates: int,
-        first: bool = True,
-        on_micro_batch: Callable[[], None] = lambda: None,
-        on_scores: OnScores = lambda *_: None,
-    ) -> Update:
-        """One optimizer step on `batch`. All ranks must call.
-
-        Args:
-            batch: this rank's share.
-            passes: what earlier passes found for its micro-batches.
-            total_updates: updates of the whole run, for the learning-rate schedule.
-            first: this is the step's first update.
-            on_micro_batch: called after the forward of each micro-batch.
-            on_scores: called on the last pipeline stage with a micro-batch's number, this rank's
-                tokens of it and their log-probabilities.
-
-        Raises:
-            FloatingPointError: on every rank: a gradient is not finite. The weights are lost.
-        """
-        gradients = self.forward_backward(
-            batch, passes, first=first, on_micro_batch=on_micro_batch, on_scores=on_scores
-        )
-        lr = learning_rate(self.update_number, total_updates, self.config.train)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = self.config.train.weight_decay * group.get("wd_mult", 1.0)
-        router_grad_norm = self._router_grad_norm()
-        # Without gradient Adam changes nothing, but weight decay does.
-        decays = self._untrained if self.config.train.weight_decay else ()
-        kept = [parameter.detach().clone() for parameter in decays]
-        with cuda_type_names():
-            _, grad_norm, _ = self.optimizer.step()
-        for parameter, values in zip(decays, kept, strict=True):
-            parameter.data.copy_(values)
-        self.merge_adapters()
-        # Megatron checks this only with a loss scaler, which can retry.
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"update {self.update_number}: the gradient norm is {grad_norm:g} and the weights "
-                "are lost. Start the run again: it resumes from its newest checkpoint"
-            )
-        self.update_number += 1
-        return Update(
-            grad_norm=float(grad_norm), router_grad_norm=router_grad_norm, lr=lr, metrics=gradients
-        )
-
     def forward_backward(
         self,
         batch: Batch,
@@ -265,11 +214,18 @@ class Policy(ScoringPolicy):
         """Compute the gradients of `batch`, reduced over data-parallel ranks. All ranks must call.
 
         Each micro-batch's loss is a sum over its tokens divided by the batch's global denominator;
-        micro-batches and data-parallel ranks add up without another division. For arguments see
-        `update`.
+        micro-batches and data-parallel ranks add up without another division.
+
+        Args:
+            batch: this rank's share.
+            passes: what earlier passes found for its micro-batches.
+            first: this is the step's first update.
+            on_micro_batch: called after the forward of each micro-batch.
+            on_scores: called on the last pipeline stage with a micro-batch's number, this rank's
+                tokens of it and their log-probabilities.
 
         Returns:
-            Partials of metrics. The gradients are in the gradient buffers.
+            This rank's partials of metrics. The gradients are in the gradient buffers.
         """
         assert self.is_onloaded, f"rank {self.device.rank}: an update needs the training memory"
         for chunk in self.wrapped:
@@ -317,6 +273,37 @@ class Policy(ScoringPolicy):
             parameter.main_grad.zero_()
         own_is_old = all(each is None for each in passes.old or ())
         return self._metrics(seen, ledger, panel=first and own_is_old)
+
+    def step(self, total_updates: int) -> Update:
+        """Clip the gradients and make one optimizer step. All ranks must call.
+
+        Args:
+            total_updates: updates of the whole run, for the learning-rate schedule.
+
+        Raises:
+            FloatingPointError: on every rank: a gradient is not finite. The weights are lost.
+        """
+        lr = learning_rate(self.update_number, total_updates, self.config.train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.config.train.weight_decay * group.get("wd_mult", 1.0)
+        router_grad_norm = self._router_grad_norm()
+        # Without gradient Adam changes nothing, but weight decay does.
+        decays = self._untrained if self.config.train.weight_decay else ()
+        kept = [parameter.detach().clone() for parameter in decays]
+        with cuda_type_names():
+            _, grad_norm, _ = self.optimizer.step()
+        for parameter, values in zip(decays, kept, strict=True):
+            parameter.data.copy_(values)
+        self.merge_adapters()
+        # Megatron checks this only with a loss scaler, which can retry.
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"update {self.update_number}: the gradient norm is {grad_norm:g} and the weights "
+                "are lost. Start the run again: it resumes from its newest checkpoint"
+            )
+        self.update_number += 1
+        return Update(grad_norm=float(grad_norm), router_grad_norm=router_grad_norm, lr=lr)
 
     # ----------------------------------------------------------------------------------------------
     # Metrics

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,7 @@ from r3.routing.replay import Mode, routing_metrics
 from r3.types import Batch, MicroBatch, Update
 from r3.user_code.algorithm import advantage_of
 
+ReplayMode = Literal["off", "r2", "r3"]  # replay.mode
 Panel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Mapping[str, Any]]
 
 # Metrics that compare live routes with replayed ones: reported for the step's first pass with
@@ -38,7 +39,7 @@ _COMPARISON = (
 _OF_EPOCHS = ("loss/total", "loss/clip_frac", "policy/entropy", "policy/kl_old")
 
 # replay.mode -> mode of the pass that scores old log-probabilities.
-_OLD_PASS: dict[str, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
+_OLD_PASS: dict[ReplayMode, Mode] = {"off": "live", "r2": "record", "r3": "replay"}
 
 
 def train_on(
@@ -77,48 +78,22 @@ def train_on(
     Returns:
         Rewards and advantages that were trained on, if KL was taken from the rewards.
     """
-    mode = config.replay.mode if policy.shape.moe_layers else "off"
-    flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
-
+    mode: ReplayMode = config.replay.mode if policy.shape.moe_layers else "off"
     every = config.replay.shadow_every if mode == "r3" else 0
     first = batches[0].micro_batches  # its update's own forward is at the rollout's weights
     sample = None
     if every and (step - 1) % every == 0:
-        tokens = math.ceil(config.replay.shadow_frac * sum(one.num_tokens for one in flat))
+        total = sum(one.num_tokens for batch in batches for one in batch.micro_batches)
+        tokens = math.ceil(config.replay.shadow_frac * total)
         sample = _live(policy, first, tokens, turn=(step - 1) // every)
 
-    passes = NONE_MADE
-    algo = config.algo
-    bypasses = algo.correction == "bypass"
-    several = len(batches) > 1 and not bypasses and rewards is not None
-    # The first update's batch is scored before only to record routes or to take KL from rewards.
-    scores_first = mode == "r2" or (algo.takes_kl_from_reward and not bypasses)
-    unscored = 0 if scores_first else len(first)
-    compared = False  # live and replayed routes, at the rollout's weights
-    if several or scores_first:
-        scores = policy.score(flat[unscored:], mode=_OLD_PASS[mode])
-        recorded = scores.ledger.recorded if mode == "r2" else None
-        passes = Passes(old=(None,) * unscored + scores.logprobs, recorded=recorded)
-        report(
-            {f"mismatch/{name}": part for name, part in _panel(policy, scores, mismatch).items()}
-        )
-        report(routing_metrics(scores.ledger))
-        compared = mode == "r3" and not unscored
-    if algo.kl_coef:
-        replays = config.replay.reference and mode != "off"
-        with policy.reference_weights():
-            reference = policy.score(
-                flat, mode="replay" if replays else "live", recorded_routes=passes.recorded
-            )
-        if not algo.takes_kl_from_reward:
-            passes = replace(passes, reference=reference.logprobs)
-    if policy.teachers:
-        passes = replace(passes, teacher=policy.teachers.logprobs(flat))
-    shaped: Shaped | None = None
-    if algo.takes_kl_from_reward and rewards is not None:
-        old = reference.rollout_logprobs if bypasses else scores.logprobs
-        shaped = take_kl_from_reward(policy, batches, old, reference, rewards, algo, report)
+    passes, shaped = _earlier_passes(policy, batches, rewards, config, mode, report)
+    if shaped:
         batches = shaped.batches
+    # Micro-batches whose old log-probabilities are those of their own update.
+    unscored = 0 if _scores_first(config.algo, mode) else len(first)
+    # Whether live and replayed routes were compared, at the rollout's weights.
+    compared = mode == "r3" and not unscored
 
     borders = list(pairwise(accumulate((len(each.micro_batches) for each in batches), initial=0)))
     of_first: list[torch.Tensor] = []  # old log-probabilities that the first update computes
@@ -131,21 +106,20 @@ def train_on(
     epochs = config.train.epochs_per_step
     for number in range(epochs * len(batches)):
         epoch, place = divmod(number, len(batches))
-        update = policy.update(
+        metrics = policy.forward_backward(
             batches[place],
             passes.part(slice(*borders[place])),
-            total_updates=config.train.total_updates,
             first=number == 0,
             on_micro_batch=on_micro_batch,
             on_scores=keep if number == 0 else lambda *_: None,
         )
+        update = policy.step(config.train.total_updates)
         if number == 0 and epochs > 1 and unscored:
             passes = replace(passes, old=(*of_first, *(passes.old or ())[unscored:]))
         if number == 0 and sample:
             report(sample.metrics(policy))
-        metrics = dict(update.metrics)
-        routing = {key: metrics.pop(key) for key in update.metrics if key.startswith(_COMPARISON)}
-        report(metrics if compared else metrics | routing)
+        routing = {key: part for key, part in metrics.items() if key.startswith(_COMPARISON)}
+        report({key: part for key, part in metrics.items() if not (compared and key in routing)})
         compared = rewards is not None
         if epochs * len(batches) > 1 and "routing/agreement" in routing:
             report({f"routing/agreement_update_{number + 1}": routing["routing/agreement"]})
@@ -154,6 +128,57 @@ def train_on(
             report({f"{name}_epoch_{epoch + 1}": metrics[name] for name in names})
         report_update(policy, update, report)
     return shaped
+
+
+def _scores_first(algo: AlgoConfig, mode: ReplayMode) -> bool:
+    """Whether the first update's batch too is scored before: to record routes (R2), or for KL in
+    the reward.
+    """
+    return mode == "r2" or (algo.takes_kl_from_reward and algo.correction != "bypass")
+
+
+def _earlier_passes(
+    policy: Policy,
+    batches: Sequence[Batch],
+    rewards: StepRewards | None,
+    config: Config,
+    mode: ReplayMode,
+    report: Callable[[Mapping[str, Any]], None],
+) -> tuple[Passes, Shaped | None]:
+    """Make the passes that the updates of a step need before the first one. All ranks must call.
+
+    `train_on` says which, and has the arguments; `mode` is replay.mode, "off" without routers.
+
+    Returns:
+        What they found for all micro-batches, and the step with KL taken from its rewards, if any.
+    """
+    algo, passes = config.algo, NONE_MADE
+    flat = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+    bypasses = algo.correction == "bypass"
+    scores_first = _scores_first(algo, mode)
+    if scores_first or (len(batches) > 1 and not bypasses and rewards is not None):
+        unscored = 0 if scores_first else len(batches[0].micro_batches)
+        scores = policy.score(flat[unscored:], mode=_OLD_PASS[mode])
+        recorded = scores.ledger.recorded if mode == "r2" else None
+        passes = Passes(old=(None,) * unscored + scores.logprobs, recorded=recorded)
+        report(
+            {f"mismatch/{name}": part for name, part in _panel(policy, scores, mismatch).items()}
+        )
+        report(routing_metrics(scores.ledger))
+    if algo.kl_coef:
+        replays = config.replay.reference and mode != "off"
+        with policy.reference_weights():
+            reference = policy.score(
+                flat, mode="replay" if replays else "live", recorded_routes=passes.recorded
+            )
+        if not algo.takes_kl_from_reward:
+            passes = replace(passes, reference=reference.logprobs)
+    if policy.teachers:
+        passes = replace(passes, teacher=policy.teachers.logprobs(flat))
+    if not algo.takes_kl_from_reward or rewards is None:
+        return passes, None
+    old = reference.rollout_logprobs if bypasses else scores.logprobs
+    return passes, take_kl_from_reward(policy, batches, old, reference, rewards, algo, report)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from r3.routing.replay import Mode
 from r3.runtime.device import Device
 from tests.engines import World, is_direct, signature, vllms_own_layers, without_loops
 from tests.memory import bytes_of
+from tests.policies import one_update
 from tests.tiny import tiny_config
 
 
@@ -183,7 +184,7 @@ def memory_moves(device: Device, *, dtype: str) -> MemoryMoves:
     direct = direct_layers(world, 0)
     world.residency.move(State.TRAIN)
     asleep_gib = device.used_gib()
-    policy.update(world.batch_of(collected, 512), total_updates=4)
+    one_update(policy, world.batch_of(collected, 512), total_updates=4)
     kept = {key: tensor.clone() for key, tensor in policy.memory.optimizer_tensors()}
     world.sync(1)
     in_generate = sum(

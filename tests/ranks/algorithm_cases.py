@@ -22,7 +22,7 @@ from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import Batch, MicroBatch
 from tests.pages import ROOT
-from tests.policies import LENGTHS, batches_of, build, step_rewards
+from tests.policies import LENGTHS, batches_of, build, one_update, step_rewards
 from tests.tiny import random_rollouts, tiny_config
 
 
@@ -162,7 +162,7 @@ def kl_in_reward(device: Device, *, model: str, parallel: dict[str, int]) -> KlA
     )
     mesh, policy = build(device, config)
     (batch,) = batches_of(mesh, policy.shape)
-    policy.update(batch, total_updates=1)  # away from the reference
+    one_update(policy, batch, total_updates=1)  # away from the reference
     old = policy.score(batch.micro_batches, mode="replay").logprobs
     with policy.reference_weights():
         reference = policy.score(batch.micro_batches, mode="replay")
@@ -262,10 +262,10 @@ def filtered(policy: Policy) -> Filtered:
     (batch,), _ = distribute(
         scored, policy.mesh, policy.shape, PackingSpec(micro_batch_tokens=128, on_missing="live")
     )
-    update = policy.update(batch, total_updates=10)
+    update, metrics = one_update(policy, batch, total_updates=10)
     return Filtered(
         denominators=[batch.num_loss_tokens, batch.num_sequences],
         grad_norm=update.grad_norm,
-        loss=update.metrics["loss/total"].total,
-        entropy_over=update.metrics["policy/entropy"].count,
+        loss=metrics["loss/total"].total,
+        entropy_over=metrics["policy/entropy"].count,
     )

@@ -34,7 +34,7 @@ from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, axis_beside
 from tests.errors import message_of
-from tests.policies import batches_of, build, save_checkpoint
+from tests.policies import batches_of, build, one_update, save_checkpoint
 from tests.tiny import tiny_config
 
 
@@ -195,7 +195,7 @@ def damaged(device: Device, *, out: str) -> Damaged:
     if device.rank == 0:
         write_identity(whole.path, identity)
     for step in (1, 2):
-        policy.update(batch, total_updates=4)
+        one_update(policy, batch, total_updates=4)
         save_checkpoint(
             whole.checkpoints, policy, device, mesh, step=step, keep=0, identity=identity
         )
@@ -268,7 +268,7 @@ def trained(device: Device) -> tuple[Mesh, Policy]:
     """A policy after one update."""
     mesh, policy = build(device, tiny_config(parallel={"ep": 2}))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
-    policy.update(batch, total_updates=4)
+    one_update(policy, batch, total_updates=4)
     return mesh, policy
 
 
@@ -390,10 +390,10 @@ def beside(device: Device, *, out: str) -> Beside:
     with Background() as background:
         unwritten = checkpoint.capture(Path(out) / "beside", policy, device, mesh, step=1, keep=0)
         background.start(lambda: (gate.wait(60), unwritten.write(axis)))
-        policy.update(batch, total_updates=4)
+        one_update(policy, batch, total_updates=4)
         twice = message_of(lambda: background.start(lambda: None), AssertionError)
         gate.set()
-        policy.update(batch, total_updates=4)  # its collectives run beside those of the write
+        one_update(policy, batch, total_updates=4)  # its collectives run beside those of the write
         background.finish()
         written = Path(out) / "beside" / whole.name
 
@@ -429,7 +429,7 @@ def gathered(device: Device, *, parallel: dict[str, int], piece: int) -> Gathere
     """The optimizer's state as R3 gathers it and as Megatron does, after an update."""
     mesh, policy = build(device, tiny_config(parallel=parallel, model={"dtype": "bfloat16"}))
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
-    policy.update(batch, total_updates=4)
+    one_update(policy, batch, total_updates=4)
     compared = equal = 0
     for optimizer in chained(policy.optimizer):
         with cuda_type_names():

@@ -29,7 +29,7 @@ from r3.runtime.device_cpu import cuda_type_names
 from r3.runtime.mesh import Mesh, build_mesh
 from r3.types import MicroBatch
 from tests.errors import message_of
-from tests.policies import batches_of, policy_of, require_planned, save_checkpoint
+from tests.policies import batches_of, one_update, policy_of, require_planned, save_checkpoint
 from tests.tiny import tiny_config
 
 LENGTHS = (33, 7, 64)
@@ -400,7 +400,7 @@ def expert_biases(device: Device, *, folder: str, out: str) -> ExpertBiases:
     loaded = same()
     (batch,) = batches_of(mesh, policy.shape)
     for _ in range(2):
-        policy.update(batch, total_updates=4)
+        one_update(policy, batch, total_updates=4)
     trained = same()
     policy.forward_backward(batch)
     counts = [

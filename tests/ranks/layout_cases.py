@@ -31,6 +31,7 @@ from tests.policies import (
     build,
     experts_as_on_cuda,
     full_gradients,
+    one_update,
     padded_backward,
     require_planned,
     save_checkpoint,
@@ -181,7 +182,7 @@ def gradients(
     losses = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
     torch.save(full_gradients(policy), Path(out) / f"rank_{device.rank}.pt")
     exchange = _exchange(policy, batch) if mesh.pp.size > 1 else None
-    update = policy.update(batch, total_updates=10)
+    update, metrics = one_update(policy, batch, total_updates=10)
     updated = {slot.name: (slot.kind, slot.index, slot.tensor) for slot in policy.slots}
     torch.save(updated, Path(out) / f"updated_{device.rank}.pt")
     compared = policy.replay.taps and replay == "r3"
@@ -189,10 +190,10 @@ def gradients(
         loss=float(losses),
         grad_norm=update.grad_norm,
         router_grad_norm=update.router_grad_norm,
-        agreement_slots=update.metrics["routing/agreement"].count if compared else 0.0,
+        agreement_slots=metrics["routing/agreement"].count if compared else 0.0,
         by_layer={
             key.removeprefix("routing/agreement_layer/"): [part.total, part.count]
-            for key, part in update.metrics.items()
+            for key, part in metrics.items()
             if key.startswith("routing/agreement_layer/")
         },
         bytes_read=bytes_read,
@@ -290,10 +291,10 @@ def second_update(
     if resume:
         checkpoint.load(Found(folder=Path(out) / "step_000001", step=1), policy, device, mesh)
     else:
-        policy.update(batch, total_updates=4)
+        one_update(policy, batch, total_updates=4)
         save_checkpoint(Path(out), policy, device, mesh, step=1, keep=0)
-    update = policy.update(batch, total_updates=4)
-    loss = update.metrics["loss/total"].total if "loss/total" in update.metrics else 0.0
+    update, metrics = one_update(policy, batch, total_updates=4)
+    loss = metrics["loss/total"].total if "loss/total" in metrics else 0.0
     total = mesh.world.all_reduce(torch.tensor(loss, dtype=torch.float64))
     return UpdateFigures(
         loss=float(total), grad_norm=update.grad_norm, router_grad_norm=update.router_grad_norm
@@ -322,15 +323,15 @@ def fused_adam(device: Device, *, out: str) -> FusedAdam:
 
     fused = Policy(config, device, mesh, plain.shape)
     began = mains(plain)
-    plain.update(batch, total_updates=4)
-    fused.update(batch, total_updates=4)
+    one_update(plain, batch, total_updates=4)
+    one_update(fused, batch, total_updates=4)
     expected, found = mains(plain), mains(fused)
     saved = save_checkpoint(Path(out), fused, device, mesh, step=1, keep=0)
     resumed = Policy(config, device, mesh, plain.shape)
     checkpoint.load(Found(folder=saved, step=1), resumed, device, mesh)
     for _ in range(2):
-        fused.update(batch, total_updates=4)
-        resumed.update(batch, total_updates=4)
+        one_update(fused, batch, total_updates=4)
+        one_update(resumed, batch, total_updates=4)
     straight, again = mains(fused), mains(resumed)
     return FusedAdam(
         moved=max(float((expected[key] - began[key]).abs().max()) for key in began),
@@ -359,13 +360,13 @@ def frozen(
         return not torch.equal(one[name], other[name])
 
     began = weights(policy)
-    free.update(batch, total_updates=4)
-    update = policy.update(batch, total_updates=4)
+    one_update(free, batch, total_updates=4)
+    update, _ = one_update(policy, batch, total_updates=4)
     expected, found = weights(free), weights(policy)
     policy.offload()
     policy.onload()
     for _ in range(2):
-        policy.update(batch, total_updates=4)
+        one_update(policy, batch, total_updates=4)
     ended = weights(policy)
     return Frozen(
         frozen=len(names),
@@ -429,7 +430,7 @@ def streamed_optimizer(
         for policy in (resident, streamed):
             if number:
                 policy.onload()
-            policy.update(batch, total_updates=8)
+            one_update(policy, batch, total_updates=8)
         equal.append(same(resident, streamed))
         left = sum(
             tensor.untyped_storage().nbytes() for _, tensor in streamed.memory.optimizer_tensors()
@@ -445,7 +446,7 @@ def streamed_optimizer(
     resumed = streaming()
     checkpoint.load(Found(folder=saved, step=3), resumed, device, mesh)
     for policy in (resident, streamed, resumed):
-        policy.update(batch, total_updates=8)
+        one_update(policy, batch, total_updates=8)
     after_checkpoint, after_resume = same(resident, streamed), same(resident, resumed)
     with streamed.memory.optimizer_on_device():
         moment = next(
@@ -453,7 +454,7 @@ def streamed_optimizer(
         )
         moment.view(-1)[:8].add_(1.0)
     for policy in (resident, streamed):
-        policy.update(batch, total_updates=8)
+        one_update(policy, batch, total_updates=8)
     return Streamed(
         equal=equal,
         on_device_between_updates=left,

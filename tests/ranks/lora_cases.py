@@ -25,7 +25,14 @@ from r3.run.resume import Found
 from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh, forget_mesh
 from r3.types import Batch
-from tests.policies import batches_of, build, experts_as_on_cuda, policy_of, save_checkpoint
+from tests.policies import (
+    batches_of,
+    build,
+    experts_as_on_cuda,
+    one_update,
+    policy_of,
+    save_checkpoint,
+)
 from tests.tiny import tiny_config
 
 TOTAL = 4  # updates of the schedule
@@ -123,7 +130,7 @@ def oracle(device: Device, *, model: str, targets: tuple[str, ...], out: str) ->
         eps=1e-8,
         weight_decay=train.weight_decay,
     ).step()
-    update = policy.update(batch, total_updates=TOTAL)
+    update, _ = one_update(policy, batch, total_updates=TOTAL)
     moved = [x for _, a, b in _each(policy, lambda tensor: tensor.detach()) for x in (a, b)]
     expected = [leaf.detach() - old for leaf, old in zip(leaves, before, strict=True)]
     found = [new - old for new, old in zip(moved, before, strict=True)]
@@ -160,7 +167,7 @@ def _starts_from(policy: Policy, batch: Batch, config: Config, folder: Path) -> 
         return all(torch.equal(x.tensor, y.tensor) for x, y in slots)
 
     began = same()
-    then.update(batch, total_updates=TOTAL)
+    one_update(then, batch, total_updates=TOTAL)
     moved = not same()
     with then.reference_weights():
         return began and moved and same()
@@ -270,7 +277,7 @@ def _in_layout(device: Device, config: Config, out: Path, other: Path | None) ->
     policy = policy_of(device, mesh, config)
     fill_b(policy)
     (batch,) = batches_of(mesh, policy.shape, micro_batch_tokens=96)
-    update = policy.update(batch, total_updates=TOTAL)
+    update, _ = one_update(policy, batch, total_updates=TOTAL)
     stream = WeightStream(policy, device, mesh)
     tensors = {name: tensor.clone() for name, tensor in stream.read()}
     mesh.world.barrier()
@@ -289,7 +296,7 @@ def _in_layout(device: Device, config: Config, out: Path, other: Path | None) ->
     for each in (policy, resumed):
         each.offload()
         each.onload()
-        each.update(batch, total_updates=TOTAL)
+        one_update(each, batch, total_updates=TOTAL)
     same = _same(policy, resumed)
     from_other = 0.0
     if other:

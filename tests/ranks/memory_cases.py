@@ -13,7 +13,14 @@ from r3.config import Config
 from r3.policy.updates import train_on
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh, build_mesh
-from tests.policies import batches_of, experts_as_on_cuda, policy_of, step_rewards, tensors_with
+from tests.policies import (
+    batches_of,
+    experts_as_on_cuda,
+    one_update,
+    policy_of,
+    step_rewards,
+    tensors_with,
+)
 from tests.tiny import tiny_config
 
 # Their sums are no dimension of the model.
@@ -72,7 +79,7 @@ def fragments(device: Device, path: str) -> list[float]:
     found = []
     for _ in range(5):
         (batch,) = batches_of(mesh, policy.shape, LENGTHS)
-        policy.update(batch, total_updates=5)
+        one_update(policy, batch, total_updates=5)
         policy.offload()
         found.append(device.fragmented_gib())
         policy.onload()

@@ -20,7 +20,7 @@ from r3.runtime.device import Device
 from r3.runtime.mesh import build_mesh
 from r3.types import Batch
 from tests.errors import message_of
-from tests.policies import batches_of, build, policy_of, read_back, step_rewards
+from tests.policies import batches_of, build, one_update, policy_of, read_back, step_rewards
 from tests.tiny import tiny_config
 
 
@@ -150,7 +150,7 @@ def consistency(device: Device, *, model: str, ep: int) -> Consistency:
     recorded = policy.score(batch.micro_batches, mode="record").ledger.recorded
     agreement, kept_routes = [], []
     for _ in range(4):
-        metrics = policy.update(batch, Passes(recorded=recorded), total_updates=100).metrics
+        _, metrics = one_update(policy, batch, Passes(recorded=recorded), total_updates=100)
         agreement.append(metrics["routing/agreement"].total / metrics["routing/agreement"].count)
         kept_routes.append(_keeps(policy, batch, recorded))
     module.policy_loss = real
@@ -265,5 +265,5 @@ def _accident(policy: Policy, batch: Batch) -> Accident:
         message=message,
         state=state,
         same=all(torch.equal(one, other) for one, other in zip(before, after, strict=True)),
-        grad_norm=policy.update(batch, total_updates=10).grad_norm,
+        grad_norm=one_update(policy, batch, total_updates=10)[0].grad_norm,
     )

@@ -15,7 +15,7 @@ from r3.layers.layout import local_tokens
 from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.errors import message_of
-from tests.policies import LENGTHS, batches_of, build, padded_backward, padded_rows
+from tests.policies import LENGTHS, batches_of, build, one_update, padded_backward, padded_rows
 from tests.tiny import random_rollouts, tiny_config
 
 
@@ -194,5 +194,7 @@ def replay_guards(device: Device, *, model: str) -> Guards:
     policy.score(batch.micro_batches, mode="replay")
     broken = replace(micro_batch, advantages_N=micro_batch.advantages_N * float("nan"))
     bad = replace(batch, micro_batches=(broken, *batch.micro_batches[1:]))
-    messages["nan"] = message_of(lambda: policy.update(bad, total_updates=10), FloatingPointError)
+    messages["nan"] = message_of(
+        lambda: one_update(policy, bad, total_updates=10), FloatingPointError
+    )
     return Guards(listed=listed, messages=messages)

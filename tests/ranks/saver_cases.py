@@ -21,7 +21,7 @@ from r3.run.save import Saver, export_last
 from r3.run.stop_signals import StopRequest
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
-from tests.policies import batches_of, build
+from tests.policies import batches_of, build, one_update
 from tests.tiny import tiny_config
 
 METRIC = "eval/heldout/accuracy"
@@ -55,7 +55,7 @@ def attempts(device: Device, *, model: str, out: str, parallel: dict[str, int]) 
     )
     mesh, policy = build(device, config)
     (batch,) = batches_of(mesh, policy.shape)
-    policy.update(batch, total_updates=20)  # the optimizer has a state to save
+    one_update(policy, batch, total_updates=20)  # the optimizer has a state to save
     run_dir = RunDir(Path(out))
     if device.rank == 0:
         run_dir.path.mkdir(exist_ok=True)

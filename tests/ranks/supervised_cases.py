@@ -19,7 +19,7 @@ from r3.rollout.supervised import as_rollout
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh
 from r3.types import Batch
-from tests.policies import build, full_gradients
+from tests.policies import build, full_gradients, one_update
 from tests.tiny import tiny_config
 
 
@@ -85,15 +85,15 @@ def update(device: Device, *, rows: str, model: str, parallel: dict[str, int]) -
     """Learn all rows in one update."""
     config, dataset = _rows(rows, model, parallel=parallel)
     mesh, policy = build(device, config)
-    found = policy.update(_batch(policy, mesh, dataset), total_updates=1)
-    nll: Mean = found.metrics.get("loss/nll", Mean(0.0, 0.0))
-    loss: Mean = found.metrics.get("loss/total", Mean(0.0, 0.0))
+    found, metrics = one_update(policy, _batch(policy, mesh, dataset), total_updates=1)
+    nll: Mean = metrics.get("loss/nll", Mean(0.0, 0.0))
+    loss: Mean = metrics.get("loss/total", Mean(0.0, 0.0))
     return Supervised(
         nll=(nll.total, nll.count),
         loss=loss.total,
         grad_norm=found.grad_norm,
-        replayed=any(key.startswith("routing/rows_replayed") for key in found.metrics),
-        mismatch=[key for key in found.metrics if key.startswith("mismatch/")],
+        replayed=any(key.startswith("routing/rows_replayed") for key in metrics),
+        mismatch=[key for key in metrics if key.startswith("mismatch/")],
     )
 
 

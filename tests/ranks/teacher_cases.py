@@ -19,7 +19,7 @@ from r3.policy.updates import train_on
 from r3.rollout.scored import Scored
 from r3.runtime.device import Device
 from r3.types import Batch, Rollout
-from tests.policies import LENGTHS, batches_of, build, step_rewards
+from tests.policies import LENGTHS, batches_of, build, one_update, step_rewards
 from tests.tiny import random_rollouts, tiny_config
 
 TEMPERATURE = 0.7
@@ -81,13 +81,13 @@ def taught(
     alone = mesh.world.size == 1
     by_hand = _advantages_by_hand(policy, batch, scored) if alone else None
     error = _error(rollouts, teachers, batch, scored) if alone else None
-    update = policy.update(batch, Passes(teacher=scored), total_updates=1)
+    update, metrics = one_update(policy, batch, Passes(teacher=scored), total_updates=1)
     masks = (
         [local_tokens(one, mesh, device.torch).loss_mask_N for one in batch.micro_batches]
         if policy.reports
         else []
     )
-    kl = update.metrics.get("loss/kl_teacher")
+    kl = metrics.get("loss/kl_teacher")
     return Taught(
         logprobs=float(sum((one * mask).sum() for one, mask in zip(scored, masks, strict=False))),
         kl=(kl.total, kl.count) if kl else (0.0, 0.0),
@@ -149,7 +149,8 @@ def bypass(device: Device, *, model: str, teachers: list[str]) -> Bypassed:
         ]
         total -= float(sum(each.sum() for each in advantages))
         number += batch.num_loss_tokens
-        other.update(
+        one_update(
+            other,
             replace(
                 batch,
                 micro_batches=tuple(
