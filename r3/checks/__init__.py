@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from r3.checks.algorithm import check_algorithm
 from r3.checks.batch import check_batch, check_lengths
-from r3.checks.data import check_data, overlap
+from r3.checks.data import ReadsRows, check_data, overlap
 from r3.checks.device import allocator_problems, cpu_engine_problems, cuda_expert_problems
 from r3.checks.environment import check_environment
 from r3.checks.evaluation import check_best, check_evaluation
@@ -27,6 +27,7 @@ from r3.checks.rewards import BUILTIN_REWARDS, check_rewards
 from r3.checks.run_folder import check_run_folder
 from r3.checks.teacher import check_teacher
 from r3.config import SETTINGS, Config, Problem
+from r3.data.sources import read_rows
 from r3.kernels.switch import switch_problems
 from r3.models.shape import ModelShape
 
@@ -55,6 +56,7 @@ def examine(
     world_size: int,
     known_shape: ModelShape | None = None,
     given: Collection[str] | None = None,
+    read: ReadsRows = read_rows,
 ) -> Report:
     """Problems and warnings, with every file read once.
 
@@ -65,6 +67,7 @@ def examine(
             model that is not downloaded. The missing folder is a problem all the same.
         given: settings that the user named, as opposed to those of a preset; None: all of them.
             A preset's own settings without effect are not warned of.
+        read: reads the rows of data files; one that remembers them serves several configs.
     """
     found = Findings(config)
     shape = check_model(config, found) or known_shape
@@ -83,7 +86,7 @@ def examine(
     check_rewards(config, found, world_size)
     sets = check_evaluation(config, found, shape)
     check_best(config, found, sets)
-    training, heldout = check_data(config, found, sets)
+    training, heldout = check_data(config, found, sets, read)
     check_run_folder(config, found)
     if config.log.tracker != "none" and not _is_installed(config.log.tracker):
         fix = f"{sys.executable} -m pip install {config.log.tracker}"

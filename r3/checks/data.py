@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from r3.checks.findings import Findings
 from r3.config import Config, EvalSet
@@ -21,13 +21,15 @@ from r3.data.sources import (
     read_rows,
 )
 
+ReadsRows = Callable[[str, Columns], tuple[list[Row], list[RowProblem]]]
+
 _SHOWN_ROWS = 5  # of a data file with bad rows; the others are counted
 
 
 def check_data(
-    config: Config, found: Findings, sets: Sequence[EvalSet]
+    config: Config, found: Findings, sets: Sequence[EvalSet], read: ReadsRows = read_rows
 ) -> tuple[list[Row], list[Row]]:
-    """Check all rows that can be read at once.
+    """Check all rows that can be read at once, by `read`.
 
     Returns:
         Rows of training and rows of the held-out sets.
@@ -43,13 +45,15 @@ def check_data(
     train = [
         row
         for path in dict.fromkeys(training)
-        for row in _check_rows(path, columns, found, "data.path")
+        for row in _check_rows(path, columns, found, "data.path", read)
     ]
     # Sets may differ in sampling alone: a path is read once for each way of scoring it.
     held_out = dict.fromkeys((each.path, columns_of(config, each)) for each in sets)
     if not sets:  # their lists do not fit together; problems of the files are reported all the same
         held_out = dict.fromkeys((path, columns) for path in config.eval.path)
-    heldout = [row for path, how in held_out for row in _check_rows(path, how, found, "eval.path")]
+    heldout = [
+        row for path, how in held_out for row in _check_rows(path, how, found, "eval.path", read)
+    ]
     if (
         training
         and found.sound("data.path", "rollout.prompts_per_step")
@@ -83,10 +87,12 @@ def _check_gym(
             found.add(name, rule, fix, value="gym")
 
 
-def _check_rows(path: str, columns: Columns, found: Findings, name: str) -> list[Row]:
+def _check_rows(
+    path: str, columns: Columns, found: Findings, name: str, read: ReadsRows
+) -> list[Row]:
     if not is_near(path):
         return []
-    rows, bad = read_rows(path, columns)
+    rows, bad = read(path, columns)
     common = _faults_of_every_row(bad) if not rows else []
     for problem, count in common:
         # One wrong setting, such as the name of a column, not thousands of wrong rows.

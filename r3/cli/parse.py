@@ -7,6 +7,7 @@ anything is written. Imports neither torch nor vllm nor megatron.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -45,6 +46,7 @@ from r3.config import (
     without_secrets,
 )
 from r3.configs import KNOWN_SHAPES, PRESETS
+from r3.data.sources import read_rows
 from r3.models.download import fetch_weights
 from r3.models.hub import HubError, is_hub
 from r3.models.shape import ModelShape
@@ -575,9 +577,10 @@ def _resolve(
     """
     known = KNOWN_SHAPES.get(config.model.path)
     shape = ModelShape.from_hf(known) if known else None
+    read = functools.cache(read_rows)  # data files may be large
 
     def report_on(candidate: Config) -> Report:
-        return examine(candidate, world_size, shape, given=given)
+        return examine(candidate, world_size, shape, given=given, read=read)
 
     report = report_on(config)
     reasons: dict[str, str] = {}
