@@ -164,7 +164,7 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
         with CheckpointReader(alone.model.path) as reader:
             reader.require(order.shape)
             load(slots(chunks, order.shape, mesh), reader.read, HeadLayout.of(order.shape))
-        adapters.start()
+        adapters.start(keep=True)
     checkpoint.load_weights(order.found, chunks, mesh)
     if order.adapter:
         ranks = adapted_tensors(order.shape, alone.lora, alone.train.freeze)

@@ -44,6 +44,9 @@ def check_lora(config: Config, found: Findings, shape: ModelShape | None) -> Non
         found.problems.extend(error.problems)
         return
     if not adapted:
+        if config.model.base != "dtype":
+            rule = "needs frozen weights, and without lora.rank all are trained"
+            found.add("model.base", rule, "set lora.rank, or leave it out")
         return
     if lora.start and (fault := adapter_fault(lora.start, shape, adapted)):
         fix = "use the settings that the adapter has, or merge it and give the merged model"

@@ -71,6 +71,10 @@ class ModelConfig:
     template), or hub:OWNER/NAME[@REVISION] for a model of the hub, which a start downloads."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the weights in training. Router scores, softmax and loss are always float32."""
+    base: Literal["dtype", "int8", "fp8"] = "dtype"
+    """How the device stores the matrices of decoder layers that LoRA leaves frozen. dtype: in
+    model.dtype. int8, fp8: one byte per value and a factor per 128 values. A layer is dequantised
+    and merged with its adapters when a pass comes to it; the engine gets the same bits."""
     experts: Literal["auto", "fused", "grouped", "sequential"] = "auto"
     """How experts run in training. fused: R3's own dispatch, with a loop that stays in the
     processor's cache on CPU, and grouped products and Triton kernels on CUDA. grouped: Megatron's

@@ -8,7 +8,6 @@ has travel over the network, as broadcasts. The same stream feeds the Hugging Fa
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from r3.policy.weight_slots import HeadLayout, join_shards, split
 from r3.rollout.codec import decode, encode
 from r3.rollout.scored import Scored
 from r3.rollout.single_turn import sample_single_turn
-from r3.runtime.device import Device, SharedTensor, open_shared
+from r3.runtime.device import Device, SharedTensor, open_shared, storage_of
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt, Rollout
 
@@ -103,6 +102,7 @@ class Published:
 
     host: str
     buffers: tuple[SharedTensor, ...]
+    dtypes: tuple[torch.dtype, ...]
     shards: tuple[PlacedShard, ...]
 
 
@@ -219,11 +219,18 @@ class WeightStream:
         self._heads: HeadLayout = policy.heads
         handles = tuple(policy.share_parameters())
         self._own_buffers = policy.shared_buffers()
-        self._addresses = [buffer.data_ptr() for buffer in self._own_buffers]
-        published = Published(host=device.host, buffers=handles, shards=tuple(self._shards()))
+        self._addresses = self._places()
+        dtypes = tuple(buffer.dtype for buffer in self._own_buffers)
+        published = Published(
+            host=device.host, buffers=handles, dtypes=dtypes, shards=tuple(self._shards())
+        )
         self._published: list[Published] = mesh.world.all_gather_object(published)
         self._opened: dict[tuple[int, int], torch.Tensor] = {}
         hosts = list(hosts) if hosts is not None else [item.host for item in self._published]
+        if policy.makes_weights:  # their memory cannot be read: every rank sends its own
+            hosts = [f"{host} {rank}" for rank, host in enumerate(hosts)]
+        # Number and values of the buffer that was made last.
+        self._made: tuple[int, torch.Tensor] | None = None
 
         shards = [item.shards for item in self._published]
         self._plan: SyncPlan[PlacedShard] = SyncPlan.make(shards, hosts, mesh.world.rank)
@@ -239,14 +246,12 @@ class WeightStream:
         self.traffic = self._plan.traffic
 
     def _shards(self) -> Iterator[PlacedShard]:
-        by_place = sorted((buffer.data_ptr(), i) for i, buffer in enumerate(self._own_buffers))
+        numbers = {storage_of(buffer): i for i, buffer in enumerate(self._own_buffers)}
         for slot in self._policy.slots:
-            place = slot.tensor.data_ptr()
-            number = by_place[bisect_right(by_place, (place, len(by_place))) - 1][1]
-            buffer = self._own_buffers[number]
-            offset, rest = divmod(place - buffer.data_ptr(), buffer.element_size())
+            number = numbers.get(storage_of(slot.tensor), -1)
+            buffer, offset = self._own_buffers[number], slot.tensor.storage_offset()
             assert (
-                rest == 0
+                number >= 0
                 and 0 <= offset <= buffer.numel() - slot.tensor.numel()
                 and slot.tensor.dtype == buffer.dtype
             ), f"{slot.name} is in none of the shared buffers"
@@ -271,7 +276,8 @@ class WeightStream:
         Nobody may write to the policy's weights meanwhile.
         """
         self._require_place()
-        return gather(self._plan, self._read_shard, self._heads)
+        yield from gather(self._plan, self._read_shard, self._heads)
+        self._made = None
 
     def read_blocks(self) -> Iterator[tuple[str, torch.Tensor] | ExpertBlock]:
         """Yield the same as `read`, with the experts of a rank and layer as few large blocks."""
@@ -283,6 +289,7 @@ class WeightStream:
                 if self._is_view(step):
                     self._views[number] = items
             yield from items
+        self._made = None
 
     def _items(
         self, step: PlacedShard | ExpertRun
@@ -296,13 +303,20 @@ class WeightStream:
 
     def _is_view(self, step: PlacedShard | ExpertRun) -> bool:
         """Whether reading a step copies nothing: its tensors are the buffers', which never move."""
+        if self._policy.makes_weights:
+            return False
         if isinstance(step, ExpertRun):
             return not step.crossing
         # Heads are copied where q, k and v are interleaved.
         return step.count == 1 and step.kind != "qkv" and (step.name, 0) not in self._plan.crossing
 
+    def _places(self) -> list[int]:
+        """Addresses of the buffers that are shared."""
+        buffers = [] if self._policy.makes_weights else self._policy.shared_buffers()
+        return [buffer.data_ptr() for buffer in buffers]
+
     def _require_place(self) -> None:
-        assert self._addresses == [buffer.data_ptr() for buffer in self._policy.shared_buffers()], (
+        assert self._addresses == self._places(), (
             f"rank {self._device.rank}: the shared buffers moved after their handles were published"
         )
 
@@ -321,16 +335,18 @@ class WeightStream:
         if self._mesh.world.rank == source:
             part = self._view(source, shard, shape)
         else:
-            dtype = self._published[source].buffers[shard.buffer].dtype
+            dtype = self._published[source].dtypes[shard.buffer]
             part = torch.empty(shape, dtype=dtype, device=self._device.torch)
         return self._mesh.world.broadcast(part, source)
 
     def _view(self, rank: int, shard: PlacedShard, shape: tuple[int, ...]) -> torch.Tensor:
-        buffer = (
-            self._own_buffers[shard.buffer]
-            if rank == self._mesh.world.rank
-            else self._open(rank, shard.buffer)
-        )
+        if rank != self._mesh.world.rank:
+            buffer = self._open(rank, shard.buffer)
+        elif self._made and self._made[0] == shard.buffer:
+            buffer = self._made[1]
+        else:
+            buffer = self._policy.values(self._own_buffers[shard.buffer])
+            self._made = shard.buffer, buffer
         size = torch.Size(shape).numel()
         return buffer.detach()[shard.offset : shard.offset + size].view(shape)
 

@@ -22,16 +22,8 @@ _OF_LAYER = {
 }
 
 
-def adapted_tensors(
-    shape: ModelShape, lora: LoraConfig, freeze: Sequence[str] = ()
-) -> dict[str, int]:
-    """Return the rank of the adapter of each Hugging Face tensor that has one.
-
-    Raises:
-        ConfigError: a target is not a part of this model, or every target is frozen.
-    """
-    if not lora.rank:
-        return {}
+def matrices(shape: ModelShape) -> dict[str, str]:
+    """Return the target of each Hugging Face tensor that may have an adapter."""
     rules = conversion_rules(shape)
     layer = {
         part: target
@@ -53,7 +45,25 @@ def adapted_tensors(
     if not shape.tied:
         found |= dict.fromkeys(rules.top["output_layer.weight"].hf, "head")
     sizes = shape.tensor_shapes
-    of_target = {name: target for name, target in found.items() if len(sizes.get(name, ())) == 2}
+    return {name: target for name, target in found.items() if len(sizes.get(name, ())) == 2}
+
+
+def quantised_tensors(shape: ModelShape) -> set[str]:
+    """Return the Hugging Face tensors that `model.base` quantises."""
+    return {name for name, target in matrices(shape).items() if target not in ("router", "head")}
+
+
+def adapted_tensors(
+    shape: ModelShape, lora: LoraConfig, freeze: Sequence[str] = ()
+) -> dict[str, int]:
+    """Return the rank of the adapter of each Hugging Face tensor that has one.
+
+    Raises:
+        ConfigError: a target is not a part of this model, or every target is frozen.
+    """
+    if not lora.rank:
+        return {}
+    of_target = matrices(shape)
     for target in lora.targets:
         # The default names the matrices of every kind of model.
         if target not in of_target.values() and lora.targets != LoraConfig().targets:

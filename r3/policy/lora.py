@@ -3,8 +3,10 @@
 The policy computes with merged weights, round(W + scale * B A), which are the bytes that the engine
 gets: nothing of a layer changes, and the engine samples from the very policy that is trained. The
 base is in host memory, and the weights are merged anew from it after every update, so that nothing
-drifts. In backward, the gradient G of a merged weight becomes scale * B^T G for A and
-scale * G A^T for B, and is freed: the base has no gradient buffer and no optimizer state.
+drifts. A quantised base (`model.base`) is on the device instead, and W is what it dequantises to:
+the weights of one decoder layer at a time are made, when a pass comes to it. In backward, the
+gradient G of a merged weight becomes scale * B^T G for A and scale * G A^T for B, and is freed: the
+base has no gradient buffer and no optimizer state.
 
 A and B are float32, one pair per matrix of the checkpoint, sharded as that matrix is: where ranks
 share its rows, B has this rank's rows; where they share its columns, A has this rank's columns.
@@ -18,19 +20,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from r3.config import Config
-from r3.models.lora import adapted_tensors
+from r3.models.lora import adapted_tensors, quantised_tensors
 from r3.models.peft import adapter_reader
 from r3.models.rules import Kind, conversion_rules
 from r3.models.shape import ModelShape
+from r3.policy.quantised_weight import QuantisedWeight
 from r3.policy.weight_slots import HeadLayout, Slot, slots, views
-from r3.runtime.device import to_host
+from r3.runtime.device import storage_of, to_host
 from r3.runtime.mesh import Axis, Mesh
 
 _EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(.+)")
@@ -80,10 +83,10 @@ class Adapter:
         part = self.view(like_weight).float()
         return part if self.is_expert else part.flatten(0, -2)
 
-    def merge(self, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Set the matrix to base + scale * B A, rounded once."""
-        merged = self.matrix(base).add(b @ a, alpha=self.scale)
-        into = self.view(self.weight.data)
+    def merge(self, like_weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add scale * B A to the matrix in a tensor of the parameter's shape, rounded once."""
+        merged = self.matrix(like_weight).add(b @ a, alpha=self.scale)
+        into = self.view(like_weight)
         into.copy_(merged.view(into.shape))
 
     def add_gradient(self, of_weight: torch.Tensor) -> None:
@@ -102,6 +105,23 @@ _SHARDED_B: dict[Kind, int | None] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A parameter that is made of its base and adapters.
+
+    Attributes:
+        weight: the parameter.
+        base: on the host, or quantised on the device.
+        adapters: its own.
+        layer: number of the decoder layer whose passes make a quantised one; None: it stays.
+    """
+
+    weight: nn.Parameter
+    base: torch.Tensor | QuantisedWeight
+    adapters: Sequence[Adapter]
+    layer: int | None
+
+
 class Adapters(nn.Module):
     """All adapters of a model chunk; its child `lora`.
 
@@ -109,60 +129,152 @@ class Adapters(nn.Module):
         adapters: the pairs, those of one parameter next to each other.
     """
 
-    def __init__(self, adapters: Sequence[Adapter], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        adapters: Sequence[Adapter],
+        mesh: Mesh,
+        base: Literal["dtype", "int8", "fp8"],
+        quantised: Sequence[tuple[nn.Parameter, bool, Any]],
+    ) -> None:
+        """Register the factors as parameters.
+
+        Args:
+            adapters: the pairs.
+            mesh: the layout of the ranks.
+            base: `model.base`.
+            quantised: parameters that it quantises, whether by columns, and their decoder layers.
+        """
         super().__init__()
         self.adapters, self._mesh = adapters, mesh
-        # Merged parameter, its base on the host, and its adapters.
-        self._merged: list[tuple[nn.Parameter, torch.Tensor, list[Adapter]]] = []
-        # Factors that the run started with, where B was not 0.
+        self._base, self._quantised = base, quantised
+        self._made: list[Made] = []
+        # By the memory of their weights: those that a pass makes.
+        self._in_layers: dict[int, Made] = {}
+        # Decoder layer whose quantised weights are there now, made with the present factors.
+        self._held: int | None = None
+        # Factors that the run started with, where B was not 0; whether these are merged now.
         self._first: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._is_first = False
         for each in adapters:
             for letter in "ab":
                 # torch allows no dots in names.
                 self.register_parameter(_key(each, letter).replace(".", "/"), getattr(each, letter))
 
-    def start(self) -> None:
+    def start(self, *, keep: bool = False) -> None:
         """Keep the loaded weights as the base, and let backward reach the adapters.
 
         Data parallelism and optimizer must exist: they take every weight that has a gradient.
+
+        Args:
+            keep: keep all merged weights in memory. They are the same with a quantised base.
         """
-        for _, group in groupby(self.adapters, key=lambda each: id(each.weight)):
-            own = list(group)
-            weight = own[0].weight
-            weight.requires_grad_()
-            weight.register_post_accumulate_grad_hook(_Projection(self, len(self._merged)))
-            self._merged.append((weight, to_host(weight), own))
+        quantised = {id(weight): (by, layer) for weight, by, layer in self._quantised}
+        own = {key: list(group) for key, group in groupby(self.adapters, lambda x: id(x.weight))}
+        weights = [weight for weight, _, _ in self._quantised]
+        weights += [each[0].weight for key, each in own.items() if key not in quantised]
+        for weight in weights:
+            base: torch.Tensor | QuantisedWeight = weight
+            by_columns, of_layer = quantised.get(id(weight), (False, None))
+            layer = of_layer.layer_number if of_layer else None
+            if self._base != "dtype" and of_layer:
+                base = QuantisedWeight.of(weight, self._base, by_columns=by_columns)
+                if keep:
+                    base, layer = base.read(weight.dtype), None
+                else:
+                    weight.data.untyped_storage().resize_(0)
+            if isinstance(base, torch.Tensor):
+                base = to_host(base)
+            if id(weight) in own:
+                weight.requires_grad_()
+                weight.register_post_accumulate_grad_hook(_Projection(self, len(self._made)))
+            adapters = own.get(id(weight), [])
+            self._made.append(Made(weight=weight, base=base, adapters=adapters, layer=layer))
+        self._in_layers = {storage_of(made.weight): made for made in self._made if made.layer}
+        for of_layer in {} if keep else dict.fromkeys(layer for *_, layer in self._quantised):
+            of_layer.register_forward_pre_hook(self._before)
+            of_layer.register_forward_hook(self._after)
         self._first = {
             each.name: (each.a.detach().clone(), each.b.detach().clone())
             for each in self.adapters
             if each.b.any()
         }
-        if self._first:
+        if self._first or keep:
             self.merge()
 
     @torch.no_grad()
     def project(self, number: int, gradient: torch.Tensor) -> None:
         """Add to the gradients of the adapters what follows from that of a merged parameter."""
-        for each in self._merged[number][2]:
+        for each in self._made[number].adapters:
             each.add_gradient(gradient)
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Set every merged parameter from its base and its adapters."""
-        for weight, base, own in self._merged:
-            on_device = base.to(weight.device, non_blocking=True)
-            for each in own:
-                each.merge(on_device, each.a, each.b)
+    def merge(self, *, first: bool = False) -> None:
+        """Make every parameter of its base and its adapters.
+
+        Args:
+            first: of the adapters that the run started with.
+        """
+        self._is_first = first
+        self.release()
+        for made in self._made:
+            if made.layer is None:
+                self._make(made, made.weight.data)
+
+    def release(self) -> None:
+        """Free weights that are made of a quantised base; the next pass makes them anew."""
+        for made in self._in_layers.values():
+            if made.layer == self._held:
+                made.weight.data.untyped_storage().resize_(0)
+        self._held = None
 
     @torch.no_grad()
-    def restore_first(self) -> None:
-        """Set every merged parameter to what it was when the run started."""
-        for weight, base, own in self._merged:
-            on_device = base.to(weight.device, non_blocking=True)
-            weight.copy_(on_device)
-            for each in own:
-                if each.name in self._first:
-                    each.merge(on_device, *self._first[each.name])
+    def made(self, flat: torch.Tensor) -> torch.Tensor | None:
+        """Return all values of a parameter, made anew; None if it is always there.
+
+        Args:
+            flat: a tensor in the parameter's memory.
+        """
+        made = self._in_layers.get(storage_of(flat))
+        if made is None:
+            return None
+        into = torch.empty_like(made.weight)
+        self._make(made, into)
+        return into.view(-1)
+
+    def _make(self, made: Made, into: torch.Tensor) -> None:
+        if isinstance(made.base, QuantisedWeight):
+            into.copy_(made.base.read(into.dtype))
+        else:
+            into.copy_(made.base, non_blocking=True)
+        for each in made.adapters:
+            if not self._is_first:
+                each.merge(into, each.a, each.b)
+            elif each.name in self._first:
+                each.merge(into, *self._first[each.name])
+
+    @torch.no_grad()
+    def _hold(self, layer: int) -> None:
+        """Let the quantised weights of one decoder layer be there, and of no other.
+
+        Autograd keeps parameters themselves, and so sees the values that they have in backward.
+        """
+        if layer == self._held:
+            return
+        self.release()
+        for made in self._in_layers.values():
+            if made.layer == layer:
+                made.weight.data.untyped_storage().resize_(made.weight.nbytes)
+                self._make(made, made.weight.data)
+        self._held = layer
+
+    def _before(self, layer: Any, _inputs: Any) -> None:
+        self._hold(layer.layer_number)
+
+    def _after(self, layer: Any, _inputs: Any, output: Any) -> None:
+        """Let backward, which begins with the gradient of the output, find the weights."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _gradient: self._hold(layer.layer_number))
 
     def sharded_state(self) -> dict[str, Any]:
         """Return the chunk's state for a checkpoint: adapters, by names that no layout changes."""
@@ -208,7 +320,7 @@ def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapter
     They are those of `lora.start`, or have B = 0.
 
     Args:
-        config: the sections `lora` and `train` are read.
+        config: the sections `lora`, `model` and `train` are read.
         chunk: the chunk; its weights may be loaded later.
         shape: the model's.
         mesh: the layout of the ranks.
@@ -217,18 +329,26 @@ def attach(config: Config, chunk: Any, shape: ModelShape, mesh: Mesh) -> Adapter
     parameters = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}
     ranks = adapted_tensors(shape, config.lora, config.train.freeze)
     start = adapter_reader(config.lora.start, config.lora) if config.lora.start else None
-    adapters = [
-        _adapter(
-            *(config, shape, mesh, slot, parameters[slot.tensor.data_ptr()], part),
-            *(ranks[name], start),
-        )
+    # Stacked experts are one parameter, which begins where the first of them does.
+    found = [
+        (slot, parameters[slot.tensor.data_ptr()])
         for slot in slots([chunk], shape, mesh)
-        # Stacked experts are one parameter, which begins where the first of them does.
         if slot.tensor.data_ptr() in parameters
+    ]
+    adapters = [
+        _adapter(config, shape, mesh, slot, weight, part, ranks[name], start)
+        for slot, weight in found
         for part, name in enumerate(slot.hf)
         if name in ranks
     ]
-    chunk.lora = Adapters(adapters, mesh)
+    layers = {id(weight): layer for layer in chunk.decoder.layers for weight in layer.parameters()}
+    names = quantised_tensors(shape) if config.model.base != "dtype" else set()
+    quantised = [
+        (weight, slot.kind == "row", layers[id(weight)])
+        for slot, weight in found
+        if names.issuperset(slot.hf)
+    ]
+    chunk.lora = Adapters(adapters, mesh, config.model.base, quantised)
     if chunk.pre_process:
         # Recomputation by Megatron gives no gradient to a layer whose input needs none.
         chunk.embedding.register_forward_hook(_needs_gradient)

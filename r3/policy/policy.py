@@ -145,11 +145,21 @@ class Policy(ScoringPolicy):
         """Return handles to the shared buffers for other ranks of this machine.
 
         They are valid for the whole run. With one rank there are none: sharing would move a CPU
-        buffer into shared memory for nobody.
+        buffer into shared memory for nobody. With a quantised base there are none either.
         """
-        if self.device.world_size == 1:
+        if self.device.world_size == 1 or self.makes_weights:
             return []
         return [share(buffer) for buffer in self.shared_buffers()]
+
+    @property
+    def makes_weights(self) -> bool:
+        """Whether some weights are made of a quantised base whenever they are needed."""
+        return bool(self._adapters) and self.config.model.base != "dtype"
+
+    def values(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return a shared buffer, or its values made anew."""
+        made = (adapters.made(buffer) for adapters in self._adapters)
+        return next((each for each in made if each is not None), buffer)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -160,7 +170,7 @@ class Policy(ScoringPolicy):
         if self._adapters:
             try:
                 for adapters in self._adapters:
-                    adapters.restore_first()
+                    adapters.merge(first=True)
                 yield
             finally:
                 self.merge_adapters()
@@ -191,6 +201,8 @@ class Policy(ScoringPolicy):
         """Free gradients and offload optimizer state; parameters stay on the device."""
         assert self.is_onloaded, f"rank {self.device.rank}: training memory is offloaded already"
         self.memory.offload()
+        for adapters in self._adapters:
+            adapters.release()
         self.is_onloaded = False
 
     def onload(self) -> None:

@@ -480,6 +480,11 @@ def share(tensor: torch.Tensor) -> SharedTensor:
     )
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number that all tensors in the same memory have, which may be freed for now."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def ipc_arguments(payload: Sequence[Any], device_index: int) -> tuple[Any, ...]:
     """Arguments of `rebuild_cuda_tensor` that map a peer's memory on this rank's own device.
 

@@ -12,9 +12,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from r3.config import Config
-from r3.handover.weight_sync import WeightStream
+from r3.handover.weight_sync import WeightStream, export
 from r3.layers.layout import local_tokens
-from r3.models.lora import adapted_tensors, adapter_fault
+from r3.models.hf_checkpoint import read_small_files
+from r3.models.lora import adapted_tensors, adapter_fault, quantised_tensors
 from r3.models.peft import adapter_config, write_adapter
 from r3.policy import Policy
 from r3.policy.build import learning_rate
@@ -36,6 +37,9 @@ from tests.policies import (
 from tests.tiny import tiny_config
 
 TOTAL = 4  # updates of the schedule
+
+
+TARGETS = ("attention", "experts", "shared", "dense", "router", "head")
 
 
 def settings(path: str, targets: tuple[str, ...], **sections: dict[str, Any]) -> Config:
@@ -232,6 +236,82 @@ def transformers_loss(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Quantised:
+    """A policy with a quantised base, beside one that starts from its exported weights.
+
+    Attributes:
+        same: gradients, norm and weights after an update are the same bit for bit.
+        from_model: gradients are the same as those of the unquantised model.
+        reference: weights of the reference policy are the exported ones, and the policy's are the
+            same bit for bit afterwards.
+        error: of the exported weights of layers, relative to the model's (Frobenius).
+        resident: bytes of the policy's matrices of layers after an offload, per byte of `dtype`.
+    """
+
+    same: bool
+    from_model: bool
+    reference: bool
+    error: float
+    resident: float
+
+
+def quantised(device: Device, *, model: str, out: str, rows: dict[str, Any]) -> list[Quantised]:
+    """Compare policies with quantised bases, one row after the other."""
+    return [
+        _quantised(device, settings(model, TARGETS, model=row), Path(out) / name)
+        for name, row in rows.items()
+    ]
+
+
+def _quantised(device: Device, config: Config, out: Path) -> Quantised:
+    mesh, policy = build(device, config)
+    small = read_small_files(config.model.path)
+    stream = WeightStream(policy, device, mesh)
+    export(out, stream, policy, device, mesh, small_files=small, metadata={})
+    exported = dict(stream.read())
+
+    def updated(path: str, base: str) -> tuple[list[torch.Tensor], Policy]:
+        other = replace(config, model=replace(config.model, path=path, base=base))
+        then = (
+            policy
+            if path == config.model.path and base != "dtype"
+            else policy_of(device, mesh, other)
+        )
+        fill_b(then)
+        (batch,) = batches_of(mesh, then.shape)
+        then.forward_backward(batch)
+        found = [x.clone() for _, a, b in _each(then, lambda x: x.main_grad) for x in (a, b)]
+        norm = then.update(batch, total_updates=TOTAL).grad_norm
+        after = WeightStream(then, device, mesh).read()
+        return [*found, torch.tensor(norm), *(x.clone() for _, x in after)], then
+
+    ours, _ = updated(config.model.path, config.model.base)
+    same, _ = updated(str(out), "dtype")
+    other, plain = updated(config.model.path, "dtype")
+    with plain.reference_weights():
+        model = {name: tensor.clone() for name, tensor in WeightStream(plain, device, mesh).read()}
+    with policy.reference_weights():
+        reference = all(torch.equal(x, exported[name]) for name, x in stream.read())
+    after = [tensor for _, tensor in stream.read()]
+    names = quantised_tensors(policy.shape)
+    off = sum(float((exported[name] - model[name]).float().square().sum()) for name in names)
+    policy.offload()
+    made = [made for chunk in policy.chunks for made in chunk.lora._made if made.layer]
+    held = sum(
+        made.base.values.nbytes + made.base.scales.nbytes + made.weight.untyped_storage().nbytes()
+        for made in made
+    )
+    forget_mesh()
+    return Quantised(
+        same=len(ours) == len(same) and all(map(torch.equal, ours, same)),
+        from_model=all(map(torch.equal, ours, other)),
+        reference=reference and all(map(torch.equal, after, ours[-len(after) :])),
+        error=(off / sum(float(model[name].float().square().sum()) for name in names)) ** 0.5,
+        resident=held / sum(made.weight.nbytes for made in made),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class InLayout:
     """Two updates under one layout, of which the second is made by a resumed policy too.
 
@@ -266,8 +346,11 @@ def layouts(
             "model", {}
         )
         config = settings(model, targets, **given)
-        found[name] = _in_layout(device, config, Path(out) / name, last)
-        last = Path(out) / name if config.lora.targets == targets else last
+        found[name] = _in_layout(
+            device, config, Path(out) / name, last if config.model.base == "dtype" else None
+        )
+        if config.lora.targets == targets and config.model.base == "dtype":
+            last = Path(out) / name
         forget_mesh()
     return found
 
@@ -325,5 +408,9 @@ def _same(one: Policy, other: Policy) -> bool:
     with one.memory.optimizer_on_device(), other.memory.optimizer_on_device():
         pairs = zip(one.memory.optimizer_tensors(), other.memory.optimizer_tensors(), strict=True)
         states = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
-    slots = zip(one.slots, other.slots, strict=True)
-    return states and all(torch.equal(x.tensor, y.tensor) for x, y in slots)
+    weights = zip(*(_own_weights(policy) for policy in (one, other)), strict=True)
+    return states and all(torch.equal(x, y) for x, y in weights)
+
+
+def _own_weights(policy: Policy) -> list[torch.Tensor]:
+    return [policy.values(buffer) for buffer in policy.shared_buffers()]

@@ -15,7 +15,7 @@ from tests.world import run_world
 
 pytestmark = pytest.mark.ranks
 
-TARGETS = ("attention", "experts", "shared", "dense", "router", "head")
+TARGETS = cases.TARGETS
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,22 @@ def test_gradients_and_an_adamw_step_are_those_of_transformers(
     assert found.state == 2 * found.values and found.buffers < 1.1 * found.values, found
 
 
+def test_a_quantised_base_is_trained_as_its_dequantised_weights(
+    model: Path, tmp_path: Path
+) -> None:
+    rows = {
+        "int8": {"base": "int8"},
+        "fp8": {"base": "fp8", "dtype": "bfloat16", "recompute": "full"},
+    }
+    (found,) = run_world(cases.quantised, 1, model=str(model), out=str(tmp_path), rows=rows)
+    for each in found:
+        assert each.same and each.reference and not each.from_model, each
+    # Half a step of 127 is 0.4% of the largest of 128 values; three bits of mantissa are 2.6%.
+    assert 0.004 < found[0].error < 0.01 and 0.02 < found[1].error < 0.03, found
+    # A value and 4 / 128 bytes of factors. The family's rows of 32 to 64 values are padded to 128.
+    assert found[0].resident < 1.0 and found[1].resident < 2.0, found
+
+
 ROWS: dict[str, dict[str, Any]] = {
     "tp2-ep2-etp1": {"parallel": {"tp": 2, "ep": 2, "etp": 1}},
     "tp2": {"parallel": {"tp": 2}},
@@ -48,6 +64,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "pp2-full-recompute": {"parallel": {"pp": 2}, "model": {"recompute": "full"}},
     "cp2-ep2-sorted": {"parallel": {"cp": 2, "ep": 2}, "experts": "sorted"},
     "experts-alone": {"parallel": {"ep": 2}, "lora": {"targets": ("experts",)}},
+    "int8": {"parallel": {"tp": 2, "ep": 2, "etp": 1}, "model": {"base": "int8"}},
+    "int8-pp2": {"parallel": {"pp": 2}, "model": {"base": "int8", "recompute": "full"}},
     "bfloat16-streamed": {
         "model": {"dtype": "bfloat16", "recompute": "moe"},
         "train": {"optimizer": "streamed", "lr": 1e-2},
@@ -57,27 +75,31 @@ ROWS: dict[str, dict[str, Any]] = {
 
 def test_layouts_train_the_same_and_resume_bit_for_bit(model: Path, tmp_path: Path) -> None:
     given = {"model": str(model), "targets": TARGETS, "out": str(tmp_path)}
-    (whole,) = run_world(cases.layouts, 1, rows={"one": {}}, **given)
+    alone = {"one": {}, "one-int8": {"model": {"base": "int8"}}}
+    (whole,) = run_world(cases.layouts, 1, rows=alone, **given)
     worlds = [whole, *run_world(cases.layouts, 2, rows=ROWS, **given)]
     for found in (each for world in worlds for each in world.values()):
         assert found.rewritten and found.resumed and found.reference and found.without_base, found
     with CheckpointReader(model) as reader:
         base = {name: reader.read(name) for name in reader.shapes}
-    one = torch.load(tmp_path / "one" / "weights.pt")
+    one, quantised = (torch.load(tmp_path / name / "weights.pt") for name in alone)
     still = {name for name in one if torch.equal(one[name], base[name])}
     kept = ("norm.weight", "bias", "shared_expert_gate.weight", "embed_tokens.weight")
     assert still == {name for name in one if name.endswith(kept)}
     for name in (each for each in ROWS if "lora" not in ROWS[each]):
-        half = name.startswith("bfloat16")
+        half, like = name.startswith("bfloat16"), "one-int8" if name.startswith("int8") else "one"
         got = torch.load(tmp_path / name / "weights.pt")
         assert got.keys() == one.keys()
+        # Layouts divide matrices elsewhere, and have the same blocks of a quantised base.
+        expected = quantised if like == "one-int8" else one
         off, moved = (
-            torch.cat([(other[x].float() - one[x]).flatten() for x in one]) for other in (got, base)
+            torch.cat([(x[name].float() - y[name]).flatten() for name in one])
+            for x, y in ((got, expected), (base, one))
         )
         # Sums in another order: 2e-6 measured. Weights of bfloat16 are rounded to 8 bits, by a
         # tenth of what one update moves them; a missing sum over ranks leaves 0.5 and more.
         assert float(off.norm() / moved.norm()) < (0.3 if half else 1e-4), name
-        norm = worlds[1][name].grad_norm / whole["one"].grad_norm
+        norm = worlds[1][name].grad_norm / whole[like].grad_norm
         assert norm == pytest.approx(1, rel=2e-2 if half else 1e-5), name
         # Products of slices and of whole matrices round differently. bfloat16 keeps 8 bits of
         # weights up to 2; a row that another layout places wrongly is off by 0.1.
