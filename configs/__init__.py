@@ -18,6 +18,7 @@ PRESETS: Mapping[str, Callable[[], Config]] = {
     "qwen3-moe-30b-80gb": qwen3_moe.qwen3_moe_30b_80gb,
     "qwen3-30b-a3b-lora": qwen3_moe.qwen3_30b_a3b_lora,
     "qwen3.5-35b-a3b": qwen3_5.qwen3_5_35b_a3b,
+    "qwen3.5-35b-a3b-lora": qwen3_5.qwen3_5_35b_a3b_lora,
     "gpt-oss-20b": gpt_oss.gpt_oss_20b,
     "glm-4.7-flash": glm.glm_4_7_flash,
     "glm-4.5-air": glm.glm_4_5_air,

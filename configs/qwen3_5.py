@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from r3.config import Config, ModelConfig, ParallelConfig
-from r3.configs.qwen3_moe import qwen3_moe_30b_a3b
+from r3.configs.qwen3_moe import qwen3_30b_a3b_lora, qwen3_moe_30b_a3b
 
 SHAPES = {
     "Qwen/Qwen3.5-35B-A3B": {
@@ -51,4 +51,16 @@ def qwen3_5_35b_a3b() -> Config:
         # Gated delta layers are whole on every rank: beside them no optimizer fits.
         train=replace(base.train, optimizer="streamed"),
         parallel=ParallelConfig(ep=8, engine_tp=4),
+    )
+
+
+def qwen3_5_35b_a3b_lora() -> Config:
+    """Qwen3.5-35B-A3B (its text model) with LoRA on GSM8K: 2 GPUs of 80 GB, by the plan."""
+    # `--parallel.ep 1 --parallel.engine_tp 1` is for one GPU of 141 GB.
+    base = qwen3_30b_a3b_lora()
+    return replace(
+        base,
+        # Policy and engine do not fit beside each other in bfloat16.
+        model=ModelConfig(path="Qwen/Qwen3.5-35B-A3B", base="int8", recompute="full"),
+        engine=replace(base.engine, memory_fraction=0.6),
     )

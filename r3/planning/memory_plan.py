@@ -12,7 +12,8 @@ from functools import lru_cache
 
 from r3.config import Config
 from r3.data.sources import bytes_of
-from r3.models.lora import adapted_tensors
+from r3.models.lora import adapted_tensors, quantised_tensors
+from r3.models.quantised import BLOCK
 from r3.models.shape import BYTES_OF, ModelShape, ShapeError, checkpoint_tensors
 
 GIB = 2**30
@@ -77,9 +78,32 @@ def _on_a_rank(config: Config, shape: ModelShape, others: int, experts: int) -> 
 
 def adapted_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
     """(other, expert) parameters on such a rank that have adapters and a base on the host."""
-    names = adapted_tensors(shape, config.lora, config.train.freeze)
+    adapted = adapted_tensors(shape, config.lora, config.train.freeze)
+    names = adapted.keys() - _quantised(config, shape)
     others, experts = _by_experts({name: math.prod(shape.tensor_shapes[name]) for name in names})
     return _on_a_rank(config, shape, others, experts)
+
+
+def quantised_per_rank(config: Config, shape: ModelShape) -> tuple[int, int, int]:
+    """(other, expert) parameters on such a rank that `model.base` quantises; those of a layer."""
+    sizes = {name: math.prod(shape.tensor_shapes[name]) for name in _quantised(config, shape)}
+    layers: dict[str, dict[str, int]] = {}
+    for name, size in sizes.items():
+        layers.setdefault(name.split(".")[2], {})[name] = size
+    parallel = config.parallel
+    shards = (parallel.etp or parallel.tp) * parallel.ep
+    largest = max(
+        (
+            others // parallel.tp + experts // shards
+            for others, experts in map(_by_experts, layers.values())
+        ),
+        default=0,
+    )
+    return *_on_a_rank(config, shape, *_by_experts(sizes)), largest
+
+
+def _quantised(config: Config, shape: ModelShape) -> set[str]:
+    return quantised_tensors(shape) if config.model.base != "dtype" else set()
 
 
 def trained_per_rank(config: Config, shape: ModelShape) -> tuple[int, int]:
@@ -207,7 +231,8 @@ def memory(
     p is the number of parameters on a rank of the fullest stage (`params_per_rank`), b the bytes
     per value of model.dtype:
 
-        policy weights   p * b
+        policy weights   p * b. Quantised (model.base): a byte and 4 / 128 per value
+        layer            model.base: the weights of one layer, dequantised and merged
         gradients        p * 4, float32
         optimizer        all parameters / ranks * s, sharded over all ranks with the same parameters
                          s = 8 (two moments); 12 for bfloat16 (and a float32 copy of the weights).
@@ -216,7 +241,8 @@ def memory(
                          32 million parameters, or the largest shard, in OPTIMIZER; else nothing
         adapters         lora.rank: float32. Gradients and optimizer are theirs alone, s = 8
         weight gradient  lora.rank: of one matrix, or of the experts of a layer, and in float32
-        merging          lora.rank: the base of such a matrix, its product and sum in float32
+        merging          lora.rank: the base of such a matrix, its product and sum in float32.
+                         Of a quantised base in the passes, and in SYNC beside the merged one
         activations      micro_batch_tokens * activation_bytes_per_token / (tp * cp). A pipeline
                          keeps pp micro-batches of 1 / pp of the layers, an interleaved one
                          (pp - 1) / (pp vpp) more
@@ -243,7 +269,9 @@ def memory(
         device_gib: memory of one device; None if it is not known.
     """
     others, experts = params_per_rank(config, shape)
-    weights = (others + experts) * BYTES_OF[config.model.dtype]
+    size = BYTES_OF[config.model.dtype]
+    *quantised, of_layer = quantised_per_rank(config, shape)
+    weights = (others + experts) * size - sum(quantised) * (size - 1 - 4 / BLOCK)
     engine, buffers = engine_bytes(config, shape), engine_buffer_bytes(config, shape)
     optimizer = optimizer_bytes(config, shape, world_size)
     parallel = config.parallel
@@ -253,11 +281,12 @@ def memory(
     always = {"frameworks": framework_bytes(config, world_size), "policy weights": weights}
     trained = sum(trained_per_rank(config, shape))
     gradients = {"gradients": trained * 4.0}
-    with_adapters = bool(config.lora.rank)
-    if with_adapters:
+    merging: dict[str, float] = {}
+    if config.lora.rank:
         always["adapters"] = trained * 4.0
         largest = max(_stacked_experts(config, shape), _largest_tensor(shape) / parallel.tp)
-        gradients["weight gradient"] = largest * (BYTES_OF[config.model.dtype] + 4)
+        gradients["weight gradient"] = largest * (size + 4)
+        merging = {"merging": largest * (size + 8)}
     shard = largest_shard(config, shape, world_size)
     if config.train.optimizer == "streamed":
         train = always | gradients
@@ -274,6 +303,10 @@ def memory(
         "activations": tokens * activation_bytes_per_token(config, shape),
         "output layer": head_bytes(config, shape),
     }
+    syncing = {}
+    if of_layer:
+        passes |= merging | {"layer": of_layer * float(size)}
+        syncing = {"merging": merging["merging"] + largest * size * config.uses_engine}
     kept = {"optimizer": optimizer} if config.train.optimizer == "kept" else {}
     teacher = max((teacher_bytes(config, path) for path in config.algo.teacher), default=0.0)
     if (beyond := teacher - passes["activations"]) > 0:
@@ -281,6 +314,7 @@ def memory(
     return {
         "SYNC": always
         | kept
+        | syncing
         | {"engine weights": engine, "sync buffers": sync_buffer_bytes(config, shape)},
         "GENERATE": always
         | kept
@@ -288,10 +322,7 @@ def memory(
         | ({"reward model": reward} if (reward := reward_model_bytes(config)) else {})
         | {"KV cache": cache},
         "TRAIN": train | passes,
-        "OPTIMIZER": train
-        | states
-        | {"clipping": shard * 4}
-        | ({"merging": largest * (BYTES_OF[config.model.dtype] + 8)} if with_adapters else {}),
+        "OPTIMIZER": train | states | {"clipping": shard * 4} | merging,
         "SAVE": saving | {"gathered state": float(GATHERED_BYTES)},
     }
 
@@ -422,7 +453,7 @@ def host_memory(config: Config, shape: ModelShape, world_size: int) -> dict[str,
         optimizer           its state while the engine generates, page-locked
         reference policy    algo.kl_coef > 0: its weights, and the policy's while it scores; with
                             adapters it is the base
-        base weights        lora.rank: of the matrices with adapters
+        base weights        lora.rank: of the matrices with adapters, unless it is quantised
         teachers            algo.teacher: the weights of each
         engine weights      engine.sleep_level 1: while the policy trains
         rows                ROW_BYTES per byte of the files of data and held-out sets

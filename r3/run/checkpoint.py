@@ -183,7 +183,7 @@ def unsound(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
 def _training_tensors(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     for i, chunk in enumerate(policy.chunks):
         for name, parameter in chunk.named_parameters():
-            yield f"weights {i}/{name}", parameter.detach()
+            yield f"weights {i}/{name}", policy.values(parameter.detach())
     for name, tensor in policy.memory.optimizer_tensors():
         yield f"optimizer {name}", tensor
 

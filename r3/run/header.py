@@ -82,7 +82,8 @@ def adapter_lines(config: Config, shape: ModelShape) -> list[str]:
     ranks = adapted_tensors(shape, config.lora, config.train.freeze)
     values = sum(rank * sum(shape.tensor_shapes[name]) for name, rank in ranks.items())
     share = f"{values:,} parameters ({values / shape.num_params:.2%})"
-    return [f"adapters   {share} on {len(ranks)} matrices: {' '.join(config.lora.targets)}"]
+    base = "" if config.model.base == "dtype" else f"; base in {config.model.base}"
+    return [f"adapters   {share} on {len(ranks)} matrices: {' '.join(config.lora.targets)}{base}"]
 
 
 def source_lines(paths: Sequence[str], read: Sequence[tuple[str, int]]) -> list[str]:

@@ -750,6 +750,7 @@ def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None
         ("qwen3-moe-30b-80gb", 8),
         ("qwen3-30b-a3b-lora", 2),
         ("qwen3.5-35b-a3b", 8),
+        ("qwen3.5-35b-a3b-lora", 2),
         ("gpt-oss-20b", 8),
         ("glm-4.7-flash", 8),
         ("glm-4.5-air", 32),

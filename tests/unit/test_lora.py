@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from r3.assets import TINY_MOE
 from r3.checks import problems, warnings
 from r3.config import Config, ConfigError, LoraConfig, fixed_changes
 from r3.configs import KNOWN_SHAPES, PRESETS
-from r3.models.lora import adapted_tensors, scale_in
+from r3.models.lora import adapted_tensors, quantised_tensors, scale_in
 from r3.models.peft import adapter_config, adapter_reader, joined_in, write_adapter
 from r3.models.shape import ModelShape
 from r3.planning.memory_plan import fit, host_memory, memory
@@ -65,6 +66,11 @@ def test_the_scale_is_that_of_lora_or_rslora() -> None:
         ({"lora.dropout": "0.1"}, "lora.dropout", "must be between 0 and 0: the engine samples"),
         ({"lora.rank": "-1"}, "lora.rank", "at least 0"),
         ({"lora.alpha": "0"}, "lora.alpha", "above 0"),
+        (
+            {"model.base": "int8", "lora.rank": "0"},
+            "model.base",
+            "without lora.rank all are trained",
+        ),
         ({"model.experts": "sequential"}, "model.experts", "all experts of a rank as one tensor"),
         ({"parallel.etp": "2", "parallel.ep": "1"}, "parallel.etp", "neither 1 nor parallel.tp"),
         (
@@ -103,6 +109,27 @@ def test_the_plan_of_memory_counts_adapters_and_not_the_base() -> None:
     assert train["optimizer"] == 8 * values
     base = 2 * sum(shape.tensor_shapes[x][0] * shape.tensor_shapes[x][1] for x in ranks)
     assert host_memory(one, shape, 1)["base weights"] == base
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
+def test_the_plan_with_a_quantised_base_fits_one_or_two_gpus(model: str) -> None:
+    config = PRESETS[f"{model}-lora"]()
+    shape = ModelShape.from_hf(KNOWN_SHAPES[config.model.path])
+    for base in ("int8", "fp8"):
+        two = replace(config, model=replace(config.model, base=base))
+        one = replace(two, parallel=replace(config.parallel, ep=1, engine_tp=1))
+        assert fit(two, shape, 2, 80).fits and fit(one, shape, 1, 141).fits
+    sizes = {name: math.prod(shape.tensor_shapes[name]) for name in quantised_tensors(shape)}
+    # Embedding, output layer, routers, norms and convolutions are 2 bytes.
+    rest = 2 * (shape.num_params - sum(sizes.values()))
+    weights = memory(one, shape, 1)["GENERATE"]["policy weights"]
+    assert weights == pytest.approx(sum(sizes.values()) * (1 + 4 / 128) + rest, rel=1e-6)
+    layer = sum(size for name, size in sizes.items() if name.startswith("model.layers.0."))
+    assert memory(one, shape, 1)["TRAIN"]["layer"] == pytest.approx(2 * layer, rel=0.05)
+    assert "base weights" not in host_memory(one, shape, 1)
+    if model == "qwen3.5-35b-a3b":
+        plain = replace(one, model=replace(config.model, base="dtype"))
+        assert fit(plain, shape, 1, 141).lacking_gib
 
 
 def test_an_adapter_is_written_as_peft_names_it(tmp_path: Path) -> None:
