@@ -270,24 +270,19 @@ def _quantised(device: Device, config: Config, out: Path) -> Quantised:
     export(out, stream, policy, device, mesh, small_files=small, metadata={})
     exported = dict(stream.read())
 
-    def updated(path: str, base: str) -> tuple[list[torch.Tensor], Policy]:
-        other = replace(config, model=replace(config.model, path=path, base=base))
-        then = (
-            policy
-            if path == config.model.path and base != "dtype"
-            else policy_of(device, mesh, other)
-        )
+    def updated(then: Policy) -> list[torch.Tensor]:
         fill_b(then)
         (batch,) = batches_of(mesh, then.shape)
         then.forward_backward(batch)
         found = [x.clone() for _, a, b in _each(then, lambda x: x.main_grad) for x in (a, b)]
-        norm = then.update(batch, total_updates=TOTAL).grad_norm
+        update, _ = one_update(then, batch, total_updates=TOTAL)
         after = WeightStream(then, device, mesh).read()
-        return [*found, torch.tensor(norm), *(x.clone() for _, x in after)], then
+        return [*found, torch.tensor(update.grad_norm), *(x.clone() for _, x in after)]
 
-    ours, _ = updated(config.model.path, config.model.base)
-    same, _ = updated(str(out), "dtype")
-    other, plain = updated(config.model.path, "dtype")
+    plain = policy_of(device, mesh, replace(config, model=replace(config.model, base="dtype")))
+    copied = replace(plain.config, model=replace(plain.config.model, path=str(out)))
+    ours, other = updated(policy), updated(plain)
+    same = updated(policy_of(device, mesh, copied))
     with plain.reference_weights():
         model = {name: tensor.clone() for name, tensor in WeightStream(plain, device, mesh).read()}
     with policy.reference_weights():
