@@ -50,7 +50,7 @@ of an empty preset.
 - An unknown flag, a value out of range and a wrong combination are errors. All are reported at
   once, with field, value, rule and fix. A setting without effect is a warning.
 - A **path** takes `~`, `$VAR` and `${VAR}`, in YAML and after `=` too. A variable that is not set
-  is an error. A file or folder that exists under the very name is taken as it is.
+  is an error. A file or folder with exactly this name is used as it is.
 - `none`, `None` and `null` are the **empty text**, and a warning says so. They have a meaning of
   their own where the description names `none`.
 - **Rule** says which values are accepted: "at least 1". Numbers must be finite.
@@ -68,8 +68,7 @@ of an empty preset.
 
 Flags override all of them. If a flag or a run file contradicts a setting of the preset, the flag or
 file wins, and the header says so. One that names an environment (`env.name`, `env.path` or
-`env.command`) replaces that of its base, `env.args` included. A flag that is given twice counts the
-last time, with a warning.
+`env.command`) replaces that of its base, `env.args` included. If a flag is given twice, the last one counts, with a warning.
 
 A run file has the sections of this page and names its base: a preset, another file, or
 `file.py:function`.
@@ -150,43 +149,40 @@ log file as a line of labelled figures. `train.py --help columns` prints this ta
 CHAT_TEMPLATES = """\
 # Chat templates
 
-You have a model folder and want to know what its chat template allows. `--check` renders every row
-and refuses what does not reach the model as it is:
+You have a model folder and want to know what its chat template allows. `--check` renders every row and raises an error if the template changes or drops part of it:
 
 <!-- runnable -->
 ```bash
 .venv/bin/python train.py tiny --check
 ```
 
-R3 shows the model what its own chat template renders, as transformers and vLLM do. A template is a
+The model gets what its own chat template renders, as in transformers and vLLM. A template is a
 program that may drop what it does not know: a role, a tool call, reasoning of an earlier turn, a
 system prompt. R3 therefore renders each conversation a second time with a marker in place of every
-part. Everything that was given must appear, once and unchanged; else R3 names the row, the message
-and the cause. White space at both ends of a text may go, but not in a message that is learned.
+part. Every part must appear once and unchanged; else R3 names the row, the message and the cause. White space at both ends of a text may be stripped, except in a message that is trained on.
 
-## Form of messages
+## Message formats
 
-Rows, environments, workflows and clients of the endpoint may write messages in any of these forms.
-R3 gives the template the one that it takes.
+Rows, environments, workflows and clients of the endpoint may write messages in any of these formats. R3 converts them to the one that the template reads.
 
 | given | what R3 does |
 |---|---|
 | `content` as a list of parts | joins texts; refuses images and other parts |
-| `content: null` beside `tool_calls` | stays; empty text where the template prints `None` |
+| `content: null` with `tool_calls` | unchanged; empty text where the template prints `None` |
 | `arguments` as JSON text or an object | an object; text where the template joins text (DeepSeek) |
 | `reasoning`, `reasoning_content` or `thinking` | the name that the template reads |
 | role `developer` | `system` where the template does not name it |
 | another role that the template does not name, such as `human` or `User` | refused in rows |
-| `weight: 0`, `train: false` or `loss: false` | the message is shown and not learned |
+| `weight: 0`, `train: false` or `loss: false` | the message is context, without loss |
 | any other key | refused in rows unless the template reads it |
-| keys that a table fills with null | left out, in messages and in schemas of tools |
+| keys with null, as tables have them | left out, in messages and in schemas of tools |
 | messages or tools as JSON text | decoded |
 
 In environments, workflows and at the endpoint, a template may shorten what the model wrote in
 earlier turns, such as its reasoning. In a workflow this is another prompt and begins a new
 sequence ([Workflows](workflows.md)).
 
-## Known templates
+## Tested templates
 
 Tried with rebuilds of these templates (`tests/templates`), which have the structure and the control
 tokens of the originals. "several turns" are environments; see [Environments](environments.md).
@@ -200,7 +196,7 @@ AREAS = {
     "mismatch": "Mismatch between policy and engine",
     "routing": "Routes",
     "loss": "Loss",
-    "correction": "Corrections against the engine",
+    "correction": "Corrections for the engine mismatch",
     "policy": "Policy",
     "optim": "Optimizer",
     "time": "Time",

@@ -109,7 +109,7 @@ def _row(fault: Fault, outcome: Outcome) -> str:
     return f"| {fault.what} | {seen} | {outcome.lost} | {outcome.goes_on} |"
 
 
-_INTRODUCTION = """# Faults
+_INTRODUCTION = """# Fault tests
 
 You want to know what a fault costs before it happens. Each row of this table was made in a real run
 of `tiny-smoke` on two CPU ranks, with a checkpoint after each step. The texts are what the run
