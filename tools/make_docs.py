@@ -68,7 +68,8 @@ of an empty preset.
 
 Flags override all of them. If a flag or a run file contradicts a setting of the preset, the flag or
 file wins, and the header says so. One that names an environment (`env.name`, `env.path` or
-`env.command`) replaces that of its base, `env.args` included. If a flag is given twice, the last one counts, with a warning.
+`env.command`) replaces that of its base, `env.args` included. If a flag is given twice, the last
+one counts, with a warning.
 
 A run file has the sections of this page and names its base: a preset, another file, or
 `file.py:function`.
@@ -149,7 +150,8 @@ log file as a line of labelled figures. `train.py --help columns` prints this ta
 CHAT_TEMPLATES = """\
 # Chat templates
 
-You have a model folder and want to know what its chat template allows. `--check` renders every row and raises an error if the template changes or drops part of it:
+You have a model folder and want to know what its chat template allows. `--check` renders every row
+and raises an error if the template changes or drops part of it:
 
 <!-- runnable -->
 ```bash
@@ -159,11 +161,13 @@ You have a model folder and want to know what its chat template allows. `--check
 The model gets what its own chat template renders, as in transformers and vLLM. A template is a
 program that may drop what it does not know: a role, a tool call, reasoning of an earlier turn, a
 system prompt. R3 therefore renders each conversation a second time with a marker in place of every
-part. Every part must appear once and unchanged; else R3 names the row, the message and the cause. White space at both ends of a text may be stripped, except in a message that is trained on.
+part. Every part must appear once and unchanged; else R3 names the row, the message and the cause.
+White space at both ends of a text may be stripped, except in a message that is trained on.
 
 ## Message formats
 
-Rows, environments, workflows and clients of the endpoint may write messages in any of these formats. R3 converts them to the one that the template reads.
+Rows, environments, workflows and clients of the endpoint may write messages in any of these
+formats. R3 converts them to the one that the template reads.
 
 | given | what R3 does |
 |---|---|
