@@ -306,12 +306,12 @@ def chat_templates() -> str:
 
 
 def model_families() -> str:
-    """Return the table of model families, and what is proved of each."""
+    """Return the table of model families, and what is tested for each."""
     rows = [
         (f"`{name}`", family.models, ", ".join(family.proved)) for name, family in FAMILIES.items()
     ]
     proofs = [f"- **{name}**: {text}" for name, text in PROOFS.items()]
-    return "\n".join([table(("architecture", "models", "proved"), rows), "", *proofs])
+    return "\n".join([table(("architecture", "models", "tested"), rows), "", *proofs])
 
 
 def lines_of_families() -> str:

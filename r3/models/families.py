@@ -138,7 +138,7 @@ class Family:
         reads: keys that `fields` reads and that are refused in other families.
         ffn_key: has the width of dense layers.
         models: models of this family that people train.
-        proved: keys of `PROOFS`. Tests compare them with what is tried.
+        proved: keys of `PROOFS`. A test compares them with what the tests cover.
     """
 
     model_type: str
@@ -161,7 +161,7 @@ PROOFS = {
     "engine": "weights reach vLLM bit for bit; captured routes are those of transformers' routers",
     "runs": "the accuracy of complete runs rises",
 }
-"""What is proved of a family, on small random checkpoints and on the embedded model."""
+"""What is tested for a family, on small random checkpoints and on the embedded model."""
 
 
 def _llama(_hf: HfConfig) -> dict[str, Any]:
