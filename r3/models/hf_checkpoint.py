@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from r3.models.dequantise import from_fp8, from_mxfp4
+from r3.models.dequantise import MIDDLE, from_fp8, from_int4, from_mxfp4, unpacked
 from r3.models.families import implied_keys, text_model
 from r3.models.hub import SMALL_FILES, folder_of
 from r3.models.shape import ModelShape, ShapeError, text_name, weight_files
@@ -46,6 +46,7 @@ class CheckpointReader:
         self._slice_of: dict[str, Callable[[], Any]] = {}
         self._place_of: dict[str, tuple[str, int]] = {}
         self._alternates = False
+        self._group = 0  # columns that share a factor in int4; 0 = all of them
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.bytes_read = self.largest_read = 0
         self._open = [safe_open(str(file), framework="pt") for file in files]
@@ -91,6 +92,10 @@ class CheckpointReader:
             self._alternates = shape.moe_names.alternates
             self._place_of |= {part: (stored, number) for number, part in enumerate(parts)}
             self.shapes |= {part: shape.tensor_shapes[part] for part in parts}
+        if shape.quantised:
+            self._group = shape.quantised.group
+        for name, size in shape.tensor_shapes.items():
+            self.shapes.setdefault(name, size)
 
     def read(self, name: str, dim: int = 0, index: int = 0, count: int = 1) -> torch.Tensor:
         """Read slice `index` of `count` along the first (0) or the last (-1) dimension to the host.
@@ -111,9 +116,12 @@ class CheckpointReader:
             blocks, scales = (self._slice_of[f"{stored}_{x}"]() for x in ("blocks", "scales"))
             parts = blocks.get_shape()[1] // rows
             expert, number = divmod(number, parts)
-            mine = expert, slice(parts * start, parts * stop)
-            packed = self._counted(blocks[mine][number::parts]), scales[mine][number::parts]
+            place = expert, slice(parts * start, parts * stop)
+            packed = self._counted(blocks[place][number::parts]), scales[place][number::parts]
             return from_mxfp4(*packed)[(slice(None), *where[1:])]
+        if f"{stored}_packed" in self._slice_of:
+            mine = slice(number * rows + start, number * rows + stop)
+            return self._int4_rows(stored, mine, self.shapes[name][1])[:, where[1]]
         source = self._slice_of[stored]()
         if stored != name and self._alternates:
             parts = source.get_shape()[-1] // rows
@@ -128,14 +136,24 @@ class CheckpointReader:
             first = (expert,) if experts else ()
             where[0] = slice(number * rows + start, number * rows + stop)
         piece = self._counted(source[(*first, *where)])
-        if piece.dtype.itemsize > 1:
+        is_quantised, factors = piece.dtype.itemsize == 1, f"{stored}_scale_inv"
+        if is_quantised != (factors in self._slice_of) or (is_quantised and first):
+            fault = f"{stored} is {piece.dtype} with{'out' * is_quantised} {factors}"
+            raise CheckpointError(f"{self.folder}: {fault}")
+        if not is_quantised:
             return piece
-        if (of_blocks := f"{stored}_scale_inv") not in self._slice_of or first:
-            raise CheckpointError(f"{self.folder}: {stored} is {piece.dtype} without {of_blocks}")
         corner = (
             each.indices(size)[0] for each, size in zip(where, self.shapes[name], strict=True)
         )
-        return from_fp8(piece, self._slice_of[of_blocks]()[:], *corner)
+        return from_fp8(piece, self._slice_of[factors]()[:], *corner)
+
+    def _int4_rows(self, stored: str, rows: slice, columns: int) -> torch.Tensor:
+        packed, scales = (self._slice_of[f"{stored}_{x}"]()[rows] for x in ("packed", "scale"))
+        zeros = torch.full((1, 1), MIDDLE, dtype=torch.int8)
+        if (of_zeros := f"{stored}_zero_point") in self._slice_of:
+            zeros = unpacked(self._slice_of[of_zeros]()[:].t()).t()[rows]
+        group = self._group or columns
+        return from_int4(self._counted(packed), scales, zeros, group=group, columns=columns)
 
     def _counted(self, piece: torch.Tensor) -> torch.Tensor:
         self.bytes_read += piece.nbytes

@@ -3,53 +3,131 @@
 fp8    X with one byte per value, and X_scale_inv, one factor per block of 128 x 128
 mxfp4  X_blocks, two values per byte in groups of 32, and X_scales, one exponent per group;
        X is [experts, inputs, outputs], and they are [experts, outputs, groups of inputs, ...]
+int4   X_packed, eight values of a row per int32; X_scale, one factor per group of a row; X_shape;
+       and X_zero_point, one value per group, eight rows per int32, if zero is not the middle
 
-R3 reads them as bfloat16 (`r3.models.dequantise`), and trains and exports that.
+R3 reads them as bfloat16 (`r3.models.dequantise`), and trains and exports that. In all of them, the
+files say which matrices are quantised: those that have such tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from r3.models.hf_config import HfConfig
 
-Quantised = Literal["", "fp8", "mxfp4"]
 BLOCK, GROUP = 128, 32
+PER_INT = 8  # values of int4 in an int32
+
+# Data type in the files -> endings of the names that may have it.
+STORED_TYPES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "fp8": {"F8_E4M3": ("",)},
+    "mxfp4": {"U8": ("_blocks", "_scales")},
+    "int4": {"I32": ("_packed", "_zero_point", "_shape"), "I64": ("_shape",)},
+}
 
 
-def quantised_by(hf: HfConfig, *, stacks_alternate: bool) -> Quantised:
-    """Return how a checkpoint is quantised; empty = it is not. Other ways are a fault.
+@dataclass(frozen=True, kw_only=True)
+class Quantised:
+    """How the matrices of a checkpoint are stored.
+
+    Attributes:
+        method: see above.
+        group: int4: values of a row that share a factor; 0 = all of them.
+        has_zero_points: int4: whether each group has a value that stands for zero.
+    """
+
+    method: Literal["fp8", "mxfp4", "int4"]
+    group: int = 0
+    has_zero_points: bool = False
+
+    def __str__(self) -> str:
+        return self.method
+
+
+def quantised_by(hf: HfConfig, *, stacks_alternate: bool) -> Quantised | None:
+    """Return how a checkpoint is quantised; None = it is not. Other ways are a fault.
 
     Args:
         stacks_alternate: `MoeNames.alternates` of the family, whose layout mxfp4 has.
     """
     settings = hf.values.get("quantization_config")
     if not settings:
-        return ""
+        return None
     keys = settings if isinstance(settings, Mapping) else {}
     method, block = keys.get("quant_method"), keys.get("weight_block_size")
     if method == "mxfp4" and stacks_alternate:
-        return "mxfp4"
+        return Quantised(method="mxfp4")
     if method == "fp8" and block == [BLOCK, BLOCK] and keys.get("fmt", "e4m3") == "e4m3":
-        return "fp8"
+        return Quantised(method="fp8")
+    why = f"quant_method {method!r} and weight_block_size {block!r}"
+    if method == "compressed-tensors":
+        found = _int4(keys)
+        if isinstance(found, Quantised):
+            return found
+        why = f"quant_method {method!r} and {found}"
     hf.faults.append(
-        f"quantization_config is not supported with quant_method {method!r} and weight_block_size "
-        f"{block!r}: R3 reads fp8 in blocks of [{BLOCK}, {BLOCK}], and mxfp4 of gpt-oss"
+        f"quantization_config is not supported with {why}: R3 reads fp8 in blocks of [{BLOCK}, "
+        f"{BLOCK}], mxfp4 of gpt-oss, and weights in int4 that compressed-tensors packed"
     )
-    return ""
+    return None
+
+
+def _int4(keys: Mapping[str, Any]) -> Quantised | str:
+    """Return how compressed-tensors packed the weights, or the key that R3 does not read."""
+    groups = keys.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, Mapping) else []
+    if len(schemes) != 1 or not isinstance(schemes[0], Mapping):
+        return f"{len(schemes)} config_groups"
+    weights = schemes[0].get("weights")
+    if not isinstance(weights, Mapping):
+        return f"weights {weights!r}"
+    # A transform rotates the weights, and actorder "group" permutes their columns.
+    sparsity = keys.get("sparsity_config") or {"format": "dense"}
+    for name, value, known in (
+        ("format", schemes[0].get("format") or keys.get("format"), ("pack-quantized",)),
+        ("sparsity_config", sparsity, ({"format": "dense"},)),
+        ("transform_config", keys.get("transform_config"), (None, {})),
+        ("input_activations", schemes[0].get("input_activations"), (None,)),
+        ("num_bits", weights.get("num_bits"), (4,)),
+        ("type", weights.get("type", "int"), ("int",)),
+        ("strategy", weights.get("strategy"), ("group", "channel")),
+        ("actorder", weights.get("actorder"), (None, False, "weight", "static")),
+    ):
+        if value not in known:
+            return f"{name} {value!r}"
+    group = weights.get("group_size") if weights["strategy"] == "group" else 0
+    if type(group) is not int or group < (weights["strategy"] == "group"):
+        return f"group_size {group!r}"
+    has_zero_points = not weights.get("symmetric", True)
+    return Quantised(method="int4", group=group, has_zero_points=has_zero_points)
 
 
 def quantised_shapes(
-    method: Quantised, plain: Mapping[str, tuple[int, ...]], found: Collection[str]
+    quantised: Quantised | None, plain: Mapping[str, tuple[int, ...]], found: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors that a checkpoint with these names has for `plain`."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    if quantised is None:
+        return dict(plain)
+    method, shapes = quantised.method, dict[str, tuple[int, ...]]()
     for name, size in plain.items():
         if method == "mxfp4" and f"{name}_blocks" in found:
             experts, inputs, outputs = size
-            groups = (experts, outputs, -(-inputs // GROUP))
-            shapes |= {f"{name}_blocks": (*groups, GROUP // 2), f"{name}_scales": groups}
+            grid = (experts, outputs, -(-inputs // GROUP))
+            shapes |= {f"{name}_blocks": (*grid, GROUP // 2), f"{name}_scales": grid}
+            continue
+        if method == "int4" and f"{name}_packed" in found and len(size) == 2:
+            rows, columns = size
+            groups = -(-columns // (quantised.group or columns))
+            shapes |= {
+                f"{name}_packed": (rows, -(-columns // PER_INT)),
+                f"{name}_scale": (rows, groups),
+                f"{name}_shape": (2,),
+            }
+            if quantised.has_zero_points:
+                shapes[f"{name}_zero_point"] = (-(-rows // PER_INT), groups)
             continue
         shapes[name] = size
         if method == "fp8" and f"{name}_scale_inv" in found:

@@ -32,7 +32,7 @@ from r3.models.hf_config import (
     require_tokens,
 )
 from r3.models.hub import folder_of
-from r3.models.quantised import Quantised, quantised_by, quantised_shapes
+from r3.models.quantised import STORED_TYPES, Quantised, quantised_by, quantised_shapes
 
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 """Bytes per value of the data types that weights and arithmetic may have."""
@@ -40,7 +40,6 @@ BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 # Data types in safetensors files that weights may have. Packed and integer types are quantised.
 _WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
-_OF_QUANTISED = {"": (), "fp8": ("F8_E4M3",), "mxfp4": ("U8",)}
 _WHOLE = "model.safetensors"
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 _SHOWN_SHARDS = 3
@@ -85,7 +84,7 @@ class ModelShape:
         num_mtp_layers: multi-token-prediction layers, which R3 does not load, train or export.
         is_wrapped: config.json describes a model that also sees images, of which R3 does not load,
             train or export the vision model.
-        quantised: how the checkpoint's weights are stored; empty = as they are.
+        quantised: how the checkpoint's matrices are stored; None = as they are.
     """
 
     architecture: str
@@ -133,7 +132,7 @@ class ModelShape:
     moe_names: MoeNames = field(default_factory=MoeNames)
     num_mtp_layers: int = 0
     is_wrapped: bool = False
-    quantised: Quantised = ""
+    quantised: Quantised | None = None
 
     @classmethod
     def read(cls, folder: str | Path) -> ModelShape:
@@ -450,7 +449,7 @@ class ModelShape:
 
 
 def checkpoint_tensors(
-    folder: str | Path, *, only_weights: bool = True, quantised: Quantised = ""
+    folder: str | Path, *, only_weights: bool = True, quantised: Quantised | None = None
 ) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors in a folder, from the headers of its `weight_files`.
 
@@ -464,23 +463,30 @@ def checkpoint_tensors(
     """
     shapes: dict[str, tuple[int, ...]] = {}
     file_of: dict[str, str] = {}
-    in_bytes: list[str] = []
-    types = (*_WEIGHT_TYPES, *_OF_QUANTISED[quantised])
+    in_bytes: set[str] = set()
+    packed = STORED_TYPES[quantised.method] if quantised else {}
+    types = (*_WEIGHT_TYPES, *packed)
     for file in weight_files(folder):
         for name, entry in header_of(file)[0].items():
             if name in shapes:
                 raise ShapeError(f"tensor {name} is in {file_of[name]} and in {file.name}")
-            if only_weights and entry["dtype"] not in types:
+            is_weight = entry["dtype"] in _WEIGHT_TYPES or name.endswith(
+                packed.get(entry["dtype"], ())
+            )
+            if only_weights and not is_weight:
                 raise ShapeError(
                     f"tensor {name} in {file.name} has data type {str(entry['dtype'])[:20]}; "
                     f"weights must have one of {', '.join(types)}"
                 )
             shapes[name], file_of[name] = tuple(entry["shape"]), file.name
             if entry["dtype"] == "F8_E4M3":
-                in_bytes.append(name)
-    for name in in_bytes:
-        if only_weights and f"{name}_scale_inv" not in shapes:
+                in_bytes.add(name)
+    for name in shapes if only_weights else ():
+        has_factors, is_fp8 = f"{name}_scale_inv" in shapes, name in in_bytes
+        if is_fp8 and not has_factors:
             raise ShapeError(f"tensor {name} has data type F8_E4M3 and no {name}_scale_inv")
+        if has_factors and not is_fp8:
+            raise ShapeError(f"tensor {name} has {name}_scale_inv and is not of type F8_E4M3")
     return shapes
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from r3.models.dequantise import from_mxfp4
 from r3.models.hf_checkpoint import (
     CheckpointError,
     CheckpointReader,
@@ -17,11 +20,22 @@ from r3.models.hf_checkpoint import (
     write_checkpoint,
 )
 from r3.models.shape import ModelShape, ShapeError, checkpoint_faults
-from tests.families import family_checkpoint, in_mxfp4
+from tests.families import family_checkpoint, in_mxfp4, wrapped_checkpoint
 
 pytestmark = pytest.mark.unit
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+MXFP4 = {"quant_method": "mxfp4"}
+Tensors = dict[str, torch.Tensor]
+
+
+def store(folder: Path, tensors: Tensors, settings: object) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_mxfp4_is_read_as_transformers_reads_it_and_exported_in_bfloat16(tmp_path: Path) -> None:
@@ -30,7 +44,7 @@ def test_mxfp4_is_read_as_transformers_reads_it_and_exported_in_bfloat16(tmp_pat
     folder, out = family_checkpoint(tmp_path / "a", "gpt_oss", intermediate_size=32), tmp_path / "b"
     tensors = in_mxfp4(folder)
     shape = ModelShape.read(folder)
-    assert shape.quantised == "mxfp4" and checkpoint_faults(folder, shape) == []
+    assert str(shape.quantised) == "mxfp4" and checkpoint_faults(folder, shape) == []
     name = "model.layers.1.mlp.experts"
     both, down = (
         convert_moe_packed_tensors(*(tensors[f"{name}.{x}_{y}"] for y in ("blocks", "scales")))
@@ -53,7 +67,8 @@ def test_mxfp4_is_read_as_transformers_reads_it_and_exported_in_bfloat16(tmp_pat
     config = json.loads((out / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
     assert (
-        ModelShape.read(out).quantised == "" and checkpoint_faults(out, ModelShape.read(out)) == []
+        ModelShape.read(out).quantised is None
+        and checkpoint_faults(out, ModelShape.read(out)) == []
     )
     (lost,) = shape.faults(
         {
@@ -65,26 +80,23 @@ def test_mxfp4_is_read_as_transformers_reads_it_and_exported_in_bfloat16(tmp_pat
     assert lost == f"missing {name}.down_proj_scales"
 
 
-def in_fp8(folder: Path) -> dict[str, torch.Tensor]:
+def in_fp8(folder: Path) -> Tensors:
     """Store the matrices of layers in FP8, with random factors; return all tensors."""
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         grid = [-(-n // 128) for n in tensors[name].shape]
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = torch.rand(grid) + 0.5
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = FP8
-    (folder / "config.json").write_text(json.dumps(config))
+    store(folder, tensors, FP8)
     return tensors
 
 
 def test_fp8_blocks_are_read_slice_by_slice(tmp_path: Path) -> None:
-    sizes = dict(hidden_size=192, moe_intermediate_size=264, num_hidden_layers=1)
+    sizes: dict[str, Any] = dict(hidden_size=192, moe_intermediate_size=264, num_hidden_layers=1)
     folder = family_checkpoint(tmp_path, "qwen3_moe", **sizes)
     tensors = in_fp8(folder)
     shape = ModelShape.read(folder)
-    assert shape.quantised == "fp8" and checkpoint_faults(folder, shape) == []
+    assert str(shape.quantised) == "fp8" and checkpoint_faults(folder, shape) == []
     name = "model.layers.0.mlp.experts.2.up_proj.weight"
     exact, factors = tensors[name].float(), tensors[f"{name}_scale_inv"]
     for row in range(exact.shape[0]):
@@ -104,19 +116,108 @@ def test_fp8_blocks_are_read_slice_by_slice(tmp_path: Path) -> None:
     assert shape.faults(wrong) == [f"{name}_scale_inv has shape (1, 2), config.json implies (3, 2)"]
 
 
-def test_bytes_without_factors_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        (None, (r"o_proj\.weight has data type F8_E4M3 and no model", "float8_e4m3fn without")),
+        # Converted before, with the factors left in: they must not be applied again.
+        (torch.ones(1, 1), (r"o_proj\.weight_scale_inv and is not of type", "bfloat16 with model")),
+    ],
+)
+def test_bytes_without_factors_and_factors_without_bytes_are_refused(
+    factors: torch.Tensor | None, said: tuple[str, str], tmp_path: Path
+) -> None:
     folder = family_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1)
     tensors = in_fp8(folder)
     name = "model.layers.0.self_attn.o_proj.weight"
     del tensors[f"{name}_scale_inv"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if factors is not None:
+        tensors |= {name: tensors[name].bfloat16(), f"{name}_scale_inv": factors}
+    store(folder, tensors, FP8)
     shape = ModelShape.read(folder)
-    with pytest.raises(ShapeError, match=r"o_proj\.weight has data type F8_E4M3 and no model"):
+    with pytest.raises(ShapeError, match=said[0]):
         checkpoint_faults(folder, shape)
     with CheckpointReader(folder) as reader:
         reader.require(shape)
-        with pytest.raises(CheckpointError, match=r"is torch\.float8_e4m3fn without"):
+        with pytest.raises(CheckpointError, match=said[1]):
             reader.read(name)
+
+
+INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+INT4 |= {"group_size": 32, "actorder": None, "dynamic": False}
+
+
+def packed_settings(weights: dict[str, Any] = INT4, **keys: Any) -> dict[str, Any]:
+    """As Kimi-K2-Thinking has them; `ignore` says nothing that the files do not say."""
+    scheme = {"input_activations": None, "targets": ["Linear"], "weights": weights}
+    common = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return (
+        common
+        | {"ignore": ["lm_head", "re:.*self_attn.*"]}
+        | {"config_groups": {"a": scheme}}
+        | keys
+    )
+
+
+@pytest.mark.parametrize(
+    ("weights", "factors"),
+    [
+        (INT4, torch.bfloat16),
+        (INT4 | {"group_size": 128, "symmetric": False}, torch.float16),
+        # No width is a multiple of the eight values that share an int32.
+        (INT4 | {"strategy": "channel", "group_size": None, "symmetric": False}, torch.float32),
+    ],
+)
+def test_int4_is_read_as_compressed_tensors_reads_it(
+    weights: dict[str, Any], factors: torch.dtype, tmp_path: Path
+) -> None:
+    """Kimi-K2-Thinking's experts: packed by groups, with factors in another file."""
+    from compressed_tensors.compressors import PackedQuantizationCompressor as Packed
+    from compressed_tensors.quantization import QuantizationScheme
+
+    width = 100 if weights["strategy"] == "channel" else 256
+    sizes: dict[str, Any] = dict(
+        hidden_size=width, moe_intermediate_size=width, num_hidden_layers=2
+    )
+    folder = family_checkpoint(tmp_path, "qwen3_moe", **sizes)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    tensors = load_file(folder / "model.safetensors")
+    exact, generator = Tensors(), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if ".1.mlp.experts." in name]:
+        rows, columns = tensors[name].shape
+        groups = columns // (weights["group_size"] or columns)
+        zeros = torch.randint(-8, 8, (rows, groups), generator=generator, dtype=torch.int8)
+        matrix = {
+            "weight": tensors.pop(name),
+            "weight_scale": (torch.rand(rows, groups, generator=generator) / 8).to(factors),
+            **({} if weights["symmetric"] else {"weight_zero_point": zeros}),
+        }
+        stored = Packed.compress(matrix, scheme)
+        exact[name] = Packed.decompress(stored, scheme)["weight"].bfloat16()
+        tensors |= {f"{name.removesuffix('weight')}{key}": value for key, value in stored.items()}
+    store(folder, tensors, packed_settings(weights))
+    aside = {name: tensors.pop(name) for name in [*tensors] if name.endswith("_scale")}
+    save_file(tensors, folder / "model-00001-of-00002.safetensors")
+    save_file(aside, folder / "model-00002-of-00002.safetensors")
+    (folder / "model.safetensors").unlink()
+    shape = ModelShape.read(folder)
+    assert str(shape.quantised) == "int4" and checkpoint_faults(folder, shape) == []
+    with CheckpointReader(folder) as reader:
+        reader.require(shape)
+        for name, matrix in exact.items():
+            assert torch.equal(reader.read(name), matrix)
+            rows, columns = (n // 2 for n in matrix.shape)
+            assert torch.equal(reader.read(name, 0, 1, 2), matrix[rows:])
+            assert torch.equal(reader.read(name, -1, 1, 2), matrix[:, columns:])
+        assert reader.largest_read <= width * -(-width // 8) * 4, "a matrix at a time"
+        plain = "model.layers.0.mlp.experts.3.up_proj.weight"
+        assert torch.equal(reader.read(plain), tensors[plain])
+    found = {key: tuple(each.shape) for key, each in (tensors | aside).items()}
+    del found[f"{name}_scale"]
+    wrong = found | {f"{name}_packed": (width, 3)}
+    missing, misshaped = shape.faults(wrong)
+    assert missing == f"missing {name}_scale"
+    assert misshaped.startswith(f"{name}_packed has shape ({width}, 3), config.json implies")
 
 
 @pytest.mark.parametrize(
@@ -124,12 +225,121 @@ def test_bytes_without_factors_are_refused(tmp_path: Path) -> None:
     [
         (FP8 | {"weight_block_size": [1, 128]}, r"'fp8' and weight_block_size \[1, 128\]"),
         (FP8 | {"fmt": "e5m2"}, "'fp8'"),
-        ({"quant_method": "mxfp4"}, "'mxfp4'"),  # the layout of gpt-oss, which Qwen3-MoE has not
-        ({"quant_method": "compressed-tensors"}, "'compressed-tensors'"),
+        (MXFP4, "'mxfp4'"),  # the layout of gpt-oss, which Qwen3-MoE has not
+        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
         (["fp8"], "None"),
+        ({"quant_method": "compressed-tensors"}, ".* and 0 config_groups"),
+        # Another number format with names of the same kind, and a factor per tensor beside them.
+        (packed_settings(format="nvfp4-pack-quantized"), ".* and format 'nvfp4"),
+        (packed_settings(INT4 | {"num_bits": 8}), ".* and num_bits 8"),
+        (packed_settings(INT4 | {"actorder": "group"}), ".* and actorder 'group'"),
+        (packed_settings(INT4 | {"group_size": -1}), ".* and group_size -1"),
+        (packed_settings(transform_config={"config_groups": {"u": {}}}), ".* and transform_config"),
+        (packed_settings(sparsity_config={"format": "sparse-24"}), ".* and sparsity_config"),
     ],
 )
 def test_other_ways_are_refused_by_name(settings: object, shown: str, tmp_path: Path) -> None:
     config = json.loads((family_checkpoint(tmp_path, "qwen3_moe") / "config.json").read_text())
     with pytest.raises(ShapeError, match=f"not supported with quant_method {shown}"):
         ModelShape.from_hf({**config, "quantization_config": settings})
+
+
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+
+
+def plain_files(tensors: Tensors) -> torch.Tensor:
+    """What tools write that dequantise and leave config.json as it was."""
+    return tensors[O_PROJ]
+
+
+def powers_of_two(tensors: Tensors) -> torch.Tensor:
+    """DeepSeek-V3.1: factors that are powers of two, in float32."""
+    tensors |= {O_PROJ: (whole := tensors[O_PROJ].to(torch.float8_e4m3fn))}
+    tensors[f"{O_PROJ}_scale_inv"] = torch.full((1, 1), 2.0**-9)
+    return (whole.float() / 512).bfloat16()
+
+
+def one_byte_powers(tensors: Tensors) -> None:
+    powers_of_two(tensors)
+    factors = f"{O_PROJ}_scale_inv"
+    tensors[factors] = tensors[factors].to(torch.float8_e8m0fnu)
+
+
+def factors_by_row(tensors: Tensors) -> None:
+    tensors[O_PROJ] = tensors[O_PROJ].to(torch.float8_e4m3fn)
+    tensors[f"{O_PROJ}_scale"] = torch.ones(len(tensors[O_PROJ]), 1)
+
+
+def permuted(tensors: Tensors) -> None:
+    rows, columns = tensors.pop(O_PROJ).shape
+    tensors |= {
+        f"{O_PROJ}_packed": torch.zeros(rows, columns // 8, dtype=torch.int32),
+        f"{O_PROJ}_scale": torch.ones(rows, columns // 32),
+        f"{O_PROJ}_shape": torch.tensor([rows, columns]),
+        f"{O_PROJ}_g_idx": torch.zeros(columns, dtype=torch.int32),
+    }
+
+
+def integers(tensors: Tensors) -> None:
+    tensors[O_PROJ] = tensors[O_PROJ].int()
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "said"),
+    [
+        (FP8, plain_files, ""),
+        (packed_settings(), plain_files, ""),
+        (
+            FP8 | {"scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]},
+            powers_of_two,
+            "",
+        ),
+        (FP8, one_byte_powers, "_scale_inv in model.safetensors has data type F8_E8M0"),
+        (FP8, factors_by_row, "has data type F8_E4M3 and no"),
+        (packed_settings(), permuted, "_g_idx in model.safetensors has data type I32"),
+        (packed_settings(), integers, "o_proj.weight in model.safetensors has data type I32"),
+        (None, powers_of_two, "has data type F8_E4M3"),
+    ],
+)
+def test_forms_that_users_report_are_read_or_refused(
+    settings: object,
+    change: Callable[[Tensors], torch.Tensor | None],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    folder = family_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    expected = change(tensors)
+    store(folder, tensors, settings)
+    shape = ModelShape.read(folder)
+    if said:
+        with pytest.raises(ShapeError, match=said):
+            checkpoint_faults(folder, shape)
+        return
+    assert checkpoint_faults(folder, shape) == []
+    with CheckpointReader(folder) as reader:
+        reader.require(shape)
+        assert expected is not None and torch.equal(reader.read(O_PROJ), expected)
+
+
+def test_the_text_model_of_a_quantised_whole_is_read_with_its_factors(tmp_path: Path) -> None:
+    """Qwen3.5 in FP8, whose names have another beginning."""
+    wrapped_checkpoint(tmp_path, stacked=False)
+    tensors = in_fp8(tmp_path)
+    shape = ModelShape.read(tmp_path)
+    name = "layers.0.mlp.experts.0.down_proj.weight"
+    stored = tensors[f"model.language_model.{name}"]
+    factor = tensors[f"model.language_model.{name}_scale_inv"]
+    with CheckpointReader(tmp_path) as reader:
+        reader.require(shape)
+        expected = (stored.float() * factor[0, 0]).bfloat16()
+        assert torch.equal(reader.read(f"model.{name}"), expected)
+
+
+def test_mxfp4_has_the_exponents_of_transformers() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    scales = torch.arange(1, 255, dtype=torch.uint8).view(1, -1, 1)
+    blocks = torch.arange(256, dtype=torch.uint8)[: 16 * 16 : 16].expand(1, 254, 1, 16).contiguous()
+    expected = convert_moe_packed_tensors(blocks, scales)
+    assert torch.equal(from_mxfp4(blocks[0], scales[0]), expected[0].t())
