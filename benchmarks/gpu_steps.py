@@ -41,6 +41,7 @@ FAMILIES = (
         "minimax-m2",
         "qwen3_next",
         "gpt_oss",
+        "ernie4_5_moe",
     ),
 )
 REHEARSED_FAMILIES = FAMILIES[:2]

@@ -148,6 +148,12 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
         dict(num_local_experts=8, num_experts_per_tok=3, intermediate_size=40)
         | dict(head_dim=12, rotary_dim=6, num_key_value_heads=2),
     ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        # One dense layer, a MoE layer, one that the interval leaves out.
+        dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=40, moe_num_shared_experts=2)
+        | dict(num_key_value_heads=2, head_dim=12, moe_layer_start_index=1, moe_layer_interval=2),
+    ),
     "llama": ("llama", {}),
     "llama3.1": (
         "llama",
@@ -170,12 +176,11 @@ HALF_ENGINE_FAMILIES = ("qwen3_next", "gpt_oss")
 """What vLLM computes on CPU in bfloat16 only."""
 MOE_FAMILIES = tuple(name for name in FAMILIES if name not in DENSE_FAMILIES)
 ENGINE_FAMILIES = (
-    # tests/e2e/test_engine.py has qwen3_moe. vLLM's CPU router refuses MiniMax-M2's, and its module
-    # of Qwen3.5 does not load.
+    # tests/e2e/test_engine.py has qwen3_moe. vLLM's module of Qwen3.5 does not load on CPU.
     *(
         name
         for name in MOE_FAMILIES
-        if name not in ("qwen3_moe", "minimax-m2", "qwen3_5_moe", *HALF_ENGINE_FAMILIES)
+        if name not in ("qwen3_moe", "qwen3_5_moe", *HALF_ENGINE_FAMILIES)
     ),
     "llama3.1",
     "qwen3-yarn",
@@ -192,7 +197,7 @@ def engine_sizes(name: str) -> dict[str, Any]:
     sizes: dict[str, Any] = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
     if "moe_intermediate_size" in specific:
         sizes["moe_intermediate_size"] = 64
-    if model_type in ("granitemoe", "gpt_oss"):
+    if model_type in ("granitemoe", "gpt_oss", "minimax_m2"):
         sizes["intermediate_size"] = 64  # of an expert
     if "head_dim" in specific:
         sizes["head_dim"] = 32

@@ -7,20 +7,13 @@ import re
 from collections.abc import Mapping
 
 from r3.config import Config, Problem
-from r3.models.families import FAMILIES
 from r3.models.shape import ModelShape
 
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.30's attention on CPU
 
 
 def cpu_engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
-    """Sizes of a model that vLLM 0.30's CPU kernels cannot run or take new weights into.
-
-    Or that it belongs to a family that vLLM cannot run on CPU.
-    """
-    if why := FAMILIES[shape.architecture].no_cpu_engine:
-        rule = f"{shape.architecture} does not run in vLLM's engine on CPU: {why}"
-        return [Problem("model.path", config.model.path, rule, "run on a GPU")]
+    """Sizes of a model that vLLM 0.30's CPU kernels cannot run or take new weights into."""
     sizes: list[tuple[str, int, bool, str]] = []
     if shape.latent:
         cached = shape.latent.kv_rank + shape.latent.rope_size

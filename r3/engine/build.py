@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,6 +199,7 @@ def build_llm(
         arguments |= cuda_arguments(config, share)
     else:
         _inspect_models_in_this_process()
+        _rank_with_biases()
         arguments |= dict(
             enforce_eager=True,
             # A seeded request whose prefill is split crashes the CPU engine: CPU generators have no
@@ -306,6 +308,26 @@ def _inspect_models_in_this_process() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda fn: fn()
+
+
+def _rank_with_biases() -> None:
+    """Let vLLM's router on CPU (0.30) add its biases without groups of experts: in one group.
+
+    By itself it leaves them out of softmax scores (ERNIE 4.5) and refuses sigmoid scores
+    (MiniMax-M2). On CUDA vLLM has another router, which adds them.
+    """
+    # By its name: vLLM 0.26 has no such router.
+    factory = import_module("vllm.model_executor.layers.fused_moe.router.router_factory")
+    made = factory.CPURouter
+    if not isinstance(made, type):
+        return  # done before
+
+    def in_one_group(**arguments: Any) -> Any:
+        if arguments["e_score_correction_bias"] is not None and not arguments["use_grouped_topk"]:
+            arguments |= dict(use_grouped_topk=True, num_expert_group=1, topk_group=1)
+        return made(**arguments)
+
+    factory.CPURouter = in_one_group  # type: ignore[attr-defined]
 
 
 def _unlink_message_queues() -> None:

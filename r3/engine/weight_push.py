@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,6 +156,10 @@ def _reload(
                 embedding.append(tensor.detach())
             yield name, tensor.detach()
 
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial):  # of MiniMax-M2; vLLM asks for the name
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
     initialize_layerwise_reload(model)
     # Read now: the reload removes parameters that vLLM derives from others (in latent attention)
     # until it rebuilds them.

@@ -168,12 +168,14 @@ class CausalAttention(MegatronModule):
 
     Attributes:
         inverse_frequencies: of the rotation, float32 [d / 2]; None: Megatron rotates.
+        interleaved_rope: it turns neighbours.
         window: tokens that a token sees, itself included; 0 = all before it.
         sinks: one more logit per head, with the value zero, [h]; None = none.
     """
 
     context_parallel = False  # whether sequences may be divided over ranks
     inverse_frequencies: torch.Tensor | None = None
+    interleaved_rope = False
     window = 0
     sinks: nn.Parameter | None
 
@@ -233,7 +235,9 @@ class CausalAttention(MegatronModule):
                     values.to(query.device, non_blocking=True)
                     for values in (self._positions(packed_seq_params), self.inverse_frequencies)
                 )
-                packed_seq_params.rotation = Rotation(positions_N, inverse, query.dtype)
+                packed_seq_params.rotation = Rotation(
+                    positions_N, inverse, query.dtype, interleaved=self.interleaved_rope
+                )
             query, key = packed_seq_params.rotation(query), packed_seq_params.rotation(key)
         out = self._attend(query, key, value, packed_seq_params)
         return out.reshape(out.shape[0], 1, -1)

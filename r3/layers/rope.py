@@ -63,17 +63,29 @@ class Rotation:
     Attributes:
         cos, sin: (cos, cos) and (-sin, sin) of the angles, [t, 1, d], in the type of what is
             turned.
+        interleaved: turn pairs (x_{2 i}, x_{2 i + 1}), and put the first of all pairs before the
+            second ones. Products of queries and keys have the same value in any order.
     """
 
     def __init__(
-        self, positions_N: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype
+        self,
+        positions_N: torch.Tensor,
+        inverse: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        interleaved: bool = False,
     ) -> None:
+        self.interleaved = interleaved
         angles = torch.outer(positions_N.float(), inverse)[:, None]
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         self.cos, self.sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
     def __call__(self, x_Nhd: torch.Tensor) -> torch.Tensor:
         """Return x with every token's heads turned, [t, h, d]."""
+        if self.interleaved:
+            turned, rest = x_Nhd.split([size := self.cos.shape[-1], x_Nhd.shape[-1] - size], -1)
+            pairs = turned.unflatten(-1, (-1, 2))
+            x_Nhd = torch.cat([pairs[..., 0], pairs[..., 1], rest], -1)
         return _Rotate.apply(x_Nhd, self.cos, self.sin)
 
 

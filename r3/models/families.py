@@ -4,7 +4,7 @@ To add a family, write one function that returns fields of `ModelShape`, and one
 Everything else follows from the shape: tensor names and sizes (r3/models/shape.py), Megatron's
 settings (r3/policy/build.py) and the conversion of weights (r3/models/rules.py). A family with a
 part that no other one has (a new router, a new attention) needs a field of `ModelShape` too, and
-that part in r3/policy/.
+that part in r3/layers/.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class MoeNames:
 
     Attributes:
         stacked: name in the checkpoint -> the tensors that it joins, if it differs from them: for
-            experts, those of one of them, joined along the first dimension.
+            experts, those of one of them, joined along the first dimension. A router's bias is a
+            row there.
         alternates: experts are joined as [experts, inputs, outputs], and the outputs of the joined
             tensors alternate.
         may_be_stacked: the same for tensors that only some checkpoints join. Exports do not.
@@ -134,7 +135,6 @@ class Family:
         implied: keys that have one value in this family. transformers' class has no other, so
             `save_pretrained` leaves them out; vLLM must be told.
         wrapper: architecture of published checkpoints that have it as `text_config`.
-        no_cpu_engine: why vLLM's CPU engine cannot run it; empty if it can.
         reads: keys that `fields` reads and that are refused in other families.
         ffn_key: has the width of dense layers.
         models: models of this family that people train.
@@ -152,7 +152,6 @@ class Family:
     ffn_key: str = "intermediate_size"
     implied: Mapping[str, Any] = field(default_factory=dict)
     wrapper: str = ""
-    no_cpu_engine: str = ""
     proved: tuple[str, ...] = ("policy", "engine")
 
 
@@ -372,6 +371,33 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
     )
 
 
+def _ernie4_5_moe(hf: HfConfig) -> dict[str, Any]:
+    """ERNIE 4.5: softmax router whose biases move the choice of experts, not their gates."""
+    hf.only("use_moe", True)
+    hf.only("use_bias", False)  # vLLM and transformers differ in what has one
+    hf.only("moe_norm_min", 1e-12)  # vLLM has none
+    num_layers, moe_ffn_size = hf.number("num_hidden_layers"), hf.number("moe_intermediate_size")
+    first = hf.number("moe_layer_start_index", default=1, least=0)
+    last = hf.number("moe_layer_end_index", default=-1, least=-1) % num_layers
+    every = hf.number("moe_layer_interval", default=1)
+    bias = "mlp.gate.e_score_correction_bias"
+    return dict(
+        tied=bool(hf.values.get("tie_word_embeddings", True)),
+        interleaved_rope=True,
+        num_experts=hf.number("moe_num_experts"),
+        topk=hf.number("moe_k"),
+        moe_ffn_size=moe_ffn_size,
+        shared_ffn_size=moe_ffn_size * hf.number("moe_num_shared_experts", default=2, least=0),
+        engine_router_fp32=True,
+        moe_layers=tuple(i for i in range(first, last + 1) if (i + 1) % every == 0),
+        moe_names=MoeNames(
+            router_bias=bias,
+            stacked=(("mlp.moe_statics.e_score_correction_bias", (bias,)),),
+        ),
+        num_mtp_layers=hf.number("num_nextn_predict_layers", default=0, least=0),
+    )
+
+
 def _latent_attention(hf: HfConfig) -> dict[str, Any]:
     """DeepSeek's latent attention."""
     _check_latent_rope(hf)
@@ -585,8 +611,13 @@ FAMILIES: dict[str, Family] = {
         rope_theta=5e6,
         reads=frozenset({"partial_rotary_factor"}),
         implied={"scoring_func": "sigmoid", "use_routing_bias": True},
-        proved=("policy",),
-        no_cpu_engine="its router has no sigmoid scores without groups of experts",
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        model_type="ernie4_5_moe",
+        fields=_ernie4_5_moe,
+        models="ERNIE-4.5-21B-A3B, ERNIE-4.5-300B-A47B",
+        norm_eps=1e-5,
+        rope_theta=500000.0,
     ),
     "LlamaForCausalLM": Family(
         model_type="llama", fields=_llama, models="Llama 2 and 3, and models of their layout"

@@ -131,7 +131,8 @@ class CheckpointReader:
             return self._counted(piece.t().contiguous())
         first: tuple[int, ...] = ()
         if stored != name:
-            *experts, joined, _ = source.get_shape()
+            sizes = source.get_shape()
+            *experts, joined = sizes[: len(sizes) - len(where) + 1]
             expert, number = divmod(number, joined // rows)
             first = (expert,) if experts else ()
             where[0] = slice(number * rows + start, number * rows + stop)

@@ -63,6 +63,7 @@ class ModelShape:
         residual_multiplier: factor on what attention and MLP add to the residual stream.
         logits_scaling: logits are divided by it.
         qk_norm: queries and keys are not normalised, per head, or over all heads together.
+        interleaved_rope: rotary position turns neighbours instead of values half a head apart.
         sinks: attention has one more logit per head, whose value is zero.
         window: tokens that a token of `window_layers` sees, itself included; 0 = no such layers.
         has_biases: output projections of attention, routers and experts have biases.
@@ -108,6 +109,7 @@ class ModelShape:
     logits_scaling: float = 1.0
     qkv_bias: bool = False
     qk_norm: Literal["none", "head", "all"] = "none"
+    interleaved_rope: bool = False
     sinks: bool = False
     window: int = 0
     window_layers: tuple[int, ...] = ()
@@ -355,7 +357,9 @@ class ModelShape:
                 size = (len(parts) * rows, *width)
                 if self.moe_names.alternates:
                     size = (*width, len(parts) * rows)
-                found[prefix + name] = (len(experts), *size) if len(experts) > 1 else size, names
+                is_row = parts == (self.moe_names.router_bias,)
+                lead = (len(experts),) if len(experts) > 1 or is_row else ()
+                found[prefix + name] = (*lead, *size), names
         return found
 
     @cached_property
@@ -410,6 +414,8 @@ class ModelShape:
         and the vision model.
         """
         if self.is_wrapped and name.startswith(("model.visual.", "mtp.")):
+            return True
+        if self.num_mtp_layers and name.startswith("model.mtp_"):
             return True
         if name.startswith("model.layers."):
             number = name.split(".")[2]

@@ -200,7 +200,7 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
     if shape.shared_ffn_size:
         settings["moe_shared_expert_intermediate_size"] = shape.shared_ffn_size
         settings["moe_shared_expert_gate"] = bool(shape.moe_names.shared_gate)
-    if shape.moe_names.router_bias:
+    if shape.moe_names.router_bias and shape.router_score == "sigmoid":
         # Megatron would shift the biases after every update to balance the load, away from those
         # that the engine routes with.
         settings |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
@@ -319,6 +319,8 @@ def _build_chunk(
         adds_to_main_grad=device.is_cuda,  # on CPU it would need a float32 copy of the operands
         is_embedding=shape.tied,
     )
+    # Megatron has biases of sigmoid scores only. `RouterTap` adds them to others.
+    has_own_biases = shape.moe_names.router_bias and shape.router_score == "softmax"
     for module in model.modules():
         if isinstance(module, AllHeadsNorm):
             module.tp = mesh.tp
@@ -328,6 +330,9 @@ def _build_chunk(
             module.gating = rounded_gating(module.gating, _DTYPES[config.engine.dtype])
         elif isinstance(module, MoELayer) and kind == "fused":
             module.token_dispatcher = TokenDispatcher(module, mesh.megatron, mesh.ep)
+        if isinstance(module, Router) and has_own_biases:
+            del module.expert_bias  # None
+            module.register_buffer("expert_bias", torch.zeros(shape.num_experts))
     _mark_shards(model)
     _set_rope(model, shape)
     model.to(device.torch)
@@ -375,6 +380,7 @@ def _set_rope(model: Any, shape: ModelShape) -> None:
             module.scale = (shape.attention_multiplier or module.scale) * factor**2
             if not shape.latent:
                 module.inverse_frequencies = frequencies
+                module.interleaved_rope = shape.interleaved_rope
     for layer in model.decoder.layers if shape.window else ():
         if layer.layer_number - 1 in shape.window_layers:
             layer.self_attention.core_attention.window = shape.window

@@ -105,8 +105,10 @@ class RouterTap(RouterReplay):
         """Choose experts for `scores` [N, E]; returns their scores and ids, both [N, K]."""
         assert default_compute_topk is not None
         self.sizes = None
+        ranked = _ranked(self._router, scores)
         if self.mode == "live":
-            return default_compute_topk(scores, topk, num_groups, group_topk)
+            _, live_NK = default_compute_topk(ranked, topk, num_groups, group_topk)
+            return scores.gather(1, live_NK), live_NK
         if _is_recomputation():
             assert self.backward_of in self._recomputations, (
                 f"layer {self.layer}: a recomputation for forward {self.backward_of}, whose routes "
@@ -116,7 +118,7 @@ class RouterTap(RouterReplay):
             kept_NK, self.sizes = self._recomputations.pop(self.backward_of)
             routes_NK = kept_NK.long()
             return scores.gather(1, routes_NK), routes_NK
-        _, live_NK = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
+        _, live_NK = default_compute_topk(ranked, topk, num_groups, group_topk)
         if self.mode == "record":
             routes_NK = live_NK
             self.recorded.append(live_NK.to(torch.int16))
@@ -133,12 +135,10 @@ class RouterTap(RouterReplay):
             )
             asked_NK = torch.where(loaded_NK[:, :1] < 0, live_NK, loaded_NK)
             routes_NK = (
-                self._plausible(scores.detach(), live_NK, asked_NK)
-                if self.plausibility
-                else asked_NK
+                self._plausible(ranked, live_NK, asked_NK) if self.plausibility else asked_NK
             )
-            self.counts.append(_counts(scores.detach(), live_NK, asked_NK, routes_NK, captured_N))
-            self.shapes.append(self._shape_of(scores.detach(), live_NK, captured_N))
+            self.counts.append(_counts(ranked, live_NK, asked_NK, routes_NK, captured_N))
+            self.shapes.append(self._shape_of(ranked, live_NK, captured_N))
             chosen = captured_N.long()[:, None].expand_as(routes_NK).flatten()
             load_E = chosen.new_zeros(scores.shape[1])
             self.loads.append(load_E.scatter_add_(0, routes_NK.flatten(), chosen))
@@ -161,12 +161,11 @@ class RouterTap(RouterReplay):
         An expert is implausible if its gate score is below `plausibility` times that of the weakest
         live expert.
         """
-        config = self._router.config
         # The bias moves the choice, not the gates.
         if self._router.expert_bias is not None:
             scores = scores - self._router.expert_bias
         weakest = scores.gather(1, live_NK).min(-1, keepdim=True).values
-        if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+        if _ranks_logits(self._router):
             # Scores are logits: a ratio of gates is a difference of scores.
             limit = weakest + math.log(self.plausibility)
         else:
@@ -177,12 +176,11 @@ class RouterTap(RouterReplay):
         self, scores: torch.Tensor, live_NK: torch.Tensor, captured_N: torch.Tensor
     ) -> torch.Tensor:
         """Return sums over captured rows, float64 [2]; see `ReplayLedger.shapes`."""
-        config = self._router.config
         others = scores.scatter(1, live_NK, -math.inf).amax(-1)
         gap_N = (scores.gather(1, live_NK).amin(-1) - others).clamp(max=_MAX_GAP)
         if self._router.expert_bias is not None:
             scores = scores - self._router.expert_bias
-        if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+        if _ranks_logits(self._router):
             gates = scores.float().softmax(-1)
         else:
             gates = scores.float() / scores.float().sum(-1, keepdim=True)
@@ -206,6 +204,21 @@ class RouterTap(RouterReplay):
         self._recomputations.clear()
         self.recorded, self.counts, self.consumed, self.rows = [], [], [], 0
         self.shapes, self.loads = [], []
+
+
+def _ranked(router: Any, scores: torch.Tensor) -> torch.Tensor:
+    """Return what a router chooses by. Megatron adds biases to sigmoid scores only."""
+    config = router.config
+    if router.expert_bias is None or config.moe_router_score_function == "sigmoid":
+        return scores.detach()
+    return scores.detach().float().softmax(-1) + router.expert_bias
+
+
+def _ranks_logits(router: Any) -> bool:
+    """Whether a router chooses by logits, whose softmax gives the gates."""
+    config = router.config
+    is_late = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+    return is_late and router.expert_bias is None
 
 
 def refilled(routes_NK: torch.Tensor, kept_NK: torch.Tensor, live_NK: torch.Tensor) -> torch.Tensor:

@@ -263,13 +263,17 @@ def plausibility_filter(device: Device, mesh: Mesh) -> Filter:
             scores / scores.sum(-1, keepdim=True),
         ),
         ("sigmoid, bias", SIGMOID | BIAS, scores / 10),
+        ("softmax, bias", SOFTMAX, scores.log()),
     ):
         model = model_of(device, mesh, options, plausibility=0.5)
         tap = model.replay.taps[1]
         # The live choice is by 0.01 * score, upside down where the bias says so; gates are not.
         if "bias" in name:
-            model.routers[1].expert_bias.zero_()[7] = 5.0
-            seen = seen + model.routers[1].expert_bias
+            router = model.routers[1]
+            router.expert_bias = torch.zeros(EXPERTS)
+            router.expert_bias[7] = 5.0
+            if name.startswith("sigmoid"):  # Megatron adds it
+                seen = seen + router.expert_bias
         tap.clear()
         tap.mode = "replay"
         tap.load(routes.to(torch.int8), captured, rows=3)

@@ -153,9 +153,10 @@ def test_an_implausible_expert_gives_way_to_the_best_live_one_left(routers: Rout
         assert margin == pytest.approx(margins[router], rel=1e-6)  # float32
     # Expert 7 is live by its bias; its gate score of 0.1 is the weakest live one, and half of it
     # the limit.
-    biased = routers.filter.by_router["sigmoid, bias"]
-    assert biased.used == [[4, 6, 5, 0], [7, 0, 1, 2], [0, 1, 2, 5], [7, 0, 1, 2]]
-    assert biased.counts[2] == 3
+    for router in ("sigmoid, bias", "softmax, bias"):
+        biased = routers.filter.by_router[router]
+        assert biased.used == [[4, 6, 5, 0], [7, 0, 1, 2], [0, 1, 2, 5], [7, 0, 1, 2]]
+        assert biased.gathered and biased.counts[2] == 3
 
 
 def test_router_entropy_and_gap_by_hand(routers: Routers) -> None:
@@ -164,7 +165,7 @@ def test_router_entropy_and_gap_by_hand(routers: Routers) -> None:
     entropy = -sum(gate * math.log(gate) for gate in gates)
     # The weakest live score less the best of the others; with the bias 6 and 4, in tenths.
     gaps = {"softmax over the top k": math.log(4 / 3), "softmax over all": 1 / 33.8}
-    gaps["sigmoid, bias"] = 0.2
+    gaps |= {"sigmoid, bias": 0.2, "softmax, bias": 2 / 33.8}
     for router, gap in gaps.items():
         found = routers.filter.by_router[router].shapes
         # float32: 1e-7 of scores of 1 in differences of 0.03

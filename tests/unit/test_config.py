@@ -20,7 +20,6 @@ from r3.config.arguments import keyword_arguments
 from r3.config.settings import ADVANTAGES as ADVANTAGE_NAMES
 from r3.config.settings import LOSSES as LOSS_NAMES
 from r3.configs import KNOWN_SHAPES, PRESETS
-from r3.models import families
 from r3.models.shape import ModelShape
 from tests.families import engine_sizes, family_checkpoint
 from tests.settings import TINY, changed, found
@@ -419,13 +418,6 @@ def test_windows_and_biased_experts_are_not_divided(tmp_path: Path) -> None:
     assert checks.examine(fine, 2, shape).problems == ()
     (problem,) = checks.cpu_engine_problems(config, shape)
     assert "attention with sinks on CPU in bfloat16 only" in str(problem)
-
-
-def test_a_family_that_vllm_cannot_run_on_cpu_is_refused_by_name(tmp_path: Path) -> None:
-    shape = ModelShape.read(family_checkpoint(tmp_path, "minimax-m2"))
-    (problem,) = checks.cpu_engine_problems(tiny_config(tmp_path), shape)
-    assert "MiniMaxM2ForCausalLM does not run in vLLM's engine on CPU: its router" in problem.rule
-    assert families.FAMILIES[shape.architecture].implied["use_routing_bias"]
 
 
 def test_many_problems_come_together() -> None:

@@ -63,8 +63,11 @@ def test_norm_and_its_gradients_equal_the_formula(dtype: torch.dtype, tolerance:
         assert (one.double() - exact).abs().max() <= tolerance * exact.abs().max()
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_rotation_and_its_gradient_turn_pairs(dtype: torch.dtype, tolerance: float) -> None:
+def test_rotation_and_its_gradient_turn_pairs(
+    dtype: torch.dtype, tolerance: float, interleaved: bool
+) -> None:
     """Tolerance: sums of two products of numbers below 4, of 2^-24 or 2^-9 each.
 
     Another pairing, or turning the gradient the same way as the values, would move them by 1.
@@ -81,9 +84,15 @@ def test_rotation_and_its_gradient_turn_pairs(dtype: torch.dtype, tolerance: flo
         both = torch.complex(first, second) * turns
         return torch.cat([both.real, both.imag], -1)
 
-    x.requires_grad_()
-    out = Rotation(positions_N, inverse, dtype)(x)
-    (found,) = torch.autograd.grad(out, x, gradient)
+    # Pairs of neighbours come out half a head apart, and the rest of a head as it was.
+    order = [0, 4, 1, 5, 2, 6, 3, 7] if interleaved else list(range(8))
+    given = torch.cat([x[..., order], x], -1) if interleaved else x
+    given.requires_grad_()
+    out = Rotation(positions_N, inverse, dtype, interleaved=interleaved)(given)
+    if interleaved:
+        assert torch.equal(out[..., 8:], x)
+    (found,) = torch.autograd.grad(out[..., :8], given, gradient)
+    out, found = out[..., :8], found[..., [order.index(i) for i in range(8)]]
     for one, exact in ((out, turned(x, turns)), (found, turned(gradient, turns.conj()))):
         assert one.dtype == dtype
         assert (one.double() - exact).abs().max() <= tolerance * exact.abs().max()

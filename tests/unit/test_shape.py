@@ -240,6 +240,25 @@ def test_multi_token_prediction_layers_are_left_out(name: str, folders: dict[str
     assert len(without.faults(without.tensor_shapes | head)) == 2
 
 
+def test_published_ernie_has_a_prediction_layer_and_may_leave_keys_out(
+    folders: dict[str, Path],
+) -> None:
+    hf = json.loads((folders["ernie4_5_moe"] / "config.json").read_text())
+    assert ModelShape.from_hf(hf).moe_layers == (1,)
+    absent = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+    plain = {key: value for key, value in hf.items() if key not in absent}
+    shape = ModelShape.from_hf(plain | {"num_nextn_predict_layers": 1})
+    assert shape.moe_layers == (1, 2)
+    assert shape == ModelShape.from_hf(
+        hf | {"moe_layer_end_index": -1, "moe_layer_interval": 1, "num_nextn_predict_layers": 1}
+    )
+    head = {"model.mtp_linear_proj.0.weight": (64, 128)}
+    assert shape.faults(shape.stored_shapes | head) == []
+    assert len(ModelShape.from_hf(plain).faults(shape.stored_shapes | head)) == 1
+    del plain["tie_word_embeddings"]
+    assert ModelShape.from_hf(plain).tied  # as in transformers
+
+
 def test_tensors_of_stacked_experts_are_read_and_written_bit_for_bit(
     folders: dict[str, Path],
 ) -> None:
@@ -464,6 +483,8 @@ def test_faults_name_every_tensor(folders: dict[str, Path]) -> None:
         ("minimax-m2", {"use_routing_bias": False}, "use_routing_bias False is not supported"),
         ("minimax-m2", {"use_qk_norm": False}, "use_qk_norm False is not supported"),
         ("minimax-m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is not supp"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias True is not supported"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min 0.1 is not supported"),
         ("granitemoe", {"attention_bias": True}, "attention_bias is not supported"),
         ("granitemoe", {"logits_scaling": -1}, "logits_scaling must be a positive number"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
