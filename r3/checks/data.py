@@ -12,14 +12,8 @@ from collections.abc import Callable, Sequence
 from r3.checks.findings import Findings
 from r3.config import Config, EvalSet
 from r3.data.files import FILES
-from r3.data.sources import (
-    Columns,
-    Row,
-    RowProblem,
-    columns_of,
-    is_near,
-    read_rows,
-)
+from r3.data.rows import Columns, Row, RowProblem, columns_of
+from r3.data.sources import is_near, read_rows
 
 ReadsRows = Callable[[str, Columns], tuple[list[Row], list[RowProblem]]]
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from r3.data.jinja import EndlessTemplate, TemplateFault
 from r3.data.rendering import NotRendered
-from r3.data.sources import Columns, Row, RowProblem, read_rows
+from r3.data.rows import Columns, Row, RowProblem
+from r3.data.sources import read_rows
 from r3.data.supervised import SpanFinder
 from r3.data.template import Renderer
 from r3.types import Prompt

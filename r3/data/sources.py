@@ -1,4 +1,4 @@
-"""Rows of a data set from any source, each checked; bad rows are named by source, row and field.
+"""Rows of a data set from any source. `r3.data.rows` checks each of them.
 
     rows.jsonl                        one JSON object per line, or one array (any other name too)
     rows.csv  rows.tsv  rows.parquet  tables; texts of a CSV file stay texts
@@ -17,150 +17,24 @@ heavy until a source needs it.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from decimal import Decimal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from r3.config import Config, EvalSet
 from r3.config.arguments import argument_value, arguments_fault
-from r3.config.names import kind_of
-from r3.data.conversation import (
-    MessageFault,
-    is_learned,
-    read_messages,
-    read_tools,
-    sense_of,
-)
 from r3.data.files import (
     SourceError,
     files_of_folder,
     files_of_glob,
     is_glob,
     read_file,
-    read_json,
 )
-from r3.data.numbers import final_number
-
-if TYPE_CHECKING:  # it imports numpy
-    from r3.types import Message
+from r3.data.rows import Columns, Row, RowProblem, check_row
 
 _GYM_SIZE = 1000
-_GRADERS = ("gsm8k", "exact", "math")  # compare a response with the reference answer
-_READ = ("verifier", "gym", "entry")  # columns that built-in rewards read beside the answer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """The columns that are read from a row. A key with dots reaches into nested objects.
-
-    Attributes:
-        prompt: column of the question or the chat so far.
-        answer: column of the reference answer; "" = rows have none.
-        tools: column of the tools' schemas; "" = rows have none.
-        system_prompt: put before every chat that has no system message of its own.
-        answer_holds: text that every answer must hold; the reward reads what follows it.
-        graded_by: functions that compare with the answer, which must not be empty.
-        compared: columns in which duplicates are equal too, because a reward reads them; None =
-            all, because users' code may read any.
-        verifiers: what a row's column `verifier` may name; () = rows need no such column.
-        supervised: rows are learned: each needs an answer or an assistant message.
-        continued: the policy continues an assistant message that ends a conversation.
-        section: of the settings that name these columns, for messages.
-    """
-
-    prompt: str = "question"
-    answer: str = "answer"
-    tools: str = ""
-    system_prompt: str = ""
-    answer_holds: str = ""
-    graded_by: tuple[str, ...] = ()
-    compared: tuple[str, ...] | None = ()
-    verifiers: tuple[str, ...] = ()
-    supervised: bool = False
-    continued: bool = False
-    section: str = "data"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A row that passed all checks.
-
-    Attributes:
-        file: the source, or the one of its files that has the row.
-        line: of a JSONL or CSV file, else a count of rows. From 1.
-        number: the line, or a count of the rows of several files: each is there once per source.
-        answers: the accepted answers, at least one; "" if the row has none.
-        columns: all other columns.
-    """
-
-    file: str
-    line: int
-    number: int
-    messages: tuple[Message, ...]
-    answers: tuple[str, ...]
-    tools: tuple[Mapping[str, Any], ...]
-    columns: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowProblem:
-    """One problem of a data set: where, which rule is broken, what to do.
-
-    Attributes:
-        line: number of the row; 0 is the whole source.
-    """
-
-    file: str
-    line: int
-    field: str
-    rule: str
-    fix: str
-
-    @property
-    def where(self) -> str:
-        """`rows.jsonl:7:answer`, or the parts of it that exist."""
-        place = f"{self.file}:{self.line}" if self.line else self.file
-        return place if self.field in ("file", "row") else f"{place}:{self.field}"
-
-    def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.line else self.file
-        return f"{place}: {self.field}: {self.rule}. Fix: {self.fix}"
-
-
-def columns_of(config: Config, each: EvalSet | None = None) -> Columns:
-    """Return the columns that a run reads from training rows, or from those of a held-out set."""
-    data, env, functions = config.data, config.env, config.reward.function
-    if each is not None:
-        data = each.data(data)
-        env, functions = each.environment(env), (each.function,) if each.function else functions
-    supervised = each is None and config.train.objective == "sft"
-    # Other environments may reward every conversation themselves.
-    scores = "env" in functions or not env.may_reward
-    scores = scores and not supervised
-    used = (*functions, *(config.reward.row_functions if "row" in functions else ()))
-    users = not env.is_built_in or any(":" in function for function in used)
-    return Columns(
-        prompt=data.prompt_key,
-        answer=data.answer_key,
-        tools=data.tools_key,
-        system_prompt=data.system_prompt,
-        answer_holds="####" if scores and "gsm8k" in functions else "",
-        graded_by=tuple(each for each in _GRADERS if scores and each in functions),
-        compared=None if users and not supervised else _READ,
-        verifiers=tuple(spec.rpartition(":")[2] for spec in config.reward.row_functions)
-        if scores and "row" in functions
-        else (),
-        supervised=supervised,
-        continued=data.continue_final_message,
-        section="eval" if each else "data",
-    )
 
 
 def is_near(source: str) -> bool:
@@ -205,7 +79,7 @@ def read_rows(source: str, columns: Columns) -> tuple[list[Row], list[RowProblem
         columns = replace(columns, prompt=fixed.prompt, answer=fixed.answer, tools="", verifiers=())
     try:
         for number, (file, line, content) in _numbered(source):
-            found = _check(file, line, number, content, columns)
+            found = check_row(file, line, number, content, columns)
             if isinstance(found, Row):
                 rows.append(found)
             else:
@@ -397,247 +271,3 @@ def _gym(source: str) -> Iterator[tuple[int, Any]]:
         entry = entries[index]
         row = {"question": entry["question"], "answer": str(entry["answer"] or "")}
         yield index + 1, {**row, "gym": task, "entry": dict(entry)}
-
-
-def _check(
-    file: str, line: int, number: int, content: Any, columns: Columns
-) -> Row | list[RowProblem]:
-    """Return the row, or all its problems."""
-    faults: list[RowProblem] = []
-
-    def fault(field: str, rule: str, fix: str) -> None:
-        faults.append(RowProblem(file=file, line=line, field=field, rule=rule, fix=fix))
-
-    filled = not isinstance(content, bytes)  # tables have every key in every row
-    if isinstance(content, bytes):
-        try:
-            content = read_json(content)
-        except UnicodeDecodeError as error:
-            fault("row", f"is not UTF-8 at byte {error.start}", "save the file as UTF-8")
-            return faults
-        except json.JSONDecodeError as error:
-            fault(
-                "row",
-                f"is not JSON at column {error.colno} ({error.msg})",
-                "write one JSON object per line",
-            )
-            return faults
-        except RecursionError:
-            fault("row", "is nested too deeply", "flatten the object")
-            return faults
-        except SourceError as error:
-            fault("row", error.rule, error.fix)
-            return faults
-        except ValueError as error:  # Python reads integers of at most 4300 digits
-            fault("row", f"cannot be read ({error})", "write very long numbers as strings")
-            return faults
-    if half := _half_character(content):
-        fault(
-            "row",
-            f"holds {half!r}, half of a character (a lone UTF-16 surrogate)",
-            "write the whole character, or leave it out",
-        )
-        return faults
-    if not isinstance(content, Mapping):
-        fault("row", f"is {kind_of(content)}, not an object", "write one JSON object per line")
-        return faults
-
-    column, rule = sense_of(content)
-    if column:
-        fix = "leave these rows out, or the column if the text is complete without it"
-        fault(column, rule, fix)
-
-    def missing(key: str) -> str:
-        known = f"is missing; the row has {', '.join(content) or 'no column'}"
-        outer = key.rpartition(".")[0]
-        inside = _look_up(content, outer)
-        if outer and isinstance(inside, Mapping):  # where the last part of the key was looked for
-            known += f"; {outer} has {', '.join(map(str, inside)) or 'nothing'}"
-        return known
-
-    prompt: Any = _look_up(content, columns.prompt)
-    messages: tuple[Message, ...] = ()
-    if prompt is _ABSENT:
-        another = f"add the column, or name another with --{columns.section}.prompt_key"
-        fault(columns.prompt, missing(columns.prompt), another)
-    else:
-        try:
-            messages = read_messages(prompt, filled=filled)
-        except MessageFault as error:
-            fault(columns.prompt, error.rule, error.fix)
-    if messages:
-        if columns.system_prompt and messages[0]["role"] == "system":
-            rule = f"begins with a system message while {columns.section}.system_prompt is set"
-            fix = "keep one of the two"
-            if columns.section == "eval":
-                rule = rule.replace("eval.", "eval.system_prompt or data.")
-                fix += "; --eval.system_prompt none removes it for a set"
-            fault(columns.prompt, rule, fix)
-        elif columns.system_prompt:
-            messages = ({"role": "system", "content": columns.system_prompt}, *messages)
-        last = messages[-1]
-        if last["role"] == "assistant" and not columns.supervised:
-            if not columns.continued:
-                rule = "ends with an assistant message, after which the policy would begin another"
-                fix = "leave it out, or --data.continue_final_message true continues it"
-                fault(columns.prompt, rule, fix)
-            elif not last["content"] or last.keys() - {"role", "content"}:
-                rule = "ends with an assistant message that is more than a text, or empty"
-                fix = "only the content of a message can be continued"
-                fault(columns.prompt, rule, fix)
-
-    answers: tuple[str, ...] = ()
-    answer: Any = _look_up(content, columns.answer) if columns.answer else ""
-    if answer is _ABSENT:
-        another = f"add the column, or name another with --{columns.section}.answer_key"
-        fault(columns.answer, missing(columns.answer), another)
-    elif isinstance(texts := _answers(answer), str):
-        fault(columns.answer, texts, _ANSWER_FIX)
-    elif columns.supervised and len(texts) > 1:
-        fault(columns.answer, f"is a list of {len(texts)} answers, and one is learned", "give one")
-    else:
-        answers = texts
-    for text in answers:
-        fix = "correct the row, or use another --reward.function"
-        if columns.graded_by and not text.strip():
-            reward = columns.graded_by[0]
-            rule = f"is empty, and the reward {reward} compares responses with it"
-        elif columns.answer_holds not in text:
-            rule = f"has no {columns.answer_holds!r}; the reward gsm8k reads the number after it"
-        elif columns.answer_holds and final_number(text) is None:
-            rule = (
-                f"has no plain number after {columns.answer_holds!r}, which the reward gsm8k reads"
-            )
-        else:
-            continue
-        fault(columns.answer, rule, fix)
-        break
-
-    if columns.supervised and not faults:
-        replies = any(map(is_learned, messages))
-        if columns.answer and not answers[0].strip():
-            fault(columns.answer, "is empty, so there is nothing to learn", "leave the row out")
-        elif columns.answer and messages[-1]["role"] == "assistant":
-            rule = f"ends with an assistant message, and the column {columns.answer} is another one"
-            fault(columns.prompt, rule, "--data.answer_key '' learns the messages alone")
-        elif not columns.answer and not replies:
-            rule = "has no assistant message to learn"
-            fix = "add one, or name the column of the answer with --data.answer_key"
-            fault(columns.prompt, rule, fix)
-
-    if columns.verifiers:
-        verifier = verifier_of(content)
-        if verifier not in columns.verifiers:
-            rule = f"is {verifier!r}; the reward row accepts {', '.join(columns.verifiers)}"
-            fix = "name one of them in each row, or add it to --reward.row_functions"
-            fault("verifier", rule, fix)
-        elif verifier == "gym" and "gym" not in content:
-            fault(
-                "verifier", "is gym, but the row is not from reasoning-gym", "name gsm8k or exact"
-            )
-        elif verifier in _GRADERS and not all(text.strip() for text in answers):
-            rule = f"is empty, and the verifier {verifier} compares responses with it"
-            fault(columns.answer, rule, "correct the row")
-        elif verifier == "gsm8k" and not all("####" in text for text in answers):
-            fault(
-                columns.answer, "has no '####'; gsm8k reads the number after it", "correct the row"
-            )
-
-    tools: tuple[Mapping[str, Any], ...] = ()
-    if columns.tools and (given := _look_up(content, columns.tools)) is not _ABSENT:
-        try:
-            tools = read_tools(given, filled=filled)
-        except MessageFault as error:
-            fault(columns.tools, error.rule, error.fix)
-    if faults:
-        return faults
-    named = (columns.prompt, columns.answer)
-    return Row(
-        file=file,
-        line=line,
-        number=number,
-        messages=messages,
-        answers=answers,
-        tools=tools,
-        columns={key: value for key, value in content.items() if key not in named},
-    )
-
-
-_LAST_WHOLE = 2**53  # beyond it, not every whole number is a float
-_ANSWER_FIX = (
-    "write a text, a number, true or false, or a list of accepted answers, or leave the row out"
-)
-
-
-def _answers(value: Any) -> tuple[str, ...] | str:
-    """Return the accepted answers of a row as texts, or the rule that the value breaks."""
-    if isinstance(value, list | tuple):
-        if not value:
-            return "is an empty list"
-        found = [_answers(each) for each in value]
-        texts = [each[0] for each in found if not isinstance(each, str) and len(each) == 1]
-        nested = any(isinstance(each, list | tuple) for each in value)
-        if nested or len(texts) < len(value):
-            return "is a list with entries that are no texts or numbers"
-        return tuple(dict.fromkeys(texts))
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"is {value}, which is no number"
-    if isinstance(value, float) and value.is_integer():  # 20.0 in tables with gaps
-        if abs(value) > _LAST_WHOLE:
-            return f"is {value}, a floating-point number that may have lost its last digits"
-        return (str(int(value)),)
-    if isinstance(value, float):
-        return (_shortest(value),)
-    if isinstance(value, bool | int | Decimal):
-        return (str(value),)
-    if value is None:
-        return "is null: the row has no reference answer"
-    return f"is {kind_of(value)}, not a text"
-
-
-def _shortest(value: float) -> str:
-    """The shortest text of a number, also of one that a table had in single precision: 0.1."""
-    for digits in range(1, 10):  # nine are enough for every number of single precision
-        text = str(float(f"{value:.{digits}g}"))
-        if struct.unpack("f", struct.pack("f", float(text)))[0] == value:
-            return text
-    return str(value)
-
-
-def verifier_of(columns: Mapping[str, Any]) -> object:
-    """Return the verifier that a row names; "gym" for rows of reasoning-gym."""
-    return columns.get("verifier", "gym" if "gym" in columns else None)
-
-
-_HALF = re.compile("[\ud800-\udfff]")
-
-
-def _half_character(value: Any) -> str:
-    """The first lone surrogate in any string of a row, or ""; tokenizers cannot encode one."""
-    if isinstance(value, str):
-        found = _HALF.search(value)
-        return found[0] if found else ""
-    if isinstance(value, Mapping):
-        parts = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple):
-        parts = list(value)
-    else:
-        return ""
-    return next(filter(None, map(_half_character, parts)), "")
-
-
-_ABSENT = object()
-
-
-def _look_up(row: Mapping[str, Any], key: str) -> Any:
-    """Return `row[key]`; a key with dots that is not a column reaches into nested objects."""
-    if key in row:
-        return row[key]
-    value: Any = row
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return _ABSENT
-        value = value[part]
-    return value

@@ -28,7 +28,7 @@ from r3.config import ConfigError, Problem, RewardConfig
 from r3.config.arguments import assigned
 from r3.config.names import ENVIRONMENT, names_of
 from r3.data.conversation import replied
-from r3.data.sources import verifier_of
+from r3.data.rows import verifier_of
 from r3.data.template import Renderer
 from r3.rewards import (
     REWARDS,

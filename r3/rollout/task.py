@@ -13,7 +13,7 @@ from r3.config import Config, ConfigError, Problem
 from r3.config.arguments import keyword_arguments
 from r3.data.prompts import Dataset, load_prompts
 from r3.data.rendering import ChatTemplate
-from r3.data.sources import columns_of
+from r3.data.rows import columns_of
 from r3.models.hub import folder_of
 from r3.models.shape import ModelShape
 from r3.planning.step_time import RANKS_PER_MACHINE

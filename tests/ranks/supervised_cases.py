@@ -9,7 +9,7 @@ import torch
 
 from r3.checks.objective import in_effect
 from r3.data.prompts import Dataset, load_prompts
-from r3.data.sources import columns_of
+from r3.data.rows import columns_of
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.metrics.reduce import Mean
 from r3.policy import Policy

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from r3.data.sources import Columns, read_rows
+from r3.data.rows import Columns
+from r3.data.sources import read_rows
 from tests.settings import found
 
 pytestmark = pytest.mark.unit

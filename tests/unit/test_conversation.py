@@ -14,7 +14,7 @@ from r3.data.conversation import MessageFault, read_message, read_messages, read
 from r3.data.jinja import TemplateFault
 from r3.data.prompts import DataError, load_prompts
 from r3.data.rendering import ChatTemplate
-from r3.data.sources import Columns
+from r3.data.rows import Columns
 from r3.data.template import Renderer
 from r3.rollout.conversation import ConversationSetup
 from r3.rollout.task import read_task

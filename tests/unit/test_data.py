@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from r3 import assets
 from r3.data.prompts import DataError, load_prompts
-from r3.data.sources import Columns
+from r3.data.rows import Columns
 from tests.rows import OPTIONS, write
 
 pytestmark = pytest.mark.unit

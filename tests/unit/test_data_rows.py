@@ -14,7 +14,8 @@ from r3 import checks
 from r3.config import Config, RewardConfig
 from r3.data.conversation import read_messages
 from r3.data.prompts import DataError, load_prompts
-from r3.data.sources import Columns, columns_of, read_rows
+from r3.data.rows import Columns, columns_of
+from r3.data.sources import read_rows
 from r3.rewards.scorer import _conversation
 from r3.rollout.dump_fields import readable
 from tests.rows import OPTIONS, parquet, write

@@ -25,7 +25,8 @@ from r3.checks import problems
 from r3.config import Config, ConfigError, EnvConfig, RewardConfig, from_yaml
 from r3.data.jinja import EndlessTemplate, apply_template
 from r3.data.prompts import DataError
-from r3.data.sources import Columns, read_rows
+from r3.data.rows import Columns
+from r3.data.sources import read_rows
 from r3.envs import find
 from r3.models.hf_config import ShapeError
 from r3.models.shape import ModelShape

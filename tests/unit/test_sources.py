@@ -17,7 +17,8 @@ import pytest
 
 from r3.config import Config, DataConfig, EvalConfig, RewardConfig
 from r3.data.prompts import DataError, load_prompts, source_labels
-from r3.data.sources import Columns, columns_of, files_of, is_near, read_rows
+from r3.data.rows import Columns, columns_of
+from r3.data.sources import files_of, is_near, read_rows
 from tests.rows import OPTIONS, parquet, write
 
 pytestmark = pytest.mark.unit

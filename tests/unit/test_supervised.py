@@ -15,7 +15,7 @@ from r3.checks import problems, warnings
 from r3.checks.objective import FIXED, in_effect
 from r3.config import with_values
 from r3.data.prompts import DataError, load_prompts
-from r3.data.sources import Columns
+from r3.data.rows import Columns
 from r3.models.shape import ModelShape
 from r3.planning.memory_plan import memory
 from r3.rollout.supervised import as_rollout
