@@ -20,9 +20,9 @@ pytestmark = pytest.mark.unit
 
 SOURCES = sorted([*ROOT.glob("train.py"), *ROOT.glob("r3/**/*.py"), *ROOT.glob("configs/**/*.py")])
 
-# Ground floor first. A room imports from itself and from the rooms before it, never from a later
+# Lowest layer first. A package imports from itself and from earlier packages, never from a later
 # one.
-ROOMS = (
+PACKAGES = (
     *(
         "types",
         "config",
@@ -78,8 +78,8 @@ USERS_CODE = (
 Rule = Callable[[PurePosixPath, ast.Module], Complaints]
 
 
-def room_of(name: str) -> str | None:
-    """The room of an import such as r3.policy.build.wrap; None for other packages and for r3
+def package_of(name: str) -> str | None:
+    """The package of an import such as r3.policy.build.wrap; None outside r3 and for r3
     itself.
     """
     parts = name.split(".")
@@ -87,7 +87,7 @@ def room_of(name: str) -> str | None:
 
 
 def imports_go_one_way(file: PurePosixPath, tree: ast.Module) -> Complaints:
-    """Rooms import only from earlier rooms, type-only imports included; presets know only
+    """Packages import only from earlier packages, type-only imports included; presets know only
     settings.
     """
     if file.parts[0] == "configs":
@@ -99,15 +99,15 @@ def imports_go_one_way(file: PurePosixPath, tree: ast.Module) -> Complaints:
     if file.parts[0] != "r3" or file == PurePosixPath("r3/__init__.py"):
         return
     own = PurePosixPath(file.parts[1]).stem
-    if own not in ROOMS:
-        yield 1, f"{own} is not in the order of rooms: add it to ROOMS (tests/repo/test_repo.py)"
+    if own not in PACKAGES:
+        yield 1, f"{own} is not in PACKAGES: add it there (tests/repo/test_repo.py)"
         return
     for line, name in imports(file, tree):
-        other = room_of(name)
+        other = package_of(name)
         if other is None or other == own:
             continue
-        if other not in ROOMS or ROOMS.index(other) > ROOMS.index(own):
-            yield line, f"{own} imports {other}, which comes later in the order of rooms"
+        if other not in PACKAGES or PACKAGES.index(other) > PACKAGES.index(own):
+            yield line, f"{own} imports {other}, which comes later in the order of packages"
         if "engine" in {own, other} and {own, other} & {"layers", "policy"}:
             yield line, f"{own} imports {other}: engine and policy meet only in handover"
 
@@ -353,7 +353,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("r3.engine.transcript", "def late():\n    from r3.engine import Engine"),
         ("r3.types", "from .rollout import codec"),
     ],
-    ids=["type-only", "late, through the package", "between rooms"],
+    ids=["type-only", "late, through the package", "between packages"],
 )
 def test_an_import_circle_is_found(module: str, line: str) -> None:
     trees = sources()
