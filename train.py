@@ -1,4 +1,4 @@
-"""r3: reinforcement learning of Mixture-of-Experts models with replayed routes. The step.
+"""R3: reinforcement learning for Mixture-of-Experts models with replayed routes; the training loop.
 
     torchrun --nproc_per_node 2 train.py tiny          train the embedded model on two CPU ranks
     python train.py --help                             list presets and settings

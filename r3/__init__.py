@@ -1,5 +1,5 @@
-"""r3: reinforcement learning of Mixture-of-Experts language models with replayed routes (arXiv
-2510.11370).
+"""R3: reinforcement learning for Mixture-of-Experts language models with Rollout Routing Replay
+(arXiv 2510.11370).
 """
 
 import os

@@ -5,9 +5,9 @@
     result = train("tiny", {"parallel.ep": 1, "train.steps": 2, "log.dir": "runs/mine"})
     print(result.metrics[-1]["reward/mean"])
 
-One rank runs in the calling process, which afterwards has the settings and random states that it
-had before. With `ranks=4`, torchrun starts four processes, and their output is printed here. In a
-script that torchrun has started, every rank calls `train`.
+One rank runs in the calling process, whose settings and random states are restored afterwards. With
+`ranks=4`, torchrun starts four processes, and their output is printed here. In a script that
+torchrun has started, every rank calls `train`.
 """
 
 from __future__ import annotations

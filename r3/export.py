@@ -1,4 +1,4 @@
-"""Write a checkpoint of a run as the folder of a Hugging Face model, also of an interrupted run.
+"""Write a checkpoint of a run as a Hugging Face model folder, also of an interrupted run.
 
     python -m r3.export RUN_DIR                    the newest checkpoint, to RUN_DIR/hf/step_N
     python -m r3.export RUN_DIR --step 20 --to my-model

@@ -1,4 +1,4 @@
-"""Follow a run from another shell: progress, the numbers to steer by, what each rank does.
+"""Follow a run from another shell: progress, main metrics, what each rank does.
 
     python -m r3.watch RUN_DIR             until the run ends, or Ctrl-C
     python -m r3.watch RUN_DIR --once      print the present state and end

@@ -1,4 +1,4 @@
-"""The contract of losses and advantages, as checks that any function of that kind can be given to.
+"""Contract checks for losses and advantages, which run on any function of that kind.
 
     for finding in check_loss(ppo_clip):
         print(finding.claim, finding.fault)        # fault is "" if the claim holds

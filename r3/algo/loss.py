@@ -1,4 +1,4 @@
-"""Policy losses, importance weights, KL penalties, and the sum that makes a scalar of tokens.
+"""Policy losses, importance weights, KL penalties, and the aggregation of token losses.
 
 Three policies meet here, as log-probabilities of the sampled tokens, aligned as in `types.py`:
 
@@ -16,8 +16,7 @@ trainer and engine, which a constant weight corrects. Docstrings say which of th
     loss = aggregate(loss_N, ...)
 
 Everything is computed in float32 whatever comes in. A new loss is one function with the signature
-of `Loss` and one line in `LOSSES`; r3/algo/contract.py says what must hold. sg[] is a
-stop-gradient.
+of `Loss` and one line in `LOSSES`; r3/algo/contract.py has its contract. sg[] is a stop-gradient.
 """
 
 from __future__ import annotations

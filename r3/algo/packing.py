@@ -1,4 +1,4 @@
-"""From rollouts to micro-batches: who trains on what (`plan_updates`), the shift by one (`pack`).
+"""Plan micro-batches: which rank trains on what (`plan_updates`), and the shift by one (`pack`).
 
 The plan depends on lengths and groups alone, so every rank computes the same plan from the same
 numbers, and `r3.handover.rollouts` sends the rollouts accordingly. `pack` runs afterwards, on the

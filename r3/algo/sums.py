@@ -1,4 +1,4 @@
-"""Comparisons of rewards, which are sums of floats.
+"""Compare rewards up to the rounding of float sums.
 
 0.7 + 0.2 + 0.1 is 0.9999999999999999. Whatever compares a reward with a bound or with other rewards
 (accuracy, signal, baselines, filters) uses these functions, so that all of them agree.

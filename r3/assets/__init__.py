@@ -1,6 +1,4 @@
-"""Where the embedded models and their task lie: everything a first run needs, without a
-download.
-"""
+"""Paths of the embedded models and their task: everything a first run needs, without a download."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Everything that is wrong with a config, at once and before any device is touched.
+"""Check a config: report all its problems at once, before any device is used.
 
 One module per subject. Each reads the settings and, where it must, the checkpoint's config.json
 and file headers, the data files, or the source of a reward function. Nothing is changed. Rules for

@@ -1,4 +1,4 @@
-"""Combinations of algorithm settings that are wrong, and those that are seldom meant."""
+"""Check combinations of algorithm settings: invalid ones, and ones that are rarely intended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the device cannot run. `examine` does not know the device; callers that do ask here."""
+"""Settings that the device cannot run. `examine` does not know it; callers that do use this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems collected so far."""
+"""Collect the problems that the checks find."""
 
 from __future__ import annotations
 

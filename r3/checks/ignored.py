@@ -1,4 +1,4 @@
-"""Settings that have no effect under the others, and results that mean less than they seem to."""
+"""Warn about settings that others make ineffective, and about results that may mislead."""
 
 from __future__ import annotations
 

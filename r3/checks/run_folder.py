@@ -1,4 +1,4 @@
-"""The folder of a run: a path that can be one, holding what an earlier run may have left."""
+"""Check the run folder: a usable path, and files and folders of the expected kinds in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users' Python files are parsed, not run: the run itself loads them before its first step."""
+"""Parse users' Python files without running them; the run loads them before its first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What flags are laid over: a preset, a YAML file, a function of a Python file, or an earlier run.
+"""The base config that flags override: a preset, a YAML file, a Python function, or an earlier run.
 
     train.py tiny                       a preset of configs/
     train.py my.yaml                    differences from the preset that its key `base` names
@@ -11,7 +11,7 @@ A YAML file has the sections of a run's config.yaml. Without `base` it starts fr
     train: {lr: 1e-4}
     rollout: {group_size: 16}
 
-Every run writes such a file, overrides.yaml, beside its config.yaml.
+Every run writes such a file, overrides.yaml, next to its config.yaml.
 """
 
 from __future__ import annotations

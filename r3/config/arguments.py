@@ -1,4 +1,4 @@
-"""Settings that hold keyword arguments of users' code, and the functions that get them.
+"""Settings with keyword arguments for users' code, and which function gets which argument.
 
 --reward.args bonus=1.0        every function that has a parameter `bonus`
 --reward.args f.bonus=1.0      the function that metrics show as `f`

@@ -1,4 +1,4 @@
-"""Names of reward functions in metrics, dumps and settings, and of what a value is in messages."""
+"""Names of reward functions in metrics, dumps and settings; names of types in error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of TRL and verl, and what to write in R3: for the page that maps them and for advice."""
+"""Settings of TRL and verl and their names in R3, for the mapping page and for error messages."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Messages and tools in one form, whoever wrote them: rows, environments, workflows, clients.
+"""Convert messages and tools of rows, environments, workflows and clients to one format.
 
     {"role": "assistant", "content": None, "reasoning": "The sum is asked for.",
      "tool_calls": [{"id": "call00001", "type": "function",
                      "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}]}
 
-`r3.data.rendering` gives them to the chat template in the form that it takes.
+`r3.data.rendering` passes them to the chat template in the format that it reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chat templates are programs of the model's authors: they may fail in any way, or never end."""
+"""Run chat templates safely: they are programs that may fail in any way, or never end."""
 
 from __future__ import annotations
 

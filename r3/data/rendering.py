@@ -1,4 +1,4 @@
-"""What a chat template shows of a conversation: each part once and unchanged, or a refusal.
+"""Render a conversation and check that the chat template shows each part once and unchanged.
 
 A template may drop what it does not know: a role, a call, the reasoning of an earlier turn. So each
 conversation is rendered twice: as it is, and with a marker in place of every part. The markers show

@@ -1,8 +1,8 @@
-"""Where checkpoint tensors lie in vLLM's parameters, and weights copied straight to that place.
+"""Copy weights directly into vLLM's parameters, past its reload.
 
 vLLM's reload takes every module apart and puts it together again, and loads each tensor twice, once
-to count its elements: about 0.3 ms of Python per tensor. Layers whose parameters are laid out
-plainly need none of that. On CPU they are packed anew, by vLLM's own functions.
+to count its elements: about 0.3 ms of Python per tensor. Layers with a plain parameter layout need
+none of that. On CPU vLLM's own functions repack them.
 """
 
 from __future__ import annotations

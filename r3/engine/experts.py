@@ -1,9 +1,9 @@
-"""Expert weights copied straight into the stacked tensors of vLLM's MoE layers, past its reload.
+"""Copy expert weights directly into the stacked tensors of vLLM's MoE layers, past its reload.
 
 vLLM's reload takes one matrix of one expert at a time, and for each compares its name with every
 name of the layer and counts the elements it loads. A model of 48 layers and 128 experts has 18,432
 such matrices: 5 to 7 seconds per weight sync, and all of them are kept until their layer is
-complete. Here the experts that one rank of the policy has of a layer are one copy into their place.
+complete. Here all experts of a layer that one policy rank has are one copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Replace layers of vLLM on CPU that are wrong there, or spend time between them and their kernel.
+"""Replace layers of vLLM on CPU that are inexact there, or that add overhead around their kernel.
 
 In a step of a small model, vLLM (0.30) spends an eighth of its time in Python between a layer and
 the kernel that computes it. Layers that are exactly as assumed here call the kernel with the same
-arguments, or a loop of R3's own (`r3.kernels`). All others keep vLLM's way.
+arguments, or one of R3's kernels (`r3.kernels`). All others stay as they are in vLLM.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Whether the engine's kernels read exactly the policy's weights, element by element.
+"""Check that the engine's kernels read exactly the policy's weights, element by element.
 
-The log-probabilities of a few tokens say whether the two compute the same function, within the
-rounding of the types: in bfloat16 a stale tensor or two exchanged experts can stay below it. This
-comparison has no tolerance.
+Comparing the log-probabilities of a few tokens needs a tolerance for rounding: in bfloat16 the
+effect of a stale tensor or of two swapped experts can stay below it. This comparison has none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages to tokens, without ever re-tokenising what was sampled.
+"""Convert messages to tokens without re-tokenising sampled text.
 
 A chat template renders whole conversations. Rendering one again after a message of the model need
 not give the tokens that were sampled, nor even the same text. So R3 takes from the template only

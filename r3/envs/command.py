@@ -1,4 +1,4 @@
-"""A command per episode: an agent that only speaks OpenAI's API, `--env.command "python agent.py"`.
+"""Run a command per episode: an agent that uses OpenAI's API, `--env.command "python agent.py"`.
 
 The command gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, finds the row in the JSON file
 R3_TASK_FILE, and writes its reward as JSON to R3_RESULT_FILE. It is a process group of its own and

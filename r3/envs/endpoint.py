@@ -1,4 +1,4 @@
-"""OpenAI's API onto the policy, for agents in other processes, languages and frameworks.
+"""Serve the policy over OpenAI's API, for agents in other processes, languages and frameworks.
 
     async def run(self, task, model):
         async with serve(model) as access:     # access.base_url, access.api_key

@@ -1,4 +1,4 @@
-"""OpenAI's chat and completion API as data: requests to arguments of a model, messages to replies.
+"""Translate OpenAI's chat and completion API: requests to model arguments, messages to replies.
 
 A message of the model with tool calls or reasoning is shown to the client as the API has it, these
 beside the text. When it comes back unchanged, it is what was sampled again: else the chat template

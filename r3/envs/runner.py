@@ -1,4 +1,4 @@
-"""The environments of many conversations at once, beside the engine."""
+"""Run the environments of many conversations while the engine samples."""
 
 from __future__ import annotations
 

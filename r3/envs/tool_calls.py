@@ -1,4 +1,4 @@
-"""What a message of the model says: reasoning, text and tool calls.
+"""Parse a message of the model into reasoning, text and tool calls.
 
 Without a name in `env.tool_parser` calls are read here, in the format of Hermes and Qwen templates.
 Named parsers are vLLM's (`r3.engine.parsers`). A model may sample any text, and parsers fail on

@@ -1,1 +1,1 @@
-"""What crosses between engine and policy: weights, rollouts, device memory."""
+"""Transfer between engine and policy: weights, rollouts, device memory."""

@@ -1,4 +1,4 @@
-"""Who has the device's memory: states TRAIN -> SYNC -> GENERATE -> TRAIN, in this order only.
+"""Memory phases of a device: TRAIN -> SYNC -> GENERATE -> TRAIN, in this order only.
 
 state      policy                                engine
 TRAIN      weights, gradients, optimizer state   asleep

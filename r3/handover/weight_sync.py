@@ -1,4 +1,4 @@
-"""Weight sync: publish handles once, plan who reads what, stream full tensors, prove the result.
+"""Weight sync: publish handles once, plan who reads what, stream full tensors, verify the result.
 
 A rank reads its own shards directly, and other shards of its machine through exported memory
 handles (CUDA IPC on GPUs, shared memory on CPU). Only shards that no rank of the reader's machine

@@ -1,7 +1,7 @@
-"""Where the machine code of loops is kept, and who compiles it: one process of a machine, once.
+"""Cache of compiled CPU kernels: one process per machine compiles, once.
 
 The files are code, so the folder is the user's own (0700), or it is not used. Its name is a digest
-of all that decides the code: the sources of this room, the compiler's version, Python's and the
+of all that decides the code: the sources of this package, the compiler's version, Python's and the
 processor. A clone, an environment or a wheel with the same sources thus finds the same files.
 """
 

@@ -1,4 +1,4 @@
-"""Loops compiled by Numba, which vLLM installs, over the memory of tensors on CPU.
+"""Compile CPU kernels with Numba, which vLLM installs. They work on the memory of tensors.
 
 Numba compiles a loop at its first call, which takes a second or more, and keeps the machine code on
 disk for the next process (`r3.kernels.cache`). NumPy has no bfloat16: its bits are uint16 in a

@@ -1,4 +1,4 @@
-"""The output layer between its products: one kernel on CUDA, plain torch elsewhere.
+"""The output layer except its matmuls: one kernel on CUDA, plain torch elsewhere.
 
 As in `r3.kernels.moe`, torch.ops.r3 chooses by device. Below, V are the rows of the output weight
 on this rank. Rows from `columns` on pad the vocabulary.

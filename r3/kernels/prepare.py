@@ -1,4 +1,4 @@
-"""Compile the loops for a data type, or load them. Otherwise the first step would.
+"""Compile the CPU kernels for a data type, or load them, so that the first step need not.
 
 python -m r3.kernels.prepare      for every type, so that no run has to (`make setup`)
 """

@@ -1,4 +1,4 @@
-"""Norms and rotations of rows: one kernel on CUDA, plain torch elsewhere.
+"""Norms and rotary embeddings: one kernel on CUDA, plain torch elsewhere.
 
 As in `r3.kernels.moe`, torch.ops.r3 chooses by device. Called inside autograd functions only.
 """

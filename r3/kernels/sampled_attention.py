@@ -1,10 +1,10 @@
-"""Attention of an engine on CPU while it samples, with keys and values that are asked for early.
+"""The engine's attention on CPU for sampled tokens, with prefetched keys and values.
 
 In such a step every conversation has one new token, which looks at all tokens before it. vLLM's
 kernel (0.30, csrc/cpu/cpu_attn_impl.hpp) reads keys and values when it needs them; `tiles` says
-what is done otherwise here. New keys and values are stored in the same pass. Attention with a
-window, sinks or other extras keeps vLLM's kernels; with AVX-512, where they have the same bits, so
-do steps with prompts.
+what differs here. New keys and values are stored in the same pass. Attention with a window, sinks
+or other extras keeps vLLM's kernels; with AVX-512, where they have the same bits, so do steps with
+prompts.
 
 The cache is vLLM's. For each block and key head it has the keys as [size of a head, tokens], and
 then the values as [tokens, size of a head]. A tile is the part of either that 32 tokens have, and

@@ -1,8 +1,7 @@
-"""Experts of an engine on CPU: what vLLM's kernel computes, with weights that are asked for early.
+"""The engine's experts on CPU, with prefetched weights: computes what vLLM's kernel computes.
 
-vLLM's kernel (0.30, csrc/cpu/cpu_fused_moe.cpp) reads a weight when it needs it; `tiles` says
-what is done otherwise here. The function at the end checks sizes and types, the loop experts'
-numbers.
+vLLM's kernel (0.30, csrc/cpu/cpu_fused_moe.cpp) reads a weight when it needs it; `tiles` says what
+differs here. The function at the end checks sizes and types, the loop checks expert ids.
 """
 
 from __future__ import annotations

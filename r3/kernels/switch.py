@@ -1,4 +1,4 @@
-"""Which kernels are used: all, or those that the environment variable R3_KERNELS names.
+"""Which kernels are used: all of them, or those named in the environment variable R3_KERNELS.
 
     R3_KERNELS=none launch/local.sh tiny                 plain torch, and vLLM's own kernels
     R3_KERNELS=sampled_attention launch/local.sh tiny    one of them

@@ -1,11 +1,11 @@
-"""Rows of numbers times a tile of weights on CPU, while the next tile is already on its way.
+"""Multiply rows by a tile of weights on CPU while the next tile is prefetched.
 
 An engine that samples multiplies a few tokens by all weights and by all keys and values of their
 conversations, and mostly waits for these. vLLM's kernels read them when they need them. Here the
 processor brings the next tile into its cache while rows are multiplied by this one. With AVX-512,
 sums have the terms and the order of vLLM's, so that the bits are the same. vLLM's kernels for other
-processors have another exponential function and cut results off where these loops round them to the
-nearest bfloat16.
+processors have another exponential function and truncate results where these round to the nearest
+bfloat16.
 
 One thread runs the loops, on processors with AVX-512 or AVX2.
 """

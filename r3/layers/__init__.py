@@ -1,1 +1,1 @@
-"""What the policy's layers are made of: attention, experts, norms, and who computes which token."""
+"""Parts of the policy's layers: attention, experts, norms, and the split of tokens over ranks."""

@@ -1,4 +1,4 @@
-"""Experts of a MoE layer in few kernels, none of which waits for the device: fused experts on CUDA.
+"""Fused experts of a MoE layer on CUDA: few kernels, no host synchronisation.
 
 The experts of all tokens are known, so that their slots are sorted once. Rows are gathered in that
 order, go through torch's grouped products, and each token adds up its own rows in float32: there is

@@ -1,4 +1,4 @@
-"""Dispatch of a MoE layer for fused experts: a token goes once to each rank that needs it.
+"""Token dispatch of a MoE layer for fused experts: a token goes once to each rank that needs it.
 
 Megatron's dispatcher sends and keeps one copy of a token per chosen expert. Here a token travels
 once to every expert-parallel rank that has one of its experts, and comes back as one row: the sum

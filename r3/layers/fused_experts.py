@@ -1,4 +1,4 @@
-"""Experts of a MoE layer in few passes over memory: fused experts on CPU.
+"""Fused experts of a MoE layer on CPU: few passes over memory.
 
 Megatron's dispatcher writes one copy of a token per chosen expert, sorted, and one per output.
 Here experts take their rows from the tokens and add their outputs to them one expert after the

@@ -1,4 +1,4 @@
-"""Matrix products of the policy: those of bfloat16 in float32 on a processor that has none.
+"""Matrix products of the policy: bfloat16 in float32 on a processor without bfloat16 products.
 
 torch falls back to a plain loop there, which takes 80 times as long as a float32 product.
 """

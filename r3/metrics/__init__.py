@@ -1,1 +1,1 @@
-"""What is measured, how the parts of all ranks become one number, and where numbers are shown."""
+"""Metrics: their meaning, their reduction over ranks, and where they are shown."""

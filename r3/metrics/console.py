@@ -1,4 +1,4 @@
-"""What a person sees: a header, one table row per step, progress bars.
+"""Console output of a run: a header, one table row per step, progress bars.
 
 A terminal gets a table that fits its width, from 80 to 160 columns. A log file gets plain lines.
 """

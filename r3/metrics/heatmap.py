@@ -1,4 +1,4 @@
-"""A picture of agreement per layer and step: where live routing leaves the replayed experts."""
+"""A heat map of routing agreement per layer and step: live routing against the replayed experts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Metrics of a run: what each key means, how the ranks' parts become one row a step, and where rows
-go.
-"""
+"""Metrics of a run: collect them per step, reduce them over ranks, and write one row per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which charts TensorBoard shows first, and samples as its text panel wants them."""
+"""TensorBoard: the charts that it shows first, and samples formatted for its text panel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Download models of the hub into the cache: small files first, which a plan needs, then weights.
 
 One process of a machine downloads; the others wait for it, and find the files. An interrupted
-download goes on where it stopped.
+download resumes where it stopped.
 """
 
 from __future__ import annotations

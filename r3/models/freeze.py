@@ -1,4 +1,4 @@
-"""Parameters that training leaves as they are: `train.freeze`."""
+"""Parameters that are not trained: `train.freeze`."""
 
 from __future__ import annotations
 

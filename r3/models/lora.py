@@ -1,4 +1,4 @@
-"""Which matrices of a model have low-rank adapters, and of what rank: `lora` and `train.freeze`."""
+"""Which matrices of a model get low-rank adapters, and their ranks: `lora` and `train.freeze`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters as PEFT and vLLM read them: adapter_config.json and adapter_model.safetensors."""
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank has which shard of which tensor, and from whom a rank reads it in a weight sync.
+"""Which rank has which shard of which tensor, and from which rank a weight sync reads it.
 
 Sizes and names only, without torch: the same code plans the sync of a run and the table of a dry
 run.

@@ -1,1 +1,1 @@
-"""What a layout needs: memory per device, seconds per step, other layouts, and the verdict."""
+"""Plan a run: memory per device, seconds per step, layout search, and whether it fits."""

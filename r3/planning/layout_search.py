@@ -1,6 +1,6 @@
 """Search settings that fit a device: layout, micro-batch, recomputation, optimizer, engine.
 
-Everything proposed was tried: the checks of the command line accept it, and its plan fits. Only
+Every proposal is checked: it passes the checks of the command line, and its plan fits. Only
 settings that change neither data nor algorithm are varied.
 """
 

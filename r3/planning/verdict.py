@@ -1,4 +1,4 @@
-"""Whether a run fits its devices, and what makes it fit."""
+"""Whether a run fits its devices, and which settings would make it fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters: W + scale * B A is trained in place of W.
+"""Low-rank adapters: W + scale * B A replaces W; only A and B are trained.
 
 The policy computes with merged weights, round(W + scale * B A), which are the bytes that the engine
 gets: nothing of a layer changes, and the engine samples from the very policy that is trained. The

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch, composed of the functions that the settings name."""
+"""The loss of one micro-batch, composed of the functions that the settings select."""
 
 from __future__ import annotations
 

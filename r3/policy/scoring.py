@@ -1,4 +1,4 @@
-"""What every policy can do, trained or not: score tokens, with Megatron's own schedule."""
+"""Score tokens with Megatron's schedule: the part that trained and frozen policies share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pipeline stages send each other. Every stage knows the shapes before they arrive.
+"""Communication between pipeline stages: every stage knows the shapes in advance.
 
 Micro-batches differ in length. For this case Megatron's stages send the shape of each tensor ahead
 of it. The sender waits for its device, and the receiver twice: until the shape is there, and to

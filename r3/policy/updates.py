@@ -1,4 +1,4 @@
-"""The updates of one step: which passes are made, with which routes."""
+"""The updates of one step: which forward and backward passes run, and with which routes."""
 
 from __future__ import annotations
 

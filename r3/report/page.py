@@ -1,4 +1,4 @@
-"""The data of a report as plain objects, and the page that holds them."""
+"""The data of a report as plain objects, and the HTML page that contains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts per token of a dump: text, log-probability, routing disagreement."""
+"""Data per token of a dump: text, log-probability, routing disagreement."""
 
 from __future__ import annotations
 

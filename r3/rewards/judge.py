@@ -1,4 +1,4 @@
-"""The prompt of an LLM judge and the score in its reply, be it a server or the policy itself."""
+"""The prompt of an LLM judge and the score in its reply, for a server or the policy as judge."""
 
 from __future__ import annotations
 

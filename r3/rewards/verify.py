@@ -1,4 +1,4 @@
-"""Mathematical equality by `math-verify`: 1/2, 0.5 and \\frac{1}{2} are equal.
+"""Compare mathematical answers with `math-verify`: 1/2, 0.5 and \\frac{1}{2} are equal.
 
 It runs in worker processes: math-verify gives terms that the model wrote to sympy, which may
 compute for hours. A response that sympy cannot read, or not in 5 s, is wrong and is counted. The

@@ -1,4 +1,4 @@
-"""The one codec of `Rollout`: JSON facts and flat arrays, and bytes for messages and checkpoints.
+"""Serialise `Rollout`: JSON fields and flat arrays, and bytes for messages and checkpoints.
 
 Arrays of several rollouts are concatenated: rollout i has tokens `cu_tokens[i] : cu_tokens[i + 1]`
 and routes `cu_rows[i] : cu_rows[i + 1]`, because it has one row less than tokens.

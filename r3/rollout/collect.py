@@ -1,4 +1,4 @@
-"""Sample a round of conversations with an engine, and what is measured of its rollouts."""
+"""Sample a round of conversations with an engine, and compute metrics of its rollouts."""
 
 from __future__ import annotations
 

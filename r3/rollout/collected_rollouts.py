@@ -1,4 +1,4 @@
-"""What one round or several have collected."""
+"""The rollouts that one or several rounds have collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What conversations are made of, and what is kept of one between two steps."""
+"""Settings of conversations, and the state of a suspended one between two steps."""
 
 from __future__ import annotations
 

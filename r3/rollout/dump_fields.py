@@ -1,4 +1,4 @@
-"""What a person wants to read of a rollout, for the rows of dumps and evaluations."""
+"""Human-readable fields of a rollout, for the rows of dumps and evaluations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One response per prompt, without environments and rewards: for the proof of the weight sync."""
+"""One response per prompt, without environments and rewards: to verify the weight sync."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: rows in place of rollouts that are sampled.
+"""Supervised fine-tuning: rows of the data set take the place of sampled rollouts.
 
 Each row is a rollout whose loss mask marks its assistant messages, with advantage 1: the policy
 gradient is then the cross-entropy of these tokens. There are no routes to replay: every router

@@ -1,4 +1,4 @@
-"""What a run learns: prompts, held-out sets, environment, rewards, tokenizer, model shape."""
+"""The task of a run: prompts, held-out sets, environment, rewards, tokenizer, model shape."""
 
 from __future__ import annotations
 

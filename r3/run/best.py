@@ -1,4 +1,4 @@
-"""The best evaluation of a run, by `checkpoint.keep_best`, and the end that it brings.
+"""The best evaluation of a run (`checkpoint.keep_best`), and early stopping (`train.patience`).
 
 Both follow from the rows of metrics alone, which a resumed run keeps. So nothing else is stored.
 """

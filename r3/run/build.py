@@ -1,4 +1,4 @@
-"""The parts of a run on one rank: devices, engine, policy, and what moves weights and memory."""
+"""Build the parts of a run on one rank: devices, engine, policy, weight sync and memory phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that have made all their steps. Imports nothing heavy, so that they say so at once."""
+"""Runs that have finished all steps. Imports nothing heavy, so that the message comes quickly."""
 
 from __future__ import annotations
 

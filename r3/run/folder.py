@@ -1,4 +1,4 @@
-"""The folder of a run: names of its files, and writing without half-written files.
+"""The run folder: names of its files, and atomic writes.
 
 Whole files are written under a temporary name and renamed. `metrics.jsonl` is the one file that
 grows: a line is synced before the step counts as reported. An incomplete last line, which a kill

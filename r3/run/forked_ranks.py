@@ -1,4 +1,4 @@
-"""Ranks that are forked from a launcher that has imported what they need: `launch/ranks.py` on CPU.
+"""Fork CPU ranks from a launcher that has imported everything they need (`launch/ranks.py`).
 
 Imports are most of a start, and every rank would make the same ones. CUDA does not survive a fork,
 so ranks with GPUs are programs of their own.

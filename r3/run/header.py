@@ -1,4 +1,4 @@
-"""What a run prints about itself before its first step and after its last."""
+"""The header of a run, printed before its first step, and the summary after its last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health of the machines before a run: what every rank sees, gathered and compared in seconds.
+"""Machine health check before a run: gather what every rank sees and compare it, in seconds.
 
 `python -m r3.doctor --fast` prints it. Nothing of the model is loaded.
 """

@@ -1,6 +1,6 @@
-"""A run inside of another program, such as a notebook: it finds and leaves the process in order.
+"""Run inside another program, such as a notebook, and restore the state of its process afterwards.
 
-The run computes what it would in a new process, and afterwards the program has again what it had.
+The run computes what it would in a new process, and afterwards the program's state is as before.
 Imported modules stay, and so do the settings of the C library's heap.
 """
 

@@ -1,4 +1,4 @@
-"""What comes before a run is built: its data is read and checked, its folder is made ready.
+"""Prepare a run before it is built: read and check its data, set up its folder.
 
 Nothing here imports Megatron-Core or vLLM, so that mistakes show before they are loaded.
 """

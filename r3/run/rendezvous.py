@@ -1,4 +1,4 @@
-"""How launchers find each other: what torchrun takes from a host name that may not resolve."""
+"""Rendezvous of the launchers, also where the host name that torchrun uses does not resolve."""
 
 from __future__ import annotations
 

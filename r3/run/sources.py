@@ -1,4 +1,4 @@
-"""What shapes a run beside its settings, as digests in `sources.json` of its folder.
+"""Digests of the files that a run depends on beyond its settings: `sources.json` in its folder.
 
 A run that resumes compares them with what is there now. Changed rows, tokenizer, chat template or
 model folders are refused, unless `checkpoint.allow_changed` names them; users' files, held-out sets

@@ -1,4 +1,4 @@
-"""What a rank does for the process that watches it: it notes its progress (`r3.run.watcher`)."""
+"""The rank's side of the watchdog: report progress to the watcher process (`r3.run.watcher`)."""
 
 from __future__ import annotations
 

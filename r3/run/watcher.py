@@ -1,4 +1,4 @@
-"""The process that watches a rank: heartbeats, reports of stalls, and the end of what is left.
+"""The process that watches a rank: heartbeats, reports of stalls, cleanup of leftover processes.
 
     python -IS -c "... from r3.run.watcher import main; main(...)"    (r3.run.watchdog starts it)
 

@@ -1,4 +1,4 @@
-"""Write a captured checkpoint: files, hashes, manifest, one rename; on any thread of its own."""
+"""Write a captured checkpoint in a thread: files, hashes, manifest, one rename."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gloo's connections: one thread for all process groups of a rank."""
+"""Let all gloo process groups of a rank share one thread."""
 
 from __future__ import annotations
 

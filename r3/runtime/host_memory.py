@@ -1,4 +1,4 @@
-"""Page-locked host memory for copies from and to CUDA, made by several threads.
+"""Page-locked (pinned) host memory for copies from and to CUDA, allocated by several threads.
 
 Copies to other memory block, and are several times slower. The driver registers memory page by
 page, and takes pages from the system by one thread, at 2.4 GiB/s on the machine of

@@ -1,4 +1,4 @@
-"""Processors and memory that this process may use: the machine's, or its job's part of them.
+"""CPUs and memory that this process may use: all of the machine, or the limit of its job.
 
 A container, a Slurm job or a systemd unit limits its processes with control groups: version 2, or
 one tree per controller in version 1. Limits of the groups above a process hold too.

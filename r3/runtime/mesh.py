@@ -1,4 +1,4 @@
-"""Process groups as frozen axes that are passed to their users.
+"""Process groups as frozen axes, passed as arguments instead of read from global state.
 
 This is the only module that reads Megatron's global parallel state.
 """

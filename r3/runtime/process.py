@@ -1,4 +1,4 @@
-"""What a process sets about itself: with whom it ends, who may read its memory, how it imports."""
+"""Process settings: which process it dies with, who may read its memory, how it imports."""
 
 from __future__ import annotations
 

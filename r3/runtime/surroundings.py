@@ -1,7 +1,7 @@
-"""What users' code can change for the whole process although R3 depends on it.
+"""Restore process-wide state that users' code may change and R3 depends on.
 
 Loading a model may change torch's default dtype, a library the locale, a script the working folder.
-R3 sets such things back when it takes over again, and says who changed them.
+R3 restores such state afterwards and reports who changed it.
 
 Random numbers are not here: R3 draws from generators of its own. Output is in
 `r3.runtime.terminal`, and what users' code is handed is a copy.

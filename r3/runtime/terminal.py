@@ -1,4 +1,4 @@
-"""The streams on which R3 speaks. What becomes of their reader never ends a run.
+"""The output streams of R3. A closed or full stream never ends a run.
 
 A reader may leave (`| head`, a closed terminal), the disk of a log file may be full, the streams
 may be closed from the start, and users' code may replace `sys.stdout` in several threads.

@@ -1,1 +1,1 @@
-"""Code of users: files loaded, limited in time, run beside the engine; what goes in and out."""
+"""Users' code: load files, limit their time, run them beside the engine, check the results."""

@@ -1,4 +1,4 @@
-"""What users' code is handed, and the numbers that it returns.
+"""Copies of the arguments for users' code, and checks of the numbers that it returns.
 
 Environments, workflows, rewards, losses and advantages get copies. If one changes what it was
 given, no other call, sample, step or retry sees the change.

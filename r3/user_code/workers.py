@@ -1,4 +1,4 @@
-"""Run users' code beside the engine: in worker processes, in threads, or directly.
+"""Run users' code while the engine samples: in worker processes, in threads, or directly.
 
     pool = Pool(Processes(2), timeout_s=10.0, retries=1)
     pool.submit("a key", function, *arguments)  # processes need picklable functions and arguments

@@ -1,1 +1,1 @@
-"""Read the folder of a run for people: samples of a dump, metric rows, settings. Writes nothing."""
+"""Read the folder of a run for display: samples of a dump, metrics, settings. Writes nothing."""

@@ -1,4 +1,4 @@
-"""Samples of the step that was just made: dumped, and shown on the console (`log.*_every`)."""
+"""Samples of the current step: dumped, and shown on the console (`log.*_every`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the folder of a run holds: settings, metric rows, dumps.
+"""Contents of a run folder: settings, metrics, dumps.
 
 Every mistake of a user is one line in a `ViewError`.
 """

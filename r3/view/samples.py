@@ -1,4 +1,4 @@
-"""One sample of a dump as people read it."""
+"""One sample of a dump, for display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations in a terminal."""
+"""Print conversations in a terminal."""
 
 from __future__ import annotations
 

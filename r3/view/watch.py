@@ -1,4 +1,4 @@
-"""The state of a run as a screen of text: progress, curves of metrics, what each rank does."""
+"""The state of a run as text: progress, curves of metrics, what each rank does."""
 
 from __future__ import annotations
 
