@@ -68,10 +68,10 @@ def check_lengths(config: Config, found: Findings, shape: ModelShape | None) -> 
             rule = f"exceeds the model's context of {context} tokens"
             fix = f"set it to at most {context}, or to 0 for what is needed"
             found.add("engine.max_model_len", rule, fix)
-        token_bytes = shape.kv_values_per_token * BYTES_OF[config.engine.dtype]
+        conversation = shape.kv_values(needed) * BYTES_OF[config.engine.dtype]
         cache = config.engine.kv_cache_gib
-        if found.sound("engine.kv_cache_gib") and cache and needed * token_bytes > cache * 2**30:
-            need = f"{needed * token_bytes / 2**30:.3g} GiB"
+        if found.sound("engine.kv_cache_gib") and cache and conversation > cache * 2**30:
+            need = f"{conversation / 2**30:.3g} GiB"
             rule = f"cannot hold one conversation: {sequence} need {need}"
             fix = "set it to hold many conversations, or to 0 for what the device has free"
             found.add("engine.kv_cache_gib", rule, fix)

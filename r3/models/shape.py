@@ -435,13 +435,18 @@ class ModelShape:
         of_expert = 3 * self.hidden_size * self.moe_ffn_size + biases
         return len(self.moe_layers) * self.num_experts * of_expert
 
-    @property
-    def kv_values_per_token(self) -> int:
-        """Numbers per token in the KV cache, over all layers of attention."""
+    def kv_values(self, tokens: int) -> int:
+        """Numbers in the KV cache for a conversation of so many tokens, over all layers.
+
+        Layers with a window keep the tokens that it shows: vLLM frees the blocks before them. While
+        a prompt is computed they hold all of it.
+        """
         layers = self.num_layers - len(self.delta_layers)
+        kept = (layers - len(self.window_layers)) * tokens
+        kept += len(self.window_layers) * min(tokens, self.window)
         if self.latent:
-            return layers * (self.latent.kv_rank + self.latent.rope_size)
-        return 2 * layers * self.num_kv_heads * self.head_dim
+            return kept * (self.latent.kv_rank + self.latent.rope_size)
+        return 2 * kept * self.num_kv_heads * self.head_dim
 
     @property
     def state_values(self) -> int:

@@ -582,7 +582,7 @@ def sequence_bytes(config: Config, shape: ModelShape) -> float:
     """
     tp = config.parallel.engine_tp
     shards = 1 if shape.latent else min(tp, shape.num_kv_heads)
-    values = _longest(config, shape) * shape.kv_values_per_token / shards
+    values = shape.kv_values(_longest(config, shape)) / shards
     return (values + shape.state_values / tp) * BYTES_OF[config.engine.dtype]
 
 

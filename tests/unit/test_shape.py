@@ -209,12 +209,25 @@ def test_rotary_frequencies_are_those_of_transformers_bit_for_bit(
 
 
 def test_latent_attention_caches_one_vector_a_token(folders: dict[str, Path]) -> None:
-    assert ModelShape.read(folders["moonlight"]).kv_values_per_token == 3 * (32 + 8)
-    assert ModelShape.read(folders["llama"]).kv_values_per_token == 2 * 3 * 4 * 8
+    assert ModelShape.read(folders["moonlight"]).kv_values(1) == 3 * (32 + 8)
+    assert ModelShape.read(folders["llama"]).kv_values(1) == 2 * 3 * 4 * 8
 
 
 def test_latent_attention_of_glm_flash_caches_one_vector_too(folders: dict[str, Path]) -> None:
-    assert ModelShape.read(folders["glm-4.7-flash"]).kv_values_per_token == 3 * (32 + 8)
+    assert ModelShape.read(folders["glm-4.7-flash"]).kv_values(1) == 3 * (32 + 8)
+
+
+def test_windows_bound_the_cache_as_vllm_allocates_it(tmp_path: Path) -> None:
+    """Measured on vLLM 0.30's CPU engine: blocks of 32 tokens of two layers, window or not, that a
+    request holds after so many tokens. A plan without whole blocks lacks up to two per kind.
+    """
+    sizes = dict(num_hidden_layers=4, sliding_window=64) | dict(num_key_value_heads=2, head_dim=32)
+    shape = ModelShape.read(family_checkpoint(tmp_path, "gpt_oss", **sizes))
+    for tokens, blocks in ((202, 10), (350, 14), (500, 19), (650, 24)):
+        planned = shape.kv_values(tokens) / (2 * 2 * 2 * 32 * 32)
+        assert blocks - 4 < planned <= blocks
+    full = dataclasses.replace(shape, window_layers=())
+    assert full.kv_values(650) / (2 * 2 * 2 * 32 * 32) > 24 + 16  # what was planned before
 
 
 def test_half_of_a_glm_head_is_rotated_where_config_json_does_not_say(
