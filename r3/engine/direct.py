@@ -215,12 +215,40 @@ class DirectWeights:
         """Whether the model has the parameters that the plan was made for, where they were."""
         return self.is_whole and self.state == _state(model, self.replaced)
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor] | ExpertBlock]) -> set[str]:
-        """Copy full tensors and blocks of experts; return the parameters that are incomplete."""
+    def beside(self, names: Collection[str]) -> set[str]:
+        """Return these checkpoint tensors and all that fill the same parameters or experts."""
+        found, before = set(names), 0
+        while len(found) > before:
+            before = len(found)
+            targets = {id(target) for name in found for target, _ in self.places.get(name, ())}
+            layers = {self.matrices[name][0] for name in found if name in self.matrices}
+            found |= {name for name, (layer, _, _) in self.matrices.items() if layer in layers}
+            found |= {
+                name
+                for name, places in self.places.items()
+                if not targets.isdisjoint(id(target) for target, _ in places)
+            }
+        return found
+
+    def load(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor] | ExpertBlock],
+        only: Collection[str] | None = None,
+    ) -> set[str]:
+        """Copy full tensors and blocks of experts; return the parameters that are incomplete.
+
+        Args:
+            only: names of tensors, as `beside` returns them: other parameters keep their values.
+        """
         self.is_whole = False
+        names = self.places.keys() | self.matrices.keys() if only is None else only
         for target in self.targets:
-            target.missing, target.filling = target.pieces, None
-        stacked = {layer: self._stacked(layer) for layer in self.experts}
+            target.missing, target.filling = 0, None
+        for name in names:
+            for target, _ in self.places.get(name, ()):
+                target.missing = target.pieces
+        layers = {self.matrices[name][0] for name in names if name in self.matrices}
+        stacked = {layer: self._stacked(layer) for layer in sorted(layers)}
         for item in weights:
             if isinstance(item, ExpertBlock):
                 layer = item.layer

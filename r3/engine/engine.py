@@ -6,7 +6,7 @@ Calls in a wrong order raise `EngineStateError`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,7 @@ class Engine:
         self.reloaded_experts: dict[int, str] = {}
         self.why_reloaded = ""
         self._plan: DirectWeights | None = None  # of the last `load_weights`
+        self._has_weights = False
         _, total_gib = device.memory_gib()
         share = share_of_device(config, shape, total_gib)
         self.llm: LLM = build_llm(
@@ -138,31 +139,45 @@ class Engine:
         self._sleeper.wake(part)
         self._awake.add(part)
 
+    def needed(self, changed: Collection[str]) -> set[str] | None:
+        """Return what must be loaded if only some tensors changed since the last load.
+
+        Returns:
+            Their names, and those of tensors that the engine has in one parameter with them. None:
+            everything, because it has no weights or they go through vLLM's reload.
+        """
+        return self._plan.beside(changed) if self._plan and self._has_weights else None
+
     def load_weights(
         self,
         shapes: Mapping[str, tuple[int, ...]],
         weights: Iterable[tuple[str, torch.Tensor] | ExpertBlock],
         *,
         policy_version: int,
+        only: Collection[str] | None = None,
     ) -> None:
-        """Replace all weights. All ranks of one engine must call.
+        """Replace all weights, or some. All ranks of one engine must call.
 
         Args:
-            shapes: name -> shape of everything that `weights` will yield. They are compared with
-                the model before anything is changed.
+            shapes: name -> shape of all of the policy's tensors. They are compared with the model
+                before anything is changed.
             weights: Hugging Face names and full tensors, and blocks of experts, streamed. A tensor
                 must stay unchanged until this returns.
             policy_version: version of the policy that the weights belong to.
+            only: names of the tensors that `weights` will yield, from `needed`; None: of all.
 
         Raises:
-            EngineStateError: the weight memory is asleep.
+            EngineStateError: the weight memory is asleep, or the other weights are not there.
             WeightMismatch: a tensor is missing, unknown, misshaped or duplicate.
         """
         if "weights" not in self._awake:
             raise EngineStateError(
                 "load_weights while the weights sleep: call wake('weights') first"
             )
+        if only is not None and not self._has_weights:
+            raise EngineStateError("load_weights of some tensors: the engine has no others")
         expected = self.shape.tensor_shapes
+        wanted = set(expected if only is None else only)
         problems = [f"missing {name}" for name in sorted(expected.keys() - shapes.keys())]
         problems += [f"unknown {name}" for name in sorted(shapes.keys() - expected.keys())]
         problems += [
@@ -173,6 +188,7 @@ class Engine:
         if problems:
             raise WeightMismatch(_listing("weights refused, none was loaded", problems))
         self._stale_cache = True
+        self._has_weights = False
         self.policy_version = -1  # until everything is in, the engine is no version of the policy
         delivered: set[str] = set()
 
@@ -184,18 +200,16 @@ class Engine:
                 else:
                     names, size = [item[0]], tuple(item[1].shape)
                     fits = expected.get(item[0]) == size
-                if not fits or not expected.keys() >= set(names) or not delivered.isdisjoint(names):
+                if not fits or not wanted.issuperset(names) or not delivered.isdisjoint(names):
                     raise WeightMismatch(
                         f"{names[0]} {size}: unexpected, misshaped or duplicate tensor"
                     )
                 delivered.update(names)
                 yield item
 
-        pushed = push(self.llm, counted(), self.shape, plan=self._plan)
+        pushed = push(self.llm, counted(), self.shape, plan=self._plan, only=only)
         self._plan = pushed.plan
-        problems = [
-            f"announced but not delivered: {name}" for name in sorted(expected.keys() - delivered)
-        ]
+        problems = [f"announced but not delivered: {name}" for name in sorted(wanted - delivered)]
         problems += [
             f"engine parameter left at its old value: {name}" for name in sorted(pushed.unloaded)
         ]
@@ -206,7 +220,7 @@ class Engine:
         if pushed.why and self.is_leader and not self.why_reloaded:
             say(f"note: rank {self.device.rank}: {pushed.note}")
         self.reloaded_experts, self.why_reloaded = pushed.reloaded, pushed.why
-        self.policy_version = policy_version
+        self.policy_version, self._has_weights = policy_version, True
 
     def compare_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
         """Compare what the kernels read with the policy's weights, element by element.
@@ -292,6 +306,8 @@ class Engine:
         self._sleeper.sleep(self._sleep_level)
         self._awake.clear()
         self.policy_version = -1
+        # Level 2 drops the weights on CUDA.
+        self._has_weights &= not (self.device.is_cuda and self._sleep_level == 2)
         self.device.release_memory()
 
     def fill_cache(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,6 +66,7 @@ def push(
     *,
     copy: bool = True,
     plan: DirectWeights | None = None,
+    only: Collection[str] | None = None,
 ) -> Pushed:
     """Stream full tensors with Hugging Face names, and blocks of experts, into the engine.
 
@@ -75,6 +76,7 @@ def push(
     Args:
         copy: False sends all weights through the reload, for comparisons.
         plan: of the push before. It is rebuilt if it does not fit the engine's parameters.
+        only: names of all tensors that come, if not all do; see `DirectWeights.beside`.
     """
 
     def load(worker: Any) -> Pushed:
@@ -95,7 +97,7 @@ def push(
             elif copy:
                 direct = direct_weights(model, shape, parallel.rank % ranks, ranks)
             if isinstance(direct, DirectWeights):
-                unloaded = {_reported(one) for one in direct.load(weights)}
+                unloaded = {_reported(one) for one in direct.load(weights, only)}
                 return Pushed(unloaded=unloaded, reloaded={}, plan=direct)
             pushed = _reload(worker, model, weights, shape, copy_experts=copy)
             return replace(pushed, why=direct)

@@ -20,6 +20,7 @@ from r3.engine import sampling_seed
 from r3.engine.experts import ExpertBlock
 from r3.handover.rollouts import pack_for
 from r3.models.hf_checkpoint import joined, write_checkpoint
+from r3.models.lora import adapted_tensors
 from r3.models.sharding import S, Shard, ShardId, SyncPlan
 from r3.policy.weight_slots import HeadLayout, join_shards, split
 from r3.rollout.codec import decode, encode
@@ -200,6 +201,8 @@ class WeightStream:
 
     Attributes:
         shapes: name -> shape of everything that `read` yields.
+        changing: tensors with adapters, and those that the policy joins with them. Only these
+            change; empty: all do.
         crosses_network: some shards cross the network: all ranks must read together.
         traffic: shards and bytes that this rank reads from itself, its machine and others.
     """
@@ -244,6 +247,14 @@ class WeightStream:
             for name in shard.hf
         }
         self.traffic = self._plan.traffic
+        freeze = policy.config.train.freeze
+        adapted = adapted_tensors(policy.shape, policy.config.lora, freeze).keys()
+        self.changing = {
+            name
+            for shard in self._plan.tensors.values()
+            if not adapted.isdisjoint(shard.hf)
+            for name in shard.hf
+        }
 
     def _shards(self) -> Iterator[PlacedShard]:
         numbers = {storage_of(buffer): i for i, buffer in enumerate(self._own_buffers)}
@@ -279,10 +290,19 @@ class WeightStream:
         yield from gather(self._plan, self._read_shard, self._heads)
         self._made = None
 
-    def read_blocks(self) -> Iterator[tuple[str, torch.Tensor] | ExpertBlock]:
-        """Yield the same as `read`, with the experts of a rank and layer as few large blocks."""
+    def read_blocks(
+        self, only: set[str] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor] | ExpertBlock]:
+        """Yield the same as `read`, with the experts of a rank and layer as few large blocks.
+
+        Args:
+            only: names of tensors, with all experts of a layer or none; None: all tensors.
+        """
         self._require_place()
         for number, step in enumerate(self._steps):
+            of_step = step.first.hf if isinstance(step, ExpertRun) else step.hf
+            if only is not None and only.isdisjoint(of_step):
+                continue
             items = self._views.get(number)
             if items is None:
                 items = list(self._items(step))
@@ -362,12 +382,16 @@ def sync_weights(
 ) -> None:
     """Copy the policy's weights to the engine, as `policy_version`. All ranks must call.
 
-    The engine's weights must be awake. The barriers keep a rank from reading another rank's shard
-    before it is updated, and from updating a shard while it is read.
+    With adapters, an engine that still has the other weights gets only those that change. Its
+    weights must be awake. The exchange and the barrier keep a rank from reading another rank's
+    shard before it is updated, and from updating a shard while it is read.
     """
     device.synchronize()
-    mesh.world.barrier()
-    engine.load_weights(stream.shapes, stream.read_blocks(), policy_version=policy_version)
+    only = engine.needed(stream.changing) if stream.changing else None
+    if not all(mesh.world.all_gather_object(only is not None)):
+        only = None
+    weights = stream.read_blocks(only)
+    engine.load_weights(stream.shapes, weights, policy_version=policy_version, only=only)
     engine.reset_cache()
     device.synchronize()
     mesh.world.barrier()

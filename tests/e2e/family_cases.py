@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
@@ -11,10 +12,13 @@ from typing import Any
 
 import torch
 
+from r3.config import LoraConfig
 from r3.engine import experts
+from r3.engine.experts import ExpertBlock
 from r3.engine.weight_push import Pushed, push
 from r3.handover.memory import State
-from r3.handover.weight_sync import SyncError, prove_sync, prove_weights
+from r3.handover.weight_sync import SyncError, prove_sync, prove_weights, sync_weights
+from r3.models.lora import adapted_tensors
 from r3.runtime.device import Device
 from r3.types import Rollout
 from tests.engines import (
@@ -54,6 +58,7 @@ class PushedFamily:
         moved: the push changed what is sampled.
         equal: both engines sample the same.
         proofs: largest log-probability differences of the proofs.
+        some: of a sync of the tensors with adapters.
     """
 
     compared: int
@@ -76,6 +81,7 @@ class PushedFamily:
     moved: bool
     equal: bool
     proofs: list[float]
+    some: Some
 
 
 def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
@@ -133,6 +139,50 @@ def pushed_family(device: Device, *, model: str, out: str) -> PushedFamily:
         moved=before != pushed,
         equal=equal,
         proofs=proofs,
+        some=some_tensors(world),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Some:
+    """A sync of an engine that needs the tensors with adapters alone.
+
+    Attributes:
+        sent, changed, all: bytes that were sent, of these tensors, and of the model.
+        stale: message of the proof after another tensor changed too; NOTHING if it was sent.
+    """
+
+    sent: int
+    changed: int
+    all: int
+    stale: str
+
+
+def some_tensors(world: World) -> Some:
+    """Change matrices of attention, sync and prove; then change a norm as well."""
+    engine, stream, policy = world.engine, world.stream, world.policy
+    adapted = adapted_tensors(policy.shape, LoraConfig(rank=1, targets=("attention",)))
+    stream.changing = set(adapted)
+
+    def sync(suffix: str) -> None:
+        for slot in policy.slots:
+            if not stream.changing.isdisjoint(slot.hf) or slot.name.endswith(suffix):
+                slot.tensor.mul_(1.001)
+        sync_weights(stream, engine, world.device, world.mesh, policy_version=1)
+
+    sizes = {name: 4 * math.prod(size) for name, size in policy.shape.tensor_shapes.items()}
+    sent = sum(
+        (item.tensor if isinstance(item, ExpertBlock) else item[1]).nbytes
+        for item in stream.read_blocks(engine.needed(stream.changing))
+    )
+    sync("nothing")
+    prove_weights(stream, engine, world.mesh)
+    sync("final_layernorm.weight")
+    return Some(
+        sent=sent,
+        changed=sum(sizes[name] for name in adapted),
+        all=sum(sizes.values()),
+        stale=message_of(lambda: prove_weights(stream, engine, world.mesh), SyncError),
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.e2e import family_cases
+from tests.errors import NOTHING
 from tests.families import (
     ENGINE_FAMILIES,
     HALF_ENGINE_FAMILIES,
@@ -82,6 +83,13 @@ def test_engine_holds_what_was_pushed(name: str, tmp_path: Path) -> None:
     assert "1 tensors of the engine are not the policy's" in faults.pop("one number")
     for name, said in faults.items():
         assert "of the engine are not the policy's" in said, name
+    # With adapters, an engine that has the rest gets tensors with adapters, and no byte more.
+    some = result.some
+    if latent:
+        assert (some.sent, some.stale) == (some.all, NOTHING), "a reload takes everything"
+    else:
+        assert some.sent == some.changed < some.all / 2, some
+        assert "1 tensors of the engine are not the policy's: model.norm.weight" in some.stale
     # Two float32 stacks, routes replayed: rounding leaves 1e-6; Moonlight's 1e-5 comes of vLLM's
     # epsilon for latents.
     assert max(result.proofs) <= 5e-5
