@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from r3.run.build import Run, build_run, init_rank
 from r3.run.prepare import refusing
 from r3.runtime.device import init_device, leave
 from r3.runtime.mesh import Axis, Mesh
-from r3.types import Rollout
+from r3.types import Batch, Rollout
 
 # small, so that every rank gets several micro-batches of several sequences
 _MICRO_BATCH_TOKENS = 128
@@ -487,31 +487,45 @@ def _row_problems(rollout: Rollout, layers: int, topk: int, experts: int) -> Ite
 def check_replay(context: DoctorContext) -> str:
     """Check that replaying the engine's routes does not raise the mismatch."""
     run = context.run
-    policy, config, mesh = run.policy, run.config, run.mesh
-    (batch,), _ = distribute(
-        share_out(context.rollouts, mesh.world.rank, mesh.world.size),
-        mesh,
-        policy.shape,
-        PackingSpec(
-            micro_batch_tokens=config.train.micro_batch_tokens,
-            layers=policy.replay.layers,
-            captured=run.engine.capture,
-            on_missing=config.replay.on_missing,
-        ),
-    )
+    policy = run.policy
+    batch = _batch_of(context.rollouts, run)
     live = pass_figures(policy, policy.score(batch.micro_batches, mode="live"))
     text = f"live k3 {live['k3']:.2e} max {live['abs_max']:.2e}"
     if not run.engine.capture:
         return text
     replayed = pass_figures(policy, policy.score(batch.micro_batches, mode="replay"))
+    # What the check would show of an engine whose routes are late by a token.
+    late = [
+        replace(rollout, routed_experts=np.roll(rollout.routed_experts, 1, axis=0))
+        for rollout in context.rollouts
+    ]
+    wrong = pass_figures(policy, policy.score(_batch_of(late, run).micro_batches, mode="replay"))
     text += (
         f"; replay k3 {replayed['k3']:.2e} max {replayed['abs_max']:.2e}; "
-        f"live routing agrees in {replayed['agreement']:.2%} of slots"
+        f"live routing agrees in {replayed['agreement']:.2%} of slots; with routes of the token "
+        f"before, k3 {wrong['k3']:.2e} and {wrong['agreement']:.2%}"
     )
     # A small sample differs by chance; routes of other tokens raise k3 by orders of magnitude.
     if not replayed["k3"] <= 2 * live["k3"] + 1e-7:
         raise CheckFailed(f"replaying the engine's routes raises the mismatch: {text}")
     return text
+
+
+def _batch_of(rollouts: Sequence[Rollout], run: Run) -> Batch:
+    """Pack the rollouts of all ranks as a step with one update does."""
+    mesh, config = run.mesh, run.config
+    (batch,), _ = distribute(
+        share_out(list(rollouts), mesh.world.rank, mesh.world.size),
+        mesh,
+        run.policy.shape,
+        PackingSpec(
+            micro_batch_tokens=config.train.micro_batch_tokens,
+            layers=run.policy.replay.layers,
+            captured=run.engine.capture,
+            on_missing=config.replay.on_missing,
+        ),
+    )
+    return batch
 
 
 def check_memory(context: DoctorContext) -> str:
