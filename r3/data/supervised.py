@@ -3,6 +3,10 @@
 A conversation is rendered once. Its text is cut where an assistant message begins and where the
 token that ends it has been, and each piece is tokenised once. A model that samples such a message
 sees the same tokens before it: the text up to there is the chat template's own generation prompt.
+
+A template without a closing token (GLM) ends a message by opening the next one. That token is the
+one that the model samples to stop, so it is learned with the message: `<|observation|>` after a
+call, `<|user|>` after others.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ class SpanFinder:
         self._special = set(map(renderer.text_of, renderer.special)) - {""}
         chat = [{"role": "user", "content": "a"}, _reply("b")]
         tokens, _ = self.find(chat, "", ())
-        if renderer.tokens(renderer.render(chat, opening=False))[: len(tokens)] != tokens:
+        text = renderer.render(chat, opening=False) + self._opening(chat, 1)
+        if renderer.tokens(text)[: len(tokens)] != tokens:
             raise TemplateFault("the tokenizer gives pieces of a text other tokens than the whole")
 
     def find(
@@ -69,6 +74,7 @@ class SpanFinder:
             return found
 
         whole = rendered(places[-1] + 1)
+        text = whole.text + self._opening(messages, places[-1])
         tokens: list[int] = []
         spans: list[tuple[int, int]] = []
         done = 0  # characters
@@ -78,28 +84,40 @@ class SpanFinder:
             if start < done or not whole.text.startswith(before):
                 closed = rendered(place).text
                 raise _moved(place, before, closed, goes_on=not whole.text.startswith(closed))
-            end = self._end(place, whole, whole if place == places[-1] else rendered(place + 1))
-            tokens += renderer.tokens(whole.text[done:start])
+            alone = whole if place == places[-1] else rendered(place + 1)
+            after = alone.text[alone.end_of(place) :] + self._opening(messages, place)
+            end = self._end(place, whole, text, after)
+            tokens += renderer.tokens(text[done:start])
             first, done = len(tokens), end
-            tokens += renderer.tokens(whole.text[start:end])
+            tokens += renderer.tokens(text[start:end])
             spans.append((first, len(tokens)))
         return tokens, spans
 
-    def _end(self, place: int, whole: Rendered, alone: Rendered) -> int:
+    def _opening(self, messages: Sequence[Message], place: int) -> str:
+        """The token that opens what follows a message, if that ends it; else nothing."""
+        if self._renderer.closing is not None:
+            return ""
+        by_call = "tool" if messages[place].get("tool_calls") else "user"
+        role = messages[place + 1]["role"] if place + 1 < len(messages) else by_call
+        if role not in self._renderer.next_tokens:
+            raise TemplateFault(f"no special token ends message {place}")
+        return self._renderer.next_tokens[role]
+
+    def _end(self, place: int, whole: Rendered, text: str, after: str) -> int:
         """Index after the token that ends a message.
 
         Args:
             whole: the whole conversation.
-            alone: the conversation up to the message.
+            text: the same, up to the token that ends its last message.
+            after: what follows the message where the conversation ends with it, and that token.
         """
         if (said := whole.end_of(place)) < 0:
             raise NotRendered(f"message {place} says nothing that could be learned", "leave it out")
-        after = alone.text[alone.end_of(place) :]
         ends = [(after.rfind(each) + len(each), each) for each in self._special if each in after]
         end, token = max(ends, default=(0, ""))
         if not token or after[end:].strip():
             raise TemplateFault(f"no special token ends message {place}")
-        if not whole.text.startswith(after[:end], said):
+        if not text.startswith(after[:end], said):
             rule = f"the chat template ends message {place} differently once the conversation goes"
             raise NotRendered(f"{rule} on", "write a row per assistant message")
         if any(token in part.value for part in whole.parts if part.message == place):

@@ -55,6 +55,8 @@ class Renderer:
             that is the model's; None if it writes none there.
         followers: texts of the tokens that may follow a message of the model: the closing one, or
             the one that opens the next message.
+        next_tokens: role -> text of the token that follows a message of the model if a message of
+            this role comes next.
         ends: every token that ends a turn, without repetition: the closing token of the template
             (or else what opens the next message), and the end tokens that tokenizer, config.json
             and generation_config.json name.
@@ -84,9 +86,15 @@ class Renderer:
         self._set_control_tokens((), (), ())
         closed = self.tokens(self._probe([*_QUESTION, _REPLY], opening=False, after=PLACEHOLDER))
         self.closing = next((token for token in closed[:1] if token in self.special), None)
-        after = [self._after(role) for role in ("user", "tool")]
+        roles = ("user", "tool")
+        after = [self._after(role) for role in roles]
         between = [self.tokens(text.partition(_CONTENT)[0]) for text in after]
         first = [each[0] for each in (closed, *between) if each and each[0] in self.special]
+        self.next_tokens = {
+            role: self.text_of(each[0])
+            for role, each in zip(roles, between, strict=True)
+            if each and each[0] in self.special
+        }
         self.followers = tuple(self.text_of(token) for token in dict.fromkeys(first))
         own = [self.closing] if self.closing is not None else first
         self.ends = tuple(dict.fromkeys([*own, *_named_ends(tokenizer)]))

@@ -38,6 +38,7 @@ class Template:
         title: the models that have such a template.
         end: the token that ends an assistant message.
         call_end: the token that ends a message with a call.
+        is_ended_by_next: whether the token that ends a message opens the next one.
         call_id: an id of a call as the template takes it.
         arguments_as_text: whether it joins arguments as text.
         refused: what is refused of `COLUMNS`, with the words that say why.
@@ -46,6 +47,7 @@ class Template:
     title: str
     end: str = "<|im_end|>"
     call_end: str = ""
+    is_ended_by_next: bool = False
     call_id: str = "add000001"
     arguments_as_text: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +58,6 @@ _ASKS = "and does not write that before a message that is there"
 _NO_REASONING = "the reasoning of message 1 (assistant): the chat template leaves it out"
 _NO_TOOLS = "does not show the tool 'add'"
 _NO_CALLS = "the call of 'add' of message 1 (assistant): the chat template leaves it out"
-_NO_END = "no special token ends message 1"
 _DEEPSEEK: dict[str, Any] = {
     "end": f"<{_BAR}end▁of▁sentence{_BAR}>",
     "arguments_as_text": True,
@@ -83,10 +84,10 @@ TEMPLATES: dict[str, Template] = {
     ),
     "glm4": Template(
         title="GLM-4.5 to 4.7",
-        refused={
-            "turns": _MOVES,
-            **dict.fromkeys(("sft", "reasoning", "calls"), _NO_END),
-        },
+        end="<|user|>",
+        call_end="<|observation|>",
+        is_ended_by_next=True,
+        refused={"turns": _MOVES},
     ),
     "gpt_oss": Template(
         title="gpt-oss (harmony)",

@@ -131,7 +131,8 @@ def learn(name: str, folder: Path, messages: Any, texts: list[str], tools: Any =
     for each in shown:  # the name that templates have
         if thought := each.pop("reasoning", None) or each.get("reasoning_content"):
             each |= {"reasoning_content": thought, "thinking": thought}
-    assert rendered(name, shown, tools).startswith(tokenizer.decode(row.tokens_T))
+    end = template.end if template.is_ended_by_next else ""
+    assert (rendered(name, shown, tools) + end).startswith(tokenizer.decode(row.tokens_T))
     learned = [tokenizer.decode(row.tokens_T[first:end]) for first, end in row.spans]
     assert len(learned) == len(texts)
     for text, said in zip(learned, texts, strict=True):
@@ -142,6 +143,27 @@ def learn(name: str, folder: Path, messages: Any, texts: list[str], tools: Any =
     asked = rendered(name, messages[:1], tools, opening=True)
     assert tokenizer.decode(row.tokens_T[:first]) == asked, "what the model continues"
     return learned
+
+
+def test_a_message_learns_the_token_that_opens_the_next_one(tmp_path: Path) -> None:
+    """GLM: without it a model goes on with another call, or never ends its turn."""
+    tokenizer = tokenizers("glm4")
+    messages = [*with_call("glm4"), ANSWER, AGAIN, LAST | {"train": False}, AGAIN, call("glm4")]
+    row = loaded("glm4", tmp_path, messages, [TOOL], supervised=True)
+    learned = [tokenizer.decode(row.tokens_T[first:end]) for first, end in row.spans]
+    asks = "\n<think></think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n"
+    asks += '<arg_key>note</arg_key>\n<arg_value>it is "so"</arg_value>\n</tool_call>'
+    assert learned == [
+        f"{asks}<|observation|>",
+        "\n<think></think>\n#### 3<|user|>",
+        f"{asks}<|observation|>",
+    ]
+    assert row.spans[-1][1] == len(row.tokens_T), "what follows is not the model's"
+    whole = rendered("glm4", messages, [TOOL])
+    assert tokenizer.decode(row.tokens_T) == f"{whole}<|observation|>"
+    with pytest.raises(DataError, match="no special token ends message 1"):
+        system = {"role": "system", "content": "Be brief."}
+        loaded("glm4", tmp_path, [ASKED, ANSWER, system, AGAIN, LAST], supervised=True)
 
 
 def test_a_template_that_removes_reasoning_is_taken_by_a_setting(tmp_path: Path) -> None:
