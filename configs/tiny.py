@@ -44,7 +44,7 @@ def tiny() -> Config:
 
 
 def tiny_smoke() -> Config:
-    """A short run for tests: six steps at a higher learning rate, decided routers, float32."""
+    """A short run for tests: six steps at a higher learning rate, no near ties, float32."""
     base = tiny()
     return replace(
         base,

@@ -206,6 +206,7 @@ AREAS = {
     "time": "Time",
     "perf": "Throughput",
     "memory": "Memory",
+    "engine": "Engine",
 }
 
 

@@ -538,7 +538,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: W + scale * B A is trained in place of W (arXiv 2106.09685)."""
+    """Low-rank adapters: W + scale * B A replaces W; A and B are trained (arXiv 2106.09685)."""
 
     rank: Annotated[int, AtLeast(0), Fix("16; 0 trains all parameters")] = 0
     """Rank of the adapters. The other parameters keep their initial values. 0: no adapters, all

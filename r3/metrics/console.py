@@ -127,7 +127,7 @@ COLUMNS = (
     Column(
         ("reward/group_zero_std_frac",),
         "flat",
-        "share of groups without signal, such as equal rewards, which teach nothing; shown above 0",
+        "share of groups without signal, such as equal rewards: no gradient; shown above 0",
         "{:.0%}".format,
         4,
         4,

@@ -328,7 +328,7 @@ GLOSSARY: dict[str, Entry] = {
     ),
     "memory/peak_gib": Entry("largest memory use of the step in GiB, fullest rank", _MEMORY),
     "memory/residue_gib": Entry(
-        "memory in GiB that stays while engine and policy are both put away, fullest rank", _MEMORY
+        "memory in GiB that stays while engine and policy are both offloaded, fullest rank", _MEMORY
     ),
     "memory/fragmented_gib": Entry(
         "memory of the device in GiB that no tensor uses and that cannot be returned, after the "
