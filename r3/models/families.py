@@ -626,6 +626,14 @@ FAMILIES: dict[str, Family] = {
 """Architecture, as in config.json -> its family."""
 
 
+REFUSED = {
+    "NemotronHForCausalLM": (
+        "R3 has no Mamba-2 layers, no experts without a gate, no layers of attention or MLP alone"
+    ),
+}
+"""Architectures that people train and R3 does not build: what is missing."""
+
+
 def text_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config.json of the text model in that of a model that has others beside it.
 

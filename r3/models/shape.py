@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from r3.models.families import (
     FAMILIES,
+    REFUSED,
     ClampedGate,
     DeltaSizes,
     LatentAttention,
@@ -167,8 +168,10 @@ class ModelShape:
             architectures[0] if isinstance(architectures, list) and architectures else None
         )
         if architecture not in FAMILIES:
+            why = REFUSED.get(architecture or "")
+            what = f"is not supported: {why}" if why else "is not known"
             raise ShapeError(
-                f"architecture {architecture!r} is not known; known are {', '.join(FAMILIES)}"
+                f"architecture {architecture!r} {what}; known are {', '.join(FAMILIES)}"
             )
         hf = HfConfig(values)
         try:

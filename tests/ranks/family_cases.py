@@ -41,7 +41,8 @@ class Contract:
 
     Attributes:
         error: traceback, if it failed.
-        logits: largest difference of logits; on several stages of log-probabilities.
+        logits: largest difference of logits; on several stages or with divided sequences, of
+            log-probabilities and entropies.
         gradients: largest relative difference of a gradient, see `differences`.
         grad_norm: relative difference of the gradient norm.
         round_trip: tensors that the export does not give back bit for bit.
@@ -179,6 +180,7 @@ def pipeline_contract(
     (batch,) = batches_of(mesh, policy.shape)
     reference = transformers_model(folder)
     theirs: list[torch.Tensor] = []
+    entropies: list[torch.Tensor] = []
     for micro_batch in batch.micro_batches:
         rows = [
             reference(micro_batch.tokens_N[None, start:end], use_cache=False)
@@ -186,14 +188,17 @@ def pipeline_contract(
             .log_softmax(-1)
             for start, end in pairwise(micro_batch.cu_seqlens)
         ]
-        theirs.append(torch.cat(rows).gather(-1, micro_batch.targets_N[:, None]).squeeze(-1))
+        rows_NV = torch.cat(rows)
+        theirs.append(rows_NV.gather(-1, micro_batch.targets_N[:, None]).squeeze(-1))
+        entropies.append(-(rows_NV.exp() * rows_NV).sum(-1))
     weighted = [
         (logprobs_N * micro_batch.advantages_N * micro_batch.loss_mask_N).sum()
         for logprobs_N, micro_batch in zip(theirs, batch.micro_batches, strict=True)
     ]
     (-torch.stack(weighted).sum() / batch.num_loss_tokens).backward()
-    ours = policy.score(batch.micro_batches, mode="live").logprobs
-    pairs = zip(ours, theirs, batch.micro_batches, strict=True) if policy.reports else ()
+    scored = policy.score(batch.micro_batches, mode="live")
+    ours, expected = [*scored.logprobs, *scored.entropy], [*theirs, *entropies]
+    pairs = zip(ours, expected, batch.micro_batches * 2, strict=True) if policy.reports else ()
     largest = max(
         (float((a - b.detach()[rows_of(each, mesh)]).abs().max()) for a, b, each in pairs),
         default=0.0,

@@ -58,6 +58,7 @@ _ASKS = "and does not write that before a message that is there"
 _NO_REASONING = "the reasoning of message 1 (assistant): the chat template leaves it out"
 _NO_TOOLS = "does not show the tool 'add'"
 _NO_CALLS = "the call of 'add' of message 1 (assistant): the chat template leaves it out"
+_PIECES = "the tokenizer gives pieces of a text other tokens than the whole"
 _DEEPSEEK: dict[str, Any] = {
     "end": f"<{_BAR}end▁of▁sentence{_BAR}>",
     "arguments_as_text": True,
@@ -115,6 +116,15 @@ TEMPLATES: dict[str, Template] = {
     ),
     "granite": Template(
         title="Granite 3", end="<|end_of_text|>", refused={"reasoning": _NO_REASONING}
+    ),
+    "ernie4_5": Template(
+        title="ERNIE 4.5",
+        end="<|end_of_sentence|>",
+        refused={
+            "schemas": _NO_TOOLS,
+            "tools": 'concatenate str (not "NoneType")',
+            **dict.fromkeys(("sft", "reasoning", "calls"), _PIECES),
+        },
     ),
     "smollm2": Template(
         title="SmolLM2",

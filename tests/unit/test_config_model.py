@@ -58,6 +58,10 @@ def write(name: str, content: bytes) -> Callable[[Path], object]:
             "known are Qwen3MoeForCausalLM, Qwen3ForCausalLM",
         ),
         (with_hf(architectures=None), "architecture None is not known"),
+        (
+            with_hf(architectures=["NemotronHForCausalLM"]),
+            "not supported: R3 has no Mamba-2 layers",
+        ),
         (with_hf(hidden_size="wide"), "hidden_size must be a positive integer, got 'wide'"),
         (
             with_hf(rope_parameters={"rope_type": "dynamic", "factor": 4.0}),

@@ -166,6 +166,17 @@ def test_rope_keys_of_published_files_are_read_under_both_their_names(
     )
 
 
+def test_rope_keys_of_published_gpt_oss_are_read(folders: dict[str, Path]) -> None:
+    hf = json.loads((folders["gpt_oss"] / "config.json").read_text())
+    rope = dict(hf.pop("rope_parameters"))
+    old = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    expected = ModelShape.read(folders["gpt_oss"])
+    assert ModelShape.from_hf(hf | old) == expected
+    assert expected.rope_scaling and not expected.rope_scaling.truncate
+    with pytest.raises(ShapeError, match="with rope_type 'yarn'"):
+        ModelShape.from_hf(hf | {"rope_theta": 1e4})
+
+
 @pytest.mark.parametrize(
     "name",
     [
