@@ -34,7 +34,6 @@ from r3.engine import Sampling
 from r3.handover.memory import State
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.handover.weight_sync import prove_sync, prove_weights, sync_tolerance, sync_weights
-from r3.metrics.console import say_labelled
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.policy.updates import pass_figures
@@ -49,6 +48,7 @@ from r3.run.build import Run, build_run, init_rank
 from r3.run.prepare import refusing
 from r3.runtime.device import init_device, leave
 from r3.runtime.mesh import Axis, Mesh
+from r3.runtime.terminal import say
 from r3.types import Batch, Rollout
 
 # small, so that every rank gets several micro-batches of several sequences
@@ -561,9 +561,6 @@ CHECKS = (
 )
 
 
-_COLUMNS = 26  # before the findings of a check
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all checks, print one line per check, end the process with 0 or 1."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -613,8 +610,7 @@ def examine_path(config: Config) -> Iterator[CheckResult]:
 
 def _report(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        for line in text.split("\n"):
-            say_labelled(line, _COLUMNS)
+        say(text)
 
 
 if __name__ == "__main__":

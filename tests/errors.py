@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 
+from r3.runtime.terminal import fitted
+
 NOTHING = "nothing was raised"
+
+
+def too_wide(text: str) -> list[str]:
+    """Lines that a terminal breaks in the middle of a word, but for those with a long path."""
+    width = shutil.get_terminal_size().columns  # 80 if there is no terminal
+    lines = [line for line in fitted(text, width).split("\n") if len(line) > width]
+    return [line for line in lines if not re.search(r"/\S{40}", line)]
 
 
 def message_of(action: Callable[[], object], *kinds: type[Exception]) -> str:

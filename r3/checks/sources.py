@@ -15,15 +15,15 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 def parse_file(path: str, field: str, found: Findings) -> ast.Module | None:
     """The syntax tree of a file; None, and a problem with `field`, if it cannot be read."""
     if fault := file_fault(path):
-        found.add(field, fault, path_fix(path))
+        found.add(field, fault, path_fix(path), value=path)
         return None
     try:
         return ast.parse(Path(path).read_bytes(), filename=path)
     except OSError as error:
         rule = f"{path} cannot be read ({error.strerror})"
-        found.add(field, rule, "give the path of a Python file")
+        found.add(field, rule, "give the path of a Python file", value=path)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        found.add(field, f"{path} is not valid Python ({error})", "correct the file")
+        found.add(field, f"{path} is not valid Python ({error})", "correct the file", value=path)
     return None
 
 

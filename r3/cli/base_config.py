@@ -39,6 +39,7 @@ from r3.config import (
     with_values,
 )
 from r3.configs import PRESETS
+from r3.user_code.loading import path_fix
 
 OVERRIDES = "overrides.yaml"
 _ROOT = "base"  # key of a YAML file
@@ -182,8 +183,8 @@ def _from_yaml_file(path: Path, inside: tuple[Path, ...]) -> Base:
     try:
         tree = load_yaml(path.read_text(encoding="utf-8"), str(path), notes)
     except (OSError, UnicodeDecodeError) as error:
-        rule = f"cannot be read ({error})"
-        raise ConfigError([Problem("PRESET", str(path), rule, "give a YAML file")]) from None
+        rule = f"cannot be read ({getattr(error, 'strerror', None) or error})"
+        raise ConfigError([Problem("PRESET", str(path), rule, path_fix(path))]) from None
     word = tree.pop(_ROOT, "")
     if not isinstance(word, str):
         fix = "write base: tiny"

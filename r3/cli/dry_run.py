@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from textwrap import fill
 
 from r3.config import Config, to_yaml
 from r3.models.shape import BYTES_OF, ModelShape
@@ -38,16 +37,6 @@ def describe(config: Config, shape: ModelShape, world_size: int, gpu: Gpu | None
         "config": to_yaml(config).rstrip(),
     }
     return "\n\n".join(f"{title}\n{_indent(text)}" for title, text in sections.items() if text)
-
-
-def fitted(text: str, width: int) -> str:
-    """Break long lines of prose between words. Tables stay, and what has flags to paste."""
-    return "\n".join(
-        line
-        if len(line) <= width or " --" in line or "  " in line.strip()
-        else fill(line, width, subsequent_indent=line[: len(line) - len(line.lstrip())] + "  ")
-        for line in text.split("\n")
-    )
 
 
 def device_verdict(config: Config, shape: ModelShape, world_size: int, gpu: Gpu) -> str:

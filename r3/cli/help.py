@@ -73,8 +73,8 @@ def _list(entries: Mapping[str, str]) -> list[str]:
         textwrap.fill(
             text.splitlines()[0],
             width(),
-            initial_indent=f"  {name:20s}",
-            subsequent_indent=" " * 22,
+            initial_indent=f"  {name:22s}",
+            subsequent_indent=" " * 24,
         )
         for name, text in entries.items()
     ]

@@ -60,7 +60,7 @@ from r3.planning.verdict import (
     read_plan_for,
 )
 from r3.runtime.process import die_with_launcher, start_command
-from r3.runtime.terminal import out, say
+from r3.runtime.terminal import say
 
 T = TypeVar("T")
 
@@ -214,8 +214,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         if needs:
             header = "needs (not here yet; files in configs/ say where to get what a preset names)"
             text.append(_indented(header, [f"- {need}" for need in needs]))
-        plan = "\n\n".join(text)
-        _leave(0, dry_run.fitted(plan, helps.width()) if out().isatty() else plan)
+        _leave(0, "\n\n".join(text))
     # The run that follows a check prints the warnings, all but those about --device-gib.
     for warning in doubts if words.check else warnings:
         _say(f"warning: {warning}", error=True)

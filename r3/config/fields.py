@@ -124,7 +124,9 @@ def _settings() -> dict[str, Setting]:
                 kind=kind,
                 default=field.default,
                 rule=rule,
-                fix=fix.text if fix else f"the default is {_as_typed(field.default) or 'empty'}",
+                fix=fix.text
+                if fix
+                else f"correct it; the default is {_as_typed(field.default) or 'empty'}",
                 resume=_mark_of(MayChangeOnResume, marks)
                 or _mark_of(MayChangeOnResume, of_section),
                 is_path=_mark_of(IsPath, marks) is not None,

@@ -87,6 +87,17 @@ def from_yaml(text: str) -> Config:
     return with_values(Config(), values_of(load_yaml(text, "config.yaml")))
 
 
+def _not_yaml(error: Exception, name: str, text: str) -> Problem:
+    """The line at fault, where the parser names one."""
+    fix = "correct or restore the file"
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return Problem(name, "...", f"is not YAML ({' '.join(str(error).split())})", fix)
+    line = text.split("\n")[mark.line].strip() if mark.line < text.count("\n") + 1 else ""
+    rule = f"is not YAML ({getattr(error, 'problem', error)}, at column {mark.column + 1})"
+    return Problem(f"{name}:{mark.line + 1}", line, rule, fix)
+
+
 def load_yaml(text: str, name: str, notes: list[str] | None = None) -> dict[str, Any]:
     """The mapping that a YAML text holds.
 
@@ -111,8 +122,7 @@ def load_yaml(text: str, name: str, notes: list[str] | None = None) -> dict[str,
         fix = "flatten it"
         raise ConfigError([Problem(name, "...", "is nested too deeply", fix)]) from None
     except (yaml.YAMLError, ValueError) as error:
-        rule = f"is not YAML ({error})"
-        raise ConfigError([Problem(name, "...", rule, "correct or restore the file")]) from None
+        raise ConfigError([_not_yaml(error, name, text)]) from None
     if size > _LARGEST:
         rule = f"has {size:.3g} values once its aliases are filled in"
         fix = "write the settings without aliases"

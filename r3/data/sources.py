@@ -17,6 +17,7 @@ heavy until a source needs it.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -226,6 +227,8 @@ def _datasets() -> Any:
         raise SourceError(
             "Hugging Face data sets need the package datasets", "pip install datasets"
         ) from None
+    # It prints every retry into the progress bar; the error says it once.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     return datasets
 
 

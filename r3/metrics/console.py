@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import textwrap
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,18 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from r3.metrics.glossary import headlines
-from r3.runtime.terminal import is_line_open, out, say, visible
+from r3.runtime.terminal import fitted, is_line_open, out, say, visible
 
 _TITLES_EVERY = 20  # rows between two repetitions of the column titles
 _MAX_WIDTH = 160
-_LABEL = 11  # columns before the values of the header
 _LOG_WIDTH = 100  # of samples in log files
 _LOG_LINE = 120  # of a step in log files; metrics.jsonl has all figures
-
-
-def _wrapped(line: str, width: int, label: int = _LABEL) -> str:
-    """Break a line between words; what follows stands below its value, behind the label."""
-    return textwrap.fill(line, width, subsequent_indent=" " * label, break_on_hyphens=False)
 
 
 def share_text(value: float) -> str:
@@ -258,11 +251,6 @@ def stage(what: str) -> Iterator[None]:
             say(f"{what} ... {took}")
 
 
-def say_labelled(line: str, label: int = _LABEL) -> None:
-    """Say a line with a label; on a terminal, what does not fit stands below the value."""
-    say(_wrapped(line, RichConsole(file=out()).width, label) if out().isatty() else line)
-
-
 class Console:
     """Writes to one stream; a console that is not the leader's writes nothing.
 
@@ -284,8 +272,7 @@ class Console:
         """Show what runs, before it starts."""
         if self._rich:
             width = self._rich.width - 4  # of the frame
-            wrapped = (_wrapped(visible(line), width) for line in lines)
-            text = Text("\n".join(wrapped), overflow="fold")
+            text = Text(fitted(visible("\n".join(lines)), width), overflow="fold")
             self._rich.print(Panel(text, title="r3", title_align="left", expand=False))
         else:
             self.line("\n".join(lines))
@@ -293,7 +280,7 @@ class Console:
     def line(self, text: str) -> None:
         """Write one line at once."""
         if self._rich:
-            self._rich.print(visible(text), markup=False, highlight=False, soft_wrap=True)
+            self._print(text)
         elif self._is_leader:
             print(visible(text), file=self._stream, flush=True)
 
@@ -335,7 +322,7 @@ class Console:
 
     def _print(self, text: str, style: str | None = None) -> None:
         assert self._rich is not None
-        text = visible(text)
+        text = fitted(visible(text), self._rich.width)
         self._rich.print(text, markup=False, highlight=False, style=style, soft_wrap=True)
 
     @contextmanager

@@ -62,15 +62,18 @@ def quantised_by(hf: HfConfig, *, stacks_alternate: bool) -> Quantised | None:
         return Quantised(method="mxfp4")
     if method == "fp8" and block == [BLOCK, BLOCK] and keys.get("fmt", "e4m3") == "e4m3":
         return Quantised(method="fp8")
-    why = f"quant_method {method!r} and weight_block_size {block!r}"
+    why = f"quant_method {method!r}"
     if method == "compressed-tensors":
         found = _int4(keys)
         if isinstance(found, Quantised):
             return found
-        why = f"quant_method {method!r} and {found}"
+        why += f" and {found}"
+    elif method == "fp8":
+        why += f" and weight_block_size {block!r}"
     hf.faults.append(
         f"quantization_config is not supported with {why}: R3 reads fp8 in blocks of [{BLOCK}, "
-        f"{BLOCK}], mxfp4 of gpt-oss, and weights in int4 that compressed-tensors packed"
+        f"{BLOCK}], mxfp4 of gpt-oss, int4 that compressed-tensors packed, and weights that are not "
+        "quantised"
     )
     return None
 

@@ -169,7 +169,11 @@ def _scored(
             "always does, set --reward.function none"
         )
     if result.failure and scorer.on_error == "stop":
-        raise RewardError(result.failure)
+        raise RewardError(
+            f"{result.failure}\n  Fix: correct the function or the row. A prompt has id, messages, "
+            "answer, answers, tools and metadata; here metadata has "
+            f"{', '.join(prompt.metadata) or 'no column'}"
+        )
     values = {**result.parts, **result.metrics}
     parts = ", ".join(f"{name} {value:g}" for name, value in values.items())
     text = f"failed: {result.failure.splitlines()[0]}" if result.failure else parts

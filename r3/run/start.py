@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from r3.config import Config, flatten
-from r3.metrics.console import say_labelled, stage
+from r3.metrics.console import stage
 from r3.metrics.trackers import Tracker
 from r3.rollout.task import Task
 from r3.run import checkpoint
@@ -89,7 +89,7 @@ def begin(prepared: Prepared) -> Iterator[Run]:
     if run.device.rank == 0:
         step = run.steps_done if config.eval.only else run.meter.last_step
         seconds = time.perf_counter() - prepared.began
-        say_labelled(closing(config, prepared.folder, seconds, step, run.meter.last_row))
+        say(closing(config, prepared.folder, seconds, step, run.meter.last_row))
 
 
 def _build(prepared: Prepared) -> Run:

@@ -237,6 +237,8 @@ def call_problem(
         given = ", ".join([*parameters, *(f"{key}={value!r}" for key, value in arguments.items())])
         rule = f"{name} cannot be called as {name}({given}): {error}"
         definition = f"def {name}({', '.join(parameters)})"
+        if field == "reward.function":
+            definition += f"` or, for all samples of a prompt, `def {name}(responses, prompt)"
         fix = f"write `{definition}`; --{field.partition('.')[0]}.args sets further parameters"
         return Problem(field, spec, rule, fix)
     return None

@@ -23,6 +23,7 @@ from r3.models.families import FAMILIES, PROOFS
 from r3.models.shape import ModelShape
 from r3.run.folder import RunDir
 from r3.run.resume import open_run
+from tests.errors import too_wide
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "vllm", "megatron", "transformers", "numpy")
@@ -42,7 +43,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as end:
         cli.parse(argv)
     output = capsys.readouterr()
-    assert (end.value.code, output.out) == (2, "")
+    assert (end.value.code, output.out, too_wide(output.err)) == (2, "", [])
     assert sorted(Path.cwd().rglob("*")) == before
     return output.err
 
@@ -53,7 +54,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         cli.parse(argv)
     output = capsys.readouterr()
     assert end.value.code == 0, output.err
-    assert output.err == ""
+    assert (output.err, too_wide(output.out)) == ("", [])
     return output.out
 
 

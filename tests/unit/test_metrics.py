@@ -11,7 +11,6 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +29,6 @@ from r3.metrics.console import (
     columns_for,
     duration_text,
     notes,
-    say_labelled,
     stage,
     step_line,
 )
@@ -676,22 +674,6 @@ def test_a_long_line_of_the_header_goes_on_below_its_value() -> None:
     inside = [line[2:-2].rstrip() for line in shown[1:-1]]
     assert len(inside) > 1 and inside[0].startswith("model      word word")
     assert all(line.startswith(" " * 11 + "word") for line in inside[1:])
-
-
-def test_the_last_line_of_a_run_is_wrapped_on_a_terminal_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    line = (
-        "done       in 256 s: 3 steps, heldout accuracy 0.230 -> 0.262; runs/a/hf, runs/a/metrics"
-    )
-    monkeypatch.setenv("COLUMNS", "80")
-    first, _, last = line.rpartition(" ")
-    for stream, expected in ((io.StringIO(), [line]), (Terminal(), [first, " " * 11 + last])):
-        monkeypatch.setattr(sys, "stdout", stream)
-        say_labelled(line)
-        assert stream.getvalue().splitlines() == expected
-    say_labelled(line, 26)
-    assert stream.getvalue().splitlines()[-1] == " " * 26 + last
 
 
 def test_bars_can_be_turned_off() -> None:

@@ -271,15 +271,6 @@ def test_the_whole_config_comes_last() -> None:
     assert titles[0] == "model" and titles[-1] == "config"
 
 
-def test_prose_of_the_plan_fits_a_terminal_and_flags_stay_on_their_line() -> None:
-    prose = "  KV cache: " + "what the device leaves " * 5
-    kept = f"  --parallel.tp 2 {'--train.micro_batch_tokens 2048 ' * 4}\nrank  {'pp  dp  ' * 12}"
-    text = dry_run.fitted(f"{prose}\n{kept}", 80)
-    assert text.endswith(kept)
-    first, second = text.removesuffix(f"\n{kept}").split("\n")
-    assert len(first) <= 80 and first.startswith("  KV cache: what") and second[:4] == "    "
-
-
 def test_layouts_with_the_same_figures_are_one_choice() -> None:
     fits, text = plan_for(BIG, BIG_SHAPE, 8, gpu(141))
     entries = [part.split("\n", 1) for part in text.split("\n\n")[1:-1]]

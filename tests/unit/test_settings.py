@@ -459,7 +459,10 @@ def test_the_rule_at_a_field_is_the_one_that_is_checked_and_described() -> None:
     """Resume behaviour, rule, fix and help are read from the annotation, and from nowhere else."""
     setting = SETTINGS["train.steps"]
     assert setting.problem(1) is None
-    assert str(setting.problem(0)) == "train.steps = 0: must be at least 1. Fix: the default is 100"
+    assert (
+        str(setting.problem(0))
+        == "train.steps = 0: must be at least 1. Fix: correct it; the default is 100"
+    )
     (described,) = [each for each in describe_fields() if each.name == "train.steps"]
     assert (described.type, described.default) == ("integer", "100")
     assert (described.rule, described.resume) == (

@@ -148,3 +148,38 @@ def test_ordinary_text_is_left_as_it_is() -> None:
     for text in ("a\tb\nc", "é ≤ 日本 😀", "می‌خواهم", "👩‍💻", "שלום"):  # joiners belong to words
         assert visible(text) == text
     assert visible("half \ud800") == r"half \ud800"
+
+
+DONE = (
+    "done       in 9 s: 3 steps, heldout accuracy 0.230 -> 0.262; runs/a/hf, runs/a/metrics.jsonl"
+)
+PATH = "/a" * 50
+FLAGS = "--parallel.tp 2 --model.recompute selective --train.optimizer streamed --parallel.ep 2"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("short", ["short"]),
+        (DONE, [DONE.rpartition(" ")[0], f"{'':11}runs/a/metrics.jsonl"]),
+        (f"  - {'word ' * 20}end", [f"  - {'word ' * 15}".rstrip(), f"    {'word ' * 5}end"]),
+        (f"warning: {PATH} is no file", ["warning:", f"  {PATH}", "  is no file"]),
+        (f"1. {FLAGS}", [f"1. {FLAGS[:-16]} \\", "    --parallel.ep 2"]),
+        (
+            f"  continue with: NPROC=2 launch/local.sh {FLAGS}",
+            [
+                "  continue with: NPROC=2 launch/local.sh --parallel.tp 2 \\",
+                "      --model.recompute selective --train.optimizer streamed --parallel.ep 2",
+            ],
+        ),
+        (f"launch/local.sh {FLAGS} --a 'b c'", [f"launch/local.sh {FLAGS} --a 'b c'"]),
+    ],
+)
+def test_long_lines_are_broken_between_words_on_a_terminal_only(
+    line: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for stream, lines in ((io.StringIO(), [line]), (_Terminal(), expected)):
+        monkeypatch.setattr("sys.stdout", stream)
+        say(line)
+        assert stream.getvalue().splitlines() == lines
