@@ -72,8 +72,7 @@ def quantised_by(hf: HfConfig, *, stacks_alternate: bool) -> Quantised | None:
         why += f" and weight_block_size {block!r}"
     hf.faults.append(
         f"quantization_config is not supported with {why}: R3 reads fp8 in blocks of [{BLOCK}, "
-        f"{BLOCK}], mxfp4 of gpt-oss, int4 that compressed-tensors packed, and weights that are not "
-        "quantised"
+        f"{BLOCK}], mxfp4 of gpt-oss, int4 that compressed-tensors packed, and plain weights"
     )
     return None
 
