@@ -33,7 +33,7 @@ from r3.models.hf_checkpoint import (
 )
 from r3.models.hub import folder_of
 from r3.models.lora import adapted_tensors
-from r3.models.peft import adapter_config, joined_in, write_adapter
+from r3.models.peft import adapter_config, dropped_by_peft, joined_in, write_adapter
 from r3.models.shape import ModelShape, ShapeError
 from r3.policy.build import build_chunks, in_precision, transformer_config
 from r3.policy.lora import attach, factors
@@ -170,6 +170,13 @@ def write(order: Order, device: Device, mesh: Mesh) -> None:
         ranks = adapted_tensors(order.shape, alone.lora, alone.train.freeze)
         config = adapter_config(order.shape, alone.lora, ranks, alone.model.path)
         write_adapter(order.to, factors(adapters), config, alone.lora)
+        if dropped_by_peft(ranks):
+            say(
+                "note: PEFT with transformers 5 drops adapters of dense layers and shared experts "
+                "where experts have some. Use the merged model there"
+            )
+        if (base := alone.model.base) != "dtype":
+            say(f"note: trained with model.base {base}. The merged model has that base")
         return
     write_checkpoint(
         order.to,

@@ -28,6 +28,18 @@ def joined_in(shape: ModelShape, adapted: Iterable[str]) -> str:
     return next((of_part[name] for name in adapted if name in of_part), "")
 
 
+def dropped_by_peft(adapted: Iterable[str]) -> bool:
+    """Whether PEFT with transformers 5 loses some of these adapters without an error.
+
+    It takes all that are named as matrices of experts for these, also in dense layers and shared
+    experts.
+    """
+    ends = {True: set[str](), False: set[str]()}
+    for name in adapted:
+        ends[".experts." in name].add(name.split(".")[-2])
+    return not ends[True].isdisjoint(ends[False])
+
+
 def adapter_config(
     shape: ModelShape, lora: LoraConfig, ranks: Mapping[str, int], base: str
 ) -> dict[str, Any]:

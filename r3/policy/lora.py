@@ -127,6 +127,7 @@ class Adapters(nn.Module):
 
     Attributes:
         adapters: the pairs, those of one parameter next to each other.
+        bases: every parameter that is made of a base.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Adapters(nn.Module):
         super().__init__()
         self.adapters, self._mesh = adapters, mesh
         self._base, self._quantised = base, quantised
-        self._made: list[Made] = []
+        self.bases: list[Made] = []
         # By the memory of their weights: those that a pass makes.
         self._in_layers: dict[int, Made] = {}
         # Decoder layer whose quantised weights are there now, made with the present factors.
@@ -186,10 +187,10 @@ class Adapters(nn.Module):
                 base = to_host(base)
             if id(weight) in own:
                 weight.requires_grad_()
-                weight.register_post_accumulate_grad_hook(_Projection(self, len(self._made)))
+                weight.register_post_accumulate_grad_hook(_Projection(self, len(self.bases)))
             adapters = own.get(id(weight), [])
-            self._made.append(Made(weight=weight, base=base, adapters=adapters, layer=layer))
-        self._in_layers = {storage_of(made.weight): made for made in self._made if made.layer}
+            self.bases.append(Made(weight=weight, base=base, adapters=adapters, layer=layer))
+        self._in_layers = {storage_of(made.weight): made for made in self.bases if made.layer}
         for of_layer in {} if keep else dict.fromkeys(layer for *_, layer in self._quantised):
             of_layer.register_forward_pre_hook(self._before)
             of_layer.register_forward_hook(self._after)
@@ -204,7 +205,7 @@ class Adapters(nn.Module):
     @torch.no_grad()
     def project(self, number: int, gradient: torch.Tensor) -> None:
         """Add to the gradients of the adapters what follows from that of a merged parameter."""
-        for each in self._made[number].adapters:
+        for each in self.bases[number].adapters:
             each.add_gradient(gradient)
 
     @torch.no_grad()
@@ -216,7 +217,7 @@ class Adapters(nn.Module):
         """
         self._is_first = first
         self.release()
-        for made in self._made:
+        for made in self.bases:
             if made.layer is None:
                 self._make(made, made.weight.data)
 

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3.assets import TINY_MOE
+from tests.e2e import adapter_cases
+from tests.families import engine_sizes, family_checkpoint
 from tests.runs import interpreter, rows_of, run
-from tests.world import ROOT
+from tests.world import ROOT, run_world
 
 pytestmark = pytest.mark.e2e
 
@@ -82,3 +84,13 @@ def test_export_is_base_plus_product(tmp_path: Path) -> None:
         [*command, "--to", str(tmp_path / "to")], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2 and "weights changed since the run" in done.stderr, done.stderr
+
+
+def test_vllm_samples_with_the_adapter_as_with_the_merged_model(tmp_path: Path) -> None:
+    """A dense model: vLLM's CPU build has no adapters for experts."""
+    model = family_checkpoint(tmp_path / "model", "llama3.1", **engine_sizes("llama3.1"))
+    given = {"model": str(model), "out": str(tmp_path)}
+    ((base, adapted, merged),) = run_world(adapter_cases.adapted, 1, **given)
+    assert adapted[0] == merged[0] != base[0]
+    # Rounding of float32: 1e-6 measured; an adapter with another scale is off by 0.1 and more.
+    assert adapted[1] == pytest.approx(merged[1], abs=1e-4)

@@ -291,7 +291,7 @@ def _quantised(device: Device, config: Config, out: Path) -> Quantised:
     names = quantised_tensors(policy.shape)
     off = sum(float((exported[name] - model[name]).float().square().sum()) for name in names)
     policy.offload()
-    made = [made for chunk in policy.chunks for made in chunk.lora._made if made.layer]
+    made = [made for chunk in policy.chunks for made in chunk.lora.bases if made.layer]
     held = sum(
         made.base.values.nbytes + made.base.scales.nbytes + made.weight.untyped_storage().nbytes()
         for made in made

@@ -11,15 +11,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from r3.assets import TINY_MOE
 from r3.checks import problems, warnings
 from r3.config import Config, ConfigError, LoraConfig, fixed_changes
 from r3.configs import KNOWN_SHAPES, PRESETS
+from r3.models.hf_checkpoint import CheckpointReader, write_checkpoint
 from r3.models.lora import adapted_tensors, quantised_tensors, scale_in
-from r3.models.peft import adapter_config, adapter_reader, joined_in, write_adapter
+from r3.models.peft import (
+    adapter_config,
+    adapter_reader,
+    dropped_by_peft,
+    joined_in,
+    write_adapter,
+)
 from r3.models.shape import ModelShape
 from r3.planning.memory_plan import fit, host_memory, memory
+from tests.families import family_checkpoint
 from tests.settings import changed, found
 
 pytestmark = pytest.mark.unit
@@ -159,3 +168,58 @@ def test_an_adapter_is_written_as_peft_names_it(tmp_path: Path) -> None:
         a, b = adapter_reader(str(tmp_path / "adapter"), other)(pairs[0][0])
         assert float((other.scale(8) * b @ a).mean()) == 16.0
     assert joined_in(SHAPE, ranks) == ""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "targets", "drops"),
+    [
+        ("", LoraConfig().targets, False),
+        ("deepseek_v3", ("attention", "experts"), False),
+        # Experts beside dense layers and shared experts, which PEFT 0.21 drops without an error.
+        ("deepseek_v3", LoraConfig().targets, True),
+    ],
+)
+def test_peft_computes_the_logits_of_the_merged_model(
+    family: str, targets: tuple[Any, ...], drops: bool, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    path = family_checkpoint(tmp_path / family, family) if family else TINY_MOE
+    shape, lora = ModelShape.read(path), LoraConfig(rank=8, expert_rank=4, targets=targets)
+    ranks = adapted_tensors(shape, lora)
+    pairs = random_pairs(shape, ranks)
+    write_adapter(tmp_path / "adapter", pairs, adapter_config(shape, lora, ranks, ""), lora)
+    with CheckpointReader(path) as reader:
+        tensors = {name: reader.read(name).float() for name in reader.shapes}
+    for name, a, b in pairs:
+        tensors[name] += lora.scale(len(a)) * b @ a
+    write_checkpoint(
+        tmp_path / "merged",
+        iter(tensors.items()),
+        small_files={"config.json": (path / "config.json").read_bytes()},
+        dtype=torch.float32,
+        metadata={},
+    )
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    tokens = torch.arange(24)[None]
+    base, expected = plain(tokens).logits, whole(tokens).logits
+    got = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))(tokens).logits
+    error = float((got - expected).abs().max() / (expected - base).abs().max())
+    assert error > 0.1 if drops else error < 1e-4, error
+    assert dropped_by_peft(ranks) == drops, "an export says so"
+
+
+def random_pairs(
+    shape: ModelShape, ranks: dict[str, int]
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Factors of all adapters, none of them 0."""
+    random = torch.Generator().manual_seed(0)
+    return [
+        (
+            name,
+            0.1 * torch.randn(rank, shape.tensor_shapes[name][1], generator=random),
+            0.1 * torch.randn(shape.tensor_shapes[name][0], rank, generator=random),
+        )
+        for name, rank in ranks.items()
+    ]
