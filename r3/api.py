@@ -70,11 +70,11 @@ class Result:
 def train(
     start: Config | str, settings: Mapping[str, object] | None = None, *, ranks: int | None = None
 ) -> Result:
-    """Make a run to its end, or go on with the one in its folder. See the module for an example.
+    """Run to the end, or resume the run in its folder. See the module for an example.
 
     Args:
         start: settings, or a word of the command line: a preset, a YAML file, file.py:function.
-        settings: values laid over them: `{"train.lr": 1e-4}` or `{"train": {"lr": 1e-4}}`. A
+        settings: values that override them: `{"train.lr": 1e-4}` or `{"train": {"lr": 1e-4}}`. A
             function or class of an imported file may stand for its name, `path/to/file.py:name`.
         ranks: number of ranks; None is 1, or those that torchrun has started.
 
@@ -82,7 +82,7 @@ def train(
         ConfigError: everything that is wrong with the settings, before anything is written.
         DataError, CheckpointError, ResumeError: data, model folder or run folder are wrong.
         StoppedEarly: a signal such as Ctrl-C ended the run after a step, with a checkpoint. The
-            same call goes on.
+            same call resumes.
         RunError: one of several ranks failed; or another thread of this process makes a run.
     """
     started = int(os.environ.get("WORLD_SIZE", "0"))  # by torchrun

@@ -83,7 +83,7 @@ def check_model(config: Config, found: Findings) -> ModelShape | None:
             fix = f"write hub:{path} for a model of the hub"
         found.add("model.path", "there is no such folder", fix)
         return None
-    # A FIFO would block its reader for ever.
+    # A FIFO would block its reader forever.
     odd = [each.name for each in folder.iterdir() if not (each.is_file() or each.is_dir())]
     if odd := [name for name in odd if (folder / name).exists()]:
         rule = f"{sorted(odd)[0]} is a device or a FIFO, not a file"

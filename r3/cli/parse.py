@@ -80,7 +80,7 @@ class Invocation:
 
     Attributes:
         config: its settings.
-        base: what the flags were laid over.
+        base: the settings that the flags override.
         differences: the base and how the run differs from it, one line each.
         overrides: the differences as YAML, for overrides.yaml of the run, without secrets.
         overrides_with_secrets: the same as they are, for ranks that this process starts.
@@ -270,7 +270,7 @@ def from_python(
 
     Args:
         start: settings, or a word of the command line: a preset, a YAML file, file.py:function.
-        settings: values laid over them, in sections or by full names such as "train.lr".
+        settings: values that override them, in sections or by full names such as "train.lr".
         world_size: number of ranks.
 
     Raises:
@@ -331,7 +331,7 @@ def _examine(
     """Resolve contradictions of the base, and add all that is wrong to `problems`.
 
     Args:
-        names: the settings that the user gave beside the base.
+        names: the settings that the user gave in addition to the base.
         fetched: settings whose models of the hub are downloaded if nothing else is wrong.
     """
     asked, given = config, {*names, *base.values}
@@ -482,7 +482,7 @@ def _typed(value: object) -> str:
 
 
 def _base(words: _Words, problems: list[Problem]) -> Base | None:
-    """What the flags are laid over; None if there is none."""
+    """The base that the flags override; None if there is none."""
     try:
         if words.run_dir is not None:
             if words.bases:
@@ -697,7 +697,7 @@ def _with_folder(argv: Sequence[str], folder: str) -> str:
 
 def _needs(base: Base, problems: list[Problem]) -> list[Problem]:
     """Problems that a download solves: what a preset names and the user has not changed, and files
-    that a model's folder lacks beside its config.json.
+    that a model's folder lacks in addition to its config.json.
     """
     named = flatten(base.root_config) if base.root in PRESETS else {}
     return [

@@ -190,7 +190,7 @@ def read_values(
 
 
 def _by_full_name(given: Mapping[str, Any], problems: list[Problem]) -> Iterator[tuple[str, Any]]:
-    """Values of sections and values beside them, by full names; what is neither is a problem."""
+    """Values in sections or by full names, as a dict by full names; anything else is a problem."""
     sections = [section.name for section in fields(Config)]
     for name, content in given.items():
         if "." in str(name):

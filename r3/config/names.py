@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Names in `reward.function` that stand for the environment's own reward. `none` says that there is
-# no reward function beside it.
+# no other reward function.
 ENVIRONMENT = ("env", "none")
 
 

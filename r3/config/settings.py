@@ -847,7 +847,7 @@ class CheckpointConfig:
         Fix("eval/heldout/accuracy, with the name of your set"),
     ] = ""
     """Metric of the evaluations, such as eval/heldout/accuracy. A checkpoint is saved after each
-    evaluation that is better than all before, and the best one is kept beside the newest. Empty:
+    evaluation that is better than all before, and the best one is also kept. Empty:
     none."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Which value of checkpoint.keep_best is the best."""
@@ -886,7 +886,7 @@ class LogConfig:
     tensorboard: bool = True
     """Write LOG_DIR/tensorboard."""
     tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"
-    """Experiment tracker that gets settings, metrics and samples beside TensorBoard. Its package is
+    """Experiment tracker that gets settings, metrics and samples too. Its package is
     installed separately. A resumed run continues its run of the tracker."""
     project: Annotated[str, Not("", "a tracker files runs under a project"), Fix("r3")] = "r3"
     """Project of log.tracker; MLflow calls it an experiment."""

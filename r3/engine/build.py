@@ -229,7 +229,7 @@ def build_llm(
 
 
 def overrides(config: Config, shape: ModelShape) -> dict[str, Any] | Callable[[Any], Any]:
-    """What vLLM must know beside the checkpoint's config.json.
+    """What vLLM must know in addition to the checkpoint's config.json.
 
     Of a model that also sees images, it builds the text model alone.
     """
@@ -264,7 +264,7 @@ def require_architecture(architecture: str) -> None:
 
 
 def cuda_arguments(config: Config, share: float) -> dict[str, Any]:
-    """What an engine on CUDA gets beside the arguments of every engine; see `build_llm`."""
+    """Further arguments of an engine on CUDA; see `build_llm`."""
     return dict(
         enable_sleep_mode=True,
         gpu_memory_utilization=share,

@@ -137,7 +137,7 @@ class _Target:
     Attributes:
         name, module, leaf: the parameter, its layer, and its name there.
         like: the parameter, or where vLLM packed it and dropped it, its metadata.
-        is_dropped: it has to be made anew to be packed.
+        is_dropped: it must be allocated again to be packed.
         pieces: number of tensors that fill it.
         missing: those of them that have not come in this load.
         filling: what they are copied into; None before the first.
@@ -177,7 +177,7 @@ class _Target:
 
 @dataclass(kw_only=True)
 class DirectWeights:
-    """The plan of a load: all parameters of an engine whose layers are laid out plainly.
+    """The plan of a load: all parameters of an engine whose layers have a plain layout.
 
     It is made once and serves every load, as long as `fits` finds the parameters that it was made
     for.

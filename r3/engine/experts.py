@@ -165,7 +165,7 @@ class StackedExperts:
 def plain_experts(
     module: Any, tensors: Mapping[str, torch.Tensor], shape: ModelShape
 ) -> StackedExperts | str:
-    """The stacked tensors of vLLM's `RoutedExperts` if they are laid out plainly, else why not.
+    """The stacked tensors of vLLM's `RoutedExperts` if they have a plain layout, else why not.
 
     Args:
         tensors: the parameters that the kernels of `module` read, by their names there.

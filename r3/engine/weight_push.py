@@ -113,7 +113,7 @@ def _reload(
     *,
     copy_experts: bool,
 ) -> Pushed:
-    """Load weights with vLLM's reload, layer by layer, and copy experts that are laid out plainly.
+    """Load weights with vLLM's reload, layer by layer, and copy experts with a plain layout.
 
     Parameters move to the meta device, each module is rebuilt when its last tensor arrived, and
     kernel tensors keep their storage, so CUDA graphs stay valid. A tensor is kept until its module

@@ -40,7 +40,7 @@ class Parsed:
     reasoning: str | None = None
 
     def fields(self) -> dict[str, Any]:
-        """What a message has beside its content: `tool_calls`, and `reasoning` if there is any.
+        """Fields of a message besides its content: `tool_calls`, and `reasoning` if there is any.
 
         A copy each time: users' code gets messages and may change them.
         """

@@ -155,7 +155,7 @@ class Model(Protocol):
         """Return the UTF-8 bytes of a token, which may be part of a character."""
 
     def fork(self) -> Model:
-        """Return a handle with random streams of its own, for a branch that runs beside others."""
+        """Return a handle with random streams of its own, for a branch that runs concurrently."""
 
 
 class Workflow(Protocol):
@@ -289,7 +289,7 @@ class Ended:
 
 
 class Workflows:
-    """The episodes of workflows in flight, by key, on one event loop beside the engine.
+    """The episodes of workflows in flight, by key, on one event loop in a thread.
 
     Attributes:
         settings: `env.*`. `env.timeout_s` is the limit of an episode's own time (`OwnTime`).

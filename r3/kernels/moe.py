@@ -29,7 +29,7 @@ def weighted_swiglu(both_SF: torch.Tensor, gates_S: torch.Tensor) -> torch.Tenso
     """Return silu(gate) * up * weight, [S, F].
 
     Args:
-        both_SF: gate beside up, [S, 2F].
+        both_SF: gate and up next to each other, [S, 2F].
         gates_S: weight of each slot, float32.
     """
     gate, up = wide(both_SF).chunk(2, -1)
@@ -57,7 +57,7 @@ def sum_rows(rows_SD: torch.Tensor, places_NK: torch.Tensor) -> torch.Tensor:
 
     Args:
         rows_SD: the rows.
-        places_NK: indices of rows; S or more stands for no row.
+        places_NK: indices of rows; S or more means no row.
     """
     dtype = torch.promote_types(rows_SD.dtype, torch.float32)
     total_ND = rows_SD.new_zeros(len(places_NK), rows_SD.shape[1], dtype=dtype)

@@ -110,7 +110,7 @@ class _Experts(torch.autograd.Function):
 def _multiple(tokens_ND: torch.Tensor) -> int:
     """What the number of an expert's rows is rounded up to.
 
-    torch prepares a product of bfloat16 anew for every number of rows that it has not seen lately,
+    torch prepares a bfloat16 product again for every number of rows that it has not seen lately,
     which takes longer than a small product. Rounded up, the numbers repeat.
     """
     is_bfloat16 = tokens_ND.dtype == torch.bfloat16 and not is_by_float32(tokens_ND)

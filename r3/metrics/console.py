@@ -286,7 +286,7 @@ class Console:
 
     def show(self, conversation: RenderableType) -> None:
         """Show a sample: on a terminal in colours, in a log file as plain lines."""
-        self._rows = 0  # the table begins anew below it
+        self._rows = 0  # the table starts again below it
         if self._rich:
             self._rich.print(conversation)
             return

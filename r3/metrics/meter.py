@@ -64,14 +64,14 @@ class Meter:
         axis: the ranks whose parts make a row. All of them call `close_step`.
         config: of the run.
         on_phase: told the phase whenever it changes or proceeds: the watchdog's `beat`.
-        first_step: steps that a resumed run has behind it; its rows go on from there.
+        first_step: steps that a resumed run has already made; its rows continue from there.
         tracker: gets rows and samples on rank 0, and is closed with the meter.
         trace: told of steps and phases.
         stream: the console; None = stdout.
 
     Attributes:
         last_row: the newest row; empty before the first.
-        last_step: its step, or that of the checkpoint that the run goes on from; -1 before both.
+        last_step: its step, or that of the checkpoint that the run resumes from; -1 before both.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Meter:
         """Time work that belongs to no row, such as saving; the console says what took how long.
 
         Args:
-            says: whether it does; not for work that goes on beside the steps.
+            says: whether it does; not for work in the background of the steps.
         """
         began = time.perf_counter()
         self._on_phase(what)
@@ -238,7 +238,7 @@ class Meter:
 
     @contextmanager
     def _events_may_end(self) -> Iterator[None]:
-        """TensorBoard's writer cannot go on after a full disk; the run can."""
+        """TensorBoard's writer cannot continue after a full disk; the run can."""
         try:
             yield
         except OSError as error:

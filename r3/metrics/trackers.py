@@ -155,7 +155,7 @@ CLIENTS: Mapping[str, Callable[[str, str, str, Path, Mapping[str, Any]], Client]
 
 
 class Tracker:
-    """A client in a thread of its own. Its first failure after the start is said, then it rests.
+    """A client in its own thread. Its first failure after the start is reported, then it stops.
 
     Args:
         config: of the run; `log.tracker` is not none.

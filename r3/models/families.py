@@ -651,7 +651,7 @@ def text_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values
 
 
-# Keys that such a config.json has beside the section.
+# Keys that such a config.json has outside of the section.
 _OF_THE_WHOLE = ("quantization_config", "tie_word_embeddings", "transformers_version")
 
 

@@ -163,7 +163,7 @@ class CheckpointReader:
 
 
 def read_small_files(folder: str | Path) -> dict[str, bytes]:
-    """Return what a loader needs beside the weights: config, tokenizer, chat templates, code.
+    """Return what a loader needs besides the weights: config, tokenizer, chat templates, code.
 
     Names are relative to the folder.
     """

@@ -18,7 +18,7 @@ SMALL_FILES = (
     *("*token*.json", "tekken.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
     *("chat_template*", "*.jinja", "additional_chat_templates/*.jinja", "*.py"),
 )
-"""What loaders read beside the weights: config, tokenizer, chat templates, their code."""
+"""What loaders read besides the weights: config, tokenizer, chat templates, their code."""
 
 _NAME = re.compile(r"hub:([\w-][\w.-]*/[\w.-]+)(?:@(.+))?")
 

@@ -80,7 +80,7 @@ class ModelShape:
         expert_groups: the router first chooses the best `topk_groups` of so many groups of experts.
         moe_layers: numbers of the layers that have experts, from 0.
         centred_norms: norms multiply by 1 + weight, but for those in gated delta layers.
-        output_gate: a sigmoid of a second projection, beside that of the queries, gates attention.
+        output_gate: a sigmoid of a second projection, next to that of the queries, gates attention.
         delta: sizes of the gated delta layers.
         delta_layers: numbers of the layers that have one in the place of attention.
         num_mtp_layers: multi-token-prediction layers, which R3 does not load, train or export.

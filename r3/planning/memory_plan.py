@@ -199,7 +199,7 @@ def head_bytes(config: Config, shape: ModelShape) -> float:
         backward    C W (4 + o) + D W (4 + o)    logits and their gradient; gradient of the weight,
                                                  summed in float32, and that of one chunk
                                                  (float32 logits become their gradient: 4 C W;
-                                                 algo.entropy_coef needs 4 C W beside them)
+                                                 algo.entropy_coef needs 4 C W more)
         all at once 2 o C W + D W (4 + o)        logits that are kept, and their gradient
         both        b N D / cp                   hidden states of all tokens
                     4 D W                        float32 copy of the weight for model.fp32_head

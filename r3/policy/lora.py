@@ -222,7 +222,7 @@ class Adapters(nn.Module):
                 self._make(made, made.weight.data)
 
     def release(self) -> None:
-        """Free weights that are made of a quantised base; the next pass makes them anew."""
+        """Free weights that were dequantised from the base; the next pass recomputes them."""
         for made in self._in_layers.values():
             if made.layer == self._held:
                 made.weight.data.untyped_storage().resize_(0)
@@ -230,7 +230,7 @@ class Adapters(nn.Module):
 
     @torch.no_grad()
     def made(self, flat: torch.Tensor) -> torch.Tensor | None:
-        """Return all values of a parameter, made anew; None if it is always there.
+        """Return all values of a parameter, recomputed; None if it is always in memory.
 
         Args:
             flat: a tensor in the parameter's memory.

@@ -93,7 +93,7 @@ class TrainingMemory:
     def onload(self) -> None:
         """Restore gradients as zeros, and optimizer tensors unless they are streamed.
 
-        On CUDA the copies are queued beside the passes: the optimizer's step waits for them.
+        On CUDA, side streams copy during the passes: the optimizer's step waits for them.
         """
         with self._coming.after_current():
             for key, tensor in self.optimizer_tensors() if not self._streamed else ():

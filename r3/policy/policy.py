@@ -157,7 +157,7 @@ class Policy(ScoringPolicy):
         return bool(self._adapters) and self.config.model.base != "dtype"
 
     def values(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a shared buffer, or its values made anew."""
+        """Return a shared buffer, or recompute its values."""
         made = (adapters.made(buffer) for adapters in self._adapters)
         return next((each for each in made if each is not None), buffer)
 

@@ -19,7 +19,7 @@ from r3.view.runs import ViewError
 
 @dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """Arrays beside a rollout dump, concatenated over its rows; `r3.types` explains the shapes.
+    """Arrays of a rollout dump, concatenated over its rows; `r3.types` explains the shapes.
 
     `policy_logprobs` and `live_routes` come from `python -m r3.rescore --save`; None without it.
     """

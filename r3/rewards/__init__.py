@@ -46,7 +46,7 @@ class _Late(Exception):
     """A comparison took too long."""
 
 
-# No <answer> inside of another one: else the search to the end begins anew at each.
+# No <answer> inside of another one: else the search to the end restarts at each.
 _FINAL_ANSWER = re.compile(
     r"####[ \t]*([^\n]+)|<answer>((?:(?!<answer>).)+?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})+)\}",
     re.DOTALL,

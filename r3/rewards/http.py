@@ -96,7 +96,10 @@ class ChatJudge:
             text, reason = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CallError(f"{self._url} sent no chat completion: {shown}") from error
-        if reason in ("length", "content_filter"):  # a number in it may be cut, or not the verdict
+        if reason in (
+            "length",
+            "content_filter",
+        ):  # a number in it may be truncated, or not the score
             raise CallError(
                 f"the judge's reply is not whole (finish_reason {reason!r}); reward.max_tokens = "
                 f"{self._settings.max_tokens}: {shown}",

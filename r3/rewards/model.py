@@ -1,6 +1,6 @@
 """A reward model on the rank's own device: a sequence-classification checkpoint with one label.
 
-A thread beside the engine scores conversations in the order in which they end. A batch is complete
+A thread next to the engine scores conversations in the order in which they end. A batch is complete
 when it has `reward.model_batch` conversations or `reward.model_tokens` padded tokens, or when its
 first conversation has waited `reward.model_wait_s`.
 """

@@ -1,4 +1,4 @@
-"""The reward of a conversation: a weighted sum of components, computed beside the engine.
+"""The reward of a conversation: a weighted sum of components, computed while the engine samples.
 
     scorer.submit(key, rollout, prompt)              # when a conversation ends
     for result in scorer.poll():                     # between steps of the engine

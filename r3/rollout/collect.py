@@ -29,7 +29,7 @@ class Collector:
 
     Attributes:
         setup: environments, tokenizer and chat template.
-        scorer: rewards each conversation when it ends, beside the engine.
+        scorer: rewards each conversation when it ends, while the engine samples.
         sampling: how tokens are drawn; the strings and tokens that end a turn are added to it.
         run_seed: seed of the run.
         samples_per_prompt: conversations per prompt.

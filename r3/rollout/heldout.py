@@ -55,7 +55,7 @@ class Evaluation:
     Attributes:
         metrics: partials of this rank.
         rows: one per sample, of all ranks.
-        note: why the accuracy may not be what was meant; empty if nothing speaks against it.
+        note: why the accuracy may not be what was intended; empty if it is.
     """
 
     metrics: dict[str, Any]
@@ -152,7 +152,7 @@ def evaluate(
     collected = collector.collect(
         prompts, policy_version=policy_version, seed_step=-1, on_rollout=on_rollout
     )
-    # The last sequence of a workflow's episode stands for it.
+    # The last sequence of a workflow's episode represents it.
     episodes: dict[tuple[int, int], list[tuple[Rollout, float]]] = {}
     for rollout, reward in zip(collected.rollouts, collected.rewards, strict=True):
         episodes.setdefault((rollout.group, rollout.sample_index), []).append((rollout, reward))

@@ -23,7 +23,7 @@ class Judging:
     def with_questions(self, turns: list[Turn], finished: int) -> tuple[list[Turn], int]:
         """Add the questions since the last call to the turns that a round returned.
 
-        A question that leaves no room for a reply has no verdict.
+        A question that leaves no room for a reply gets no score.
         """
         if (judge := self._judge) is None:
             return turns, finished

@@ -53,7 +53,7 @@ class Rewards(StepRewards):
 
     Attributes:
         given_R: rewards as they were given, float64.
-        deciding_R: values that decide about signal beside the rewards
+        deciding_R: further values that decide whether a group has signal
             (`algo.dynamic_sampling_metric`), float64; None: rewards alone do.
         trains_R: whether the rollout has tokens with loss, bool.
         groups_R: group of each rollout.

@@ -30,7 +30,7 @@ from r3.types import Prompt
 
 _DROPPED = "rollout/dropped_by_budget"
 _TAKEN = "prompts_taken.json"  # in checkpoints of runs with dynamic sampling
-_MANY_STEPS = 10  # steps in a row without signal after which it is said again
+_MANY_STEPS = 10  # steps in a row without signal after which the warning is repeated
 
 
 class NoSignalError(RuntimeError):

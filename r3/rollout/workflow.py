@@ -41,7 +41,7 @@ from r3.types import Message, RouteError
 
 @dataclass(kw_only=True, eq=False)
 class WorkflowEpisode(Episode):
-    """One episode of a workflow; a retry begins it anew.
+    """One episode of a workflow; a retry starts it again.
 
     Attributes:
         said: what was read in the model's messages, by their text: tool calls and reasoning.
@@ -252,7 +252,7 @@ class EpisodeModel:
         self._numbers = itertools.count()
 
     def fork(self) -> EpisodeModel:
-        """Return a handle for a branch that runs beside others.
+        """Return a handle for a branch that runs concurrently.
 
         Its calls are numbered by themselves, so what they sample does not depend on which branch
         is faster.

@@ -548,7 +548,7 @@ def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Ten
 
 
 class SideStream:
-    """A queue of work beside the current stream on CUDA. On CPU work is done at once."""
+    """A side stream on CUDA, next to the current one. On CPU work is done immediately."""
 
     def __init__(self, device: Device) -> None:
         self._stream = torch.cuda.Stream() if device.is_cuda else None

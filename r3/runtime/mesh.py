@@ -197,7 +197,7 @@ def build_mesh(device: Device, parallel: ParallelConfig) -> Mesh:
 
 
 def axis_beside(world: Axis, *, timeout_s: float) -> Axis:
-    """All ranks on a gloo group of its own, for a thread beside the training. All ranks must call.
+    """All ranks on a separate gloo group, for a background thread. All ranks must call.
 
     Args:
         world: all ranks.

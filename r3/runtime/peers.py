@@ -258,7 +258,7 @@ class SharedBarrier:
                 problem = "" if is_running(self._pids[rank]) else "has ended"
             # It may have come meanwhile: before it ended, or while this rank was suspended.
             if problem and words[0] < self._count:
-                self._own[0] = _GONE  # a rank that comes now must not go on alone
+                self._own[0] = _GONE  # a rank that arrives now must not continue alone
                 raise RuntimeError(
                     f"waiting for rank {rank} of a group of {len(self._pids)} (process "
                     f"{self._pids[rank]}): it {problem}"

@@ -70,7 +70,7 @@ def name_process(name: str) -> None:
 def die_with_launcher() -> None:
     """Let a rank die with the torchrun that started it. Does nothing without a launcher.
 
-    Without this, ranks whose launcher was killed continue and write beside the next run.
+    Without this, ranks whose launcher was killed continue and write during the next run.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())

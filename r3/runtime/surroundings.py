@@ -114,7 +114,7 @@ class Surroundings:
         self._said: set[str] = set()
 
     def restore(self, who: str) -> None:
-        """Set back what has changed; rank 0 says so once for each thing.
+        """Restore what has changed; rank 0 reports each change once.
 
         Args:
             who: whose code ran meanwhile.

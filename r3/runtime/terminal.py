@@ -52,7 +52,7 @@ def open_missing(descriptors: Sequence[int] = (0, 1, 2)) -> None:
 def own_streams() -> None:
     """Make stdout and stderr of this program drop what they cannot write, users' lines too.
 
-    R3 goes on to write to them when users' code has replaced `sys.stdout` or `sys.stderr`.
+    R3 continues to write to them when users' code has replaced `sys.stdout` or `sys.stderr`.
     """
     open_missing()
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
@@ -88,7 +88,7 @@ _OBEYED = re.compile(
 
 def visible(text: object) -> str:
     """The text with its control characters as escapes: a model's output moves no cursor, changes no
-    colour or title, and does not reverse what stands beside it.
+    colour or title, and does not reverse the text next to it.
     """
     return _OBEYED.sub(lambda each: ascii(each[0])[1:-1], str(text))
 

@@ -1,1 +1,1 @@
-"""Users' code: load files, limit their time, run them beside the engine, check the results."""
+"""Users' code: load files, limit their time, run them while the engine samples."""

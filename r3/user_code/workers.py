@@ -154,8 +154,8 @@ class Pool:
         """Abandon calls; `poll` returns none of them.
 
         Args:
-            keep: by key, calls that go on.
-            keep_started: by key, calls that go on if they have started.
+            keep: by key, calls that continue.
+            keep_started: by key, calls that continue if they have started.
 
         Returns:
             The keys of the abandoned calls.
