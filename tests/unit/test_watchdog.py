@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -167,8 +168,9 @@ def test_a_heartbeat_that_is_no_longer_written_is_told_apart(said: Said, tmp_pat
     write_json(run_dir.heartbeat(1), dead)
     with Watchdog(0, 2, stall_s=STALL_S, says=said.descriptor) as watchdog:
         watchdog.watch(run_dir, kill_after_s=0.0)
-        report = said.wait_for("end of report")
-    assert "heartbeat 100 s old: its process or its machine is gone" in report
+        # On a busy machine a first report may come before the folder is known.
+        report = said.wait_for("its process or its machine is gone")
+    assert re.search(r"rank 1: .*, heartbeat 10\d s old: its process", report)
 
 
 def test_a_disk_that_refuses_heartbeats_does_not_end_the_watch(said: Said, tmp_path: Path) -> None:
