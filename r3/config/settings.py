@@ -847,8 +847,7 @@ class CheckpointConfig:
         Fix("eval/heldout/accuracy, with the name of your set"),
     ] = ""
     """Metric of the evaluations, such as eval/heldout/accuracy. A checkpoint is saved after each
-    evaluation that is better than all before, and the best one is also kept. Empty:
-    none."""
+    evaluation that is better than all before, and the best one is also kept. Empty: none."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Which value of checkpoint.keep_best is the best."""
     background: bool = True
