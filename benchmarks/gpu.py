@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from r3 import assets
 from r3.config import from_yaml
-from r3.layers.modules import causal_varlen
+from r3.layers.attention import causal_varlen
 from r3.metrics.glossary import is_wall_clock
 from r3.models.shape import ModelShape
 from r3.planning.memory_plan import fit

@@ -35,8 +35,9 @@ from r3.models.hub import folder_of
 from r3.models.lora import adapted_tensors
 from r3.models.peft import adapter_config, dropped_by_peft, joined_in, write_adapter
 from r3.models.shape import ModelShape, ShapeError
-from r3.policy.build import build_chunks, in_precision, transformer_config
+from r3.policy.build import build_chunks, in_precision
 from r3.policy.lora import attach, factors
+from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import HeadLayout, load, slots, split
 from r3.run import checkpoint
 from r3.run.build import init_rank

@@ -125,7 +125,8 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "optimizer": _MODELS["optimizer"],
     },
     "r3/policy/build.py": {"optimizer": _MODELS["optimizer"]},
-    "r3/layers/modules.py": {"pg_collection": _MODELS["pg_collection"]},
+    "r3/layers/attention.py": {"pg_collection": _MODELS["pg_collection"]},
+    "r3/layers/grouped_experts.py": {"pg_collection": _MODELS["pg_collection"]},
     "r3/layers/context_parallel.py": {"pg_collection": _MODELS["pg_collection"]},
     "r3/runtime/mesh.py": {"groups": _MODELS["groups"]},
     "r3/routing/replay.py": {
@@ -152,7 +153,7 @@ PASSES_ON = {"vllm.LLM": "vllm.EngineArgs"}
 # Arguments of these are set in another way than by a call.
 ALSO_READ = {
     "torch.optim.AdamW",  # param_groups
-    "megatron.core.transformer.MLATransformerConfig",  # r3.policy.build.megatron_settings
+    "megatron.core.transformer.MLATransformerConfig",  # r3.policy.transformer_config
 }
 # Names that R3 uses only where they exist, or adds where they are missing.
 OPTIONAL = {

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from r3.layers.attention import CausalAttention, Packed, causal_varlen
 from r3.layers.layout import zigzag_rows
-from r3.layers.modules import CausalAttention, Packed, causal_varlen
 
 
 class ContextParallelAttention(CausalAttention):

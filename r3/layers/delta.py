@@ -11,7 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 if TYPE_CHECKING:
-    from r3.layers.modules import Packed
+    from r3.layers.attention import Packed
     from r3.models.families import DeltaSizes
 
 CHUNK = 64

@@ -19,7 +19,7 @@ from torch import nn
 
 from r3.kernels import moe  # noqa: F401  (defines torch.ops.r3)
 from r3.layers.dispatch import Slots
-from r3.layers.modules import GroupedExperts
+from r3.layers.grouped_experts import GroupedExperts
 
 
 class DeviceExperts(GroupedExperts):

@@ -2,9 +2,9 @@
 
 To add a family, write one function that returns fields of `ModelShape`, and one line in `FAMILIES`.
 Everything else follows from the shape: tensor names and sizes (r3/models/shape.py), Megatron's
-settings (r3/policy/build.py) and the conversion of weights (r3/models/rules.py). A family with a
-part that no other one has (a new router, a new attention) needs a field of `ModelShape` too, and
-that part in r3/layers/.
+settings (r3/policy/transformer_config.py) and the conversion of weights (r3/models/rules.py). A
+family with a part that no other one has (a new router, a new attention) needs a field of
+`ModelShape` too, and that part in r3/layers/.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from r3.policy.build import (
     experts_kind,
     learning_rate,
     let_go,
-    transformer_config,
     wrap,
 )
 from r3.policy.lora import adapters_of
@@ -30,6 +29,7 @@ from r3.policy.memory import TrainingMemory, chained
 from r3.policy.objective import NONE_MADE, Passes, policy_loss
 from r3.policy.scoring import ScoringPolicy
 from r3.policy.teacher import Teachers
+from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import HeadLayout, Slot, load, slots
 from r3.routing.replay import (
     Replay,

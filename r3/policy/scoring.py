@@ -11,9 +11,9 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from r3.algo.packing import filler_micro_batch
+from r3.layers.attention import packed_params
 from r3.layers.dispatch import restored_dispatchers
 from r3.layers.layout import LocalTokens, local_tokens
-from r3.layers.modules import packed_params
 from r3.models.shape import ModelShape
 from r3.policy.stages import KnownShapes
 from r3.routing.replay import Mode, Replay, ReplayLedger

@@ -26,7 +26,7 @@ from r3.engine.layers import (
 from r3.engine.slots import SlotRoutes
 from r3.handover.memory import ResidencyError, State
 from r3.handover.weight_sync import SyncError, prove_sync
-from r3.layers.modules import _Norm
+from r3.layers.norms import _Norm
 from r3.rollout.single_turn import sample_single_turn
 from r3.runtime.device import Device
 from r3.types import Rollout

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from r3.config import Config
 from r3.engine.experts import ExpertBlock
 from r3.handover.weight_sync import WeightStream, export
+from r3.layers.attention import packed_params
 from r3.layers.layout import zigzag_rows
-from r3.layers.modules import packed_params
 from r3.models.hf_checkpoint import CheckpointError, joined, read_small_files
 from r3.models.shape import ModelShape
 from r3.policy import Policy

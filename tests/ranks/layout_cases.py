@@ -11,14 +11,14 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3.layers.modules import packed_params
+from r3.layers.attention import packed_params
 from r3.models.freeze import frozen_tensors
 from r3.models.hf_checkpoint import CheckpointReader
 from r3.models.shape import ModelShape
 from r3.policy import Policy, memory, scoring
-from r3.policy.build import transformer_config
 from r3.policy.memory import chained
 from r3.policy.stages import KnownShapes
+from r3.policy.transformer_config import transformer_config
 from r3.policy.weight_slots import load
 from r3.run import checkpoint
 from r3.run.resume import Found

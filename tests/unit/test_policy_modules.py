@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from r3.layers.modules import CausalAttention, _Norm, packed_params
+from r3.layers.attention import CausalAttention, packed_params
+from r3.layers.norms import _Norm
 from r3.layers.rope import Rotation
 from r3.policy.build import rounded_gating
 

@@ -16,7 +16,7 @@ import pytest
 
 from r3.engine.build import cuda_arguments
 from r3.models.shape import ModelShape
-from r3.policy.build import megatron_settings
+from r3.policy.transformer_config import megatron_settings
 from tests.families import FAMILIES, family_checkpoint
 from tests.tiny import tiny_config
 from tools import upstream
