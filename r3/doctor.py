@@ -48,7 +48,7 @@ from r3.run.build import Run, build_run, init_rank
 from r3.run.prepare import refusing
 from r3.runtime.device import init_device, leave
 from r3.runtime.mesh import Axis, Mesh
-from r3.runtime.terminal import say
+from r3.runtime.terminal import own_streams, say
 from r3.types import Batch, Rollout
 
 # small, so that every rank gets several micro-batches of several sequences
@@ -614,4 +614,5 @@ def _report(text: str) -> None:
 
 
 if __name__ == "__main__":
+    own_streams()
     main()

@@ -49,7 +49,7 @@ from r3.run.verify import require_whole
 from r3.runtime.device import Device, leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.process import importing
-from r3.runtime.terminal import say
+from r3.runtime.terminal import own_streams, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,4 +209,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    own_streams()
     main()

@@ -43,7 +43,7 @@ from r3.run.resume import Found
 from r3.run.verify import require_whole
 from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
-from r3.runtime.terminal import say
+from r3.runtime.terminal import own_streams, say
 from r3.types import MicroBatch, Rollout
 
 # Settings that matter to a policy that only scores.
@@ -356,4 +356,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    own_streams()
     main()

@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from r3.runtime.terminal import say, visible
+from r3.runtime.terminal import own_streams, say, visible
 from r3.view.runs import Kind, ViewError, dumped_steps, read_samples
 from r3.view.samples import Sample, best, worst
 from r3.view.terminal import conversation
@@ -123,4 +123,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    own_streams()
     main()

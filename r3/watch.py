@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from r3.runtime.terminal import say
+from r3.runtime.terminal import own_streams, say
 from r3.view.runs import RunFacts, ViewError, read_run
 from r3.view.watch import read_heartbeats, screen
 
@@ -72,4 +72,5 @@ def _look(facts: RunFacts) -> RenderableType:
 
 
 if __name__ == "__main__":
+    own_streams()
     main()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from r3.config import SETTINGS, AlgoConfig, ConfigError, Problem
 from r3.config.settings import ADVANTAGES, LOSSES
-from r3.runtime.terminal import say
+from r3.runtime.terminal import own_streams, say
 from r3.user_code.algorithm import AlgorithmError, run_contract
 
 
@@ -78,4 +78,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    own_streams()
     main()

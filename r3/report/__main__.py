@@ -16,7 +16,7 @@ from pathlib import Path
 
 from r3.report.page import Limits, page_data, render
 from r3.run.folder import write_text
-from r3.runtime.terminal import say
+from r3.runtime.terminal import own_streams, say
 from r3.view.runs import ViewError
 
 
@@ -70,4 +70,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    own_streams()
     main()

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -521,7 +522,9 @@ def test_a_step_is_the_same_under_every_layout(
     parallel: tuple[str, ...], straight: Path, tmp_path: Path
 ) -> None:
     said = run(tmp_path / "layout", *parallel, "--train.steps", "1", "--eval.path", "")
-    assert "leaked shared_memory" not in said
+    assert not re.search("leaked shared_memory|\r|\x1b", said)
+    lines = [line for line in said.splitlines() if line]
+    assert len(lines) == len(set(lines)), "two ranks say nothing twice"
     (row,) = rows_of(tmp_path / "layout")
     expected = rows_of(straight)[1]
     assert row["reward/mean"] == expected["reward/mean"], "the same answers are sampled"

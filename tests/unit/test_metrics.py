@@ -610,6 +610,7 @@ def test_a_sample_is_shown_in_colours_or_as_plain_lines(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as CI does; a file has no colours nevertheless
     meter(stream=stream).show_conversation(conversation(SAMPLE))
     text = stream.getvalue()
     assert "reward 1  advantage +0.500  finish stop  9 sampled tokens" in text

@@ -23,9 +23,10 @@ from tests.run_folder import write_run
 
 pytestmark = pytest.mark.unit
 
-# A title, a screen that is cleared, C1's introducer, a line that is overwritten, reversed text.
-HOSTILE = "a\x1b]0;title\x07\x1b[2J\x9b31m\rb\x08\x7f\u202ereversed\u2066\u200f\u2028"
-SHOWN = r"a\x1b]0;title\x07\x1b[2J\x9b31m\rb\x08\x7f\u202ereversed\u2066\u200f\u2028"  # 66 columns
+# What rich takes for markup, a title, a screen that is cleared, C1's introducer, a line that is
+# overwritten, reversed text.
+HOSTILE = "a[/INST]\x1b]0;title\x07\x1b[2J\x9b31m\rb\x08\x7f\u202ereversed\u2066\u200f\u2028"
+SHOWN = r"a[/INST]\x1b]0;title\x07\x1b[2J\x9b31m\rb\x08\x7f\u202ereversed\u2066\u200f\u2028"
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m|\x1b\]8;[^\x1b]*\x1b\\")  # rich's own, on a terminal
 
@@ -84,7 +85,7 @@ def _metric() -> str:
 def test_the_console_shows_control_characters(door: Callable[[], str]) -> None:
     written = _COLOUR.sub("", door())
     assert not _OBEYED.search(written)
-    assert written.count(r"\x1b]0;title") >= 2, "in both"
+    assert written.count(r"INST]\x1b]0;title") >= 2, "in both"
 
 
 def _show(folder: Path) -> None:
@@ -140,7 +141,7 @@ def test_commands_and_errors_show_control_characters(
     captured = capsys.readouterr()
     written = captured.out + captured.err
     assert not _OBEYED.search(written), ascii(written)
-    assert r"\x1b]0;title" in written
+    assert r"[/INST]\x1b]0;title" in written
 
 
 def test_ordinary_text_is_left_as_it_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -29,6 +30,20 @@ def beat(run: Path, rank: int, phase: str, *, age_s: float = 0.0, silent_s: floa
         RunDir(run).heartbeat(rank),
         state | {"written_at": time.time() - age_s, "host": "here", "pid": 1},
     )
+
+
+def test_a_console_of_ascii_shows_the_run(tmp_path: Path) -> None:
+    """Curves and models' texts become escapes; the command does not fail on them."""
+    run = write_run(tmp_path / "run", steps=1, text="3 + 4 = 7 日本 é")
+    for module, words in (("watch", ["--once"]), ("show", ["--best", "1", "--worst", "0"])):
+        said = subprocess.run(
+            [sys.executable, "-m", f"r3.{module}", str(run), *words],
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            timeout=120,
+        )
+        assert said.returncode == 0, said.stderr
+        assert (rb"\u2581" if module == "watch" else rb"\u65e5\u672c \xe9") in said.stdout
 
 
 def test_curve_runs_from_lowest_to_highest_with_gaps() -> None:
