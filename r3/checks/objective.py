@@ -1,4 +1,4 @@
-"""What `train.objective` fixes, whatever the settings are."""
+"""Settings that `train.objective` fixes."""
 
 from __future__ import annotations
 

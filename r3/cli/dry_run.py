@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: fit, model, ranks, batch, memory, seconds per phase, config."""
+"""The output of `--dry-run`: fit, model, ranks, batch, memory, seconds per phase, config."""
 
 from __future__ import annotations
 

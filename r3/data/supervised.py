@@ -1,4 +1,4 @@
-"""Where the assistant messages are among the tokens of a conversation.
+"""Find the tokens of the assistant messages in a conversation.
 
 A conversation is rendered once. Its text is cut where an assistant message begins and where the
 token that ends it has been, and each piece is tokenised once. A model that samples such a message

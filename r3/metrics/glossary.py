@@ -1,4 +1,4 @@
-"""What each metric key means."""
+"""The meaning of each metric key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the parts of a metric from all micro-batches and ranks become one number.
+"""Reduce the parts of a metric from all micro-batches and ranks to one number.
 
 A metric travels as a *partial*: a frozen dataclass with what is needed to merge it. `reduce(parts)`
 takes the parts of all micro-batches and ranks, in any order with the same result. It returns one

@@ -1,4 +1,4 @@
-"""What `--check` reports: the data, calls of environments and rewards, users' algorithms."""
+"""The report of `--check`: the data, calls of environments and rewards, users' algorithms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--check` says about conversations: control tokens in rows, what is learned, tool calls."""
+"""The report of `--check` on conversations: control tokens in rows, loss tokens, tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees when a run ends with an error: one block from one rank, tracebacks in files."""
+"""Error output of a failed run: one block from one rank, full tracebacks in files."""
 
 from __future__ import annotations
 
