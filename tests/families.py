@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from r3 import assets
+from r3.models.shape import ModelShape
 
 _SIZES: dict[str, Any] = dict(
     vocab_size=512,
@@ -292,3 +293,18 @@ def save_perturbed(model: Any, folder: Path) -> Path:
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(assets.TINY_MOE / file, folder / file)
     return folder
+
+
+def random_pairs(
+    shape: ModelShape, ranks: dict[str, int]
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Name, A and B of every adapter, none of them 0."""
+    random = torch.Generator().manual_seed(0)
+    return [
+        (
+            name,
+            0.1 * torch.randn(rank, shape.tensor_shapes[name][1], generator=random),
+            0.1 * torch.randn(shape.tensor_shapes[name][0], rank, generator=random),
+        )
+        for name, rank in ranks.items()
+    ]

@@ -13,7 +13,7 @@ from r3.models.lora import adapted_tensors
 from r3.models.peft import adapter_config, write_adapter
 from r3.models.shape import ModelShape
 from r3.runtime.device import Device
-from tests.unit.test_lora import random_pairs
+from tests.families import random_pairs
 
 Sampled = tuple[list[int], list[float]]
 

@@ -28,7 +28,7 @@ from r3.models.peft import (
 )
 from r3.models.shape import ModelShape
 from r3.planning.memory_plan import fit, host_memory, memory
-from tests.families import family_checkpoint
+from tests.families import family_checkpoint, random_pairs
 from tests.settings import changed, found
 
 pytestmark = pytest.mark.unit
@@ -208,18 +208,3 @@ def test_peft_computes_the_logits_of_the_merged_model(
     error = float((got - expected).abs().max() / (expected - base).abs().max())
     assert error > 0.1 if drops else error < 1e-4, error
     assert dropped_by_peft(ranks) == drops, "an export says so"
-
-
-def random_pairs(
-    shape: ModelShape, ranks: dict[str, int]
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Factors of all adapters, none of them 0."""
-    random = torch.Generator().manual_seed(0)
-    return [
-        (
-            name,
-            0.1 * torch.randn(rank, shape.tensor_shapes[name][1], generator=random),
-            0.1 * torch.randn(shape.tensor_shapes[name][0], rank, generator=random),
-        )
-        for name, rank in ranks.items()
-    ]
