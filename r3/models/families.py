@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from r3.models.hf_config import HfConfig, ShapeError
 
@@ -47,6 +47,7 @@ class DeltaSizes:
         taps: tokens that the convolution sees.
         interleaved: the projection has the rows of a key head together (Qwen3-Next); otherwise q, k
             and v, the gate, beta and decay have projections of their own (Qwen3.5).
+        state_dtype: in which vLLM keeps the state between tokens; empty = in the engine's.
     """
 
     key_heads: int
@@ -55,6 +56,7 @@ class DeltaSizes:
     value_size: int
     taps: int
     interleaved: bool
+    state_dtype: Literal["", "float32", "bfloat16"] = ""
 
     @property
     def keys(self) -> int:
@@ -234,6 +236,9 @@ def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _hybrid(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
+    state_dtype = hf.values.get("mamba_ssm_dtype") if not interleaved else None  # Qwen3.5's
+    if state_dtype not in (None, "float32", "bfloat16"):
+        raise ShapeError(f"mamba_ssm_dtype {state_dtype!r} must be float32 or bfloat16")
     num_layers = hf.number("num_hidden_layers")
     every = hf.number("full_attention_interval", default=4)
     kinds = hf.values.get("layer_types") or [
@@ -252,6 +257,7 @@ def _hybrid(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
         value_size=hf.number("linear_value_head_dim"),
         taps=hf.number("linear_conv_kernel_dim"),
         interleaved=interleaved,
+        state_dtype=state_dtype or "",
     )
     if sizes.value_heads % sizes.key_heads:
         raise ShapeError(

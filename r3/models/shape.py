@@ -451,15 +451,19 @@ class ModelShape:
             return kept * (self.latent.kv_rank + self.latent.rope_size)
         return 2 * kept * self.num_kv_heads * self.head_dim
 
-    @property
-    def state_values(self) -> int:
-        """Numbers that gated delta layers keep for a conversation, whatever its length."""
+    def state_bytes(self, dtype: str) -> int:
+        """Bytes that gated delta layers keep in an engine for a conversation, whatever its length.
+
+        Args:
+            dtype: the engine's, that of the state too unless config.json has another one for it.
+        """
         if self.delta is None:
             return 0
         sizes = self.delta
         state = sizes.value_heads * sizes.key_size * sizes.value_size
         convolution = (2 * sizes.keys + sizes.values) * (sizes.taps - 1)
-        return len(self.delta_layers) * (state + convolution)
+        of_layer = state * BYTES_OF[sizes.state_dtype or dtype] + convolution * BYTES_OF[dtype]
+        return len(self.delta_layers) * of_layer
 
 
 def checkpoint_tensors(

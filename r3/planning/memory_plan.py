@@ -583,7 +583,8 @@ def sequence_bytes(config: Config, shape: ModelShape) -> float:
     tp = config.parallel.engine_tp
     shards = 1 if shape.latent else min(tp, shape.num_kv_heads)
     values = shape.kv_values(_longest(config, shape)) / shards
-    return (values + shape.state_values / tp) * BYTES_OF[config.engine.dtype]
+    dtype = config.engine.dtype
+    return values * BYTES_OF[dtype] + shape.state_bytes(dtype) / tp
 
 
 def kv_cache_demand(config: Config, shape: ModelShape, world_size: int) -> float:

@@ -241,6 +241,18 @@ def test_windows_bound_the_cache_as_vllm_allocates_it(tmp_path: Path) -> None:
     assert full.kv_values(650) / (2 * 2 * 2 * 32 * 32) > 24 + 16  # what was planned before
 
 
+def test_states_take_what_vllm_allocates(tmp_path: Path) -> None:
+    """vLLM 0.30's CPU engine has 35,840 bytes per layer of these sizes in bfloat16."""
+    sizes = dict(linear_key_head_dim=64, linear_value_head_dim=64)
+    hf = family_checkpoint(tmp_path, "qwen3_5_moe", **sizes) / "config.json"
+    values = json.loads(hf.read_text())
+    assert ModelShape.from_hf(values).state_bytes("bfloat16") == 2 * 35_840
+    wide = ModelShape.from_hf(values | {"mamba_ssm_dtype": "float32"})  # as published
+    assert wide.state_bytes("bfloat16") == 2 * (35_840 + 2 * 4 * 64 * 64)
+    with pytest.raises(ShapeError, match="mamba_ssm_dtype 'fp8' must be"):
+        ModelShape.from_hf(values | {"mamba_ssm_dtype": "fp8"})
+
+
 def test_half_of_a_glm_head_is_rotated_where_config_json_does_not_say(
     folders: dict[str, Path],
 ) -> None:
