@@ -37,8 +37,9 @@ ENVIRONMENT = {
 }
 # The preset has a float32 output layer, which is the default where everything is float32.
 FLOAT32 = ("--model.dtype", "float32")
+ALL_FLOAT32 = "policy float32, engine float32"
 PRECISIONS = {
-    "policy float32, engine float32": (
+    ALL_FLOAT32: (
         *FLOAT32,
         *("--engine.dtype", "float32", "--model.fp32_head", "false"),
     ),
@@ -66,6 +67,9 @@ def main() -> None:
     parser.add_argument(
         "--redraw", action="store_true", help="draw the figures of OUT once more, run nothing"
     )
+    parser.add_argument(
+        "--model", type=Path, help="only the curves, of a model that tools/make_tiny_model.py made"
+    )
     words = parser.parse_args()
 
     if words.redraw:
@@ -74,9 +78,12 @@ def main() -> None:
             words.out / "learning_curve.png",
         )
         return
+    of_model = ("--model.path", str(words.model), *PRECISIONS[ALL_FLOAT32]) if words.model else ()
     with tempfile.TemporaryDirectory(prefix="r3-curve-") as folder:
         curves = {
-            seed: run(Path(folder) / f"curve-{seed}", seed, words.steps, "--eval.every", "5")
+            seed: run(
+                Path(folder) / f"curve-{seed}", seed, words.steps, "--eval.every", "5", *of_model
+            )
             for seed in words.seeds
         }
         mismatch = {
@@ -91,10 +98,11 @@ def main() -> None:
                 )
                 for seed in words.seeds
             ]
-            for number, (name, flags) in enumerate(PRECISIONS.items())
+            for number, (name, flags) in enumerate({} if words.model else PRECISIONS.items())
         }
     found = {
         "what": "preset `tiny`: held-out greedy accuracy, reward, mismatch of engine and policy",
+        **({"model": words.model.name} if words.model else {}),
         "made_by": made_by("python benchmarks/learning_curve.py"),
         "date": date.today().isoformat(),
         "source": source(),
@@ -108,10 +116,10 @@ def main() -> None:
         "mismatch": {name: gap(runs) for name, runs in mismatch.items()},
     }
     words.out.mkdir(parents=True, exist_ok=True)
-    (words.out / "learning_curve.json").write_text(
-        json.dumps(found, indent=1) + "\n", encoding="utf-8"
-    )
-    draw(found, words.out / "learning_curve.png")
+    name = f"learning_curve_{words.model.name}" if words.model else "learning_curve"
+    (words.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if not words.model:
+        draw(found, words.out / "learning_curve.png")
     report(found)
 
 

@@ -4,11 +4,14 @@
     python tools/make_tiny_model.py --out r3/assets/tiny-moe                            # 2 minutes
     python tools/make_tiny_model.py --near-ties --out r3/assets/tiny-moe-ties           # 5 minutes
     python tools/make_tiny_model.py --with-calculator --out r3/assets/tiny-moe-tools    # 3 minutes
+    python tools/make_tiny_model.py --family glm4_moe --out runs/tiny-glm               # 6 minutes
 
 Pre-training has bare facts (`17+8=25`), problems with only the answer (three of four) and problems
 with written steps (one of four). The model then usually writes only the answer, which is mostly
 wrong. When it writes the steps, its answer is mostly right. Reinforcement learning can therefore
 improve it by making the steps more frequent.
+
+`--family` makes a model of another family for the same task. `r3` does not ship it.
 
 `--near-ties` makes a model with many near ties between experts. A penalty pulls all router logits
 towards one value, where bfloat16 cannot distinguish many of them. The engine then often chooses
@@ -35,7 +38,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 # Run from a checkout, r3 need not be installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -90,6 +99,7 @@ ROW_TOKENS = 72
 WORKED = 0.25  # share of the problems whose answer shows its steps
 CONVERSATIONS = 32  # per batch; one is longer than a row of 72 tokens
 CALLING = 0.4  # share of the conversations that call the calculator
+ROUTER_BIAS = 0.05
 WARMUP_STEPS = 50
 MATRIX_LR, OTHER_LR = 0.02, 3e-3
 BALANCE_WEIGHT = 0.02
@@ -142,7 +152,27 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
+STEPS = {"qwen3_moe": 600, "glm4_moe": 1200}
+# Keys of config.json beside those in `build_model`
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64},
+    # A dense layer, biased attention, heads rotated by half, and a shared expert for as many of
+    # the parameters
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, family: str = "qwen3_moe") -> PreTrainedModel:
     """Return a small model that TP 2, PP 2 and 4, and EP 2, 4 and 8 can divide."""
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -152,9 +182,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "num_experts": 8,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
         "norm_topk_prob": True,
         "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": False,
@@ -164,8 +192,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
+    config = AutoConfig.for_model(family, **shape, **FAMILIES[family])
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.set_experts_implementation("eager")
+    for name, biases in model.named_buffers():
+        # Of the router: they move the choice of experts, and pre-training leaves them as they are
+        if name.endswith("e_score_correction_bias"):
+            biases.normal_(std=ROUTER_BIAS)
     return model
 
 
@@ -313,14 +346,14 @@ def router_penalty(router_logits: tuple[torch.Tensor, ...], real: torch.Tensor) 
 
 
 @torch.no_grad()
-def shrink_routers(model: Qwen3MoeForCausalLM) -> None:
+def shrink_routers(model: PreTrainedModel) -> None:
     """Make all routers smaller at the start of pre-training."""
     for layer in model.model.layers:
         layer.mlp.gate.weight.mul_(ROUTER_INIT)
 
 
 @torch.no_grad()
-def slow_routers(model: Qwen3MoeForCausalLM) -> None:
+def slow_routers(model: PreTrainedModel) -> None:
     """Divide the norm before the experts by SLOW_ROUTERS and multiply the matrices after it.
 
     The model's function stays the same. Adam changes every weight by about the learning rate, so a
@@ -335,7 +368,7 @@ def slow_routers(model: Qwen3MoeForCausalLM) -> None:
 
 
 def pretrain(
-    model: Qwen3MoeForCausalLM, stream: Stream | ToolStream, steps: int, *, penalty: float = 0.0
+    model: PreTrainedModel, stream: Stream | ToolStream, steps: int, *, penalty: float = 0.0
 ) -> None:
     """Train with Muon on the matrices and AdamW on the rest; warm-up, then cosine to a fiftieth.
 
@@ -440,7 +473,7 @@ def final(text: str) -> str:
     return text.rpartition("####")[2].strip()
 
 
-def report_answers(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def report_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Print accuracy on the evaluation set, with and without steps."""
     rows = evaluation_rows()
     for title, sampled in (("greedy", False), ("T=1", True)):
@@ -454,7 +487,7 @@ def report_answers(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFas
         print(f"        accuracy with steps {mean(by_steps)}  at once {mean(at_once)}")
 
 
-def report_conversations(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def report_conversations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Print accuracy on the evaluation set, with and without calls of the calculator."""
     rows = evaluation_rows()
     for title, sampled in (("greedy", False), ("T=1", True)):
@@ -476,7 +509,7 @@ def report_conversations(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokeni
 
 
 @torch.no_grad()
-def report_load(model: Qwen3MoeForCausalLM, stream: Stream | ToolStream) -> None:
+def report_load(model: PreTrainedModel, stream: Stream | ToolStream) -> None:
     """Print how evenly the experts are used."""
     ids, _ = stream.batch(64)
     output = model(input_ids=ids, output_router_logits=True, use_cache=False)
@@ -507,7 +540,7 @@ def write_data(folder: Path) -> None:
 
 
 @torch.no_grad()
-def give_padding_a_vector(model: Qwen3MoeForCausalLM) -> None:
+def give_padding_a_vector(model: PreTrainedModel) -> None:
     """The mean of all other tokens' embeddings for the padding token, which transformers leaves at
     exactly zero.
 
@@ -520,7 +553,7 @@ def give_padding_a_vector(model: Qwen3MoeForCausalLM) -> None:
 
 
 def write_checkpoint(
-    folder: Path, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     give_padding_a_vector(model)
     model.to(torch.bfloat16)
@@ -528,10 +561,12 @@ def write_checkpoint(
     tokenizer.save_pretrained(folder)
     # Names by which version 4 of transformers, and tools built on it, find these; version 5 takes
     # both.
-    for name, key, value in (
-        ("config.json", "num_experts", model.config.num_experts),
-        ("tokenizer_config.json", "tokenizer_class", "PreTrainedTokenizerFast"),
-    ):
+    names: list[tuple[str, str, Any]] = [
+        ("tokenizer_config.json", "tokenizer_class", "PreTrainedTokenizerFast")
+    ]
+    if model.config.model_type == "qwen3_moe":
+        names.append(("config.json", "num_experts", model.config.num_experts))
+    for name, key, value in names:
         content = json.loads((folder / name).read_text(encoding="utf-8")) | {key: value}
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -552,17 +587,22 @@ def main() -> None:
     parser.add_argument(
         "--near-ties", action="store_true", help="routers whose choices bfloat16 changes"
     )
+    parser.add_argument(
+        "--family", choices=FAMILIES, default="qwen3_moe", help="model_type of transformers"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of weights and stream; 1: as shipped")
     parser.add_argument(
         "--steps",
         type=int,
-        help="of pre-training; 600, 900 with near ties, 350 with the calculator",
+        help="of pre-training; 600, 900 with near ties, 350 with the calculator, 1200 of GLM",
     )
     args = parser.parse_args()
     if args.near_ties and args.with_calculator:
         parser.error(
             "--near-ties makes a model from nothing, --with-calculator goes on from tiny-moe"
         )
+    if args.family != "qwen3_moe" and (args.near_ties or args.with_calculator):
+        parser.error("--near-ties and --with-calculator are of qwen3_moe")
     if args.data is None and args.out is None:
         parser.error("nothing to make: give --data, --out or both")
     if args.data is not None:
@@ -575,19 +615,23 @@ def main() -> None:
     torch.manual_seed(args.seed)
     if args.with_calculator:
         tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(TINY_MOE)
-        model = Qwen3MoeForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(TINY_MOE, dtype=torch.float32)
         model.set_experts_implementation("eager")
         stream: Stream | ToolStream = ToolStream(tokenizer, args.seed)
     else:
         tokenizer = build_tokenizer()
-        model = build_model(tokenizer)
+        model = build_model(tokenizer, args.family)
         stream = Stream(tokenizer, args.seed)
-    if args.near_ties:
+    is_first = not args.near_ties and args.family == "qwen3_moe"
+    if not is_first:
         # A quarter faster; tiny-moe was made without
         model.set_experts_implementation("grouped_mm")
+    if args.near_ties:
         shrink_routers(model)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, seed {args.seed}")
-    steps = args.steps or (350 if args.with_calculator else 900 if args.near_ties else 600)
+    steps = args.steps or (
+        350 if args.with_calculator else 900 if args.near_ties else STEPS[args.family]
+    )
     pretrain(model, stream, steps, penalty=ROUTER_PENALTY if args.near_ties else 0.0)
     if args.near_ties:
         slow_routers(model)
@@ -603,7 +647,7 @@ def main() -> None:
     print(f"wrote the checkpoint to {args.out}")
     # Report on what was written, read back: casting the model to and fro would round its rotary
     # table too.
-    written = Qwen3MoeForCausalLM.from_pretrained(args.out, dtype=torch.float32)
+    written = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32)
     (report_conversations if args.with_calculator else report_answers)(written, tokenizer)
     report_load(written, stream)
 

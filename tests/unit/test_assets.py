@@ -24,6 +24,7 @@ from r3.assets import (
 )
 from r3.assets.word_problems import Row, evaluation_rows, final_answer, make_problem, training_rows
 from r3.envs.calculator import Calculator
+from r3.models.shape import ModelShape
 
 MEGABYTE = 1_000_000
 
@@ -364,6 +365,18 @@ def test_slower_routers_compute_the_same_to_the_last_bit(tokenizer: Any) -> None
     tool.slow_routers(fresh)
     assert torch.equal(fresh.model.layers[0].mlp.gate.weight, 16 * router)
     assert torch.equal(fresh(ids, use_cache=False).logits, before)
+
+
+def test_the_tool_makes_the_same_model_of_another_family(tokenizer: Any) -> None:
+    """Every part of GLM that Qwen3-MoE lacks is in it; `benchmarks/results` has its curve."""
+    tool = load_tool()
+    small, glm = (tool.build_model(tokenizer, family) for family in ("qwen3_moe", "glm4_moe"))
+    assert abs(glm.num_parameters() / small.num_parameters() - 1) < 0.05
+    shape = ModelShape.from_hf(glm.config.to_dict() | {"architectures": ["Glm4MoeForCausalLM"]})
+    assert shape.moe_layers == (1, 2, 3) and shape.shared_ffn_size == 64
+    assert shape.qkv_bias and shape.rotary_size == 16 and shape.router_score == "sigmoid"
+    biases = [each for name, each in glm.named_buffers() if name.endswith("correction_bias")]
+    assert len(biases) == 3 and all(each.abs().max() > 0.01 for each in biases)
 
 
 # ---- the model that calls a calculator
