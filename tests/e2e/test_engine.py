@@ -102,6 +102,7 @@ def test_engine_refuses_every_wrong_order_and_every_incomplete_push(guards: Guar
         "narrow block": "experts.0.gate_proj.weight (8, 127, 128): unexpected, misshaped",
         "foreign block": "experts.5.gate_proj.weight (8, 128, 128): unexpected",
         "short block": "announced but not delivered: model.layers.0.mlp.experts.7.",
+        "some of none": "load_weights of some tensors: the engine has no others",
         "half pushed": "the engine holds version -1",
         "cache not reset": "without reset_cache()",
         "other version": "holds version 1",

@@ -258,7 +258,9 @@ class Quantised:
 def quantised(device: Device, *, model: str, out: str, rows: dict[str, Any]) -> list[Quantised]:
     """Compare policies with quantised bases, one row after the other."""
     return [
-        _quantised(device, settings(model, TARGETS, model=row), Path(out) / name)
+        _quantised(
+            device, settings(model, TARGETS, model=row, replay={"mode": "r3"}), Path(out) / name
+        )
         for name, row in rows.items()
     ]
 

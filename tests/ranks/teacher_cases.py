@@ -54,6 +54,7 @@ def taught(
     teachers: list[str],
     parallel: dict[str, int],
     objective: str = "distill",
+    rank: int = 0,
 ) -> Taught:
     """Make one update of random rollouts of two sources."""
     config = tiny_config(
@@ -63,6 +64,7 @@ def taught(
         rollout={"temperature": TEMPERATURE},
         algo={"teacher": tuple(teachers), "teacher_coef": 0.5},
         train={"objective": objective, "lr": 1e-3},
+        lora={"rank": rank},
     )
     mesh, policy = build(device, config)
     assert policy.teachers is not None

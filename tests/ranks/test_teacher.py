@@ -22,14 +22,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
     return str(policy), [str(larger), str(dense)]
 
 
-@pytest.mark.parametrize("objective", ["distill", "rl"])
+@pytest.mark.parametrize(("objective", "rank"), [("distill", 4), ("rl", 0)])
 def test_teachers_score_as_transformers_and_become_advantages(
-    objective: str, models: tuple[str, list[str]]
+    objective: str, rank: int, models: tuple[str, list[str]]
 ) -> None:
+    """Adapters are the policy's alone."""
     model, teachers = models
-    (found,) = run_world(
-        cases.taught, 1, model=model, teachers=teachers, parallel={}, objective=objective
-    )
+    given = {"model": model, "teachers": teachers, "objective": objective, "rank": rank}
+    (found,) = run_world(cases.taught, 1, parallel={}, **given)
     assert found.error is not None and found.by_hand
     # float32 on both sides: 1e-5 of logits of size 10. The other teacher differs by units.
     assert found.error < 1e-4

@@ -6,11 +6,11 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from r3.assets import TINY_MOE
@@ -18,7 +18,7 @@ from r3.checks import problems, warnings
 from r3.config import Config, ConfigError, LoraConfig, fixed_changes
 from r3.configs import KNOWN_SHAPES, PRESETS
 from r3.models.hf_checkpoint import CheckpointReader, write_checkpoint
-from r3.models.lora import adapted_tensors, quantised_tensors, scale_in
+from r3.models.lora import adapted_tensors, adapter_fault, quantised_tensors, scale_in
 from r3.models.peft import (
     adapter_config,
     adapter_reader,
@@ -28,6 +28,7 @@ from r3.models.peft import (
 )
 from r3.models.shape import ModelShape
 from r3.planning.memory_plan import fit, host_memory, memory
+from r3.policy.quantised_weight import QuantisedWeight
 from tests.families import family_checkpoint, random_pairs
 from tests.settings import changed, found
 
@@ -168,6 +169,34 @@ def test_an_adapter_is_written_as_peft_names_it(tmp_path: Path) -> None:
         a, b = adapter_reader(str(tmp_path / "adapter"), other)(pairs[0][0])
         assert float((other.scale(8) * b @ a).mean()) == 16.0
     assert joined_in(SHAPE, ranks) == ""
+
+
+def test_an_adapter_with_whole_modules_is_refused(tmp_path: Path) -> None:
+    """PEFT's modules_to_save: a start without them would be another model."""
+    lora = LoraConfig(rank=8)
+    ranks = adapted_tensors(SHAPE, lora)
+    config = adapter_config(SHAPE, lora, ranks, "")
+    write_adapter(tmp_path / "adapter", random_pairs(SHAPE, ranks), config, lora)
+    assert adapter_fault(str(tmp_path / "adapter"), SHAPE, ranks) == ""
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    head = "base_model.model.lm_head.weight"
+    save_file(load_file(file) | {head: torch.zeros(512, 128)}, file)
+    fault = adapter_fault(str(tmp_path / "adapter"), SHAPE, ranks)
+    assert fault == f"differs in 1 tensors, such as {head}"
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_block_has_its_largest_value_and_zeros_stay(kind: Literal["int8", "fp8"]) -> None:
+    """One outlier costs its own block alone; 200 values end with a block of 72."""
+    weight = torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
+    weight[0, :128], weight[1, 5] = 0.0, 1000.0
+    for rows, by_columns in ((weight, False), (weight.T.contiguous(), True)):
+        read = QuantisedWeight.of(rows, kind, by_columns=by_columns).read(torch.float32)
+        read = read.T if by_columns else read
+        assert read.shape == weight.shape and not read[0, :128].any()
+        assert read[1, 5] == pytest.approx(1000.0, rel=1e-6)
+        block = weight[2, 128:], read[2, 128:]
+        assert float((block[0] - block[1]).norm() / block[0].norm()) < 0.03
 
 
 @torch.no_grad()
