@@ -117,9 +117,10 @@ def test_families_that_vllm_has_in_bfloat16_only_sample_and_replay(
     assert agreement and float(agreement[1]) >= 90
     live, replayed = (float(x) for x in re.findall(r"k3 ([0-9.e+-]+) max", said)[:2])
     assert replayed < live / 5
-    # Alignment: routes of the token before must raise k3 at least tenfold, as in tests/ranks.
+    # Alignment: routes of the token before raise k3 to about 2000 times that, and agree in a third
+    # or less.
     late = re.search(r"of the token before, k3 ([0-9.e+-]+) and ([0-9.]+)%", said)
-    assert late and float(late[1]) > 10 * replayed and float(late[2]) < 60
+    assert late and float(late[1]) > 100 * replayed and float(late[2]) < 60
     # A window off by one and wrong sinks are far beyond this noise: 1.4e-2 and 3.4e-3.
     assert all(k3 > 20 * replayed for k3 in wrong.values())
 
