@@ -289,11 +289,11 @@ def save_scores(
 
 
 def table(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Aligned lines with one column per metric."""
-    lines = [" ".join([f"{'':8s}", *(f"{name:>13s}" for name in FIGURES)])]
-    for label, figures in rows.items():
-        cells = [f"{figures[name]:13.6e}" if name in figures else f"{'-':>13s}" for name in FIGURES]
-        lines.append(" ".join([f"{label:8s}", *cells]))
+    """Aligned lines, one per metric."""
+    lines = [f"{'':10s}" + "".join(f"{label:>14s}" for label in rows)]
+    for name in FIGURES:
+        cells = [f"{each[name]:14.6e}" if name in each else f"{'-':>14s}" for each in rows.values()]
+        lines.append(f"{name:10s}" + "".join(cells))
     return lines
 
 

@@ -258,4 +258,6 @@ def _shown(value: Any) -> str:
     """A value as one writes it on the command line, shortened."""
     value = public(value)
     text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, bool):
+        text = text.lower()
     return (text if len(text) <= 60 else f"...{text[-57:]}") or "empty"

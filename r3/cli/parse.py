@@ -569,7 +569,8 @@ def _resolve(
     """Settings of the base that contradict a flag go back to their defaults.
 
     Only contradictions that the base alone does not have are resolved: the number of ranks, a
-    missing file or a flag that is wrong by itself is reported instead.
+    missing file or a flag that is wrong by itself is reported instead. An evaluation that a flag
+    asks for has the base's settings of training, without a warning of each.
 
     Returns:
         The config, why each setting changed, and the report about the config.
@@ -578,8 +579,11 @@ def _resolve(
     shape = ModelShape.from_hf(known) if known else None
     read = functools.cache(read_rows)  # data files may be large
 
+    is_other = config.eval.only and not base.config.eval.only
+    warned = set(given) - set(base.values) if is_other else given
+
     def report_on(candidate: Config) -> Report:
-        return examine(candidate, world_size, shape, given=given, read=read)
+        return examine(candidate, world_size, shape, given=warned, read=read)
 
     report = report_on(config)
     reasons: dict[str, str] = {}
@@ -686,11 +690,12 @@ def _changes(config: Config, at_fault: Collection[str]) -> dict[str, tuple[Any, 
 
 
 def _with_folder(argv: Sequence[str], folder: str) -> str:
-    """The words of a command line, with another --log.dir."""
+    """The words of a command line, with another --log.dir, without what a launcher's check adds."""
+    others = ("--log.dir", "--world-size")
     kept = [
         word
         for before, word in zip(("", *argv), argv, strict=False)
-        if "--log.dir" not in (before, word.partition("=")[0])
+        if before not in others and word.partition("=")[0] not in (*others, "--check")
     ]
     return shlex.join([*kept, "--log.dir", folder])
 

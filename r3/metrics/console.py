@@ -211,13 +211,19 @@ def notes(row: Mapping[str, float]) -> list[str]:
     return found
 
 
-def step_line(row: Mapping[str, float], step: int, steps: int, eta_s: float | None = None) -> str:
+def step_line(
+    row: Mapping[str, float],
+    step: int,
+    steps: int,
+    eta_s: float | None = None,
+    width: int = _LOG_LINE,
+) -> str:
     """One labelled line for a log file: `step 12/40  reward 0.610  k3 1.2e-07 ...`."""
     row = with_evaluation(row)
     found = {column: f"{column.title} {text}" for column in COLUMNS if (text := column.text(row))}
     first = [f"step {step}/{steps}"]
-    rest = [*notes(row), *([f"left {duration_text(eta_s)}"] if eta_s is not None else [])]
-    while len("  ".join([*first, *found.values(), *rest])) > _LOG_LINE and found:
+    rest = [*notes(row), *([f"left {duration_text(eta_s)}"] if eta_s else [])]
+    while len("  ".join([*first, *found.values(), *rest])) > width and found:
         del found[_least(found)]
     return "  ".join([*first, *found.values(), *rest])
 
@@ -303,19 +309,22 @@ class Console:
         Args:
             eta_s: seconds until the last step ends, if known.
         """
-        if not self._rich or "reward/mean" not in row:  # a row of an evaluation alone is no table
-            self.line(step_line(row, step, steps, eta_s))
+        kinds = {"reward/mean", "loss/nll"}.intersection(row)
+        if not self._rich or not kinds:  # a row of an evaluation alone is no table
+            width = min(_LOG_LINE, self._rich.width) if self._rich else _LOG_LINE
+            self.line(step_line(row, step, steps, eta_s, width))
             return
         row = with_evaluation(row)
         # Columns stay where they are; a figure that appears for the first time starts a new table.
-        columns = columns_for(self._rich.width, set(row) | {_EVAL} | _keys(self._columns))
+        keys = {*row, *_keys(self._columns), *([_EVAL] if "reward/mean" in row else [])}
+        columns = columns_for(self._rich.width, keys)
         if columns != self._columns or self._rows % _TITLES_EVERY == 0:
             self._columns, self._rows = columns, 0
             cells = " ".join(f"{column.title:>{column.width}}" for column in columns)
             self._print(f"{_step_cell('step', 7)}{cells}   left", style="bold")
         self._rows += 1
         cells = " ".join(f"{column.text(row):>{column.width}}" for column in columns)
-        left = duration_text(eta_s) if eta_s is not None else ""
+        left = duration_text(eta_s) if eta_s else ""
         self._print(f"{_step_cell(f'{step}/{steps}', 7)}{cells} {left:>6}")
         for note in notes(row):
             self._print(f"{_step_cell('', 7)}{note}")

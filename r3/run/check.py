@@ -45,7 +45,8 @@ def check_task(task: Task, algo: AlgoConfig) -> Iterator[str]:
             f"{held_out}; longest {longest} tokens"
         )
     else:
-        yield f"ok: {len(task.prompts)} prompts{held_out}; longest prompt {longest} tokens"
+        counts = f"{len(task.prompts)} prompts{held_out}" if task.prompts.prompts else held_out[2:]
+        yield f"ok: {counts}; longest prompt {longest} tokens"
     if repeated := task.prompts.duplicates:
         (twice, first), count = repeated[0], len(repeated)
         yield (

@@ -49,11 +49,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(output: str) -> dict[str, dict[str, float]]:
-    """The table that was printed, by its rows."""
-    lines = [line.split() for line in output.splitlines() if line.startswith(("replay ", "live "))]
+    """The table that was printed, by its columns."""
+    lines = [line.split() for line in output.splitlines()]
+    at = next(i for i, words in enumerate(lines) if words in (["live"], ["replay", "live"]))
+    table = {name: cells for name, *cells in lines[at + 1 : at + 1 + len(FIGURES)]}
     return {
-        label: {name: float(cell) for name, cell in zip(FIGURES, cells, strict=True) if cell != "-"}
-        for label, *cells in lines
+        label: {name: float(table[name][i]) for name in FIGURES if table[name][i] != "-"}
+        for i, label in enumerate(lines[at])
     }
 
 

@@ -414,6 +414,17 @@ def test_from_takes_config_and_folder_of_the_run(tmp_path: Path) -> None:
     assert invocation.base == str(moved)
 
 
+def test_an_evaluation_of_a_run_does_not_warn_of_the_run_s_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = started_run(tmp_path / "old")
+    (run / "overrides.yaml").write_text("base: tiny\nparallel: {ep: 1}\ntrain: {steps: 50}\n")
+    invocation = cli.parse(["--from", str(run), "--eval.only", "--log.show_every", "3"])
+    assert "  eval.only = true (tiny: false)" in invocation.differences
+    said = capsys.readouterr().err
+    assert said == "warning: log.show_every = 3 has no effect: eval.only trains nothing\n"
+
+
 def test_from_may_start_a_run_elsewhere(tmp_path: Path) -> None:
     run = started_run(tmp_path / "old")
     config = cli.parse(["--from", str(run), "--train.lr", "1e-3", "--log.dir", "new"]).config
@@ -435,6 +446,7 @@ def test_a_resumed_run_may_not_change_what_is_learnt(
         "4",
         "--eval.every",
         "1",
+        *("--check", "--world-size", "1"),  # as launch/local.sh asks before it starts the ranks
     )
     assert message.splitlines() == [
         "config: 1 problem",

@@ -652,6 +652,19 @@ def test_a_log_file_gets_plain_lines() -> None:
     assert stream.getvalue() == "model   tiny [bold]\nreplay  r3\nstep 1/40  reward 0.500\n"
 
 
+def test_supervised_steps_are_a_table_and_evaluations_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    console = Console(is_leader=True, progress=False, stream=stream)
+    row = {"loss/nll": 2.4, "optim/grad_norm": 2.9, "time/step_s": 1.4, "eval/a/accuracy": 0.25}
+    console.row(row | {"perf/tokens_per_s": 325.0, "policy/entropy": 0.7}, 1, 3, 2.8)
+    console.row({f"eval/set{n}/accuracy": 0.25 for n in range(3)} | {"time/step_s": 1.0}, 3, 3)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).splitlines()
+    assert lines[0].split() == ["step", "eval", "nll", "entropy", "grad", "tok/s", "s/step", "left"]
+    assert lines[1].split() == ["1/3", "0.250", "2.4000", "0.700", "2.90", "325", "1.4", "3s"]
+    assert lines[2:] == ["step 3/3  eval 0.250  s/step 1.0  set1 0.250  set2 0.250"]
+
+
 def test_a_terminal_gets_a_frame_and_bars() -> None:
     stream = Terminal()
     m = meter(stream=stream, log={"progress": True, "tensorboard": False})
