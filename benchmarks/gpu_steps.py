@@ -323,8 +323,9 @@ def figures_of(text: str) -> dict[str, Any] | None:
     if k3 := re.search(r"live k3 (\S+) .*replay k3 (\S+) .*agrees in (\S+)%", text):
         figures |= {"k3_live": float(k3[1]), "k3_replay": float(k3[2])}
         figures["agreement"] = round(float(k3[3]) / 100, 4)
-    for label, value in re.findall(r"^(replay|live) +(\d\S+) ", text, re.MULTILINE):
-        figures[f"k3_{label}"] = float(value)
+    if table := re.search(r"^ +((?:replay +)?live)\nk3 +(.+)$", text, re.MULTILINE):
+        for label, value in zip(table[1].split(), table[2].split(), strict=True):
+            figures[f"k3_{label}"] = float(value)
     if tests := re.findall(r"^=* ?(\d+ (?:passed|failed).*?) in ", text, re.MULTILINE):
         figures["tests"] = tests[-1]
     return figures or None

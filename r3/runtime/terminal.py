@@ -95,9 +95,9 @@ def visible(text: object) -> str:
 
 # What stands before a value: `data       4096 prompts, ...`; spaces alone are no label.
 _LABEL = re.compile(r".{,28}  (?=\S)")
-# What a person copies, behind a label or a number.
+# What a person copies, behind `continue with: ` or a number.
 _COMMAND = re.compile(
-    r"\s*(?:[\w ]+: |\d+\. )?(?:\w+=\S+ )*(?:--|(?:\S*/)?(?:torchrun|python|local\.sh|sbatch) )"
+    r"\s*(?:[^:]*with: |\d+\. )?(?:\w+=\S+ )*(?:--|(?:\S*/)?(?:torchrun|python|local\.sh|sbatch) )"
 )
 
 

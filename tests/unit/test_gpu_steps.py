@@ -180,9 +180,7 @@ def test_figures_are_read_from_the_output_of_commands() -> None:
     )
     expected = {"passed": 7, "of": 7, "k3_live": 2.97e-6, "k3_replay": 1.55e-6, "agreement": 0.9764}
     assert figures_of(doctor) == expected
-    rescore = (
-        "           k3            f2\nreplay    6.600000e-06  0.0\nlive      1.400000e-02  0.1\n"
-    )
+    rescore = "layout  1\n       replay  live\nk3     6.600000e-06  1.400000e-02\nf2     0.0  0.1\n"
     assert figures_of(rescore) == {"k3_replay": 6.6e-6, "k3_live": 1.4e-2}
     assert figures_of("==== 1 failed, 9 passed in 80.1s ====\n") == {"tests": "1 failed, 9 passed"}
     assert figures_of('{"experiment": "ipc", "passed": true}\nbye\n') == {
