@@ -18,7 +18,10 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo compare test test-large test-all lint fmt docs lock resolve signatures gpu-bundle clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { line = sprintf("  make %-12s", $$1); n = split($$2, word, " "); \
+	  for (i = 1; i <= n; i++) { \
+	    if (length(line word[i]) > 79) { print line; line = sprintf("%19s", "") } line = line " " word[i] } \
+	  print line }' $(MAKEFILE_LIST)
 
 setup: ## create or refresh .venv with the CPU stack (about two minutes; at once when nothing changed)
 	@tools/setup_env.sh
