@@ -160,7 +160,7 @@ def grouped() -> Figures:
 
 def kernels() -> Figures:
     """R3's Triton kernels against plain torch, in bfloat16, with sizes that fit no block."""
-    from r3.kernels import logits, moe, rows
+    from r3.kernels import logits, moe, norm_rope
 
     slots, width, hidden, tokens, topk = 1000, 1030, 1500, 333, 5
     half = dict(device=device().torch, dtype=torch.bfloat16)
@@ -175,9 +175,13 @@ def kernels() -> Figures:
         moe.sum_rows: (torch.randn(slots, hidden, **half), places),
         logits.logit_sums: of_targets,
         logits.logit_gradient: (*of_targets, top, total, *per_token, False),
-        rows.norm: (both, both[0], 1e-6),
-        rows.norm_backward: (both, both[0], gates, both.flip(0)),
-        rows.turn: (both.view(slots, 20, -1), *torch.randn(2, slots, 1, 70, **half).unbind(), -1),
+        norm_rope.norm: (both, both[0], 1e-6),
+        norm_rope.norm_backward: (both, both[0], gates, both.flip(0)),
+        norm_rope.turn: (
+            both.view(slots, 20, -1),
+            *torch.randn(2, slots, 1, 70, **half).unbind(),
+            -1,
+        ),
     }
     errors = {}
     for plain, given in arguments.items():
@@ -194,7 +198,7 @@ def layer() -> Figures:
     """One MoE layer of the size of Qwen3-30B-A3B on 8 ranks: fused experts, and grouped ones."""
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-    from r3.layers.device_experts import _Experts, deferred
+    from r3.layers.fused_experts_cuda import _Experts, deferred
 
     where = device().torch
     rows, experts, hidden, width, topk = (

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from benchmarks.learning_curve import PACKAGES, ROOT, hardware, made_by, source
 from r3.algo import packing
 from r3.config import Config, ModelConfig, ReplayConfig, TrainConfig
-from r3.layers.products import product
+from r3.layers.matmul import product
 from r3.models.shape import ModelShape
 from r3.policy import Policy
 from r3.runtime.device import Device, free_port, init_device, keep_freed_memory

@@ -169,7 +169,7 @@ def _result(config: Config) -> Result:
 
 def _run_here(invocation: Invocation) -> None:
     """Run this rank in this process, and leave the process fit for another run."""
-    from r3.run.inside import imports_that_last, own_process
+    from r3.run.embedded_run import imports_that_last, own_process
 
     several = invocation.world_size > 1
     with own_process():

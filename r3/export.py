@@ -45,7 +45,7 @@ from r3.run.folder import RunDir, step_folders
 from r3.run.prepare import refusing
 from r3.run.resume import Found
 from r3.run.sources import of_model, read_sources
-from r3.run.verify import require_whole
+from r3.run.verify_checkpoint import require_whole
 from r3.runtime.device import Device, leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.process import importing

@@ -40,7 +40,7 @@ from r3.run.dumps import read_rollouts
 from r3.run.folder import RunDir, replacing, step_folders
 from r3.run.prepare import refusing
 from r3.run.resume import Found
-from r3.run.verify import require_whole
+from r3.run.verify_checkpoint import require_whole
 from r3.runtime.device import leave
 from r3.runtime.mesh import Mesh
 from r3.runtime.terminal import own_streams, say

@@ -14,7 +14,7 @@ import torch
 from r3.config import Config
 from r3.data.prompts import prompts_of_step
 from r3.engine import Engine, Sampling
-from r3.engine.layers import direct_attention, direct_experts
+from r3.engine.cpu_layers import direct_attention, direct_experts
 from r3.handover.memory import State
 from r3.handover.rollouts import PackingSpec, distribute
 from r3.handover.weight_sync import export, sync_weights

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from r3.algo.advantage import StepRewards
 from r3.config import Config
 from r3.handover.rollouts import PackingSpec, distribute
-from r3.layers.device_experts import DeviceExperts
+from r3.layers.fused_experts_cuda import DeviceExperts
 from r3.layers.layout import local_tokens
 from r3.metrics.reduce import Mean
 from r3.models.shape import BYTES_OF, ModelShape

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this checkout's code, whichever one is installed
 
 from r3.config import Config, describe_fields  # noqa: E402
-from r3.config.others import TABLES  # noqa: E402
+from r3.config.trl_verl import TABLES  # noqa: E402
 from r3.configs import PRESETS  # noqa: E402
 from r3.metrics.console import COLUMNS as CONSOLE  # noqa: E402
 from r3.metrics.console import LEFT  # noqa: E402
@@ -335,7 +335,7 @@ def filled(page: str, name: str, text: str) -> str:
 def coming(page: str) -> str:
     """Return the page on TRL and verl with its tables of settings."""
     for name, lines in TABLES.items():
-        begin = f"<!-- {name}: written by tools/make_docs.py from r3/config/others.py -->"
+        begin = f"<!-- {name}: written by tools/make_docs.py from r3/config/trl_verl.py -->"
         header = f"| {'verl' if name == 'verl' else 'TRL'} | R3 |\n|---|---|"
         rows = "\n".join(f"| {line} |" for line in lines.splitlines())
         before, _, rest = page.partition(f"{begin}\n")

@@ -82,7 +82,7 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "uva": ("vllm.config.UVAOffloadConfig",),
         "prefetch": ("vllm.config.PrefetchOffloadConfig",),
     },
-    "r3/engine/direct.py": _LLM | {"quant_method": ()},  # of linear layers too
+    "r3/engine/direct_weights.py": _LLM | {"quant_method": ()},  # of linear layers too
     "r3/engine/engine.py": _LLM,
     "r3/engine/experts.py": _LLM
     | {"module": ("vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts",)},
@@ -98,7 +98,7 @@ HELD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "output": ("vllm.outputs.RequestOutput",),
         "completion": ("vllm.outputs.CompletionOutput",),
     },
-    "r3/engine/slots.py": _LLM
+    "r3/engine/route_slots.py": _LLM
     | {
         "scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
         "_scheduler": ("vllm.v1.core.sched.scheduler.Scheduler",),
@@ -162,9 +162,9 @@ OPTIONAL = {
     "megatron.core.tensor_parallel.random.activation_recompute_forward",
     "megatron.core.tensor_parallel.random.fp8_autocast",
 }
-# What `r3.policy.stages.KnownShapes` takes for granted, besides signatures: how Megatron's stages
-# exchange tensors. `#body` is a digest of a function, `#exchanges` its calls of the communicator in
-# the order of the text.
+# What `r3.policy.pipeline_stages.KnownShapes` takes for granted, besides signatures: how Megatron's
+# stages exchange tensors. `#body` is a digest of a function, `#exchanges` its calls of the
+# communicator in the order of the text.
 _PIPELINE = "megatron.core.pipeline_parallel"
 EXCHANGES = (
     f"{_PIPELINE}.p2p_communication.P2PCommunicator._communicate#body",

@@ -15,10 +15,10 @@ from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from r3.config.arguments import argument_items, arguments_fault
-from r3.config.others import meaning
 from r3.config.rules import Fix, IsPath, KeyValue, MayChangeOnResume, NoneIsAValue, Rule
 from r3.config.secrets import public, without_secrets
 from r3.config.settings import Config, flatten
+from r3.config.trl_verl import meaning
 
 _Mark = TypeVar("_Mark")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.engine.layers import replace_layers
+from r3.engine.cpu_layers import replace_layers
 from r3.engine.memory import neighbours_named
 from r3.engine.messages import show_as_lines
 from r3.models.families import implied_keys

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from r3.engine.build import build_llm
-from r3.engine.direct import DirectWeights
+from r3.engine.direct_weights import DirectWeights
 from r3.engine.experts import ExpertBlock
 from r3.engine.memory import Part, Sleeper, share_of_device
 from r3.engine.proof import Comparison, compare
+from r3.engine.route_slots import SlotRoutes
 from r3.engine.sampler import Sampler
-from r3.engine.slots import SlotRoutes
 from r3.engine.transcript import CaptureSpec
 from r3.engine.weight_push import push
 from r3.runtime.device import preserved_random_state

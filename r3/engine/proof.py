@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.engine.direct import DERIVED, Piece, part_of_rank, pieces_of
+from r3.engine.direct_weights import DERIVED, Piece, part_of_rank, pieces_of
 from r3.engine.experts import StackedExperts, expert_leaves, expert_matrices, plain_experts
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from r3.engine.slots import SlotRoutes
+from r3.engine.route_slots import SlotRoutes
 from r3.envs.tool_calls import half_character
 
 _LARGEST_TOP_K = 2**31 - 1  # vLLM has 32 bits for it

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from r3.engine.direct import DirectWeights, direct_weights
+from r3.engine.direct_weights import DirectWeights, direct_weights
 from r3.engine.experts import (
     ExpertBlock,
     StackedExperts,

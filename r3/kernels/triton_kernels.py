@@ -1,4 +1,4 @@
-"""Triton kernels of `r3.kernels.moe`, `r3.kernels.rows` and `r3.kernels.logits`.
+"""Triton kernels of `r3.kernels.moe`, `r3.kernels.norm_rope` and `r3.kernels.logits`.
 
 Only this module imports Triton, and only CUDA and tests import it. One program works on some rows,
 or on one block of a row's columns, and nothing is added atomically: the same input gives the same

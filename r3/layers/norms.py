@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import nn
 
-from r3.kernels import rows  # noqa: F401  (defines torch.ops.r3)
+from r3.kernels import norm_rope  # noqa: F401  (defines torch.ops.r3)
 from r3.runtime.mesh import Axis
 
 

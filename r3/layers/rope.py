@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from r3.kernels import rows  # noqa: F401  (defines torch.ops.r3)
+from r3.kernels import norm_rope  # noqa: F401  (defines torch.ops.r3)
 from r3.models.shape import RopeScaling
 
 

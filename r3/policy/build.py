@@ -33,10 +33,11 @@ from r3.layers.attention import CausalAttention
 from r3.layers.context_parallel import ContextParallelAttention
 from r3.layers.decoder import decoder_spec
 from r3.layers.delta import GatedDelta
-from r3.layers.device_experts import DeviceExperts
 from r3.layers.dispatch import TokenDispatcher
-from r3.layers.fused_experts import FusedExperts
+from r3.layers.fused_experts_cpu import FusedExperts
+from r3.layers.fused_experts_cuda import DeviceExperts
 from r3.layers.grouped_experts import GroupedExperts
+from r3.layers.matmul import use_product
 from r3.layers.norms import (
     AllHeadsNorm,
     CentredNorm,
@@ -45,7 +46,6 @@ from r3.layers.norms import (
     QueryHeadsNorm,
     RMSNorm,
 )
-from r3.layers.products import use_product
 from r3.layers.rope import inverse_frequencies
 from r3.models.hf_config import yarn_mscale
 from r3.models.shape import ModelShape

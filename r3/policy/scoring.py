@@ -15,7 +15,7 @@ from r3.layers.attention import packed_params
 from r3.layers.dispatch import restored_dispatchers
 from r3.layers.layout import LocalTokens, local_tokens
 from r3.models.shape import ModelShape
-from r3.policy.stages import KnownShapes
+from r3.policy.pipeline_stages import KnownShapes
 from r3.routing.replay import Mode, Replay, ReplayLedger
 from r3.runtime.device import Device
 from r3.runtime.mesh import Mesh

@@ -1,7 +1,7 @@
 """`self_judge`: the policy scores its own responses, with the engine and the weights that sampled.
 
 The scorer's calls become questions. The round in progress samples a reply to each among its own
-turns, greedily (`r3/rollout/judging.py`). Tokens sampled for a judgement are never trained on.
+turns, greedily (`r3/rollout/self_judging.py`). Tokens sampled for a judgement are never trained on.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from r3.rollout.conversation import (
     ConversationSetup,
     SuspendedConversation,
 )
-from r3.rollout.judging import Judging
 from r3.rollout.round import Round
+from r3.rollout.self_judging import Judging
 from r3.runtime.mesh import Mesh
 from r3.types import Prompt
 

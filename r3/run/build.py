@@ -26,7 +26,7 @@ from r3.run.watchdog import Watchdog
 from r3.run.writing import Background
 from r3.runtime.device import Device, end_process_groups, init_device, seed_everything
 from r3.runtime.mesh import Mesh, build_mesh, forget_mesh
-from r3.runtime.surroundings import Surroundings
+from r3.runtime.process_state import Surroundings
 
 
 class Phases:

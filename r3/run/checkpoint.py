@@ -37,7 +37,7 @@ from r3.policy.memory import chained
 from r3.run.optimizer_state import gathered_state
 from r3.run.resume import Found
 from r3.run.run_json import Identity
-from r3.run.verify import require_plain_metadata
+from r3.run.verify_checkpoint import require_plain_metadata
 from r3.run.writing import Unwritten, make_room
 from r3.runtime.device import Device
 from r3.runtime.mesh import Axis, Mesh

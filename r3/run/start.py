@@ -24,7 +24,7 @@ from r3.run.resume import ResumeError, Start
 from r3.run.run_json import read_identity
 from r3.run.sources import users_files
 from r3.run.stop_signals import REQUEUE, StoppedEarly
-from r3.run.verify import newest_whole
+from r3.run.verify_checkpoint import newest_whole
 from r3.runtime.device import leave, settle
 from r3.runtime.mesh import Axis
 from r3.runtime.terminal import say

@@ -22,7 +22,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar, cast
 
 from r3.config import ConfigError, Problem
-from r3.runtime.surroundings import restored
+from r3.runtime.process_state import restored
 from r3.user_code.time_limit import time_limit
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -15,15 +15,15 @@ import torch
 from r3.config import Config
 from r3.engine import Engine, EngineConfigError, EngineStateError, WeightMismatch
 from r3.engine.build import refuse_unfit
-from r3.engine.experts import ExpertBlock
-from r3.engine.layers import (
+from r3.engine.cpu_layers import (
     has_facts,
     normalise_in_one_call,
     plain_attention,
     plain_experts,
     rotate_to_nearest,
 )
-from r3.engine.slots import SlotRoutes
+from r3.engine.experts import ExpertBlock
+from r3.engine.route_slots import SlotRoutes
 from r3.handover.memory import ResidencyError, State
 from r3.handover.weight_sync import SyncError, prove_sync
 from r3.layers.norms import _Norm

@@ -28,7 +28,7 @@ from r3.run.manifest import measure, read_manifest, write_manifest
 from r3.run.optimizer_state import KEYS, gathered_state
 from r3.run.resume import Found, ResumeError, Start, find_latest
 from r3.run.run_json import new_identity, write_identity
-from r3.run.verify import newest_whole
+from r3.run.verify_checkpoint import newest_whole
 from r3.run.writing import Background, SaveError
 from r3.runtime.device import Device
 from r3.runtime.device_cpu import cuda_type_names

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from r3.kernels import logits, moe, rows
+from r3.kernels import logits, moe, norm_rope
 
 # Slots, width of an expert, hidden size, tokens, K: nothing fits a block, and one block is too few.
 SIZES = [(37, 24, 40, 13, 3), (1, 7, 9, 1, 1), (11, 1030, 1500, 5, 8), (0, 8, 16, 4, 2)]
@@ -182,7 +182,7 @@ def whole_rows(device: str) -> Iterator[dict[str, Any]]:
 
             x, gradient, weight = draw(count, width), draw(count, width), draw(width)
             x *= torch.linspace(0.01, 30.0, max(count, 1))[:count, None].to(x)
-            scale = rows.norm(x.float(), weight.float(), 1e-3)[1]
+            scale = norm_rope.norm(x.float(), weight.float(), 1e-3)[1]
             angles = draw(count, 1, width // 2)
             sin_and_cos = angles.cos(), angles.sin()
             turned = width // 4 * 2
@@ -196,7 +196,7 @@ def whole_rows(device: str) -> Iterator[dict[str, Any]]:
                 ),
             }
             for name, given in cases.items():
-                exact = results(rows, name, tuple(map(_as_float64, given)))
+                exact = results(norm_rope, name, tuple(map(_as_float64, given)))
                 first, second, *more = given
                 mistaken = (first, second * 1.5, *more)
                 yield {
@@ -204,7 +204,7 @@ def whole_rows(device: str) -> Iterator[dict[str, Any]]:
                     "dtype": str(dtype).removeprefix("torch."),
                     "size": (count, width, heads),
                     "errors": _errors(results(triton_kernels, name, given), exact),
-                    "plain": _errors(results(rows, name, given), exact),
+                    "plain": _errors(results(norm_rope, name, given), exact),
                     "wrong": _errors(results(triton_kernels, name, mistaken), exact),
                 }
 

@@ -21,8 +21,8 @@ from r3.engine.experts import ExpertBlock, StackedExperts, expert_matrices
 from r3.handover.rollouts import pack_for
 from r3.handover.weight_sync import WeightStream
 from r3.kernels import moe
-from r3.layers.device_experts import DeviceExperts
 from r3.layers.dispatch import Transfer
+from r3.layers.fused_experts_cuda import DeviceExperts
 from r3.layers.layout import LocalTokens, local_tokens
 from r3.models.shape import ModelShape
 from r3.policy import Policy, memory, scoring

@@ -25,8 +25,8 @@ from r3.cli.parse import from_python
 from r3.config import ConfigError, with_values
 from r3.configs import PRESETS
 from r3.rewards.scorer import RewardError
-from r3.run import inside
-from r3.run.inside import imports_that_last, own_process
+from r3.run import embedded_run
+from r3.run.embedded_run import imports_that_last, own_process
 from r3.runtime.device import seed_everything
 from tests.world import ROOT
 
@@ -182,7 +182,7 @@ def _differing(before: dict[str, object], now: dict[str, object]) -> list[str]:
 
 
 def test_what_imports_set_once_is_there_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inside, "_variables", {})
+    monkeypatch.setattr(embedded_run, "_variables", {})
     with own_process(), imports_that_last():
         os.environ["OF_A_LIBRARY"] = "1"
     assert "OF_A_LIBRARY" not in os.environ

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from r3.engine.direct import (
+from r3.engine.direct_weights import (
     DirectWeights,
     Piece,
     _state,

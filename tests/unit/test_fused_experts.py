@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from r3.layers import device_experts, fused_experts
+from r3.layers import fused_experts_cpu, fused_experts_cuda
 from r3.layers.dispatch import (
     chosen_experts,
     first_set,
@@ -22,7 +22,7 @@ N, K, E, D, WIDTH = 37, 3, 6, 16, 24
 
 def _in_a_loop(*inputs: torch.Tensor) -> torch.Tensor:
     """What CPU runs use."""
-    return fused_experts._Experts.apply(*inputs)
+    return fused_experts_cpu._Experts.apply(*inputs)
 
 
 def _sorted(
@@ -30,8 +30,8 @@ def _sorted(
 ) -> torch.Tensor:
     """What CUDA runs use, here with plain torch in place of the Triton kernels."""
     count = int((experts_NK >= 0).sum()) + 2  # ranks may know only how many there are at most
-    deferred = device_experts.deferred(*weights)
-    return device_experts._Experts.apply(tokens_ND, gates_NK, experts_NK, count, *deferred)
+    deferred = fused_experts_cuda.deferred(*weights)
+    return fused_experts_cuda._Experts.apply(tokens_ND, gates_NK, experts_NK, count, *deferred)
 
 
 BOTH = pytest.mark.parametrize("experts", [_in_a_loop, _sorted])
@@ -144,21 +144,21 @@ def test_rows_behind_the_last_expert_are_never_used(monkeypatch: pytest.MonkeyPa
     tokens_ND, gates_NK, experts_NK, w1, w2 = inputs = _inputs(torch.float32)
 
     def exactly(*_inputs: torch.Tensor) -> torch.Tensor:
-        count, deferred = int((experts_NK >= 0).sum()), device_experts.deferred(w1, w2)
-        return device_experts._Experts.apply(tokens_ND, gates_NK, experts_NK, count, *deferred)
+        count, deferred = int((experts_NK >= 0).sum()), fused_experts_cuda.deferred(w1, w2)
+        return fused_experts_cuda._Experts.apply(tokens_ND, gates_NK, experts_NK, count, *deferred)
 
     torch.use_deterministic_algorithms(True)  # memory that nobody wrote is NaN
     try:
         assert torch.empty(1).isnan()
         pairs = zip(_results(_sorted, inputs), _results(exactly, inputs), strict=True)
         assert all(torch.equal(found, expected) for found, expected in pairs)
-        in_order = device_experts._sorted
+        in_order = fused_experts_cuda._sorted
 
         def unmasked(experts_NK: torch.Tensor, num_experts: int, count: int) -> Any:
             order = in_order(experts_NK, num_experts, count)
             return order._replace(places_NK=order.places_NK.clamp(max=count - 1))
 
-        monkeypatch.setattr(device_experts, "_sorted", unmasked)
+        monkeypatch.setattr(fused_experts_cuda, "_sorted", unmasked)
         assert _sorted(*inputs).isnan().any()
     finally:
         torch.use_deterministic_algorithms(False)

@@ -21,7 +21,7 @@ from r3.run.dumps import read_rollouts, write_rollouts
 from r3.run.folder import RunDir
 from r3.run.manifest import measure_durably, write_manifest
 from r3.run.run_json import new_identity, write_identity
-from r3.run.verify import damage_of
+from r3.run.verify_checkpoint import damage_of
 from r3.runtime.mesh import Axis
 from r3.types import Prompt, Rollout, RouteError
 from tests.tiny import random_rollouts, tiny_config

@@ -26,7 +26,7 @@ from r3.run.manifest import write_manifest
 from r3.run.resume import Found, Start, find_latest, open_run, register_start
 from r3.run.run_json import Identity, read_identity
 from r3.run.sources import read_sources, sources_of
-from r3.run.verify import newest_whole
+from r3.run.verify_checkpoint import newest_whole
 from r3.run.writing import Unwritten
 from r3.runtime.mesh import Axis
 from tests.tiny import tiny_config

@@ -31,9 +31,9 @@ class Products(TorchDispatchMode):
 
 def products_by_type(device: Device, dtype: str, tp: int, has_bfloat16: bool) -> dict[str, int]:
     """Count the products of a forward and backward pass."""
-    from r3.layers import products
+    from r3.layers import matmul
 
-    products._HAS_BFLOAT16 = has_bfloat16
+    matmul._HAS_BFLOAT16 = has_bfloat16
     config = tiny_config(
         parallel={"tp": tp},
         model={"dtype": dtype},

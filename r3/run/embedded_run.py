@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from r3.runtime.device import preserved_random_state
-from r3.runtime.surroundings import things
+from r3.runtime.process_state import things
 
 # A library sets variables and filters of warnings while it is imported, once per process.
 _variables: dict[str, str] = {}

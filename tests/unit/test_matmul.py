@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3.layers import products
-from r3.layers.products import is_by_float32, product
+from r3.layers import matmul
+from r3.layers.matmul import is_by_float32, product
 
 pytestmark = pytest.mark.unit
 
@@ -31,7 +31,7 @@ class Called(TorchDispatchMode):
 def test_bfloat16_is_multiplied_in_float32_where_the_processor_cannot(
     monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool
 ) -> None:
-    monkeypatch.setattr(products, "_HAS_BFLOAT16", has_bfloat16)
+    monkeypatch.setattr(matmul, "_HAS_BFLOAT16", has_bfloat16)
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(200, 96, generator=generator).bfloat16()
     right = torch.randn(128, 96, generator=generator).bfloat16().t()

@@ -19,7 +19,7 @@ from torch import nn
 from r3.kernels import moe
 from r3.layers.dispatch import Slots
 from r3.layers.grouped_experts import GroupedExperts
-from r3.layers.products import is_by_float32, product
+from r3.layers.matmul import is_by_float32, product
 
 
 class FusedExperts(GroupedExperts):
