@@ -31,7 +31,7 @@ usage: train.py BASE [--section.field value ...]   start or resume a run
        train.py BASE --help [SECTION ...]          list every setting, or some
        train.py --help columns                     what its columns mean
        train.py --models                           model families, and what is
-                                                   proved of each
+                                                   tested for each
 """
 _ABOUT = (
     "BASE is a preset, a YAML file with differences from a preset, or my_presets.py:function.",
@@ -55,7 +55,7 @@ def overview() -> str:
 
 
 def models() -> str:
-    """The known architectures of config.json, their models, and what is proved of them."""
+    """The known architectures of config.json, their models, and what is tested for them."""
     rows = [
         textwrap.fill(
             f"{family.models} ({', '.join(family.proved)})",
@@ -65,7 +65,7 @@ def models() -> str:
         )
         for name, family in FAMILIES.items()
     ]
-    return "\n".join(["architectures", *rows, "", "what is proved", *_list(PROOFS)])
+    return "\n".join(["architectures", *rows, "", "what is tested", *_list(PROOFS)])
 
 
 def _list(entries: Mapping[str, str]) -> list[str]:

@@ -46,7 +46,7 @@ def test_named_steps_pass_a_rehearsal(tmp_path: Path) -> None:
     assert replayed < live / 100
 
 
-@pytest.mark.skipif("R3_WHOLE_REHEARSAL" not in os.environ, reason="it takes eight minutes")
+@pytest.mark.skipif("R3_WHOLE_REHEARSAL" not in os.environ, reason="it takes two to eight minutes")
 def test_all_steps_pass_a_rehearsal(tmp_path: Path) -> None:
     out = tmp_path / "gpu"
     rows = rehearsed(out)
