@@ -1,8 +1,8 @@
 """Replace layers of vLLM on CPU that are inexact there, or that add overhead around their kernel.
 
-In a step of a small model, vLLM (0.30) spends an eighth of its time in Python between a layer and
-the kernel that computes it. Layers that are exactly as assumed here call the kernel with the same
-arguments, or one of R3's kernels (`r3.kernels`). All others stay as they are in vLLM.
+Experts and attention that are exactly as assumed here call R3's kernels (`r3.kernels`), without the
+Python between a layer and its kernel: an eighth of the time of a step of a small model in vLLM
+(0.30). All others stay as they are in vLLM.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -73,20 +73,20 @@ def plain_experts() -> dict[str, object]:
 def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
     """Return `MoERunner.forward` of a layer without what it does for other layers.
 
-    With one thread, `sampled_experts` computes what vLLM's portable kernel would.
+    With one thread, `sampled_experts` computes what vLLM's portable kernel would. Where it cannot,
+    the layer stays vLLM's.
     """
-    from vllm._custom_ops import cpu_fused_moe
-
     experts, router, gate = runner.routed_experts, runner.router, runner.gate
     kernel = experts.quant_method.moe_kernel.fused_experts
     is_plain = (experts.activation.value, kernel.isa) == ("silu", "vec")
     has_bias = kernel.w1_bias is not None or kernel.w2_bias is not None
     dtype = experts.w13_weight.dtype
     is_own = is_on("sampled_experts") and is_plain and not has_bias and tiles.can_compute(dtype)
-    if is_own:
-        prepare(dtype)
+    if not is_own:
+        return cast("Callable[..., torch.Tensor]", runner.forward)
+    prepare(dtype)
     shared = runner.shared_experts and runner.shared_experts._layer
-    scale, activation = runner.routed_scaling_factor, experts.activation.value
+    scale = runner.routed_scaling_factor
 
     def forward(
         hidden_states: torch.Tensor,
@@ -98,14 +98,7 @@ def direct_experts(runner: Any) -> Callable[..., torch.Tensor]:
         of_shared = shared(hidden_states) if shared else None
         weights, ids = router.select_experts(hidden_states, router_logits, input_ids=input_ids)
         w13, w2 = experts.w13_weight, experts.w2_weight  # replaced by every weight sync
-        if is_own:
-            output = sampled_experts.experts(hidden_states, w13, w2, weights, ids)
-        else:
-            output = torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
-            biases = kernel.w1_bias, kernel.w2_bias
-            cpu_fused_moe(
-                output, hidden_states, w13, w2, *biases, weights, ids, activation, kernel.isa
-            )
+        output = sampled_experts.experts(hidden_states, w13, w2, weights, ids)
         if scale != 1.0:
             output *= scale
         return output if of_shared is None else of_shared + output
@@ -142,27 +135,26 @@ _NO_EXTRAS = {
 
 
 def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
-    """Return `Attention.forward` of a layer without the custom operations that call it again.
+    """Return `Attention.forward` of a layer that R3 computes where it can, and vLLM elsewhere.
 
-    They exist for compiled models, of which they would be the parts that are not compiled. With one
-    thread, `sampled_attention` computes steps that have no prompt. Where registers are not wide
-    (`tiles.IS_WIDE`), vLLM's kernels have other bits, and `sampled_attention` computes prompts and
-    long conversations too: a token must have the same bits in a prompt and as a sample.
+    With one thread, `sampled_attention` computes steps that have no prompt. Where registers are not
+    wide (`tiles.IS_WIDE`), vLLM's kernels have other bits, and `sampled_attention` computes prompts
+    and long conversations too: a token must have the same bits in a prompt and as a sample.
     """
-    from vllm._custom_ops import cpu_attention_with_kv_cache, cpu_attn_reshape_and_cache
     from vllm.forward_context import get_forward_context
 
     vllms, impl, name = layer.forward, layer.impl, layer.layer_name
-    of_query = -1, layer.num_heads, layer.head_size
-    of_key, of_value = ((-1, layer.num_kv_heads, n) for n in (layer.head_size, layer.head_size_v))
     is_own = (
         is_on("sampled_attention")
         and has_facts(layer, _NO_EXTRAS)
         and tiles.can_compute(layer.dtype)
+        and layer.head_size == layer.head_size_v
     )
-    is_own = is_own and layer.head_size == layer.head_size_v
-    if is_own:
-        prepare(layer.dtype)
+    if not is_own:
+        return cast("Callable[..., torch.Tensor]", vllms)
+    prepare(layer.dtype)
+    of_query = -1, layer.num_heads, layer.head_size
+    of_key = -1, layer.num_kv_heads, layer.head_size
 
     def forward(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
@@ -171,42 +163,17 @@ def direct_attention(layer: Any) -> Callable[..., torch.Tensor]:
         batch = context.attn_metadata and context.attn_metadata[name]  # None in a trial run
         if batch is None or batch.num_actual_tokens != rows or more:
             return vllms(query, key, value, **more)
-        slots, has_prompt = context.slot_mapping[name], batch.max_query_len > 1
         is_short = batch.max_seq_len <= sampled_attention.MOST_TOKENS
         is_causal = batch.causal and batch.dynamic_causal is None
-        tensors = query.view(of_query), key.view(of_key), value.view(of_value), layer.kv_cache
+        slots = context.slot_mapping[name]
+        tensors = query.view(of_query), key.view(of_key), value.view(of_key), layer.kv_cache
         where = batch.block_table, batch.seq_lens, impl.scale
-        if is_own and not has_prompt and (is_short or not tiles.IS_WIDE):
+        if batch.max_query_len == 1 and (is_short or not tiles.IS_WIDE):
             return sampled_attention.attend(*tensors, slots, *where).view(rows, -1)
-        if is_own and is_causal and not tiles.IS_WIDE:
+        if is_causal and not tiles.IS_WIDE:
             starts = batch.query_start_loc
             return sampled_attention.attend_prompts(*tensors, slots, starts, *where).view(rows, -1)
-        blocks, heads, size, _ = layer.kv_cache.shape
-        keys, values = layer.kv_cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
-        scales = layer._k_scale_float, layer._v_scale_float, impl.kv_cache_dtype
-        cpu_attn_reshape_and_cache(
-            key.view(of_key), value.view(of_value), keys, values, slots, layer.isa, *scales
-        )
-        output = torch.empty(rows, layer.num_heads, layer.head_size_v, dtype=query.dtype)
-        cpu_attention_with_kv_cache(
-            query.view(of_query),
-            keys,
-            values,
-            output,
-            batch.query_start_loc,
-            batch.seq_lens,
-            impl.scale,
-            batch.causal,
-            impl.alibi_slopes,
-            impl.sliding_window,
-            batch.block_table,
-            impl.logits_soft_cap,
-            batch.scheduler_metadata,
-            impl.sinks,
-            batch.dynamic_causal,
-            *scales,
-        )
-        return output.view(rows, -1)
+        return vllms(query, key, value)
 
     return forward
 
