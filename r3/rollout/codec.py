@@ -1,4 +1,4 @@
-"""Serialise `Rollout`: JSON fields and flat arrays, and bytes for messages and checkpoints.
+"""Serialise `Rollout`: JSON fields and flat arrays for dumps, and messages between ranks.
 
 Arrays of several rollouts are concatenated: rollout i has tokens `cu_tokens[i] : cu_tokens[i + 1]`
 and routes `cu_rows[i] : cu_rows[i + 1]`, because it has one row less than tokens.
@@ -6,14 +6,13 @@ and routes `cu_rows[i] : cu_rows[i + 1]`, because it has one row less than token
 
 from __future__ import annotations
 
-import json
+import pickle
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load, save
 
 from r3.rollout.scored import Scored
 from r3.types import Rollout
@@ -32,15 +31,9 @@ def rollout_facts(rollout: Rollout) -> dict[str, Any]:
     return {name: getattr(rollout, name) for name in _FACTS}
 
 
-def join_arrays(
-    rollouts: Sequence[Rollout], routes: Sequence[np.ndarray] | None = None
-) -> dict[str, np.ndarray]:
-    """The arrays of at least one rollout, concatenated.
-
-    Args:
-        routes: replaces the rollouts' own routes, one array [T-1, L, K] per rollout.
-    """
-    routes = [rollout.routed_experts for rollout in rollouts] if routes is None else routes
+def join_arrays(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """The arrays of at least one rollout, concatenated."""
+    routes = [rollout.routed_experts for rollout in rollouts]
     arrays = {
         **{
             name: np.concatenate([getattr(rollout, field) for rollout in rollouts])
@@ -62,65 +55,36 @@ def split_rollouts(
     for index, fact in enumerate(facts):
         tokens = slice(*arrays["cu_tokens"][index : index + 2])
         rows = slice(*arrays["cu_rows"][index : index + 2])
-        # Older files lack some facts, which have defaults in `Rollout`.
-        known: dict[str, Any] = {name: fact[name] for name in _FACTS if name in fact}
-        known["segments"] = tuple(map(tuple, fact.get("segments", ())))
+        known: dict[str, Any] = {name: fact[name] for name in _FACTS}
+        known["segments"] = tuple(map(tuple, fact["segments"]))
         for name in ("messages", "turn_rewards"):
-            known[name] = tuple(fact.get(name, ()))
+            known[name] = tuple(fact[name])
         known |= {field: arrays[name][tokens] for name, field in _PER_TOKEN.items()}
         rollouts.append(Rollout(**known, routed_experts=arrays["routed_experts"][rows]))
     return rollouts
 
 
 def encode(items: Sequence[Scored], layers: Sequence[int] | None = None) -> bytes:
-    """Scored rollouts as one safetensors blob; empty for no rollouts.
+    """Scored rollouts as a message to another rank; empty for no rollouts.
 
     Args:
         layers: positions in the layer axis of the routes that are included; None includes all.
     """
-    if not items:
-        return b""
-    routes = [item.rollout.routed_experts for item in items]
-    if layers is not None:
-        # Without any layer the routes look as they do for a dense model.
-        routes = [rows[:, list(layers)] if layers else rows[:, :0, :0] for rows in routes]
-    facts = [
-        {
-            "index": item.index,
-            "advantage": float(item.advantage).hex(),
-            "reward": float(item.reward).hex(),
-            "shaped_reward": float(item.shaped_reward).hex(),
-            "parts": {name: float(part).hex() for name, part in item.parts.items()},
-            "trains": item.trains,
-            "checksums": checksums(item.rollout.tokens_T, rows),
-            **rollout_facts(item.rollout),
-        }
-        for item, rows in zip(items, routes, strict=True)
-    ]
-    arrays = join_arrays([item.rollout for item in items], routes)
-    return save(arrays, metadata={"rollouts": json.dumps(facts)})
+    sent = []
+    for item in items:
+        routes = item.rollout.routed_experts
+        if layers is not None:
+            # Without any layer the routes look as they do for a dense model.
+            routes = routes[:, list(layers)] if layers else routes[:, :0, :0]
+        rollout = replace(item.rollout, routed_experts=np.ascontiguousarray(routes))
+        sums = checksums(rollout.tokens_T, rollout.routed_experts)
+        sent.append(replace(item, rollout=rollout, checksums=sums))
+    return pickle.dumps(sent) if sent else b""
 
 
 def decode(message: bytes) -> list[Scored]:
     """Undo `encode`."""
-    if not message:
-        return []
-    size = int.from_bytes(message[:8], "little")
-    facts = json.loads(json.loads(message[8 : 8 + size])["__metadata__"]["rollouts"])
-    return [
-        Scored(
-            index=fact["index"],
-            advantage=float.fromhex(fact["advantage"]),
-            reward=float.fromhex(fact["reward"]),
-            # Older checkpoints of partial rollouts have none, and nothing reads it from them.
-            shaped_reward=float.fromhex(fact.get("shaped_reward", "0x0p+0")),
-            parts={name: float.fromhex(part) for name, part in fact["parts"].items()},
-            trains=fact["trains"],
-            checksums=tuple(fact["checksums"]),
-            rollout=rollout,
-        )
-        for fact, rollout in zip(facts, split_rollouts(facts, load(message)), strict=True)
-    ]
+    return list(pickle.loads(message)) if message else []
 
 
 def checksums(tokens_T: np.ndarray, routes: np.ndarray) -> tuple[int, ...]:

@@ -14,20 +14,16 @@ dropped at once.
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from r3.rollout.codec import decode, encode
 from r3.rollout.collected_rollouts import CollectedRollouts
-from r3.rollout.conversation import Progress, SuspendedConversation
-from r3.rollout.scored import Scored
-from r3.types import Prompt
+from r3.rollout.conversation import SuspendedConversation
 
 FILE_PREFIX = "partial_rollouts_"
-"""Begins the names of checkpoint files that may hold pickled environments."""
+"""Begins the names of checkpoint files that are pickles; `r3.run.verify_checkpoint` admits them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,109 +92,38 @@ def resumable(
 
 
 def to_files(partial: PartialRollouts, engine: int, *, is_leader: bool) -> dict[str, bytes]:
-    """Return the checkpoint file of this rank's engine; none without a token budget.
-
-    The file holds the length of a JSON header, the header, and the rollouts as `encode` writes
-    them.
-    """
+    """Return the checkpoint file of this rank's engine, a pickle; none without a token budget."""
     if not is_leader or not partial.prompts_taken:
         return {}
-    finished = partial.finished
-    items = [
-        Scored(index=index, rollout=each.rollout, advantage=0.0)
-        for index, each in enumerate(partial.suspended)
-    ]
-    items += [
-        Scored(
-            index=len(partial.suspended) + index,
-            rollout=rollout,
-            advantage=0.0,
-            reward=reward,
-            parts=finished.parts.get((rollout.group, rollout.sample_index), {}),
-        )
-        for index, (rollout, reward) in enumerate(
-            zip(finished.rollouts, finished.rewards, strict=True)
-        )
-    ]
-    header = {
-        "prompts_taken": partial.prompts_taken,
-        "suspended": [
-            {"progress": asdict(each.progress), "environment": each.environment.hex()}
-            for each in partial.suspended
-        ],
-    }
-    encoded = json.dumps(header).encode()
-    content = len(encoded).to_bytes(8, "little") + encoded + encode(items)
-    return {f"{FILE_PREFIX}{engine:05d}.bin": content}
+    return {f"{FILE_PREFIX}{engine:05d}.bin": pickle.dumps(partial)}
 
 
-def from_checkpoint(
-    folder: Path, prompts: Sequence[Prompt], *, engine: int, engines: int, is_leader: bool
-) -> PartialRollouts:
+def from_checkpoint(folder: Path, *, engine: int, engines: int, is_leader: bool) -> PartialRollouts:
     """Read what this rank's engine continues with; nothing if the checkpoint has no such files.
 
     An engine reads its own file. If the checkpoint was written by another number of engines, the
     groups of all files are shared out.
 
     Args:
-        prompts: the data set, to look up prompts by id.
         engine: number of this rank's engine among `engines`.
     """
     files = sorted(folder.glob(f"{FILE_PREFIX}*.bin"))
     if not files:
         return PartialRollouts()
-    by_id = {prompt.id: prompt for prompt in prompts}
-    if len(files) == engines:
-        return _read(files[engine], by_id, is_leader=is_leader)
-    parts = [_read(file, by_id, is_leader=is_leader) for file in files]
+    own = files[engine : engine + 1] if len(files) == engines else files
+    parts: list[PartialRollouts] = [pickle.loads(file.read_bytes()) for file in own]
+    if not is_leader:
+        return PartialRollouts(prompts_taken=parts[0].prompts_taken)
     everything = PartialRollouts(
         suspended=tuple(each for part in parts for each in part.suspended),
         finished=CollectedRollouts.joined([part.finished for part in parts]),
         prompts_taken=parts[0].prompts_taken,
     )
+    if own is not files:
+        return everything
     mine = frozenset(everything.groups[engine::engines])
     return replace(
         everything,
         suspended=tuple(each for each in everything.suspended if each.rollout.group in mine),
         finished=everything.finished.of_groups(mine),
     )
-
-
-def _read(file: Path, prompts: Mapping[str, Prompt], *, is_leader: bool) -> PartialRollouts:
-    content = file.read_bytes()
-    size = 8 + int.from_bytes(content[:8], "little")
-    header: dict[str, Any] = json.loads(content[8:size])
-    if not is_leader:
-        return PartialRollouts(prompts_taken=header["prompts_taken"])
-    items = decode(content[size:])
-    suspended = tuple(
-        SuspendedConversation(
-            prompt=prompts[item.rollout.prompt_id],
-            rollout=item.rollout,
-            progress=_progress(facts["progress"]),
-            environment=bytes.fromhex(facts["environment"]),
-        )
-        for item, facts in zip(items, header["suspended"], strict=False)
-    )
-    finished = items[len(suspended) :]
-    return PartialRollouts(
-        suspended=suspended,
-        finished=CollectedRollouts(
-            rollouts=[item.rollout for item in finished],
-            rewards=[item.reward for item in finished],
-            parts={
-                (item.rollout.group, item.rollout.sample_index): item.parts
-                for item in finished
-                if item.parts
-            },
-        ),
-        prompts_taken=header["prompts_taken"],
-    )
-
-
-def _progress(facts: Mapping[str, Any]) -> Progress:
-    """Undo `asdict`: JSON has lists where `Progress` has tuples."""
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()
-    }
-    return Progress(**values)

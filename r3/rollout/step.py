@@ -146,7 +146,6 @@ class RolloutSource:
         if self._config.rollout.step_token_budget:
             self._partial = from_checkpoint(
                 checkpoint,
-                self._task.prompts.prompts,
                 engine=self._mesh.engine_dp.rank,
                 engines=self._mesh.engine_dp.size,
                 is_leader=self._is_leader,
@@ -273,8 +272,7 @@ class RolloutSource:
         """
         config, mesh = self._config, self._mesh
         wanted, sampled = config.rollout.prompts_per_step, 0
-        # Older checkpoints do not hold the number.
-        taken = self._prompts_taken or (step - 1) * wanted
+        taken = self._prompts_taken
         rounds: list[CollectedRollouts] = []
         gathered: list[Rewards] = []
         chosen: list[int] = []

@@ -308,23 +308,9 @@ def budgets(device: Device, *, folder: str) -> Budgets:
         return Budgets(kinds=results)
 
     # The file of one engine, read by one and by two: every group is there once.
-    left = from_checkpoint(
-        where / "single" / "step_2",
-        stepper.task.prompts.prompts,
-        engine=0,
-        engines=1,
-        is_leader=True,
-    )
-    parts = [
-        from_checkpoint(
-            where / "single" / "step_2",
-            stepper.task.prompts.prompts,
-            engine=i,
-            engines=2,
-            is_leader=True,
-        )
-        for i in range(2)
-    ]
+    folder = where / "single" / "step_2"
+    left = from_checkpoint(folder, engine=0, engines=1, is_leader=True)
+    parts = [from_checkpoint(folder, engine=i, engines=2, is_leader=True) for i in range(2)]
     groups = [left.groups, *(part.groups for part in parts)]
 
     dropping = replace(
